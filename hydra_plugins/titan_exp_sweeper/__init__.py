@@ -1,0 +1,1 @@
+"""The Hydra sweeper of titan_exp."""

@@ -1,0 +1,1 @@
+"""Pretraining experiments: compose, check, launch, train in 4D, compare."""

@@ -1,0 +1,1 @@
+"""Distributed checkpoints of the whole training state, keyed by full parameter names."""

@@ -1,0 +1,1 @@
+"""Finished runs read back: curves, tables, reports."""

@@ -1,0 +1,47 @@
+"""Group `data`: where text comes from, how it becomes tokens, and in which order it is seen."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from titan_exp.config.bounds import PositiveInt, Share
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """A source of documents, a tokenizer, and a fixed order over virtual shards."""
+
+    source: str
+    """`python_stdlib`, `text`, `huggingface`, or the dotted name of a source class in your own package."""
+    paths: tuple[str, ...]
+    """Source `text`: files, folders and globs, each file one document."""
+    dataset: str | None
+    """Source `huggingface`: name on the hub, a local folder, or a loader such as `json` or `parquet`."""
+    subset: str | None
+    """Source `huggingface`: the data set's configuration name."""
+    data_files: tuple[str, ...]
+    """Source `huggingface`: files for the training split, where `dataset` is a loader."""
+    split: str
+    """Source `huggingface`: split to train on."""
+    validation_split: str | None
+    """Source `huggingface`: split to evaluate on; null holds out `validation_fraction` of the training split."""
+    text_column: str
+    """Source `huggingface`: column that holds the text."""
+    streaming: bool
+    """Source `huggingface`: read while training instead of downloading first."""
+    shuffle_buffer: PositiveInt
+    """Source `huggingface` when streaming: documents among which each virtual shard picks the next."""
+    tokenizer: str
+    """`bytes`, or the path of a Hugging Face `tokenizer.json` (or of the folder that holds it)."""
+    validation_fraction: Share
+    """Share of documents held out for evaluation, chosen by document and never trained on."""
+    virtual_shards: PositiveInt
+    """Independent streams that the documents are divided into. Part of the experiment: it fixes the order of data.
+    Must be a multiple of the data-parallel degree."""
+    document_mask: bool
+    """Tokens attend only within their own document, and the first token of a document is not predicted."""
+    reset_positions: bool
+    """Positions count from each document's start instead of the sequence's."""
+    prefetch: PositiveInt
+    """Micro-batches prepared ahead in the background."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Extra keyword arguments for a source of your own."""

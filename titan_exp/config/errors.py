@@ -1,0 +1,32 @@
+"""The one exception type for what a user can put right, and the violations it carries."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Violation:
+    """One thing that cannot be, said in four parts."""
+
+    field: str
+    """The configuration key at fault, as typed on the command line (`training.global_batch_size`)."""
+    value: object
+    """What was asked for."""
+    reason: str
+    """Why it cannot be."""
+    remedy: str
+    """What would work: the nearest values, or the command to type."""
+
+    def __str__(self) -> str:
+        return f"{self.field}={self.value}: {self.reason}\n    {self.remedy}"
+
+
+class UserError(Exception):
+    """Something a user can put right. The command line prints it without a traceback and exits 2."""
+
+    exit_code = 2
+
+    def __init__(self, message: str, violations: Sequence[Violation] = ()) -> None:
+        self.violations = tuple(violations)
+        lines = [message, *(f"  {violation}" for violation in self.violations)]
+        super().__init__("\n".join(lines))

@@ -1,0 +1,50 @@
+"""The whole configuration of one run, frozen."""
+
+from dataclasses import dataclass
+
+from titan_exp.config.checkpoint import CheckpointConfig
+from titan_exp.config.cluster import ClusterConfig
+from titan_exp.config.data import DataConfig
+from titan_exp.config.memory import ActivationCheckpointConfig, CompileConfig, QuantizationConfig
+from titan_exp.config.model import ModelConfig
+from titan_exp.config.naming import NamingConfig, PathsConfig
+from titan_exp.config.optimizer import LRScheduleConfig, OptimizerConfig
+from titan_exp.config.parallelism import ParallelismConfig
+from titan_exp.config.tracking import ProfilingConfig, TrackingConfig
+from titan_exp.config.training import TrainingConfig
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One run: a field for each configuration group, in the order in which `conf/config.yaml` composes them."""
+
+    experiment: NamingConfig
+    """Name, seed and words about the run."""
+    paths: PathsConfig
+    """Places on disk."""
+    training: TrainingConfig
+    """Steps, sizes, precision."""
+    model: ModelConfig
+    """Architecture and shape."""
+    parallelism: ParallelismConfig
+    """Degrees of the mesh."""
+    optimizer: OptimizerConfig
+    """From gradients to updates."""
+    lr_schedule: LRScheduleConfig
+    """Learning rate over steps."""
+    quantization: QuantizationConfig
+    """Low-precision matmuls."""
+    activation_checkpoint: ActivationCheckpointConfig
+    """What backward recomputes."""
+    compile: CompileConfig
+    """torch.compile."""
+    data: DataConfig
+    """Text, tokens, order."""
+    checkpoint: CheckpointConfig
+    """Saving and retention."""
+    tracking: TrackingConfig
+    """Where metrics go."""
+    profiling: ProfilingConfig
+    """Traces."""
+    cluster: ClusterConfig
+    """The machine."""

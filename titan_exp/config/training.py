@@ -1,0 +1,34 @@
+"""Group `training`: how long, how large, how precise."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from titan_exp.config.bounds import Count, PositiveFloat, PositiveInt
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """What one optimizer step sees, and how many there are."""
+
+    steps: PositiveInt
+    """Optimizer steps of the whole run."""
+    seq_len: PositiveInt
+    """Tokens in a sequence."""
+    global_batch_size: PositiveInt
+    """Sequences per optimizer step over the whole job, whatever the layout."""
+    micro_batch_size: PositiveInt | None
+    """Sequences per forward pass of one data rank; null takes the rank's whole share of the global batch.
+    Gradient accumulation follows from it."""
+    max_grad_norm: PositiveFloat | None
+    """Global gradient norm above which gradients are scaled down to it; null never clips."""
+    mixed_precision: Literal["bf16", "fp32"]
+    """Type of compute: bf16 keeps fp32 master weights and reduces gradients in fp32."""
+    deterministic: bool
+    """Use only kernels that give the same bits on every run, at some speed."""
+    evaluate_every: Count
+    """Steps between evaluations over the whole validation split, and one at the end; 0 never evaluates."""
+    gc_every: Count
+    """Steps between Python garbage collections, which are off in between so that no rank stalls the others;
+    0 leaves Python's own collection on."""
+    stop_on_nonfinite: bool
+    """End the run as failed when the loss or the gradient norm is not finite, instead of training on."""

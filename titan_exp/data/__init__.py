@@ -1,0 +1,1 @@
+"""Sources, tokenizers, and an order of tokens that belongs to the experiment, whatever the layout."""

@@ -1,0 +1,1 @@
+"""From a checked experiment to processes: identity, run folder, executors, state."""

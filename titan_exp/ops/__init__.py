@@ -1,0 +1,1 @@
+"""Kernels: attention, rotary embedding, norms, losses. Knows no model and no mesh."""

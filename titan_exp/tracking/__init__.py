@@ -1,0 +1,1 @@
+"""The run folder and the sinks that metrics go to."""

@@ -1,0 +1,1 @@
+"""The trainer core, and what a rank process runs."""

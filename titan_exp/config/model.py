@@ -43,7 +43,7 @@ class ModelConfig:
     head_dim: PositiveInt
     """Width of one head."""
     ffn_dim: PositiveInt
-    """Width of the feed-forward layer; a multiple of 16."""
+    """Width of the feed-forward layer; a multiple of 32."""
     vocab_size: PositiveInt
     """Rows of the embedding; at least as many as the tokenizer has tokens."""
     context: PositiveInt

@@ -1,0 +1,39 @@
+# The two commands of the README. Each does all its set-up; both are fast the second time.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: train test quick check golden clean
+
+## Train a small language model on this machine, draw its loss curve and let it write.
+train: $(STAMP)
+	$(BIN)/titan-exp train
+	$(BIN)/titan-exp generate
+
+## Format, lint, types and every test.
+test: $(STAMP) check
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+
+## The tests without the minutes-long ones.
+quick: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
+
+check: $(STAMP)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+## Rewrite the golden texts of the shipped configurations.
+golden: $(STAMP)
+	$(BIN)/python -m pytest tests/config --update-golden
+
+$(STAMP): pyproject.toml .ci/constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "titan_exp needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable '.[test]'
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV)

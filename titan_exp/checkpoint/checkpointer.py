@@ -1,0 +1,144 @@
+"""Saving and loading the training state: in the background or not, complete or not at all."""
+
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+
+from titan_exp.checkpoint.folder import CheckpointFolder
+from titan_exp.checkpoint.reader import read_into, tensor_shapes
+from titan_exp.checkpoint.state import (
+    DATA,
+    PROGRESS,
+    allocate_optimizer_state,
+    from_bytes,
+    gather_state,
+    model_state,
+    optimizer_state,
+)
+from titan_exp.config.checkpoint import CheckpointConfig
+from titan_exp.tracking.log import get_logger
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a checkpoint says besides tensors."""
+
+    progress: dict[str, Any]
+    """Counters of the run."""
+    data: dict[str, Any]
+    """State of every virtual shard."""
+
+
+class Checkpointer:
+    """Saves and loads the state of one run; every method is called by all ranks together.
+
+    Args:
+        config: mode, interval, retention.
+        path: the run's `checkpoints/` folder.
+    """
+
+    def __init__(self, config: CheckpointConfig, path: Path) -> None:
+        self.config = config
+        self.folder = CheckpointFolder(path)
+        self.paused = 0.0
+        """Seconds that training has waited for saving, in all."""
+        self._pending: tuple[int, Future[Any]] | None = None
+        self._newest: int | None = None
+        # A group of its own: a background save must not meet the training step's collectives.
+        self._group = dist.new_group(backend="gloo") if config.mode != "off" else None
+        self._leader = dist.get_rank() == 0
+        if self._leader and config.mode != "off":
+            path.mkdir(parents=True, exist_ok=True)
+            self.folder.clean()
+        dist.barrier()
+
+    def due(self, step: int) -> bool:
+        """Whether the configuration asks for a checkpoint after this step."""
+        return self.config.mode != "off" and step % self.config.every == 0
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        data: Mapping[str, Any],
+        progress: Mapping[str, Any],
+    ) -> None:
+        """Save the state after a step, once. In async mode training may go on as soon as this returns."""
+        if self.config.mode == "off" or step == self._newest:
+            return
+        started = time.perf_counter()
+        self.wait()
+        state = gather_state(model, optimizer, data, progress)
+        writer = dcp.FileSystemWriter(self.folder.partial(step), single_file_per_rank=True, sync_files=True)
+        if self.config.mode == "sync":
+            dcp.save(state, storage_writer=writer, process_group=self._group)
+            self._publish(step)
+        else:
+            # torch copies to the CPU before it returns, but takes what is there already as it is.
+            staged = {key: value.clone() if value.device.type == "cpu" else value for key, value in state.items()}
+            future = dcp.async_save(staged, storage_writer=writer, process_group=self._group)
+            assert isinstance(future, Future), "the default staging is synchronous"
+            self._pending = (step, future)
+        self._newest = step
+        self.paused += time.perf_counter() - started
+
+    def poll(self) -> None:
+        """Make a finished background save complete; called between steps."""
+        if self._pending is not None and self._pending[1].done():
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait until a background save is durable.
+
+        A save that failed (a full disk) is reported and forgotten: the last complete checkpoint stays.
+        """
+        if self._pending is None:
+            return
+        (step, future), self._pending = self._pending, None
+        try:
+            future.result()
+        except Exception as error:
+            get_logger().error("checkpoint of step %d could not be written, keeping the last one: %s", step, error)
+            return
+        self._publish(step)
+
+    def latest(self) -> int | None:
+        """Step of the newest complete checkpoint, agreed on by all ranks."""
+        steps: list[Any] = [self.folder.complete()[-1:] if self._leader else None]
+        dist.broadcast_object_list(steps, src=0)
+        return steps[0][0] if steps[0] else None
+
+    def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Restored:
+        """Load a checkpoint, made in any layout, into the model and the optimizer."""
+        path = self.folder.at(step)
+        allocate_optimizer_state(model, optimizer)
+        tensors = {**model_state(model), **optimizer_state(model, optimizer)}
+        notes = {
+            key: torch.empty(shape, dtype=torch.uint8)
+            for key, shape in tensor_shapes(path).items()
+            if key == PROGRESS or key.startswith(DATA)
+        }
+        read_into(path, {**tensors, **notes})
+        self._newest = step
+        data = {key.removeprefix(DATA): from_bytes(notes[key]) for key in notes if key.startswith(DATA)}
+        return Restored(from_bytes(notes[PROGRESS]), data)
+
+    def _publish(self, step: int) -> None:
+        if self._leader:
+            self.folder.publish(step)
+            self.folder.retain(self.config.keep)
+
+
+def load_model(path: Path, model: nn.Module) -> None:
+    """Load a checkpoint's weights alone into a model."""
+    state: dict[str, Tensor] = model_state(model)
+    read_into(path, state)

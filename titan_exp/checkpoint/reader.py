@@ -1,0 +1,69 @@
+"""Reading a distributed checkpoint without executing what it says.
+
+torch pickles the metadata file; here it is read by an unpickler that builds checkpoint metadata and nothing else.
+"""
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+_ALLOWED_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+_ALLOWED_NAMES = {
+    ("torch", "Size"),
+    ("torch", "device"),
+    ("torch.serialization", "_get_layout"),
+    ("torch._utils", "_rebuild_device_mesh"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "Path"),
+    ("pathlib._local", "PosixPath"),
+    ("collections", "OrderedDict"),
+    ("builtins", "set"),
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype | torch.memory_format):
+            return getattr(torch, global_name)
+        metadata_class = module_name in _ALLOWED_MODULES and isinstance(
+            getattr(__import__(module_name, fromlist=[global_name]), global_name, None), type
+        )
+        if metadata_class or (module_name, global_name) in _ALLOWED_NAMES:
+            return super().find_class(module_name, global_name)
+        raise pickle.UnpicklingError(
+            f"the checkpoint's metadata asks for {module_name}.{global_name}, which is not checkpoint metadata; "
+            "the file is damaged or was tampered with"
+        )
+
+
+class SafeReader(dcp.FileSystemReader):
+    """torch's file reader, with metadata read by an allow-list."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read the checkpoint's table of contents.
+
+        Raises:
+            pickle.UnpicklingError: it holds anything but checkpoint metadata.
+        """
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+def tensor_shapes(path: Path) -> dict[str, torch.Size]:
+    """Global shape of every tensor in a checkpoint, by key."""
+    entries = SafeReader(path).read_metadata().state_dict_metadata
+    return {key: entry.size for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def read_into(path: Path, state: dict[str, Tensor]) -> None:
+    """Load a checkpoint into tensors in place; all ranks call it together, in any layout."""
+    dcp.load(dict(state), storage_reader=SafeReader(path))

@@ -1,0 +1,70 @@
+"""The training state as one flat dictionary of tensors, keyed by full names, so that any layout can read it.
+
+Everything that is not a tensor travels as JSON in a byte tensor: a checkpoint is read without executing code.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+MODEL, OPTIMIZER, DATA, PROGRESS = "model.", "optimizer.", "data.", "progress"
+
+
+def gather_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, data: Mapping[str, Any], progress: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Collect what a checkpoint holds.
+
+    Args:
+        model: its parameters and persistent buffers are keyed `model.<full name>`.
+        optimizer: its tensors are keyed `optimizer.<full parameter name>.<state name>`.
+        data: JSON-able state of each virtual shard that this rank reads, keyed `data.<shard>`.
+        progress: JSON-able counters of the whole run.
+    """
+    return {
+        **model_state(model),
+        **optimizer_state(model, optimizer),
+        **{f"{DATA}{shard}": to_bytes(state) for shard, state in data.items()},
+        PROGRESS: to_bytes(progress),
+    }
+
+
+def model_state(model: nn.Module) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by full name; the tensors themselves, not copies."""
+    return {f"{MODEL}{name}": value.detach() for name, value in model.state_dict().items()}
+
+
+def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's tensors by full parameter name; the tensors themselves, not copies."""
+    return {
+        f"{OPTIMIZER}{name}.{key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in optimizer.state.get(parameter, {}).items()
+        if isinstance(value, Tensor)
+    }
+
+
+def allocate_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Make the optimizer create its state, so that there is something to load into; parameters keep their values."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    kept = [parameter.detach().clone() for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        for parameter, value in zip(parameters, kept, strict=True):
+            parameter.copy_(value)
+
+
+def to_bytes(value: object) -> Tensor:
+    """A JSON-able value as a byte tensor."""
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def from_bytes(tensor: Tensor) -> Any:
+    """The value that `to_bytes` took."""
+    return json.loads(bytes(tensor.cpu().tolist()))

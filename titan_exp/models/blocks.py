@@ -1,0 +1,124 @@
+"""The blocks that models are built from. Each says how its own parameters start; none knows a mesh."""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from titan_exp.models.initialization import Init
+from titan_exp.ops.attention import Backend, CausalAttention
+from titan_exp.ops.rope import rotate
+from titan_exp.ops.swiglu import GROUP, swiglu
+
+
+class Linear(nn.Linear):
+    """A projection without bias that knows its initial standard deviation."""
+
+    def __init__(self, fan_in: int, fan_out: int, std: float) -> None:
+        super().__init__(fan_in, fan_out, bias=False)
+        self.std = std
+
+    def initial(self) -> dict[str, Init]:
+        """How the parameters of this block start, by name."""
+        return {"weight": Init("normal", self.std)}
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm (Zhang and Sennrich 2019), computed in fp32."""
+
+    def __init__(self, dim: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.eps = eps
+
+    def initial(self) -> dict[str, Init]:
+        """How the parameters of this block start, by name."""
+        return {"weight": Init("ones")}
+
+    def forward(self, x: Float[Tensor, "batch seq dim"]) -> Float[Tensor, "batch seq dim"]:
+        """x / rms(x) · weight, in the type of `x`."""
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Embedding(nn.Module):
+    """Token embedding."""
+
+    def __init__(self, vocab: int, dim: int, std: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(vocab, dim))
+        self.std = std
+
+    def initial(self) -> dict[str, Init]:
+        """How the parameters of this block start, by name."""
+        return {"weight": Init("normal", self.std)}
+
+    def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq dim"]:
+        """Rows of the embedding."""
+        return F.embedding(tokens, self.weight)
+
+
+class Attention(nn.Module):
+    """Grouped-query self-attention (Ainslie et al. 2023) with one fused projection.
+
+    Rows of `qkv.weight` are ordered by key-value head: its query heads, then its key, then its value; so a contiguous
+    slice holds whole groups.
+    """
+
+    def __init__(
+        self, dim: int, heads: int, kv_heads: int, head_dim: int, *, std: float, out_std: float, backend: Backend
+    ) -> None:
+        super().__init__()
+        self.head_dim, self.group = head_dim, heads // kv_heads
+        self.qkv = Linear(dim, (heads + 2 * kv_heads) * head_dim, std)
+        self.out = Linear(heads * head_dim, dim, out_std)
+        self.core = CausalAttention(backend)
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch seq dim"],
+        rope: tuple[Float[Tensor, "batch_or_1 seq 1 half"], Float[Tensor, "batch_or_1 seq 1 half"]],
+        mask: Any,
+    ) -> Float[Tensor, "batch seq dim"]:
+        """Attend to earlier positions that `mask` (from the core) lets through."""
+        groups = self.qkv(x).unflatten(-1, (-1, self.group + 2, self.head_dim))
+        query, key, value = groups.split((self.group, 1, 1), dim=-2)
+        query, key = rotate(query.flatten(2, 3), *rope), rotate(key.flatten(2, 3), *rope)
+        heads = self.core(query.transpose(1, 2), key.transpose(1, 2), value.flatten(2, 3).transpose(1, 2), mask)
+        return self.out(heads.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU feed-forward with gate and up fused, their rows alternating in groups (see `ops.swiglu`)."""
+
+    def __init__(self, dim: int, ffn_dim: int, *, std: float, out_std: float) -> None:
+        super().__init__()
+        assert ffn_dim % GROUP == 0, "checked by the configuration's rules"
+        self.gate_up = Linear(dim, 2 * ffn_dim, std)
+        self.down = Linear(ffn_dim, dim, out_std)
+
+    def forward(self, x: Float[Tensor, "batch seq dim"]) -> Float[Tensor, "batch seq dim"]:
+        """down(silu(gate(x)) · up(x))."""
+        return self.down(swiglu(self.gate_up(x)))
+
+
+class TransformerBlock(nn.Module):
+    """Attention and feed-forward, each after a norm and added to the residual stream."""
+
+    def __init__(self, attention: Attention, feed_forward: FeedForward, dim: int, norm_eps: float) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(dim, norm_eps)
+        self.attention = attention
+        self.feed_forward_norm = RMSNorm(dim, norm_eps)
+        self.feed_forward = feed_forward
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch seq dim"],
+        rope: tuple[Float[Tensor, "batch_or_1 seq 1 half"], Float[Tensor, "batch_or_1 seq 1 half"]],
+        mask: Any,
+    ) -> Float[Tensor, "batch seq dim"]:
+        """One layer."""
+        x = x + self.attention(self.attention_norm(x), rope, mask)
+        return x + self.feed_forward(self.feed_forward_norm(x))

@@ -1,0 +1,80 @@
+"""Initial weights as a pure function of (seed, full parameter name, index), whatever rank draws them.
+
+A matrix is drawn in blocks of `BLOCK_ROWS` rows, each from its own counter-based generator, so that a rank draws only
+the blocks that its shard touches: no communication, no full tensor, the same bits in every layout.
+"""
+
+import hashlib
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+BLOCK_ROWS = 64
+"""Rows drawn by one generator."""
+
+TRUNCATION = 3.0
+"""Draws beyond this many standard deviations are clamped to it."""
+
+
+@dataclass(frozen=True)
+class Init:
+    """How a parameter starts."""
+
+    kind: Literal["normal", "ones", "zeros"]
+    """Distribution."""
+    std: float = 0.0
+    """Standard deviation of `normal`."""
+
+
+def initial_slice(
+    seed: int, name: str, init: Init, shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...]
+) -> Tensor:
+    """The initial values of one rectangular part of a parameter, fp32 on the CPU.
+
+    Args:
+        seed: `experiment.seed`.
+        name: full name of the parameter in the whole model.
+        init: its distribution.
+        shape: shape of the whole parameter.
+        start: first index of the part in each dim.
+        size: extent of the part in each dim; zero where this rank holds nothing.
+    """
+    if init.kind != "normal":
+        return torch.full(size, 1.0 if init.kind == "ones" else 0.0)
+    if 0 in size:
+        return torch.empty(size)
+    if len(shape) == 1:
+        return initial_slice(seed, name, init, (1, *shape), (0, *start), (1, *size))[0]
+    if len(shape) > 2:
+        # Stacked matrices (experts): each is drawn like a parameter of its own.
+        parts = (
+            initial_slice(seed, f"{name}[{index}]", init, shape[1:], start[1:], size[1:])
+            for index in range(start[0], start[0] + size[0])
+        )
+        return torch.stack(list(parts))
+    return torch.from_numpy(_matrix_slice(seed, name, init.std, shape, start, size))
+
+
+def _matrix_slice(
+    seed: int, name: str, std: float, shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...]
+) -> np.ndarray:
+    values = np.empty(size, dtype=np.float32)
+    end = start[0] + size[0]
+    columns = slice(start[1], start[1] + size[1])
+    for block in range(start[0] // BLOCK_ROWS, -(-end // BLOCK_ROWS)):
+        first = block * BLOCK_ROWS
+        # Whole blocks, also at the matrix's end, so that a draw never depends on where a shard was cut.
+        draw = _generator(seed, name, block).standard_normal((BLOCK_ROWS, shape[1]), dtype=np.float32)
+        low, high = max(first, start[0]), min(first + BLOCK_ROWS, end)
+        values[low - start[0] : high - start[0]] = draw[low - first : high - first, columns]
+    np.clip(values, -TRUNCATION, TRUNCATION, out=values)
+    values *= np.float32(std)
+    return values
+
+
+def _generator(seed: int, name: str, block: int) -> np.random.Generator:
+    digest = hashlib.sha256(f"{seed}/{name}/{block}".encode()).digest()
+    return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))

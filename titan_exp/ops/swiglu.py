@@ -1,0 +1,15 @@
+"""SwiGLU (Shazeer 2020) on a fused gate and up projection."""
+
+import torch.nn.functional as F
+from jaxtyping import Float
+from torch import Tensor
+
+GROUP = 32
+"""Gate and up columns alternate in groups of this many, so that a contiguous slice of the fused weight, as tensor
+parallelism takes it, holds matching halves of both."""
+
+
+def swiglu(gate_up: Float[Tensor, "batch seq two_ffn"]) -> Float[Tensor, "batch seq ffn"]:
+    """silu(gate) · up, where `gate_up` holds `GROUP` gate columns, then their `GROUP` up columns, and so on."""
+    groups = gate_up.unflatten(-1, (-1, 2, GROUP))
+    return (F.silu(groups[..., 0, :]) * groups[..., 1, :]).flatten(-2)

@@ -1,0 +1,51 @@
+"""The one global gradient norm, and clipping by it.
+
+Squared sums are taken per mesh and placement and added over the axes that shard them, so parameters may live on any
+mixture of meshes; a replicated tensor counts once.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+
+@torch.no_grad()
+def global_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """L2 norm of all gradients of the whole model, an fp32 scalar that is the same on every rank."""
+    groups: dict[object, list[Tensor]] = defaultdict(list)
+    meshes = {}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None:
+            continue
+        key = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
+        meshes[key] = gradient if isinstance(gradient, DTensor) else None
+        groups[key].append(_local(gradient))
+    squares = []
+    for key, gradients in groups.items():
+        norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+        square = torch.stack(norms).square().sum()
+        sample = meshes[key]
+        if sample is not None:
+            for axis, placement in enumerate(sample.placements):
+                assert not placement.is_partial(), "a gradient must be reduced before it is measured"
+                if isinstance(placement, Shard):
+                    dist.all_reduce(square, group=sample.device_mesh.get_group(axis))
+        squares.append(square)
+    return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
+    """Scale all gradients by min(1, max_norm / norm), in place and without asking the device for the norm."""
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    torch._foreach_mul_(gradients, factor)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

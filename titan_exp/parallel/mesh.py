@@ -1,0 +1,69 @@
+"""The device mesh: every axis is always there, most of them of size 1, so that nothing asks which ones are in use.
+
+Two meshes cover the same ranks in the same order. `world` tells what a rank computes (its data, its part of a
+sequence); `sharding` is what parameters live on, with dp_shard and cp folded into the one axis `fsdp`.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from titan_exp.config.parallelism import ParallelismConfig
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Where this process stands among all of them."""
+
+    world: DeviceMesh
+    """Axes pp, dp_replicate, dp_shard, cp, tp; tp varies fastest, so that its ranks are neighbours."""
+    sharding: DeviceMesh
+    """Axes pp, dp_replicate, fsdp, tp over the same ranks."""
+    device: torch.device
+    """Device of this process."""
+    control: dist.ProcessGroup
+    """All ranks, on the CPU: token counts and decisions that must not wait for the device."""
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of every global batch this rank computes."""
+        shard = self.world["dp_shard"]
+        return self.world["dp_replicate"].get_local_rank() * shard.size() + shard.get_local_rank()
+
+    @property
+    def data_degree(self) -> int:
+        """Into how many shares a global batch is divided."""
+        return self.world["dp_replicate"].size() * self.world["dp_shard"].size()
+
+    @property
+    def parameters(self) -> DeviceMesh:
+        """The mesh that FSDP2 takes: (dp_replicate, fsdp) for HSDP and DDP, fsdp alone otherwise."""
+        if self.sharding["dp_replicate"].size() > 1:
+            return self.sharding["dp_replicate", "fsdp"]
+        return self.sharding["fsdp"]
+
+
+def build_mesh(config: ParallelismConfig, device: torch.device) -> Mesh:
+    """Lay the axes over the default process group.
+
+    Args:
+        config: degrees whose product is the world size.
+        device: device of this process.
+    """
+    assert config.dp_shard >= 1, "the layout is resolved before anything is launched"
+    kind = device.type
+    world = init_device_mesh(
+        kind,
+        (config.pp, config.dp_replicate, config.dp_shard, config.cp, config.tp),
+        mesh_dim_names=("pp", "dp_replicate", "dp_shard", "cp", "tp"),
+    )
+    sharding = init_device_mesh(
+        kind,
+        (config.pp, config.dp_replicate, config.dp_shard * config.cp, config.tp),
+        mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"),
+    )
+    control = dist.new_group(backend="gloo") if kind == "cuda" else dist.group.WORLD
+    assert control is not None, "the process group is initialised before the mesh"
+    return Mesh(world, sharding, device, control)

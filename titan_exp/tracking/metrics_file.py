@@ -1,0 +1,109 @@
+"""metrics.jsonl, the truth about a run: one flushed line of JSON per logged step, readable after any death.
+
+JSON has no NaN: a number that is not finite is written as the string "NaN", "Infinity" or "-Infinity", as in
+protobuf's JSON mapping, and null means unknown. `float(x)` in Python and `Number(x)` in JavaScript read all of them.
+"""
+
+import json
+import math
+import os
+from pathlib import Path
+
+from titan_exp.config.errors import UserError
+from titan_exp.tracking.sink import Row, Value
+
+
+class JsonlSink:
+    """Appends rows to `path`; a line torn by an earlier death is removed first.
+
+    Each row reaches the operating system before `log` returns, so it survives the death of the process. A disk that
+    is full raises OSError: a run whose metrics cannot be written must not go on quietly.
+    """
+
+    def __init__(self, path: Path, attempt: int) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        repair(path)
+        self._attempt = attempt
+        self._file = path.open("ab")
+
+    def log(self, row: Row) -> None:
+        """Write the row, with this attempt's number if it has none."""
+        stamped = {key: _encode(value) for key, value in row.items()}
+        stamped.setdefault("attempt", self._attempt)
+        self._file.write(json.dumps(stamped, allow_nan=False).encode() + b"\n")
+        self._file.flush()
+
+    def close(self, state: str) -> None:
+        """Make the file durable and close it."""
+        if not self._file.closed:
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Value]]:
+    """Rows of a metrics file in the order of steps, one per step.
+
+    After a resume the steps past the restored checkpoint are logged again: the highest attempt's row is kept. Rows of
+    one step and one attempt are joined. A torn last line is left out, so a run may be read while it writes.
+
+    Raises:
+        UserError: a line before the last is not a row.
+    """
+    if not path.exists():
+        return []
+    rows: dict[int, dict[str, Value]] = {}
+    lines = [(number, line) for number, line in enumerate(path.read_bytes().split(b"\n"), 1) if line]
+    for number, line in lines:
+        row = _parse(line)
+        if row is not None:
+            _keep(rows, row)
+        elif number < lines[-1][0]:
+            raise UserError(f"{path}, line {number}: not a row of metrics. Remove that line; the others are kept.")
+    return [rows[step] for step in sorted(rows)]
+
+
+def repair(path: Path) -> None:
+    """Cut off what a death left of a half-written last line; a last line that only lacks its end is ended."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        text = file.read()
+        end = text.rfind(b"\n") + 1
+        if end == len(text):
+            return
+        if _parse(text[end:]) is not None:
+            file.write(b"\n")
+        else:
+            file.truncate(end)
+
+
+def _keep(rows: dict[int, dict[str, Value]], row: dict[str, Value]) -> None:
+    step = row["step"]
+    assert isinstance(step, int)
+    known = rows.get(step)
+    if known is None or _attempt(row) > _attempt(known):
+        rows[step] = row
+    elif _attempt(row) == _attempt(known):
+        known.update(row)
+
+
+def _attempt(row: dict[str, Value]) -> Value:
+    return row.get("attempt") or 0
+
+
+def _parse(line: bytes) -> dict[str, Value] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        return None
+    return {key: float(value) if isinstance(value, str) else value for key, value in row.items()}
+
+
+def _encode(value: Value) -> Value | str:
+    if value is None or math.isfinite(value):
+        return value
+    if math.isnan(value):
+        return "NaN"
+    return "Infinity" if value > 0 else "-Infinity"

@@ -1,0 +1,100 @@
+"""Tokens per second, TFLOP/s and MFU of training itself: warm-up, evaluation and blocking saves are not counted in."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass
+class TimeSpent:
+    """Seconds of one attempt by what they went to, and the tokens trained in the counted ones."""
+
+    warmup: float = 0.0
+    """First steps: compilation, allocation, autotuning."""
+    training: float = 0.0
+    """Steps after warm-up, up to the last reading."""
+    tokens: int = 0
+    """Tokens of the whole job trained in `training` seconds."""
+    paused: dict[str, float] = field(default_factory=dict)
+    """Pauses by their reason (`evaluation`, `checkpoint`), those during warm-up included."""
+
+
+class Throughput:
+    """Measures between readings, one for each logged row.
+
+    `devices` is the number of processes, `flops_per_token` what the model does for a token in forward and backward
+    (6 × active parameters in matmuls + attention), `peak_tflops` one device's dense bf16 peak; with None for either,
+    what needs it is unknown. `synchronize` waits for the device: it is called where a pause or the warm-up ends or
+    begins, because kernels still queued there would be counted on the wrong side.
+    """
+
+    def __init__(
+        self,
+        *,
+        devices: int,
+        flops_per_token: float | None = None,
+        peak_tflops: float | None = None,
+        warmup_steps: int = 3,
+        synchronize: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.spent = TimeSpent()
+        self._devices, self._flops_per_token, self._peak_tflops = devices, flops_per_token, peak_tflops
+        self._warmup_steps, self._synchronize, self._clock = warmup_steps, synchronize, clock
+        self._window_start = clock()
+        self._window_tokens = 0
+        self._window_paused = 0.0
+
+    def step(self, tokens: int) -> None:
+        """Count an optimizer step in which the whole job trained on `tokens` tokens."""
+        if self._warmup_steps > 0:
+            self._warmup_steps -= 1
+            if self._warmup_steps == 0:
+                self._synchronize()
+                self.spent.warmup += self._restart()
+        else:
+            self._window_tokens += tokens
+
+    @contextmanager
+    def pause(self, reason: str) -> Iterator[None]:
+        """Keep the time inside out of the measurement, on the account of `reason`. Not to be nested."""
+        self._synchronize()
+        begin = self._clock()
+        try:
+            yield
+        finally:
+            self._synchronize()
+            seconds = self._clock() - begin
+            self._window_paused += seconds
+            self.spent.paused[reason] = self.spent.paused.get(reason, 0.0) + seconds
+
+    def read(self) -> dict[str, float | None]:
+        """Speed since the last reading, under the keys of a row; None where nothing was counted or is not known.
+
+        `tflops` is of one device, `mfu` that over its peak. Call it where the device has just been waited for.
+        """
+        per_second = tflops = mfu = None
+        if self._window_tokens > 0:
+            tokens = self._window_tokens
+            seconds = self._restart()
+            self.spent.training += seconds
+            self.spent.tokens += tokens
+            per_second = tokens / seconds if seconds > 0 else None
+        per_device = None if per_second is None else per_second / self._devices
+        if per_device is not None and self._flops_per_token is not None:
+            tflops = per_device * self._flops_per_token / 1e12
+            mfu = None if self._peak_tflops is None else tflops / self._peak_tflops
+        return {
+            "tokens_per_second": per_second,
+            "tokens_per_second_per_device": per_device,
+            "tflops": tflops,
+            "mfu": mfu,
+        }
+
+    def _restart(self) -> float:
+        """Begin a new window; returns the seconds of the old one without its pauses."""
+        now = self._clock()
+        seconds = now - self._window_start - self._window_paused
+        self._window_start, self._window_tokens, self._window_paused = now, 0, 0.0
+        return seconds

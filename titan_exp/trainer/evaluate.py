@@ -1,0 +1,52 @@
+"""Loss over the whole validation split, the same number in every layout."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from titan_exp.data.batch import Batch
+from titan_exp.ops.cross_entropy import IGNORE_INDEX, cross_entropy_sum
+from titan_exp.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What the validation split says."""
+
+    loss: float
+    """Mean over its tokens, in nats."""
+    tokens: int
+    """How many tokens that was."""
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss); infinite where that overflows."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, batches: Iterable[Batch], mesh: Mesh) -> Evaluation:
+    """Run the model over a split.
+
+    Args:
+        model: put back into training mode afterwards.
+        batches: this data rank's share; every rank has the same number of them.
+        mesh: whose ranks take part.
+    """
+    model.eval()
+    total = torch.zeros((), dtype=torch.float64, device=mesh.device)
+    tokens = 0
+    for cpu_batch in batches:
+        tokens += int((cpu_batch.labels != IGNORE_INDEX).sum())
+        batch = cpu_batch.to(mesh.device)
+        total += cross_entropy_sum(model(batch.tokens, batch.positions, batch.documents), batch.labels)
+    model.train()
+    sums = torch.stack((total.cpu(), torch.tensor(float(tokens), dtype=torch.float64)))
+    dist.all_reduce(sums, group=mesh.control)
+    # Every axis but data holds the same tokens, counted once for each of its ranks; the ratio does not care.
+    copies = dist.get_world_size() // mesh.data_degree
+    return Evaluation(float(sums[0] / sums[1]) if sums[1] else math.nan, int(sums[1]) // copies)

@@ -1,0 +1,48 @@
+"""What every rank process runs: a path in, an exit code out. Nothing is composed here."""
+
+import os
+import sys
+import time
+
+import torch.distributed as dist
+
+from titan_exp.config.convert import load_experiment
+from titan_exp.tracking.log import configure, get_logger
+from titan_exp.tracking.run_folder import RunFolder, RunState
+from titan_exp.trainer.distributed import joined
+from titan_exp.trainer.train import Trainer
+
+STOPPED = 85
+"""Exit code of a rank that saved and ended because a stop was asked for."""
+
+
+def main(run_folder: str) -> None:
+    """Train the run in `run_folder` on this rank, from its newest checkpoint to the end.
+
+    Raises:
+        SystemExit: with `STOPPED`, after saving, where a stop was asked for.
+    """
+    folder = RunFolder(run_folder)
+    experiment = load_experiment(folder.config)
+    configure(int(os.environ.get("RANK", "0")), folder.logs)
+    with joined(experiment.cluster) as device:
+        trainer = Trainer(experiment, folder, device)
+        state = "failed"
+        try:
+            _tell(folder, trainer, "running")
+            state = "done" if trainer.run() else "preempted"
+        finally:
+            trainer.report.close(state)
+        _tell(folder, trainer, state)
+    if state == "preempted":
+        get_logger().info("stopped after step %d, saved", trainer.step)
+        sys.exit(STOPPED)
+
+
+def _tell(folder: RunFolder, trainer: Trainer, state: str) -> None:
+    if dist.get_rank() == 0:
+        folder.write_state(
+            RunState(
+                state=state, step=trainer.step, time=time.time(), attempt=trainer.report.attempt, reason=None
+            )
+        )

@@ -1,0 +1,85 @@
+"""What a run says of itself while it trains: rows of metrics, heartbeat, speed and memory."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from titan_exp.config.experiment import Experiment
+from titan_exp.parallel.mesh import Mesh
+from titan_exp.tracking.build import build_sinks
+from titan_exp.tracking.device import PeakMemory, peak_tflops
+from titan_exp.tracking.run_folder import RunFolder
+from titan_exp.tracking.throughput import Throughput
+from titan_exp.trainer.step import StepResult
+
+
+class Report:
+    """Collects numbers over the ranks and hands them to the sinks on rank 0.
+
+    Args:
+        experiment: the run.
+        folder: its folder.
+        mesh: whose ranks take part.
+        flops_per_token: operations of a training step per token.
+    """
+
+    def __init__(self, experiment: Experiment, folder: RunFolder, mesh: Mesh, *, flops_per_token: float) -> None:
+        self.folder, self.mesh = folder, mesh
+        self.leader = dist.get_rank() == 0
+        attempts = folder.read_attempts()
+        self.attempt = attempts[-1].attempt if attempts else 1
+        self.throughput = Throughput(
+            devices=dist.get_world_size(),
+            flops_per_token=flops_per_token,
+            peak_tflops=peak_tflops(mesh.device, experiment.cluster.peak_tflops),
+            synchronize=torch.cuda.synchronize if mesh.device.type == "cuda" else _nothing,
+        )
+        self.memory = PeakMemory(mesh.device)
+        self.sinks = build_sinks(experiment, folder.path, folder.path.name, self.attempt) if self.leader else []
+
+    def step(self, step: int, tokens: int) -> None:
+        """Count a finished step."""
+        self.throughput.step(tokens)
+        if self.leader:
+            self.folder.beat(step)
+
+    def log(
+        self,
+        step: int,
+        tokens: int,
+        result: StepResult,
+        *,
+        lr: float,
+        also: Mapping[str, float | int | None],
+    ) -> float:
+        """Write the row of a step; all ranks call it together. Returns the mean loss over the global batch."""
+        # Over the CPU, in fp64: the order of ranks does not show in the last digits that are logged.
+        loss = result.loss.double().cpu()
+        if dist.get_world_size() > 1:
+            dist.all_reduce(loss, group=self.mesh.control)
+        loss /= dist.get_world_size() // self.mesh.data_degree
+        if self.leader:
+            row = {
+                "step": step,
+                "tokens": tokens,
+                "loss": float(loss),
+                "grad_norm": float(result.grad_norm),
+                "lr": lr,
+                **self.throughput.read(),
+                **self.memory.read(),
+                **also,
+                "attempt": self.attempt,
+            }
+            for sink in self.sinks:
+                sink.log(row)
+        return float(loss)
+
+    def close(self, state: str) -> None:
+        """Finish all sinks, saying how the run ended."""
+        for sink in self.sinks:
+            sink.close(state)
+
+
+def _nothing() -> None:
+    """There is no device to wait for."""

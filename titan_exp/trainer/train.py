@@ -1,0 +1,160 @@
+"""The trainer: builds everything a run needs on this rank, continues from the newest checkpoint, and trains."""
+
+import contextlib
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titan_exp.checkpoint.checkpointer import Checkpointer
+from titan_exp.config.errors import UserError
+from titan_exp.config.experiment import Experiment
+from titan_exp.config.layout import gradient_accumulation, micro_batch_size
+from titan_exp.data.train_loader import TrainLoader
+from titan_exp.data.validation import ValidationLoader
+from titan_exp.optim.build import build_optimizer
+from titan_exp.optim.schedule import LRSchedule
+from titan_exp.parallel.mesh import build_mesh
+from titan_exp.tracking.log import get_logger
+from titan_exp.tracking.run_folder import RunFolder
+from titan_exp.trainer.build import BuiltModel
+from titan_exp.trainer.determinism import seed_step, set_deterministic
+from titan_exp.trainer.evaluate import evaluate
+from titan_exp.trainer.garbage import GarbageCollection
+from titan_exp.trainer.profile import ProfileWindow
+from titan_exp.trainer.report import Report
+from titan_exp.trainer.step import StepResult, agree, train_step
+
+
+class Diverged(RuntimeError):
+    """Loss or gradients are no longer finite."""
+
+
+class Trainer:
+    """One rank's part of a run. All ranks construct it and call `run` together.
+
+    Args:
+        experiment: the run, its layout resolved.
+        folder: the run folder.
+        device: this process's device.
+
+    Raises:
+        UserError: the data or a dotted name cannot be had; the corpus is not the one that the run began with.
+    """
+
+    def __init__(self, experiment: Experiment, folder: RunFolder, device: torch.device) -> None:
+        training = experiment.training
+        self.experiment, self.folder = experiment, folder
+        set_deterministic(training.deterministic)
+        self.mesh = build_mesh(experiment.parallelism, device)
+        built = BuiltModel(experiment, self.mesh)
+        self.model = built.module
+        self.optimizer = build_optimizer(experiment.optimizer, self.model)
+        self.schedule = LRSchedule(experiment.lr_schedule, peak=experiment.optimizer.lr, steps=training.steps)
+        shares: dict[str, Any] = {
+            "dp_rank": self.mesh.data_rank,
+            "dp_degree": self.mesh.data_degree,
+            "micro_batch_size": micro_batch_size(experiment),
+        }
+        self.loader = TrainLoader(experiment, **shares, pin_memory=device.type == "cuda")
+        self.validation = ValidationLoader(experiment, **shares) if training.evaluate_every else None
+        self.accumulation = gradient_accumulation(experiment)
+        self.checkpointer = Checkpointer(experiment.checkpoint, folder.checkpoints)
+        self.step = self.tokens = 0
+        self._restore()
+        self.report = Report(experiment, folder, self.mesh, flops_per_token=built.flops_per_token)
+        self.profile = ProfileWindow(
+            experiment.profiling, folder.traces, rank=dist.get_rank(), first_step=self.step
+        )
+
+    def run(self) -> bool:
+        """Train to the last step. Returns False where a stop was asked for; the state is saved either way.
+
+        Raises:
+            Diverged: the loss is not finite and the configuration says to stop then.
+        """
+        collection = GarbageCollection(self.experiment.training.gc_every)
+        stop = False
+        with contextlib.closing(self.loader), contextlib.closing(collection):
+            while self.step < self.experiment.training.steps and not stop:
+                stop = self._one_step()
+                collection.step(self.step)
+            self._save()
+            self.checkpointer.wait()
+        return self.step >= self.experiment.training.steps
+
+    def _one_step(self) -> bool:
+        """Train, and do what is due after the step; returns whether to stop."""
+        experiment, step = self.experiment, self.step + 1
+        self.profile.before(step)
+        seed_step(experiment.experiment.seed, step, self.mesh.data_rank)
+        batches = [next(self.loader) for _ in range(self.accumulation)]
+        tokens, stop = agree(batches, self.folder.stop_requested(), self.mesh)
+        result = train_step(
+            self.model,
+            self.optimizer,
+            batches,
+            tokens=tokens,
+            lr=self.schedule(step),
+            max_grad_norm=experiment.training.max_grad_norm,
+            device=self.mesh.device,
+        )
+        self.step, self.tokens = step, self.tokens + tokens
+        self.profile.after(step)
+        self.report.step(step, tokens)
+        self._after_step(result, stop)
+        return stop
+
+    def _after_step(self, result: StepResult, stop: bool) -> None:
+        """Evaluate, log, save: in this order, so that a checkpoint never outlives the rows that lead to it."""
+        training, step = self.experiment.training, self.step
+        last = step == training.steps
+        numbers: dict[str, float | int | None] = {}
+        if self.validation is not None and (last or step % training.evaluate_every == 0):
+            with self.report.throughput.pause("evaluation"):
+                found = evaluate(self.model, self.validation, self.mesh)
+            numbers = {
+                "validation_loss": found.loss,
+                "validation_perplexity": found.perplexity,
+                "validation_tokens": found.tokens,
+            }
+        save = self.checkpointer.due(step)
+        if numbers or last or stop or save or step % self.experiment.tracking.log_every == 0:
+            loss = self.report.log(step, self.tokens, result, lr=self.schedule(step), also=numbers)
+            self._check_finite(loss, float(result.grad_norm))
+        self.checkpointer.poll()
+        if save:
+            self._save()
+
+    def _save(self) -> None:
+        with self.report.throughput.pause("checkpoint"):
+            self.checkpointer.save(
+                self.step,
+                self.model,
+                self.optimizer,
+                self.loader.state_dict(),
+                {"step": self.step, "tokens": self.tokens, "corpus": self.loader.fingerprint},
+            )
+
+    def _restore(self) -> None:
+        step = self.checkpointer.latest()
+        if step is None:
+            return
+        restored = self.checkpointer.load(step, self.model, self.optimizer)
+        if restored.progress["corpus"] != self.loader.fingerprint:
+            raise UserError(
+                f"the data has changed since this run's checkpoint of step {step} was saved, so continuing would not "
+                "be the same experiment. Restore the data, or start a new run (another experiment.name)."
+            )
+        self.loader.load_state_dict(restored.data)
+        self.step, self.tokens = restored.progress["step"], restored.progress["tokens"]
+        get_logger().info("continuing after step %d", self.step)
+
+    def _check_finite(self, loss: float, grad_norm: float) -> None:
+        if self.experiment.training.stop_on_nonfinite and not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise Diverged(
+                f"step {self.step}: loss {loss}, gradient norm {grad_norm}. The last checkpoint is from before. "
+                "A lower optimizer.lr or a longer lr_schedule.warmup_steps may help; "
+                "training.stop_on_nonfinite=false trains on."
+            )

@@ -1,0 +1,44 @@
+"""Small model shapes for tests."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from titan_exp.config.model import ModelConfig, RopeConfig
+from titan_exp.models.build import build_model, initial_table
+from titan_exp.models.initialization import initial_slice
+
+PLAIN_ROPE = RopeConfig(10000.0, "none", 1.0, 1.0, 4.0, 128)
+
+TINY = ModelConfig(
+    name="tiny",
+    architecture="decoder",
+    layers=2,
+    dim=64,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    ffn_dim=96,
+    vocab_size=97,
+    context=128,
+    norm_eps=1e-5,
+    tied_embeddings=False,
+    rope=PLAIN_ROPE,
+    init_std=0.02,
+    attention_backend="auto",
+)
+
+
+def real_model(seed: int = 0, seq_len: int = 64, **changes: Any) -> nn.Module:
+    """A tiny model on the CPU with its initial weights."""
+    model = build_model(replace(TINY, **changes), seq_len=seq_len, attention_backend="math")
+    table = initial_table(model)
+    assert table is not None
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            shape = tuple(parameter.shape)
+            parameter.copy_(initial_slice(seed, name, table[name], shape, (0,) * len(shape), shape))
+    model.reset_buffers()  # type: ignore[operator]  # the decoder's own
+    return model

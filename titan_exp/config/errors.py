@@ -18,7 +18,8 @@ class Violation:
     """What would work: the nearest values, or the command to type."""
 
     def __str__(self) -> str:
-        return f"{self.field}={self.value}: {self.reason}\n    {self.remedy}"
+        asked = f"{self.field}={shown(self.value)}" if self.value != "" else self.field
+        return f"{asked}: {self.reason}\n    {self.remedy}"
 
 
 class UserError(Exception):
@@ -30,3 +31,18 @@ class UserError(Exception):
         self.violations = tuple(violations)
         lines = [message, *(f"  {violation}" for violation in self.violations)]
         super().__init__("\n".join(lines))
+
+
+def shown(value: object) -> str:
+    """A value as it is typed on the command line."""
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return str(value).lower()
+        case list() | tuple():
+            return f"[{','.join(shown(part) for part in value)}]"
+        case dict():
+            return f"{{{','.join(f'{key}:{shown(part)}' for key, part in value.items())}}}"
+        case _:
+            return str(value)

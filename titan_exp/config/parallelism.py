@@ -7,8 +7,14 @@ from annotated_types import Predicate
 
 from titan_exp.config.bounds import PositiveInt
 
+
+def minus_one_or_positive(degree: int) -> bool:
+    """-1 or at least 1."""
+    return degree == -1 or degree >= 1
+
+
 Degree = PositiveInt
-ShardDegree = Annotated[int, Predicate(lambda degree: degree == -1 or degree >= 1)]
+ShardDegree = Annotated[int, Predicate(minus_one_or_positive)]
 
 
 @dataclass(frozen=True)

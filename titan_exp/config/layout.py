@@ -1,0 +1,84 @@
+"""The layout: how many processes run, and how the global batch is divided among them."""
+
+from dataclasses import replace
+from typing import Literal
+
+from titan_exp.config.cluster import ClusterConfig
+from titan_exp.config.errors import UserError, Violation
+from titan_exp.config.experiment import Experiment
+from titan_exp.config.machine import visible_gpus
+from titan_exp.config.parallelism import ParallelismConfig
+from titan_exp.config.suggest import divisors, listed
+
+
+def device_type(cluster: ClusterConfig) -> Literal["cpu", "cuda"]:
+    """The kind of device that processes compute on: what was asked for, or CUDA where this machine has a GPU."""
+    if cluster.device != "auto":
+        return cluster.device
+    return "cuda" if visible_gpus() else "cpu"
+
+
+def offered_devices(cluster: ClusterConfig) -> int:
+    """Devices that the cluster group offers; a CPU machine offers one process."""
+    if device_type(cluster) == "cpu":
+        return 1
+    return cluster.nodes * (cluster.gpus_per_node or visible_gpus())
+
+
+def resolve_layout(experiment: Experiment, offered: int) -> Experiment:
+    """The experiment with `parallelism.dp_shard=-1` replaced by the number of offered devices that are left.
+
+    Where fewer are offered than the other degrees ask for, nothing is left to shard over and it becomes 1: on a CPU
+    machine explicit degrees ask for that many processes.
+
+    Raises:
+        UserError: the other degrees do not divide the offered devices.
+    """
+    parallelism = experiment.parallelism
+    if parallelism.dp_shard != -1:
+        return experiment
+    others = _degrees_but_shard(parallelism)
+    if offered > others and offered % others:
+        raise UserError("The layout does not fit.", [undivided(experiment, offered)])
+    return replace(experiment, parallelism=replace(parallelism, dp_shard=max(1, offered // others)))
+
+
+def undivided(experiment: Experiment, offered: int) -> Violation:
+    """What to say where the other degrees leave a remainder of the offered devices."""
+    others = _degrees_but_shard(experiment.parallelism)
+    return Violation(
+        "parallelism.dp_shard",
+        -1,
+        f"the other degrees multiply to {others}, which does not divide the {offered} devices offered",
+        f"make them multiply to {listed(divisors(offered))}, or give parallelism.dp_shard a number",
+    )
+
+
+def world_size(experiment: Experiment) -> int:
+    """Number of processes. The layout must be resolved."""
+    assert experiment.parallelism.dp_shard > 0, "the layout is not resolved"
+    return _degrees_but_shard(experiment.parallelism) * experiment.parallelism.dp_shard
+
+
+def data_parallel_degree(experiment: Experiment) -> int:
+    """Ranks that see different sequences. The layout must be resolved."""
+    assert experiment.parallelism.dp_shard > 0, "the layout is not resolved"
+    return experiment.parallelism.dp_replicate * experiment.parallelism.dp_shard
+
+
+def micro_batch_size(experiment: Experiment) -> int:
+    """Sequences per forward pass of one data rank. The layout must be resolved."""
+    given = experiment.training.micro_batch_size
+    return given or experiment.training.global_batch_size // data_parallel_degree(experiment)
+
+
+def gradient_accumulation(experiment: Experiment) -> int:
+    """Micro-batches that a data rank sums into one step. The layout must be resolved."""
+    together = data_parallel_degree(experiment) * micro_batch_size(experiment)
+    assert experiment.training.global_batch_size % together == 0, "checked by the rules"
+    return experiment.training.global_batch_size // together
+
+
+def _degrees_but_shard(parallelism: ParallelismConfig) -> int:
+    # Expert degrees are cut out of the others and start no process of their own.
+    return parallelism.dp_replicate * parallelism.tp * parallelism.pp * parallelism.cp

@@ -1,0 +1,56 @@
+"""The nearest neighbour of a mistyped word."""
+
+from collections.abc import Iterable
+from difflib import SequenceMatcher
+
+
+def nearest(word: str, candidates: Iterable[str], count: int = 3) -> list[str]:
+    """Up to `count` candidates that a typist may have meant, best first; empty where none is near.
+
+    A dotted candidate is also near where its last part is (`lr` finds `optimizer.lr`), and a longer one where the word
+    begins it. What is clearly farther away than the best is left out.
+    """
+    scored = [(_likeness(word.lower(), choice.lower()), choice) for choice in dict.fromkeys(candidates)]
+    best = max((score for score, _ in scored), default=0.0)
+    near = [(score, choice) for score, choice in scored if score >= max(0.68, best - 0.12)]
+    return [choice for _, choice in sorted(near, key=lambda pair: -pair[0])[:count]]
+
+
+def did_you_mean(word: str, candidates: Iterable[str]) -> str:
+    """`did you mean a, b or c?`, or an empty string where nothing is near."""
+    found = nearest(word, candidates)
+    return f"did you mean {listed(found)}?" if found else ""
+
+
+def listed(words: Iterable[object], joined_by: str = "or") -> str:
+    """`a, b or c`."""
+    *head, last = [str(word) for word in words] or [""]
+    return f"{', '.join(head)} {joined_by} {last}" if head else last
+
+
+def nearest_numbers(wanted: int, numbers: Iterable[int], count: int = 3) -> list[int]:
+    """The `count` numbers closest to `wanted`, in increasing order."""
+    return sorted(sorted(set(numbers), key=lambda number: (abs(number - wanted), number))[:count])
+
+
+def divisors(number: int) -> list[int]:
+    """Every divisor of a positive whole number, in increasing order."""
+    small = [candidate for candidate in range(1, int(number**0.5) + 1) if number % candidate == 0]
+    return small + [number // candidate for candidate in reversed(small) if candidate * candidate != number]
+
+
+def multiples_near(wanted: int, of: int) -> list[int]:
+    """The multiples just below and just above a number, leaving out 0."""
+    below = wanted // of * of
+    return [number for number in (below, below + of) if number > 0]
+
+
+def _likeness(word: str, choice: str) -> float:
+    """From 0 to 1: how likely the choice was meant by the word."""
+    score = SequenceMatcher(None, word, choice).ratio()
+    leaf = choice.rpartition(".")[2]
+    if leaf != choice:
+        score = max(score, 0.95 * SequenceMatcher(None, word.rpartition(".")[2], leaf).ratio())
+    if len(word) > 1 and choice.startswith(word):
+        score = max(score, 0.8)
+    return score

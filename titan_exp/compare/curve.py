@@ -2,17 +2,22 @@
 
 import math
 import os
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from titan_exp.config.errors import UserError
 from titan_exp.tracking.metrics_file import read_metrics
 from titan_exp.tracking.run_folder import RunFolder
-from titan_exp.tracking.sink import Row, Value
+from titan_exp.tracking.sink import Value
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from numpy.typing import ArrayLike
 
 INK, TRAIN, VALIDATION, QUIET, ALARM = "#222222", "#2b6cb0", "#dd6b20", "#718096", "#c53030"
 
@@ -37,7 +42,11 @@ def draw(run_folder: Path) -> Path:
     _draw_small(grad_norm, rows, "grad_norm", "gradient norm")
     _draw_small(lr, rows, "lr", "learning rate")
     lr.set_xlabel("step")
+    lr.locator_params(axis="x", integer=True)
     _mark_resumes((loss, grad_norm, lr), rows)
+    if loss.get_legend_handles_labels()[0]:
+        loss.legend(frameon=False, loc="upper right")
+    figure.align_ylabels()
     _add_tokens(loss, rows)
     _add_title(figure, run_folder, rows)
     return _save(figure, run_folder / "loss.png")
@@ -90,14 +99,14 @@ def _draw_loss(axes: "Axes", rows: list[dict[str, Value]]) -> None:
         axes.plot(steps, _smooth(losses), color=TRAIN, linewidth=1.8, label="train, smoothed")
     steps, losses = _series(rows, "validation_loss")
     if losses:
-        axes.plot(steps, losses, color=VALIDATION, marker="o", markersize=5, linewidth=1.2, label="validation")
+        axes.plot(
+            steps, losses, color=VALIDATION, marker="o", markersize=5, linewidth=0.8, linestyle="--", label="validation"
+        )
     broken = [float(row["step"] or 0) for row in rows if not math.isfinite(row.get("loss") or 0.0)]
     for step in broken:
         axes.axvline(step, color=ALARM, linewidth=1, alpha=0.5, label="not finite" if step == broken[0] else None)
     axes.set_ylabel("loss (nats per token)")
     _style(axes)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(frameon=False, loc="upper right")
 
 
 def _draw_small(axes: "Axes", rows: list[dict[str, Value]], key: str, label: str) -> None:
@@ -107,7 +116,8 @@ def _draw_small(axes: "Axes", rows: list[dict[str, Value]], key: str, label: str
     axes.set_ylabel(label, fontsize=9)
     if any(value > 0 for value in values):
         axes.set_ylim(bottom=0)
-    axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 4))
+    axes.locator_params(axis="y", nbins=4)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
     _style(axes)
 
 
@@ -119,10 +129,11 @@ def _style(axes: "Axes") -> None:
 
 
 def _mark_resumes(panels: tuple["Axes", ...], rows: list[dict[str, Value]]) -> None:
-    for before, after in zip(rows, rows[1:], strict=False):
-        if before.get("attempt") != after.get("attempt"):
-            for axes in panels:
-                axes.axvline(float(after["step"] or 0), color=QUIET, linewidth=0.8, linestyle=":")
+    starts = [after for before, after in pairwise(rows) if before.get("attempt") != after.get("attempt")]
+    steps = [float(row["step"] or 0) for row in starts]
+    for axes in panels:
+        for step in steps:
+            axes.axvline(step, color=QUIET, linewidth=0.8, linestyle=":", label="resumed" if step == steps[0] else None)
 
 
 def _add_tokens(axes: "Axes", rows: list[dict[str, Value]]) -> None:
@@ -131,11 +142,15 @@ def _add_tokens(axes: "Axes", rows: list[dict[str, Value]]) -> None:
     if last is None:
         return
     per_step = float(last["tokens"] or 0) / float(last["step"] or 1)
-    top = axes.secondary_xaxis("top", functions=(lambda step: step * per_step, lambda tokens: tokens / per_step))
+    top = axes.secondary_xaxis("top", functions=(_scaled(per_step), _scaled(1 / per_step)))
     top.set_xlabel("tokens", fontsize=9)
     top.tick_params(labelsize=9, color=QUIET)
     top.xaxis.set_major_formatter(lambda tokens, _: _short(tokens))
     top.spines["top"].set_color("#cccccc")
+
+
+def _scaled(factor: float) -> Callable[["ArrayLike"], "ArrayLike"]:
+    return lambda places: np.asarray(places) * factor
 
 
 def _add_title(figure: "Figure", run_folder: Path, rows: list[dict[str, Value]]) -> None:
@@ -145,7 +160,8 @@ def _add_title(figure: "Figure", run_folder: Path, rows: list[dict[str, Value]])
     if numbers["tokens"]:
         parts.append(f"{_short(numbers['tokens'])} tokens")
     parts += [
-        f"{label} {numbers[key]:.4g}" for key, label in (("loss", "train loss"), ("validation_loss", "validation loss"))
+        f"{label} {numbers[key]:.4g}"
+        for key, label in (("loss", "train loss"), ("validation_loss", "validation loss"))
         if numbers[key] is not None
     ]
     if numbers["tokens_per_second"]:
@@ -168,15 +184,17 @@ def _series(rows: list[dict[str, Value]], key: str) -> Series:
 
 
 def _smooth(values: list[float]) -> list[float]:
-    """Exponential moving average over about a fiftieth of the values, without the pull of its start towards 0."""
-    keep = 1 - 1 / max(2.0, len(values) / 50)
-    total = weight = 0.0
-    smoothed = []
-    for value in values:
-        if math.isfinite(value):
-            total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
-        smoothed.append(total / weight if weight and math.isfinite(value) else math.nan)
-    return smoothed
+    """Centred moving mean over up to a twenty-fifth of the values. Symmetric, towards the ends too, so that it neither
+    lags behind a falling loss nor bends where it stops."""
+    loss = np.array(values)
+    known = np.isfinite(loss)
+    place = np.arange(len(loss))
+    half = np.minimum(max(1, len(loss) // 50), np.minimum(place, place[::-1]))
+    sums = np.concatenate([[0.0], np.cumsum(np.where(known, loss, 0.0))])
+    counts = np.concatenate([[0], np.cumsum(known)])
+    first, last = place - half, place + half + 1
+    mean = (sums[last] - sums[first]) / np.maximum(counts[last] - counts[first], 1)
+    return np.where(known, mean, np.nan).tolist()
 
 
 def _short(number: float | None) -> str:

@@ -3,6 +3,7 @@
 import re
 import resource
 import sys
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,30 +47,29 @@ PEAKS: tuple[tuple[str, float], ...] = (
 )
 
 
-def peak_tflops(name: str | None, configured: float | None = None) -> float | None:
-    """Dense bf16 peak of one device in TFLOP/s.
+def peak_tflops(device: "torch.device", configured: float | None = None) -> float | None:
+    """Dense bf16 peak of one device in TFLOP/s; None on a CPU, which has none worth dividing by.
 
-    `name` is torch's name of it, None on a CPU, which has no peak worth dividing by. `configured`
-    (cluster.peak_tflops) wins. A device that is not in the table is unknown and warned of once, never guessed.
+    `configured` (cluster.peak_tflops) wins. A device that is not in the table is unknown, and warned of once.
     """
-    if configured is not None or name is None:
+    if configured is not None or device.type != "cuda":
         return configured
-    for pattern, peak in PEAKS:
-        if re.fullmatch(pattern, name):
-            return peak
-    _warn_unknown(name)
-    return None
-
-
-def device_name(device: "torch.device") -> str | None:
-    """torch's name of a CUDA or ROCm device; None for a CPU."""
     import torch
 
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    name = torch.cuda.get_device_name(device)
+    peak = peak_by_name(name)
+    if peak is None:
+        _warn_unknown(name)
+    return peak
+
+
+def peak_by_name(name: str) -> float | None:
+    """Dense bf16 peak in TFLOP/s of the device that torch calls `name`; None where unknown, never a guess."""
+    return next((peak for pattern, peak in PEAKS if re.fullmatch(pattern, name)), None)
 
 
 class PeakMemory:
-    """Peak memory of this rank between resets, in GiB.
+    """Peak memory of this rank since it was made or reset, in GiB.
 
     On CUDA what the allocator handed out and what it reserved; on a CPU the largest resident set of the process.
     Where the system cannot reset that (outside Linux), it is the largest since the process began.
@@ -108,10 +108,9 @@ def _warn_unknown(name: str) -> None:
 
 
 def _reset_peak_resident() -> None:
-    try:
+    # Not Linux, or a sandbox that forbids it: the peak stays that of the process's life.
+    with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
-    except OSError:
-        pass  # not Linux, or a sandbox that forbids it: the peak stays that of the process's life
 
 
 def _peak_resident() -> int:

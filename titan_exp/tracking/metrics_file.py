@@ -87,7 +87,7 @@ def _keep(rows: dict[int, dict[str, Value]], row: dict[str, Value]) -> None:
         known.update(row)
 
 
-def _attempt(row: dict[str, Value]) -> Value:
+def _attempt(row: dict[str, Value]) -> float:
     return row.get("attempt") or 0
 
 

@@ -16,7 +16,7 @@ Row = Mapping[str, Value]
 | `grad_norm`, `lr` | global gradient norm before clipping; learning rate of the step |
 | `tokens_per_second`, `tokens_per_second_per_device` | speed since the row before, without evaluation and saving |
 | `tflops`, `mfu` | model TFLOP/s of one device; that over its dense bf16 peak, from 0 to 1 |
-| `memory`, `memory_reserved` | peak GiB of a rank since the row before: allocated (resident set on CPU), reserved |
+| `memory`, `memory_reserved` | peak GiB of a rank in this start: allocated (resident set on CPU), reserved |
 | `validation_loss`, `validation_perplexity`, `validation_tokens` | over the whole validation split, where evaluated |
 """
 

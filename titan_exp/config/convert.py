@@ -90,7 +90,7 @@ def _build(values: Mapping[str, Any], uncomputed: Sequence[Uncomputed], message:
 def _reader() -> Any:
     from pydantic import ConfigDict, create_model
 
-    # A dataclass takes the settings of the model it stands in. Unknown keys are `misplaced`'s, who knows their neighbours.
+    # A dataclass takes the settings of the model it stands in. Unknown keys have been found before, by `misplaced`.
     settings = ConfigDict(coerce_numbers_to_str=True, allow_inf_nan=False, extra="ignore")
     return create_model("Reader", __config__=settings, root=(Experiment, ...))
 

@@ -58,7 +58,7 @@ def find_dotted(name: str, field: str) -> Violation | None:
         return Violation(field, name, "this is not a dotted name", "write package.module.Name")
     module, attributes, spec = _locate(name)
     if not module:
-        reason = f"there is no module {name.split('.')[0]} here"
+        reason = f"there is no module {name.partition('.')[0]} here"
         return Violation(
             field, name, reason, "install its package, put its folder on PYTHONPATH, or start from the folder it is in"
         )

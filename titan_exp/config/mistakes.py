@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping
+from math import isfinite
 from typing import Any, get_args
 
 from annotated_types import Predicate
@@ -13,10 +14,10 @@ from titan_exp.config.schema import (
     choices_of,
     hints,
     is_number,
-    keys,
     meaning_of,
     optional_fields,
     takes_null,
+    value_keys,
 )
 from titan_exp.config.suggest import did_you_mean, listed
 
@@ -26,13 +27,10 @@ def misplaced(values: Mapping[str, Any], kind: Any = Experiment, prefix: str = "
     fields = hints(kind)
     for name in values:
         if name not in fields:
+            candidates = fields if isinstance(values[name], Mapping) else value_keys()
+            offer = did_you_mean(f"{prefix}{name}", candidates)
             there = f"{prefix[:-1] or 'the configuration'} has {listed(fields, 'and')}"
-            yield Violation(
-                f"{prefix}{name}",
-                values[name],
-                "there is no such key",
-                did_you_mean(f"{prefix}{name}", keys()) or there,
-            )
+            yield Violation(f"{prefix}{name}", values[name], "there is no such key", offer or there)
     for name, annotation in fields.items():
         field = f"{prefix}{name}"
         if name not in values:
@@ -61,42 +59,39 @@ def in_our_words(error: Mapping[str, Any]) -> Violation:
 
 def _reason(kind: str, context: Mapping[str, Any], field: str, value: Any, message: str) -> tuple[str, str]:
     annotation = annotation_of(field)
-    match kind:
-        case _ if value is None and not takes_null(annotation):
-            return "null is not a value of this key", ""
-        case "literal_error":
-            return _choice(field, value)
-        case "greater_than_equal":
-            return f"must be at least {context['ge']}", f"the least is {field}={context['ge']}"
-        case "less_than_equal":
-            return f"must be at most {context['le']}", f"the most is {field}={context['le']}"
-        case "greater_than":
-            return f"must be above {context['gt']:g}", ""
-        case "less_than":
-            return f"must be below {context['lt']:g}", ""
-        case "predicate_failed":
-            tests = [part.func for part in get_args(annotation) if isinstance(part, Predicate)]
-            return f"must be {' and '.join((test.__doc__ or test.__name__).rstrip('.') for test in tests)}", ""
-        case "int_from_float":
-            return "a whole number is meant", f"the nearest is {field}={round(value)}"
-        case "int_parsing" | "int_type" | "int_parsing_size":
-            return "a whole number is meant", ""
-        case "float_parsing" | "float_type":
-            return "a number is meant", ""
-        case "finite_number":
-            return "a finite number is meant", f"write {field}=null" if takes_null(annotation) else ""
-        case "bool_parsing" | "bool_type":
-            return "true or false is meant", f"{field}=true or {field}=false"
-        case "tuple_type":
-            return "a list is meant", f"write {field}='[{shown(value)}]'"
-        case "too_short" | "too_long":
-            return f"{context.get('min_length', context.get('max_length'))} values are meant", ""
-        case "dict_type":
-            return "keyword arguments are meant", f"add one: +{field}.key=value"
-        case "string_type":
-            return "text is meant", f"quote it: {field}='\"{shown(value)}\"'"
-        case _:
-            return message[:1].lower() + message[1:], ""
+    if value is None and not takes_null(annotation):
+        return "null is not a value of this key", ""
+    if kind == "literal_error":
+        return _choice(field, value)
+    if kind == "predicate_failed":
+        tests = [part.func for part in get_args(annotation) if isinstance(part, Predicate)]
+        return f"must be {' and '.join((test.__doc__ or test.__name__).rstrip('.') for test in tests)}", ""
+    reason, remedy = _WORDS.get(kind, (message[:1].lower() + message[1:], ""))
+    rounded = round(value) if isinstance(value, float) and isfinite(value) else value
+    known = {**context, "field": field, "value": shown(value), "rounded": rounded}
+    return reason.format_map(known), remedy.format_map(known)
+
+
+_WORDS = {
+    "greater_than_equal": ("must be at least {ge:g}", "the least is {field}={ge:g}"),
+    "less_than_equal": ("must be at most {le:g}", "the most is {field}={le:g}"),
+    "greater_than": ("must be above {gt:g}", ""),
+    "less_than": ("must be below {lt:g}", ""),
+    "int_from_float": ("a whole number is meant", "the nearest is {field}={rounded}"),
+    "int_parsing": ("a whole number is meant", ""),
+    "int_type": ("a whole number is meant", ""),
+    "float_parsing": ("a number is meant", ""),
+    "float_type": ("a number is meant", ""),
+    "finite_number": ("a finite number is meant", ""),
+    "bool_parsing": ("true or false is meant", "{field}=true or {field}=false"),
+    "bool_type": ("true or false is meant", "{field}=true or {field}=false"),
+    "tuple_type": ("a list is meant", "write {field}='[{value}]'"),
+    "too_short": ("more values are meant: {min_length}", ""),
+    "too_long": ("fewer values are meant: {max_length}", ""),
+    "dict_type": ("keyword arguments are meant", "add one: +{field}.key=value"),
+    "string_type": ("text is meant", "quote it: {field}='\"{value}\"'"),
+}
+"""Reason and remedy by pydantic's name of the error; without a remedy the key's meaning is said."""
 
 
 def _choice(field: str, value: Any) -> tuple[str, str]:

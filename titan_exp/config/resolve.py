@@ -1,4 +1,4 @@
-"""Resolving a composed configuration key by key, so that every value that cannot be computed is named, not the first."""
+"""Resolving a composed configuration key by key, so that every value that cannot be computed is named."""
 
 import re
 from collections.abc import Iterator

@@ -8,6 +8,7 @@ import types
 import typing
 from collections.abc import Iterator
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from titan_exp.config.experiment import Experiment
@@ -21,9 +22,9 @@ def keys(kind: Any = Experiment, prefix: str = "") -> Iterator[str]:
             yield from keys(annotation, f"{prefix}{name}.")
 
 
-def values(kind: Any = Experiment) -> list[str]:
+def value_keys() -> list[str]:
     """Every key that takes a value, dotted: the keys less the groups."""
-    return [key for key in keys(kind) if not dataclasses.is_dataclass(annotation_of(key))]
+    return [key for key in keys() if not dataclasses.is_dataclass(annotation_of(key))]
 
 
 def annotation_of(key: str) -> Any:
@@ -46,7 +47,7 @@ def docstrings(kind: Any) -> dict[str, str]:
     """The docstring below each field of a dataclass, read from its source."""
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]  # a class
     found = {}
-    for before, after in zip(body, body[1:], strict=False):
+    for before, after in pairwise(body):
         if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name):
             match after:
                 case ast.Expr(value=ast.Constant(value=str(text))):

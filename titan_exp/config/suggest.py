@@ -47,10 +47,13 @@ def multiples_near(wanted: int, of: int) -> list[int]:
 
 def _likeness(word: str, choice: str) -> float:
     """From 0 to 1: how likely the choice was meant by the word."""
+    group, _, leaf = word.rpartition(".")
+    its_group, _, its_leaf = choice.rpartition(".")
     score = SequenceMatcher(None, word, choice).ratio()
-    leaf = choice.rpartition(".")[2]
-    if leaf != choice:
-        score = max(score, 0.95 * SequenceMatcher(None, word.rpartition(".")[2], leaf).ratio())
+    if its_group:
+        by_leaf = SequenceMatcher(None, leaf, its_leaf).ratio()
+        # A group that both share says nothing about the rest of the word.
+        score = min(1.0, by_leaf + 0.1) if group == its_group else max(score, 0.95 * by_leaf)
     if len(word) > 1 and choice.startswith(word):
         score = max(score, 0.8)
     return score

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["titan_exp.trainer.rank", "titan_exp.config.compose"]
+PRELOAD = ["torch.distributed.tensor", "titan_exp.models.build"]
 
 
 def run_ranks(world: int, job: Callable[..., Any], *args: Any, limit: float = 120.0) -> list[Any]:

@@ -1,7 +1,7 @@
 """Saving and loading the training state: in the background or not, complete or not at all."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +51,8 @@ class Checkpointer:
         self.paused = 0.0
         """Seconds that training has waited for saving, in all."""
         self._pending: tuple[int, Future[Any]] | None = None
+        self.durable: int | None = None
+        """Step of the last checkpoint that this process knows to be complete."""
         self._newest: int | None = None
         # A group of its own: a background save must not meet the training step's collectives.
         self._group = dist.new_group(backend="gloo") if config.mode != "off" else None
@@ -80,8 +82,7 @@ class Checkpointer:
         state = gather_state(model, optimizer, data, progress)
         writer = dcp.FileSystemWriter(self.folder.partial(step), single_file_per_rank=True, sync_files=True)
         if self.config.mode == "sync":
-            dcp.save(state, storage_writer=writer, process_group=self._group)
-            self._publish(step)
+            self._finish(step, lambda: dcp.save(state, storage_writer=writer, process_group=self._group))
         else:
             # torch copies to the CPU before it returns, but takes what is there already as it is.
             staged = {key: value.clone() if value.device.type == "cpu" else value for key, value in state.items()}
@@ -104,12 +105,7 @@ class Checkpointer:
         if self._pending is None:
             return
         (step, future), self._pending = self._pending, None
-        try:
-            future.result()
-        except Exception as error:
-            get_logger().error("checkpoint of step %d could not be written, keeping the last one: %s", step, error)
-            return
-        self._publish(step)
+        self._finish(step, future.result)
 
     def latest(self) -> int | None:
         """Step of the newest complete checkpoint, agreed on by all ranks."""
@@ -128,14 +124,34 @@ class Checkpointer:
             if key == PROGRESS or key.startswith(DATA)
         }
         read_into(path, {**tensors, **notes})
-        self._newest = step
+        self._newest = self.durable = step
         data = {key.removeprefix(DATA): from_bytes(notes[key]) for key in notes if key.startswith(DATA)}
         return Restored(from_bytes(notes[PROGRESS]), data)
 
-    def _publish(self, step: int) -> None:
+    def _finish(self, step: int, write: Callable[[], object]) -> None:
+        """Write, then publish; torch raises on every rank where the writing of one has failed."""
+        try:
+            write()
+        except (dcp.CheckpointException, OSError) as error:
+            get_logger().error(
+                "the checkpoint of step %d could not be written; training goes on with the last complete one: %s",
+                step,
+                _cause(error),
+            )
+            self._newest = None
+            return
+        self.durable = step
         if self._leader:
             self.folder.publish(step)
             self.folder.retain(self.config.keep)
+
+
+def _cause(error: Exception) -> str:
+    """What went wrong on the first rank where something did, in one line."""
+    if isinstance(error, dcp.CheckpointException) and error.failures:
+        rank, (cause, _) = sorted(error.failures.items())[0]
+        return f"rank {rank}: {cause}"
+    return str(error)
 
 
 def load_model(path: Path, model: nn.Module) -> None:

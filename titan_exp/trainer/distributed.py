@@ -17,28 +17,36 @@ TIMEOUT = timedelta(minutes=20)
 
 @contextmanager
 def joined(config: ClusterConfig) -> Iterator[torch.device]:
-    """Join the default process group for the time of the block and give this process its device.
-
-    `RANK`, `WORLD_SIZE` and `LOCAL_RANK` are what torchrun and our launchers set; without them this is a job of one
-    process. `TITAN_EXP_RENDEZVOUS` names a file to meet at on one machine; otherwise `MASTER_ADDR` and `MASTER_PORT`.
+    """Give this process its device and join the default process group for the time of the block.
 
     Raises:
         UserError: CUDA was asked for and this machine has none.
     """
-    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = _device(config.device, int(os.environ.get("LOCAL_RANK", "0")))
-    meeting = os.environ.get("TITAN_EXP_RENDEZVOUS")
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    if world == 1:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=TIMEOUT)
-    elif meeting:
-        dist.init_process_group(
-            backend, init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=TIMEOUT
-        )
-    else:
-        dist.init_process_group(backend, rank=rank, world_size=world, timeout=TIMEOUT)
-    try:
+    with joined_process_group(device):
         yield device
+
+
+@contextmanager
+def joined_process_group(device: torch.device) -> Iterator[None]:
+    """Join the default process group for the time of the block.
+
+    `RANK`, `WORLD_SIZE` and `LOCAL_RANK` are what torchrun and our launchers set; without them this is a job of one
+    process. `TITAN_EXP_RENDEZVOUS` names a file to meet at on one machine; otherwise `MASTER_ADDR` and `MASTER_PORT`.
+    """
+    rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    meeting = os.environ.get("TITAN_EXP_RENDEZVOUS")
+    # Gloo beside NCCL: small decisions go over the CPU and never wait for the device.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    shared = {"rank": rank, "world_size": world, "timeout": TIMEOUT}
+    if world == 1:
+        dist.init_process_group(backend, store=dist.HashStore(), **shared)
+    elif meeting:
+        dist.init_process_group(backend, init_method=f"file://{meeting}", **shared)
+    else:
+        dist.init_process_group(backend, **shared)
+    try:
+        yield
     finally:
         dist.destroy_process_group()
 

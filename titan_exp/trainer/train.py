@@ -82,6 +82,11 @@ class Trainer:
                 collection.step(self.step)
             self._save()
             self.checkpointer.wait()
+        if self.experiment.checkpoint.mode != "off" and self.checkpointer.durable != self.step:
+            raise RuntimeError(
+                f"the state after step {self.step} could not be saved (the log says why). Make room and start the "
+                "run again: it continues from its last complete checkpoint"
+            )
         return self.step >= self.experiment.training.steps
 
     def _one_step(self) -> bool:

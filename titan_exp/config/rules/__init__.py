@@ -1,0 +1,54 @@
+"""Rules between fields: what no single field can tell. All of them are asked, and every violation is reported at once.
+
+A rule is a function from an experiment whose layout is resolved to the violations that it finds.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from titan_exp.config.errors import UserError, Violation
+from titan_exp.config.experiment import Experiment
+from titan_exp.config.layout import offered_devices, resolve_layout
+from titan_exp.config.rules import attention, batch, data, layout, names, places, shape, steps
+
+Rule = Callable[[Experiment], Iterator[Violation]]
+
+RULES: tuple[Rule, ...] = (
+    *places.RULES,
+    *steps.RULES,
+    *shape.RULES,
+    *attention.RULES,
+    *names.RULES,
+    *data.RULES,
+    *layout.RULES,
+)
+"""Rules that hold in every layout, and those about the layout itself."""
+
+LAYOUT_RULES: tuple[Rule, ...] = batch.RULES
+"""Rules that divide something by the layout, asked where there is one."""
+
+
+def check(experiment: Experiment) -> Experiment:
+    """Return the experiment as it is, where it keeps every rule.
+
+    Raises:
+        UserError: with every violation.
+    """
+    found = violations(experiment)
+    if found:
+        raise UserError("This run cannot be started.", found)
+    return experiment
+
+
+def violations(experiment: Experiment) -> list[Violation]:
+    """Everything about an experiment that cannot be, on this machine."""
+    try:
+        resolved = resolve_layout(experiment, offered_devices(experiment.cluster))
+    except UserError as error:
+        single = replace(experiment, parallelism=replace(experiment.parallelism, dp_shard=1))
+        return [*error.violations, *_asked(RULES, single)]
+    return _asked((*RULES, *LAYOUT_RULES), resolved)
+
+
+def _asked(rules: tuple[Rule, ...], experiment: Experiment) -> list[Violation]:
+    return [violation for rule in rules for violation in rule(experiment)]

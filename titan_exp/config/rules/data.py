@@ -1,0 +1,142 @@
+"""Rules about the source of text and its tokenizer."""
+
+import glob
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from titan_exp.config.builtins import BYTES_VOCABULARY, SOURCES
+from titan_exp.config.data import DataConfig
+from titan_exp.config.errors import Violation, shown
+from titan_exp.config.experiment import Experiment
+
+LOADERS = ("arrow", "csv", "json", "parquet", "text", "webdataset")
+"""Names of `data.dataset` that read files instead of naming a data set."""
+
+
+def source_has_its_input(experiment: Experiment) -> Iterator[Violation]:
+    """A source is given what it reads, and it is there."""
+    data = experiment.data
+    if data.source == "text":
+        if not data.paths:
+            yield Violation(
+                "data.paths", (), "source text reads files, and none is named", "data.paths='[notes,books/*.txt]'"
+            )
+        for path in data.paths:
+            if not _matches(path):
+                yield Violation("data.paths", path, "nothing here has this name", _nearby(path))
+    if data.source == "huggingface":
+        yield from _dataset_is_named(data)
+
+
+def no_input_is_ignored(experiment: Experiment) -> Iterator[Violation]:
+    """Nothing is given that the source does not read."""
+    data = experiment.data
+    if data.source not in SOURCES:
+        return  # a source of the user's own reads what it likes
+    if data.source != "text" and data.paths:
+        yield _ignored("paths", data.paths, data.source, "text")
+    if data.source != "huggingface":
+        for key in ("dataset", "subset", "data_files", "validation_split", "streaming"):
+            value = getattr(data, key)
+            if value:
+                yield _ignored(key, value, data.source, "huggingface")
+
+
+def vocabulary_fits(experiment: Experiment) -> Iterator[Violation]:
+    """The embedding has a row for every token."""
+    name, rows = experiment.data.tokenizer, experiment.model.vocab_size
+    if name == "bytes":
+        tokens = BYTES_VOCABULARY
+    else:
+        path = tokenizer_file(name)
+        if not path.is_file():
+            yield Violation(
+                "data.tokenizer",
+                name,
+                f"there is no file {path}",
+                "name a tokenizer.json, its folder, or data.tokenizer=bytes",
+            )
+            return
+        try:
+            tokens = _vocabulary(path)
+        except (ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError):
+            yield Violation(
+                "data.tokenizer",
+                name,
+                f"{path} is not a tokenizer.json of Hugging Face's tokenizers",
+                "save one with tokenizer.save('tokenizer.json'), or data.tokenizer=bytes",
+            )
+            return
+    if tokens > rows:
+        yield Violation(
+            "model.vocab_size",
+            rows,
+            f"the tokenizer {name} has {tokens} tokens, and each needs a row of the embedding",
+            f"at least model.vocab_size={tokens}; a multiple of 64 is faster: {-(-tokens // 64) * 64}",
+        )
+
+
+def tokenizer_file(name: str) -> Path:
+    """The file that `data.tokenizer` names: a tokenizer.json, or the folder that holds one."""
+    path = Path(name).expanduser()
+    return path / "tokenizer.json" if path.is_dir() else path
+
+
+def _dataset_is_named(data: DataConfig) -> Iterator[Violation]:
+    if data.dataset is None:
+        yield Violation(
+            "data.dataset",
+            None,
+            "source huggingface needs a data set",
+            "data.dataset=NAME on the hub, or data.dataset=json data.data_files='[corpus.jsonl]'",
+        )
+        return
+    if data.dataset in LOADERS and not data.data_files:
+        yield Violation(
+            "data.data_files",
+            (),
+            f"the loader {data.dataset} reads files, and none is named",
+            "data.data_files='[corpus.jsonl]'",
+        )
+    local = data.dataset.startswith((".", "/", "~"))
+    if local and not Path(data.dataset).expanduser().exists():
+        yield Violation("data.dataset", data.dataset, "nothing here has this name", _nearby(data.dataset))
+    for file in data.data_files:
+        if data.dataset in LOADERS and "://" not in file and not _matches(file):
+            yield Violation("data.data_files", file, "nothing here has this name", _nearby(file))
+
+
+def _ignored(key: str, value: object, source: str, reader: str) -> Violation:
+    return Violation(
+        f"data.{key}",
+        value,
+        f"source {source} does not read it",
+        f"data={reader} data.{key}={_quoted(value)}, or leave it out",
+    )
+
+
+def _quoted(value: object) -> str:
+    text = shown(value)
+    return f"'{text}'" if text.startswith("[") else text
+
+
+def _matches(pattern: str) -> bool:
+    return bool(glob.glob(str(Path(pattern).expanduser()), recursive=True))
+
+
+def _nearby(path: str) -> str:
+    folder = Path(path).expanduser().absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    return f"paths are relative to where the command is typed; the last folder that exists is {folder}"
+
+
+def _vocabulary(path: Path) -> int:
+    described = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary = described["model"]["vocab"]
+    own = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    return max([*own, *(token["id"] for token in described.get("added_tokens") or [])]) + 1
+
+
+RULES = (source_has_its_input, no_input_is_ignored, vocabulary_fits)

@@ -34,6 +34,7 @@ class ConsoleSink:
         self._console = console or Console(highlight=False)
         self._total, self._title, self._interval, self._clock = total_steps, title, interval, clock
         self._row: Row | None = None
+        self._validation_loss: Value = None
         self._held: Row | None = None
         self._last_line = -math.inf
         self._eta = _Eta(total_steps, clock)
@@ -49,7 +50,8 @@ class ConsoleSink:
         evaluated = row.get("validation_loss") is not None
         if self._live is not None:
             if evaluated:
-                self.note(f"step {row['step']}: validation loss {_number(row['validation_loss'])}")
+                self._validation_loss = row["validation_loss"]
+                self.note(f"step {row['step']}: validation loss {_number(self._validation_loss)}")
             return
         if evaluated or self._clock() - self._last_line >= self._interval:
             self._print_line(row)
@@ -73,7 +75,7 @@ class ConsoleSink:
             return
         if self._held is not None:
             self._print_line(self._held)
-        self._write(state)
+        self._write(f"{self._title}: {state}")
 
     def _print_line(self, row: Row) -> None:
         self._held = None
@@ -97,9 +99,10 @@ class ConsoleSink:
         head.add_column(ratio=1)
         head.add_column(no_wrap=True, justify="right")
         bar = ProgressBar(total=self._total, completed=step, pulse=self._row is None and self._live is not None)
-        left = "" if eta is None or step >= self._total else f"  {_duration(eta)} left"
+        left = "" if eta is None else f"  {_duration(eta)} left"
         head.add_row(Text(self._title, style="bold"), bar, Text(f"{step}/{self._total}{left}"))
-        numbers = "  ".join(_fields(self._row)) if self._row else "waiting for the first row"
+        newest = {**(self._row or {}), "validation_loss": self._validation_loss}
+        numbers = "  ".join(_fields(newest)) if self._row else "waiting for the first row"
         return Group(head, Text(numbers, style="dim"))
 
 
@@ -125,7 +128,9 @@ class _Eta:
         tokens, speed = row.get("tokens"), row.get("tokens_per_second")
         if tokens and speed and step:
             estimates.append(tokens / step / speed)
-        if estimates:
+        if step >= self._total:
+            self._seconds = None
+        elif estimates:
             self._seconds = max(estimates) * (self._total - step)
 
     def seconds(self) -> float | None:
@@ -151,7 +156,10 @@ def _fields(row: Row) -> list[str]:
 
 
 def _number(value: Value) -> str:
-    return f"{'-':>6}" if value is None else f"{value:6.4f}" if abs(value) < 100 else f"{value:6.4g}"
+    """Six characters, unless it is far too large."""
+    if value is None:
+        return f"{'-':>6}"
+    return f"{value:6.4f}" if abs(value) < 9.99995 else f"{value:6.3f}" if abs(value) < 99.9995 else f"{value:6.4g}"
 
 
 def _scientific(value: Value) -> str:

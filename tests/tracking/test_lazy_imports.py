@@ -1,0 +1,23 @@
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "wandb", "tensorboard", "matplotlib.pyplot")
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "tracking.build",
+        "tracking.console",
+        "tracking.device",
+        "tracking.run_folder",
+        "tracking.wandb_sink",
+        "compare.curve",
+    ],
+)
+def test_the_launching_process_pays_for_nothing_heavy(module: str) -> None:
+    program = f"import sys, titan_exp.{module}; print([name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,83 @@
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from titan_exp.config.compose import compose
+from titan_exp.config.convert import to_experiment
+from titan_exp.config.experiment import Experiment
+from titan_exp.config.layout import resolve_layout
+from titan_exp.tracking.run_folder import RunFolder
+from titan_exp.tracking.wandb_run import NAME_LENGTH, WandbRun, describe
+
+
+def experiment(*overrides: str) -> Experiment:
+    return resolve_layout(to_experiment(compose(["model=llama_debug", *overrides])), 1)
+
+
+def described(folder: Path, *overrides: str) -> WandbRun:
+    return describe(experiment(*overrides), RunFolder(folder), "3f2a")
+
+
+def test_what_is_configured_is_told(tmp_path: Path) -> None:
+    run = described(
+        tmp_path,
+        "experiment.name=heads",
+        "experiment.tags=[debug]",
+        "experiment.notes=why",
+        "tracking.wandb_project=p",
+        "tracking.wandb_entity=e",
+        "tracking.wandb_mode=offline",
+    )
+    assert (run.group, run.tags, run.notes) == ("heads", ("debug",), "why")
+    assert (run.project, run.entity, run.mode) == ("p", "e", "offline")
+
+
+def test_a_folder_keeps_its_id_and_another_folder_has_another(tmp_path: Path) -> None:
+    first = described(tmp_path / "a").id
+    assert first.startswith("3f2a-")
+    assert described(tmp_path / "a", "experiment.seed=3").id == first
+    assert described(tmp_path / "b").id != first
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        (["optimizer.lr=1e-3", "+model.options.a=1"], "optimizer.lr=1e-3 +model.options.a=1"),
+        (
+            ["tracking=wandb", "paths.runs=/x", "optimizer.lr=1", "experiment.name=n", "hydra.verbose=true"],
+            "optimizer.lr=1",
+        ),
+        (["cluster=local", "cluster.nodes=2", "profiling@profiling=trace"], "3f2a"),
+        (["training.steps=${model.layers}"], "training.steps=${model.layers}"),
+        ([], "3f2a"),
+        (None, "3f2a"),
+    ],
+)
+def test_the_name_is_what_differs(tmp_path: Path, overrides: list[str] | None, name: str) -> None:
+    if overrides is not None:
+        (tmp_path / "overrides.yaml").write_text(json.dumps(overrides))
+    assert described(tmp_path).name == name
+
+
+def test_a_long_name_is_cut(tmp_path: Path) -> None:
+    (tmp_path / "overrides.yaml").write_text(json.dumps([f"data.options.key{n}=value" for n in range(20)]))
+    assert len(described(tmp_path).name) == NAME_LENGTH
+
+
+def test_the_configuration_is_nested_and_holds_nothing_of_the_machine(tmp_path: Path) -> None:
+    (tmp_path / "code.json").write_text('{"commit": "abc", "dirty": true, "branch": "main"}')
+    config = described(tmp_path, "paths.runs=/somewhere/special", "parallelism.dp_shard=2").config
+    assert config["model"]["rope"]["theta"] == 10000.0
+    assert config["experiment"] == {"name": "first", "seed": 0}
+    assert config["run"] == {"study": "first", "run_id": "3f2a", "world_size": 2, "commit": "abc", "dirty": True}
+    assert not {"paths", "cluster", "tracking", "profiling"} & set(config)
+    assert "/somewhere/special" not in json.dumps(config)
+
+
+def test_two_runs_that_differ_in_one_value_differ_in_nothing_else(tmp_path: Path) -> None:
+    one = described(tmp_path, "optimizer.lr=1e-3", "cluster.threads_per_process=1")
+    two = described(tmp_path, "optimizer.lr=1e-4", "experiment.notes=later")
+    one.config["optimizer"]["lr"] = two.config["optimizer"]["lr"]
+    assert dataclasses.replace(one, notes=two.notes) == two

@@ -1,1 +1,1 @@
-"""Sources, tokenizers, and an order of tokens that belongs to the experiment, whatever the layout."""
+"""Text to batches: sources of documents, tokenizers, a fixed order over virtual shards, packing, and two loaders."""

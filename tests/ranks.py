@@ -7,6 +7,7 @@ because a process whose threads have run cannot be forked safely.
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import tempfile
 import time
 import traceback
@@ -14,67 +15,86 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-PRELOAD = ["torch.distributed.tensor", "titan_exp.models.build"]
+PRELOAD = ["torch.distributed.tensor", "torch.distributed.checkpoint", "titan_exp.trainer.rank"]
 
 
 def run_ranks(world: int, job: Callable[..., Any], *args: Any, limit: float = 120.0) -> list[Any]:
-    """Run `job(*args)` on `world` ranks, `RANK` and the like set, and return what each of them returned.
+    """Run `job(*args)` on `world` ranks and return what each of them returned.
 
-    The process group is the job's to join. Raises AssertionError with the first traceback where a rank fails, and
-    kills every rank of the job where one fails or the limit in seconds is over.
+    Raises AssertionError with the first traceback where a rank fails, and kills every rank where one fails or the
+    limit in seconds is over.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
-    with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
+    ranks = Ranks(world, job, *args)
+    try:
+        return ranks.results(limit)
+    finally:
+        ranks.kill()
+
+
+class Ranks:
+    """A running job, `RANK` and the like set in each process. The process group is the job's to join."""
+
+    def __init__(self, world: int, job: Callable[..., Any], *args: Any) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        self._folder = tempfile.TemporaryDirectory()
+        self._pipes, self._processes = [], []
         for rank in range(world):
             receive, send = context.Pipe(duplex=False)
             environment = {
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
                 "WORLD_SIZE": str(world),
-                "TITAN_EXP_RENDEZVOUS": str(Path(folder) / "meet"),
+                "TITAN_EXP_RENDEZVOUS": str(Path(self._folder.name) / "meet"),
                 "GLOO_SOCKET_IFNAME": "lo",
             }
             process = context.Process(target=_rank, args=(send, environment, job, args))
             process.start()
             send.close()
-            pipes.append(receive)
-            processes.append(process)
-        try:
-            return _collect(pipes, time.monotonic() + limit)
-        finally:
-            for process in processes:
-                process.join(timeout=5.0)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+            self._pipes.append(receive)
+            self._processes.append(process)
 
+    def alive(self) -> bool:
+        """Whether any rank still runs."""
+        return any(process.is_alive() for process in self._processes)
 
-def _collect(pipes: list[Any], deadline: float) -> list[Any]:
-    results: dict[int, Any] = {}
-    while len(results) < len(pipes):
-        waiting = [pipe for index, pipe in enumerate(pipes) if index not in results]
-        ready = multiprocessing.connection.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            raise AssertionError(f"ranks {sorted(set(range(len(pipes))) - set(results))} did not finish in time")
-        for pipe in ready:
-            rank = pipes.index(pipe)
-            try:
-                failed, value = pipe.recv()
-            except EOFError:
-                raise AssertionError(f"rank {rank} died without a word") from None
-            if failed:
-                raise AssertionError(f"rank {rank} failed:\n{value}")
-            results[rank] = value
-    return [results[rank] for rank in range(len(pipes))]
+    def kill(self) -> None:
+        """End every rank at once, as `kill -9` does, and forget the job."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._folder.cleanup()
+
+    def results(self, limit: float) -> list[Any]:
+        """Wait, at most `limit` seconds, and return what each rank returned."""
+        deadline = time.monotonic() + limit
+        results: dict[int, Any] = {}
+        while len(results) < len(self._pipes):
+            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
+            ready = multiprocessing.connection.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise AssertionError(f"ranks {sorted(set(range(len(self._pipes))) - set(results))} did not finish")
+            for pipe in ready:
+                rank = self._pipes.index(pipe)
+                try:
+                    failed, value = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    raise AssertionError(f"rank {rank} died without a word") from None
+                if failed:
+                    raise AssertionError(f"rank {rank} failed:\n{value}")
+                results[rank] = value
+        return [results[rank] for rank in range(len(self._pipes))]
 
 
 def _rank(send: Any, environment: dict[str, str], job: Callable[..., Any], args: tuple[Any, ...]) -> None:
     os.environ.update(environment)
     try:
-        send.send((False, job(*args)))
+        outcome = (False, job(*args))
     except BaseException:
-        send.send((True, traceback.format_exc()))
-    finally:
-        send.close()
+        outcome = (True, traceback.format_exc())
+    # Plain pickle copies tensors; a connection would share memory that dies with this process.
+    send.send_bytes(pickle.dumps(outcome))
+    send.close()

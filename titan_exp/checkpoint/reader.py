@@ -4,6 +4,7 @@ torch pickles the metadata file; here it is read by an unpickler that builds che
 """
 
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -65,5 +66,8 @@ def tensor_shapes(path: Path) -> dict[str, torch.Size]:
 
 
 def read_into(path: Path, state: dict[str, Tensor]) -> None:
-    """Load a checkpoint into tensors in place; all ranks call it together, in any layout."""
-    dcp.load(dict(state), storage_reader=SafeReader(path))
+    """Load a checkpoint into tensors in place; all ranks call it together, in any layout, or one process alone."""
+    with warnings.catch_warnings():
+        # A process without a process group means to load alone; torch warns about its own, right, assumption.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(dict(state), storage_reader=SafeReader(path))

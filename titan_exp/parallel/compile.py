@@ -1,5 +1,6 @@
 """torch.compile, one block at a time: identical blocks share one graph, so depth does not cost compile time."""
 
+import torch
 from torch import nn
 
 from titan_exp.parallel.data import blocks_of
@@ -8,4 +9,4 @@ from titan_exp.parallel.data import blocks_of
 def compile_blocks(model: nn.Module, backend: str) -> None:
     """Compile each block's forward in place; parameter names stay as they are."""
     for block in blocks_of(model):
-        block.compile(backend=backend, fullgraph=True)
+        block.forward = torch.compile(block.forward, backend=backend, fullgraph=True)

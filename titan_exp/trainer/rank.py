@@ -27,22 +27,13 @@ def main(run_folder: str) -> None:
     configure(int(os.environ.get("RANK", "0")), folder.logs)
     with joined(experiment.cluster) as device:
         trainer = Trainer(experiment, folder, device)
+        if dist.get_rank() == 0:
+            folder.write_state(RunState("running", trainer.step, time.time(), trainer.report.attempt, None))
         state = "failed"
         try:
-            _tell(folder, trainer, "running")
             state = "done" if trainer.run() else "preempted"
         finally:
             trainer.report.close(state)
-        _tell(folder, trainer, state)
     if state == "preempted":
         get_logger().info("stopped after step %d, saved", trainer.step)
         sys.exit(STOPPED)
-
-
-def _tell(folder: RunFolder, trainer: Trainer, state: str) -> None:
-    if dist.get_rank() == 0:
-        folder.write_state(
-            RunState(
-                state=state, step=trainer.step, time=time.time(), attempt=trainer.report.attempt, reason=None
-            )
-        )

@@ -22,17 +22,22 @@ class Report:
         folder: its folder.
         mesh: whose ranks take part.
         flops_per_token: operations of a training step per token.
+        first_step: step that this attempt continues after.
     """
 
-    def __init__(self, experiment: Experiment, folder: RunFolder, mesh: Mesh, *, flops_per_token: float) -> None:
+    def __init__(
+        self, experiment: Experiment, folder: RunFolder, mesh: Mesh, *, flops_per_token: float, first_step: int
+    ) -> None:
         self.folder, self.mesh = folder, mesh
+        self.last_step = first_step
+        """The last finished step."""
         self.leader = dist.get_rank() == 0
         attempts = folder.read_attempts()
         self.attempt = attempts[-1].attempt if attempts else 1
         self.throughput = Throughput(
             devices=dist.get_world_size(),
             flops_per_token=flops_per_token,
-            peak_tflops=peak_tflops(mesh.device, experiment.cluster.peak_tflops),
+            peak_tflops=peak_tflops(mesh.device, experiment.cluster.peak_tflops) if self.leader else None,
             synchronize=torch.cuda.synchronize if mesh.device.type == "cuda" else _nothing,
         )
         self.memory = PeakMemory(mesh.device)
@@ -40,6 +45,7 @@ class Report:
 
     def step(self, step: int, tokens: int) -> None:
         """Count a finished step."""
+        self.last_step = step
         self.throughput.step(tokens)
         if self.leader:
             self.folder.beat(step)
@@ -73,10 +79,13 @@ class Report:
             }
             for sink in self.sinks:
                 sink.log(row)
+            self.memory.reset()
         return float(loss)
 
     def close(self, state: str) -> None:
         """Finish all sinks, saying how the run ended."""
+        if self.leader:
+            self.folder.beat(self.last_step, force=True)
         for sink in self.sinks:
             sink.close(state)
 

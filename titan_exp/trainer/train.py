@@ -8,11 +8,10 @@ import torch
 import torch.distributed as dist
 
 from titan_exp.checkpoint.checkpointer import Checkpointer
-from titan_exp.config.errors import UserError
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import gradient_accumulation, micro_batch_size
 from titan_exp.data.train_loader import TrainLoader
-from titan_exp.data.validation import ValidationLoader
+from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.optim.build import build_optimizer
 from titan_exp.optim.schedule import LRSchedule
 from titan_exp.parallel.mesh import build_mesh
@@ -63,7 +62,9 @@ class Trainer:
         self.checkpointer = Checkpointer(experiment.checkpoint, folder.checkpoints)
         self.step = self.tokens = 0
         self._restore()
-        self.report = Report(experiment, folder, self.mesh, flops_per_token=built.flops_per_token)
+        self.report = Report(
+            experiment, folder, self.mesh, flops_per_token=built.flops_per_token, first_step=self.step
+        )
         self.profile = ProfileWindow(
             experiment.profiling, folder.traces, rank=dist.get_rank(), first_step=self.step
         )
@@ -139,7 +140,7 @@ class Trainer:
                 self.model,
                 self.optimizer,
                 self.loader.state_dict(),
-                {"step": self.step, "tokens": self.tokens, "corpus": self.loader.fingerprint},
+                {"step": self.step, "tokens": self.tokens},
             )
 
     def _restore(self) -> None:
@@ -147,11 +148,6 @@ class Trainer:
         if step is None:
             return
         restored = self.checkpointer.load(step, self.model, self.optimizer)
-        if restored.progress["corpus"] != self.loader.fingerprint:
-            raise UserError(
-                f"the data has changed since this run's checkpoint of step {step} was saved, so continuing would not "
-                "be the same experiment. Restore the data, or start a new run (another experiment.name)."
-            )
         self.loader.load_state_dict(restored.data)
         self.step, self.tokens = restored.progress["step"], restored.progress["tokens"]
         get_logger().info("continuing after step %d", self.step)

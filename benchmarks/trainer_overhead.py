@@ -1,0 +1,177 @@
+"""The trainer against the plainest PyTorch loop with the same model, on this machine's CPU.
+
+    python benchmarks/trainer_overhead.py [--steps 150] [--rounds 2]
+
+Both train the default experiment's model from the same weights on text of the same size; plain and ours take turns
+(A B B A), each in a fresh process. The plain loop cuts random windows out of one array, and does nothing but forward,
+backward, clip, AdamW. Ours does everything a run does: ordered data with its state, metrics, heartbeat, asynchronous
+checkpoints. Prints both rates, their ratio, and where our time outside the plain loop goes.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from titan_exp.config.compose import compose
+from titan_exp.config.convert import to_experiment, to_yaml
+from titan_exp.config.experiment import Experiment
+from titan_exp.config.layout import resolve_layout
+from titan_exp.data.source import build_source
+from titan_exp.models.build import build_model, initial_table
+from titan_exp.parallel.materialize import draw_initial_weights, materialize
+from titan_exp.tracking.run_folder import RunFolder
+from titan_exp.trainer import step as trainer_step
+from titan_exp.trainer import train as trainer_module
+from titan_exp.trainer.distributed import joined
+
+WARMUP = 10
+
+
+def experiment(steps: int) -> Experiment:
+    overrides = [f"training.steps={steps}", "training.evaluate_every=0", "checkpoint.every=50", "cluster.device=cpu"]
+    return resolve_layout(to_experiment(compose(overrides)), 1)
+
+
+def plain(steps: int) -> dict[str, Any]:
+    """The plain loop; returns its rate over the steps after warm-up."""
+    run = experiment(steps)
+    training = run.training
+    with torch.device("meta"):
+        model = build_model(run.model, seq_len=training.seq_len, attention_backend="flash")
+    materialize(model, torch.device("cpu"))
+    table = initial_table(model)
+    assert table is not None
+    draw_initial_weights(model, table, run.experiment.seed)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=run.optimizer.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
+    source = build_source(run.data)
+    text = "".join(source[index] for index in range(100)).encode()  # type: ignore[index]  # a random-access source
+    corpus = torch.from_numpy(np.frombuffer(text, dtype=np.uint8).astype(np.int64))
+    random = torch.Generator().manual_seed(0)
+    started = 0.0
+    for step in range(steps):
+        if step == WARMUP:
+            started = time.perf_counter()
+        places = torch.randint(len(corpus) - training.seq_len - 1, (training.global_batch_size,), generator=random)
+        windows = torch.stack([corpus[place : place + training.seq_len + 1] for place in places.tolist()])
+        logits = model(windows[:, :-1])
+        loss = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step % 10 == 0:
+            loss.item()
+    seconds = time.perf_counter() - started
+    return {"tokens_per_second": (steps - WARMUP) * training.global_batch_size * training.seq_len / seconds}
+
+
+def ours(steps: int) -> dict[str, Any]:
+    """The trainer; returns its rate over the same steps, and seconds by what they went to."""
+    spent: dict[str, float] = {}
+    started = 0.0
+    run = experiment(steps)
+    with tempfile.TemporaryDirectory() as path:
+        folder = RunFolder(path)
+        folder.config.write_text(to_yaml(run))
+        folder.add_attempt(world_size=1, hosts=["localhost"])
+        with joined(run.cluster) as device:
+            trainer = trainer_module.Trainer(run, folder, device)
+            timed = _Timed(spent)
+            timed.method(trainer.loader, "__next__", "next batch")
+            timed.function(trainer_module, "agree", "agree on tokens and stop")
+            timed.function(trainer_module, "seed_step", "seed the step")
+            timed.function(trainer_step, "global_grad_norm", "gradient norm")
+            timed.function(trainer_step, "scale_gradients", "clip")
+            timed.method(trainer.report, "step", "heartbeat")
+            timed.method(trainer.report, "log", "log a row")
+            timed.method(trainer.checkpointer, "save", "checkpoint: copy the state, start writing")
+            timed.method(trainer.checkpointer, "poll", "checkpoint: publish")
+            one_step = trainer._one_step
+
+            def step() -> bool:
+                nonlocal started
+                if trainer.step == WARMUP:
+                    started = time.perf_counter()
+                    spent.clear()
+                return one_step()
+
+            trainer._one_step = step
+            trainer.run()
+            seconds = time.perf_counter() - started
+            trainer.report.close("done")
+    tokens = (steps - WARMUP) * run.training.global_batch_size * run.training.seq_len
+    share = {name: value / seconds for name, value in spent.items()}
+    return {"tokens_per_second": tokens / seconds, "share": share}
+
+
+class _Timed:
+    """Adds the time inside calls to an account."""
+
+    def __init__(self, spent: dict[str, float]) -> None:
+        self.spent = spent
+
+    def method(self, owner: Any, name: str, account: str) -> None:
+        if name == "__next__":
+            # Looked up on the class by next().
+            self.function(type(owner), name, account)
+        else:
+            self.function(owner, name, account)
+
+    def function(self, owner: Any, name: str, account: str) -> None:
+        original: Callable[..., Any] = getattr(owner, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._account(account):
+                return original(*args, **kwargs)
+
+        setattr(owner, name, call)
+
+    @contextmanager
+    def _account(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        yield
+        self.spent[name] = self.spent.get(name, 0.0) + time.perf_counter() - started
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--role", choices=["plain", "ours"], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.role:
+        print(json.dumps({"plain": plain, "ours": ours}[options.role](options.steps)))
+        return
+    found: dict[str, list[dict[str, Any]]] = {"plain": [], "ours": []}
+    for turn in range(options.rounds):
+        for role in ("plain", "ours") if turn % 2 == 0 else ("ours", "plain"):
+            command = [sys.executable, str(Path(__file__)), "--role", role, "--steps", str(options.steps)]
+            output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            found[role].append(json.loads(output.splitlines()[-1]))
+    rates = {role: [run["tokens_per_second"] for run in runs] for role, runs in found.items()}
+    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.processor() or platform.machine()}")
+    for role, values in rates.items():
+        print(f"{role:6} {statistics.median(values):8,.0f} tokens/s   ({', '.join(f'{v:,.0f}' for v in values)})")
+    print(f"ratio  {statistics.median(rates['ours']) / statistics.median(rates['plain']):8.3f}")
+    print("\nshare of our wall time outside forward, backward and AdamW (clipping is in the plain loop too):")
+    for name in found["ours"][0]["share"]:
+        print(f"  {statistics.median(run['share'][name] for run in found['ours']):7.3%}  {name}")
+
+
+if __name__ == "__main__":
+    main()

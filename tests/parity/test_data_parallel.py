@@ -1,0 +1,100 @@
+"""Promise 1 for data parallelism: FSDP, HSDP and DDP on 1, 2 and 4 ranks give the curve of one device."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parity.runs import Curve, train
+
+FSDP2 = "parallelism.dp_shard=2"
+FSDP4 = "parallelism.dp_shard=4"
+HSDP = "parallelism=hsdp"
+DDP2 = "parallelism=ddp"
+DDP4 = "parallelism=ddp parallelism.dp_replicate=4"
+
+LAYOUTS = [
+    FSDP2,
+    FSDP4,
+    f"{FSDP4} parallelism.reshard_after_forward=always",
+    f"{FSDP4} parallelism.reshard_after_forward=never",
+    f"{FSDP4} training.micro_batch_size=1",
+    f"{FSDP2} training.micro_batch_size=2 activation_checkpoint=full",
+    f"{FSDP2} compile=blocks compile.backend=aot_eager",
+    f"{FSDP2} compile=blocks compile.backend=aot_eager activation_checkpoint=full training.micro_batch_size=1",
+    HSDP,
+    f"{HSDP} training.micro_batch_size=1",
+    DDP2,
+    f"{DDP2} training.micro_batch_size=1 compile=blocks compile.backend=aot_eager",
+    DDP4,
+    "training.micro_batch_size=1",
+    "training.micro_batch_size=4 activation_checkpoint=full",
+    "compile=blocks compile.backend=aot_eager",
+    "model.attention_backend=math",
+]
+"""Everything that may differ without changing what is computed."""
+
+EXPERIMENTS = {
+    "plain": "",
+    "documents": "data.document_mask=true data.reset_positions=true",
+    "tied": "model.tied_embeddings=true",
+    "unclipped": "training.max_grad_norm=null",
+}
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    @cache
+    def run(experiment: str) -> Curve:
+        return train(tmp_path_factory.mktemp("one"), *EXPERIMENTS[experiment].split())
+
+    return run
+
+
+def assert_same_curve(found: Curve, expected: Curve) -> None:
+    """To fp32 rounding: the sums are the same numbers in another order."""
+    assert len(found.loss) == 10
+    assert found.loss == pytest.approx(expected.loss, rel=2e-6)
+    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=2e-5)
+    assert [row["tokens"] for row in found.rows] == [row["tokens"] for row in expected.rows]
+    assert found.weights.keys() == expected.weights.keys()
+    for name, weight in expected.weights.items():
+        torch.testing.assert_close(found.weights[name], weight, atol=2e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_does_not_change_the_curve(tmp_path: Path, one_device, layout):
+    assert_same_curve(train(tmp_path, *layout.split()), one_device("plain"))
+
+
+@pytest.mark.parametrize("experiment", ["documents", "tied", "unclipped"])
+@pytest.mark.parametrize("layout", [f"{FSDP4} training.micro_batch_size=1", HSDP, DDP2])
+def test_nor_of_another_experiment(tmp_path: Path, one_device, layout, experiment):
+    found = train(tmp_path, *layout.split(), *EXPERIMENTS[experiment].split())
+    assert_same_curve(found, one_device(experiment))
+
+
+def test_the_curve_learns(one_device):
+    """A curve that does not move would agree with itself in every layout."""
+    curve = one_device("plain")
+    assert curve.loss[-1] < curve.loss[0] - 1
+    assert len(set(curve.grad_norm)) == 10
+
+
+def test_clipping_is_on_in_the_plain_experiment_and_changes_it(one_device):
+    assert max(one_device("plain").grad_norm) > 1.0
+    assert one_device("plain").loss[-1] != one_device("unclipped").loss[-1]
+
+
+@pytest.mark.parametrize("layout", [FSDP2, HSDP, f"{DDP2} training.micro_batch_size=1"])
+def test_bf16_stays_within_its_rounding(tmp_path: Path, one_device, layout):
+    """bf16 keeps 8 bits: reduction orders show at about 2^-8 of a gradient, far less in the loss."""
+    bf16 = "training.mixed_precision=bf16"
+    found, alone = train(tmp_path / "many", bf16, *layout.split()), train(tmp_path / "one", bf16)
+    assert found.loss == pytest.approx(alone.loss, rel=2e-3)
+    assert found.grad_norm == pytest.approx(alone.grad_norm, rel=2e-2)
+    assert alone.loss == pytest.approx(one_device("plain").loss, rel=5e-3)
+    # Master weights and their gradients' reduction are fp32.
+    assert {weight.dtype for weight in found.weights.values()} == {torch.float32}
+    assert found.loss != one_device("plain").loss

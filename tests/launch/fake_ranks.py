@@ -1,0 +1,128 @@
+"""Stand-ins for the trainer, chosen by TITAN_EXP_RANK_MAIN: ordinary rank mains that import no torch."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from titan_exp.config.errors import UserError
+from titan_exp.tracking.run_folder import RunFolder
+
+LIMIT = 60.0
+"""Seconds after which a stand-in ends whatever happens, so that no test leaves a process behind."""
+
+
+def rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def log(folder: RunFolder, step: int) -> None:
+    """A row of metrics, as rank 0 of the trainer writes them."""
+    attempt = folder.read_attempts()[-1].attempt
+    row = {"step": step, "loss": 3.0 / step, "tokens_per_second": 100.0 * step, "attempt": attempt}
+    with folder.metrics.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+    folder.beat(step, force=True)
+
+
+def write_surroundings(folder: RunFolder) -> None:
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "TITAN_EXP_RENDEZVOUS")
+    seen = {name: os.environ.get(name) for name in (*names, "CUDA_VISIBLE_DEVICES")}
+    handlers = {name: str(signal.getsignal(getattr(signal, name))) for name in ("SIGINT", "SIGTERM", "SIGUSR2")}
+    meet = Path(os.environ["TITAN_EXP_RENDEZVOUS"]).parent.is_dir() if seen["TITAN_EXP_RENDEZVOUS"] else None
+    report = {"env": seen, "handlers": handlers, "cwd": os.getcwd(), "path": sys.path, "meeting": meet}
+    (folder.path / f"seen-{rank()}.json").write_text(json.dumps(report))
+
+
+def succeed(path: str) -> None:
+    folder = RunFolder(path)
+    write_surroundings(folder)
+    print(f"hello from rank {rank()}", flush=True)
+    if rank() == 0:
+        for step in (1, 2):
+            log(folder, step)
+
+
+def raise_on_rank_1(path: str) -> None:
+    if rank() == 1:
+        raise ValueError("the loss went for a walk")
+    wait_for_ever(path)
+
+
+def raise_everywhere_after_rank_1(path: str) -> None:
+    """As collectives do: the peers of a dead rank fail of its absence."""
+    folder = RunFolder(path)
+    if rank() == 1:
+        (folder.path / "rank-1-was-here").touch()
+        raise ValueError("the cause")
+    wait_until((folder.path / "rank-1-was-here").exists)
+    time.sleep(0.2)
+    raise ConnectionError("closed by peer")
+
+
+def killed_on_rank_1(path: str) -> None:
+    folder = RunFolder(path)
+    write_surroundings(folder)
+    if rank() == 1:
+        print("about to allocate a lot", flush=True)
+        wait_until((folder.path / "seen-0.json").exists)
+        os.kill(os.getpid(), signal.SIGKILL)
+    wait_for_ever(path)
+
+
+def exit_7(path: str) -> None:
+    sys.exit(7)
+
+
+def user_error(path: str) -> None:
+    raise UserError("data.paths: there is no such folder. Give one that exists.")
+
+
+def wait_for_ever(path: str) -> None:
+    """Hangs as in a collective whose peers are gone, and takes no notice of a request to stop."""
+    folder = RunFolder(path)
+    write_surroundings(folder)
+    wait_until(lambda: False)
+
+
+def obey_stop(path: str) -> None:
+    """Trains until a stop is requested, saves and ends with 85; continues at the saved step; 3 steps are all."""
+    folder = RunFolder(path)
+    write_surroundings(folder)
+    saved = folder.path / f"saved-{rank()}"
+    step = int(saved.read_text()) if saved.exists() else 0
+    if rank() == 0:
+        log(folder, step + 1)
+    if saved.exists():
+        return
+    wait_until(folder.stop_requested)
+    time.sleep(float(os.environ.get("FAKE_SAVE_SECONDS", "0")))
+    saved.write_text("1")
+    sys.exit(85)
+
+
+def fail_once(path: str) -> None:
+    """Fails at its first attempt only."""
+    folder = RunFolder(path)
+    if folder.read_attempts()[-1].attempt == 1:
+        raise RuntimeError("out of luck")
+    succeed(path)
+
+
+def die_unless_lucky(path: str) -> None:
+    """Fails for one point of a sweep."""
+    text = RunFolder(path).config.read_text()
+    if "seed: 1\n" in text:
+        raise RuntimeError("seed 1 is unlucky")
+    succeed(path)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if not condition():
+        raise TimeoutError("the stand-in waited too long")

@@ -1,0 +1,100 @@
+"""A run is named by what it computes: a hash of its resolved configuration, less the keys that do not change that.
+
+So the same command finds the same folder, and a sweep launched twice starts only what is missing.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from titan_exp.config.convert import to_dict
+from titan_exp.config.errors import UserError
+from titan_exp.config.experiment import Experiment
+
+ID_LENGTH = 12
+"""Hexadecimal digits of an id: 48 bits, so among a million runs two collide with a probability of 0.2 %."""
+
+WITHOUT_EFFECT = {
+    "experiment.name": "the folder above the run's",
+    "experiment.tags": "words for people",
+    "experiment.notes": "words for people",
+    "model.name": "what tables call the model; its shape is in the other keys",
+    "paths": "where files lie",
+    "tracking": "where numbers go and how often; training does not look at them",
+    "profiling": "watches some steps and changes none",
+    "cluster": "where processes run; how many there are is in `parallelism`",
+    "checkpoint": "how often state is saved; a resumed run equals an undisturbed one",
+    "data.prefetch": "how early batches are ready, not which",
+    "training.gc_every": "when Python tidies up",
+}
+"""Keys left out of both ids, each with the reason. A group stands for all of its keys."""
+
+LAYOUT = {
+    "parallelism": "how the same mathematics is spread over processes",
+    "compile": "which code runs the same operations",
+    "activation_checkpoint": "what is kept and what is computed again",
+    "training.micro_batch_size": "how the global batch is cut",
+    "model.attention_backend": "which kernel computes attention",
+}
+"""Keys left out of the experiment id as well: they change rounding at most."""
+
+
+def run_id(experiment: Experiment) -> str:
+    """Name of the run: what is computed, and in which layout. The layout must be resolved (no degree of -1).
+
+    Raises:
+        UserError: a value has no stable identity.
+    """
+    return _digest(experiment, WITHOUT_EFFECT)
+
+
+def experiment_id(experiment: Experiment) -> str:
+    """Name of what is computed, the same in every layout.
+
+    Raises:
+        UserError: a value has no stable identity.
+    """
+    return _digest(experiment, [*WITHOUT_EFFECT, *LAYOUT])
+
+
+def canonical(value: object, key: str = "") -> str:
+    """The one JSON text of a value: keys sorted, no spaces, floats as Python's `repr`.
+
+    Raises:
+        UserError: a part of it is no JSON value or not finite, so that it has no stable text. `key` is its name.
+    """
+    _require_stable(value, key)
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _digest(experiment: Experiment, without: Iterable[str]) -> str:
+    config = to_dict(experiment)
+    for key in without:
+        _remove(config, key.split("."))
+    return hashlib.sha256(canonical(config).encode()).hexdigest()[:ID_LENGTH]
+
+
+def _remove(config: dict[str, Any], path: list[str]) -> None:
+    for part in path[:-1]:
+        config = config[part]
+    del config[path[-1]]
+
+
+def _require_stable(value: object, key: str) -> None:
+    if isinstance(value, dict):
+        for name, item in value.items():
+            if not isinstance(name, str):
+                raise UserError(f"{key}: its key {name!r} is not text, so the run has no stable name. Quote the key.")
+            _require_stable(item, f"{key}.{name}" if key else name)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _require_stable(item, f"{key}[{index}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{key}={value}: a run cannot be named by a number that is not finite. Give a finite one.")
+    elif not (value is None or isinstance(value, str | bool | int | float)):
+        raise UserError(
+            f"{key}={value!r}: a {type(value).__name__} has no stable text to name the run by. "
+            "Use text, numbers, true, false, null, lists and mappings."
+        )

@@ -1,0 +1,76 @@
+"""The environment of rank processes on this machine: there before they start, since much of it is read at import."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
+
+from titan_exp.config.experiment import Experiment
+from titan_exp.config.layout import device_type, world_size
+from titan_exp.launch.rank_record import SPARE
+from titan_exp.launch.seat import ATTEMPT, LAUNCHER, VISIBLE_GPUS
+from titan_exp.launch.surroundings import usable_cores
+
+
+def rank_environment(experiment: Experiment, attempt: int, meeting: Path) -> dict[str, str | None]:
+    """Environment variables for the ranks, beside the launcher's own; None removes one.
+
+    Args:
+        experiment: the run.
+        attempt: number of this start.
+        meeting: a fresh folder on this machine's own disk, where ranks find each other. A file there cannot be taken
+            by another job as a port can.
+    """
+    threads = experiment.cluster.threads_per_process or max(1, usable_cores() // world_size(experiment))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "GLOO_SOCKET_IFNAME": _loopback(),
+        "TITAN_EXP_RENDEZVOUS": str(meeting / "meet"),
+        ATTEMPT: str(attempt),
+        LAUNCHER: str(os.getpid()),
+        SPARE: str(meeting),
+        VISIBLE_GPUS: "" if device_type(experiment.cluster) == "cpu" else gpus,
+        "PYTHONPATH": os.pathsep.join(_import_path()),
+        # A rank that dies of a fault in native code says where.
+        "PYTHONFAULTHANDLER": "1",
+        "SUBMITIT_LOG_LEVEL": "WARNING",
+    }
+
+
+@contextlib.contextmanager
+def environment(changes: Mapping[str, str | None]) -> Iterator[None]:
+    """This process's environment with changes, for the time of the block."""
+    before = {name: os.environ.get(name) for name in changes}
+    _set(changes)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _import_path() -> list[str]:
+    """Where the user's own packages may lie: the current folder, PYTHONPATH, and what was added to `sys.path`."""
+    inherited = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    installed = tuple(os.path.realpath(prefix) for prefix in {sys.prefix, sys.base_prefix, sys.exec_prefix})
+    added = [entry for entry in sys.path if entry and not os.path.realpath(entry).startswith(installed)]
+    return list(dict.fromkeys(os.path.abspath(entry) for entry in [os.getcwd(), *inherited, *added]))
+
+
+def _loopback() -> str:
+    """The network interface that is always there, so that ranks meet without a network."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == "127.0.0.1" for address in addresses):
+            return name
+    return "lo"

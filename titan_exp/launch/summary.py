@@ -1,0 +1,56 @@
+"""The few lines that stand at the end of a run."""
+
+import statistics
+from dataclasses import dataclass
+from itertools import pairwise
+
+from titan_exp.tracking.metrics_file import read_metrics
+from titan_exp.tracking.run_folder import RunFolder
+from titan_exp.tracking.sink import Value
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run's files say of it now. None stands for unknown."""
+
+    state: str
+    """`done`, `failed`, `preempted`, ..."""
+    step: int
+    """Optimizer steps done."""
+    loss: Value
+    """The last one logged, in nats per token."""
+    validation_loss: Value
+    """The last one found."""
+    tokens_per_second: Value
+    """Median over the logged rows without each attempt's first, which holds compilation and warm-up."""
+
+
+def summarize(folder: RunFolder) -> Summary:
+    """Read a run's summary from its folder."""
+    state = folder.read_state()
+    rows = read_metrics(folder.metrics)
+    warm = [row for before, row in pairwise(rows) if before.get("attempt") == row.get("attempt")]
+    speeds = [speed for row in warm or rows if (speed := row.get("tokens_per_second")) is not None]
+    return Summary(
+        state=state.state if state else "pending",
+        step=state.step if state else 0,
+        loss=_last(rows, "loss"),
+        validation_loss=_last(rows, "validation_loss"),
+        tokens_per_second=statistics.median(speeds) if speeds else None,
+    )
+
+
+def describe(summary: Summary, total_steps: int) -> str:
+    """One line of what a summary knows."""
+    parts = [f"{summary.state} after step {summary.step} of {total_steps}"]
+    if summary.loss is not None:
+        parts.append(f"loss {summary.loss:.4f}")
+    if summary.validation_loss is not None:
+        parts.append(f"validation loss {summary.validation_loss:.4f}")
+    if summary.tokens_per_second is not None:
+        parts.append(f"{summary.tokens_per_second:,.0f} tokens/s")
+    return ", ".join(parts)
+
+
+def _last(rows: list[dict[str, Value]], key: str) -> Value:
+    return next((row[key] for row in reversed(rows) if row.get(key) is not None), None)

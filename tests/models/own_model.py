@@ -12,7 +12,6 @@ class Bigram(nn.Module):
     def __init__(self, config: ModelConfig, scale: float = 1.0) -> None:
         super().__init__()
         self.table = nn.Embedding(config.vocab_size, config.dim)
-        self.dropout = nn.Dropout(0.1)
         self.head = nn.Linear(config.dim, config.vocab_size)
         self.register_buffer("scale", torch.tensor(scale))
 
@@ -20,4 +19,4 @@ class Bigram(nn.Module):
         self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
     ) -> Tensor:
         """Logits."""
-        return self.head(self.dropout(self.table(tokens))) * self.scale
+        return self.head(self.table(tokens)) * self.scale

@@ -35,7 +35,8 @@ def copy_initial_weights(model: nn.Module, build: Callable[[], nn.Module], seed:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        whole = dict(build().state_dict())
+        reference = build()
+        whole = {**reference.state_dict(), **dict(reference.named_buffers())}
     for name, target in [*model.named_parameters(), *model.named_buffers()]:
         if name not in whole:
             continue

@@ -1,0 +1,44 @@
+"""A run stopped in one layout and continued in another: the curve goes on."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parity.runs import Curve, train
+from titan_exp.checkpoint.folder import CheckpointFolder
+from titan_exp.tracking.run_folder import RunFolder
+
+SAVING = ["checkpoint.mode=sync", "checkpoint.every=5", "checkpoint.keep=5"]
+FSDP4 = ["parallelism.dp_shard=4"]
+HSDP = ["parallelism=hsdp", "training.micro_batch_size=1"]
+DDP = ["parallelism=ddp"]
+
+
+def continued(tmp_path: Path, before: list[str], after: list[str]) -> tuple[Curve, Curve]:
+    """A whole run in layout `before`, and one that goes over to `after` half way."""
+    whole = train(tmp_path / "whole", *SAVING, *before)
+    folder = RunFolder(tmp_path / "changed")
+    checkpoints = CheckpointFolder(RunFolder(tmp_path / "whole").checkpoints)
+    assert checkpoints.complete() == [5, 10]
+    shutil.copytree(checkpoints.at(5), CheckpointFolder(folder.checkpoints).at(5))
+    return whole, train(tmp_path / "changed", *SAVING, *after)
+
+
+@pytest.mark.parametrize(("before", "after"), [(FSDP4, []), ([], HSDP), (HSDP, FSDP4), (DDP, ["parallelism.dp_shard=2"])])
+def test_the_curve_goes_on(tmp_path, before, after):
+    whole, changed = continued(tmp_path, before, after)
+    assert [row["step"] for row in changed.rows] == [6, 7, 8, 9, 10]
+    assert [row["tokens"] for row in changed.rows] == [row["tokens"] for row in whole.rows[5:]]
+    assert changed.loss == pytest.approx(whole.loss[5:], rel=2e-6)
+    assert changed.grad_norm == pytest.approx(whole.grad_norm[5:], rel=2e-5)
+    for name, weight in whole.weights.items():
+        torch.testing.assert_close(changed.weights[name], weight, atol=2e-5, rtol=1e-4)
+
+
+def test_in_the_same_layout_it_is_bitwise(tmp_path):
+    whole, changed = continued(tmp_path, FSDP4, FSDP4)
+    assert changed.loss == whole.loss[5:]
+    assert changed.grad_norm == whole.grad_norm[5:]
+    assert all(torch.equal(changed.weights[name], weight) for name, weight in whole.weights.items())

@@ -35,7 +35,9 @@ def misplaced(values: Mapping[str, Any], kind: Any = Experiment, prefix: str = "
         field = f"{prefix}{name}"
         if name not in values:
             if name not in optional_fields(kind):
-                yield Violation(field, "", "this key has no value", f"give it one: {field}=...")
+                group = dataclasses.is_dataclass(annotation)
+                reason = "this group is missing" if group else "this key has no value"
+                yield Violation(field, "", reason, f"give it {'an option' if group else 'one'}: {field}=...")
         elif dataclasses.is_dataclass(annotation):
             if isinstance(values[name], Mapping):
                 yield from misplaced(values[name], annotation, f"{field}.")

@@ -1,6 +1,8 @@
-"""Arithmetic between keys, for YAML: `${share_of:0.05,${training.steps}}`."""
+"""Functions for YAML: arithmetic between keys, as in `${share_of:0.05,${training.steps}}`."""
 
 from omegaconf import OmegaConf
+
+from titan_exp.config.suggest import divisors, listed, nearest_numbers
 
 
 def share_of(fraction: float, whole: float) -> int:
@@ -20,7 +22,8 @@ def quotient(dividend: int, divisor: int) -> int:
         ValueError: the divisor is 0 or leaves a remainder.
     """
     if divisor == 0 or dividend % divisor:
-        raise ValueError(f"{dividend} is not a multiple of {divisor}")
+        near = listed(nearest_numbers(divisor, divisors(abs(int(dividend))), 2))
+        raise ValueError(f"{dividend} is not a multiple of {divisor}, but of {near}")
     return int(dividend) // int(divisor)
 
 

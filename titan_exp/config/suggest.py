@@ -12,7 +12,8 @@ def nearest(word: str, candidates: Iterable[str], count: int = 3) -> list[str]:
     """
     scored = [(_likeness(word.lower(), choice.lower()), choice) for choice in dict.fromkeys(candidates)]
     best = max((score for score, _ in scored), default=0.0)
-    near = [(score, choice) for score, choice in scored if score >= max(0.68, best - 0.12)]
+    margin = 0.12 if best < 0.9 else 0.04
+    near = [(score, choice) for score, choice in scored if score >= max(0.68, best - margin)]
     return [choice for _, choice in sorted(near, key=lambda pair: -pair[0])[:count]]
 
 
@@ -54,6 +55,9 @@ def _likeness(word: str, choice: str) -> float:
         by_leaf = SequenceMatcher(None, leaf, its_leaf).ratio()
         # A group that both share says nothing about the rest of the word.
         score = min(1.0, by_leaf + 0.1) if group == its_group else max(score, 0.95 * by_leaf)
+    shared = set(leaf.split("_")) & set(its_leaf.split("_"))
+    if max(map(len, shared), default=0) > 2:
+        score = max(score, 0.7)  # max_steps and training.steps
     if len(word) > 1 and choice.startswith(word):
-        score = max(score, 0.8)
+        score = max(score, 0.8 + 0.1 * len(word) / len(choice))
     return score

@@ -1,0 +1,60 @@
+import shutil
+
+import pytest
+import torch
+
+from tests.trainer.test_train import run
+from titan_exp.config.convert import to_yaml
+from titan_exp.config.errors import UserError
+from titan_exp.trainer.generate import choose, generate_command
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    from tests.trainer.test_train import experiment
+
+    path = tmp_path_factory.mktemp("runs") / "name" / "id"
+    path.mkdir(parents=True)
+    settings = ["checkpoint.mode=sync", "training.steps=60", "training.seq_len=32"]
+    run(path, *settings)
+    (path / "config.yaml").write_text(to_yaml(experiment(*settings)))
+    return path
+
+
+def test_text_follows_the_prompt_and_the_seed(trained, capsys):
+    def text(*options: str) -> str:
+        assert generate_command([str(trained), "prompt=import ", "tokens=60", *options]) == 0
+        return capsys.readouterr().out
+
+    first = text()
+    assert first.startswith("import ")
+    assert f"after step 60 of {trained}" in first
+    assert text() == first
+    assert text("seed=1") != first
+    assert text("temperature=0") == text("temperature=0", "seed=5")
+
+
+def test_the_newest_run_is_found(trained, capsys):
+    assert generate_command([f"runs={trained.parent.parent}", "tokens=5"]) == 0
+    assert str(trained) in capsys.readouterr().out
+
+
+def test_what_cannot_be_generated_from_is_said(tmp_path, trained):
+    with pytest.raises(UserError, match="no run under"):
+        generate_command([f"runs={tmp_path}"])
+    shutil.copytree(trained, tmp_path / "copy", ignore=shutil.ignore_patterns("step-*"))
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        generate_command([str(tmp_path / "copy")])
+    with pytest.raises(UserError, match=r"temprature.*\n.*did you mean temperature"):
+        generate_command(["temprature=1"])
+    with pytest.raises(UserError, match="tokens=many"):
+        generate_command(["tokens=many"])
+
+
+def test_choice():
+    random = torch.Generator().manual_seed(0)
+    logits = torch.tensor([0.0, 3.0, 2.9, -9.0])
+    assert choose(logits, 0.0, 1.0, random) == 1
+    drawn = {choose(logits, 1.0, 0.9, random) for _ in range(200)}
+    assert drawn == {1, 2}
+    assert {choose(logits, 1.0, 1e-9, random) for _ in range(20)} == {1}

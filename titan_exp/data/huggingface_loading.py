@@ -19,10 +19,15 @@ def load(config: DataConfig, split: str) -> Any:
         remedy = "data.dataset=allenai/c4, or data.dataset=json data.data_files='[corpus.jsonl]'"
         raise UserError("There is no text to read.", [Violation("data.dataset", None, "none is named", remedy)])
     import datasets
+    import datasets.config
 
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    offline = _needs_hub(config) and not _hub_answers()
+    needs_hub = _needs_hub(config)
+    if not needs_hub:
+        # Otherwise the library counts every load of local files on a server, and waits for it.
+        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    offline = needs_hub and not _hub_answers()
     try:
         return datasets.load_dataset(
             os.path.expanduser(config.dataset),

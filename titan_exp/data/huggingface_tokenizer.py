@@ -46,7 +46,7 @@ class HuggingFaceTokenizer:
         """Ids of `text`, uint16 or int32 [tokens], without added special tokens."""
         try:
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        except UnicodeEncodeError:  # a lone surrogate, which JSON can hold and UTF-8 cannot
+        except (TypeError, UnicodeEncodeError):  # a lone surrogate, which JSON can hold and UTF-8 cannot
             text = text.encode("utf-8", errors="replace").decode("utf-8")
             encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, dtype=self._dtype)

@@ -24,7 +24,7 @@ class RandomAccessSource(Protocol):
         """Number of documents."""
         ...
 
-    def __getitem__(self, index: int) -> str:
+    def __getitem__(self, index: int, /) -> str:
         """Text of a document; the same on every process and in every run."""
         ...
 

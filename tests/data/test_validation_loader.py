@@ -1,0 +1,102 @@
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from tests.data.corpora import OWN_STREAM, OwnTable, experiment, text
+from titan_exp.config.errors import UserError
+from titan_exp.config.experiment import Experiment
+from titan_exp.data import validation_loader
+from titan_exp.data.held_out import held_out_part, place
+from titan_exp.data.validation_loader import ValidationLoader
+from titan_exp.ops.cross_entropy import IGNORE_INDEX
+
+SEQ_LEN = 24
+
+
+def ranks(run: Experiment, dp_degree: int, micro_batch_size: int) -> list[ValidationLoader]:
+    return [
+        ValidationLoader(run, dp_rank=rank, dp_degree=dp_degree, micro_batch_size=micro_batch_size)
+        for rank in range(dp_degree)
+    ]
+
+
+def predictions(run: Experiment, dp_degree: int, micro_batch_size: int) -> list[tuple[tuple[int, ...], int, int]]:
+    """Every (input tokens so far in the row, label, position) of the split over all ranks, sorted."""
+    found = []
+    for loader in ranks(run, dp_degree, micro_batch_size):
+        for batch in loader:
+            assert batch.tokens.shape == (micro_batch_size, SEQ_LEN)
+            for tokens, labels in zip(batch.tokens.tolist(), batch.labels.tolist(), strict=True):
+                found += [
+                    (tuple(tokens[: at + 1]), label, at) for at, label in enumerate(labels) if label != IGNORE_INDEX
+                ]
+    return sorted(found)
+
+
+def split_tokens(run: Experiment) -> list[int]:
+    held_out = held_out_part(OwnTable(run.data, **run.data.options), run.data.validation_fraction)
+    return [token for index in range(len(held_out)) for token in [*held_out[index].encode(), 256]]
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_the_whole_split_once_whatever_the_layout(mask: bool):
+    run = experiment(document_mask=mask, reset_positions=mask)
+    reference = predictions(run, 1, 1)
+    tokens = split_tokens(run)
+    expected = [token for before, token in pairwise(tokens) if not (mask and before == 256)]
+    assert sorted(label for _, label, _ in reference) == sorted(expected)
+    for dp_degree, micro_batch_size in [(1, 4), (2, 1), (2, 3), (4, 2), (8, 16)]:
+        assert predictions(run, dp_degree, micro_batch_size) == reference
+
+
+def test_every_rank_has_the_same_number_of_batches():
+    for dp_degree, micro_batch_size in [(1, 1), (3, 2), (8, 4)]:
+        loaders = ranks(experiment(), dp_degree, micro_batch_size)
+        counts = {len(loader) for loader in loaders}
+        assert len(counts) == 1
+        assert [len(list(loader)) for loader in loaders] == [*counts] * dp_degree
+
+
+def test_iterating_again_gives_the_same_and_reads_nothing(monkeypatch: pytest.MonkeyPatch):
+    (loader,) = ranks(experiment(), 1, 4)
+    first = [batch.tokens.tolist() for batch in loader]
+    monkeypatch.setattr(OwnTable, "__getitem__", None)
+    assert [batch.tokens.tolist() for batch in loader] == first
+
+
+def test_the_split_does_not_depend_on_the_seed():
+    assert predictions(experiment(seed=0), 1, 4) == predictions(experiment(seed=5), 1, 4)
+
+
+def test_a_split_of_one_token_to_predict_is_enough():
+    run = experiment(options={"documents": 500}, validation_fraction=0.003)
+    assert len(predictions(run, 4, 2)) == len(split_tokens(run)) - 1
+
+
+def streamed_labels(run: Experiment) -> list[int]:
+    return [label for _, label, _ in predictions(run, 2, 2)]
+
+
+def test_a_stream_holds_out_by_text_and_evaluates_its_first_documents(monkeypatch: pytest.MonkeyPatch):
+    run = experiment(source=OWN_STREAM, validation_fraction=0.2)
+    held_out = [each for each in map(text, range(65)) if place(each) < 0.2]
+    assert len(held_out) > 4
+    everything = [token for each in held_out for token in [*each.encode(), 256]]
+    assert sorted(streamed_labels(run)) == sorted(everything[1:])
+    monkeypatch.setattr(validation_loader, "STREAMED_DOCUMENTS", 2)
+    assert len(streamed_labels(run)) == sum(len(each) + 1 for each in held_out[:2]) - 1
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "fraction of zero": ({"validation_fraction": 0.0}, r"data\.validation_fraction=0\.0[\s\S]*evaluate_every=0"),
+    "too small a fraction": ({"validation_fraction": 0.0001}, r"none of the 40 documents[\s\S]*holds out at least one"),
+    "no text": ({"options": {"empty": range(40)}}, "hold no text"),
+    "empty stream": ({"source": OWN_STREAM, "options": {"sizes": (0, 0)}}, "hold no text"),
+}
+
+
+@pytest.mark.parametrize(("data", "message"), REFUSED.values(), ids=REFUSED)
+def test_an_empty_split_is_refused_before_training(data: dict[str, Any], message: str):
+    with pytest.raises(UserError, match=message):
+        ranks(experiment(**data), 1, 1)

@@ -13,12 +13,13 @@ from tests.launch.launching import LIMIT, REPOSITORY, Launch, launch, launch_env
 from titan_exp.config.compose import compose
 from titan_exp.config.convert import to_experiment
 from titan_exp.config.errors import UserError
-from titan_exp.launch import run as run_module
+from titan_exp.launch import holding
 from titan_exp.launch.commit import commit, plan
 from titan_exp.launch.run import find_run_folder, run
 from titan_exp.tracking.run_folder import RunFolder, RunState
 
 TWO_RANKS = "parallelism.dp_shard=2"
+STEPS = "training.steps=600"
 
 
 def state_of(folder: RunFolder) -> RunState:
@@ -28,7 +29,7 @@ def state_of(folder: RunFolder) -> RunState:
 
 
 def test_ctrl_c_saves_and_the_same_command_continues(tmp_path: Path) -> None:
-    first = Launch(tmp_path, "obey_stop", TWO_RANKS, FAKE_SAVE_SECONDS="0.5")
+    first = Launch(tmp_path, "obey_stop", TWO_RANKS, STEPS, FAKE_SAVE_SECONDS="0.5")
     folder = first.wait_for("seen-0.json", "seen-1.json")
     os.killpg(first.process.pid, signal.SIGINT)  # as a terminal does, ranks included
     code, out, err = first.finish()
@@ -40,7 +41,7 @@ def test_ctrl_c_saves_and_the_same_command_continues(tmp_path: Path) -> None:
     assert "SIGINT" in (state_of(folder).reason or "")
     assert folder.read_attempts()[0].exit == 85
 
-    code, out, err = launch(tmp_path, "obey_stop", TWO_RANKS)
+    code, out, err = launch(tmp_path, "obey_stop", TWO_RANKS, STEPS)
     assert (code, err) == (0, "")
     assert "attempt 2" in out
     assert "step   2/600" in out
@@ -92,7 +93,7 @@ def test_a_stop_asked_for_in_the_folder(tmp_path: Path) -> None:
 
 
 def test_a_failed_run_is_started_again_and_a_done_one_is_not(tmp_path: Path) -> None:
-    assert launch(tmp_path, "fail_once")[0] == 1
+    assert launch(tmp_path, "fail_once", "tracking.log_every=10")[0] == 1
     code, out, _ = launch(tmp_path, "fail_once", "tracking.log_every=7")
     assert code == 0
     assert "after attempt 1 (rank 0: RuntimeError: out of luck)" in out
@@ -174,7 +175,7 @@ def test_a_broken_pipe_does_not_end_a_run(tmp_path: Path) -> None:
 
 
 def test_orphans_that_do_not_end_are_refused_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_module, "ORPHANS_LIMIT", 0.3)
+    monkeypatch.setattr(holding, "ORPHANS_LIMIT", 0.3)
     planned = plan(to_experiment(compose(["model=llama_debug", f"paths.runs={tmp_path}"])))
     commit(planned)
     with planned.folder.join(0), pytest.raises(UserError, match="rank 0, process"):

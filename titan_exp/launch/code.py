@@ -1,6 +1,9 @@
 """Which code runs: the commit of the repository that holds the package, and everything that differs from it."""
 
+import os
+import shutil
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -8,8 +11,8 @@ from pathlib import Path
 import titan_exp
 from titan_exp.launch.credentials import MASK, mask
 
-UNTRACKED_LIMIT = 1_000_000
-"""Bytes of new files that go into the diff; larger ones are data rather than code and are only named."""
+NEW_FILE_LIMIT, NEW_FILES_LIMIT = 1_000_000, 10_000_000
+"""Bytes of a new file, and of all of them, that go into the diff; more is data rather than code and is only named."""
 GIT_TIMEOUT = 60
 """Seconds; a repository on a slow network disk must not hold up a launch for ever."""
 
@@ -27,7 +30,7 @@ class Code:
     dirty: bool | None
     """Whether anything differs from the commit, new files included."""
     left_out: tuple[str, ...]
-    """New files too large for the diff."""
+    """New files too large for the diff, and repositories in the repository."""
     masked: bool
     """Whether credentials were masked in the diff, which then does not apply as it is."""
 
@@ -60,31 +63,50 @@ def read_code(package: Path | None = None) -> tuple[Code, str]:
 
 
 def _diff(top: Path, base: str) -> tuple[str, list[str]]:
-    """The patch of changed and new files; and the new files left out of it."""
-    parts = [_git(top, "diff", "--no-color", "--no-ext-diff", "--binary", base) or ""]
-    left_out = []
-    new = _git(top, "ls-files", "--others", "--exclude-standard", "-z") or ""
-    for name in filter(None, new.split("\0")):
+    """The patch of changed and new files; and the new files left out of it.
+
+    Only a copy of the index learns of the new files, so the user's own is as it was.
+    """
+    taken, left_out = _new_files(top)
+    with tempfile.TemporaryDirectory() as folder:
+        index = {"GIT_INDEX_FILE": str(Path(folder) / "index")}
+        original = top / (_git(top, "rev-parse", "--git-path", "index") or "").strip()
+        if original.is_file():
+            shutil.copy(original, index["GIT_INDEX_FILE"])
+        names = "\0".join(taken)
+        _git(top, "add", "--intent-to-add", "--pathspec-from-file=-", "--pathspec-file-nul", given=names, **index)
+        return _git(top, "diff", "--no-color", "--no-ext-diff", "--binary", base, **index) or "", left_out
+
+
+def _new_files(top: Path) -> tuple[list[str], list[str]]:
+    """New files that go into the patch, and those that are too much for it."""
+    taken, left_out, room = [], [], NEW_FILES_LIMIT
+    for name in filter(None, (_git(top, "ls-files", "--others", "--exclude-standard", "-z") or "").split("\0")):
         path = top / name
-        if path.is_symlink() or (path.is_file() and path.stat().st_size <= UNTRACKED_LIMIT):
-            text = _git(top, "diff", "--no-color", "--no-ext-diff", "--binary", "--no-index", "--", "/dev/null", name)
-            parts.append(text or "")
-        else:
+        # What ends in a slash is another repository.
+        size = 0 if path.is_symlink() else path.stat().st_size if path.is_file() else room + 1
+        if size > min(room, NEW_FILE_LIMIT):
             left_out.append(name)
-    return "".join(parts), left_out
+        else:
+            room -= size
+            taken.append(name)
+    return taken, left_out
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
-    """What git prints; None where there is no git, no repository, or no answer in time."""
+def _git(folder: Path, *arguments: str, given: str | None = None, **environment: str) -> str | None:
+    """What git prints; None where there is no git, no repository, or no answer in time.
+
+    `given` goes to its standard input; what is not UTF-8 comes and goes unharmed.
+    """
     try:
         answer = subprocess.run(
             ["git", "-C", str(folder), "-c", "core.quotepath=off", *arguments],
             capture_output=True,
+            input=(given or "").encode(errors="surrogateescape"),
             timeout=GIT_TIMEOUT,
+            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", **environment},
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
-    # `diff --no-index` exits 1 where the files differ, which is its answer and no error.
-    accepted = (0, 1) if "--no-index" in arguments else (0,)
-    return answer.stdout.decode(errors="replace") if answer.returncode in accepted else None
+    return answer.stdout.decode(errors="surrogateescape") if answer.returncode == 0 else None

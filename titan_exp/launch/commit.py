@@ -47,8 +47,9 @@ def plan(experiment: Experiment, overrides: Sequence[str] = ()) -> Plan:
     Raises:
         UserError: it cannot run, holds credentials, or has no stable name.
     """
+    # Credentials first: what the rules say of a value repeats it.
+    require_none(to_dict(experiment))
     resolved = resolve_layout(check(experiment), offered_devices(experiment.cluster))
-    require_none(to_dict(resolved))
     name = run_id(resolved)
     runs = Path(os.path.abspath(Path(resolved.paths.runs).expanduser()))
     folder = RunFolder(runs / resolved.experiment.name / name)
@@ -79,7 +80,7 @@ def refresh(plan: Plan, last_attempt: int) -> None:
     with writable(plan.folder.path):
         for name, text in _snapshot(plan).items():
             path = plan.folder.path / name
-            old = path.read_text(encoding="utf-8") if path.exists() else None
+            old = path.read_bytes().decode(errors="surrogateescape") if path.exists() else None
             if old == text:
                 continue
             if old is not None and last_attempt:

@@ -1,7 +1,9 @@
 """How an attempt is closed: state.json and its row in attempts.jsonl say the same."""
 
+import contextlib
 import time
 
+from titan_exp.config.errors import UserError
 from titan_exp.tracking.metrics_file import read_metrics
 from titan_exp.tracking.run_folder import RunFolder, RunState
 from titan_exp.tracking.run_state import StateName
@@ -37,7 +39,9 @@ def last_step(folder: RunFolder, attempt: int) -> int:
     # start may be a second old, but the last step is always logged.
     if beat is not None and row is not None and beat.time >= row.intent:
         steps.append(beat.step)
-    steps += [int(logged["step"] or 0) for logged in read_metrics(folder.metrics) if logged.get("attempt") == attempt]
+    with contextlib.suppress(UserError):  # the ending is written down even where somebody has damaged the metrics
+        logged = [row for row in read_metrics(folder.metrics) if row.get("attempt") == attempt]
+        steps += [int(row["step"] or 0) for row in logged[-1:]]
     return max(steps)
 
 

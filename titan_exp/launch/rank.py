@@ -77,6 +77,9 @@ class _Rank:
     def run(self) -> int:
         """Run the trainer; returns the exit code. The folder stays held until this process is gone."""
         self.folder.join(self.seat.rank)
+        if self.folder.read_attempts()[-1].attempt != self.seat.attempt:
+            print("Another start of this run came first; this rank ends.", file=sys.stderr)
+            return STOPPED
         self.seat.announce()
         self._write(self.record)
         self._handle_signals()

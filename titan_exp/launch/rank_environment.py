@@ -8,10 +8,11 @@ from pathlib import Path
 
 import psutil
 
+import titan_exp
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import device_type, world_size
 from titan_exp.launch.rank_record import SPARE
-from titan_exp.launch.seat import ATTEMPT, LAUNCHER, VISIBLE_GPUS
+from titan_exp.launch.seat import ATTEMPT, IMPORT_PATH, LAUNCHER, VISIBLE_GPUS
 from titan_exp.launch.surroundings import usable_cores
 
 
@@ -34,7 +35,11 @@ def rank_environment(experiment: Experiment, attempt: int, meeting: Path) -> dic
         LAUNCHER: str(os.getpid()),
         SPARE: str(meeting),
         VISIBLE_GPUS: "" if device_type(experiment.cluster) == "cpu" else gpus,
-        "PYTHONPATH": os.pathsep.join(_import_path()),
+        "PYTHONPATH": os.pathsep.join(_python_path()),
+        # The current folder comes last, as for the launcher, not first, where a `random.py` in it would be taken for
+        # Python's own.
+        "PYTHONSAFEPATH": "1",
+        IMPORT_PATH: os.pathsep.join(os.path.abspath(entry) for entry in [*sys.path, os.getcwd()]),
         # A rank that dies of a fault in native code says where.
         "PYTHONFAULTHANDLER": "1",
         "SUBMITIT_LOG_LEVEL": "WARNING",
@@ -60,12 +65,11 @@ def _set(variables: Mapping[str, str | None]) -> None:
             os.environ[name] = value
 
 
-def _import_path() -> list[str]:
-    """Where the user's own packages may lie: the current folder, PYTHONPATH, and what was added to `sys.path`."""
+def _python_path() -> list[str]:
+    """PYTHONPATH as it is, and where our own package lies, should that be no place that Python looks into anyway."""
     inherited = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
-    installed = tuple(os.path.realpath(prefix) for prefix in {sys.prefix, sys.base_prefix, sys.exec_prefix})
-    added = [entry for entry in sys.path if entry and not os.path.realpath(entry).startswith(installed)]
-    return list(dict.fromkeys(os.path.abspath(entry) for entry in [os.getcwd(), *inherited, *added]))
+    ours = Path(titan_exp.__file__).resolve().parents[1]
+    return inherited if ours.name in ("site-packages", "dist-packages") else [*inherited, str(ours)]
 
 
 def _loopback() -> str:

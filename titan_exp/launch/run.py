@@ -14,18 +14,16 @@ from titan_exp.config.layout import world_size
 from titan_exp.launch.commit import Plan, commit, plan, refresh, writable
 from titan_exp.launch.ending import close_attempt, close_dead_attempts
 from titan_exp.launch.follow import Follower, rows
+from titan_exp.launch.holding import await_orphans, hold
 from titan_exp.launch.interrupts import Interrupts
 from titan_exp.launch.local import LocalRanks
 from titan_exp.launch.screen import Screen
 from titan_exp.launch.summary import Summary, describe, summarize
 from titan_exp.launch.verdict import Verdict
-from titan_exp.tracking.lock import FileLock
-from titan_exp.tracking.run_folder import LockedError, RunFolder, RunState
+from titan_exp.tracking.run_folder import RunFolder, RunState
 
 EVERY = 0.1
 """Seconds between looks at the ranks and their files."""
-ORPHANS_LIMIT = 15.0
-"""Seconds to wait for ranks whose launcher was killed: they notice, save and stop."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as shells have it."""
 
@@ -72,7 +70,7 @@ def run(plan: Plan, *, screen: Screen | None = None) -> Outcome:
     """
     screen = screen or Screen()
     commit(plan)
-    with writable(plan.folder.path), _claim(plan.folder, screen):
+    with writable(plan.folder.path), hold(plan.folder, "launcher", screen.say):
         state = plan.folder.read_state()
         if state is not None and state.state == "done":
             summary = summarize(plan.folder)
@@ -90,50 +88,16 @@ def run(plan: Plan, *, screen: Screen | None = None) -> Outcome:
     return Outcome(plan.folder, INTERRUPTED if stopped_by_signal else verdict.exit_code, summary)
 
 
-def _claim(folder: RunFolder, screen: Screen) -> FileLock:
-    """Hold the folder, once nobody else does."""
-    try:
-        lock = folder.claim("launcher")
-    except LockedError:
-        raise _refusal(folder) from None
-    try:
-        if folder.ranks_alive():
-            screen.say(
-                f"Ranks of an earlier start, whose launcher is gone, still hold {folder.path}: waiting up to "
-                f"{ORPHANS_LIMIT:.0f} s for them to save and stop."
-            )
-            deadline = time.monotonic() + ORPHANS_LIMIT
-            while folder.ranks_alive():
-                if time.monotonic() > deadline:
-                    lock.release()
-                    raise _refusal(folder)
-                time.sleep(EVERY)
-    except BaseException:
-        lock.release()
-        raise
-    return lock
-
-
-def _refusal(folder: RunFolder) -> UserError:
-    holder, beat, state = folder.holder(), folder.read_heartbeat(), folder.read_state()
-    who = f"by {holder}" if holder else "by another process"
-    alive = f"; its last sign of life was {beat.age:.0f} s ago, after step {beat.step}" if beat else ""
-    started = f" (attempt {state.attempt})" if state and state.attempt else ""
-    return UserError(
-        f"{folder.path}: this run is going on already{started}, {who}{alive}. "
-        "Wait for it, or stop it with Ctrl-C or SIGTERM where it runs. "
-        "To run the same once more beside it, give another experiment.name."
-    )
-
-
 def _open_attempt(plan: Plan, state: RunState | None, screen: Screen) -> int:
     """Write down the intent to start; returns the number of the attempt."""
     folder, size = plan.folder, world_size(plan.experiment)
     last = state.attempt if state else 0
     close_dead_attempts(folder)
     refresh(plan, last)
-    folder.clear_stop()
     attempt = folder.add_attempt(world_size=size, hosts=[socket.gethostname()]).attempt
+    # A rank of the attempt before that was only just starting either sees this row and ends, or is seen here.
+    await_orphans(folder, screen.say)
+    folder.clear_stop()
     folder.write_state(RunState("running", state.step if state else 0, time.time(), attempt, None))
     processes = "1 process" if size == 1 else f"{size} processes"
     if last and state is not None:

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 import time
 from dataclasses import dataclass
 
@@ -9,8 +10,9 @@ from titan_exp.config.convert import load_experiment
 from titan_exp.config.errors import UserError
 from titan_exp.config.layout import world_size
 from titan_exp.launch.ending import close_dead_attempts
+from titan_exp.launch.holding import hold
 from titan_exp.tracking.lock import FileLock
-from titan_exp.tracking.run_folder import LockedError, RunFolder
+from titan_exp.tracking.run_folder import RunFolder
 
 ATTEMPT = "TITAN_EXP_ATTEMPT"
 """Environment variable: number of the start that the launcher wrote down."""
@@ -18,6 +20,8 @@ LAUNCHER = "TITAN_EXP_LAUNCHER"
 """Environment variable: process number of the launcher."""
 VISIBLE_GPUS = "TITAN_EXP_VISIBLE_GPUS"
 """Environment variable: what CUDA_VISIBLE_DEVICES was for the launcher, which submitit overwrites; unset if unset."""
+IMPORT_PATH = "TITAN_EXP_IMPORT_PATH"
+"""Environment variable: where the launcher finds packages; the ranks look there too, after their own places."""
 ATTEMPT_TIMEOUT = 60.0
 """Seconds that other ranks wait for rank 0 to write the start down, where there is no launcher to do it."""
 
@@ -49,7 +53,10 @@ class Seat:
 
 
 def submitted_seat() -> Seat:
-    """The seat that the launcher prepared through submitit. Gives CUDA_VISIBLE_DEVICES its value back."""
+    """The seat that the launcher prepared through submitit. Gives CUDA_VISIBLE_DEVICES its value back, and the
+    launcher's places to find packages."""
+    places = os.environ.get(IMPORT_PATH, "").split(os.pathsep)
+    sys.path += [place for place in dict.fromkeys(places) if place and place not in sys.path]
     gpus = os.environ.get(VISIBLE_GPUS)
     if gpus is None:
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
@@ -84,7 +91,7 @@ def plain_seat(folder: RunFolder) -> Seat:
         )
     claim = None
     if rank == 0:
-        claim = _claim(folder)
+        claim = hold(folder, "rank 0", print)
         close_dead_attempts(folder)
         folder.clear_stop()
         number = folder.add_attempt(world_size=size, hosts=[socket.gethostname()], job_id=_job_key()).attempt
@@ -92,16 +99,6 @@ def plain_seat(folder: RunFolder) -> Seat:
     else:
         number = _await_attempt(folder)
     return Seat(rank, size, int(os.environ.get("LOCAL_RANK", "0")), number, None, None, claim)
-
-
-def _claim(folder: RunFolder) -> FileLock:
-    try:
-        claim = folder.claim("rank 0")
-    except LockedError as error:
-        raise UserError(
-            f"{folder.path} is running already ({error.holder or 'another process'}). Wait for it."
-        ) from None
-    return claim
 
 
 def _job_key() -> str:

@@ -12,7 +12,7 @@ def write_atomically(path: str | Path, text: str, *, durable: bool = True) -> No
 
     Args:
         path: file to write; its folder exists.
-        text: the whole content.
+        text: the whole content; bytes that were read with `surrogateescape` are written as they were.
         durable: wait until the disk has it; without, a power cut may lose the newest write but never mixes two.
 
     Raises:
@@ -22,7 +22,7 @@ def write_atomically(path: str | Path, text: str, *, durable: bool = True) -> No
     # Unique within the machine even when a signal handler interrupts a write of the same file.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{next(_serial)}.tmp")
     try:
-        with temporary.open("w", encoding="utf-8") as file:
+        with temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
             file.write(text)
             file.flush()
             if durable:

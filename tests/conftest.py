@@ -1,6 +1,30 @@
-"""Set-up of the whole test run."""
+"""Set-up of the whole test run: threads, no overlay of this machine, and golden texts."""
 
 import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
 
 # One thread per process, before torch is imported anywhere: ranks share two cores, and are forked.
 os.environ["OMP_NUM_THREADS"] = "1"
+# The defaults of whoever runs the tests (conf/local) are not what is tested.
+os.environ["TITAN_EXP_LOCAL"] = "none"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write golden texts anew instead of comparing them")
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[Path, str], None]:
+    """Compare a text with the one in a file; with --update-golden, write it there."""
+
+    def compare(path: Path, text: str) -> None:
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        assert path.is_file(), f"there is no {path}; pytest --update-golden writes it"
+        assert text == path.read_text(encoding="utf-8"), "changed on purpose? pytest --update-golden writes it anew"
+
+    return compare

@@ -5,8 +5,8 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from titan_exp.config.errors import UserError
@@ -40,10 +40,9 @@ def train(words: Sequence[str]) -> int:
 
     def launch_run(cfg: Any, overrides: Sequence[str]) -> int:
         from titan_exp.config.convert import to_experiment
-        from titan_exp.config.rules import check
         from titan_exp.launch.run import launch
 
-        return launch(check(to_experiment(cfg)), overrides)
+        return launch(to_experiment(cfg), overrides)
 
     return _with_hydra(words, launch_run)
 
@@ -126,13 +125,12 @@ def _with_hydra(words: Sequence[str], task: Callable[[Any, Sequence[str]], int])
         raise UserError(f"--config-dir {added}: there is no such folder. It holds your groups, as {CONF_DIR} does.")
     search_current_directory()
     register_resolvers()
-    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra raises what it would print and exit with
     before, sys.argv = sys.argv, [_command(), *arguments.flags, *standing, *arguments.overrides]
     try:
         if arguments.has("--help", "-h"):
             print(train_help(arguments), end="")
             return 0
-        with warnings.catch_warnings():
+        with _hydra_raises(), warnings.catch_warnings():
             warnings.filterwarnings("error", "provider=.* is not available", UserWarning)
             hydra.main(config_path=str(CONF_DIR), config_name=CONFIG_NAME, **HYDRA_VERSION)(job)()
     except UserError:
@@ -144,6 +142,18 @@ def _with_hydra(words: Sequence[str], task: Callable[[Any, Sequence[str]], int])
     if failures:
         raise failures[0]
     return max(codes, default=0)
+
+
+@contextmanager
+def _hydra_raises() -> Iterator[None]:
+    """Let Hydra raise what it would print before it ends the process."""
+    before = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop("HYDRA_FULL_ERROR")
+        os.environ.update({} if before is None else {"HYDRA_FULL_ERROR": before})
 
 
 def _complete(words: Sequence[str]) -> int:

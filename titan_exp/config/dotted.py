@@ -102,9 +102,15 @@ def _find_spec(module: str, path: Iterable[str] | None) -> ModuleSpec | None:
     loaded = getattr(sys.modules.get(module), "__spec__", None)
     if loaded is not None:
         return loaded
+    folders = list(path) if path is not None else None
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
-        spec = find(module, list(path) if path is not None else None) if find else None
+        try:
+            spec = find(module, folders) if find else None
+        except KeyError:  # a folder without __init__.py, whose parent Python wants imported before
+            spec = ModuleSpec(module, None, is_package=True)
+            name = module.rpartition(".")[2]
+            spec.submodule_search_locations = [f"{folder}/{name}" for folder in folders or ()]
         if spec is not None:
             return spec
     return None

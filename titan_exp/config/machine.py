@@ -6,6 +6,12 @@ import shutil
 import subprocess
 from pathlib import Path
 
+DEVICES = Path("/dev")
+"""Where device files are."""
+
+DRIVER = Path("/proc/driver/nvidia/gpus")
+"""Where the driver lists what it found."""
+
 
 def visible_gpus() -> int:
     """Number of NVIDIA GPUs that a process started here would see, `CUDA_VISIBLE_DEVICES` honoured."""
@@ -24,13 +30,12 @@ def visible_gpus() -> int:
 
 def _gpus_present() -> int:
     # In a container only the device files it was given count; the driver's folder lists every GPU of the host.
-    files = [path for path in Path("/dev").glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
+    files = [path for path in DEVICES.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
     if files:
         return len(files)
-    if Path("/dev/dxg").exists():  # Windows' Linux subsystem: no device files, but the driver's tool
+    if (DEVICES / "dxg").exists():  # Windows' Linux subsystem: no device files, but the driver's tool
         return _gpus_of_the_driver()
-    folder = Path("/proc/driver/nvidia/gpus")
-    return len(list(folder.iterdir())) if folder.is_dir() else 0
+    return len(list(DRIVER.iterdir())) if DRIVER.is_dir() else 0
 
 
 def _gpus_of_the_driver() -> int:

@@ -25,6 +25,8 @@ def source_has_its_input(experiment: Experiment) -> Iterator[Violation]:
         for path in data.paths:
             if not _matches(path):
                 yield Violation("data.paths", path, "nothing here has this name", _nearby(path))
+            elif not _holds_files(path):
+                yield Violation("data.paths", path, "there is no file in it", "name a folder with files, or files")
     if data.source == "huggingface":
         yield from _dataset_is_named(data)
 
@@ -123,6 +125,11 @@ def _quoted(value: object) -> str:
 
 def _matches(pattern: str) -> bool:
     return bool(glob.glob(str(Path(pattern).expanduser()), recursive=True))
+
+
+def _holds_files(pattern: str) -> bool:
+    found = map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True))
+    return any(path.is_file() or any(inner.is_file() for inner in path.rglob("*")) for path in found)
 
 
 def _nearby(path: str) -> str:

@@ -1,0 +1,106 @@
+"""The command in a process of its own: what it imports, and completion in a real bash."""
+
+import os
+import pty
+import select
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+HEAVY = ("torch", "wandb", "datasets", "tensorboard", "transformers", "pydantic", "matplotlib", "numpy")
+
+
+def run(code: str, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code, *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["--help", "--cfg job --resolve", "--info defaults model=llama3_8b", "-sc install=bash", "training.stesp=3"],
+)
+def test_nothing_heavy_is_imported(words: str):
+    heavy = f"[name for name in {HEAVY!r} if name in sys.modules]"
+    code = f"import sys; from titan_exp.cli import main; main(); sys.exit(str({heavy}))"
+    assert run(code, "train", *words.split()).stderr.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("titan-exp ", ["train", "generate"]),
+        ("titan-exp tr", ["train"]),
+        ("titan-exp train model=llama3_1_4", ["model=llama3_1_405b"]),
+        ("titan-exp train model=llama3_8b optimizer.lr", ["optimizer.lr="]),
+        ("titan-exp train +exp", ["+experiment="]),
+        ("titan-exp train -m --config-dir /tmp data=text data.tok", ["data.tokenizer="]),
+        ("/some/where/titan-exp train data=te", ["data=text"]),
+        ("python -m titan_exp train data=te", ["data=text"]),
+        ("titan-exp generate ", []),
+        ("titan-exp train training.steps=3 'unfinished", []),
+        ("titan-exp train --cfg ", []),
+    ],
+)
+def test_completion_answers(line: str, words: list[str]):
+    done = run("import sys; from titan_exp.cli import main; sys.exit(main())", "-sc", "query=bash", COMP_LINE=line)
+    assert (done.stdout.split(), done.stderr, done.returncode) == (words, "", 0)
+
+
+def test_info_stands_alone_or_with_a_topic():
+    for topic in ("", "defaults"):
+        done = run("from titan_exp.cli import main; main()", "train", "--info", *topic.split(), "model=llama3_1_8b")
+        assert "model/family/llama3_1" in done.stdout
+
+
+def test_the_module_is_the_command():
+    done = subprocess.run(
+        [sys.executable, "-m", "titan_exp", "tran"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 2
+    assert "Did you mean titan-exp train?" in done.stderr
+
+
+def test_a_reader_that_stops_reading_is_no_error():
+    bash = "set -o pipefail; python -m titan_exp train --cfg job | true"
+    done = subprocess.run(["bash", "-c", bash], capture_output=True, text=True, timeout=60, check=False)
+    assert "Error" not in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
+def test_completion_in_a_real_bash(tmp_path: Path):
+    command = tmp_path / "titan-exp"
+    command.write_text(f"#!{sys.executable}\nimport sys\nfrom titan_exp.cli import main\nsys.exit(main())\n")
+    command.chmod(0o755)
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ.update(PATH=f"{tmp_path}:{os.environ['PATH']}", PS1="ready> ", TERM="dumb")
+        os.execvp("bash", ["bash", "--norc", "--noprofile", "-i"])
+    try:
+        assert "ready>" in read_until(terminal, "ready>")
+        os.write(terminal, b'eval "$(titan-exp train -sc install=bash)"; echo installed $?\n')
+        assert "installed 0" in read_until(terminal, "installed 0")
+        os.write(terminal, b"titan-exp train model=llama3_1_4\t")
+        assert "model=llama3_1_405b" in read_until(terminal, "405b")
+    finally:
+        os.write(terminal, b"\x15exit\n")
+        os.close(terminal)
+        os.waitpid(pid, 0)
+
+
+def read_until(terminal: int, text: str, limit: float = 30.0) -> str:
+    """Read what a terminal shows until a text is there, or a time in seconds is over."""
+    shown, end = "", time.monotonic() + limit
+    while text not in shown and time.monotonic() < end:
+        if select.select([terminal], [], [], 0.1)[0]:
+            shown += os.read(terminal, 65536).decode(errors="replace")
+    return shown

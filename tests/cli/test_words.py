@@ -1,0 +1,202 @@
+"""What the command line says: help, versions, and every way of typing something wrong."""
+
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_exp.cli import main
+from titan_exp.config.experiment import Experiment
+
+Launched = list[tuple[Experiment, list[str]]]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    """What reaches the launcher, which is not started."""
+    calls: Launched = []
+
+    def launch(experiment: Experiment, overrides: list[str]) -> int:
+        calls.append((experiment, list(overrides)))
+        return experiment.experiment.seed
+
+    stand_in: Any = types.ModuleType("titan_exp.launch.run")
+    stand_in.launch = launch
+    monkeypatch.setitem(sys.modules, "titan_exp.launch.run", stand_in)
+    return calls
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str], launched: list[Any]):
+    """Run a command that must be refused, and return what it says."""
+
+    def run(*words: str) -> str:
+        assert main(words) == 2
+        out, err = capsys.readouterr()
+        assert (out, launched) == ("", [])
+        assert "Traceback" not in err
+        return err
+
+    return run
+
+
+def test_training_composes_converts_and_launches(launched: Launched):
+    before = list(sys.argv)
+    assert main(["train", "model=llama_debug", "training.steps=1e3", "+experiment=smoke", "experiment.seed=3"]) == 3
+    ((experiment, overrides),) = launched
+    assert (experiment.model.name, experiment.training.steps) == ("llama-debug", 1000)
+    assert overrides == ["model=llama_debug", "training.steps=1e3", "+experiment=smoke", "experiment.seed=3"]
+    assert sys.argv == before
+
+
+def test_flags_and_overrides_mix(capsys: pytest.CaptureFixture[str]):
+    assert (
+        main(["train", "model=llama_debug", "--cfg", "job", "training.steps=7", "--resolve", "--package=training"]) == 0
+    )
+    assert "steps: 7" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
+def test_usage(words: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "titan-exp VERB" in out
+    assert all(f"  {verb} " in out for verb in ("train", "generate"))
+
+
+def test_version(capsys: pytest.CaptureFixture[str]):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("titan-exp 0.")
+
+
+def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "--help", "model=llama3_8b"]) == 0
+    out = capsys.readouterr().out
+    assert "*llama3_8b" in out
+    assert "*llama_laptop" not in out
+    assert (
+        out.index("  model ")
+        < out.index("  optimizer ")
+        < out.index("  cluster ")
+        < out.index("Overlays")
+        < out.index("smoke")
+    )
+    assert max(map(len, out.splitlines())) <= 120
+    assert "family" not in out
+    assert "local@" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["tran"], "Did you mean titan-exp train?"),
+        (["launch"], "The verbs are train and generate"),
+        (["model=llama3_8b"], "titan-exp train model=llama3_8b"),
+        (["--cfg", "job"], "titan-exp train --cfg job"),
+        (["train", "training.stesp=4"], "training.stesp=4: there is no such key\n    did you mean training.steps?"),
+        (["train", "lr=3e-4"], "lr=3e-4: there is no such key\n    did you mean optimizer.lr?"),
+        (["train", "training.nonsense=4"], "training has steps, seq_len"),
+        (["train", "modle=llama3_8b"], "did you mean model=llama3_8b?"),
+        (["train", "model=llama9_8b"], "did you mean llama3_8b"),
+        (["train", "optimizer=lion"], "choose adamw"),
+        (["train", "model=null"], "choose llama2_7b"),
+        (["train", "experiment=smoke"], "+experiment=smoke"),
+        (["train", "experiment=mine"], "experiment.name=mine"),
+        (["train", "+experiment=smok"], "did you mean smoke?"),
+        (["train", "+model=llama3_8b"], "leave the plus out: model=llama3_8b"),
+        (["train", "model.options.x=3"], "+model.options.x=3"),
+        (["train", "+model.lr=3"], "model.lr=3: there is no such key\n    did you mean optimizer.lr?"),
+        (["train", "~data.split"], "data.split: this key has no value"),
+        (["train", "~model"], "model: this group is missing"),
+        (["train", "training.steps", "100"], "an override is key=value"),
+        (["train", "data.paths=[a"], "quote it"),
+        (["train", "training.steps="], "training.steps: a whole number is meant"),
+        (["train", "training.steps=1,2"], "add -m"),
+        (["train", "training.steps=0"], "must be at least 1"),
+        (["train", "--training.steps=5"], "without dashes: training.steps=5"),
+        (["train", "--mutlirun"], "did you mean --multirun?"),
+        (["train", "--cfg"], "--cfg needs a value"),
+        (["train", "--resolve"], "--cfg or --help"),
+        (["train", "--config-dir", "/nowhere"], "there is no such folder"),
+        (["train", "hydra.searchpath=[pkg://nowhere.conf]"], "nowhere.conf cannot be found"),
+        (["train", "--config-name", "nowhere"], "nowhere"),
+        (["train", "--help", "model=llama9_8b"], "did you mean llama3_8b"),
+        (["train", "--cfg", "job", "--resolve", "model.heads=5"], "192 is not a multiple of 5"),
+    ],
+)
+def test_wrong_words_are_answered(words: list[str], says: str, say: Any):
+    assert says in say(*words)
+
+
+def test_every_wrong_override_is_named_at_once(say: Any):
+    answer = say("train", "modle=llama3_8b", "model=llama9_8b", "training.stesp=4", "lr=1", "optimizer.lr=1e-3")
+    assert [answer.count(word) for word in ("modle", "llama9_8b", "stesp", "  lr=1:", "1e-3")] == [1, 1, 1, 1, 0]
+
+
+def test_sweeps_are_checked_too(say: Any):
+    answer = say("train", "-m", "model=llama9,llama_debug", "training.stepz=1,2")
+    assert "model=llama9" in answer
+    assert "training.stepz=1,2" in answer
+
+
+def test_rules_are_answered(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    assert main(["train", f"paths.runs={tmp_path}", "parallelism.tp=2", "model.kv_heads=4"]) == 2
+    err = capsys.readouterr().err
+    assert "parallelism.tp=2" in err
+    assert "model.kv_heads=4" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_whoever_wants_the_traceback_gets_it(monkeypatch: pytest.MonkeyPatch):
+    from titan_exp.config.errors import UserError
+
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(UserError):
+        main(["train", "training.stesp=4"])
+
+
+def test_other_failures_are_not_hidden(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def fail(*_: object) -> int:
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr(sys.modules["titan_exp.launch.run"], "launch", fail)
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        main(["train"])
+    assert "Error executing job" not in capsys.readouterr().err
+
+
+def test_a_folder_of_ones_own_groups(tmp_path: Path, launched: Launched, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "optimizer").mkdir()
+    (tmp_path / "optimizer" / "lion.yaml").write_text("defaults: [adamw, _self_]\n\nlr: 1e-5\n")
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults: [override /optimizer: lion]\n\ntraining: {steps: 5}\n"
+    )
+    for words in (["--config-dir", str(tmp_path)], [f"hydra.searchpath=[file://{tmp_path}]"]):
+        assert main(["train", *words, "+experiment=mine"]) == 0
+        experiment, overrides = launched.pop()
+        assert (experiment.optimizer.lr, experiment.training.steps, overrides) == (1e-5, 5, ["+experiment=mine"])
+        assert main(["train", *words, "--help"]) == 0
+        out = capsys.readouterr().out
+        assert "lion" in out
+        assert "mine" in out
+        assert main(["train", *words, "optimizer=lino"]) == 2
+        assert "did you mean lion?" in capsys.readouterr().err
+
+
+def test_groups_of_a_package_in_the_current_directory(
+    tmp_path: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch
+):
+    conf = tmp_path / "own_package_of_groups" / "conf"
+    (conf / "optimizer").mkdir(parents=True)
+    (conf / "__init__.py").touch()
+    (conf.parent / "__init__.py").touch()
+    (conf / "optimizer" / "slow.yaml").write_text("defaults: [adamw, _self_]\n\nlr: 1e-6\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    assert main(["train", "hydra.searchpath=[pkg://own_package_of_groups.conf]", "optimizer=slow"]) == 0
+    assert launched[0][0].optimizer.lr == 1e-6

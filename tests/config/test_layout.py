@@ -1,0 +1,111 @@
+from pathlib import Path
+
+import pytest
+
+from tests.config.composing import experiment, give_gpus
+from titan_exp.config import machine
+from titan_exp.config.errors import UserError
+from titan_exp.config.layout import (
+    data_parallel_degree,
+    device_type,
+    gradient_accumulation,
+    micro_batch_size,
+    offered_devices,
+    resolve_layout,
+    world_size,
+)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "overrides", "device", "offered"),
+    [
+        (0, [], "cpu", 1),
+        (8, [], "cuda", 8),
+        (8, ["cluster.device=cpu"], "cpu", 1),
+        (8, ["cluster.gpus_per_node=2"], "cuda", 2),
+        (8, ["cluster.gpus_per_node=2", "cluster.nodes=3"], "cuda", 6),
+        (0, ["cluster.device=cuda"], "cuda", 0),
+    ],
+)
+def test_what_the_cluster_offers(
+    gpus: int, overrides: list[str], device: str, offered: int, monkeypatch: pytest.MonkeyPatch
+):
+    give_gpus(monkeypatch, gpus)
+    cluster = experiment(*overrides).cluster
+    assert (device_type(cluster), offered_devices(cluster)) == (device, offered)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "offered", "shard", "world"),
+    [
+        ([], 1, 1, 1),
+        ([], 8, 8, 8),
+        (["parallelism.dp_replicate=2"], 8, 4, 8),
+        (["parallelism.dp_replicate=2"], 1, 1, 2),
+        (["parallelism.dp_shard=4"], 1, 4, 4),
+        (["parallelism.dp_shard=2", "parallelism.dp_replicate=3"], 8, 2, 6),
+    ],
+)
+def test_resolving(overrides: list[str], offered: int, shard: int, world: int):
+    resolved = resolve_layout(experiment(*overrides), offered)
+    assert (resolved.parallelism.dp_shard, world_size(resolved)) == (shard, world)
+    assert resolve_layout(resolved, 5) == resolved
+
+
+def test_degrees_that_leave_a_remainder_are_refused():
+    with pytest.raises(UserError, match="does not divide the 8 devices"):
+        resolve_layout(experiment("parallelism.dp_replicate=3"), 8)
+
+
+def test_the_global_batch_is_divided():
+    run = experiment("parallelism=hsdp", "training.global_batch_size=64", "training.micro_batch_size=4")
+    assert (data_parallel_degree(run), micro_batch_size(run), gradient_accumulation(run)) == (4, 4, 4)
+    whole = experiment("parallelism=hsdp", "training.global_batch_size=64")
+    assert (micro_batch_size(whole), gradient_accumulation(whole)) == (16, 1)
+
+
+@pytest.mark.parametrize(
+    ("mask", "visible"),
+    [
+        (None, 4),
+        ("", 0),
+        ("-1", 0),
+        ("0", 1),
+        ("0,2", 2),
+        ("0,9", 1),
+        ("0,-1,1", 1),
+        ("GPU-8f1,GPU-9a2", 2),
+        (" 1 , 2 ", 2),
+    ],
+)
+def test_visible_gpus(mask: str | None, visible: int, monkeypatch: pytest.MonkeyPatch):
+    give_gpus(monkeypatch, 4)
+    if mask is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+    assert machine.visible_gpus() == visible
+
+
+def test_no_mask_makes_a_gpu(monkeypatch: pytest.MonkeyPatch):
+    give_gpus(monkeypatch, 0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8f1")
+    assert machine.visible_gpus() == 0
+
+
+def test_gpus_are_counted_by_their_device_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in ("nvidia0", "nvidia1", "nvidia12", "nvidiactl", "nvidia-uvm", "null"):
+        (tmp_path / name).touch()
+    monkeypatch.setattr(machine, "DEVICES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert machine.visible_gpus() == 3
+
+
+def test_gpus_are_counted_by_the_drivers_folder_where_there_are_no_device_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(machine, "DEVICES", tmp_path)
+    monkeypatch.setattr(machine, "DRIVER", tmp_path / "gpus")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert machine.visible_gpus() == 0
+    (tmp_path / "gpus" / "0000:18:00.0").mkdir(parents=True)
+    (tmp_path / "gpus" / "0000:2a:00.0").mkdir()
+    assert machine.visible_gpus() == 2

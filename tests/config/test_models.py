@@ -1,0 +1,62 @@
+"""The shipped shapes against published parameter counts, counted from the configuration alone."""
+
+import pytest
+
+from tests.config.composing import experiment
+from titan_exp.config.model import ModelConfig
+
+PUBLISHED = {
+    "llama2_7b": 6_738_415_616,
+    "llama2_13b": 13_015_864_320,
+    "llama2_34b": 33_743_970_304,
+    "llama2_70b": 68_976_648_192,
+    "llama3_8b": 8_030_261_248,
+    "llama3_70b": 70_553_706_496,
+    "llama3_1_8b": 8_030_261_248,
+    "llama3_1_70b": 70_553_706_496,
+    "llama3_1_405b": 405_853_388_800,
+    "llama3_405b": 405_853_388_800,
+    "llama3_2_1b": 1_235_814_400,
+    "llama3_2_3b": 3_212_749_824,
+}
+
+
+def parameters(model: ModelConfig) -> int:
+    """Weights of a decoder without biases: embedding, blocks, final norm, and a head unless it is tied."""
+    attention = model.dim * model.head_dim * (2 * model.heads + 2 * model.kv_heads)
+    block = attention + 3 * model.dim * model.ffn_dim + 2 * model.dim
+    embedding = model.vocab_size * model.dim
+    return embedding + model.layers * block + model.dim + (0 if model.tied_embeddings else embedding)
+
+
+@pytest.mark.parametrize(("name", "count"), PUBLISHED.items())
+def test_parameter_count(name: str, count: int):
+    assert parameters(experiment(f"model={name}").model) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("llama2_70b", (4096, 1e4, "none", 1, 4096)),
+        ("llama3_8b", (8192, 5e5, "none", 1, 8192)),
+        ("llama3_1_8b", (131072, 5e5, "llama3", 8, 8192)),
+        ("llama3_405b", (131072, 5e5, "llama3", 8, 8192)),
+        ("llama3_2_1b", (131072, 5e5, "llama3", 32, 8192)),
+    ],
+)
+def test_context_and_rope(name: str, expected: tuple[object, ...]):
+    model = experiment(f"model={name}").model
+    rope = model.rope
+    assert (model.context, rope.theta, rope.scaling, rope.factor, rope.original_context) == expected
+    assert (rope.low_freq_factor, rope.high_freq_factor) == (1, 4)
+
+
+def test_the_debug_model_is_small_and_grouped():
+    model = experiment("model=llama_debug").model
+    assert 100_000 < parameters(model) < 1_000_000
+    assert model.kv_heads < model.heads
+
+
+def test_names_tell_the_models_apart():
+    names = [experiment(f"model={name}").model.name for name in PUBLISHED]
+    assert len(set(names)) == len(names) - 1  # llama3_405b is another name of llama3_1_405b

@@ -1,0 +1,29 @@
+import pytest
+from omegaconf import OmegaConf
+
+from titan_exp.config.resolvers import quotient, register_resolvers, rest_of, share_of
+
+
+@pytest.mark.parametrize(
+    ("fraction", "whole", "share"),
+    [(0.05, 600, 30), (0.05, 3, 1), (0.0, 600, 0), (0.5, 0, 0), (1.0, 7, 7), (0.35, 1e6, 350_000)],
+)
+def test_share_of(fraction: float, whole: float, share: int):
+    assert (share_of(fraction, whole), type(share_of(fraction, whole))) == (share, int)
+
+
+def test_rest_of():
+    assert [rest_of(600, 30), rest_of(1, 3), rest_of(1e6, 1)] == [570, 0, 999_999]
+
+
+def test_quotient():
+    assert quotient(4096, 32) == 128
+    for divisor in (0, 3):
+        with pytest.raises(ValueError, match=f"4096 is not a multiple of {divisor}"):
+            quotient(4096, divisor)
+
+
+def test_registering_twice_changes_nothing():
+    register_resolvers()
+    register_resolvers()
+    assert OmegaConf.create({"a": "${share_of:0.5,8}"}).a == 4

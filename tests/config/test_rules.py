@@ -1,0 +1,261 @@
+"""Every rule: something that breaks it and only it, and what keeps it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.config.composing import experiment, give_gpus
+from titan_exp.config.errors import UserError, Violation
+from titan_exp.config.rules import check, violations
+
+HERE = Path(__file__).parent
+BASE = (
+    *("training.steps=600", "training.seq_len=256", "training.global_batch_size=16", "training.micro_batch_size=null"),
+    *("model.dim=192", "model.heads=6", "model.kv_heads=2", "model.ffn_dim=512", "model.vocab_size=320"),
+    *("model.context=1024", "data.virtual_shards=64", "data.validation_fraction=0.02", "training.evaluate_every=200"),
+    "training.mixed_precision=fp32",
+)
+"""What the cases below start from, whatever the shipped defaults are."""
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Relative paths of the configuration start here, on a machine without GPUs."""
+    monkeypatch.chdir(tmp_path)
+    give_gpus(monkeypatch, 0)
+
+
+def broken(*overrides: str) -> list[Violation]:
+    return violations(experiment(*BASE, *overrides))
+
+
+def only(*overrides: str) -> Violation:
+    """The one violation that these overrides cause."""
+    found = broken(*overrides)
+    assert len(found) == 1, [str(violation) for violation in found]
+    assert found[0].reason
+    assert found[0].remedy
+    return found[0]
+
+
+def test_the_default_run_keeps_every_rule():
+    assert broken() == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "remedy"),
+    [
+        # batch
+        (["training.global_batch_size=15", "training.micro_batch_size=4"], "training.global_batch_size", "12 or 16"),
+        (
+            ["training.global_batch_size=15", "training.micro_batch_size=4"],
+            "training.global_batch_size",
+            "micro_batch_size=1, 3 or 5",
+        ),
+        (["parallelism=ddp", "training.global_batch_size=7"], "training.global_batch_size", "6 or 8"),
+        (["parallelism.dp_shard=4", "training.global_batch_size=2"], "training.global_batch_size", "=4"),
+        (["parallelism.dp_replicate=3", "training.global_batch_size=18"], "data.virtual_shards", "63 or 66"),
+        (["parallelism.dp_replicate=3", "training.global_batch_size=18"], "data.virtual_shards", "1, 2 or 4"),
+        # steps
+        (["lr_schedule.warmup_steps=500"], "", ""),
+        (["lr_schedule.warmup_steps=500", "lr_schedule.decay_steps=101"], "lr_schedule.decay_steps", "decay_steps=100"),
+        (["lr_schedule.warmup_steps=601"], "lr_schedule.warmup_steps", "warmup_steps=600"),
+        (["profiling=trace", "profiling.start=598"], "profiling.start", "profiling.start=597"),
+        (["profiling=trace", "profiling.start=597"], "", ""),
+        (["data.validation_fraction=0"], "training.evaluate_every", "evaluate_every=0"),
+        (["data.validation_fraction=0", "training.evaluate_every=0"], "", ""),
+        # shape
+        (["model.kv_heads=4"], "model.kv_heads", "2, 3 or 6"),
+        (["model.kv_heads=12"], "model.kv_heads", "2, 3 or 6"),
+        (["model.head_dim=33"], "model.head_dim", "32 or 34"),
+        (["model.ffn_dim=500"], "model.ffn_dim", "480 or 512"),
+        (["training.seq_len=1025"], "training.seq_len", "training.seq_len=1024"),
+        (["training.seq_len=1024"], "", ""),
+        (["model.rope.factor=8"], "model.rope.factor", "model.rope.scaling=llama3"),
+        (
+            ["model.rope.scaling=llama3", "model.rope.low_freq_factor=4"],
+            "model.rope.low_freq_factor",
+            "low_freq_factor=1",
+        ),
+        # attention, on CPU
+        (["model.attention_backend=flex"], "model.attention_backend", "auto, flash or math"),
+        (["model.attention_backend=cudnn"], "model.attention_backend", "auto, flash or math"),
+        (["model.attention_backend=efficient"], "model.attention_backend", "auto, flash or math"),
+        (["model.attention_backend=flash", "data.document_mask=true"], "", ""),
+        # names
+        (["optimizer.name=adam"], "optimizer.name", "did you mean adamw?"),
+        (["optimizer.name=shampoo"], "optimizer.name", "package.module.Name"),
+        (["lr_schedule.decay=cosin"], "lr_schedule.decay", "did you mean cosine?"),
+        (["data.source=python-stdlib"], "data.source", "did you mean python_stdlib?"),
+        (["model.architecture=decodr"], "model.architecture", "did you mean decoder?"),
+        (["optimizer.name=torch.optim.SGDD"], "optimizer.name", "SGD"),
+        (["optimizer.name=torch.optim.SGD"], "", ""),
+        (["optimizer.name=nowhere.Lion"], "optimizer.name", "PYTHONPATH"),
+        (["+optimizer.options.rho=1"], "optimizer.options", "code of your own"),
+        (["+model.options.a=1"], "model.options", "code of your own"),
+        (["+lr_schedule.options.a=1"], "lr_schedule.options", "code of your own"),
+        (["+data.options.a=1"], "data.options", "code of your own"),
+        (["+optimizer.options.momentum=0.9", "optimizer.name=torch.optim.SGD"], "", ""),
+        (["compile.backend=inducter"], "compile.backend", "did you mean inductor?"),
+        (["compile=blocks", "compile.backend=cudagraphs"], "compile.backend", "inductor"),
+        # places
+        (["experiment.name='a b/c'"], "experiment.name", "experiment.name=a_b_c"),
+        (["experiment.name=.hidden"], "experiment.name", "experiment.name=hidden"),
+        (["experiment.name=..."], "experiment.name", "experiment.name=my_idea"),
+        ([f"paths.runs={__file__}/runs"], "paths.runs", "folder"),
+        (["paths.runs=''"], "paths.runs", "paths.runs=runs"),
+        # data
+        (["data=text"], "data.paths", "data.paths='[notes,books/*.txt]'"),
+        (["data=text", "data.paths=[nowhere/*.txt]"], "data.paths", "relative to where the command is typed"),
+        (["data=text", "data.paths=[.]"], "data.paths", "a folder with files"),
+        (["data=text", f"data.paths=['{HERE}']"], "", ""),
+        (["data=text", f"data.paths=['{HERE}/*.py']"], "", ""),
+        (["data=huggingface"], "data.dataset", "data.dataset=json"),
+        (["data=huggingface", "data.dataset=json"], "data.data_files", "corpus.jsonl"),
+        (["data=huggingface", "data.dataset=json", "data.data_files=[no.jsonl]"], "data.data_files", "relative"),
+        (["data=huggingface", "data.dataset=./nowhere"], "data.dataset", "relative"),
+        (["data=huggingface", "data.dataset=json", "data.data_files=['https://example.org/a.jsonl']"], "", ""),
+        (["data=c4"], "", ""),
+        (["data=fineweb_edu"], "", ""),
+        (["data.paths=[notes]"], "data.paths", "data=text data.paths='[notes]'"),
+        (["data=c4", "data.paths=[notes]"], "data.paths", "data=text"),
+        (["data.dataset=allenai/c4"], "data.dataset", "data=huggingface data.dataset=allenai/c4"),
+        (["data.subset=en"], "data.subset", "data=huggingface"),
+        (["data.data_files=[a]"], "data.data_files", "data=huggingface"),
+        (["data.validation_split=validation"], "data.validation_split", "data=huggingface"),
+        (["data.streaming=true"], "data.streaming", "data=huggingface"),
+        (["model.vocab_size=256"], "model.vocab_size", "vocab_size=257"),
+        (["model.vocab_size=257"], "", ""),
+        (["data.tokenizer=nowhere.json"], "data.tokenizer", "data.tokenizer=bytes"),
+        (["data.tokenizer=byte"], "data.tokenizer", "data.tokenizer=bytes"),
+        # layout
+        (["parallelism.tp=2"], "parallelism.tp", "parallelism.tp=1"),
+        (["parallelism.pp=2"], "parallelism.pp", "parallelism.pp=1"),
+        (["parallelism.cp=2"], "parallelism.cp", "parallelism.cp=1"),
+        (["parallelism.ep=2"], "parallelism.ep", "parallelism.ep=1"),
+        (["parallelism.etp=2"], "parallelism.etp", "parallelism.etp=1"),
+        (["cluster.nodes=2"], "cluster.nodes", "cluster.nodes=1"),
+        (["cluster.device=cuda"], "cluster.device", "cluster.device=cpu"),
+        (["cluster.gpus_per_node=8"], "cluster.gpus_per_node", "parallelism.dp_shard=8"),
+        (["parallelism.dp_shard=8"], "", ""),
+        (["parallelism=hsdp"], "", ""),
+    ],
+)
+def test_on_a_machine_without_gpus(overrides: list[str], field: str, remedy: str):
+    if not field:
+        assert broken(*overrides) == []
+        return
+    violation = only(*overrides)
+    assert violation.field == field
+    assert remedy in violation.remedy
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "remedy"),
+    [
+        ([], "", ""),
+        (["parallelism.dp_shard=16"], "parallelism.dp_shard", "dp_shard=2, 4 or 8"),
+        (
+            ["parallelism.dp_replicate=16", "parallelism.dp_shard=1"],
+            "parallelism.dp_replicate",
+            "dp_replicate=2, 4 or 8",
+        ),
+        (["parallelism.dp_replicate=2", "parallelism.dp_shard=8"], "parallelism.dp_shard", "dp_shard=1, 2 or 4"),
+        (["parallelism.dp_replicate=3"], "parallelism.dp_shard", "1, 2, 4 or 8"),
+        (["cluster.gpus_per_node=16", "parallelism.dp_shard=8"], "cluster.gpus_per_node", "gpus_per_node=8"),
+        (["cluster.gpus_per_node=4"], "", ""),
+        (["cluster.device=cpu", "parallelism.dp_shard=16"], "", ""),
+        (["model.attention_backend=flash", "training.mixed_precision=bf16"], "", ""),
+        (["model.attention_backend=flash"], "model.attention_backend", "mixed_precision=bf16"),
+        (["model.attention_backend=cudnn"], "model.attention_backend", "mixed_precision=bf16"),
+        (
+            ["model.attention_backend=flash", "training.mixed_precision=bf16", "data.document_mask=true"],
+            "model.attention_backend",
+            "document_mask=false",
+        ),
+        (["model.attention_backend=cudnn", "training.mixed_precision=bf16", "data.document_mask=true"], "", ""),
+        (["model.attention_backend=efficient"], "model.attention_backend", "cudnn"),
+        (["model.attention_backend=efficient", "model.kv_heads=6"], "", ""),
+        (["model.attention_backend=flex"], "", ""),
+        (["compile=blocks", "compile.backend=cudagraphs"], "", ""),
+    ],
+)
+def test_on_a_machine_with_eight_gpus(overrides: list[str], field: str, remedy: str, monkeypatch: pytest.MonkeyPatch):
+    give_gpus(monkeypatch, 8)
+    if not field:
+        assert broken(*overrides) == []
+        return
+    violation = only(*overrides)
+    assert violation.field == field
+    assert remedy in violation.remedy
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("os.access", lambda place, mode: False)
+    assert only(f"paths.runs={tmp_path}/runs").field == "paths.runs"
+
+
+def test_compiling_for_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert "install g++" in only("compile=blocks").remedy
+    assert broken("compile=blocks", "compile.backend=aot_eager") == []
+
+
+@pytest.mark.parametrize("as_folder", [False, True])
+@pytest.mark.parametrize("vocabulary", [{"a": 0, "b": 399}, [["a", 0.0]] * 400])
+def test_the_vocabulary_of_a_tokenizer_file(tmp_path: Path, vocabulary: object, as_folder: bool):
+    path = tmp_path / "own" / "tokenizer.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps({"model": {"vocab": vocabulary}, "added_tokens": [{"id": 400, "content": "</s>"}]}))
+    violation = only(f"data.tokenizer={path.parent if as_folder else path}")
+    assert violation.field == "model.vocab_size"
+    assert "vocab_size=401" in violation.remedy
+    assert broken(f"data.tokenizer={path}", "model.vocab_size=401") == []
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"model": {"vocab": 3}}'])
+def test_a_file_that_is_no_tokenizer(tmp_path: Path, text: str):
+    (tmp_path / "tokenizer.json").write_text(text)
+    assert "is not a tokenizer.json" in only("data.tokenizer=tokenizer.json").reason
+
+
+def test_a_model_of_ones_own_has_its_own_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "own_model.py").write_text("class Mamba: ...\n")
+    shape = ("model.head_dim=33", "model.ffn_dim=7", "training.seq_len=5000", "+model.options.state=4")
+    assert broken("model.architecture=own_model.Mamba", *shape) == []
+
+
+def test_all_violations_come_at_once():
+    with pytest.raises(UserError) as caught:
+        check(
+            experiment(
+                *BASE,
+                "model.kv_heads=4",
+                "parallelism.tp=2",
+                "optimizer.name=adam",
+                "training.global_batch_size=15",
+                "parallelism.dp_shard=2",
+            )
+        )
+    assert {violation.field for violation in caught.value.violations} == {
+        "model.kv_heads",
+        "parallelism.tp",
+        "optimizer.name",
+        "training.global_batch_size",
+    }
+    assert caught.value.exit_code == 2
+    assert "model.kv_heads=4: 6 query heads" in str(caught.value)
+
+
+def test_other_rules_are_asked_where_the_layout_does_not_fit(monkeypatch: pytest.MonkeyPatch):
+    give_gpus(monkeypatch, 8)
+    assert [it.field for it in broken("parallelism.dp_replicate=3", "model.kv_heads=4")] == [
+        "parallelism.dp_shard",
+        "model.kv_heads",
+    ]
+
+
+def test_check_returns_what_it_was_given():
+    run = experiment()
+    assert check(run) is run

@@ -1,0 +1,141 @@
+"""The rules of the house: rooms import downwards, files and functions stay small, public names say what they are."""
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[1] / "titan_exp"
+FILES = sorted(PACKAGE.rglob("*.py"))
+FLOORS = (
+    {"config"},
+    {"ops"},
+    {"models"},
+    {"quantization", "optim", "data", "tracking", "parallel"},
+    {"checkpoint"},
+    {"trainer"},
+    {"plan"},
+    {"launch"},
+    {"compare"},
+    {"cli"},
+    {"__main__"},
+)
+"""From the ground up: a room imports rooms of lower floors, and itself; never another room of its own floor."""
+FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """Every absolute name that a file imports, lazily or not; relative imports are made absolute."""
+    here = ("titan_exp", *path.relative_to(PACKAGE).with_suffix("").parts)
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            stem = ".".join([*here[: -node.level], *(node.module or "").split(".")]) if node.level else node.module
+            yield from (f"{(stem or '').rstrip('.')}.{alias.name}" for alias in node.names)
+
+
+def named(path: Path) -> str:
+    return path.relative_to(PACKAGE.parent).as_posix()
+
+
+def test_every_room_has_its_floor():
+    assert {room_of(path) for path in FILES} - set(FLOOR) == {"__init__"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=named)
+def test_rooms_import_downwards(path: Path):
+    room = room_of(path)
+    if room == "__init__":
+        return
+    upward = {
+        module
+        for module in imported_modules(path)
+        if module.startswith("titan_exp.")
+        and (other := module.split(".")[1]) != room
+        and FLOOR.get(other, -1) >= FLOOR[room]
+    }
+    assert upward == set()
+
+
+def test_the_direction_test_notices_what_it_should(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
+    (tmp_path / "data").mkdir()
+    path = tmp_path / "data" / "x.py"
+    for line in ("from titan_exp.optim import build", "import titan_exp.trainer.rank", "from ..tracking import log"):
+        path.write_text(f"def lazily():\n    {line}\n")
+        with pytest.raises(AssertionError):
+            test_rooms_import_downwards(path)
+    path.write_text("from titan_exp.config.data import DataConfig\nfrom . import batch\nimport torch\n")
+    test_rooms_import_downwards(path)
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if room_of(path) == "config"], ids=named)
+def test_the_configuration_knows_no_torch(path: Path):
+    heavy = {"torch", "torchao", "wandb", "datasets", "tensorboard", "transformers", "numpy"}
+    assert {module.split(".")[0] for module in imported_modules(path)} & heavy == set()
+
+
+@pytest.mark.parametrize("path", FILES, ids=named)
+def test_files_and_functions_stay_small(path: Path):
+    source = path.read_text()
+    assert source.count("\n") <= 450
+    assert not {"utils", "util", "helpers", "helper", "manager", "common", "misc"} & set(path.stem.split("_"))
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert (node.end_lineno or 0) - node.lineno < 80, f"{node.name} is longer than 80 lines"
+
+
+def test_the_usual_file_is_short():
+    assert median(path.read_text().count("\n") for path in FILES) <= 200
+
+
+@pytest.mark.parametrize("path", FILES, ids=named)
+def test_public_names_are_documented_and_typed(path: Path):
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree), "the module says what it is"
+    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
+    for owner in [tree, *(node for node in tree.body if isinstance(node, ast.ClassDef) and is_public(node))]:
+        for node in filter(is_public, owner.body):
+            # A method that stands in for a base class's is documented there.
+            if isinstance(node, ast.ClassDef) or (isinstance(node, functions) and not getattr(owner, "bases", [])):
+                assert ast.get_docstring(node), f"{node.name} has no docstring"
+            if isinstance(node, functions):
+                arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                untyped = [it.arg for it in arguments if it.annotation is None and it.arg not in ("self", "cls")]
+                assert untyped == [], f"{node.name} has untyped arguments"
+                assert node.returns is not None, f"{node.name} does not say what it returns"
+
+
+def is_public(node: ast.stmt) -> bool:
+    return not getattr(node, "name", "_").startswith("_")
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if room_of(path) == "config"], ids=named)
+def test_fields_of_the_configuration_are_documented(path: Path):
+    undocumented = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(it) for it in node.decorator_list):
+            for place, field in enumerate(node.body):
+                if isinstance(field, ast.AnnAssign):
+                    after = node.body[place + 1] if place + 1 < len(node.body) else None
+                    said = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+                    undocumented += [] if said else [f"{node.name}.{ast.unparse(field.target)}"]
+    assert undocumented == []
+
+
+def test_nothing_is_left_over():
+    words = ("TO" + "DO", "FIX" + "ME", "XX" + "X", "raise NotImplemented" + "Error")
+    found = defaultdict(list)
+    for path in FILES:
+        for number, line in enumerate(path.read_text().splitlines(), 1):
+            if any(word in line for word in words):
+                found[named(path)].append(number)
+    assert found == {}

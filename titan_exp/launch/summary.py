@@ -31,9 +31,12 @@ def summarize(folder: RunFolder) -> Summary:
     rows = read_metrics(folder.metrics)
     warm = [row for before, row in pairwise(rows) if before.get("attempt") == row.get("attempt")]
     speeds = [speed for row in warm or rows if (speed := row.get("tokens_per_second")) is not None]
+    step = state.step if state else 0
+    if state and rows and rows[-1].get("attempt") == state.attempt:
+        step = max(step, int(rows[-1]["step"] or 0))  # where the disk is full, the newest row is newer
     return Summary(
         state=state.state if state else "pending",
-        step=state.step if state else 0,
+        step=step,
         loss=_last(rows, "loss"),
         validation_loss=_last(rows, "validation_loss"),
         tokens_per_second=statistics.median(speeds) if speeds else None,

@@ -133,7 +133,7 @@ def test_of_launchers_that_race_one_runs(tmp_path: Path) -> None:
 
 
 def test_without_its_launcher_a_run_saves_stops_and_is_continued(tmp_path: Path) -> None:
-    first = Launch(tmp_path, "obey_stop", TWO_RANKS, FAKE_SAVE_SECONDS="1")
+    first = Launch(tmp_path, "obey_stop", TWO_RANKS, FAKE_SAVE_SECONDS="1", TMPDIR=str(tmp_path))
     folder = first.wait_for("seen-0.json", "seen-1.json")
     first.process.kill()
     code, out, err = launch(tmp_path, "obey_stop", TWO_RANKS)
@@ -142,6 +142,7 @@ def test_without_its_launcher_a_run_saves_stops_and_is_continued(tmp_path: Path)
     first.finish()
     assert [row.exit for row in folder.read_attempts()] == [85, 0]
     assert folder.read_attempts()[0].reason == "the launcher is gone"
+    assert not any(tmp_path.glob("titan_exp-*"))  # the last orphan removed their meeting place
     assert state_of(folder).state == "done"
 
 

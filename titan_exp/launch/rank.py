@@ -7,6 +7,7 @@ does the same without a launcher.
 import contextlib
 import importlib
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -20,7 +21,7 @@ import psutil
 
 from titan_exp.config.errors import UserError
 from titan_exp.launch.ending import close_attempt
-from titan_exp.launch.rank_record import DONE, FAILED, STOPPED, RankError, RankRecord, write_record
+from titan_exp.launch.rank_record import DONE, FAILED, SPARE, STOPPED, RankError, RankRecord, read_record, write_record
 from titan_exp.launch.seat import Seat, plain_seat, submitted_seat
 from titan_exp.launch.watch import Watch
 from titan_exp.tracking.run_folder import RunFolder
@@ -100,6 +101,16 @@ class _Rank:
             with contextlib.suppress(OSError):  # a full disk: the launcher, or the next start, sees a dead run
                 state = STATES.get(code, "failed")
                 close_attempt(self.folder, self.seat.attempt, state, exit_code=code, reason=reason, overrule=False)
+
+        if self.watch is not None and self.watch.orphaned:
+            self._tidy_up()
+
+    def _tidy_up(self) -> None:
+        """Remove the ranks' meeting place, which the launcher would have done; the last rank to end does it."""
+        meeting = os.environ.get(SPARE)
+        records = [read_record(self.folder, self.seat.attempt, rank) for rank in range(self.seat.world_size)]
+        if meeting is not None and all(record is None or record.end is not None for record in records):
+            shutil.rmtree(meeting, ignore_errors=True)
 
     def _write(self, record: RankRecord) -> None:
         try:

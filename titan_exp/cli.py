@@ -102,13 +102,14 @@ def _with_hydra(words: Sequence[str], task: Callable[[Any, Sequence[str]], int])
     import hydra
     from hydra.core.hydra_config import HydraConfig
 
-    from titan_exp.config.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION, standing_overrides
+    from titan_exp.config.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION, OWN_FILE, standing_overrides
     from titan_exp.config.dotted import search_current_directory
-    from titan_exp.config.explain import explain
+    from titan_exp.config.explain import MESSAGE, explain, is_about_words, misspelt
     from titan_exp.config.help import train_help
     from titan_exp.config.resolvers import register_resolvers
 
-    standing = standing_overrides()
+    own_file = arguments.has("--config-path", "-cp", "--config-name", "-cn")
+    standing = OWN_FILE if own_file else standing_overrides()
     codes: list[int] = []
     failures: list[Exception] = []
 
@@ -130,12 +131,14 @@ def _with_hydra(words: Sequence[str], task: Callable[[Any, Sequence[str]], int])
         if arguments.has("--help", "-h"):
             print(train_help(arguments), end="")
             return 0
+        if arguments.has("--multirun", "-m") and (found := misspelt(arguments)):
+            raise UserError(MESSAGE, found)  # said once, and not again for every point of the sweep
         with _hydra_raises(), warnings.catch_warnings():
             warnings.filterwarnings("error", "provider=.* is not available", UserWarning)
             hydra.main(config_path=str(CONF_DIR), config_name=CONFIG_NAME, **HYDRA_VERSION)(job)()
-    except UserError:
-        raise
     except Exception as error:
+        if not is_about_words(error):
+            raise
         raise explain(error, arguments) from error
     finally:
         sys.argv = before

@@ -1,7 +1,6 @@
 """What the command line says: help, versions, and every way of typing something wrong."""
 
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +21,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
         calls.append((experiment, list(overrides)))
         return experiment.experiment.seed
 
-    stand_in: Any = types.ModuleType("titan_exp.launch.run")
-    stand_in.launch = launch
-    monkeypatch.setitem(sys.modules, "titan_exp.launch.run", stand_in)
+    monkeypatch.setattr("titan_exp.launch.run.launch", launch)
     return calls
 
 
@@ -163,10 +160,44 @@ def test_other_failures_are_not_hidden(
     def fail(*_: object) -> int:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr(sys.modules["titan_exp.launch.run"], "launch", fail)
+    monkeypatch.setattr("titan_exp.launch.run.launch", fail)
     with pytest.raises(ZeroDivisionError, match="ours"):
         main(["train"])
     assert "Error executing job" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", ["", "/config.yaml"])
+def test_a_run_is_repeated_from_its_own_file(
+    file: str, tmp_path: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch
+):
+    from titan_exp.config.compose import compose
+    from titan_exp.config.convert import to_experiment, to_yaml
+
+    run = to_experiment(compose(["model=llama_debug", "optimizer.lr=1e-9", "experiment.notes='a: b'"]))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(run))
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--config-path", f"run{file}"]) == 0
+    assert launched.pop() == (run, [])
+    assert main(["train", "--config-path", f"run{file}", "experiment.seed=3"]) == 3
+    assert launched.pop()[0].experiment.seed == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_failures_inside_a_sweep_are_not_hidden(monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object, **__: object) -> int:
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr("titan_exp.launch.sweep.sweep", fail)
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        main(["train", "-m", "training.steps=1,2"])
+
+
+def test_a_yaml_file_that_cannot_be_read_is_named(tmp_path: Path, say: Any):
+    (tmp_path / "optimizer").mkdir()
+    (tmp_path / "optimizer" / "broken.yaml").write_text("lr: [1\n")
+    answer = say("train", "--config-dir", str(tmp_path), "optimizer=broken")
+    assert "broken.yaml" in answer
 
 
 def test_a_folder_of_ones_own_groups(tmp_path: Path, launched: Launched, capsys: pytest.CaptureFixture[str]):

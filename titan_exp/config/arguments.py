@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from titan_exp.config.errors import UserError
 from titan_exp.config.suggest import did_you_mean, nearest
@@ -62,11 +63,23 @@ def read_arguments(arguments: Sequence[str]) -> Arguments:
                 raise UserError(f"{word} needs a value after it. See titan-exp train --help.")
             else:
                 flags += [word, rest.pop(0)]
+            if name in ("--config-path", "-cp"):
+                flags[-2:] = _primary(flags[-1])
         elif word.startswith("-") and word != "-":
             raise UserError(_unknown_flag(word))
         else:
             overrides.append(word)
     return Arguments(tuple(flags), tuple(overrides))
+
+
+def _primary(place: str) -> list[str]:
+    """Flags for a configuration of one's own, such as a run's, by its folder or file. Hydra wants absolute folders."""
+    if "://" in place:
+        return ["--config-path", place]
+    path = Path(place).expanduser().absolute()
+    if path.is_file():
+        return ["--config-path", str(path.parent), "--config-name", path.stem]
+    return ["--config-path", str(path)]
 
 
 def _unknown_flag(word: str) -> str:

@@ -22,6 +22,18 @@ CONFIG_NAME = "config"
 HYDRA_VERSION: dict[str, Any] = {"version_base": "1.3"} if __version__.startswith("1.3") else {}
 """What Hydra's entry points are to be told of its version: 1.3 wants it said, 1.4 wants it left out."""
 
+OWN_FILE = [
+    *(
+        "hydra.run.dir=.",
+        "hydra.sweep.dir=.",
+        "hydra.sweep.subdir=.",
+        "hydra.output_subdir=null",
+        "hydra.job.chdir=false",
+    ),
+    *("hydra/job_logging=none", "hydra/hydra_logging=none", "hydra/sweeper=titan_exp"),
+]
+"""What `conf/config.yaml` says of Hydra itself, for other files in its place (`--config-path`), such as a run's."""
+
 
 def compose(overrides: Sequence[str] = ()) -> DictConfig:
     """Compose the configuration as `titan-exp train` does with these overrides, without Hydra's own node.

@@ -1,11 +1,16 @@
 """Why overrides do not compose, in words: every unknown key, group and option at once, each with its neighbours."""
 
 import re
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import hydra
+import omegaconf
+import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
@@ -19,6 +24,18 @@ from titan_exp.config.schema import annotation_of, value_keys
 from titan_exp.config.suggest import did_you_mean, listed, nearest
 
 MESSAGE = "These overrides cannot be composed."
+UNREADABLE = (HydraException, OmegaConfBaseException, yaml.YAMLError)
+"""What is raised by text that cannot be composed."""
+
+
+def is_about_words(error: Exception) -> bool:
+    """Whether an error is about what was typed or written in YAML, and not a fault in some code."""
+    if isinstance(error, UNREADABLE):
+        return True
+    # Hydra raises plain ValueErrors and warnings as well.
+    raised_in = [frame.filename for frame in traceback.extract_tb(error.__traceback__)][-1:]
+    folders = tuple(str(Path(str(module.__file__)).parent) for module in (hydra, omegaconf))
+    return isinstance(error, ValueError | UserWarning) and any(name.startswith(folders) for name in raised_in)
 
 
 def explain(error: Exception, arguments: Arguments) -> UserError:
@@ -28,17 +45,7 @@ def explain(error: Exception, arguments: Arguments) -> UserError:
         error: what Hydra raised while it composed.
         arguments: what was typed.
     """
-    parsed: list[Override] = []
-    found: list[Violation] = []
-    for text in arguments.overrides:
-        try:
-            parsed.append(OverridesParser.create().parse_override(text))
-        except HydraException:
-            found.append(_unreadable(text))
-    if not found:
-        with suppress(HydraException, OmegaConfBaseException, OSError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Hydra's warnings about its search path have been raised once
-            found += _look_closer(parsed, arguments)
+    found = misspelt(arguments)
     if found:
         return UserError(MESSAGE, found)
     lost = re.search(r"path=(?P<place>\S+) is not available", str(error))
@@ -48,6 +55,22 @@ def explain(error: Exception, arguments: Arguments) -> UserError:
             "are installed, on PYTHONPATH or in the current directory (pkg://package.folder)."
         )
     return UserError(_plainly(error))
+
+
+def misspelt(arguments: Arguments) -> list[Violation]:
+    """Every override that cannot be read, or names a key, a group or an option that is not there."""
+    parsed: list[Override] = []
+    found: list[Violation] = []
+    for text in arguments.overrides:
+        try:
+            parsed.append(OverridesParser.create().parse_override(text))
+        except HydraException:
+            found.append(_unreadable(text))
+    if not found:
+        with suppress(*UNREADABLE, OSError), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Hydra's warnings about its search path have been raised once
+            found += _look_closer(parsed, arguments)
+    return found
 
 
 def _look_closer(parsed: Sequence[Override], arguments: Arguments) -> list[Violation]:
@@ -74,7 +97,7 @@ class _Reader:
             for override in parsed
             if override.key_or_group in self.names and not override.is_sweep_override() and not any(self.read(override))
         ]
-        with suppress(HydraException, OmegaConfBaseException):
+        with suppress(*UNREADABLE):
             self.tree = _tree(self.groups.compose(rightly))
 
     def read(self, override: Override) -> Iterator[Violation]:

@@ -53,7 +53,7 @@ class OwnReader:
 class OwnStream:
     """A streaming source of a user: the texts of `OwnTable`, in parts of the given sizes."""
 
-    def __init__(self, config: DataConfig, *, sizes: Sequence[int] = (13,) * 5) -> None:
+    def __init__(self, config: DataConfig, *, sizes: Sequence[int] = (13,) * 9) -> None:
         self._parts: list[list[str]] = []
         for size in sizes:
             begin = sum(map(len, self._parts))

@@ -56,6 +56,7 @@ def local(corpus: Path, kind: str, **data: Any) -> Experiment:
     return experiment(**{"source": "huggingface", "dataset": kind, "data_files": files, **data})
 
 
+pytestmark = pytest.mark.filterwarnings("ignore:data.virtual_shards=8, but the stream has")
 kinds = pytest.mark.parametrize("kind", ["parquet", "json"])
 
 

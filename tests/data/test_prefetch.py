@@ -70,6 +70,13 @@ def test_close_ends_the_thread_and_those_who_wait():
     prefetcher.close()
 
 
+def test_after_close_there_is_nothing():
+    prefetcher = Prefetcher(iter(range(50)), 3)
+    assert next(prefetcher) == 0
+    prefetcher.close()
+    assert next(prefetcher, None) is None
+
+
 def test_dropping_it_ends_the_thread():
     made, reached = [], threading.Event()
     prefetcher = Prefetcher(counting(made, reached, until=1), 1)

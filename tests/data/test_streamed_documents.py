@@ -58,6 +58,8 @@ def test_documents_are_shuffled_within_blocks_by_the_seed(pool: ReadAhead):
     unshuffled = [text(number) for number in range(40)]
     assert once != unshuffled
     assert all(set(once[at : at + 4]) == set(unshuffled[at : at + 4]) for at in range(0, 40, 4))
+    orders = {tuple(unshuffled.index(document) - at for document in once[at : at + 4]) for at in range(0, 40, 4)}
+    assert len(orders) > 3
 
 
 @pytest.mark.parametrize("sizes", [MANY, FEW, (3,)], ids=["many parts", "few parts", "too few documents"])

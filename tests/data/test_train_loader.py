@@ -1,4 +1,3 @@
-import gc
 import json
 import subprocess
 import sys
@@ -6,6 +5,7 @@ import threading
 from itertools import islice
 
 import pytest
+import torch
 
 from tests.data.corpora import BROKEN, OWN_STREAM, OwnTable, Ranks, experiment, rows_of, write_files
 from titan_exp.config.errors import UserError
@@ -24,6 +24,7 @@ CORPORA = {
     "batch no multiple of the shards": experiment(batch=24, virtual_shards=16),
 }
 LAYOUTS = [(1, 8), (1, 2), (2, 4), (2, 1), (4, 2), (8, 1)]
+pytestmark = pytest.mark.filterwarnings("ignore:data.virtual_shards=8, but the stream has 1 ")
 every_corpus = pytest.mark.parametrize("run", CORPORA.values(), ids=CORPORA)
 
 
@@ -51,6 +52,11 @@ def test_a_run_stopped_and_continued_at_other_degrees_loses_and_repeats_nothing(
             found += ranks.global_batches(batches)
             state = json.loads(json.dumps(ranks.state()))
     assert found == reference
+
+
+def test_parts_that_shards_have_to_share_are_warned_of():
+    with pytest.warns(UserWarning, match="3 independent parts, each to be read 3 times; data.virtual_shards=3"):
+        loader(experiment(source=OWN_STREAM, options={"sizes": (20, 20, 20)})).close()
 
 
 def test_row_j_comes_from_shard_j_mod_v_and_belongs_to_rank_j_mod_dp():
@@ -210,7 +216,6 @@ def test_a_dropped_loader_ends_its_threads():
     before = threading.active_count()
     for run in (experiment(), experiment(source=OWN_STREAM)):
         next(loader(run))
-    gc.collect()
     assert threading.active_count() == before
 
 
@@ -227,6 +232,22 @@ next(trainer)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == {"pass": 0, "raise SystemExit(7)": 7}.get(end, 1)
     assert done.stderr.strip().splitlines()[-1:] == (["ValueError: mine"] if "mine" in end else [])
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_pinned_batches_hold_the_same_rows():
+    plain = loader(experiment(document_mask=True, reset_positions=True))
+    run = experiment(document_mask=True, reset_positions=True)
+    pinned = TrainLoader(run, dp_rank=0, dp_degree=1, micro_batch_size=8, pin_memory=True)
+    for _ in range(5):
+        batch, expected = next(pinned), next(plain)
+        assert batch.documents is not None
+        assert batch.tokens.is_pinned()
+        assert batch.documents.is_pinned()
+        assert rows_of(batch.to("cuda").to("cpu")) == rows_of(expected)
+    pinned.close()
+    plain.close()
 
 
 def test_files_on_disk_give_the_same_rows_from_anywhere(tmp_path, monkeypatch: pytest.MonkeyPatch):

@@ -27,6 +27,7 @@ def predictions(run: Experiment, dp_degree: int, micro_batch_size: int) -> list[
     for loader in ranks(run, dp_degree, micro_batch_size):
         for batch in loader:
             assert batch.tokens.shape == (micro_batch_size, SEQ_LEN)
+            assert batch.documents is None or not batch.documents[:, 0].any()
             for tokens, labels in zip(batch.tokens.tolist(), batch.labels.tolist(), strict=True):
                 found += [
                     (tuple(tokens[: at + 1]), label, at) for at, label in enumerate(labels) if label != IGNORE_INDEX
@@ -80,7 +81,7 @@ def streamed_labels(run: Experiment) -> list[int]:
 
 def test_a_stream_holds_out_by_text_and_evaluates_its_first_documents(monkeypatch: pytest.MonkeyPatch):
     run = experiment(source=OWN_STREAM, validation_fraction=0.2)
-    held_out = [each for each in map(text, range(65)) if place(each) < 0.2]
+    held_out = [each for each in map(text, range(9 * 13)) if place(each) < 0.2]
     assert len(held_out) > 4
     everything = [token for each in held_out for token in [*each.encode(), 256]]
     assert sorted(streamed_labels(run)) == sorted(everything[1:])

@@ -45,15 +45,18 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> np.ndarray:
         """Ids of `text`, uint16 or int32 [tokens], without added special tokens."""
         try:
-            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+            return self._encode(text)
         except (TypeError, UnicodeEncodeError):  # a lone surrogate, which JSON can hold and UTF-8 cannot
-            text = text.encode("utf-8", errors="replace").decode("utf-8")
-            encoding = self._tokenizer.encode(text, add_special_tokens=False)
-        return np.array(encoding.ids, dtype=self._dtype)
+            return self._encode(text.encode("utf-8", errors="replace").decode("utf-8"))
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`, special tokens left out; ids that the vocabulary lacks stand for no text."""
         return self._tokenizer.decode([int(number) for number in ids if int(number) < self.vocab_size])
+
+    def _encode(self, text: str) -> np.ndarray:
+        # A batch of one: unlike `encode`, it leaves the interpreter to the training thread meanwhile.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return np.array(encoding.ids, dtype=self._dtype)
 
     def _end_of_text_name(self, path: str, file: Path, vocabulary: dict[str, int]) -> str:
         declared = _declared_end_of_text(file.with_name("tokenizer_config.json"))

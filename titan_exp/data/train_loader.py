@@ -5,11 +5,15 @@ rank r owns the shards ≡ r (mod dp) and nobody else needs their state: a check
 """
 
 import json
+import math
+import warnings
+import weakref
 from collections.abc import Iterator, Mapping
 from hashlib import blake2b
 from typing import Any
 
 import numpy as np
+import torch
 
 from titan_exp.config.data import DataConfig
 from titan_exp.config.errors import UserError, Violation
@@ -53,6 +57,8 @@ class TrainLoader(Iterator[Batch]):
         self._corpus = _describe(experiment, source, tokenizer)
         own = range(dp_rank, experiment.data.virtual_shards, dp_degree)
         self._pool = None if isinstance(source, RandomAccessSource) else ReadAhead(min(_READ_AHEAD_THREADS, len(own)))
+        if self._pool is not None:
+            weakref.finalize(self, self._pool.close)  # a task that runs would keep the pool alive after its last user
         self._streams = _build_streams(experiment, source, tokenizer, own, self._pool)
         self._consumed: _States = {shard: {"rows": 0} for shard in own}
         self._prefetcher: Prefetcher[tuple[Batch, _States]] | None = None
@@ -116,7 +122,7 @@ class TrainLoader(Iterator[Batch]):
             window=experiment.training.seq_len + 1,
             rows=self._micro_batch_size,
             config=experiment.data,
-            pin_memory=self._pin_memory,
+            pin_for=torch.cuda.current_device() if self._pin_memory else None,
         )
 
 
@@ -135,9 +141,11 @@ def _batches(
     window: int,
     rows: int,
     config: DataConfig,
-    pin_memory: bool,
+    pin_for: int | None,
 ) -> Iterator[tuple[Batch, _States]]:
     """Micro-batches of `rows` rows, each with the states that its shards are in after it."""
+    if pin_for is not None:
+        torch.cuda.set_device(pin_for)  # a new thread is on GPU 0, where every rank would open a context
     for shard in shards.values():
         shard.prepare()
     while True:
@@ -149,7 +157,7 @@ def _batches(
             starts.append(shards[number].next_row(row))
             reached[number] = shards[number].state_dict()
         batch = assemble(windows, starts, document_mask=config.document_mask, reset_positions=config.reset_positions)
-        yield (batch.pin_memory() if pin_memory else batch), reached
+        yield (batch if pin_for is None else batch.pin_memory()), reached
 
 
 def _build_streams(
@@ -162,9 +170,20 @@ def _build_streams(
         order = EpochOrder(len(documents), seed)
         return {shard: RandomAccessStream(documents, order, shard=shard, shards=shards) for shard in own}
     assert pool is not None
+    if source.parts < shards:
+        _warn_of_shared_parts(source.parts, shards)
     order = EpochOrder(source.parts, seed)
     corpus = StreamedCorpus(source, tokenizer, order, seed, shards, experiment.data.shuffle_buffer, held_out)
     return {shard: StreamedDocuments(corpus, pool, shard) for shard in own}
+
+
+def _warn_of_shared_parts(parts: int, shards: int) -> None:
+    times = math.ceil(shards / parts)
+    warnings.warn(
+        f"data.virtual_shards={shards}, but the stream has {parts} independent parts, each to be read {times} times; "
+        f"data.virtual_shards={parts} or less reads it once (in another order), and so does data.streaming=false",
+        stacklevel=2,
+    )
 
 
 def _held_out(experiment: Experiment) -> float:

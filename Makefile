@@ -8,7 +8,7 @@ STAMP := $(VENV)/.installed
 
 ## Train a small language model on this machine, draw its loss curve and let it write.
 train: $(STAMP)
-	$(BIN)/titan-exp train
+	$(BIN)/titan-exp train $(ARGS)
 	$(BIN)/titan-exp generate
 
 ## Format, lint, types and every test.
@@ -26,7 +26,7 @@ check: $(STAMP)
 
 ## Rewrite the golden texts of the shipped configurations.
 golden: $(STAMP)
-	$(BIN)/python -m pytest tests/config --update-golden
+	$(BIN)/python -m pytest tests/config tests/test_readme.py --update-golden
 
 $(STAMP): pyproject.toml .ci/constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "titan_exp needs Python 3.11 or newer: make PYTHON=python3.12 ...")'

@@ -5,11 +5,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from jaxtyping import install_import_hook
 
 # One thread per process, before torch is imported anywhere: ranks share two cores, and are forked.
 os.environ["OMP_NUM_THREADS"] = "1"
 # The defaults of whoever runs the tests (conf/local) are not what is tested.
 os.environ["TITAN_EXP_LOCAL"] = "none"
+# Shapes and types as annotated are checked at every call in this process; in production they cost nothing.
+install_import_hook(["titan_exp.ops", "titan_exp.models"], "beartype.beartype")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

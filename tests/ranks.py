@@ -38,7 +38,8 @@ class Ranks:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self._folder = tempfile.TemporaryDirectory()
-        self._pipes, self._processes = [], []
+        self._pipes: list[Any] = []
+        self._processes: list[Any] = []
         for rank in range(world):
             receive, send = context.Pipe(duplex=False)
             environment = {
@@ -77,10 +78,9 @@ class Ranks:
             ready = multiprocessing.connection.wait(waiting, timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise AssertionError(f"ranks {sorted(set(range(len(self._pipes))) - set(results))} did not finish")
-            for pipe in ready:
-                rank = self._pipes.index(pipe)
+            for rank in [rank for rank, pipe in enumerate(self._pipes) if pipe in ready]:
                 try:
-                    failed, value = pickle.loads(pipe.recv_bytes())
+                    failed, value = pickle.loads(self._pipes[rank].recv_bytes())
                 except EOFError:
                     raise AssertionError(f"rank {rank} died without a word") from None
                 if failed:

@@ -39,10 +39,15 @@ def train(words: Sequence[str]) -> int:
     """Compose a run, check it, launch it; with -m, every combination of values."""
 
     def launch_run(cfg: Any, overrides: Sequence[str]) -> int:
+        from titan_exp.compare.curve import draw
         from titan_exp.config.convert import to_experiment
-        from titan_exp.launch.run import launch
+        from titan_exp.launch.commit import plan
+        from titan_exp.launch.run import run
 
-        return launch(to_experiment(cfg), overrides)
+        outcome = run(plan(to_experiment(cfg), overrides))
+        if outcome.exit_code == 0:
+            print(f"loss curve: {draw(outcome.folder.path)}")
+        return outcome.exit_code
 
     return _with_hydra(words, launch_run)
 

@@ -15,8 +15,6 @@ class Bigram(nn.Module):
         self.head = nn.Linear(config.dim, config.vocab_size)
         self.register_buffer("scale", torch.tensor(scale))
 
-    def forward(
-        self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
         """Logits."""
         return self.head(self.table(tokens)) * self.scale

@@ -8,7 +8,7 @@ from torch import nn
 
 from titan_exp.config.model import ModelConfig, RopeConfig
 from titan_exp.models.build import build_model, initial_table
-from titan_exp.models.initialization import initial_slice
+from titan_exp.models.initialization import Part, initial_slice
 
 PLAIN_ROPE = RopeConfig(10000.0, "none", 1.0, 1.0, 4.0, 128)
 
@@ -38,7 +38,6 @@ def real_model(seed: int = 0, seq_len: int = 64, **changes: Any) -> nn.Module:
     assert table is not None
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            shape = tuple(parameter.shape)
-            parameter.copy_(initial_slice(seed, name, table[name], shape, (0,) * len(shape), shape))
+            parameter.copy_(initial_slice(seed, name, table[name], Part.whole(tuple(parameter.shape))))
     model.reset_buffers()  # type: ignore[operator]  # the decoder's own
     return model

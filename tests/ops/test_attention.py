@@ -51,8 +51,8 @@ def test_document_mask_gradients_stay_within_the_document():
 
 def test_backend_is_what_was_asked_for_or_the_devices_best():
     cpu = torch.device("cpu")
-    assert choose_backend("auto", cpu, documents=True) == "flash"
-    assert choose_backend("math", cpu, documents=False) == "math"
+    assert choose_backend("auto", cpu, bf16=True, documents=True) == "flash"
+    assert choose_backend("math", cpu, bf16=False, documents=False) == "math"
 
 
 @pytest.mark.cuda
@@ -63,3 +63,15 @@ def test_cuda_backends_agree_with_the_reference(backend):
     causal = torch.ones(256, 256, dtype=torch.bool, device="cuda").tril()
     found = CausalAttention(backend)(q, k, v)
     torch.testing.assert_close(found.double(), reference(q, k, v, causal), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("bf16", [True, False])
+@pytest.mark.parametrize("documents", [True, False])
+def test_cuda_has_a_kernel_for_whatever_auto_chooses(bf16, documents):
+    device = torch.device("cuda")
+    q, k, v = (head.to(device, torch.bfloat16 if bf16 else torch.float32) for head in heads())
+    core = CausalAttention(choose_backend("auto", device, bf16=bf16, documents=documents))
+    core(q.requires_grad_(), k, v, core.mask(DOCUMENTS.to(device) if documents else None)).sum().backward()
+    assert q.grad is not None

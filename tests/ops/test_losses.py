@@ -1,3 +1,5 @@
+import jaxtyping
+import pytest
 import torch
 import torch.nn.functional as F
 
@@ -31,3 +33,8 @@ def test_swiglu_pairs_gate_and_up_group_by_group():
     gate, up = torch.randn(1, 2, 3 * GROUP), torch.randn(1, 2, 3 * GROUP)
     fused = torch.stack((gate.unflatten(-1, (3, GROUP)), up.unflatten(-1, (3, GROUP))), -2).flatten(-3)
     torch.testing.assert_close(swiglu(fused), F.silu(gate) * up)
+
+
+def test_shapes_are_checked_in_tests():
+    with pytest.raises(jaxtyping.TypeCheckError):
+        cross_entropy_sum(torch.zeros(2, 5, 7), torch.zeros(2, 4, dtype=torch.int64))

@@ -1,3 +1,4 @@
+import itertools
 import math
 from dataclasses import replace
 
@@ -30,14 +31,12 @@ def test_stable_then_decay_to_the_floor_at_the_last_step():
     assert found[89] == pytest.approx(1.1)
 
 
-@pytest.mark.parametrize(
-    ("decay", "middle"), [("linear", 0.5), ("cosine", 0.5), ("sqrt", 1 - math.sqrt(0.5))]
-)
+@pytest.mark.parametrize(("decay", "middle"), [("linear", 0.5), ("cosine", 0.5), ("sqrt", 1 - math.sqrt(0.5))])
 def test_shapes(decay, middle):
     found = rates(replace(WSD, decay=decay, min_lr_ratio=0.0))
     assert found[89] == pytest.approx(2 * middle)
     assert found[-1] == pytest.approx(0.0)
-    assert all(late <= early for early, late in zip(found[9:], found[10:], strict=False))
+    assert all(late <= early for early, late in itertools.pairwise(found[9:]))
 
 
 def test_no_warmup_and_no_decay_is_constant():

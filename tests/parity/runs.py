@@ -67,6 +67,5 @@ def _train_on_rank(path: str) -> dict[str, torch.Tensor]:
         trainer.report.close("done")
         state = trainer.model.state_dict()
         return {
-            name: value.full_tensor() if isinstance(value, DTensor) else value.clone()
-            for name, value in state.items()
+            name: value.full_tensor() if isinstance(value, DTensor) else value.clone() for name, value in state.items()
         }

@@ -13,6 +13,7 @@ from titan_exp.tracking.run_folder import RunFolder
 SAVING = ["checkpoint.mode=sync", "checkpoint.every=5", "checkpoint.keep=5"]
 FSDP4 = ["parallelism.dp_shard=4"]
 HSDP = ["parallelism=hsdp", "training.micro_batch_size=1"]
+FSDP2 = ["parallelism.dp_shard=2"]
 DDP = ["parallelism=ddp"]
 
 
@@ -26,7 +27,7 @@ def continued(tmp_path: Path, before: list[str], after: list[str]) -> tuple[Curv
     return whole, train(tmp_path / "changed", *SAVING, *after)
 
 
-@pytest.mark.parametrize(("before", "after"), [(FSDP4, []), ([], HSDP), (HSDP, FSDP4), (DDP, ["parallelism.dp_shard=2"])])
+@pytest.mark.parametrize(("before", "after"), [(FSDP4, []), ([], HSDP), (HSDP, FSDP4), (DDP, FSDP2)])
 def test_the_curve_goes_on(tmp_path, before, after):
     whole, changed = continued(tmp_path, before, after)
     assert [row["step"] for row in changed.rows] == [6, 7, 8, 9, 10]

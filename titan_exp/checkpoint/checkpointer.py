@@ -24,6 +24,7 @@ from titan_exp.checkpoint.state import (
     optimizer_state,
 )
 from titan_exp.config.checkpoint import CheckpointConfig
+from titan_exp.parallel.mesh import new_cpu_group
 from titan_exp.tracking.log import get_logger
 
 
@@ -55,7 +56,7 @@ class Checkpointer:
         """Step of the last checkpoint that this process knows to be complete."""
         self._newest: int | None = None
         # A group of its own: a background save must not meet the training step's collectives.
-        self._group = dist.new_group(backend="gloo") if config.mode != "off" else None
+        self._group = new_cpu_group() if config.mode != "off" else None
         self._leader = dist.get_rank() == 0
         if self._leader and config.mode != "off":
             path.mkdir(parents=True, exist_ok=True)
@@ -146,7 +147,7 @@ class Checkpointer:
             self.folder.retain(self.config.keep)
 
 
-def _cause(error: Exception) -> str:
+def _cause(error: BaseException) -> str:
     """What went wrong on the first rank where something did, in one line."""
     if isinstance(error, dcp.CheckpointException) and error.failures:
         rank, (cause, _) = sorted(error.failures.items())[0]

@@ -12,8 +12,9 @@ from titan_exp.ops.attention import Backend
 def build_model(config: ModelConfig, *, seq_len: int, attention_backend: Backend) -> nn.Module:
     """Build the model on the current default device (meta, in training).
 
-    A class of the user's own is called as `Class(config, **config.options)`; its `forward(tokens, positions, documents)`
-    returns logits. Where it has a `ModuleDict` named `blocks`, those are sharded, recomputed and compiled one by one.
+    A class of the user's own is called as `Class(config, **config.options)`; its `forward(tokens, positions,
+    documents)` returns logits. Where it has a `ModuleDict` named `blocks`, those are sharded, recomputed and compiled
+    one by one.
 
     Raises:
         UserError: the dotted name cannot be imported.

@@ -29,38 +29,51 @@ class Init:
     """Standard deviation of `normal`."""
 
 
-def initial_slice(
-    seed: int, name: str, init: Init, shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...]
-) -> Tensor:
+@dataclass(frozen=True)
+class Part:
+    """A rectangular part of a parameter."""
+
+    shape: tuple[int, ...]
+    """Shape of the whole parameter."""
+    start: tuple[int, ...]
+    """First index of the part in each dim."""
+    size: tuple[int, ...]
+    """Extent of the part in each dim; zero where a rank holds nothing."""
+
+    @staticmethod
+    def whole(shape: tuple[int, ...]) -> "Part":
+        """All of a parameter."""
+        return Part(shape, (0,) * len(shape), shape)
+
+
+def initial_slice(seed: int, name: str, init: Init, part: Part) -> Tensor:
     """The initial values of one rectangular part of a parameter, fp32 on the CPU.
 
     Args:
         seed: `experiment.seed`.
         name: full name of the parameter in the whole model.
         init: its distribution.
-        shape: shape of the whole parameter.
-        start: first index of the part in each dim.
-        size: extent of the part in each dim; zero where this rank holds nothing.
+        part: which part.
     """
+    shape, start, size = part.shape, part.start, part.size
     if init.kind != "normal":
         return torch.full(size, 1.0 if init.kind == "ones" else 0.0)
     if 0 in size:
         return torch.empty(size)
     if len(shape) == 1:
-        return initial_slice(seed, name, init, (1, *shape), (0, *start), (1, *size))[0]
+        return initial_slice(seed, name, init, Part((1, *shape), (0, *start), (1, *size)))[0]
     if len(shape) > 2:
         # Stacked matrices (experts): each is drawn like a parameter of its own.
         parts = (
-            initial_slice(seed, f"{name}[{index}]", init, shape[1:], start[1:], size[1:])
+            initial_slice(seed, f"{name}[{index}]", init, Part(shape[1:], start[1:], size[1:]))
             for index in range(start[0], start[0] + size[0])
         )
         return torch.stack(list(parts))
-    return torch.from_numpy(_matrix_slice(seed, name, init.std, shape, start, size))
+    return torch.from_numpy(_matrix_slice(seed, name, init.std, part))
 
 
-def _matrix_slice(
-    seed: int, name: str, std: float, shape: tuple[int, ...], start: tuple[int, ...], size: tuple[int, ...]
-) -> np.ndarray:
+def _matrix_slice(seed: int, name: str, std: float, part: Part) -> np.ndarray:
+    shape, start, size = part.shape, part.start, part.size
     values = np.empty(size, dtype=np.float32)
     end = start[0] + size[0]
     columns = slice(start[1], start[1] + size[1])

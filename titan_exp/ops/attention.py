@@ -1,6 +1,6 @@
 """Causal attention with the kernel chosen explicitly: torch's SDPA backends, or FlexAttention.
 
-Grouped-query attention runs on the shared keys and values as they are, without expanding them.
+Grouped-query attention runs on the shared keys and values as they are, where the kernel can.
 """
 
 from collections.abc import Callable
@@ -23,20 +23,21 @@ SDPA_BACKENDS: dict[str, SDPBackend] = {
 }
 
 
-def choose_backend(requested: str, device: torch.device, *, documents: bool) -> Backend:
+def choose_backend(requested: str, device: torch.device, *, bf16: bool, documents: bool) -> Backend:
     """Name the kernel that will run.
 
     Args:
         requested: a backend's name, or `auto` for the fastest that this device has: on CUDA cuDNN from Hopper on and
-            flash before, efficient where documents are masked (the others take no mask); flash on CPU.
+            flash before, efficient in fp32 or where documents are masked (the others take neither); flash on CPU.
         device: where attention will run.
+        bf16: whether it will run in bf16, else fp32.
         documents: whether a document mask will be given.
     """
     if requested != "auto":
         return requested  # type: ignore[return-value]  # one of Backend, checked by the configuration
     if device.type != "cuda":
         return "flash"
-    if documents:
+    if documents or not bf16:
         return "efficient"
     hopper = torch.cuda.get_device_capability(device) >= (9, 0)
     return "cudnn" if hopper and torch.backends.cudnn.is_available() else "flash"
@@ -77,6 +78,10 @@ class CausalAttention(nn.Module):
         if self.backend == "flex":
             mask = mask if mask is not None else _flex_causal_mask(query.shape[2], str(query.device))
             return _flex_kernel(query.device.type)(query, key, value, block_mask=mask, enable_gqa=grouped)
+        if grouped and self.backend == "efficient":
+            # The one kernel that takes no groups.
+            times = query.shape[1] // key.shape[1]
+            key, value, grouped = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1), False
         with sdpa_kernel(SDPA_BACKENDS[self.backend]):
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
@@ -101,8 +106,13 @@ def _flex_causal_mask(seq: int, device: str) -> Any:
 def _flex_block_mask(documents: Int[Tensor, "batch seq"]) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (q >= k) & (documents[b, q] == documents[b, k])
-
+    # No annotations here: FlexAttention reads the function's signature.
     batch, seq = documents.shape
-    return create_block_mask(visible, batch, None, seq, seq, device=str(documents.device))
+    return create_block_mask(
+        lambda b, h, q, k: (q >= k) & (documents[b, q] == documents[b, k]),
+        batch,
+        None,
+        seq,
+        seq,
+        device=str(documents.device),
+    )

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titan_exp.models.initialization import Init, initial_slice
+from titan_exp.models.initialization import Init, Part, initial_slice
 
 
 def materialize(model: nn.Module, device: torch.device) -> None:
@@ -22,9 +22,7 @@ def materialize(model: nn.Module, device: torch.device) -> None:
 def draw_initial_weights(model: nn.Module, table: Mapping[str, Init], seed: int) -> None:
     """Fill parameters from their declared distributions; the same values in every layout, without communication."""
     for name, parameter in model.named_parameters():
-        shape, start = _extent(parameter)
-        values = initial_slice(seed, name, table[name], tuple(parameter.shape), start, shape)
-        _local(parameter).copy_(values)
+        _local(parameter).copy_(initial_slice(seed, name, table[name], _part(parameter)))
 
 
 @torch.no_grad()
@@ -40,17 +38,17 @@ def copy_initial_weights(model: nn.Module, build: Callable[[], nn.Module], seed:
     for name, target in [*model.named_parameters(), *model.named_buffers()]:
         if name not in whole:
             continue
-        shape, start = _extent(target)
-        window = tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
+        part = _part(target)
+        window = tuple(slice(first, first + size) for first, size in zip(part.start, part.size, strict=True))
         _local(target).copy_(whole[name][window])
 
 
-def _extent(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape of this rank's part, and where it starts in the whole tensor."""
+def _part(tensor: Tensor) -> Part:
+    """What this rank holds of a tensor."""
     if not isinstance(tensor, DTensor):
-        return tuple(tensor.shape), (0,) * tensor.dim()
-    shape, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return tuple(shape), tuple(start)
+        return Part.whole(tuple(tensor.shape))
+    size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Part(tuple(tensor.shape), tuple(start), tuple(size))
 
 
 def _local(tensor: Tensor) -> Tensor:

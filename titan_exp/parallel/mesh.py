@@ -64,6 +64,11 @@ def build_mesh(config: ParallelismConfig, device: torch.device) -> Mesh:
         (config.pp, config.dp_replicate, config.dp_shard * config.cp, config.tp),
         mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"),
     )
-    control = dist.new_group(backend="gloo") if kind == "cuda" else dist.group.WORLD
-    assert control is not None, "the process group is initialised before the mesh"
-    return Mesh(world, sharding, device, control)
+    return Mesh(world, sharding, device, new_cpu_group())
+
+
+def new_cpu_group() -> dist.ProcessGroup:
+    """A group of all ranks over gloo, apart from every other, so that its messages cannot meet theirs."""
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup), "every rank belongs to a group of all"
+    return group

@@ -19,7 +19,10 @@ class BuiltModel:
 
     def __init__(self, experiment: Experiment, mesh: Mesh) -> None:
         backend = choose_backend(
-            experiment.model.attention_backend, mesh.device, documents=experiment.data.document_mask
+            experiment.model.attention_backend,
+            mesh.device,
+            bf16=experiment.training.mixed_precision == "bf16",
+            documents=experiment.data.document_mask,
         )
         build = functools.partial(
             build_model, experiment.model, seq_len=experiment.training.seq_len, attention_backend=backend

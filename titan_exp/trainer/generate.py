@@ -98,7 +98,7 @@ def choose(logits: Tensor, temperature: float, top_p: float, random: torch.Gener
 
 
 def _load(experiment: Experiment, path: Path, device: torch.device) -> nn.Module:
-    backend = choose_backend(experiment.model.attention_backend, device, documents=False)
+    backend = choose_backend(experiment.model.attention_backend, device, bf16=False, documents=False)
     with torch.device("meta"):
         model = build_model(experiment.model, seq_len=experiment.training.seq_len, attention_backend=backend)
     materialize(model, device)

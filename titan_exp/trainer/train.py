@@ -62,12 +62,8 @@ class Trainer:
         self.checkpointer = Checkpointer(experiment.checkpoint, folder.checkpoints)
         self.step = self.tokens = 0
         self._restore()
-        self.report = Report(
-            experiment, folder, self.mesh, flops_per_token=built.flops_per_token, first_step=self.step
-        )
-        self.profile = ProfileWindow(
-            experiment.profiling, folder.traces, rank=dist.get_rank(), first_step=self.step
-        )
+        self.report = Report(experiment, folder, self.mesh, flops_per_token=built.flops_per_token, first_step=self.step)
+        self.profile = ProfileWindow(experiment.profiling, folder.traces, rank=dist.get_rank(), first_step=self.step)
 
     def run(self) -> bool:
         """Train to the last step. Returns False where a stop was asked for; the state is saved either way.

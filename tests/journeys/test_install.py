@@ -1,0 +1,63 @@
+"""The README's commands in a fresh clone, and a wheel away from the checkout."""
+
+import os
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+import pytest
+
+from tests.journeys.command import REPOSITORY, run
+
+SHORT = "model=llama_debug training.seq_len=64 training.evaluate_every=0 cluster.device=cpu"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_make_train_in_a_fresh_clone(tmp_path):
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "--quiet", REPOSITORY, clone], check=True, timeout=60)
+    # The working tree as it is, so that this tests what is about to be committed.
+    changed = run(["git", "ls-files", "--modified", "--others", "--exclude-standard"], REPOSITORY).stdout.split("\n")
+    for name in filter(None, changed):
+        source = REPOSITORY / name
+        (clone / name).parent.mkdir(parents=True, exist_ok=True)
+        if source.exists():
+            (clone / name).write_bytes(source.read_bytes())
+        else:
+            (clone / name).unlink(missing_ok=True)
+    environment = {"PYTHONPATH": "", "VIRTUAL_ENV": "", "MAKEFLAGS": ""}
+    first = run(["make", "train", f"ARGS={SHORT} training.steps=30"], clone, limit=800, environment=environment)
+    assert first.returncode == 0, first.stdout + first.stderr
+    (folder,) = (clone / "runs" / "first").iterdir()
+    assert (folder / "loss.png").stat().st_size > 10_000
+    assert str(folder.relative_to(clone)) in first.stdout.splitlines()[-1]
+    again = run(["make", "train", f"ARGS={SHORT} training.steps=30"], clone, limit=60, environment=environment)
+    assert again.returncode == 0
+    assert "nothing was started" in again.stdout
+
+
+@pytest.mark.timeout(300)
+def test_a_wheel_brings_configurations_and_the_plugin(tmp_path):
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(REPOSITORY)]
+    subprocess.run(build, check=True, capture_output=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env" / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", wheel], check=True, timeout=120)
+    # What the package needs comes from this environment; its own copy, an editable one, is not on that path.
+    needs = {"PYTHONPATH": sysconfig.get_path("purelib")}
+    away = tmp_path / "away"
+    away.mkdir()
+    command = str(tmp_path / "env" / "bin" / "titan-exp")
+    where = run([str(python), "-c", "import titan_exp; print(titan_exp.__file__)"], away, environment=needs)
+    assert where.stdout.startswith(str(tmp_path / "env")), where.stdout + where.stderr
+    done = run([command, "train", *SHORT.split(), "training.steps=5"], away, environment=needs)
+    assert done.returncode == 0, done.stdout + done.stderr
+    words = [*SHORT.split(), "training.steps=5,6", "optimizer.lr=1e-3"]
+    swept = run([command, "train", "-m", *words], away, environment=needs)
+    assert swept.returncode == 0, swept.stdout + swept.stderr
+    assert len(list(Path(away, "runs", "first").iterdir())) == 3
+    assert os.listdir(away) == ["runs"]

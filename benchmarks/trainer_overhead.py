@@ -10,6 +10,7 @@ checkpoints. Prints both rates, their ratio, and where our time outside the plai
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -161,7 +162,10 @@ def main() -> None:
     for turn in range(options.rounds):
         for role in ("plain", "ours") if turn % 2 == 0 else ("ours", "plain"):
             command = [sys.executable, str(Path(__file__)), "--role", role, "--steps", str(options.steps)]
-            output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            # What the launcher sets for its ranks; the plain loop has torch's defaults.
+            extra = {"OMP_WAIT_POLICY": "PASSIVE"} if role == "ours" else {}
+            environment = {**os.environ, **extra}
+            output = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
             found[role].append(json.loads(output.splitlines()[-1]))
     rates = {role: [run["tokens_per_second"] for run in runs] for role, runs in found.items()}
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, {platform.processor() or platform.machine()}")

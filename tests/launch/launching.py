@@ -104,11 +104,12 @@ def main(overrides: list[str]) -> int:
     from titan_exp.config.compose import compose
     from titan_exp.config.convert import to_experiment
     from titan_exp.config.errors import UserError
-    from titan_exp.launch.run import launch
+    from titan_exp.launch.commit import plan
+    from titan_exp.launch.run import run
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return launch(to_experiment(compose(overrides)), overrides)
+        return run(plan(to_experiment(compose(overrides)), overrides)).exit_code
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code

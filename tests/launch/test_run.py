@@ -15,7 +15,7 @@ from titan_exp.config.convert import to_experiment
 from titan_exp.config.errors import UserError
 from titan_exp.launch import holding
 from titan_exp.launch.commit import commit, plan
-from titan_exp.launch.run import find_run_folder, run
+from titan_exp.launch.run import run
 from titan_exp.tracking.run_folder import RunFolder, RunState
 
 TWO_RANKS = "parallelism.dp_shard=2"
@@ -188,6 +188,6 @@ def test_orphans_that_do_not_end_are_refused_after_a_while(tmp_path: Path, monke
 
 def test_the_folder_is_found_by_what_is_computed(tmp_path: Path) -> None:
     experiment = to_experiment(compose(["model=llama_debug", f"paths.runs={tmp_path}", "tracking.log_every=3"]))
-    assert not find_run_folder(experiment).path.exists()
+    assert not plan(experiment, []).folder.path.exists()
     assert launch(tmp_path, "succeed", "experiment.name=first")[0] == 0
-    assert find_run_folder(experiment).path.exists()
+    assert plan(experiment, []).folder.path.exists()

@@ -5,13 +5,11 @@ The same command finds the same folder, says that the run is done, or continues 
 
 import socket
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from titan_exp.config.errors import UserError
-from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import world_size
-from titan_exp.launch.commit import Plan, commit, plan, refresh, writable
+from titan_exp.launch.commit import Plan, commit, refresh, writable
 from titan_exp.launch.ending import close_attempt, close_dead_attempts
 from titan_exp.launch.follow import Follower, rows
 from titan_exp.launch.holding import await_orphans, hold
@@ -38,28 +36,6 @@ class Outcome:
     """0 done, 130 stopped by a signal to the launcher, 85 stopped otherwise, 2 or 1 failed."""
     summary: Summary
     """What the run's files say now."""
-
-
-def launch(experiment: Experiment, overrides: Sequence[str]) -> int:
-    """Check an experiment, run it on this machine, and wait for its end. Returns the exit code (see `Outcome`).
-
-    Args:
-        experiment: as composed; its layout need not be resolved.
-        overrides: what was typed, kept in the run folder.
-
-    Raises:
-        UserError: it cannot run, its folder cannot be written, or it is running already.
-    """
-    return run(plan(experiment, overrides)).exit_code
-
-
-def find_run_folder(experiment: Experiment) -> RunFolder:
-    """The folder of this experiment, whether it is there yet or not.
-
-    Raises:
-        UserError: it cannot run.
-    """
-    return plan(experiment).folder
 
 
 def run(plan: Plan, *, screen: Screen | None = None) -> Outcome:

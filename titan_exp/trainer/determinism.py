@@ -10,10 +10,14 @@ import os
 import torch
 
 
-def seed_step(seed: int, step: int, data_rank: int) -> None:
-    """Seed torch's generators for one step."""
+def seed_step(seed: int, step: int, data_rank: int, device: torch.device) -> None:
+    """Seed the generators that a step on this device draws from."""
     digest = hashlib.sha256(f"{seed}/step/{step}/{data_rank}".encode()).digest()
-    torch.manual_seed(int.from_bytes(digest[:7], "little"))
+    number = int.from_bytes(digest[:7], "little")
+    # torch.manual_seed would look for every kind of device there is, each step.
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        torch.cuda.manual_seed(number)
 
 
 def set_deterministic(deterministic: bool) -> None:

@@ -90,7 +90,7 @@ class Trainer:
         """Train, and do what is due after the step; returns whether to stop."""
         experiment, step = self.experiment, self.step + 1
         self.profile.before(step)
-        seed_step(experiment.experiment.seed, step, self.mesh.data_rank)
+        seed_step(experiment.experiment.seed, step, self.mesh.data_rank, self.mesh.device)
         batches = [next(self.loader) for _ in range(self.accumulation)]
         tokens, stop = agree(batches, self.folder.stop_requested(), self.mesh)
         result = train_step(

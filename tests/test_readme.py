@@ -1,6 +1,7 @@
 """The README says what each file of the house is; the sentence is the file's own."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,8 @@ BEGIN, END = "<!-- house: written by `make golden` -->\n", "<!-- end of house --
 def first_sentence(path: Path) -> str:
     """The first sentence of a module's docstring, on one line."""
     text = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split())
-    sentence, stop, _ = text.partition(". ")
-    return sentence + "." if stop else text
+    # "et al." ends no sentence.
+    return re.split(r"(?<=[.])(?<!al\.) ", text, maxsplit=1)[0]
 
 
 def house() -> str:

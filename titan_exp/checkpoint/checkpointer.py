@@ -1,6 +1,5 @@
 """Saving and loading the training state: in the background or not, complete or not at all."""
 
-import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -49,19 +48,17 @@ class Checkpointer:
     def __init__(self, config: CheckpointConfig, path: Path) -> None:
         self.config = config
         self.folder = CheckpointFolder(path)
-        self.paused = 0.0
-        """Seconds that training has waited for saving, in all."""
         self._pending: tuple[int, Future[Any]] | None = None
         self.durable: int | None = None
         """Step of the last checkpoint that this process knows to be complete."""
         self._newest: int | None = None
         # A group of its own: a background save must not meet the training step's collectives.
-        self._group = new_cpu_group() if config.mode != "off" else None
+        self._group = new_cpu_group()
         self._leader = dist.get_rank() == 0
         if self._leader and config.mode != "off":
             path.mkdir(parents=True, exist_ok=True)
             self.folder.clean()
-        dist.barrier()
+        dist.barrier(group=self._group)
 
     def due(self, step: int) -> bool:
         """Whether the configuration asks for a checkpoint after this step."""
@@ -78,7 +75,6 @@ class Checkpointer:
         """Save the state after a step, once. In async mode training may go on as soon as this returns."""
         if self.config.mode == "off" or step == self._newest:
             return
-        started = time.perf_counter()
         self.wait()
         state = gather_state(model, optimizer, data, progress)
         writer = dcp.FileSystemWriter(self.folder.partial(step), single_file_per_rank=True, sync_files=True)
@@ -91,7 +87,6 @@ class Checkpointer:
             assert isinstance(future, Future), "the default staging is synchronous"
             self._pending = (step, future)
         self._newest = step
-        self.paused += time.perf_counter() - started
 
     def poll(self) -> None:
         """Make a finished background save complete; called between steps."""
@@ -111,7 +106,7 @@ class Checkpointer:
     def latest(self) -> int | None:
         """Step of the newest complete checkpoint, agreed on by all ranks."""
         steps: list[Any] = [self.folder.complete()[-1:] if self._leader else None]
-        dist.broadcast_object_list(steps, src=0)
+        dist.broadcast_object_list(steps, src=0, group=self._group)
         return steps[0][0] if steps[0] else None
 
     def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Restored:

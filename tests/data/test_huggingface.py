@@ -115,6 +115,10 @@ def test_a_split_of_its_own_is_evaluated_and_nothing_held_out(corpus: Path, stre
     # The first and the last word of a row may be cut.
     found = {word[:4] for row in rows for word in ByteTokenizer().decode(row).split()[1:-1]}
     assert found == {f"{number:03d}/" for number in range(ROWS)}
+    few = replace(run, data=replace(run.data, validation_documents=2))
+    validation = ValidationLoader(few, dp_rank=0, dp_degree=1, micro_batch_size=4)
+    labels = sum(int((batch.labels >= 0).sum()) for batch in validation)
+    assert labels == sum(len(each) + 1 for each in TEXTS[ROWS : ROWS + 2]) - 1
 
 
 def test_moved_files_are_the_same_corpus_and_others_are_not(corpus: Path, tmp_path: Path):

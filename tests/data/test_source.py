@@ -5,6 +5,7 @@ import pytest
 
 from tests.data.corpora import OWN_STREAM, OWN_TABLE, OwnTable, experiment, text, write_files
 from titan_exp.config.errors import UserError
+from titan_exp.data.divided_files import DividedFiles
 from titan_exp.data.python_stdlib import PythonStdlib
 from titan_exp.data.source import (
     RandomAccessSource,
@@ -33,6 +34,7 @@ def test_the_name_chooses_the_source(tmp_path: Path):
     assert isinstance(build_source(replace(CONFIG, source="python_stdlib")), PythonStdlib)
     paths = (str(write_files(tmp_path / "files", 2)),)
     assert isinstance(build_source(replace(CONFIG, source="text", paths=paths)), Text)
+    assert isinstance(build_source(replace(CONFIG, source="text", paths=paths, document="line")), DividedFiles)
 
 
 def test_a_source_of_ones_own_gets_the_group_and_its_options():

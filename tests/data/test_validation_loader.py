@@ -6,7 +6,6 @@ import pytest
 from tests.data.corpora import OWN_STREAM, OwnTable, experiment, text
 from titan_exp.config.errors import UserError
 from titan_exp.config.experiment import Experiment
-from titan_exp.data import validation_loader
 from titan_exp.data.held_out import held_out_part, place
 from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.ops.cross_entropy import IGNORE_INDEX
@@ -79,21 +78,47 @@ def streamed_labels(run: Experiment) -> list[int]:
     return [label for _, label, _ in predictions(run, 2, 2)]
 
 
-def test_a_stream_holds_out_by_text_and_evaluates_its_first_documents(monkeypatch: pytest.MonkeyPatch):
-    run = experiment(source=OWN_STREAM, validation_fraction=0.2)
+def test_a_stream_holds_out_by_text_and_evaluates_its_first_documents():
+    run = experiment(source=OWN_STREAM, validation_fraction=0.2, validation_documents=1000)
     held_out = [each for each in map(text, range(9 * 13)) if place(each) < 0.2]
     assert len(held_out) > 4
     everything = [token for each in held_out for token in [*each.encode(), 256]]
     assert sorted(streamed_labels(run)) == sorted(everything[1:])
-    monkeypatch.setattr(validation_loader, "STREAMED_DOCUMENTS", 2)
-    assert len(streamed_labels(run)) == sum(len(each) + 1 for each in held_out[:2]) - 1
+    run = experiment(source=OWN_STREAM, validation_fraction=0.2, validation_documents=2)
+    expected = [token for each in held_out[:2] for token in [*each.encode(), 256]]
+    assert sorted(streamed_labels(run)) == sorted(expected[1:])
+
+
+def test_the_first_documents_with_text_are_evaluated_in_every_layout():
+    table = experiment(validation_fraction=0.3)
+    texts = held_out_part(OwnTable(table.data), 0.3)
+    first = texts[0]
+    number = int(first[:3])
+    run = experiment(validation_fraction=0.3, validation_documents=3, options={"empty": [number]})
+    expected = [token for index in (1, 2, 3) for token in [*texts[index].encode(), 256]]
+    reference = predictions(run, 1, 1)
+    assert sorted(label for _, label, _ in reference) == sorted(expected[1:])
+    for dp_degree, micro_batch_size in [(2, 3), (8, 1)]:
+        assert predictions(run, dp_degree, micro_batch_size) == reference
+
+
+def test_documents_beyond_the_limit_are_not_read(monkeypatch: pytest.MonkeyPatch):
+    read = []
+    monkeypatch.setattr(OwnTable, "__getitem__", lambda self, index: read.append(index) or text(index))
+    (loader,) = ranks(experiment(validation_fraction=0.3, validation_documents=2), 1, 4)
+    list(loader)
+    assert len(set(read)) == 2
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fraction of zero": ({"validation_fraction": 0.0}, r"data\.validation_fraction=0\.0[\s\S]*evaluate_every=0"),
     "too small a fraction": ({"validation_fraction": 0.0001}, r"none of the 40 documents[\s\S]*holds out at least one"),
     "no text": ({"options": {"empty": range(40)}}, "hold no text"),
-    "empty stream": ({"source": OWN_STREAM, "options": {"sizes": (0, 0)}}, "hold no text"),
+    "empty stream": (
+        {"source": OWN_STREAM, "options": {"sizes": (0, 0)}, "validation_documents": 9},
+        "hold no text",
+    ),
+    "a stream without a limit": ({"source": OWN_STREAM}, r"held out of a stream[\s\S]*data\.validation_documents=1024"),
 }
 
 

@@ -1,7 +1,7 @@
 """Group `data`: where text comes from, how it becomes tokens, and in which order it is seen."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from titan_exp.config.bounds import PositiveInt, Share
 
@@ -13,7 +13,9 @@ class DataConfig:
     source: str
     """`python_stdlib`, `text`, `huggingface`, or the dotted name of a source class in your own package."""
     paths: tuple[str, ...]
-    """Source `text`: files, folders and globs, each file one document."""
+    """Source `text`: files, folders and globs."""
+    document: Literal["file", "paragraph", "line"]
+    """Source `text`: what is one document: each file, each paragraph (blank lines separate them), or each line."""
     dataset: str | None
     """Source `huggingface`: name on the hub, a local folder, or a loader such as `json` or `parquet`."""
     subset: str | None
@@ -34,9 +36,13 @@ class DataConfig:
     """`bytes`, or the path of a Hugging Face `tokenizer.json` (or of the folder that holds it)."""
     validation_fraction: Share
     """Share of documents held out for evaluation, chosen by document and never trained on."""
+    validation_documents: PositiveInt | None
+    """At most this many documents of the validation split are evaluated on, the first in the source's order; null is
+    all of them. Those left out are not trained on either."""
     virtual_shards: PositiveInt
     """Independent streams that the documents are divided into. Part of the experiment: it fixes the order of data.
-    Must be a multiple of the data-parallel degree."""
+    Must be a multiple of the data-parallel degree. When streaming, at most the number of files is best: shards that
+    share a file each read all of it."""
     document_mask: bool
     """Tokens attend only within their own document, and the first token of a document is not predicted."""
     reset_positions: bool

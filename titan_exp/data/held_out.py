@@ -32,7 +32,8 @@ def training_part(source: RandomAccessSource, fraction: float) -> Subset:
     """The documents to train on. Raises UserError where the held-out fraction leaves none."""
     kept = np.flatnonzero(_places(source) >= fraction)
     if len(kept) == 0:
-        raise _refusal(fraction, f"it leaves none of the {len(source)} documents to train on", "a smaller fraction")
+        reason = f"it leaves none of the {len(source)} documents to train on"
+        raise _refusal(fraction, reason, _or_finer("a smaller fraction", source))
     return Subset(source, kept)
 
 
@@ -45,8 +46,14 @@ def held_out_part(source: RandomAccessSource, fraction: float) -> Subset:
         if len(source) > 1:
             enough = np.ceil((places.min() + 1e-9) * 1000) / 1000
             remedy = f"data.validation_fraction={enough:g} holds out at least one; {remedy}"
-        raise _refusal(fraction, f"it holds out none of the {len(source)} documents", remedy)
+        raise _refusal(fraction, f"it holds out none of the {len(source)} documents", _or_finer(remedy, source))
     return Subset(source, held_out)
+
+
+def _or_finer(remedy: str, source: RandomAccessSource) -> str:
+    """`remedy`, after the setting that makes more documents of the source's text where there is one."""
+    finer = getattr(source, "finer", None)
+    return remedy if finer is None else f"{finer} divides the same text into more documents; {remedy}"
 
 
 def _places(source: RandomAccessSource) -> np.ndarray:

@@ -16,8 +16,9 @@ class RandomAccessSource(Protocol):
     """Documents that can be read in any order, such as files or rows of a table.
 
     A class may also have `key(index) -> str`, a document's identity (a path, an id), from which held-out documents are
-    chosen and which stays when others are added (default: the index), and `fingerprint: str`, which
-    changes whenever the documents do (default: the class, the paths, the options and the number of documents).
+    chosen and which stays when others are added (default: the index), `fingerprint: str`, which changes whenever the
+    documents do (default: the class, the paths, the options and the number of documents), and `finer: str | None`, the
+    setting that makes more documents of the same text, offered where there are too few to hold any out.
     """
 
     def __len__(self) -> int:
@@ -73,9 +74,11 @@ def build_source(config: DataConfig) -> Source:
 
         return PythonStdlib()
     if config.source == "text":
+        from titan_exp.data.divided_files import DividedFiles
         from titan_exp.data.text import Text
 
-        return Text(config.paths)
+        files = Text(config.paths)
+        return files if config.document == "file" else DividedFiles(files, config.document)
     if config.source == "huggingface":
         from titan_exp.data.huggingface import build_huggingface
 

@@ -18,6 +18,9 @@ class Text(TextFiles):
     Raises UserError where an entry of `paths` matches nothing, or where no text is left.
     """
 
+    finer = "data.document=paragraph"
+    """What would make more documents of the same text."""
+
     def __init__(self, paths: Sequence[str]) -> None:
         if not paths:
             raise _refusal(paths, "no file is named", "data.paths='[notes,books/*.txt]'")

@@ -36,3 +36,7 @@ class TextFiles:
     def key(self, index: int) -> str:
         """The file's place within the corpus."""
         return self._keys[index]
+
+    def path(self, index: int) -> Path:
+        """Where the file lies on this machine."""
+        return self._paths[index]

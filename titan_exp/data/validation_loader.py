@@ -1,6 +1,7 @@
-"""The whole held-out split, once per iteration, in rows that do not depend on the layout.
+"""The validation split, once per iteration, in rows that do not depend on the layout.
 
-Its documents, in the source's order, are one sequence of tokens; row n of it goes to data rank n mod dp.
+Its documents, in the source's order and as many as `data.validation_documents` allows, are one sequence of tokens;
+row n of it goes to data rank n mod dp.
 """
 
 import math
@@ -13,6 +14,7 @@ import numpy as np
 from titan_exp.config.data import DataConfig
 from titan_exp.config.errors import UserError, Violation
 from titan_exp.config.experiment import Experiment
+from titan_exp.config.rules.data import unlimited_split
 from titan_exp.data.batch import Batch, assemble
 from titan_exp.data.document_stream import with_end_of_text
 from titan_exp.data.held_out import held_out_part, place
@@ -20,15 +22,12 @@ from titan_exp.data.source import RandomAccessSource, StreamingSource, build_sou
 from titan_exp.data.tokenizer import build_tokenizer
 from titan_exp.ops.cross_entropy import IGNORE_INDEX
 
-STREAMED_DOCUMENTS = 1024
-"""Documents evaluated where they are held out of a stream: its first ones, since a stream need not end."""
-
 
 class ValidationLoader:
     """One data rank's batches [micro_batch_size, seq_len] of the split. Every rank yields equally many, and each row of
     the split is on exactly one rank; rows that fill up predict nothing. Tokens are kept after the first iteration.
 
-    Raises UserError where the split would be empty.
+    Raises UserError where the split would be empty, or is held out of a stream without a limit.
     """
 
     def __init__(self, experiment: Experiment, *, dp_rank: int, dp_degree: int, micro_batch_size: int) -> None:
@@ -82,7 +81,7 @@ class _Texts:
     """The documents to evaluate on; each iteration reads them again. Raises UserError where there are none."""
 
     def __init__(self, config: DataConfig) -> None:
-        self._limit: int | None = None
+        self._limit = config.validation_documents
         self._fraction = 1.0
         own = build_validation_source(config)
         self._source = build_source(config) if own is None else own
@@ -94,8 +93,10 @@ class _Texts:
     def __iter__(self) -> Iterator[str]:
         source = self._source
         if isinstance(source, RandomAccessSource):
-            return (text for text in map(source.__getitem__, range(len(source))) if text)
-        return islice(self._streamed(source), self._limit)
+            texts = (text for text in map(source.__getitem__, range(len(source))) if text)
+        else:
+            texts = self._streamed(source)
+        return islice(texts, self._limit)
 
     def _hold_out(self, config: DataConfig) -> None:
         if config.validation_fraction == 0:
@@ -104,8 +105,10 @@ class _Texts:
             raise UserError("There is nothing to evaluate on.", [violation])
         if isinstance(self._source, RandomAccessSource):
             self._source = held_out_part(self._source, config.validation_fraction)
+        elif config.validation_documents is None:
+            raise UserError("There is no end to what would be evaluated on.", [unlimited_split(config)])
         else:
-            self._fraction, self._limit = config.validation_fraction, STREAMED_DOCUMENTS
+            self._fraction = config.validation_fraction
 
     def _streamed(self, source: StreamingSource) -> Iterator[str]:
         for part in range(source.parts):

@@ -38,11 +38,47 @@ def no_input_is_ignored(experiment: Experiment) -> Iterator[Violation]:
         return  # a source of the user's own reads what it likes
     if data.source != "text" and data.paths:
         yield _ignored("paths", data.paths, data.source, "text")
+    if data.source != "text" and data.document != "file":
+        yield _ignored("document", data.document, data.source, "text")
     if data.source != "huggingface":
         for key in ("dataset", "subset", "data_files", "validation_split", "streaming"):
             value = getattr(data, key)
             if value:
                 yield _ignored(key, value, data.source, "huggingface")
+
+
+def one_file_can_be_divided(experiment: Experiment) -> Iterator[Violation]:
+    """A single file is not the only document where some have to be held out."""
+    data = experiment.data
+    if data.source != "text" or data.document != "file" or data.validation_fraction == 0:
+        return
+    found = {match.resolve() for path in data.paths for match in _matches(path)}
+    if experiment.training.evaluate_every and len(found) == 1 and found.pop().is_file():
+        yield Violation(
+            "data.document",
+            data.document,
+            "the one file is the one document, which cannot be both trained and evaluated on",
+            "data.document=paragraph (or line) makes documents of its parts; or training.evaluate_every=0",
+        )
+
+
+def held_out_of_a_stream_has_a_limit(experiment: Experiment) -> Iterator[Violation]:
+    """What is evaluated on ends, though a stream that it is held out of need not."""
+    data = experiment.data
+    streamed = data.source == "huggingface" and data.streaming and data.validation_split is None
+    held_out = experiment.training.evaluate_every and data.validation_fraction
+    if streamed and held_out and data.validation_documents is None:
+        yield unlimited_split(data)
+
+
+def unlimited_split(data: DataConfig) -> Violation:
+    """Of documents held out of a stream, which need not end, without a limit of how many."""
+    return Violation(
+        "data.validation_documents",
+        data.validation_documents,
+        "documents are held out of a stream, and all of it would have to be read to find them",
+        "data.validation_documents=1024 evaluates the first so many; or training.evaluate_every=0",
+    )
 
 
 def vocabulary_fits(experiment: Experiment) -> Iterator[Violation]:
@@ -123,12 +159,12 @@ def _quoted(value: object) -> str:
     return f"'{text}'" if text.startswith("[") else text
 
 
-def _matches(pattern: str) -> bool:
-    return bool(glob.glob(str(Path(pattern).expanduser()), recursive=True))
+def _matches(pattern: str) -> list[Path]:
+    return [Path(match) for match in glob.glob(str(Path(pattern).expanduser()), recursive=True)]
 
 
 def _holds_files(pattern: str) -> bool:
-    found = map(Path, glob.glob(str(Path(pattern).expanduser()), recursive=True))
+    found = _matches(pattern)
     return any(path.is_file() or any(inner.is_file() for inner in path.rglob("*")) for path in found)
 
 
@@ -146,4 +182,10 @@ def _vocabulary(path: Path) -> int:
     return max([*own, *(token["id"] for token in described.get("added_tokens") or [])]) + 1
 
 
-RULES = (source_has_its_input, no_input_is_ignored, vocabulary_fits)
+RULES = (
+    source_has_its_input,
+    no_input_is_ignored,
+    one_file_can_be_divided,
+    held_out_of_a_stream_has_a_limit,
+    vocabulary_fits,
+)

@@ -1,5 +1,6 @@
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -36,7 +37,7 @@ def run(path: Path, *overrides: str) -> tuple[bool, RunFolder]:
 
 
 def test_rows_say_what_the_design_names(tmp_path):
-    _, folder = run(tmp_path, "tracking.log_every=5")
+    _, folder = run(tmp_path, "tracking.log_every=5", "optimizer.lr=3e-3")
     rows = read_metrics(folder.metrics)
     assert [row["step"] for row in rows] == [5, 10]
     assert rows[1]["tokens"] == 10 * 8 * 64
@@ -90,6 +91,24 @@ def test_a_stop_request_saves_and_the_run_continues_bitwise(tmp_path):
     assert [[row[key] for key in keys] for row in read_metrics(folder.metrics)] == [
         [row[key] for key in keys] for row in read_metrics(undisturbed.metrics)
     ]
+
+
+def test_random_draws_in_a_step_are_drawn_again_after_a_resume(tmp_path):
+    settings = [
+        "model.architecture=tests.models.own_model.Bigram",
+        "+model.options.dropout=0.5",
+        "checkpoint.mode=sync",
+        "checkpoint.every=4",
+    ]
+    _, undisturbed = run(tmp_path / "undisturbed", *settings)
+    (tmp_path / "resumed" / "checkpoints").mkdir(parents=True)
+    shutil.copytree(tmp_path / "undisturbed/checkpoints/step-00000008", tmp_path / "resumed/checkpoints/step-00000008")
+    torch.manual_seed(1234)
+    _, resumed = run(tmp_path / "resumed", *settings)
+    expected = [row["loss"] for row in read_metrics(undisturbed.metrics)][8:]
+    assert [row["loss"] for row in read_metrics(resumed.metrics)] == expected
+    _, without = run(tmp_path / "without", settings[0], "checkpoint=none")
+    assert read_metrics(without.metrics)[-1]["loss"] != expected[-1], "nothing was dropped"
 
 
 def test_a_run_that_is_over_trains_no_further(tmp_path):

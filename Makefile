@@ -22,7 +22,7 @@ quick: $(STAMP)
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 ## Rewrite the golden texts of the shipped configurations.
 golden: $(STAMP)

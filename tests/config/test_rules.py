@@ -184,8 +184,6 @@ def test_on_a_machine_without_gpus(overrides: list[str], field: str, remedy: str
             "document_mask=false",
         ),
         (["model.attention_backend=cudnn", "training.mixed_precision=bf16", "data.document_mask=true"], "", ""),
-        (["model.attention_backend=efficient"], "model.attention_backend", "cudnn"),
-        (["model.attention_backend=efficient", "model.kv_heads=6"], "", ""),
         (["model.attention_backend=flex"], "", ""),
         (["compile=blocks", "compile.backend=cudagraphs"], "", ""),
     ],

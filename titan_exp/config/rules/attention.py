@@ -20,9 +20,9 @@ def kernel_exists(experiment: Experiment) -> Iterator[Violation]:
 
 
 def kernel_takes_it(experiment: Experiment) -> Iterator[Violation]:
-    """On CUDA, the kernel takes this precision, this mask and these heads."""
-    model, backend = experiment.model, experiment.model.attention_backend
-    if device_type(experiment.cluster) == "cpu" or model.architecture not in ARCHITECTURES:
+    """On CUDA, the kernel takes this precision and this mask."""
+    backend = experiment.model.attention_backend
+    if device_type(experiment.cluster) == "cpu" or experiment.model.architecture not in ARCHITECTURES:
         return
     if backend in ("flash", "cudnn") and experiment.training.mixed_precision == "fp32":
         yield Violation(
@@ -37,13 +37,6 @@ def kernel_takes_it(experiment: Experiment) -> Iterator[Violation]:
             backend,
             "on CUDA it takes no mask, and data.document_mask is true",
             "model.attention_backend=auto, cudnn or flex; or data.document_mask=false",
-        )
-    if backend == "efficient" and model.heads != model.kv_heads:
-        yield Violation(
-            "model.attention_backend",
-            backend,
-            f"it takes no grouped queries, and {model.heads} heads share {model.kv_heads} key and value heads",
-            "model.attention_backend=auto, cudnn or flex",
         )
 
 

@@ -8,7 +8,7 @@ from titan_exp.config.experiment import Experiment
 from titan_exp.config.suggest import divisors, listed, multiples_near, nearest_numbers
 
 FFN_MULTIPLE = 32
-"""What `model.ffn_dim` is a multiple of, for the matmul kernels."""
+"""What `model.ffn_dim` is a multiple of: gate and up rows alternate in groups of so many in the fused projection."""
 
 
 def heads_in_groups(experiment: Experiment) -> Iterator[Violation]:
@@ -36,13 +36,13 @@ def even_head_dim(experiment: Experiment) -> Iterator[Violation]:
 
 
 def aligned_ffn_dim(experiment: Experiment) -> Iterator[Violation]:
-    """The feed-forward width suits the kernels."""
+    """The feed-forward width holds whole groups."""
     width = experiment.model.ffn_dim
     if width % FFN_MULTIPLE:
         yield Violation(
             "model.ffn_dim",
             width,
-            f"it is not a multiple of {FFN_MULTIPLE}",
+            f"it is not a multiple of {FFN_MULTIPLE}, the groups in which gate and up rows alternate",
             f"nearest: model.ffn_dim={listed(multiples_near(width, FFN_MULTIPLE))}",
         )
 

@@ -71,7 +71,7 @@ def test_the_module_is_the_command():
 
 
 def test_a_reader_that_stops_reading_is_no_error():
-    bash = "set -o pipefail; python -m titan_exp train --cfg job | true"
+    bash = f"set -o pipefail; {sys.executable} -m titan_exp train --cfg job | true"
     done = subprocess.run(["bash", "-c", bash], capture_output=True, text=True, timeout=60, check=False)
     assert "Error" not in done.stderr
 

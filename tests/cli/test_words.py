@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +18,13 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     """What reaches the launcher, which is not started."""
     calls: Launched = []
 
-    def launch(experiment: Experiment, overrides: list[str]) -> int:
-        calls.append((experiment, list(overrides)))
-        return experiment.experiment.seed
+    def run(call: tuple[Experiment, list[str]]) -> SimpleNamespace:
+        calls.append(call)
+        return SimpleNamespace(exit_code=call[0].experiment.seed, folder=SimpleNamespace(path=Path("there")))
 
-    monkeypatch.setattr("titan_exp.launch.run.launch", launch)
+    monkeypatch.setattr("titan_exp.launch.commit.plan", lambda experiment, overrides: (experiment, list(overrides)))
+    monkeypatch.setattr("titan_exp.launch.run.run", run)
+    monkeypatch.setattr("titan_exp.compare.curve.draw", lambda folder: folder / "loss.png")
     return calls
 
 
@@ -160,7 +163,7 @@ def test_other_failures_are_not_hidden(
     def fail(*_: object) -> int:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr("titan_exp.launch.run.launch", fail)
+    monkeypatch.setattr("titan_exp.launch.run.run", fail)
     with pytest.raises(ZeroDivisionError, match="ours"):
         main(["train"])
     assert "Error executing job" not in capsys.readouterr().err

@@ -29,7 +29,12 @@ def test_make_train_in_a_fresh_clone(tmp_path):
         else:
             (clone / name).unlink(missing_ok=True)
     environment = {"PYTHONPATH": "", "VIRTUAL_ENV": "", "MAKEFLAGS": ""}
-    first = run(["make", "--no-print-directory", "train", f"ARGS={SHORT} training.steps=30"], clone, limit=800, environment=environment)
+    first = run(
+        ["make", "--no-print-directory", "train", f"ARGS={SHORT} training.steps=30"],
+        clone,
+        limit=800,
+        environment=environment,
+    )
     assert first.returncode == 0, first.stdout + first.stderr
     (folder,) = (clone / "runs" / "first").iterdir()
     assert (folder / "loss.png").stat().st_size > 10_000

@@ -57,6 +57,18 @@ def test_the_default_run_keeps_every_rule():
         (["parallelism.dp_shard=4", "training.global_batch_size=2"], "training.global_batch_size", "=4"),
         (["parallelism.dp_replicate=3", "training.global_batch_size=18"], "data.virtual_shards", "63 or 66"),
         (["parallelism.dp_replicate=3", "training.global_batch_size=18"], "data.virtual_shards", "1, 2 or 4"),
+        # precision
+        (["training.fp32_modules=[embedding]"], "training.fp32_modules", "mixed_precision=bf16"),
+        (
+            ["training.fp32_modules=[embed*]", "training.mixed_precision=bf16", "model.tied_embeddings=true"],
+            "training.fp32_modules",
+            "tied_embeddings=false",
+        ),
+        (
+            ["training.fp32_modules=[blocks.*.attention_norm]", "training.mixed_precision=bf16", "compile=blocks"],
+            "training.fp32_modules",
+            "compile=none",
+        ),
         # steps
         (["lr_schedule.warmup_steps=500"], "", ""),
         (["lr_schedule.warmup_steps=500", "lr_schedule.decay_steps=101"], "lr_schedule.decay_steps", "decay_steps=100"),

@@ -9,7 +9,7 @@ from tests.models.shapes import TINY, real_model
 from tests.ranks import run_ranks
 from titan_exp.config.parallelism import ParallelismConfig
 from titan_exp.models.build import build_model, initial_table
-from titan_exp.parallel.data import shard_parameters
+from titan_exp.parallel.data import Sharding, shard_parameters
 from titan_exp.parallel.materialize import copy_initial_weights, draw_initial_weights, materialize
 from titan_exp.parallel.mesh import build_mesh
 from titan_exp.trainer.distributed import joined_process_group
@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def layout(dp_replicate: int, dp_shard: int) -> ParallelismConfig:
-    return ParallelismConfig(dp_replicate, dp_shard, 1, 1, 1, 1, 1, "all_but_last")
+    return ParallelismConfig(dp_replicate, dp_shard, 1, 1, 1, 1, 1, False, 1, "all_but_last")
 
 
 def sharded_weights(degrees: tuple[int, int]) -> tuple[dict[str, torch.Tensor], int]:
@@ -28,7 +28,7 @@ def sharded_weights(degrees: tuple[int, int]) -> tuple[dict[str, torch.Tensor], 
             model = build_model(TINY, seq_len=64, attention_backend="math")
         table = initial_table(model)
         assert table is not None
-        shard_parameters(model, build_mesh(layout(*degrees), CPU), bf16=False, reshard_after_forward="always")
+        shard_parameters(model, build_mesh(layout(*degrees), CPU), Sharding(bf16=False, reshard_after_forward="always"))
         materialize(model, CPU)
         draw_initial_weights(model, table, seed=3)
         parameters = dict(model.named_parameters())
@@ -55,7 +55,7 @@ def undeclared_weights() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tenso
     with joined_process_group(CPU):
         with torch.device("meta"):
             model = build()
-        shard_parameters(model, build_mesh(layout(1, 2), CPU), bf16=False, reshard_after_forward="always")
+        shard_parameters(model, build_mesh(layout(1, 2), CPU), Sharding(bf16=False, reshard_after_forward="always"))
         materialize(model, CPU)
         copy_initial_weights(model, build, seed=3)
         found = {name: value.full_tensor() for name, value in model.named_parameters()}  # type: ignore[attr-defined]

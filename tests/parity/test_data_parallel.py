@@ -28,6 +28,11 @@ LAYOUTS = [
     DDP2,
     f"{DDP2} training.micro_batch_size=1 compile=blocks compile.backend=aot_eager",
     DDP4,
+    f"{FSDP4} parallelism.cpu_offload=true training.micro_batch_size=1",
+    f"{HSDP} parallelism.cpu_offload=true",
+    "parallelism.cpu_offload=true",
+    f"{FSDP4} parallelism.prefetch_blocks=3 parallelism.reshard_after_forward=always",
+    f"{HSDP} parallelism.prefetch_blocks=2 training.micro_batch_size=1",
     "training.micro_batch_size=1",
     "training.micro_batch_size=4 activation_checkpoint=full",
     "compile=blocks compile.backend=aot_eager",
@@ -102,3 +107,20 @@ def test_bf16_stays_within_its_rounding(tmp_path: Path, one_device, layout):
     # Master weights and their gradients' reduction are fp32.
     assert {weight.dtype for weight in found.weights.values()} == {torch.float32}
     assert found.loss != one_device("plain").loss
+
+
+FP32_MODULES = "training.mixed_precision=bf16 training.fp32_modules=[embedding,blocks.0,blocks.*.attention_norm,head]"
+
+
+@pytest.mark.parametrize("layout", [f"{FSDP2} training.micro_batch_size=1", f"{HSDP} activation_checkpoint=full"])
+def test_modules_in_fp32_among_bf16(tmp_path: Path, one_device, layout):
+    found = train(tmp_path / "many", *FP32_MODULES.split(), *layout.split())
+    alone = train(tmp_path / "one", *FP32_MODULES.split())
+    assert found.loss == pytest.approx(alone.loss, rel=2e-3)
+    assert found.grad_norm[0] == pytest.approx(alone.grad_norm[0], rel=5e-3)
+    assert alone.loss == pytest.approx(one_device("plain").loss, rel=5e-3)
+
+
+def test_a_module_that_is_not_there_is_said(tmp_path: Path):
+    with pytest.raises(AssertionError, match=r"training.fp32_modules=embeding.*\n.*did you mean embedding"):
+        train(tmp_path, "training.mixed_precision=bf16", "training.fp32_modules=[embeding]")

@@ -35,6 +35,11 @@ class ParallelismConfig:
     """Expert-parallel degree."""
     etp: Degree
     """Tensor-parallel degree inside experts."""
+    cpu_offload: bool
+    """Keep parameters, gradients and optimizer state in the CPU's memory and bring a block's parameters to the GPU
+    when it computes: the least GPU memory, at the speed of the link between the two."""
+    prefetch_blocks: PositiveInt
+    """Blocks whose parameters are gathered ahead of the one that computes; more hide slow links and cost memory."""
     reshard_after_forward: Literal["always", "never", "all_but_last"]
     """When a block frees its gathered parameters: after each forward pass, never before backward, or after each
     one but the last block's, which backward needs next."""

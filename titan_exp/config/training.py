@@ -23,6 +23,9 @@ class TrainingConfig:
     """Global gradient norm above which gradients are scaled down to it; null never clips."""
     mixed_precision: Literal["bf16", "fp32"]
     """Type of compute: bf16 keeps fp32 master weights and reduces gradients in fp32."""
+    fp32_modules: tuple[str, ...]
+    """Modules that compute in fp32 though the rest is in bf16, by name or pattern (`embedding`, `blocks.0`,
+    `blocks.*.attention_norm`); their outputs are bf16 again."""
     deterministic: bool
     """Use only kernels that give the same bits on every run, at some speed."""
     evaluate_every: Count

@@ -9,7 +9,7 @@ from torch import nn
 from titan_exp.config.experiment import Experiment
 from titan_exp.parallel.activation_checkpoint import recompute_blocks
 from titan_exp.parallel.compile import compile_blocks
-from titan_exp.parallel.data import shard_parameters
+from titan_exp.parallel.data import Sharding, shard_parameters
 from titan_exp.parallel.mesh import Mesh
 
 
@@ -19,9 +19,11 @@ def parallelize(model: nn.Module, experiment: Experiment, mesh: Mesh) -> None:
         compile_blocks(model, experiment.compile.backend)
     if experiment.activation_checkpoint.mode == "full":
         recompute_blocks(model)
-    shard_parameters(
-        model,
-        mesh,
+    sharding = Sharding(
         bf16=experiment.training.mixed_precision == "bf16",
         reshard_after_forward=experiment.parallelism.reshard_after_forward,
+        cpu_offload=experiment.parallelism.cpu_offload,
+        prefetch_blocks=experiment.parallelism.prefetch_blocks,
+        fp32_modules=experiment.training.fp32_modules,
     )
+    shard_parameters(model, mesh, sharding)

@@ -5,38 +5,64 @@ batch. DDP is HSDP whose shards are whole.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Literal
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from titan_exp.config.errors import UserError, Violation
+from titan_exp.config.suggest import did_you_mean
 from titan_exp.parallel.mesh import Mesh
 
 
-def shard_parameters(
-    model: nn.Module, mesh: Mesh, *, bf16: bool, reshard_after_forward: Literal["always", "never", "all_but_last"]
-) -> None:
+@dataclass(frozen=True)
+class Sharding:
+    """How parameters are kept and gathered."""
+
+    bf16: bool
+    """Compute in bf16: parameters stay fp32, are cast when gathered, and their gradients are reduced in fp32."""
+    reshard_after_forward: Literal["always", "never", "all_but_last"] = "all_but_last"
+    """When a block frees its gathered parameters."""
+    cpu_offload: bool = False
+    """Parameters, gradients and optimizer state live in the CPU's memory."""
+    prefetch_blocks: int = 1
+    """Blocks gathered ahead of the one that computes."""
+    fp32_modules: tuple[str, ...] = ()
+    """Names or patterns of modules that compute in fp32 with bf16."""
+
+
+def shard_parameters(model: nn.Module, mesh: Mesh, sharding: Sharding) -> None:
     """Shard the model in place, block by block, over the mesh's parameter axes.
 
-    With bf16, parameters stay fp32, are cast when gathered, and their gradients are reduced in fp32. One fp32 rank
-    alone needs none of it and is left as it is.
+    One fp32 rank alone needs none of it and is left as it is, unless its parameters are offloaded.
+
+    Raises:
+        UserError: a name in `fp32_modules` matches no module.
     """
-    if mesh.parameters.size() == 1 and not bf16:
+    if mesh.parameters.size() == 1 and not sharding.bf16 and not sharding.cpu_offload:
         return
     # Inputs are not cast: the residual stream has its type from the embedding, and rotary tables stay fp32.
-    policy = MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32, cast_forward_inputs=False
-    )
-    shards = mesh.sharding["fsdp"].size()
+    low = torch.bfloat16 if sharding.bf16 else None
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if sharding.cpu_offload else OffloadPolicy()
     blocks = list(blocks_of(model))
+    for module in _matching(model, sharding.fp32_modules):
+        full = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, output_dtype=low)
+        fully_shard(module, mesh=mesh.parameters, mp_policy=full, offload_policy=offload, reshard_after_forward=False)
     for index, block in enumerate(blocks):
-        last = index == len(blocks) - 1
+        if isinstance(block, FSDPModule):
+            continue
         # Whole shards have nothing to free; the last block's parameters are what backward needs first.
-        free = shards > 1 and {"always": True, "never": False, "all_but_last": not last}[reshard_after_forward]
-        fully_shard(block, mesh=mesh.parameters, mp_policy=policy, reshard_after_forward=free)
+        last = index == len(blocks) - 1
+        free = {"always": True, "never": False, "all_but_last": not last}[sharding.reshard_after_forward]
+        free = free and mesh.sharding["fsdp"].size() > 1
+        fully_shard(block, mesh=mesh.parameters, mp_policy=policy, offload_policy=offload, reshard_after_forward=free)
     # Embedding, norm and head share the root's group: tied weights must not be split over two.
-    fully_shard(model, mesh=mesh.parameters, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh.parameters, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
+    _prefetch(blocks, sharding.prefetch_blocks)
     for module in _sharded(model):
         module.set_gradient_divide_factor(1.0)
         # Without this a factor is still applied as part of the reduction, which gloo does not know.
@@ -55,6 +81,34 @@ def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
     blocks = getattr(model, "blocks", None)
     if isinstance(blocks, nn.ModuleDict):
         yield from blocks.values()
+
+
+def _matching(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
+    """Modules that any of the patterns names, each once, and none inside another of them."""
+    named = [
+        (name, module) for name, module in model.named_modules() if name and any(True for _ in module.parameters())
+    ]
+    found = {}
+    for pattern in patterns:
+        matches = {name: module for name, module in named if fnmatchcase(name, pattern)}
+        if not matches:
+            offer = did_you_mean(pattern, [name for name, _ in named]) or "patterns look like blocks.*.attention_norm"
+            violation = Violation("training.fp32_modules", pattern, "the model has no such module", offer)
+            raise UserError("This run cannot be started.", [violation])
+        found.update(matches)
+    return [module for name, module in found.items() if not any(name.startswith(f"{other}.") for other in found)]
+
+
+def _prefetch(blocks: list[nn.Module], ahead: int) -> None:
+    """Gather several blocks ahead; one is what FSDP2 does by itself."""
+    if ahead == 1:
+        return
+    for index, block in enumerate(blocks):
+        assert isinstance(block, FSDPModule), "blocks are sharded before"
+        later = [module for module in blocks[index + 1 : index + 1 + ahead] if isinstance(module, FSDPModule)]
+        earlier = [module for module in blocks[max(0, index - ahead) : index][::-1] if isinstance(module, FSDPModule)]
+        block.set_modules_to_forward_prefetch(later)
+        block.set_modules_to_backward_prefetch(earlier)
 
 
 def _sharded(model: nn.Module) -> Iterator[FSDPModule]:

@@ -10,9 +10,18 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from titan_exp.models.initialization import Init, Part, initial_slice
 
 
-def materialize(model: nn.Module, device: torch.device) -> None:
-    """Give a sharded meta model memory on `device`, parameters unfilled, and compute its buffers."""
-    model.to_empty(device=device)
+def materialize(model: nn.Module, device: torch.device, *, cpu_offload: bool = False) -> None:
+    """Give a sharded meta model memory, parameters unfilled, and compute its buffers.
+
+    Everything is on `device`, but for parameters that are offloaded to the CPU.
+    """
+    model.to_empty(device="cpu" if cpu_offload else device)
+    if cpu_offload:
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module.register_buffer(
+                    name, buffer.to(device), persistent=name not in module._non_persistent_buffers_set
+                )
     for module in model.modules():
         if hasattr(module, "reset_buffers"):
             module.reset_buffers()  # type: ignore[operator]  # a method, not a submodule

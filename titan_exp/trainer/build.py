@@ -35,7 +35,7 @@ class BuiltModel:
         """Operations of a training step per token."""
         table = initial_table(model)
         parallelize(model, experiment, mesh)
-        materialize(model, mesh.device)
+        materialize(model, mesh.device, cpu_offload=experiment.parallelism.cpu_offload)
         if table is not None:
             draw_initial_weights(model, table, experiment.experiment.seed)
         else:

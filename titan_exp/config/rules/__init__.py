@@ -9,7 +9,7 @@ from dataclasses import replace
 from titan_exp.config.errors import UserError, Violation
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import offered_devices, resolve_layout
-from titan_exp.config.rules import attention, batch, data, layout, names, places, shape, steps
+from titan_exp.config.rules import attention, batch, data, layout, names, places, precision, shape, steps
 
 Rule = Callable[[Experiment], Iterator[Violation]]
 
@@ -18,6 +18,7 @@ RULES: tuple[Rule, ...] = (
     *steps.RULES,
     *shape.RULES,
     *attention.RULES,
+    *precision.RULES,
     *names.RULES,
     *data.RULES,
     *layout.RULES,

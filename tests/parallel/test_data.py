@@ -45,7 +45,7 @@ def types_in_forward(fp32_modules: tuple[str, ...]) -> dict[str, tuple[torch.dty
 
 def test_everything_computes_in_bf16():
     for found in run_ranks(2, types_in_forward, ()):
-        assert {types for types in found.values()} == {(torch.bfloat16, torch.bfloat16)}
+        assert set(found.values()) == {(torch.bfloat16, torch.bfloat16)}
 
 
 def test_but_for_the_modules_that_are_named():

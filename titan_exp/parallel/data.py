@@ -103,12 +103,10 @@ def _prefetch(blocks: list[nn.Module], ahead: int) -> None:
     """Gather several blocks ahead; one is what FSDP2 does by itself."""
     if ahead == 1:
         return
-    for index, block in enumerate(blocks):
-        assert isinstance(block, FSDPModule), "blocks are sharded before"
-        later = [module for module in blocks[index + 1 : index + 1 + ahead] if isinstance(module, FSDPModule)]
-        earlier = [module for module in blocks[max(0, index - ahead) : index][::-1] if isinstance(module, FSDPModule)]
-        block.set_modules_to_forward_prefetch(later)
-        block.set_modules_to_backward_prefetch(earlier)
+    sharded: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]
+    for index, block in enumerate(sharded):
+        block.set_modules_to_forward_prefetch(sharded[index + 1 : index + 1 + ahead])
+        block.set_modules_to_backward_prefetch(sharded[max(0, index - ahead) : index][::-1])
 
 
 def _sharded(model: nn.Module) -> Iterator[FSDPModule]:

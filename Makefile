@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test quick check golden clean
+.PHONY: train test quick night check golden clean
 
 ## Train a small language model on this machine, draw its loss curve and let it write.
 train: $(STAMP)
@@ -18,6 +18,10 @@ test: $(STAMP) check
 ## The tests without the minutes-long ones.
 quick: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
+
+## Hundreds of layouts drawn at random against one device, and things broken on purpose that must be noticed.
+night: $(STAMP)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/parity/mutations.py tests/parity/test_drawn.py --layouts 300
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

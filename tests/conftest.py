@@ -16,6 +16,8 @@ install_import_hook(["titan_exp.ops", "titan_exp.models"], "beartype.beartype")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--layouts", type=int, default=5, help="layouts that tests/parity draws; hundreds for a night")
+    parser.addoption("--layout-seed", type=int, default=None, help="draw the same layouts again (in the test's name)")
     parser.addoption("--update-golden", action="store_true", help="write golden texts anew instead of comparing them")
 
 

@@ -39,7 +39,10 @@ def test_gradients_above_the_limit_are_scaled_to_it_and_others_left_alone():
 
 
 def test_no_gradients_is_zero():
-    assert float(global_grad_norm([torch.nn.Parameter(torch.ones(2))])) == 0
+    without = [torch.nn.Parameter(torch.ones(2))]
+    assert float(global_grad_norm(without)) == 0
+    scale_gradients(without, torch.zeros(()), max_norm=1.0)
+    assert without[0].grad is None
 
 
 def sharded_norms() -> tuple[float, float]:

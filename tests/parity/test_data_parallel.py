@@ -1,12 +1,13 @@
 """Promise 1 for data parallelism: FSDP, HSDP and DDP on 1, 2 and 4 ranks give the curve of one device."""
 
+import itertools
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.parity.runs import Curve, train
+from tests.parity.runs import LINES, Curve, assert_same_curve, train
 
 FSDP2 = "parallelism.dp_shard=2"
 FSDP4 = "parallelism.dp_shard=4"
@@ -42,7 +43,7 @@ LAYOUTS = [
 
 EXPERIMENTS = {
     "plain": "",
-    "documents": "data.document_mask=true data.reset_positions=true",
+    "documents": " ".join(LINES),
     "tied": "model.tied_embeddings=true",
     "unclipped": "training.max_grad_norm=null",
 }
@@ -57,17 +58,6 @@ def one_device(tmp_path_factory):
     return run
 
 
-def assert_same_curve(found: Curve, expected: Curve) -> None:
-    """To fp32 rounding: the sums are the same numbers in another order."""
-    assert len(found.loss) == 10
-    assert found.loss == pytest.approx(expected.loss, rel=2e-6)
-    assert found.grad_norm == pytest.approx(expected.grad_norm, rel=2e-5)
-    assert [row["tokens"] for row in found.rows] == [row["tokens"] for row in expected.rows]
-    assert found.weights.keys() == expected.weights.keys()
-    for name, weight in expected.weights.items():
-        torch.testing.assert_close(found.weights[name], weight, atol=2e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layout_does_not_change_the_curve(tmp_path: Path, one_device, layout):
     assert_same_curve(train(tmp_path, *layout.split()), one_device("plain"))
@@ -80,10 +70,17 @@ def test_nor_of_another_experiment(tmp_path: Path, one_device, layout, experimen
     assert_same_curve(found, one_device(experiment))
 
 
+def test_documents_are_short_enough_to_matter(one_device):
+    tokens = [row["tokens"] for row in one_device("documents").rows]
+    steps = [later - earlier for earlier, later in itertools.pairwise(tokens)]
+    assert len(set(steps)) > 3, "every step predicts as many tokens"
+    assert max(steps) < 0.99 * 8 * 64
+
+
 def test_the_curve_learns(one_device):
     """A curve that does not move would agree with itself in every layout."""
     curve = one_device("plain")
-    assert curve.loss[-1] < curve.loss[0] - 1
+    assert curve.loss[-1] < curve.loss[0] - 0.5
     assert len(set(curve.grad_norm)) == 10
 
 

@@ -44,7 +44,8 @@ def scale_gradients(parameters: Iterable[Tensor], norm: Tensor, max_norm: float)
     """Scale all gradients by min(1, max_norm / norm), in place and without asking the device for the norm."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    torch._foreach_mul_(gradients, factor)
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
 
 
 def _local(tensor: Tensor) -> Tensor:

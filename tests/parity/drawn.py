@@ -1,0 +1,43 @@
+"""Layouts drawn at random, among everything that must not change the curve."""
+
+import random
+from dataclasses import dataclass
+
+from tests.parity.runs import LINES
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A layout, and the experiment that it computes."""
+
+    experiment: tuple[str, ...]
+    """Overrides that change what is computed."""
+    layout: tuple[str, ...]
+    """Overrides that do not."""
+
+    def __str__(self) -> str:
+        return " ".join((*self.experiment, *self.layout))
+
+
+def draw(chance: random.Random, most_ranks: int) -> Drawn:
+    """One legal layout on at most `most_ranks` processes."""
+    replicate, shard = chance.choice([(r, s) for r in (1, 2, 4) for s in (1, 2, 4, 8) if 1 < r * s <= most_ranks])
+    data = replicate * shard
+    compiled = chance.random() < 0.25
+    layout = [
+        f"parallelism.dp_replicate={replicate}",
+        f"parallelism.dp_shard={shard}",
+        f"training.micro_batch_size={chance.choice([size for size in (1, 2, 4) if 8 % (data * size) == 0])}",
+        f"parallelism.reshard_after_forward={chance.choice(['always', 'never', 'all_but_last'])}",
+        f"parallelism.prefetch_blocks={chance.choice([1, 2, 3])}",
+        f"parallelism.cpu_offload={str(chance.random() < 0.2).lower()}",
+        f"activation_checkpoint.mode={chance.choice(['none', 'full'])}",
+        *(["compile.enabled=true", "compile.backend=aot_eager"] if compiled else []),
+    ]
+    experiment = [
+        f"model.tied_embeddings={str(chance.random() < 0.3).lower()}",
+        f"model.kv_heads={chance.choice([1, 2, 4])}",
+        *(LINES if chance.random() < 0.3 else []),
+        f"model.vocab_size={chance.choice([320, 257, 263])}",
+    ]
+    return Drawn(tuple(experiment), tuple(layout))

@@ -1,0 +1,179 @@
+"""Things broken on purpose, each of which the parity tests must notice. Run on demand:
+
+python -m pytest tests/parity/mutations.py
+"""
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.runs import LINES, assert_same_curve, train
+
+LAYOUT = ["parallelism=hsdp", "training.micro_batch_size=1", *LINES]
+"""Shards, copies and accumulation at once, with token counts that differ between ranks."""
+
+
+def gradients_are_averaged_once_more() -> None:
+    from titan_exp.parallel import data
+
+    original = data.shard_parameters
+
+    def shard(model: Any, *rest: Any) -> None:
+        original(model, *rest)
+        for module in data._sharded(model):
+            module.set_gradient_divide_factor(2.0)
+
+    _replace("titan_exp.parallel.apply.shard_parameters", shard)
+
+
+def the_loss_is_divided_by_local_tokens() -> None:
+    from titan_exp.trainer import step
+
+    original = step.forward_backward
+
+    def forward_backward(model: Any, batch: Any, tokens: int) -> torch.Tensor:
+        return original(model, batch, int((batch.labels >= 0).sum()) * 8)
+
+    _replace("titan_exp.trainer.step.forward_backward", forward_backward)
+
+
+def labels_are_shifted() -> None:
+    _change_batches(lambda batch: batch.labels.copy_(batch.labels.roll(1, dims=1)))
+
+
+def documents_see_each_other() -> None:
+    from titan_exp.ops import attention
+
+    original = attention.document_mask
+    _replace("titan_exp.ops.attention.document_mask", lambda documents: original(torch.zeros_like(documents)))
+
+
+def the_norm_is_not_summed_over_shards() -> None:
+    import torch.distributed as dist
+
+    _replace("titan_exp.optim.clip.dist", _Without(dist, "all_reduce"))
+
+
+def ranks_clip_by_their_own_norm() -> None:
+    from titan_exp.optim import clip
+
+    def scale(parameters: list[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+        own = torch.stack([p.grad.to_local().norm() for p in parameters]).norm()  # type: ignore[union-attr]
+        original(parameters, own, max_norm)
+
+    original = clip.scale_gradients
+    _replace("titan_exp.trainer.step.scale_gradients", scale)
+
+
+def only_the_last_micro_batch_counts() -> None:
+    from titan_exp.trainer import step
+
+    original, calls = step.forward_backward, itertools.count()
+
+    def forward_backward(model: Any, batch: Any, tokens: int) -> torch.Tensor:
+        if next(calls) % 2:
+            return original(model, batch, tokens)
+        with torch.no_grad():
+            return model(batch.tokens, batch.positions, batch.documents).sum() * 0
+
+    _replace("titan_exp.trainer.step.forward_backward", forward_backward)
+
+
+def every_data_rank_reads_the_same() -> None:
+    from titan_exp.data.train_loader import TrainLoader
+
+    def loader(*args: Any, **kwargs: Any) -> TrainLoader:
+        return TrainLoader(*args, **{**kwargs, "dp_rank": 0})
+
+    _replace("titan_exp.trainer.train.TrainLoader", loader)
+
+
+def initial_weights_depend_on_the_rank() -> None:
+    import os
+
+    from titan_exp.parallel import materialize
+
+    def draw(model: Any, table: Any, seed: int) -> None:
+        original(model, table, seed + int(os.environ["RANK"]))
+
+    original = materialize.draw_initial_weights
+    _replace("titan_exp.trainer.build.draw_initial_weights", draw)
+
+
+def copies_do_not_exchange_gradients() -> None:
+    from titan_exp.parallel import data
+
+    original = data.synchronize_gradients
+
+    def synchronize(model: Any, *, last: bool) -> None:
+        original(model, last=last)
+        model.set_requires_all_reduce(False)
+
+    _replace("titan_exp.trainer.step.synchronize_gradients", synchronize)
+
+
+MUTATIONS: list[Callable[[], None]] = [
+    gradients_are_averaged_once_more,
+    the_loss_is_divided_by_local_tokens,
+    labels_are_shifted,
+    documents_see_each_other,
+    the_norm_is_not_summed_over_shards,
+    ranks_clip_by_their_own_norm,
+    only_the_last_micro_batch_counts,
+    every_data_rank_reads_the_same,
+    initial_weights_depend_on_the_rank,
+    copies_do_not_exchange_gradients,
+]
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("one"), *LINES)
+
+
+def test_nothing_broken_is_the_same_curve(tmp_path: Path, one_device):
+    assert_same_curve(train(tmp_path, *LAYOUT), one_device)
+
+
+@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
+def test_it_is_noticed(tmp_path: Path, one_device, mutate):
+    found = train(tmp_path, *LAYOUT, "training.stop_on_nonfinite=false", mutate=mutate)
+    with pytest.raises(AssertionError):
+        assert_same_curve(found, one_device)
+
+
+class _Without:
+    """A module, one function of which does nothing."""
+
+    def __init__(self, module: Any, name: str) -> None:
+        self._module, self._name = module, name
+
+    def __getattr__(self, name: str) -> Any:
+        return (lambda *_, **__: None) if name == self._name else getattr(self._module, name)
+
+
+def _replace(name: str, value: Any) -> None:
+    """Replace a module's attribute in this process, for good."""
+    import importlib
+
+    module, _, attribute = name.rpartition(".")
+    assert hasattr(importlib.import_module(module), attribute)
+    setattr(importlib.import_module(module), attribute, value)
+
+
+def _change_batches(change: Callable[[Any], object]) -> None:
+    from titan_exp.data.train_loader import TrainLoader
+
+    original = TrainLoader.__next__
+
+    def changed(self: TrainLoader, following: Callable[[TrainLoader], Any]) -> Any:
+        batch = following(self)
+        change(batch)
+        return batch
+
+    TrainLoader.__next__ = lambda self: changed(self, partial(original))  # type: ignore[method-assign]

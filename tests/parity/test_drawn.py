@@ -1,0 +1,25 @@
+"""Promise 1 on layouts that nobody chose: a few fresh ones each time, hundreds with `--layouts 300`."""
+
+import random
+
+import pytest
+
+from tests.parity.drawn import Drawn, draw
+from tests.parity.runs import assert_same_curve, train
+
+MOST_RANKS = 8
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    config = metafunc.config
+    seed = config.getoption("--layout-seed")
+    seed = random.randrange(10**6) if seed is None else int(seed)
+    chance = random.Random(seed)
+    drawn = [draw(chance, MOST_RANKS) for _ in range(int(config.getoption("--layouts")))]
+    metafunc.parametrize("drawn", drawn, ids=[f"seed{seed}-{number}" for number in range(len(drawn))])
+
+
+def test_a_drawn_layout_does_not_change_the_curve(tmp_path, drawn: Drawn):
+    print(f"the run: {drawn}")
+    alone = train(tmp_path / "one", *drawn.experiment)
+    assert_same_curve(train(tmp_path / "many", *drawn.experiment, *drawn.layout, timeout=240), alone)

@@ -11,11 +11,12 @@ MOST_RANKS = 8
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    config = metafunc.config
-    seed = config.getoption("--layout-seed")
-    seed = random.randrange(10**6) if seed is None else int(seed)
+    given = metafunc.config.getoption("--layout-seed")
+    count = metafunc.config.getoption("--layouts")
+    assert isinstance(count, int)
+    seed = given if isinstance(given, int) else random.randrange(10**6)
     chance = random.Random(seed)
-    drawn = [draw(chance, MOST_RANKS) for _ in range(int(config.getoption("--layouts")))]
+    drawn = [draw(chance, MOST_RANKS) for _ in range(count)]
     metafunc.parametrize("drawn", drawn, ids=[f"seed{seed}-{number}" for number in range(len(drawn))])
 
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from titan_exp.config.bounds import PositiveInt, Ratio
+
 
 @dataclass(frozen=True)
 class QuantizationConfig:
@@ -16,8 +18,16 @@ class QuantizationConfig:
 class ActivationCheckpointConfig:
     """What backward recomputes instead of keeping."""
 
-    mode: Literal["none", "full"]
-    """`none` keeps every activation; `full` keeps each block's input and recomputes the rest."""
+    mode: Literal["none", "full", "every_n", "selective", "budget"]
+    """`none` keeps every activation; `full` keeps each block's input and recomputes the rest; `every_n` does that to
+    some blocks; `selective` keeps the outputs of chosen operators too; `budget` lets the compiler choose."""
+    every: PositiveInt
+    """Of `every_n`: 2 recomputes every second block."""
+    save: list[str]
+    """Of `selective`: operators, named as in `torch.ops`, whose outputs are kept; `aten.mm/2` keeps every second call
+    in a block, beginning with the first."""
+    budget: Ratio
+    """Of `budget`: memory for activations as a share of what the compiler would keep, 0 being `full`."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from titan_exp.config.bounds import Count, PositiveFloat, PositiveInt
+from titan_exp.config.bounds import Count, NonNegativeFloat, PositiveFloat, PositiveInt
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,12 @@ class TrainingConfig:
     fp32_modules: tuple[str, ...]
     """Modules that compute in fp32 though the rest is in bf16, by name or pattern (`embedding`, `blocks.0`,
     `blocks.*.attention_norm`); their outputs are bf16 again."""
+    loss_chunk_tokens: PositiveInt | None
+    """Tokens whose logits are held at a time, the head's matmul and the loss being one operation; null holds the
+    logits of the whole micro-batch. Changes rounding only."""
+    z_loss: NonNegativeFloat
+    """Coefficient of log(Z)² added to every token's cross-entropy, Z being softmax's denominator; 0 adds nothing.
+    The logged loss and the validation loss stay cross-entropy alone."""
     deterministic: bool
     """Use only kernels that give the same bits on every run, at some speed."""
     evaluate_every: Count

@@ -36,6 +36,7 @@ LAYOUT = {
     "compile": "which code runs the same operations",
     "activation_checkpoint": "what is kept and what is computed again",
     "training.micro_batch_size": "how the global batch is cut",
+    "training.loss_chunk_tokens": "how many logits are held at a time",
     "model.attention_backend": "which kernel computes attention",
 }
 """Keys left out of the experiment id as well: they change rounding at most."""

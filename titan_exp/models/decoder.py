@@ -5,6 +5,7 @@ class with the same parameter names.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from titan_exp.config.model import ModelConfig
 from titan_exp.models.blocks import Attention, Embedding, FeedForward, Linear, RMSNorm, TransformerBlock
 from titan_exp.ops.attention import Backend
+from titan_exp.ops.cross_entropy import LossSum
 from titan_exp.ops.rope import Frequencies, RotaryTable
 
 
@@ -58,13 +60,16 @@ class Decoder(nn.Module):
         tokens: Int[Tensor, "batch seq"],
         positions: Int[Tensor, "batch seq"] | None = None,
         documents: Int[Tensor, "batch seq"] | None = None,
-    ) -> Float[Tensor, "batch seq vocab"]:
-        """Logits of the next token.
+        loss: Callable[[Tensor, Tensor], LossSum] | None = None,
+    ) -> Float[Tensor, "batch seq vocab"] | LossSum:
+        """Logits of the next token, or what `loss` makes of them.
 
         Args:
             tokens: token ids.
             positions: position of each token for RoPE; None counts from the sequence's start.
             documents: document number of each token; tokens see only their own document. None is plainly causal.
+            loss: called with the hidden states [batch, seq, dim] and the head's weight [vocab, dim], instead of their
+                product; here, because only inside `forward` is a sharded weight whole.
         """
         x = self.embedding(tokens)
         rope = self.rope(x.shape[1], positions)
@@ -72,6 +77,8 @@ class Decoder(nn.Module):
         for block in self.blocks.values():
             x = block(x, rope, mask)
         x = self.norm(x)
+        if loss is not None:
+            return loss(x, self.head.weight if self.head is not None else self.embedding.weight)
         return self.head(x) if self.head is not None else F.linear(x, self.embedding.weight)
 
     def reset_buffers(self) -> None:

@@ -1,13 +1,13 @@
 """The one order in which a model is made parallel, the same for every model.
 
 Tensor, context and expert parallelism will cut the blocks first, so that what follows sees local shapes; compile comes
-before recomputation, whose wrapper would otherwise be traced; sharding comes last and gathers whatever is there.
+before recomputation, whose wrapper is traced only where it chooses among operators; sharding comes last and gathers whatever is there.
 """
 
 from torch import nn
 
 from titan_exp.config.experiment import Experiment
-from titan_exp.parallel.activation_checkpoint import recompute_blocks
+from titan_exp.parallel.activation_checkpoint import is_traced, recompute_blocks
 from titan_exp.parallel.compile import compile_blocks
 from titan_exp.parallel.data import Sharding, shard_parameters
 from titan_exp.parallel.mesh import Mesh
@@ -15,10 +15,13 @@ from titan_exp.parallel.mesh import Mesh
 
 def parallelize(model: nn.Module, experiment: Experiment, mesh: Mesh) -> None:
     """Apply the experiment's layout to a model on the meta device, in place."""
+    checkpointing = experiment.activation_checkpoint
+    if is_traced(checkpointing):
+        recompute_blocks(model, checkpointing)
     if experiment.compile.enabled:
         compile_blocks(model, experiment.compile.backend)
-    if experiment.activation_checkpoint.mode == "full":
-        recompute_blocks(model)
+    if not is_traced(checkpointing):
+        recompute_blocks(model, checkpointing)
     sharding = Sharding(
         bf16=experiment.training.mixed_precision == "bf16",
         reshard_after_forward=experiment.parallelism.reshard_after_forward,

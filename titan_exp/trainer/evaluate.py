@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 from titan_exp.data.batch import Batch
-from titan_exp.ops.cross_entropy import IGNORE_INDEX, cross_entropy_sum
+from titan_exp.ops.cross_entropy import IGNORE_INDEX
 from titan_exp.parallel.mesh import Mesh
+from titan_exp.trainer.loss import TokenLoss
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,13 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[Batch], mesh: Mesh) -> Evaluation:
+def evaluate(model: nn.Module, batches: Iterable[Batch], token_loss: TokenLoss, mesh: Mesh) -> Evaluation:
     """Run the model over a split.
 
     Args:
         model: put back into training mode afterwards.
         batches: this data rank's share; every rank has the same number of them.
+        token_loss: the loss in training; only its cross-entropy counts here.
         mesh: whose ranks take part.
     """
     model.eval()
@@ -43,7 +45,7 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], mesh: Mesh) -> Evaluati
     for cpu_batch in batches:
         tokens += int((cpu_batch.labels != IGNORE_INDEX).sum())
         batch = cpu_batch.to(mesh.device)
-        total += cross_entropy_sum(model(batch.tokens, batch.positions, batch.documents), batch.labels)
+        total += token_loss(model, batch).cross_entropy
     model.train()
     sums = torch.stack((total.cpu(), torch.tensor(float(tokens), dtype=torch.float64)))
     dist.all_reduce(sums, group=mesh.control)

@@ -8,10 +8,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_exp.data.batch import Batch
-from titan_exp.ops.cross_entropy import IGNORE_INDEX, cross_entropy_sum
+from titan_exp.ops.cross_entropy import IGNORE_INDEX
 from titan_exp.optim.clip import global_grad_norm, scale_gradients
 from titan_exp.parallel.data import synchronize_gradients
 from titan_exp.parallel.mesh import Mesh
+from titan_exp.trainer.loss import TokenLoss
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class StepResult:
     """What a step leaves behind, still on the device: nothing here has waited for it."""
 
     loss: Tensor
-    """This rank's share of the mean loss over the global batch; the sum over data ranks is the mean."""
+    """This rank's share of the mean cross-entropy over the global batch; the sum over data ranks is the mean."""
     grad_norm: Tensor
     """Global gradient norm before clipping."""
     tokens: int
@@ -31,6 +32,7 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     batches: Sequence[Batch],
     *,
+    token_loss: TokenLoss,
     tokens: int,
     lr: float,
     max_grad_norm: float | None,
@@ -42,6 +44,7 @@ def train_step(
         model: parallel model whose gradients are zero.
         optimizer: over the model's parameters.
         batches: micro-batches on the CPU.
+        token_loss: what is minimized.
         tokens: predicted tokens of the whole global batch, over all ranks.
         lr: learning rate of this step.
         max_grad_norm: clip above this global norm; None never clips.
@@ -51,7 +54,7 @@ def train_step(
     for index, cpu_batch in enumerate(batches):
         batch = cpu_batch.to(device)
         synchronize_gradients(model, last=index == len(batches) - 1)
-        loss += forward_backward(model, batch, tokens)
+        loss += forward_backward(model, batch, token_loss, tokens)
 
     parameters = list(model.parameters())
     grad_norm = global_grad_norm(parameters)
@@ -65,16 +68,15 @@ def train_step(
     return StepResult(loss, grad_norm, tokens)
 
 
-def forward_backward(model: nn.Module, batch: Batch, tokens: int) -> Tensor:
-    """Add a micro-batch's gradients; returns its share of the mean loss, detached.
+def forward_backward(model: nn.Module, batch: Batch, token_loss: TokenLoss, tokens: int) -> Tensor:
+    """Add a micro-batch's gradients; returns its share of the mean cross-entropy, detached.
 
     Dividing by the tokens of the whole global batch here makes every sum of gradients, over micro-batches and over
     ranks, the gradient of the global mean, however tokens are spread.
     """
-    logits = model(batch.tokens, batch.positions, batch.documents)
-    loss = cross_entropy_sum(logits, batch.labels) / max(tokens, 1)
-    loss.backward()
-    return loss.detach()
+    objective, cross_entropy = token_loss(model, batch)
+    (objective / max(tokens, 1)).backward()
+    return cross_entropy / max(tokens, 1)
 
 
 def agree(batches: Sequence[Batch], stop: bool, mesh: Mesh) -> tuple[int, bool]:

@@ -21,6 +21,7 @@ from titan_exp.trainer.build import BuiltModel
 from titan_exp.trainer.determinism import seed_step, set_deterministic
 from titan_exp.trainer.evaluate import evaluate
 from titan_exp.trainer.garbage import GarbageCollection
+from titan_exp.trainer.loss import TokenLoss
 from titan_exp.trainer.profile import ProfileWindow
 from titan_exp.trainer.report import Report
 from titan_exp.trainer.step import StepResult, agree, train_step
@@ -49,6 +50,7 @@ class Trainer:
         self.mesh = build_mesh(experiment.parallelism, device)
         built = BuiltModel(experiment, self.mesh)
         self.model = built.module
+        self.token_loss = TokenLoss.of(training)
         self.optimizer = build_optimizer(experiment.optimizer, self.model)
         self.schedule = LRSchedule(experiment.lr_schedule, peak=experiment.optimizer.lr, steps=training.steps)
         shares: dict[str, Any] = {
@@ -97,6 +99,7 @@ class Trainer:
             self.model,
             self.optimizer,
             batches,
+            token_loss=self.token_loss,
             tokens=tokens,
             lr=self.schedule(step),
             max_grad_norm=experiment.training.max_grad_norm,
@@ -115,7 +118,7 @@ class Trainer:
         numbers: dict[str, float | int | None] = {}
         if self.validation is not None and (last or step % training.evaluate_every == 0):
             with self.report.throughput.pause("evaluation"):
-                found = evaluate(self.model, self.validation, self.mesh)
+                found = evaluate(self.model, self.validation, self.token_loss, self.mesh)
             numbers = {
                 "validation_loss": found.loss,
                 "validation_perplexity": found.perplexity,

@@ -1,0 +1,164 @@
+"""The loss in chunks against the whole one, and both against fp64 autograd."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from titan_exp.ops.cross_entropy import IGNORE_INDEX, cross_entropy_sum, loss_sum
+from titan_exp.ops.linear_cross_entropy import linear_loss_sum
+
+ROWS, SEQ, DIM, VOCAB = 2, 17, 24, 53
+CHUNKS = [1, 5, 17, 34, 1000]
+
+
+def problem(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(ROWS, SEQ, DIM, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(VOCAB, DIM, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(0, VOCAB, (ROWS, SEQ), generator=generator)
+    labels[0, 3:7] = IGNORE_INDEX
+    return hidden, weight, labels
+
+
+def exact(scale: float, z_loss: float, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    """Objective and gradients in fp64, from the definition."""
+    hidden, weight, labels = problem(dtype)
+    hidden, weight = (it.detach().double().requires_grad_() for it in (hidden, weight))
+    logits = (hidden @ weight.T).flatten(0, 1)
+    labels = labels.flatten()
+    log_z = logits.logsumexp(-1)
+    predicted = labels != IGNORE_INDEX
+    chosen = logits[torch.arange(len(labels)), labels.where(predicted, 0)]
+    objective = ((log_z - chosen + z_loss * log_z**2) * predicted).sum()
+    (scale * objective).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return objective.detach(), hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+@pytest.mark.parametrize("scale", [1.0, 10.0, 0.0, -0.25])
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_values_and_gradients_are_those_of_fp64(chunk: int, scale: float, z_loss: float):
+    hidden, weight, labels = problem()
+    objective, cross_entropy = linear_loss_sum(hidden, weight, labels, chunk_tokens=chunk, z_loss=z_loss)
+    (scale * objective).backward()
+    expected, hidden_grad, weight_grad = exact(scale, z_loss)
+    torch.testing.assert_close(objective.detach().double(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(cross_entropy.double(), exact(1, 0)[0], rtol=1e-6, atol=0)
+    torch.testing.assert_close(hidden.grad, hidden_grad.float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(weight.grad, weight_grad.float(), rtol=1e-4, atol=1e-5)
+    assert (weight_grad.abs().max() > 0) == (scale != 0)
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+def test_whole_logits_give_the_same(z_loss: float):
+    hidden, weight, labels = problem()
+    objective, cross_entropy = loss_sum(hidden @ weight.T, labels, z_loss)
+    objective.backward()
+    expected, hidden_grad, weight_grad = exact(1, z_loss)
+    torch.testing.assert_close(objective.detach().double(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(weight.grad, weight_grad.float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(hidden.grad, hidden_grad.float(), rtol=1e-4, atol=1e-5)
+    assert not cross_entropy.requires_grad
+    assert cross_entropy == cross_entropy_sum(hidden @ weight.T, labels).detach()
+
+
+def test_in_bf16_it_is_as_close_to_the_truth_as_whole_logits_are():
+    """The same matmuls in bf16, the same softmax in fp32; the weight's gradient is summed over chunks in fp32."""
+    _, hidden_grad, weight_grad = exact(0.1, 0.01, torch.bfloat16)
+
+    def errors(chunk: int | None) -> tuple[float, float]:
+        hidden, weight, labels = problem(torch.bfloat16)
+        if chunk is None:
+            objective = loss_sum(hidden @ weight.T, labels, 0.01).objective
+        else:
+            objective = linear_loss_sum(hidden, weight, labels, chunk_tokens=chunk, z_loss=0.01).objective
+        assert objective.dtype == torch.float32
+        (objective * 0.1).backward()
+        assert hidden.grad is not None
+        assert weight.grad is not None
+        assert (hidden.grad.dtype, weight.grad.dtype) == (torch.bfloat16, torch.bfloat16)
+        return (
+            float((hidden.grad.double() - hidden_grad).norm() / hidden_grad.norm()),
+            float((weight.grad.double() - weight_grad).norm() / weight_grad.norm()),
+        )
+
+    whole = errors(None)
+    assert max(whole) > 1e-4  # bf16 it is
+    for chunk in CHUNKS:
+        found = errors(chunk)
+        assert found[0] < 1.3 * whole[0]
+        assert found[1] < 1.3 * whole[1]
+
+
+def test_many_chunks_lose_nothing_of_the_weights_gradient_in_bf16():
+    """A sum of 2048 like terms in bf16 would stop growing at a few hundred."""
+    hidden = torch.ones(1, 2048, 1, dtype=torch.bfloat16)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    linear_loss_sum(hidden, weight, torch.zeros(1, 2048, dtype=torch.int64), chunk_tokens=1).objective.backward()
+    assert weight.grad is not None
+    assert weight.grad.flatten().tolist() == [-1024.0, 1024.0]
+
+
+def test_nothing_to_predict_is_no_loss_and_no_gradient():
+    hidden, weight, labels = problem()
+    objective, cross_entropy = linear_loss_sum(
+        hidden, weight, torch.full_like(labels, IGNORE_INDEX), chunk_tokens=5, z_loss=0.1
+    )
+    objective.backward()
+    assert (objective.item(), cross_entropy.item()) == (0, 0)
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    assert hidden.grad.abs().max() == weight.grad.abs().max() == 0
+
+
+def test_gradients_arrive_where_only_one_input_needs_them():
+    hidden, weight, labels = problem()
+    linear_loss_sum(hidden.detach(), weight, labels, chunk_tokens=5).objective.backward()
+    assert hidden.grad is None
+    torch.testing.assert_close(weight.grad, exact(1, 0)[2].float(), rtol=1e-4, atol=1e-5)
+
+
+class LargestOutput(TorchDispatchMode):
+    """Records which operators give a tensor of at least some size."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.elements = elements
+        self.large: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if any(isinstance(it, Tensor) and it.numel() >= self.elements for it in tree_leaves(out)):
+            self.large.append(str(func))
+        return out
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_no_tensor_of_all_logits_exists(gradients: bool):
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(4, 64, 8, generator=generator, requires_grad=True)
+    weight = torch.randn(100, 8, generator=generator, requires_grad=True)
+    labels = torch.randint(0, 100, (4, 64), generator=generator)
+    # Larger than anything but all logits: weight 800, hidden states 2048, a chunk's logits 1600.
+    with LargestOutput(2049) as seen, torch.set_grad_enabled(gradients):
+        objective = linear_loss_sum(hidden, weight, labels, chunk_tokens=16, z_loss=0.1).objective
+        if gradients:
+            objective.backward()
+    assert seen.large == []
+    with LargestOutput(2049) as seen, torch.set_grad_enabled(gradients):
+        loss_sum(hidden @ weight.T, labels)
+    assert "aten.mm.default" in seen.large
+
+
+def test_without_gradients_none_are_computed():
+    hidden, weight, labels = problem()
+    with torch.no_grad():
+        alone = linear_loss_sum(hidden, weight, labels, chunk_tokens=5, z_loss=0.1)
+    assert not alone.objective.requires_grad
+    with_gradients = linear_loss_sum(hidden, weight, labels, chunk_tokens=5, z_loss=0.1)
+    assert alone.objective == with_gradients.objective.detach()
+    assert alone.cross_entropy == with_gradients.cross_entropy

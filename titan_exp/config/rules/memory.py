@@ -1,0 +1,94 @@
+"""Rules about what is kept for backward, and about the loss in chunks."""
+
+from collections.abc import Iterator
+
+from titan_exp.config.builtins import ARCHITECTURES
+from titan_exp.config.errors import Violation
+from titan_exp.config.experiment import Experiment
+from titan_exp.config.operators import known_operators, read_entry
+from titan_exp.config.suggest import did_you_mean
+
+PARTITIONING_BACKENDS = ("inductor", "aot_eager")
+"""Compile backends that choose what a graph keeps for backward."""
+
+
+def kept_operators_exist(experiment: Experiment) -> Iterator[Violation]:
+    """Every operator to keep has a name that torch knows; operators of other libraries are looked up by the ranks."""
+    checkpointing, field = experiment.activation_checkpoint, "activation_checkpoint.save"
+    if checkpointing.mode != "selective":
+        return
+    if not checkpointing.save:
+        yield Violation(
+            field,
+            checkpointing.save,
+            "selective recomputation without an operator to keep recomputes everything",
+            "activation_checkpoint=full, or activation_checkpoint.save='[aten.mm/2]'",
+        )
+    for entry in checkpointing.save:
+        kept = read_entry(entry)
+        if kept is None:
+            reason = "an entry is namespace.operator, with .overload or /number after it"
+            yield Violation(field, entry, reason, "aten.mm keeps every call, aten.mm/2 every second one")
+            continue
+        namespace, name = kept.operator.split(".")[:2]
+        known = known_operators(namespace)
+        if known and name not in known:
+            offer = did_you_mean(kept.operator, [f"{namespace}.{one}" for one in known])
+            yield Violation(
+                field, entry, "torch has no such operator", offer or "names are those of torch.ops, as in aten.mm"
+            )
+
+
+def some_block_is_recomputed(experiment: Experiment) -> Iterator[Violation]:
+    """Every n-th block: there are n blocks."""
+    checkpointing, layers = experiment.activation_checkpoint, experiment.model.layers
+    if checkpointing.mode != "every_n" or experiment.model.architecture not in ARCHITECTURES:
+        return
+    if checkpointing.every > layers:
+        yield Violation(
+            "activation_checkpoint.every",
+            checkpointing.every,
+            f"there are {layers} blocks, so that none would be recomputed",
+            f"at most activation_checkpoint.every={layers}, or activation_checkpoint=none",
+        )
+
+
+def budget_is_for_compiled_blocks(experiment: Experiment) -> Iterator[Violation]:
+    """It is the compiler that keeps to a memory budget."""
+    compile_ = experiment.compile
+    if experiment.activation_checkpoint.mode != "budget":
+        return
+    if not compile_.enabled:
+        yield Violation(
+            "activation_checkpoint.mode",
+            "budget",
+            "the compiler chooses what fits into the budget, and compile.enabled is false",
+            "compile=blocks, or activation_checkpoint=selective, every_n or full",
+        )
+    elif compile_.backend not in PARTITIONING_BACKENDS:
+        yield Violation(
+            "activation_checkpoint.mode",
+            "budget",
+            f"compile.backend={compile_.backend} does not choose what is kept",
+            f"compile.backend={' or '.join(PARTITIONING_BACKENDS)}",
+        )
+
+
+def chunks_are_for_the_built_in_head(experiment: Experiment) -> Iterator[Violation]:
+    """A model of one's own returns logits; there is nothing left to chunk."""
+    chunk, architecture = experiment.training.loss_chunk_tokens, experiment.model.architecture
+    if chunk is not None and architecture not in ARCHITECTURES:
+        yield Violation(
+            "training.loss_chunk_tokens",
+            chunk,
+            f"model.architecture={architecture} returns all logits at once",
+            "training.loss_chunk_tokens=null",
+        )
+
+
+RULES = (
+    kept_operators_exist,
+    some_block_is_recomputed,
+    budget_is_for_compiled_blocks,
+    chunks_are_for_the_built_in_head,
+)

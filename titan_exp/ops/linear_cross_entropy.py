@@ -1,0 +1,97 @@
+"""The head's matmul and the loss in one, some tokens at a time, so that all logits are never held together.
+
+Gradients are computed in the forward pass, chunk by chunk, while a chunk's logits are there; backward only scales them
+by the gradient that arrives.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from titan_exp.ops.cross_entropy import IGNORE_INDEX, LossSum
+
+
+def linear_loss_sum(
+    hidden: Float[Tensor, "batch seq dim"],
+    weight: Float[Tensor, "vocab dim"],
+    labels: Int[Tensor, "batch seq"],
+    *,
+    chunk_tokens: int,
+    z_loss: float = 0.0,
+) -> LossSum:
+    """`loss_sum(hidden @ weight.T, labels, z_loss)` with logits of at most `chunk_tokens` tokens in memory.
+
+    Matmuls are in the type of the inputs, softmax and the sums over chunks (the weight's gradient among them) in fp32.
+    """
+    hidden, labels = hidden.flatten(0, 1), labels.flatten()
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        return LossSum(*_LinearLoss.apply(hidden, weight, labels, chunk_tokens, z_loss))
+    sums = _over_chunks(hidden, weight, labels, chunk_tokens, z_loss, gradients=False)
+    return LossSum(sums.cross_entropy + sums.z, sums.cross_entropy)
+
+
+class _Sums(NamedTuple):
+    cross_entropy: Tensor
+    z: Tensor
+    hidden_grad: Tensor | None
+    weight_grad: Tensor | None
+
+
+class _LinearLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, z_loss: float) -> Any:
+        sums = _over_chunks(hidden, weight, labels, chunk_tokens, z_loss, gradients=True)
+        ctx.save_for_backward(sums.hidden_grad, sums.weight_grad)
+        ctx.weight_type = weight.dtype
+        ctx.mark_non_differentiable(sums.cross_entropy)
+        return sums.cross_entropy + sums.z, sums.cross_entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        scale = gradients[0]
+        hidden_grad, weight_grad = ctx.saved_tensors
+        # Scaled on the way into a new tensor of the weight's type: no second one in fp32.
+        scaled = torch.empty_like(weight_grad, dtype=ctx.weight_type)
+        torch.mul(weight_grad, scale, out=scaled)
+        return (hidden_grad * scale).to(hidden_grad.dtype), scaled, None, None, None
+
+
+def _over_chunks(
+    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, z_loss: float, *, gradients: bool
+) -> _Sums:
+    cross_entropy, z = hidden.new_zeros((), dtype=torch.float32), hidden.new_zeros((), dtype=torch.float32)
+    hidden_grad = torch.empty_like(hidden) if gradients else None
+    weight_grad = torch.zeros_like(weight, dtype=torch.float32) if gradients else None
+    for start in range(0, hidden.shape[0], chunk_tokens):
+        chunk = slice(start, start + chunk_tokens)
+        logits = (hidden[chunk] @ weight.T).float()
+        predicted = labels[chunk] != IGNORE_INDEX
+        # Any token will do where none is predicted: what it gives is multiplied by 0.
+        target = labels[chunk].where(predicted, 0)[:, None]
+        log_z = logits.logsumexp(-1)
+        cross_entropy += ((log_z - logits.gather(1, target)[:, 0]) * predicted).sum()
+        if z_loss:
+            z += z_loss * (log_z.square() * predicted).sum()
+        if hidden_grad is None or weight_grad is None:
+            continue
+        # d/dlogits of -log p[label] is p - onehot; of z_loss · log_z² it is 2 · z_loss · log_z · p.
+        grad = logits.sub_(log_z[:, None]).exp_()
+        if z_loss:
+            grad *= (1 + 2 * z_loss * log_z)[:, None]
+        grad.scatter_add_(1, target, grad.new_full((), -1.0).expand_as(target))
+        grad = (grad * predicted[:, None]).to(weight.dtype)
+        hidden_grad[chunk] = grad @ weight
+        _add_product(weight_grad, grad, hidden[chunk])
+    return _Sums(cross_entropy, z, hidden_grad, weight_grad)
+
+
+def _add_product(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
+    """`total += grad.T @ hidden`, summed in fp32 within a chunk too where the device can."""
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        total += torch.mm(grad.T, hidden, out_dtype=torch.float32)
+    elif hidden.dtype == torch.float32:
+        total.addmm_(grad.T, hidden)
+    else:
+        total += grad.T @ hidden

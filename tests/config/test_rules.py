@@ -150,6 +150,53 @@ def test_the_default_run_keeps_every_rule():
         (["model.vocab_size=257"], "", ""),
         (["data.tokenizer=nowhere.json"], "data.tokenizer", "data.tokenizer=bytes"),
         (["data.tokenizer=byte"], "data.tokenizer", "data.tokenizer=bytes"),
+        # memory
+        *(([f"activation_checkpoint={mode}"], "", "") for mode in ("full", "every_n", "selective")),
+        (["activation_checkpoint=selective", "activation_checkpoint.save=[]"], "activation_checkpoint.save", "=full"),
+        (
+            ["activation_checkpoint=selective", "activation_checkpoint.save=[mm]"],
+            "activation_checkpoint.save",
+            "aten.mm",
+        ),
+        (
+            ["activation_checkpoint=selective", "activation_checkpoint.save=[aten.mm/0]"],
+            "activation_checkpoint.save",
+            "/2",
+        ),
+        (
+            ["activation_checkpoint=selective", "activation_checkpoint.save=[aten._scaled_dot_product_flash_atention]"],
+            "activation_checkpoint.save",
+            "did you mean aten._scaled_dot_product_flash_attention",
+        ),
+        (
+            ["activation_checkpoint=selective", "activation_checkpoint.save=[_c10d_functional.reduce_scater_tensor]"],
+            "activation_checkpoint.save",
+            "did you mean _c10d_functional.reduce_scatter_tensor?",
+        ),
+        (
+            ["activation_checkpoint=selective", "activation_checkpoint.save=[aten.xyzzyx]"],
+            "activation_checkpoint.save",
+            "torch.ops",
+        ),
+        (["activation_checkpoint=selective", "activation_checkpoint.save=[aten.mm.default/3,my_library.scan]"], "", ""),
+        (["activation_checkpoint.save=[nonsense]"], "", ""),
+        (["activation_checkpoint=every_n", "activation_checkpoint.every=99"], "activation_checkpoint.every", "at most"),
+        (["activation_checkpoint.every=99"], "", ""),
+        (["activation_checkpoint=budget"], "activation_checkpoint.mode", "compile=blocks"),
+        (["activation_checkpoint=budget", "compile=blocks"], "", ""),
+        (["activation_checkpoint=budget", "compile=blocks", "compile.backend=aot_eager"], "", ""),
+        (
+            ["activation_checkpoint=budget", "compile=blocks", "compile.backend=eager"],
+            "activation_checkpoint.mode",
+            "compile.backend=inductor or aot_eager",
+        ),
+        (["training.loss_chunk_tokens=100", "training.z_loss=1e-4"], "", ""),
+        (
+            ["training.loss_chunk_tokens=100", "model.architecture=torch.nn.Linear"],
+            "training.loss_chunk_tokens",
+            "loss_chunk_tokens=null",
+        ),
+        (["training.z_loss=1e-4", "model.architecture=torch.nn.Linear"], "", ""),
         # layout
         (["parallelism.tp=2"], "parallelism.tp", "parallelism.tp=1"),
         (["parallelism.pp=2"], "parallelism.pp", "parallelism.pp=1"),

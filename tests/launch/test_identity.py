@@ -47,7 +47,9 @@ def test_keys_without_effect_change_no_id(override: str) -> None:
         "parallelism=ddp",
         "compile=blocks",
         "activation_checkpoint=full",
+        "activation_checkpoint=selective",
         "training.micro_batch_size=4",
+        "training.loss_chunk_tokens=100",
         "model.attention_backend=math",
     ],
 )
@@ -71,6 +73,7 @@ def test_the_layout_changes_the_run_and_not_the_experiment(override: str) -> Non
         "data.document_mask=true",
         "training.evaluate_every=0",
         "training.deterministic=true",
+        "training.z_loss=1e-4",
     ],
 )
 def test_what_is_computed_changes_both(override: str) -> None:

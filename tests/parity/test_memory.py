@@ -77,7 +77,10 @@ def test_z_loss_is_trained_on_and_not_logged(one_device):
 
 def test_bf16_in_chunks_stays_within_its_rounding(tmp_path: Path):
     bf16 = ["training.mixed_precision=bf16", FSDP2, "training.micro_batch_size=1"]
-    whole, chunked = train(tmp_path / "whole", *bf16), train(tmp_path / "chunked", *bf16, "training.loss_chunk_tokens=50")
+    whole, chunked = (
+        train(tmp_path / "whole", *bf16),
+        train(tmp_path / "chunked", *bf16, "training.loss_chunk_tokens=50"),
+    )
     assert chunked.loss == pytest.approx(whole.loss, rel=2e-3)
     assert chunked.grad_norm[0] == pytest.approx(whole.grad_norm[0], rel=5e-3)
     assert chunked.loss != whole.loss

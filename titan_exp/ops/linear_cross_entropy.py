@@ -41,8 +41,8 @@ class _Sums(NamedTuple):
 
 class _LinearLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, z_loss: float) -> Any:
-        sums = _over_chunks(hidden, weight, labels, chunk_tokens, z_loss, gradients=True)
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, *of: Any) -> Any:
+        sums = _over_chunks(hidden, weight, *of, gradients=True)
         ctx.save_for_backward(sums.hidden_grad, sums.weight_grad)
         ctx.weight_type = weight.dtype
         ctx.mark_non_differentiable(sums.cross_entropy)

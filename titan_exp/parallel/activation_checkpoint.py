@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -35,7 +36,7 @@ def recompute_blocks(model: nn.Module, config: ActivationCheckpointConfig) -> No
             _recompute(blocks, context_fn=functools.partial(_selective_contexts, kept))
         case "budget":
             # Read where a graph is divided into forward and backward, at its first call.
-            torch._functorch.config.activation_memory_budget = config.budget  # type: ignore[assignment]
+            functorch_config.activation_memory_budget = config.budget
 
 
 def is_traced(config: ActivationCheckpointConfig) -> bool:

@@ -1,7 +1,8 @@
 """The one order in which a model is made parallel, the same for every model.
 
 Tensor, context and expert parallelism will cut the blocks first, so that what follows sees local shapes; compile comes
-before recomputation, whose wrapper is traced only where it chooses among operators; sharding comes last and gathers whatever is there.
+before recomputation, whose wrapper is traced only where it chooses among operators; sharding comes last and gathers
+whatever is there.
 """
 
 from torch import nn

@@ -197,6 +197,12 @@ def test_the_default_run_keeps_every_rule():
             "loss_chunk_tokens=null",
         ),
         (["training.z_loss=1e-4", "model.architecture=torch.nn.Linear"], "", ""),
+        (
+            ["training.loss_chunk_tokens=9", "training.fp32_modules=['h*']", "training.mixed_precision=bf16"],
+            "training.loss_chunk_tokens",
+            "leave the head out",
+        ),
+        (["training.loss_chunk_tokens=9", "training.fp32_modules=[norm]", "training.mixed_precision=bf16"], "", ""),
         # layout
         (["parallelism.tp=2"], "parallelism.tp", "parallelism.tp=1"),
         (["parallelism.pp=2"], "parallelism.pp", "parallelism.pp=1"),

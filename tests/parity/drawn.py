@@ -19,6 +19,10 @@ class Drawn:
         return " ".join((*self.experiment, *self.layout))
 
 
+MODES = ["none", "full", "every_n", "selective"]
+"""Ways to recompute; `budget` is for compiled blocks."""
+
+
 def draw(chance: random.Random, most_ranks: int) -> Drawn:
     """One legal layout on at most `most_ranks` processes."""
     replicate, shard = chance.choice([(r, s) for r in (1, 2, 4) for s in (1, 2, 4, 8) if 1 < r * s <= most_ranks])
@@ -31,13 +35,15 @@ def draw(chance: random.Random, most_ranks: int) -> Drawn:
         f"parallelism.reshard_after_forward={chance.choice(['always', 'never', 'all_but_last'])}",
         f"parallelism.prefetch_blocks={chance.choice([1, 2, 3])}",
         f"parallelism.cpu_offload={str(chance.random() < 0.2).lower()}",
-        f"activation_checkpoint.mode={chance.choice(['none', 'full'])}",
+        f"activation_checkpoint.mode={chance.choice([*MODES, *(['budget'] if compiled else [])])}",
+        f"training.loss_chunk_tokens={chance.choice(['null', 37, 64, 100])}",
         *(["compile.enabled=true", "compile.backend=aot_eager"] if compiled else []),
     ]
     experiment = [
         f"model.tied_embeddings={str(chance.random() < 0.3).lower()}",
         f"model.kv_heads={chance.choice([1, 2, 4])}",
         *(LINES if chance.random() < 0.3 else []),
+        f"training.z_loss={chance.choice([0.0, 1e-3])}",
         f"model.vocab_size={chance.choice([320, 257, 263])}",
     ]
     return Drawn(tuple(experiment), tuple(layout))

@@ -36,8 +36,8 @@ def the_loss_is_divided_by_local_tokens() -> None:
 
     original = step.forward_backward
 
-    def forward_backward(model: Any, batch: Any, tokens: int) -> torch.Tensor:
-        return original(model, batch, int((batch.labels >= 0).sum()) * 8)
+    def forward_backward(model: Any, batch: Any, token_loss: Any, tokens: int) -> torch.Tensor:
+        return original(model, batch, token_loss, int((batch.labels >= 0).sum()) * 8)
 
     _replace("titan_exp.trainer.step.forward_backward", forward_backward)
 

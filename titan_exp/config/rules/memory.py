@@ -1,6 +1,7 @@
 """Rules about what is kept for backward, and about the loss in chunks."""
 
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 
 from titan_exp.config.builtins import ARCHITECTURES
 from titan_exp.config.errors import Violation
@@ -86,9 +87,24 @@ def chunks_are_for_the_built_in_head(experiment: Experiment) -> Iterator[Violati
         )
 
 
+def chunks_and_a_head_in_fp32(experiment: Experiment) -> Iterator[Violation]:
+    """The loss takes the head's weight from the group that it is gathered with, that of the whole model."""
+    chunk = experiment.training.loss_chunk_tokens
+    for pattern in experiment.training.fp32_modules:
+        if chunk is not None and fnmatchcase("head", pattern):
+            yield Violation(
+                "training.loss_chunk_tokens",
+                chunk,
+                f"the head is one of the modules in fp32 (training.fp32_modules has {pattern})",
+                "training.loss_chunk_tokens=null, or leave the head out of training.fp32_modules; "
+                "softmax and the loss are computed in fp32 anyway",
+            )
+
+
 RULES = (
     kept_operators_exist,
     some_block_is_recomputed,
     budget_is_for_compiled_blocks,
     chunks_are_for_the_built_in_head,
+    chunks_and_a_head_in_fp32,
 )

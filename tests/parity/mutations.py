@@ -14,8 +14,8 @@ import torch
 
 from tests.parity.runs import LINES, assert_same_curve, train
 
-LAYOUT = ["parallelism=hsdp", "training.micro_batch_size=1", *LINES]
-"""Shards, copies and accumulation at once, with token counts that differ between ranks."""
+LAYOUT = ["parallelism=hsdp", "training.micro_batch_size=1", "training.loss_chunk_tokens=37", *LINES]
+"""Shards, copies, accumulation and a loss in chunks at once, with token counts that differ between ranks."""
 
 
 def gradients_are_averaged_once_more() -> None:
@@ -75,9 +75,9 @@ def only_the_last_micro_batch_counts() -> None:
 
     original, calls = step.forward_backward, itertools.count()
 
-    def forward_backward(model: Any, batch: Any, tokens: int) -> torch.Tensor:
+    def forward_backward(model: Any, batch: Any, token_loss: Any, tokens: int) -> torch.Tensor:
         if next(calls) % 2:
-            return original(model, batch, tokens)
+            return original(model, batch, token_loss, tokens)
         with torch.no_grad():
             return model(batch.tokens, batch.positions, batch.documents).sum() * 0
 
@@ -117,6 +117,26 @@ def copies_do_not_exchange_gradients() -> None:
     _replace("titan_exp.trainer.step.synchronize_gradients", synchronize)
 
 
+def chunks_ignore_the_gradient_from_above() -> None:
+    from titan_exp.ops.linear_cross_entropy import _LinearLoss
+
+    original = _LinearLoss.backward
+    _LinearLoss.backward = lambda ctx, *gradients: original(ctx, torch.ones(()))  # type: ignore[method-assign]
+
+
+def the_last_chunk_is_lost() -> None:
+    from titan_exp.ops import linear_cross_entropy
+
+    original = linear_cross_entropy._over_chunks
+
+    def over_chunks(hidden: Any, weight: Any, labels: Any, *rest: Any, **options: Any) -> Any:
+        labels = labels.clone()
+        labels[37:] = -100
+        return original(hidden, weight, labels, *rest, **options)
+
+    _replace("titan_exp.ops.linear_cross_entropy._over_chunks", over_chunks)
+
+
 MUTATIONS: list[Callable[[], None]] = [
     gradients_are_averaged_once_more,
     the_loss_is_divided_by_local_tokens,
@@ -128,6 +148,8 @@ MUTATIONS: list[Callable[[], None]] = [
     every_data_rank_reads_the_same,
     initial_weights_depend_on_the_rank,
     copies_do_not_exchange_gradients,
+    chunks_ignore_the_gradient_from_above,
+    the_last_chunk_is_lost,
 ]
 
 

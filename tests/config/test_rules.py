@@ -153,7 +153,6 @@ def test_the_default_run_keeps_every_rule():
         # layout
         (["parallelism.tp=2"], "parallelism.tp", "parallelism.tp=1"),
         (["parallelism.pp=2"], "parallelism.pp", "parallelism.pp=1"),
-        (["parallelism.cp=2"], "parallelism.cp", "parallelism.cp=1"),
         (["parallelism.ep=2"], "parallelism.ep", "parallelism.ep=1"),
         (["parallelism.etp=2"], "parallelism.etp", "parallelism.etp=1"),
         (["cluster.nodes=2"], "cluster.nodes", "cluster.nodes=1"),

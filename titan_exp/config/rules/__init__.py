@@ -9,7 +9,7 @@ from dataclasses import replace
 from titan_exp.config.errors import UserError, Violation
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import offered_devices, resolve_layout
-from titan_exp.config.rules import attention, batch, data, layout, names, places, precision, shape, steps
+from titan_exp.config.rules import attention, batch, context, data, layout, names, places, precision, shape, steps
 
 Rule = Callable[[Experiment], Iterator[Violation]]
 
@@ -19,6 +19,7 @@ RULES: tuple[Rule, ...] = (
     *shape.RULES,
     *attention.RULES,
     *precision.RULES,
+    *context.RULES,
     *names.RULES,
     *data.RULES,
     *layout.RULES,

@@ -62,7 +62,7 @@ class CausalAttention(nn.Module):
 
     def __init__(self, backend: Backend) -> None:
         super().__init__()
-        self.backend = backend
+        self.backend: Backend = backend
 
     def mask(self, documents: Int[Tensor, "batch seq"] | None) -> Any:
         """What `forward` takes as `mask`, made once per forward pass of the model; None is plainly causal."""

@@ -27,7 +27,7 @@ Bias = Float[Tensor, "batch 1 rows keys"]
 
 
 def attend(
-    query: Heads, key: KVHeads, value: KVHeads, bias: Bias | None, *, causal: bool, backend: PartialBackend
+    query: Heads, key: KVHeads, value: KVHeads, *, bias: Bias | None, causal: bool, backend: PartialBackend
 ) -> tuple[Heads, Rows]:
     """Softmax attention over these keys alone.
 

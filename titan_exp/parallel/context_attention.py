@@ -56,7 +56,7 @@ def context_attention(  # noqa: PLR0917  # operators take arguments by place
             query[:, :, rows],
             k[:, :, keys],
             v[:, :, keys],
-            _bias(documents, exchange.rank, rank, query.dtype),
+            bias=_bias(documents, exchange.rank, rank, query.dtype),
             causal=causal and documents is None,
             backend=cast("PartialBackend", backend),
         )

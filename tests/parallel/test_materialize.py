@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def layout(dp_replicate: int, dp_shard: int) -> ParallelismConfig:
-    return ParallelismConfig(dp_replicate, dp_shard, 1, 1, 1, 1, 1, False, 1, "all_but_last")
+    return ParallelismConfig(dp_replicate, dp_shard, 1, 1, 1, "ring", 1, 1, False, 1, "all_but_last")
 
 
 def sharded_weights(degrees: tuple[int, int]) -> tuple[dict[str, torch.Tensor], int]:

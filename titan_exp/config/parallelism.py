@@ -30,7 +30,16 @@ class ParallelismConfig:
     pp: Degree
     """Pipeline-parallel degree."""
     cp: Degree
-    """Context-parallel degree."""
+    """Context-parallel degree: ranks that share every sequence, each with a part of its tokens. They shard parameters
+    like `dp_shard` ranks."""
+    cp_method: Literal["ring", "allgather", "ulysses"]
+    """How a rank attends to the other parts of a sequence; what is computed is the same.
+    `ring` passes keys and values from rank to rank behind the attention to those before: cp - 1 messages a layer,
+    memory for two parts. `allgather` gathers them in one collective behind the attention to the own part: fewer and
+    larger messages, memory for the keys and values of the whole sequence. `ulysses` exchanges heads for sequence in
+    two all-to-alls that nothing hides: the least to send and every kernel, but cp must divide query heads and kv heads.
+    Sequences are cut into 2 · cp chunks, one from the head and one from the tail for each rank, so that causal work is
+    even; for `ulysses` into cp parts. The backward pass of ring and allgather sends gradients in fp32."""
     ep: Degree
     """Expert-parallel degree."""
     etp: Degree

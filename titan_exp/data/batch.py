@@ -25,13 +25,14 @@ class Batch:
 
     def to(self, device: torch.device | str) -> "Batch":
         """This batch on `device`; the copy overlaps with compute where the batch is pinned."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "Batch":
         """This batch in page-locked memory, from which a GPU copies asynchronously. Needs CUDA."""
-        return self._map(lambda tensor: tensor.pin_memory())
+        return self.map(lambda tensor: tensor.pin_memory())
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        """This batch with each tensor that there is changed alike."""
         optional = (None if tensor is None else change(tensor) for tensor in (self.positions, self.documents))
         return Batch(change(self.tokens), change(self.labels), *optional)
 

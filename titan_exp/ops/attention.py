@@ -23,7 +23,9 @@ SDPA_BACKENDS: dict[str, SDPBackend] = {
 }
 
 
-def choose_backend(requested: str, device: torch.device, *, bf16: bool, documents: bool) -> Backend:
+def choose_backend(
+    requested: str, device: torch.device, *, bf16: bool, documents: bool, parts: bool = False
+) -> Backend:
     """Name the kernel that will run.
 
     Args:
@@ -32,6 +34,8 @@ def choose_backend(requested: str, device: torch.device, *, bf16: bool, document
         device: where attention will run.
         bf16: whether it will run in bf16, else fp32.
         documents: whether a document mask will be given.
+        parts: whether it will attend to parts of the keys and merge them (`ops.partial_attention`); cuDNN is not used
+            for that.
     """
     if requested != "auto":
         return requested  # type: ignore[return-value]  # one of Backend, checked by the configuration
@@ -39,6 +43,8 @@ def choose_backend(requested: str, device: torch.device, *, bf16: bool, document
         return "flash"
     if documents or not bf16:
         return "efficient"
+    if parts:
+        return "flash"
     hopper = torch.cuda.get_device_capability(device) >= (9, 0)
     return "cudnn" if hopper and torch.backends.cudnn.is_available() else "flash"
 
@@ -56,7 +62,7 @@ class CausalAttention(nn.Module):
 
     def __init__(self, backend: Backend) -> None:
         super().__init__()
-        self.backend = backend
+        self.backend: Backend = backend
 
     def mask(self, documents: Int[Tensor, "batch seq"] | None) -> Any:
         """What `forward` takes as `mask`, made once per forward pass of the model; None is plainly causal."""

@@ -1,8 +1,8 @@
 """The one order in which a model is made parallel, the same for every model.
 
-Tensor, context and expert parallelism will cut the blocks first, so that what follows sees local shapes; compile comes
-before recomputation, whose wrapper is traced only where it chooses among operators; sharding comes last and gathers
-whatever is there.
+Context parallelism (as tensor and expert parallelism will) changes the blocks first, so that what follows sees local
+shapes; compile comes before recomputation, whose wrapper is traced only where it chooses among operators; sharding
+comes last and gathers whatever is there.
 """
 
 from torch import nn
@@ -10,12 +10,14 @@ from torch import nn
 from titan_exp.config.experiment import Experiment
 from titan_exp.parallel.activation_checkpoint import is_traced, recompute_blocks
 from titan_exp.parallel.compile import compile_blocks
+from titan_exp.parallel.context import share_sequences
 from titan_exp.parallel.data import Sharding, shard_parameters
 from titan_exp.parallel.mesh import Mesh
 
 
 def parallelize(model: nn.Module, experiment: Experiment, mesh: Mesh) -> None:
     """Apply the experiment's layout to a model on the meta device, in place."""
+    share_sequences(model, mesh, experiment.parallelism.cp_method)
     checkpointing = experiment.activation_checkpoint
     if is_traced(checkpointing):
         recompute_blocks(model, checkpointing)

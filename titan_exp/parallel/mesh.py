@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titan_exp.config.parallelism import ParallelismConfig
+from titan_exp.parallel.sequence import SequencePart
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Mesh:
     """Device of this process."""
     control: dist.ProcessGroup
     """All ranks, on the CPU: token counts and decisions that must not wait for the device."""
+    sequence: SequencePart
+    """Which tokens of its sequences this rank computes."""
 
     @property
     def data_rank(self) -> int:
@@ -36,6 +39,16 @@ class Mesh:
     def data_degree(self) -> int:
         """Into how many shares a global batch is divided."""
         return self.world["dp_replicate"].size() * self.world["dp_shard"].size()
+
+    @property
+    def copies_of_rows(self) -> int:
+        """How many ranks are handed the same rows: a count of whole rows, summed over ranks, is so many times it."""
+        return self.world.size() // self.data_degree
+
+    @property
+    def copies_of_tokens(self) -> int:
+        """How many ranks compute the same tokens: a sum of losses over ranks is so many times the loss."""
+        return self.copies_of_rows // self.sequence.degree
 
     @property
     def parameters(self) -> DeviceMesh:
@@ -64,7 +77,8 @@ def build_mesh(config: ParallelismConfig, device: torch.device) -> Mesh:
         (config.pp, config.dp_replicate, config.dp_shard * config.cp, config.tp),
         mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"),
     )
-    return Mesh(world, sharding, device, new_cpu_group())
+    part = SequencePart(config.cp, world["cp"].get_local_rank(), head_and_tail=config.cp_method != "ulysses")
+    return Mesh(world, sharding, device, new_cpu_group(), part)
 
 
 def new_cpu_group() -> dist.ProcessGroup:

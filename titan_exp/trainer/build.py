@@ -23,6 +23,7 @@ class BuiltModel:
             mesh.device,
             bf16=experiment.training.mixed_precision == "bf16",
             documents=experiment.data.document_mask,
+            parts=experiment.parallelism.cp > 1 and experiment.parallelism.cp_method != "ulysses",
         )
         build = functools.partial(
             build_model, experiment.model, seq_len=experiment.training.seq_len, attention_backend=backend

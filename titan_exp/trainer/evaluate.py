@@ -12,6 +12,7 @@ from titan_exp.data.batch import Batch
 from titan_exp.ops.cross_entropy import IGNORE_INDEX
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.trainer.loss import TokenLoss
+from titan_exp.trainer.place import place
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,11 @@ def evaluate(model: nn.Module, batches: Iterable[Batch], token_loss: TokenLoss, 
     tokens = 0
     for cpu_batch in batches:
         tokens += int((cpu_batch.labels != IGNORE_INDEX).sum())
-        batch = cpu_batch.to(mesh.device)
+        batch = place(cpu_batch, mesh)
         total += token_loss(model, batch).cross_entropy
     model.train()
     sums = torch.stack((total.cpu(), torch.tensor(float(tokens), dtype=torch.float64)))
     dist.all_reduce(sums, group=mesh.control)
-    # Every axis but data holds the same tokens, counted once for each of its ranks; the ratio does not care.
-    copies = dist.get_world_size() // mesh.data_degree
-    return Evaluation(float(sums[0] / sums[1]) if sums[1] else math.nan, int(sums[1]) // copies)
+    # Tokens were counted in whole rows, losses summed over this rank's part of them.
+    loss, predicted = sums[0] / mesh.copies_of_tokens, sums[1] / mesh.copies_of_rows
+    return Evaluation(float(loss / predicted) if predicted else math.nan, int(predicted))

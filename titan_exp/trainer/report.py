@@ -72,7 +72,7 @@ class Report:
         loss = result.loss.double().cpu()
         if dist.get_world_size() > 1:
             dist.all_reduce(loss, group=self.mesh.control)
-        loss /= dist.get_world_size() // self.mesh.data_degree
+        loss /= self.mesh.copies_of_tokens
         if self.leader:
             row = {
                 "step": step,

@@ -13,6 +13,7 @@ from titan_exp.optim.clip import global_grad_norm, scale_gradients
 from titan_exp.parallel.data import synchronize_gradients
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.trainer.loss import TokenLoss
+from titan_exp.trainer.place import place
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class StepResult:
     """What a step leaves behind, still on the device: nothing here has waited for it."""
 
     loss: Tensor
-    """This rank's share of the mean cross-entropy over the global batch; the sum over data ranks is the mean."""
+    """This rank's share of the mean cross-entropy over the global batch; the sum over data and context ranks is the
+    mean."""
     grad_norm: Tensor
     """Global gradient norm before clipping."""
     tokens: int
@@ -36,7 +38,7 @@ def train_step(
     tokens: int,
     lr: float,
     max_grad_norm: float | None,
-    device: torch.device,
+    mesh: Mesh,
 ) -> StepResult:
     """Train on one global batch, of which `batches` are this rank's micro-batches.
 
@@ -48,11 +50,11 @@ def train_step(
         tokens: predicted tokens of the whole global batch, over all ranks.
         lr: learning rate of this step.
         max_grad_norm: clip above this global norm; None never clips.
-        device: where the model is.
+        mesh: where this rank stands: its device, and its part of every sequence.
     """
-    loss = torch.zeros((), device=device)
+    loss = torch.zeros((), device=mesh.device)
     for index, cpu_batch in enumerate(batches):
-        batch = cpu_batch.to(device)
+        batch = place(cpu_batch, mesh)
         synchronize_gradients(model, last=index == len(batches) - 1)
         loss += forward_backward(model, batch, token_loss, tokens)
 
@@ -85,6 +87,5 @@ def agree(batches: Sequence[Batch], stop: bool, mesh: Mesh) -> tuple[int, bool]:
     message = torch.tensor([predicted, int(stop)])
     if dist.get_world_size(mesh.control) > 1:
         dist.all_reduce(message, group=mesh.control)
-    # Ranks that differ only in other axes than data hold the same tokens.
-    copies = dist.get_world_size(mesh.control) // mesh.data_degree
-    return int(message[0]) // copies, bool(message[1])
+    # Rows are counted whole, before they are cut, by every rank that is handed them.
+    return int(message[0]) // mesh.copies_of_rows, bool(message[1])

@@ -103,7 +103,7 @@ class Trainer:
             tokens=tokens,
             lr=self.schedule(step),
             max_grad_norm=experiment.training.max_grad_norm,
-            device=self.mesh.device,
+            mesh=self.mesh,
         )
         self.step, self.tokens = step, self.tokens + tokens
         self.profile.after(step)

@@ -9,7 +9,19 @@ from dataclasses import replace
 from titan_exp.config.errors import UserError, Violation
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import offered_devices, resolve_layout
-from titan_exp.config.rules import attention, batch, data, layout, memory, names, places, precision, shape, steps
+from titan_exp.config.rules import (
+    attention,
+    batch,
+    context,
+    data,
+    layout,
+    memory,
+    names,
+    places,
+    precision,
+    shape,
+    steps,
+)
 
 Rule = Callable[[Experiment], Iterator[Violation]]
 
@@ -20,6 +32,7 @@ RULES: tuple[Rule, ...] = (
     *attention.RULES,
     *precision.RULES,
     *memory.RULES,
+    *context.RULES,
     *names.RULES,
     *data.RULES,
     *layout.RULES,

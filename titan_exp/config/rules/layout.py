@@ -9,15 +9,15 @@ from titan_exp.config.machine import visible_gpus
 from titan_exp.config.suggest import divisors, listed, nearest_numbers
 
 
-def data_parallel_only(experiment: Experiment) -> Iterator[Violation]:
+def degrees_that_work(experiment: Experiment) -> Iterator[Violation]:
     """The other degrees have their places in the mesh, and wait there for a later version."""
-    for axis in ("tp", "pp", "cp", "ep", "etp"):
+    for axis in ("tp", "pp", "ep", "etp"):
         degree = getattr(experiment.parallelism, axis)
         if degree != 1:
             yield Violation(
                 f"parallelism.{axis}",
                 degree,
-                "this version trains with data parallelism only",
+                "this version trains with data and context parallelism only",
                 f"parallelism.{axis}=1; spread over ranks with parallelism.dp_shard={degree}",
             )
 
@@ -66,4 +66,4 @@ def ranks_fit(experiment: Experiment) -> Iterator[Violation]:
         )
 
 
-RULES = (data_parallel_only, devices_exist, ranks_fit)
+RULES = (degrees_that_work, devices_exist, ranks_fit)

@@ -1,0 +1,118 @@
+"""Promise 1 for context parallelism: every method and degree, with data parallelism, gives the curve of one device."""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parity.runs import LINES, Curve, assert_same_curve, train
+from tests.parity.test_continued import continued
+
+METHODS = ["ring", "allgather", "ulysses"]
+
+EVALUATE = "training.evaluate_every=5 data.validation_documents=3"
+
+EXPERIMENTS = {
+    "plain": EVALUATE,
+    "documents": " ".join(LINES) + f" {EVALUATE}",
+    "documents, positions through the row": " ".join(LINES) + " data.reset_positions=false",
+    "positions reset, no mask": " ".join(LINES) + " data.document_mask=false",
+    "tied": "model.tied_embeddings=true",
+    "one kv head": "model.kv_heads=1",
+    "no groups": "model.kv_heads=4",
+}
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    @cache
+    def run(experiment: str) -> Curve:
+        return train(tmp_path_factory.mktemp("one"), *EXPERIMENTS[experiment].split())
+
+    return run
+
+
+def assert_same_evaluation(found: Curve, expected: Curve) -> None:
+    """The validation split was evaluated at the same steps, over as many tokens, to the same loss."""
+    assert [row.get("validation_tokens") for row in found.rows] == [
+        row.get("validation_tokens") for row in expected.rows
+    ]
+    losses = [[row["validation_loss"] for row in curve.rows if "validation_loss" in row] for curve in (found, expected)]
+    assert losses[0] == pytest.approx(losses[1], rel=2e-6)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "parallelism.cp=2",
+        "parallelism.cp=2 parallelism.dp_shard=2 training.micro_batch_size=1",
+        "parallelism.cp=2 parallelism=ddp activation_checkpoint=full",
+        "parallelism.cp=2 compile=blocks compile.backend=aot_eager activation_checkpoint=full",
+        "parallelism.cp=2 parallelism=hsdp training.micro_batch_size=2",
+        "parallelism.cp=4 model.kv_heads=4",
+    ],
+)
+def test_layout_does_not_change_the_curve(tmp_path: Path, one_device, method, layout):
+    expected = one_device("no groups" if "kv_heads" in layout else "plain")
+    evaluate = [] if "kv_heads" in layout else EVALUATE.split()
+    found = train(tmp_path, f"parallelism.cp_method={method}", *layout.split(), *evaluate)
+    assert_same_curve(found, expected)
+    assert_same_evaluation(found, expected)
+
+
+@pytest.mark.parametrize("method", ["ring", "allgather"])
+@pytest.mark.parametrize("experiment", ["plain", "documents", "one kv head"])
+def test_four_ranks_share_a_sequence_of_few_kv_heads(tmp_path: Path, one_device, method, experiment):
+    four = ["parallelism.cp=4", f"parallelism.cp_method={method}"]
+    found = train(tmp_path, *four, *EXPERIMENTS[experiment].split())
+    assert_same_curve(found, one_device(experiment))
+    assert_same_evaluation(found, one_device(experiment))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "experiment", ["documents", "documents, positions through the row", "positions reset, no mask", "tied"]
+)
+def test_nor_of_another_experiment(tmp_path: Path, one_device, method, experiment):
+    two = ["parallelism.cp=2", "parallelism.dp_shard=2", f"parallelism.cp_method={method}"]
+    found = train(tmp_path, *two, *EXPERIMENTS[experiment].split())
+    assert_same_curve(found, one_device(experiment))
+    assert_same_evaluation(found, one_device(experiment))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_documents_compiled(tmp_path: Path, one_device, method):
+    compiled = ["parallelism.cp=2", f"parallelism.cp_method={method}", "compile=blocks", "compile.backend=aot_eager"]
+    found = train(tmp_path, *compiled, *EXPERIMENTS["documents"].split())
+    assert_same_curve(found, one_device("documents"))
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ("parallelism.cp=2 parallelism.dp_shard=2", "parallelism.cp=2 parallelism.cp_method=ulysses"),
+        ("", "parallelism.cp=4 parallelism.cp_method=allgather"),
+        ("parallelism.cp=2 parallelism.cp_method=ulysses", "parallelism.dp_shard=2"),
+    ],
+)
+def test_a_run_goes_on_with_another_division_of_sequences(tmp_path: Path, before, after):
+    whole, changed = continued(tmp_path, before.split(), after.split())
+    assert [row["step"] for row in changed.rows] == [6, 7, 8, 9, 10]
+    assert [row["tokens"] for row in changed.rows] == [row["tokens"] for row in whole.rows[5:]]
+    assert changed.loss == pytest.approx(whole.loss[5:], rel=2e-6)
+    assert changed.grad_norm == pytest.approx(whole.grad_norm[5:], rel=2e-5)
+    for name, weight in whole.weights.items():
+        torch.testing.assert_close(changed.weights[name], weight, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bf16_stays_within_its_rounding(tmp_path: Path, method):
+    """As with data parallelism: where sums are taken in another order, bf16 shows it at 2^-8 of a gradient."""
+    bf16 = "training.mixed_precision=bf16"
+    alone = train(tmp_path / "one", bf16)
+    found = train(tmp_path / "two", bf16, "parallelism.cp=2", f"parallelism.cp_method={method}")
+    assert found.loss == pytest.approx(alone.loss, rel=2e-3)
+    assert found.grad_norm[0] == pytest.approx(alone.grad_norm[0], rel=5e-3)
+    assert found.grad_norm == pytest.approx(alone.grad_norm, rel=1e-1)

@@ -1,0 +1,33 @@
+"""Context parallelism: ranks share a sequence, and exchange what attention needs of each other's parts."""
+
+from typing import Literal, cast
+
+from torch import nn
+
+from titan_exp.ops.attention import CausalAttention
+from titan_exp.ops.partial_attention import PartialBackend
+from titan_exp.parallel.context_attention import ContextAttention
+from titan_exp.parallel.data import blocks_of
+from titan_exp.parallel.mesh import Mesh
+from titan_exp.parallel.ulysses_attention import UlyssesAttention
+
+
+def share_sequences(model: nn.Module, mesh: Mesh, method: Literal["ring", "allgather", "ulysses"]) -> None:
+    """Replace every block's attention core by one that sees the whole sequence from this rank's part, in place.
+
+    Only the core mixes tokens, so nothing else of a block changes. A mesh whose cp axis is 1 leaves the model as it is.
+    """
+    if mesh.sequence.degree == 1:
+        return
+    group = mesh.world.get_group("cp")
+    replaced = 0
+    for block in blocks_of(model):
+        attention = block.get_submodule("attention")
+        core = attention.get_submodule("core")
+        assert isinstance(core, CausalAttention), "checked by the rules"
+        if method == "ulysses":
+            attention.core = UlyssesAttention(core.backend, group)
+        else:
+            attention.core = ContextAttention(cast("PartialBackend", core.backend), method, group)
+        replaced += 1
+    assert replaced, "checked by the rules"

@@ -1,0 +1,19 @@
+"""A batch on its way into the model: on the device, and cut to this rank's part of every sequence."""
+
+from dataclasses import replace
+
+from titan_exp.data.batch import Batch
+from titan_exp.parallel.mesh import Mesh
+
+
+def place(batch: Batch, mesh: Mesh) -> Batch:
+    """The tokens of a CPU batch that this rank computes, on its device.
+
+    Everything about a token is cut together, and where sequences are shared its position is always given: its index
+    in what is left of the row no longer says it.
+    """
+    whole = batch.to(mesh.device)
+    if mesh.sequence.degree == 1:
+        return whole
+    part = whole.map(mesh.sequence.take)
+    return part if part.positions is not None else replace(part, positions=mesh.sequence.positions(whole.tokens))

@@ -25,12 +25,17 @@ MODES = ["none", "full", "every_n", "selective"]
 
 def draw(chance: random.Random, most_ranks: int) -> Drawn:
     """One legal layout on at most `most_ranks` processes."""
-    replicate, shard = chance.choice([(r, s) for r in (1, 2, 4) for s in (1, 2, 4, 8) if 1 < r * s <= most_ranks])
-    data = replicate * shard
+    degrees = [(r, s, c) for r in (1, 2, 4) for s in (1, 2, 4, 8) for c in (1, 1, 2, 4) if 1 < r * s * c <= most_ranks]
+    replicate, shard, context = chance.choice(degrees)
+    data, kv_heads = replicate * shard, chance.choice([1, 2, 4])
+    # Ulysses divides heads among the ranks that share a sequence.
+    methods = ["ring", "allgather", *(["ulysses"] if kv_heads % context == 0 else [])]
     compiled = chance.random() < 0.25
     layout = [
         f"parallelism.dp_replicate={replicate}",
         f"parallelism.dp_shard={shard}",
+        f"parallelism.cp={context}",
+        f"parallelism.cp_method={chance.choice(methods)}",
         f"training.micro_batch_size={chance.choice([size for size in (1, 2, 4) if 8 % (data * size) == 0])}",
         f"parallelism.reshard_after_forward={chance.choice(['always', 'never', 'all_but_last'])}",
         f"parallelism.prefetch_blocks={chance.choice([1, 2, 3])}",
@@ -41,7 +46,7 @@ def draw(chance: random.Random, most_ranks: int) -> Drawn:
     ]
     experiment = [
         f"model.tied_embeddings={str(chance.random() < 0.3).lower()}",
-        f"model.kv_heads={chance.choice([1, 2, 4])}",
+        f"model.kv_heads={kv_heads}",
         *(LINES if chance.random() < 0.3 else []),
         f"training.z_loss={chance.choice([0.0, 1e-3])}",
         f"model.vocab_size={chance.choice([320, 257, 263])}",

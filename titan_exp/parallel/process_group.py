@@ -1,4 +1,4 @@
-"""Process groups by name, as an operator that the compiler sees refers to one, and collectives by the name they have."""
+"""Process groups by name, as operators that the compiler sees refer to them, and collectives by their newest name."""
 
 import torch.distributed as dist
 from torch import Tensor

@@ -11,7 +11,7 @@ from tests.parity.test_continued import continued
 
 METHODS = ["ring", "allgather", "ulysses"]
 
-EVALUATE = "training.evaluate_every=5 data.validation_documents=3"
+EVALUATE = "training.evaluate_every=10 data.validation_documents=1"
 
 EXPERIMENTS = {
     "plain": EVALUATE,

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from titan_exp.parallel.process_group import all_gather, reduce_scatter
+
 
 class GatherExchange:
     """One all-gather of every rank's keys and values, behind the attention to the own ones; one reduce-scatter back."""
@@ -17,7 +19,7 @@ class GatherExchange:
     def blocks(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Every rank's block with the rank's number, the own one first."""
         gathered = own.new_empty((self.degree * own.shape[0], *own.shape[1:]))
-        work = dist.all_gather_into_tensor(gathered, own, group=self.group, async_op=True)
+        work = all_gather(gathered, own, group=self.group, async_op=True)
         yield self.rank, own
         assert work is not None, "every rank of the group takes part"
         work.wait()
@@ -35,5 +37,5 @@ class GatherExchange:
         """The sum over all ranks of the gradient of the own block, once all are given."""
         assert self._gradients is not None, "blocks were not gone through"
         own = torch.empty_like(self._gradients[0])
-        dist.reduce_scatter_tensor(own, self._gradients.flatten(0, 1), group=self.group)
+        reduce_scatter(own, self._gradients.flatten(0, 1), group=self.group)
         return own

@@ -1,8 +1,12 @@
-"""Process groups by name, which is how an operator that the compiler sees can refer to one."""
+"""Process groups by name, as operators that the compiler sees refer to them, and collectives by their newest name."""
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _resolve_process_group
+
+# Named so after torch 2.11; the names before still work, and warn.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def group_named(name: str) -> dist.ProcessGroup:
@@ -14,5 +18,5 @@ def gather_documents(documents: Tensor, group: str) -> Tensor:
     """Document numbers [batch, part] of every rank of the group, as [degree, batch, part]."""
     ranks = group_named(group)
     gathered = documents.new_empty((ranks.size() * documents.shape[0], documents.shape[1]))
-    dist.all_gather_into_tensor(gathered, documents.contiguous(), group=ranks)
+    all_gather(gathered, documents.contiguous(), group=ranks)
     return gathered.unflatten(0, (ranks.size(), -1))

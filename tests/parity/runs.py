@@ -1,8 +1,9 @@
 """Runs of the real trainer in any layout, and what came out of them."""
 
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,16 @@ def train(path: Path, *overrides: str, timeout: float = 120.0, mutate: Callable[
     weights = run_ranks(world_size(experiment), _train_on_rank, str(path), mutate, limit=timeout)[0]
     rows = read_metrics(folder.metrics)
     return Curve([row["loss"] for row in rows], [row["grad_norm"] for row in rows], rows, weights)  # type: ignore[misc]
+
+
+def remembered(make_folder: Callable[[], Path], experiments: Mapping[str, str]) -> Callable[[str], Curve]:
+    """The curve of a named experiment on one device, trained once."""
+
+    @cache
+    def run(name: str) -> Curve:
+        return train(make_folder(), *experiments[name].split())
+
+    return run
 
 
 def assert_same_curve(found: Curve, expected: Curve) -> None:

@@ -1,13 +1,12 @@
 """Promise 1 for data parallelism: FSDP, HSDP and DDP on 1, 2 and 4 ranks give the curve of one device."""
 
 import itertools
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.parity.runs import LINES, Curve, assert_same_curve, train
+from tests.parity.runs import LINES, assert_same_curve, remembered, train
 
 FSDP2 = "parallelism.dp_shard=2"
 FSDP4 = "parallelism.dp_shard=4"
@@ -51,11 +50,7 @@ EXPERIMENTS = {
 
 @pytest.fixture(scope="module")
 def one_device(tmp_path_factory):
-    @cache
-    def run(experiment: str) -> Curve:
-        return train(tmp_path_factory.mktemp("one"), *EXPERIMENTS[experiment].split())
-
-    return run
+    return remembered(lambda: tmp_path_factory.mktemp("one"), EXPERIMENTS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,11 +1,10 @@
 """What is kept, recomputed or computed in chunks does not change the curve."""
 
-from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.parity.runs import LINES, Curve, assert_same_curve, train
+from tests.parity.runs import LINES, Curve, assert_same_curve, remembered, train
 
 FSDP2 = "parallelism.dp_shard=2"
 HSDP = "parallelism=hsdp"
@@ -35,11 +34,7 @@ EXPERIMENTS = {
 
 @pytest.fixture(scope="module")
 def one_device(tmp_path_factory):
-    @cache
-    def run(experiment: str) -> Curve:
-        return train(tmp_path_factory.mktemp("one"), *EXPERIMENTS[experiment].split())
-
-    return run
+    return remembered(lambda: tmp_path_factory.mktemp("one"), EXPERIMENTS)
 
 
 def evaluations(curve: Curve) -> list[float]:

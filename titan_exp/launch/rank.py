@@ -21,11 +21,11 @@ import psutil
 
 from titan_exp.config.errors import UserError
 from titan_exp.launch.ending import close_attempt
-from titan_exp.launch.rank_record import DONE, FAILED, SPARE, STOPPED, RankError, RankRecord, read_record, write_record
+from titan_exp.launch.rank_record import SPARE, RankError, RankRecord, read_record, write_record
 from titan_exp.launch.seat import Seat, plain_seat, submitted_seat
 from titan_exp.launch.watch import Watch
 from titan_exp.tracking.run_folder import RunFolder
-from titan_exp.tracking.run_state import StateName
+from titan_exp.tracking.run_state import DONE, FAILED, STOPPED, StateName
 
 RANK_MAIN = "TITAN_EXP_RANK_MAIN"
 """Environment variable: dotted name of what a rank runs; the trainer unless set."""

@@ -9,9 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from titan_exp.tracking.run_folder import RunFolder, write_atomically
-
-DONE, STOPPED, FAILED = 0, 85, 1
-"""Exit codes of a rank: trained to the end; saved because a stop was requested; an error."""
+from titan_exp.tracking.run_state import DONE, STOPPED
 
 SPARE = "TITAN_EXP_SPARE"
 """Environment variable: a folder on another disk for the record where the run folder's is full."""

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_exp.config.errors import UserError
-from titan_exp.launch.rank_record import DONE, FAILED, STOPPED, RankRecord
-from titan_exp.tracking.run_state import StateName
+from titan_exp.launch.rank_record import RankRecord
+from titan_exp.tracking.run_state import DONE, FAILED, STOPPED, StateName
 
 TAIL = 20
 """Lines of a rank's log shown where it left no traceback."""

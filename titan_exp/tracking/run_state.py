@@ -10,6 +10,9 @@ from titan_exp.config.errors import UserError
 
 StateName = Literal["pending", "running", "done", "failed", "preempted"]
 
+DONE, STOPPED, FAILED = 0, 85, 1
+"""Exit codes of a rank: trained to the end; saved because a stop was requested; an error."""
+
 
 @dataclass(frozen=True)
 class RunState:

@@ -9,11 +9,9 @@ import torch.distributed as dist
 from titan_exp.config.convert import load_experiment
 from titan_exp.tracking.log import configure, get_logger
 from titan_exp.tracking.run_folder import RunFolder, RunState
+from titan_exp.tracking.run_state import STOPPED
 from titan_exp.trainer.distributed import joined
 from titan_exp.trainer.train import Trainer
-
-STOPPED = 85
-"""Exit code of a rank that saved and ended because a stop was asked for."""
 
 
 def main(run_folder: str) -> None:

@@ -1,5 +1,6 @@
 """The blocks that models are built from. Each says how its own parameters start; none knows a mesh."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,8 +10,12 @@ from torch import Tensor, nn
 
 from titan_exp.models.initialization import Init
 from titan_exp.ops.attention import Backend, CausalAttention
+from titan_exp.ops.cross_entropy import LossSum
 from titan_exp.ops.rope import rotate
 from titan_exp.ops.swiglu import GROUP, swiglu
+
+HeadLoss = Callable[[Tensor, Tensor], LossSum]
+"""A loss of hidden states [batch, seq, dim] and the head's weight [vocab, dim]."""
 
 
 class Linear(nn.Linear):
@@ -57,6 +62,34 @@ class Embedding(nn.Module):
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq dim"]:
         """Rows of the embedding."""
         return F.embedding(tokens, self.weight)
+
+
+class Head(nn.Module):
+    """What is made of the last hidden states: logits of the next token, or a loss.
+
+    Args:
+        dim: width of the hidden states.
+        vocab: number of logits.
+        std: initial standard deviation.
+        tied: whether the weight is the embedding's, handed to `forward`; then the head has no parameter of its own.
+    """
+
+    def __init__(self, dim: int, vocab: int, std: float, *, tied: bool) -> None:
+        super().__init__()
+        self.weight = None if tied else nn.Parameter(torch.empty(vocab, dim))
+        self.std = std
+
+    def initial(self) -> dict[str, Init]:
+        """How the parameters of this block start, by name."""
+        return {} if self.weight is None else {"weight": Init("normal", self.std)}
+
+    def forward(
+        self, x: Float[Tensor, "batch seq dim"], tied: Tensor | None = None, loss: HeadLoss | None = None
+    ) -> Float[Tensor, "batch seq vocab"] | LossSum:
+        """Logits, or what `loss` makes of the hidden states and the weight [vocab, dim] instead of their product."""
+        weight = self.weight if tied is None else tied
+        assert weight is not None, "a tied head is handed the embedding's weight"
+        return F.linear(x, weight) if loss is None else loss(x, weight)
 
 
 class Attention(nn.Module):

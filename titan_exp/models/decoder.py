@@ -5,15 +5,13 @@ class with the same parameter names.
 """
 
 import math
-from collections.abc import Callable
 from typing import Any
 
-import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from titan_exp.config.model import ModelConfig
-from titan_exp.models.blocks import Attention, Embedding, FeedForward, Linear, RMSNorm, TransformerBlock
+from titan_exp.models.blocks import Attention, Embedding, FeedForward, Head, HeadLoss, RMSNorm, TransformerBlock
 from titan_exp.ops.attention import Backend
 from titan_exp.ops.cross_entropy import LossSum
 from titan_exp.ops.rope import Frequencies, RotaryTable
@@ -40,7 +38,7 @@ class Decoder(nn.Module):
         )
         self.norm = RMSNorm(config.dim, config.norm_eps)
         # A tied head borrows the embedding's weight in `forward`: one parameter, not two names for one.
-        self.head = None if config.tied_embeddings else Linear(config.dim, config.vocab_size, config.init_std)
+        self.head = Head(config.dim, config.vocab_size, config.init_std, tied=config.tied_embeddings)
         rope = config.rope
         self.rope = RotaryTable(
             config.head_dim,
@@ -57,29 +55,30 @@ class Decoder(nn.Module):
 
     def forward(
         self,
-        tokens: Int[Tensor, "batch seq"],
+        x: Int[Tensor, "batch seq"] | Float[Tensor, "batch seq dim"],
         positions: Int[Tensor, "batch seq"] | None = None,
         documents: Int[Tensor, "batch seq"] | None = None,
-        loss: Callable[[Tensor, Tensor], LossSum] | None = None,
-    ) -> Float[Tensor, "batch seq vocab"] | LossSum:
-        """Logits of the next token, or what `loss` makes of them.
+        loss: HeadLoss | None = None,
+    ) -> Float[Tensor, "batch seq vocab"] | Float[Tensor, "batch seq dim"] | LossSum:
+        """Logits of the next token, or what `loss` makes of them; hidden states where the head is another stage's.
 
         Args:
-            tokens: token ids.
+            x: token ids; the hidden states that a stage before has computed, where the embedding is that stage's.
             positions: position of each token for RoPE; None counts from the sequence's start.
             documents: document number of each token; tokens see only their own document. None is plainly causal.
             loss: called with the hidden states [batch, seq, dim] and the head's weight [vocab, dim], instead of their
                 product; here, because only inside `forward` is a sharded weight whole.
         """
-        x = self.embedding(tokens)
         rope = self.rope(x.shape[1], positions)
         mask = self._mask(documents)
+        # Of a tied model the last stage has the embedding as well, for its head.
+        if not x.is_floating_point():
+            x = self.embedding(x)
         for block in self.blocks.values():
             x = block(x, rope, mask)
-        x = self.norm(x)
-        if loss is not None:
-            return loss(x, self.head.weight if self.head is not None else self.embedding.weight)
-        return self.head(x) if self.head is not None else F.linear(x, self.embedding.weight)
+        if self.norm is None:
+            return x
+        return self.head(self.norm(x), self.embedding.weight if self.config.tied_embeddings else None, loss)
 
     def reset_buffers(self) -> None:
         """Compute what is not a parameter, once memory is real."""
@@ -101,8 +100,8 @@ class Decoder(nn.Module):
     def _mask(self, documents: Int[Tensor, "batch seq"] | None) -> Any:
         if documents is None:
             return None
-        block = next(iter(self.blocks.values()))
-        return block.attention.core.mask(documents)  # type: ignore[union-attr]  # blocks are TransformerBlocks
+        block = next(iter(self.blocks.values()), None)
+        return block and block.attention.core.mask(documents)  # type: ignore[union-attr]  # blocks are TransformerBlocks
 
 
 def _block(config: ModelConfig, out_std: float, backend: Backend) -> TransformerBlock:

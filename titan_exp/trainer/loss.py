@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
 from titan_exp.config.training import TrainingConfig
 from titan_exp.data.batch import Batch
@@ -25,12 +25,12 @@ class TokenLoss:
         """The loss that a configuration says."""
         return TokenLoss(config.loss_chunk_tokens, config.z_loss)
 
-    def __call__(self, model: nn.Module, batch: Batch) -> LossSum:
-        """Run the model over a batch on its device.
+    def __call__(self, model: nn.Module, batch: Batch, hidden: Tensor | None = None) -> LossSum:
+        """Run the model, or its last stage over the `hidden` states of the stage before, over a batch on its device.
 
         In chunks the loss is computed inside the model's forward, where sharding has gathered the head's weight.
         """
-        inputs = (batch.tokens, batch.positions, batch.documents)
+        inputs = (batch.tokens if hidden is None else hidden, batch.positions, batch.documents)
         if self.chunk_tokens is None:
             return loss_sum(model(*inputs), batch.labels, self.z_loss)
         loss = partial(linear_loss_sum, labels=batch.labels, chunk_tokens=self.chunk_tokens, z_loss=self.z_loss)

@@ -26,7 +26,17 @@ class ParallelismConfig:
     dp_shard: ShardDegree
     """Ranks that parameters, gradients and optimizer state are sharded over (FSDP2); -1 takes every device left."""
     tp: Degree
-    """Tensor-parallel degree."""
+    """Tensor-parallel degree: ranks that share the matrices of every block, each with some of its heads and
+    feed-forward channels. Where it is a multiple of kv_heads, every key and value head serves several ranks."""
+    sequence_parallel: bool
+    """Divide tokens among the tensor-parallel ranks wherever each token is computed by itself (norms, residual
+    stream): as much to send, less memory. Sequences are divided by tp as well. Without effect where tp is 1."""
+    loss_parallel: bool
+    """Compute the loss from each tensor-parallel rank's own part of the vocabulary, exchanging two numbers a token,
+    instead of gathering all logits on every rank. Without effect where tp is 1."""
+    async_tp: bool
+    """Overlap a block's tensor-parallel exchanges with its matmuls, piece by piece, through symmetric memory: on CUDA
+    with compiled blocks and sequence_parallel only."""
     pp: Degree
     """Pipeline-parallel degree."""
     cp: Degree

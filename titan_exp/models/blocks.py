@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from titan_exp.models.initialization import Init
+from titan_exp.models.tensor_style import Columns, Common, Logits, Lookup, Rows, Style, Tokens
 from titan_exp.ops.attention import Backend, CausalAttention
 from titan_exp.ops.cross_entropy import LossSum
 from titan_exp.ops.rope import rotate
@@ -33,6 +34,8 @@ class Linear(nn.Linear):
 class RMSNorm(nn.Module):
     """Root-mean-square norm (Zhang and Sennrich 2019), computed in fp32."""
 
+    tensor_style = Tokens()
+
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
@@ -49,6 +52,8 @@ class RMSNorm(nn.Module):
 
 class Embedding(nn.Module):
     """Token embedding."""
+
+    tensor_style = Lookup()
 
     def __init__(self, vocab: int, dim: int, std: float) -> None:
         super().__init__()
@@ -78,6 +83,7 @@ class Head(nn.Module):
         super().__init__()
         self.weight = None if tied else nn.Parameter(torch.empty(vocab, dim))
         self.std = std
+        self.tensor_style = Logits(vocab)
 
     def initial(self) -> dict[str, Init]:
         """How the parameters of this block start, by name."""
@@ -103,10 +109,14 @@ class Attention(nn.Module):
         self, dim: int, heads: int, kv_heads: int, head_dim: int, *, std: float, out_std: float, backend: Backend
     ) -> None:
         super().__init__()
-        self.head_dim, self.group = head_dim, heads // kv_heads
+        self.head_dim, self.kv_heads, self.group = head_dim, kv_heads, heads // kv_heads
         self.qkv = Linear(dim, (heads + 2 * kv_heads) * head_dim, std)
         self.out = Linear(heads * head_dim, dim, out_std)
         self.core = CausalAttention(backend)
+
+    def tensor_styles(self) -> dict[str, Style]:
+        """How the projections may be divided, by name: whole groups of heads, or a group's query heads."""
+        return {"qkv": Columns(self.kv_heads, Common(self.group, self.head_dim, count="group")), "out": Rows()}
 
     def forward(
         self,
@@ -130,6 +140,10 @@ class FeedForward(nn.Module):
         assert ffn_dim % GROUP == 0, "checked by the configuration's rules"
         self.gate_up = Linear(dim, 2 * ffn_dim, std)
         self.down = Linear(ffn_dim, dim, out_std)
+
+    def tensor_styles(self) -> dict[str, Style]:
+        """How the projections may be divided, by name."""
+        return {"gate_up": Columns(self.down.in_features // GROUP), "down": Rows()}
 
     def forward(self, x: Float[Tensor, "batch seq dim"]) -> Float[Tensor, "batch seq dim"]:
         """down(silu(gate(x)) · up(x))."""

@@ -10,25 +10,28 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from titan_exp.ops.cross_entropy import IGNORE_INDEX, LossSum
+from titan_exp.ops.cross_entropy import IGNORE_INDEX, LossSum, logits_gradient
+from titan_exp.ops.vocabulary import VocabularyPart, log_normalizer_and_target
 
 
 def linear_loss_sum(
     hidden: Float[Tensor, "batch seq dim"],
-    weight: Float[Tensor, "vocab dim"],
+    weight: Float[Tensor, "words dim"],
     labels: Int[Tensor, "batch seq"],
     *,
     chunk_tokens: int,
     z_loss: float = 0.0,
+    part: VocabularyPart | None = None,
 ) -> LossSum:
-    """`loss_sum(hidden @ weight.T, labels, z_loss)` with logits of at most `chunk_tokens` tokens in memory.
+    """`loss_sum(hidden @ weight.T, labels, z_loss, part)` with logits of at most `chunk_tokens` tokens in memory.
 
     Matmuls are in the type of the inputs, softmax and the sums over chunks (the weight's gradient among them) in fp32.
+    Of a part of the vocabulary, the hidden states' gradient is that through these words alone: the ranks' sum is whole.
     """
     hidden, labels = hidden.flatten(0, 1), labels.flatten()
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return LossSum(*_LinearLoss.apply(hidden, weight, labels, chunk_tokens, z_loss))
-    sums = _over_chunks(hidden, weight, labels, chunk_tokens, z_loss, gradients=False)
+        return LossSum(*_LinearLoss.apply(hidden, weight, labels, chunk_tokens, z_loss, part))
+    sums = _over_chunks(hidden, weight, labels, chunk_tokens, z_loss, part, gradients=False)
     return LossSum(sums.cross_entropy + sums.z, sums.cross_entropy)
 
 
@@ -55,11 +58,18 @@ class _LinearLoss(torch.autograd.Function):
         # Scaled on the way into a new tensor of the weight's type: no second one in fp32.
         scaled = torch.empty_like(weight_grad, dtype=ctx.weight_type)
         torch.mul(weight_grad, scale, out=scaled)
-        return (hidden_grad * scale).to(hidden_grad.dtype), scaled, None, None, None
+        return (hidden_grad * scale).to(hidden_grad.dtype), scaled, None, None, None, None
 
 
-def _over_chunks(
-    hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int, z_loss: float, *, gradients: bool
+def _over_chunks(  # noqa: PLR0917  # an autograd function takes arguments by place
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk_tokens: int,
+    z_loss: float,
+    part: VocabularyPart | None,
+    *,
+    gradients: bool,
 ) -> _Sums:
     cross_entropy, z = hidden.new_zeros((), dtype=torch.float32), hidden.new_zeros((), dtype=torch.float32)
     hidden_grad = torch.empty_like(hidden) if gradients else None
@@ -69,19 +79,13 @@ def _over_chunks(
         logits = (hidden[chunk] @ weight.T).float()
         predicted = labels[chunk] != IGNORE_INDEX
         # Any token will do where none is predicted: what it gives is multiplied by 0.
-        target = labels[chunk].where(predicted, 0)[:, None]
-        log_z = logits.logsumexp(-1)
-        cross_entropy += ((log_z - logits.gather(1, target)[:, 0]) * predicted).sum()
+        log_z, chosen = log_normalizer_and_target(logits, labels[chunk].where(predicted, 0), part)
+        cross_entropy += ((log_z - chosen) * predicted).sum()
         if z_loss:
             z += z_loss * (log_z.square() * predicted).sum()
         if hidden_grad is None or weight_grad is None:
             continue
-        # d/dlogits of -log p[label] is p - onehot; of z_loss · log_z² it is 2 · z_loss · log_z · p.
-        grad = logits.sub_(log_z[:, None]).exp_()
-        if z_loss:
-            grad *= (1 + 2 * z_loss * log_z)[:, None]
-        grad.scatter_add_(1, target, grad.new_full((), -1.0).expand_as(target))
-        grad = (grad * predicted[:, None]).to(weight.dtype)
+        grad = logits_gradient(logits, log_z, labels[chunk], z_loss, part).to(weight.dtype)
         hidden_grad[chunk] = grad @ weight
         _add_product(weight_grad, grad, hidden[chunk])
     return _Sums(cross_entropy, z, hidden_grad, weight_grad)

@@ -1,16 +1,18 @@
 """From the optimizer group to a torch optimizer."""
 
+from collections import defaultdict
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from titan_exp.config.dotted import import_dotted, is_dotted
 from titan_exp.config.optimizer import OptimizerConfig
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """Build the optimizer over the model's parameters, in two groups: with and without weight decay.
+    """Build the optimizer over the model's parameters, in groups with and without weight decay for every mesh.
 
     Vectors (norms, biases) are not decayed unless `decay_vectors`. A class of the user's own is called as
     `Class(groups, lr=lr, **options)`.
@@ -18,14 +20,16 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Op
     Raises:
         UserError: the dotted name cannot be imported.
     """
-    matrices, vectors = [], []
+    # Fused and foreach kernels take tensors of one mesh at a time.
+    by_kind: dict[tuple[bool, object], list[nn.Parameter]] = defaultdict(list)
     for parameter in model.parameters():
         if parameter.requires_grad:
-            (vectors if parameter.dim() < 2 and not config.decay_vectors else matrices).append(parameter)
+            decayed = parameter.dim() >= 2 or config.decay_vectors
+            mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+            by_kind[decayed, mesh].append(parameter)
     groups: list[dict[str, Any]] = [
-        {"params": parameters, "weight_decay": decay}
-        for parameters, decay in ((matrices, config.weight_decay), (vectors, 0.0))
-        if parameters
+        {"params": parameters, "weight_decay": config.weight_decay if decayed else 0.0}
+        for (decayed, _), parameters in sorted(by_kind.items(), key=lambda item: not item[0][0])
     ]
     if is_dotted(config.name):
         return import_dotted(config.name, "optimizer.name")(groups, lr=config.lr, **config.options)

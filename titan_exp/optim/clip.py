@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 
 @torch.no_grad()
@@ -33,7 +33,8 @@ def global_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
         if sample is not None:
             for axis, placement in enumerate(sample.placements):
                 assert not placement.is_partial(), "a gradient must be reduced before it is measured"
-                if isinstance(placement, Shard):
+                # Not only Shard: dim 0 sharded twice is a class of its own.
+                if not placement.is_replicate():
                     dist.all_reduce(square, group=sample.device_mesh.get_group(axis))
         squares.append(square)
     return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())

@@ -1,8 +1,8 @@
 """The one order in which a model is made parallel, the same for every model.
 
-Context parallelism (as tensor and expert parallelism will) changes the blocks first, so that what follows sees local
-shapes; compile comes before recomputation, whose wrapper is traced only where it chooses among operators; sharding
-comes last and gathers whatever is there.
+Tensor and context parallelism change the blocks first, so that what follows sees local shapes; compile comes before
+recomputation, whose wrapper is traced only where it chooses among operators; sharding comes last and gathers whatever
+is there.
 """
 
 from torch import nn
@@ -13,11 +13,16 @@ from titan_exp.parallel.compile import compile_blocks
 from titan_exp.parallel.context import share_sequences
 from titan_exp.parallel.data import Sharding, shard_parameters
 from titan_exp.parallel.mesh import Mesh
+from titan_exp.parallel.tensor import share_matrices
 
 
 def parallelize(model: nn.Module, experiment: Experiment, mesh: Mesh) -> None:
     """Apply the experiment's layout to a model on the meta device, in place."""
-    share_sequences(model, mesh, experiment.parallelism.cp_method)
+    parallelism = experiment.parallelism
+    share_matrices(
+        model, mesh, sequence_parallel=parallelism.sequence_parallel, loss_parallel=parallelism.loss_parallel
+    )
+    share_sequences(model, mesh, parallelism.cp_method)
     checkpointing = experiment.activation_checkpoint
     if is_traced(checkpointing):
         recompute_blocks(model, checkpointing)
@@ -27,9 +32,9 @@ def parallelize(model: nn.Module, experiment: Experiment, mesh: Mesh) -> None:
         recompute_blocks(model, checkpointing)
     sharding = Sharding(
         bf16=experiment.training.mixed_precision == "bf16",
-        reshard_after_forward=experiment.parallelism.reshard_after_forward,
-        cpu_offload=experiment.parallelism.cpu_offload,
-        prefetch_blocks=experiment.parallelism.prefetch_blocks,
+        reshard_after_forward=parallelism.reshard_after_forward,
+        cpu_offload=parallelism.cpu_offload,
+        prefetch_blocks=parallelism.prefetch_blocks,
         fp32_modules=experiment.training.fp32_modules,
     )
     shard_parameters(model, mesh, sharding)

@@ -7,11 +7,13 @@ batch. DDP is HSDP whose shards are whole.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from titan_exp.config.errors import UserError, Violation
 from titan_exp.config.suggest import did_you_mean
@@ -47,11 +49,13 @@ def shard_parameters(model: nn.Module, mesh: Mesh, sharding: Sharding) -> None:
     # Inputs are not cast: the residual stream has its type from the embedding, and rotary tables stay fp32.
     low = torch.bfloat16 if sharding.bf16 else None
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    place = partial(_sharded_dim, degree=mesh.sharding["fsdp"].size())
     offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if sharding.cpu_offload else OffloadPolicy()
+    how: dict[str, Any] = {"mesh": mesh.parameters, "offload_policy": offload, "shard_placement_fn": place}
     blocks = list(blocks_of(model))
     for module in _matching(model, sharding.fp32_modules):
         full = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, output_dtype=low)
-        fully_shard(module, mesh=mesh.parameters, mp_policy=full, offload_policy=offload, reshard_after_forward=False)
+        fully_shard(module, mp_policy=full, reshard_after_forward=False, **how)
     for index, block in enumerate(blocks):
         if isinstance(block, FSDPModule):
             continue
@@ -59,9 +63,9 @@ def shard_parameters(model: nn.Module, mesh: Mesh, sharding: Sharding) -> None:
         last = index == len(blocks) - 1
         free = {"always": True, "never": False, "all_but_last": not last}[sharding.reshard_after_forward]
         free = free and mesh.sharding["fsdp"].size() > 1
-        fully_shard(block, mesh=mesh.parameters, mp_policy=policy, offload_policy=offload, reshard_after_forward=free)
+        fully_shard(block, mp_policy=policy, reshard_after_forward=free, **how)
     # Embedding, norm and head share the root's group: tied weights must not be split over two.
-    fully_shard(model, mesh=mesh.parameters, mp_policy=policy, offload_policy=offload, reshard_after_forward=False)
+    fully_shard(model, mp_policy=policy, reshard_after_forward=False, **how)
     _prefetch(blocks, sharding.prefetch_blocks)
     for module in _sharded(model):
         module.set_gradient_divide_factor(1.0)
@@ -81,6 +85,15 @@ def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
     blocks = getattr(model, "blocks", None)
     if isinstance(blocks, nn.ModuleDict):
         yield from blocks.values()
+
+
+def _sharded_dim(parameter: nn.Parameter, degree: int) -> Shard | None:
+    """Dim 0, unless tensor parallelism divides it too and it does not come out even.
+
+    A dim that is divided twice must be so evenly, else torch takes a shard for other rows than it holds.
+    """
+    twice = isinstance(parameter, DTensor) and parameter.placements[0] == Shard(0)
+    return Shard(1) if twice and parameter.shape[0] % (parameter.device_mesh.size() * degree) else None
 
 
 def _matching(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:

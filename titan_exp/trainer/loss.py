@@ -9,6 +9,7 @@ from titan_exp.config.training import TrainingConfig
 from titan_exp.data.batch import Batch
 from titan_exp.ops.cross_entropy import LossSum, loss_sum
 from titan_exp.ops.linear_cross_entropy import linear_loss_sum
+from titan_exp.ops.vocabulary import VocabularyPart
 
 
 @dataclass(frozen=True)
@@ -19,11 +20,13 @@ class TokenLoss:
     """Tokens whose logits are held at a time; None holds all of them."""
     z_loss: float = 0.0
     """Coefficient of log(Z)²."""
+    part: VocabularyPart | None = None
+    """The words whose logits this rank computes, where they are divided among ranks."""
 
     @staticmethod
-    def of(config: TrainingConfig) -> "TokenLoss":
-        """The loss that a configuration says."""
-        return TokenLoss(config.loss_chunk_tokens, config.z_loss)
+    def of(config: TrainingConfig, part: VocabularyPart | None = None) -> "TokenLoss":
+        """The loss that a configuration says, on a rank with this part of the vocabulary."""
+        return TokenLoss(config.loss_chunk_tokens, config.z_loss, part)
 
     def __call__(self, model: nn.Module, batch: Batch, hidden: Tensor | None = None) -> LossSum:
         """Run the model, or its last stage over the `hidden` states of the stage before, over a batch on its device.
@@ -32,6 +35,12 @@ class TokenLoss:
         """
         inputs = (batch.tokens if hidden is None else hidden, batch.positions, batch.documents)
         if self.chunk_tokens is None:
-            return loss_sum(model(*inputs), batch.labels, self.z_loss)
-        loss = partial(linear_loss_sum, labels=batch.labels, chunk_tokens=self.chunk_tokens, z_loss=self.z_loss)
+            return loss_sum(model(*inputs), batch.labels, self.z_loss, self.part)
+        loss = partial(
+            linear_loss_sum,
+            labels=batch.labels,
+            chunk_tokens=self.chunk_tokens,
+            z_loss=self.z_loss,
+            part=self.part,
+        )
         return model(*inputs, loss=loss)

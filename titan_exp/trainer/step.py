@@ -12,6 +12,7 @@ from titan_exp.ops.cross_entropy import IGNORE_INDEX
 from titan_exp.optim.clip import global_grad_norm, scale_gradients
 from titan_exp.parallel.data import synchronize_gradients
 from titan_exp.parallel.mesh import Mesh
+from titan_exp.parallel.tensor import sum_partial_gradients
 from titan_exp.trainer.loss import TokenLoss
 from titan_exp.trainer.place import place
 
@@ -58,6 +59,7 @@ def train_step(
         synchronize_gradients(model, last=index == len(batches) - 1)
         loss += forward_backward(model, batch, token_loss, tokens)
 
+    sum_partial_gradients(model, mesh)
     parameters = list(model.parameters())
     grad_norm = global_grad_norm(parameters)
     if max_grad_norm is not None:

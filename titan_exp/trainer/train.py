@@ -15,6 +15,7 @@ from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.optim.build import build_optimizer
 from titan_exp.optim.schedule import LRSchedule
 from titan_exp.parallel.mesh import build_mesh
+from titan_exp.parallel.tensor import vocabulary_part
 from titan_exp.tracking.log import get_logger
 from titan_exp.tracking.run_folder import RunFolder
 from titan_exp.trainer.build import BuiltModel
@@ -50,7 +51,9 @@ class Trainer:
         self.mesh = build_mesh(experiment.parallelism, device)
         built = BuiltModel(experiment, self.mesh)
         self.model = built.module
-        self.token_loss = TokenLoss.of(training)
+        divided = experiment.parallelism.loss_parallel
+        words = vocabulary_part(self.mesh, experiment.model.vocab_size) if divided else None
+        self.token_loss = TokenLoss.of(training, words)
         self.optimizer = build_optimizer(experiment.optimizer, self.model)
         self.schedule = LRSchedule(experiment.lr_schedule, peak=experiment.optimizer.lr, steps=training.steps)
         shares: dict[str, Any] = {

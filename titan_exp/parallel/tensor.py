@@ -1,0 +1,114 @@
+"""Tensor parallelism: ranks share the matrices of every block, as the blocks themselves say they may be divided."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from titan_exp.models.tensor_style import Columns, Common, Logits, Lookup, Rows, Tokens
+from titan_exp.ops.vocabulary import VocabularyPart
+from titan_exp.parallel.functional import all_reduce
+from titan_exp.parallel.mesh import Mesh
+from titan_exp.parallel.tensor_layers import ColumnLinear, PartedEmbedding, PartedHead, RowLinear
+from titan_exp.parallel.tensor_region import TensorRegion
+
+
+def share_matrices(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, loss_parallel: bool) -> None:
+    """Replace projections, tables and heads by this rank's parts of them, in place; parameter names stay as they are.
+
+    A mesh whose tp axis is 1 leaves the model as it is.
+    """
+    axis = mesh.sharding["tp"]
+    if axis.size() == 1:
+        return
+    region = TensorRegion(axis.get_group().group_name, axis.size(), axis.get_local_rank(), sequence_parallel)
+    for name, module in list(model.named_modules()):
+        if hasattr(module, "tensor_styles"):
+            for child, style in module.tensor_styles().items():  # type: ignore[operator]  # the blocks' own method
+                _share_projection(module, child, style, axis, region)
+        match getattr(module, "tensor_style", None):
+            case Lookup():
+                weight = _divided(module.get_parameter("weight"), axis, dim=0)
+                first = region.rank * -(-weight.shape[0] // region.degree)
+                model.set_submodule(name, PartedEmbedding(weight, region, first))
+            case Logits(vocabulary):
+                weight = None if module.weight is None else _divided(module.get_parameter("weight"), axis, dim=0)
+                model.set_submodule(name, PartedHead(weight, region, None if loss_parallel else vocabulary))
+            case Tokens() if sequence_parallel:
+                _mark_partial(module)
+
+
+def vocabulary_part(mesh: Mesh, vocabulary: int) -> VocabularyPart | None:
+    """The words whose logits a rank computes under loss parallelism; None where it has all of them."""
+    axis = mesh.sharding["tp"]
+    if axis.size() == 1:
+        return None
+    group = axis.get_group().group_name
+    return VocabularyPart(
+        axis.get_local_rank() * -(-vocabulary // axis.size()),
+        total=partial(all_reduce, operation="sum", group=group),
+        greatest=partial(all_reduce, operation="max", group=group),
+    )
+
+
+@torch.no_grad()
+def sum_partial_gradients(model: nn.Module, mesh: Mesh) -> None:
+    """Add up, over tensor-parallel ranks, gradients of parameters that all of them hold and each used in part.
+
+    Once for each optimizer step, after the last backward pass, in one message.
+    """
+    if mesh.sharding["tp"].size() == 1:
+        return
+    gradients = [
+        gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        for module in model.modules()
+        if getattr(module, "gradients_are_partial", False)
+        for gradient in (parameter.grad for parameter in module.parameters(recurse=False))
+        if gradient is not None
+    ]
+    if gradients:
+        together = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(together, group=mesh.sharding.get_group("tp"))
+        for gradient, summed in zip(gradients, together.split([it.numel() for it in gradients]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
+
+
+def _share_projection(block: nn.Module, name: str, style: object, axis: DeviceMesh, region: TensorRegion) -> None:
+    weight = block.get_parameter(f"{name}.weight")
+    if isinstance(style, Rows):
+        setattr(block, name, RowLinear(_divided(weight, axis, dim=1), region))
+        return
+    assert isinstance(style, Columns), "a projection is divided by columns or by rows"
+    if style.units % region.degree == 0:
+        setattr(block, name, ColumnLinear(_divided(weight, axis, dim=0), region))
+        return
+    assert style.common is not None, "checked by the rules"
+    rows = tuple(_rows_of(region, weight.shape[0] // style.units, style.units, style.common))
+    shared = ColumnLinear(weight, region, rows)
+    _mark_partial(shared)
+    setattr(block, name, shared)
+    setattr(block, style.common.count, style.common.pieces * style.units // region.degree)
+
+
+def _rows_of(region: TensorRegion, unit: int, units: int, common: Common) -> Iterator[slice]:
+    """Rows that a rank uses of a weight with fewer units, of so many rows each, than ranks."""
+    sharing = region.degree // units
+    assert region.degree % units == 0, "checked by the rules"
+    assert common.pieces % sharing == 0, "checked by the rules"
+    start, share = region.rank // sharing * unit, common.pieces // sharing * common.width
+    yield slice(start + region.rank % sharing * share, start + (region.rank % sharing + 1) * share)
+    yield slice(start + common.pieces * common.width, start + unit)
+
+
+def _divided(weight: Tensor, axis: DeviceMesh, dim: int) -> nn.Parameter:
+    """A whole weight on the meta device as this rank's part of it."""
+    # Each rank takes its part of what it has itself: nothing is sent.
+    return nn.Parameter(distribute_tensor(weight.detach(), axis, [Shard(dim)], src_data_rank=None))
+
+
+def _mark_partial(module: nn.Module) -> None:
+    module.gradients_are_partial = True  # type: ignore[assignment]  # modules take any attribute

@@ -204,7 +204,50 @@ def test_the_default_run_keeps_every_rule():
         ),
         (["training.loss_chunk_tokens=9", "training.fp32_modules=[norm]", "training.mixed_precision=bf16"], "", ""),
         # layout
-        (["parallelism.tp=2"], "parallelism.tp", "parallelism.tp=1"),
+        # tensor parallelism: 6 heads for 2 key and value heads, 16 groups of channels, 320 words
+        (["parallelism.tp=2"], "", ""),
+        (["parallelism.tp=2", "parallelism.cp=2", "parallelism.dp_shard=2"], "", ""),
+        (["parallelism.tp=6", "model.ffn_dim=384", "training.seq_len=252"], "", ""),
+        (["parallelism.tp=3", "training.seq_len=255", "model.ffn_dim=480"], "parallelism.tp", "tp=1, 2 or 6"),
+        (["parallelism.tp=2", "model.ffn_dim=480"], "parallelism.tp", "ffn_dim=448 or 512"),
+        (["parallelism.tp=2", "model.vocab_size=263"], "", ""),
+        (
+            [
+                *("model.heads=64", "model.kv_heads=64", "model.ffn_dim=2048"),
+                "parallelism.tp=64",
+                "model.vocab_size=321",
+            ],
+            "parallelism.tp",
+            "parallelism.tp=60, 61 or 62",
+        ),
+        (["parallelism.tp=2", "training.seq_len=255"], "training.seq_len", "254 or 256"),
+        (["parallelism.tp=2", "parallelism.cp=2", "training.seq_len=252"], "", ""),
+        (["parallelism.tp=2", "parallelism.cp=2", "training.seq_len=250"], "training.seq_len", "248 or 252"),
+        (
+            ["parallelism.tp=6", "model.ffn_dim=576", "parallelism.cp=2", "training.seq_len=256"],
+            "training.seq_len",
+            "252 or 264",
+        ),
+        (["parallelism.tp=2", "training.seq_len=255", "parallelism.sequence_parallel=false"], "", ""),
+        (["parallelism.tp=2", "model.vocab_size=321", "parallelism.dp_shard=4"], "", ""),
+        (
+            ["parallelism.tp=2", "model.vocab_size=321", "parallelism.dp_shard=8", "model.dim=180"],
+            "parallelism.dp_shard",
+            "parallelism.dp_shard=6, 9 or 10",
+        ),
+        (
+            ["parallelism.tp=2", "parallelism.loss_parallel=false", "training.loss_chunk_tokens=64"],
+            "training.loss_chunk_tokens",
+            "loss_parallel=true",
+        ),
+        (["parallelism.tp=2", "model.architecture=tests.models.own_model.Bigram"], "parallelism.tp", "dp_shard=2"),
+        (["parallelism.async_tp=true"], "parallelism.async_tp", "async_tp=false"),
+        (["parallelism.tp=2", "parallelism.async_tp=true"], "parallelism.async_tp", "async_tp=false"),
+        (
+            ["parallelism.tp=2", "parallelism.cp=2", "parallelism.cp_method=ulysses"],
+            "parallelism.cp",
+            "cp_method=ring or allgather",
+        ),
         (["parallelism.pp=2"], "parallelism.pp", "parallelism.pp=1"),
         (["parallelism.cp=4"], "", ""),
         (["parallelism.cp=3"], "training.seq_len", "252 or 258"),
@@ -266,6 +309,14 @@ def test_on_a_machine_without_gpus(overrides: list[str], field: str, remedy: str
         (["compile=blocks", "compile.backend=cudagraphs"], "", ""),
         (["compile=blocks", "compile.backend=cudagraphs", "parallelism.cp=2"], "compile.backend", "aot_eager"),
         (["parallelism.cp=2"], "", ""),
+        (["compile=blocks", "compile.backend=cudagraphs", "parallelism.tp=2"], "compile.backend", "aot_eager"),
+        (["compile=blocks", "parallelism.tp=2", "parallelism.async_tp=true"], "", ""),
+        (["parallelism.tp=2", "parallelism.async_tp=true"], "parallelism.async_tp", "compile=blocks"),
+        (
+            ["compile=blocks", "parallelism.tp=2", "parallelism.async_tp=true", "parallelism.sequence_parallel=false"],
+            "parallelism.async_tp",
+            "sequence_parallel=true",
+        ),
         (["parallelism.cp=2", "model.attention_backend=flex"], "model.attention_backend", "cp_method=ulysses"),
         (["parallelism.cp=2", "model.attention_backend=efficient"], "", ""),
         (["parallelism.cp=2", "model.head_dim=36"], "model.head_dim", "32 or 40"),
@@ -324,7 +375,7 @@ def test_all_violations_come_at_once():
             experiment(
                 *BASE,
                 "model.kv_heads=4",
-                "parallelism.tp=2",
+                "parallelism.ep=2",
                 "optimizer.name=adam",
                 "training.global_batch_size=15",
                 "parallelism.dp_shard=2",
@@ -332,7 +383,7 @@ def test_all_violations_come_at_once():
         )
     assert {violation.field for violation in caught.value.violations} == {
         "model.kv_heads",
-        "parallelism.tp",
+        "parallelism.ep",
         "optimizer.name",
         "training.global_batch_size",
     }

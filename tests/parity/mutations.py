@@ -5,6 +5,7 @@ python -m pytest tests/parity/mutations.py
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,84 @@ def the_last_chunk_is_lost() -> None:
     _replace("titan_exp.ops.linear_cross_entropy._over_chunks", over_chunks)
 
 
+def partial_gradients_are_taken_for_whole_ones() -> None:
+    _replace("titan_exp.trainer.step.sum_partial_gradients", lambda model, mesh: None)
+
+
+def gradients_of_hidden_states_are_not_summed() -> None:
+    from titan_exp.parallel.tensor_region import _Copy
+
+    _Copy.backward = lambda ctx, *gradients: (gradients[0], None)  # type: ignore[method-assign]
+
+
+def partial_outputs_are_taken_for_whole_ones() -> None:
+    _replace("titan_exp.parallel.tensor_region.all_reduce", lambda tensor, operation, group: tensor.clone())
+
+
+def softmax_is_of_the_own_words() -> None:
+    from titan_exp.parallel import tensor
+
+    original = tensor.vocabulary_part
+
+    def part(mesh: Any, vocabulary: int) -> Any:
+        return replace(original(mesh, vocabulary), total=lambda tensor: tensor)
+
+    _replace("titan_exp.trainer.train.vocabulary_part", part)
+
+
+def labels_are_looked_for_among_other_words() -> None:
+    from titan_exp.parallel import tensor
+
+    original = tensor.vocabulary_part
+
+    def part(mesh: Any, vocabulary: int) -> Any:
+        found = original(mesh, vocabulary)
+        return replace(found, first=found.first and found.first - 1)
+
+    _replace("titan_exp.trainer.train.vocabulary_part", part)
+
+
+def a_head_is_computed_with_another_ranks_queries() -> None:
+    from titan_exp.parallel import tensor
+
+    original = tensor._rows_of
+
+    def rows(region: Any, *rest: Any) -> Any:
+        queries, _ = original(region, *rest)
+        _, keys = original(replace(region, rank=(region.rank + 2) % 4), *rest)
+        yield from (queries, keys)
+
+    _replace("titan_exp.parallel.tensor._rows_of", rows)
+
+
+def positions_are_those_of_the_part() -> None:
+    from titan_exp.trainer import place
+
+    original = place.place
+
+    def placed(batch: Any, mesh: Any) -> Any:
+        part = original(batch, mesh)
+        return replace(part, positions=torch.arange(part.tokens.shape[1]).expand_as(part.tokens))
+
+    _replace("titan_exp.trainer.step.place", placed)
+
+
+def parts_of_the_softmax_are_merged_unweighed() -> None:
+    from titan_exp.parallel import context_attention
+
+    def merge(out: Any, lse: Any, part: Any, part_lse: Any) -> None:
+        out.add_(part).div_(2)
+
+    assert context_attention.merge
+    _replace("titan_exp.parallel.context_attention.merge", merge)
+
+
+def tokens_of_context_ranks_are_counted_again() -> None:
+    from titan_exp.parallel.mesh import Mesh
+
+    Mesh.copies_of_rows = property(lambda self: 1)  # type: ignore[method-assign, assignment]
+
+
 MUTATIONS: list[Callable[[], None]] = [
     gradients_are_averaged_once_more,
     the_loss_is_divided_by_local_tokens,
@@ -153,20 +232,51 @@ MUTATIONS: list[Callable[[], None]] = [
 ]
 
 
+TENSOR = ["parallelism.tp=2", "parallelism.dp_shard=2", "training.loss_chunk_tokens=37", *LINES]
+"""Tokens, matrices and the vocabulary divided, and parameters sharded."""
+WHOLE_TOKENS = ["parallelism.tp=4", "parallelism.sequence_parallel=false", *LINES]
+"""More ranks than key and value heads, every token on all of them."""
+CONTEXT = ["parallelism.cp=2", "data.reset_positions=false", *LINES[:-1]]
+"""Sequences shared, positions counted through them."""
+
+OF_A_LAYOUT: list[tuple[list[str], Callable[[], None]]] = [
+    *((LAYOUT, mutate) for mutate in MUTATIONS),
+    (TENSOR, partial_gradients_are_taken_for_whole_ones),
+    (TENSOR, softmax_is_of_the_own_words),
+    (TENSOR, labels_are_looked_for_among_other_words),
+    (TENSOR, the_norm_is_not_summed_over_shards),
+    (WHOLE_TOKENS, partial_gradients_are_taken_for_whole_ones),
+    (WHOLE_TOKENS, gradients_of_hidden_states_are_not_summed),
+    (WHOLE_TOKENS, partial_outputs_are_taken_for_whole_ones),
+    (WHOLE_TOKENS, a_head_is_computed_with_another_ranks_queries),
+    (CONTEXT, positions_are_those_of_the_part),
+    (CONTEXT, parts_of_the_softmax_are_merged_unweighed),
+    (CONTEXT, tokens_of_context_ranks_are_counted_again),
+]
+"""What is broken, in the layout in which it must be noticed."""
+
+
 @pytest.fixture(scope="module")
 def one_device(tmp_path_factory):
-    return train(tmp_path_factory.mktemp("one"), *LINES)
+    experiments = {_experiment(layout) for layout, _ in OF_A_LAYOUT}
+    return remembered(lambda: tmp_path_factory.mktemp("one"), dict(zip(experiments, experiments, strict=True)))
 
 
-def test_nothing_broken_is_the_same_curve(tmp_path: Path, one_device):
-    assert_same_curve(train(tmp_path, *LAYOUT), one_device)
+@pytest.mark.parametrize("layout", [LAYOUT, TENSOR, WHOLE_TOKENS, CONTEXT], ids=" ".join)
+def test_nothing_broken_is_the_same_curve(tmp_path: Path, one_device, layout):
+    assert_same_curve(train(tmp_path, *layout), one_device(_experiment(layout)))
 
 
-@pytest.mark.parametrize("mutate", MUTATIONS, ids=lambda mutate: mutate.__name__)
-def test_it_is_noticed(tmp_path: Path, one_device, mutate):
-    found = train(tmp_path, *LAYOUT, "training.stop_on_nonfinite=false", mutate=mutate)
+@pytest.mark.parametrize(("layout", "mutate"), OF_A_LAYOUT, ids=lambda it: getattr(it, "__name__", it[0]))
+def test_it_is_noticed(tmp_path: Path, one_device, layout, mutate):
+    found = train(tmp_path, *layout, "training.stop_on_nonfinite=false", mutate=mutate)
     with pytest.raises(AssertionError):
-        assert_same_curve(found, one_device)
+        assert_same_curve(found, one_device(_experiment(layout)))
+
+
+def _experiment(layout: list[str]) -> str:
+    """What of a layout's overrides changes what is computed."""
+    return " ".join(override for override in layout if override.startswith("data"))
 
 
 class _Without:

@@ -13,7 +13,7 @@ from titan_exp.parallel.compile import compile_blocks
 from titan_exp.parallel.context import share_sequences
 from titan_exp.parallel.data import Sharding, shard_parameters
 from titan_exp.parallel.mesh import Mesh
-from titan_exp.parallel.tensor import share_matrices
+from titan_exp.parallel.tensor import overlap_exchanges, share_matrices
 
 
 def parallelize(model: nn.Module, experiment: Experiment, mesh: Mesh) -> None:
@@ -22,6 +22,8 @@ def parallelize(model: nn.Module, experiment: Experiment, mesh: Mesh) -> None:
     share_matrices(
         model, mesh, sequence_parallel=parallelism.sequence_parallel, loss_parallel=parallelism.loss_parallel
     )
+    if parallelism.async_tp:
+        overlap_exchanges(mesh)
     share_sequences(model, mesh, parallelism.cp_method)
     checkpointing = experiment.activation_checkpoint
     if is_traced(checkpointing):

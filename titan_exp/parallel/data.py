@@ -92,8 +92,9 @@ def _sharded_dim(parameter: nn.Parameter, degree: int) -> Shard | None:
 
     A dim that is divided twice must be so evenly, else torch takes a shard for other rows than it holds.
     """
-    twice = isinstance(parameter, DTensor) and parameter.placements[0] == Shard(0)
-    return Shard(1) if twice and parameter.shape[0] % (parameter.device_mesh.size() * degree) else None
+    if not isinstance(parameter, DTensor) or parameter.placements[0] != Shard(0):
+        return None
+    return None if parameter.shape[0] % (parameter.device_mesh.size() * degree) == 0 else Shard(1)
 
 
 def _matching(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:

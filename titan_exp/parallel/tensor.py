@@ -42,6 +42,15 @@ def share_matrices(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, los
                 _mark_partial(module)
 
 
+def overlap_exchanges(mesh: Mesh) -> None:
+    """Let the compiler cut tensor-parallel exchanges into pieces and overlap them with matmuls (CUDA only)."""
+    import torch._inductor.config as inductor
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    enable_symm_mem_for_group(mesh.sharding["tp"].get_group().group_name)
+    inductor._micro_pipeline_tp = True
+
+
 def vocabulary_part(mesh: Mesh, vocabulary: int) -> VocabularyPart | None:
     """The words whose logits a rank computes under loss parallelism; None where it has all of them."""
     axis = mesh.sharding["tp"]

@@ -103,8 +103,8 @@ class _GatherLogits(torch.autograd.Function):
         largest = -(-vocabulary // region.degree)
         ctx.mine = slice(region.rank * largest, region.rank * largest + part.shape[-1])
         padded = F.pad(part, (0, largest - part.shape[-1]))
-        parts = all_gather(padded, region.degree, region.group).chunk(region.degree)
-        return torch.cat(parts, dim=-1)[..., :vocabulary]
+        *parts, last = all_gather(padded, region.degree, region.group).chunk(region.degree)
+        return torch.cat((*parts, last[..., : vocabulary - len(parts) * largest]), dim=-1)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:

@@ -21,6 +21,7 @@ from titan_exp.config.rules import (
     precision,
     shape,
     steps,
+    tensor,
 )
 
 Rule = Callable[[Experiment], Iterator[Violation]]
@@ -32,6 +33,7 @@ RULES: tuple[Rule, ...] = (
     *attention.RULES,
     *precision.RULES,
     *memory.RULES,
+    *tensor.RULES,
     *context.RULES,
     *names.RULES,
     *data.RULES,

@@ -7,6 +7,7 @@ from titan_exp.config.builtins import ARCHITECTURES
 from titan_exp.config.errors import Violation
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import device_type
+from titan_exp.config.rules.tensor import kv_heads_of_a_rank
 from titan_exp.config.suggest import divisors, listed, multiples_near, nearest_numbers
 
 MERGING = ("auto", "flash", "efficient")
@@ -45,15 +46,19 @@ def sequence_divides(experiment: Experiment) -> Iterator[Violation]:
 
 
 def heads_divide(experiment: Experiment) -> Iterator[Violation]:
-    """Ulysses gives every rank whole groups of heads."""
+    """Ulysses gives every rank whole groups of heads, of those that tensor parallelism leaves it."""
     model, parallelism = experiment.model, experiment.parallelism
-    if parallelism.cp_method != "ulysses" or not (model.heads % parallelism.cp or model.kv_heads % parallelism.cp):
+    if parallelism.cp_method != "ulysses" or model.heads % parallelism.tp:
         return
-    works = nearest_numbers(parallelism.cp, divisors(math.gcd(model.heads, model.kv_heads)))
+    heads, kv_heads = model.heads // parallelism.tp, kv_heads_of_a_rank(experiment)
+    if heads % parallelism.cp == 0 and kv_heads % parallelism.cp == 0:
+        return
+    works = nearest_numbers(parallelism.cp, divisors(math.gcd(heads, kv_heads)))
+    of_a_rank = f", those of a rank with parallelism.tp={parallelism.tp}," if parallelism.tp > 1 else ""
     yield Violation(
         "parallelism.cp",
         parallelism.cp,
-        f"ulysses divides heads among ranks, and {model.heads} query heads with {model.kv_heads} key and value heads "
+        f"ulysses divides heads among ranks, and {heads} query heads with {kv_heads} key and value heads{of_a_rank} "
         f"cannot be divided by {parallelism.cp}",
         f"parallelism.cp={listed(works)}; or parallelism.cp_method=ring or allgather, which divide no heads",
     )

@@ -213,12 +213,12 @@ def test_the_default_run_keeps_every_rule():
         (["parallelism.tp=2", "model.vocab_size=263"], "", ""),
         (
             [
-                *("model.heads=64", "model.kv_heads=64", "model.ffn_dim=2048"),
+                *("model.heads=64", "model.kv_heads=64", "model.head_dim=32", "model.ffn_dim=2048"),
                 "parallelism.tp=64",
                 "model.vocab_size=321",
             ],
             "parallelism.tp",
-            "parallelism.tp=60, 61 or 62",
+            "parallelism.tp=41, 46 or 54",
         ),
         (["parallelism.tp=2", "training.seq_len=255"], "training.seq_len", "254 or 256"),
         (["parallelism.tp=2", "parallelism.cp=2", "training.seq_len=252"], "", ""),

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.parity.runs import LINES, assert_same_curve, train
+from tests.parity.runs import LINES, assert_same_curve, remembered, train
 
 LAYOUT = ["parallelism=hsdp", "training.micro_batch_size=1", "training.loss_chunk_tokens=37", *LINES]
 """Shards, copies, accumulation and a loss in chunks at once, with token counts that differ between ranks."""
@@ -158,7 +158,9 @@ def softmax_is_of_the_own_words() -> None:
     original = tensor.vocabulary_part
 
     def part(mesh: Any, vocabulary: int) -> Any:
-        return replace(original(mesh, vocabulary), total=lambda tensor: tensor)
+        found = original(mesh, vocabulary)
+        assert found is not None
+        return replace(found, total=lambda tensor: tensor)
 
     _replace("titan_exp.trainer.train.vocabulary_part", part)
 
@@ -170,6 +172,7 @@ def labels_are_looked_for_among_other_words() -> None:
 
     def part(mesh: Any, vocabulary: int) -> Any:
         found = original(mesh, vocabulary)
+        assert found is not None
         return replace(found, first=found.first and found.first - 1)
 
     _replace("titan_exp.trainer.train.vocabulary_part", part)

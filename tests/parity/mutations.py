@@ -270,7 +270,7 @@ def test_nothing_broken_is_the_same_curve(tmp_path: Path, one_device, layout):
     assert_same_curve(train(tmp_path, *layout), one_device(_experiment(layout)))
 
 
-@pytest.mark.parametrize(("layout", "mutate"), OF_A_LAYOUT, ids=lambda it: getattr(it, "__name__", it[0]))
+@pytest.mark.parametrize(("layout", "mutate"), OF_A_LAYOUT, ids=lambda it: it.__name__ if callable(it) else it[0])
 def test_it_is_noticed(tmp_path: Path, one_device, layout, mutate):
     found = train(tmp_path, *layout, "training.stop_on_nonfinite=false", mutate=mutate)
     with pytest.raises(AssertionError):

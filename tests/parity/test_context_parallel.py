@@ -76,6 +76,14 @@ def test_nor_of_another_experiment(tmp_path: Path, one_device, method, experimen
     assert_same_evaluation(found, one_device(experiment))
 
 
+@pytest.mark.parametrize("method", ["ring", "allgather"])
+@pytest.mark.parametrize("experiment", ["documents", "no groups"])
+def test_neighbours_exchange_heads_and_groups_of_them_keys(tmp_path: Path, one_device, method, experiment):
+    mixed = ["parallelism.cp=4", "parallelism.cp_ulysses=2", f"parallelism.cp_method={method}"]
+    found = train(tmp_path, *mixed, *EXPERIMENTS[experiment].split(), "activation_checkpoint=full")
+    assert_same_curve(found, one_device(experiment))
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_documents_compiled(tmp_path: Path, one_device, method):
     compiled = ["parallelism.cp=2", f"parallelism.cp_method={method}", "compile=blocks", "compile.backend=aot_eager"]

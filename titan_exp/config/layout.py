@@ -79,6 +79,11 @@ def gradient_accumulation(experiment: Experiment) -> int:
     return experiment.training.global_batch_size // together
 
 
+def exchanging_heads(parallelism: ParallelismConfig) -> int:
+    """Of the ranks that share a sequence, how many neighbours exchange heads for sequence."""
+    return parallelism.cp if parallelism.cp_method == "ulysses" else parallelism.cp_ulysses
+
+
 def _degrees_but_shard(parallelism: ParallelismConfig) -> int:
     # Expert degrees are cut out of the others and start no process of their own.
     return parallelism.dp_replicate * parallelism.tp * parallelism.pp * parallelism.cp

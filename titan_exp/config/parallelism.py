@@ -50,6 +50,10 @@ class ParallelismConfig:
     two all-to-alls that nothing hides: the least to send and every kernel, but cp must divide query heads and kv heads.
     Sequences are cut into 2 · cp chunks, one from the head and one from the tail for each rank, so that causal work is
     even; for `ulysses` into cp parts. The backward pass of ring and allgather sends gradients in fp32."""
+    cp_ulysses: Degree
+    """With ring or allgather: how many neighbours of the ranks that share a sequence exchange heads among themselves,
+    as `ulysses` does, the groups of them exchanging keys and values; divides cp and the kv heads of a rank. Neighbours
+    sit behind the fastest links, and a round of the ring is so many times shorter."""
     ep: Degree
     """Expert-parallel degree."""
     etp: Degree

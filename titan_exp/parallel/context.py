@@ -15,19 +15,17 @@ from titan_exp.parallel.ulysses_attention import UlyssesAttention
 def share_sequences(model: nn.Module, mesh: Mesh, method: Literal["ring", "allgather", "ulysses"]) -> None:
     """Replace every block's attention core by one that sees the whole sequence from this rank's part, in place.
 
-    Only the core mixes tokens, so nothing else of a block changes. A mesh whose cp axis is 1 leaves the model as it is.
+    Only the core mixes tokens, so nothing else of a block changes. A mesh whose cp axes are 1 leaves the model as it
+    is.
     """
     if mesh.sequence.degree == 1:
         return
-    group = mesh.world.get_group("cp")
-    replaced = 0
+    across, within = mesh.world["cp_across"], mesh.world["cp_within"]
     for block in blocks_of(model):
         attention = block.get_submodule("attention")
         core = attention.get_submodule("core")
         assert isinstance(core, CausalAttention), "checked by the rules"
-        if method == "ulysses":
-            attention.core = UlyssesAttention(core.backend, group)
-        else:
-            attention.core = ContextAttention(cast("PartialBackend", core.backend), method, group)
-        replaced += 1
-    assert replaced, "checked by the rules"
+        if across.size() > 1:
+            assert method != "ulysses", "then all ranks exchange heads"
+            core = ContextAttention(cast("PartialBackend", core.backend), method, across.get_group())
+        attention.core = UlyssesAttention(core, within.get_group()) if within.size() > 1 else core

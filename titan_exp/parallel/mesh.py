@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from titan_exp.config.layout import exchanging_heads
 from titan_exp.config.parallelism import ParallelismConfig
-from titan_exp.parallel.sequence import SequencePart
+from titan_exp.parallel.sequence import DividedPart, SequencePart
 
 
 @dataclass(frozen=True)
@@ -19,14 +20,15 @@ class Mesh:
     """Where this process stands among all of them."""
 
     world: DeviceMesh
-    """Axes pp, dp_replicate, dp_shard, cp, tp; tp varies fastest, so that its ranks are neighbours."""
+    """Axes pp, dp_replicate, dp_shard, cp_across, cp_within, tp; tp varies fastest, so that its ranks are neighbours.
+    Of the ranks that share a sequence, those of cp_within exchange heads, those of cp_across keys and values."""
     sharding: DeviceMesh
     """Axes pp, dp_replicate, fsdp, tp over the same ranks."""
     device: torch.device
     """Device of this process."""
     control: dist.ProcessGroup
     """All ranks, on the CPU: token counts and decisions that must not wait for the device."""
-    sequence: SequencePart
+    sequence: DividedPart
     """Which tokens of its sequences this rank computes."""
 
     @property
@@ -66,18 +68,19 @@ def build_mesh(config: ParallelismConfig, device: torch.device) -> Mesh:
         device: device of this process.
     """
     assert config.dp_shard >= 1, "the layout is resolved before anything is launched"
-    kind = device.type
+    kind, within = device.type, exchanging_heads(config)
     world = init_device_mesh(
         kind,
-        (config.pp, config.dp_replicate, config.dp_shard, config.cp, config.tp),
-        mesh_dim_names=("pp", "dp_replicate", "dp_shard", "cp", "tp"),
+        (config.pp, config.dp_replicate, config.dp_shard, config.cp // within, within, config.tp),
+        mesh_dim_names=("pp", "dp_replicate", "dp_shard", "cp_across", "cp_within", "tp"),
     )
     sharding = init_device_mesh(
         kind,
         (config.pp, config.dp_replicate, config.dp_shard * config.cp, config.tp),
         mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"),
     )
-    part = SequencePart(config.cp, world["cp"].get_local_rank(), head_and_tail=config.cp_method != "ulysses")
+    across = SequencePart(config.cp // within, world["cp_across"].get_local_rank(), head_and_tail=True)
+    part = DividedPart(across, SequencePart(within, world["cp_within"].get_local_rank(), head_and_tail=False))
     return Mesh(world, sharding, device, new_cpu_group(), part)
 
 

@@ -32,6 +32,25 @@ class SequencePart:
         chunks = whole.chunk(2 * self.degree, dim=1)
         return torch.cat((chunks[self.rank], chunks[2 * self.degree - 1 - self.rank]), dim=1)
 
+
+@dataclass(frozen=True)
+class DividedPart:
+    """A part of what is one part of every sequence."""
+
+    across: SequencePart
+    """The part that a group of ranks has."""
+    within: SequencePart
+    """Which of that is this rank's."""
+
+    @property
+    def degree(self) -> int:
+        """Ranks that share a sequence."""
+        return self.across.degree * self.within.degree
+
+    def take(self, whole: Tensor) -> Tensor:
+        """This rank's tokens of a tensor [rows, seq, ...], in order of position; all of them where nobody shares."""
+        return self.within.take(self.across.take(whole))
+
     def positions(self, tokens: Tensor) -> Tensor:
         """Positions in the whole sequence of this rank's tokens, for whole rows `tokens` [rows, seq]."""
         rows, seq = tokens.shape

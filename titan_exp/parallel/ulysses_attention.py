@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_exp.ops.attention import Backend, CausalAttention
+from titan_exp.ops.attention import CausalAttention
+from titan_exp.parallel.context_attention import ContextAttention
 from titan_exp.parallel.process_group import gather_documents, group_named
 
 
@@ -18,17 +19,17 @@ class UlyssesAttention(nn.Module):
     """Takes the place of `CausalAttention`, with the same arguments, each of them this rank's part.
 
     Args:
-        backend: kernel behind attention.
-        group: the ranks that share a sequence; their number divides query heads and key-value heads.
+        core: attention over what the ranks have together: a whole sequence, or a part that is shared with other ranks.
+        group: the ranks that exchange heads; their number divides query heads and key-value heads.
     """
 
-    def __init__(self, backend: Backend, group: dist.ProcessGroup) -> None:
+    def __init__(self, core: CausalAttention | ContextAttention, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.backend, self.whole = backend, CausalAttention(backend)
+        self.whole = core
         self.degree, self.group = group.size(), group.group_name
 
     def mask(self, documents: Tensor | None) -> Any:
-        """What `forward` takes as `mask`: the mask of whole sequences; None is plainly causal."""
+        """What `forward` takes as `mask`: the mask of what the ranks have together; None is plainly causal."""
         if documents is None:
             return None
         return self.whole.mask(gather_documents(documents, self.group).movedim(0, 1).flatten(1, 2))

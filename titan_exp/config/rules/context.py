@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from titan_exp.config.builtins import ARCHITECTURES
 from titan_exp.config.errors import Violation
 from titan_exp.config.experiment import Experiment
-from titan_exp.config.layout import device_type
-from titan_exp.config.rules.tensor import kv_heads_of_a_rank
+from titan_exp.config.layout import device_type, exchanging_heads
 from titan_exp.config.suggest import divisors, listed, multiples_near, nearest_numbers
 
 MERGING = ("auto", "flash", "efficient")
@@ -33,9 +32,9 @@ def blocks_can_share(experiment: Experiment) -> Iterator[Violation]:
 def sequence_divides(experiment: Experiment) -> Iterator[Violation]:
     """Every rank has the same number of tokens, and the same amount of causal work."""
     parallelism, seq_len = experiment.parallelism, experiment.training.seq_len
-    contiguous = parallelism.cp_method == "ulysses"
-    parts = parallelism.cp if contiguous else 2 * parallelism.cp
+    parts = chunks_of_a_sequence(experiment)
     if seq_len % parts:
+        contiguous = parallelism.cp_method == "ulysses"
         what = f"{parts} equal parts" if contiguous else f"{parts} equal chunks, two for each of {parallelism.cp} ranks"
         yield Violation(
             "training.seq_len",
@@ -45,23 +44,54 @@ def sequence_divides(experiment: Experiment) -> Iterator[Violation]:
         )
 
 
+def groups_divide(experiment: Experiment) -> Iterator[Violation]:
+    """Ranks that share a sequence are in equal groups that exchange heads; by ulysses all of them are one group."""
+    parallelism, field = experiment.parallelism, "parallelism.cp_ulysses"
+    if parallelism.cp_ulysses > 1 and parallelism.cp_method == "ulysses":
+        reason = "parallelism.cp_method=ulysses lets all ranks exchange heads"
+        yield Violation(field, parallelism.cp_ulysses, reason, "cp_ulysses=1, or cp_method=ring or allgather")
+    elif parallelism.cp % parallelism.cp_ulysses:
+        works = nearest_numbers(parallelism.cp_ulysses, divisors(parallelism.cp))
+        yield Violation(
+            field,
+            parallelism.cp_ulysses,
+            f"parallelism.cp={parallelism.cp} ranks are not divided into equal groups by it",
+            f"parallelism.cp_ulysses={listed(works)}",
+        )
+
+
 def heads_divide(experiment: Experiment) -> Iterator[Violation]:
-    """Ulysses gives every rank whole groups of heads, of those that tensor parallelism leaves it."""
+    """Ranks that exchange heads have whole groups of them, of those that tensor parallelism leaves."""
     model, parallelism = experiment.model, experiment.parallelism
-    if parallelism.cp_method != "ulysses" or model.heads % parallelism.tp:
+    degree = exchanging_heads(parallelism)
+    if degree == 1 or model.heads % parallelism.tp:
         return
     heads, kv_heads = model.heads // parallelism.tp, kv_heads_of_a_rank(experiment)
-    if heads % parallelism.cp == 0 and kv_heads % parallelism.cp == 0:
+    if heads % degree == 0 and kv_heads % degree == 0:
         return
-    works = nearest_numbers(parallelism.cp, divisors(math.gcd(heads, kv_heads)))
+    works = listed(nearest_numbers(degree, divisors(math.gcd(heads, kv_heads))))
     of_a_rank = f", those of a rank with parallelism.tp={parallelism.tp}," if parallelism.tp > 1 else ""
+    by_all = parallelism.cp_method == "ulysses"
     yield Violation(
-        "parallelism.cp",
-        parallelism.cp,
+        "parallelism.cp" if by_all else "parallelism.cp_ulysses",
+        degree,
         f"ulysses divides heads among ranks, and {heads} query heads with {kv_heads} key and value heads{of_a_rank} "
-        f"cannot be divided by {parallelism.cp}",
-        f"parallelism.cp={listed(works)}; or parallelism.cp_method=ring or allgather, which divide no heads",
+        f"cannot be divided by {degree}",
+        f"parallelism.cp={works}; or parallelism.cp_method=ring or allgather, which divide no heads"
+        if by_all
+        else f"parallelism.cp_ulysses={works}",
     )
+
+
+def kv_heads_of_a_rank(experiment: Experiment) -> int:
+    """Key and value heads that a tensor-parallel rank computes; one where several ranks share it."""
+    return max(1, experiment.model.kv_heads // experiment.parallelism.tp)
+
+
+def chunks_of_a_sequence(experiment: Experiment) -> int:
+    """Equal chunks that context parallelism cuts a sequence into; 1 where nobody shares it."""
+    parallelism = experiment.parallelism
+    return parallelism.cp * (1 if parallelism.cp == 1 or parallelism.cp_method == "ulysses" else 2)
 
 
 def kernel_merges(experiment: Experiment) -> Iterator[Violation]:
@@ -103,7 +133,8 @@ def messages_are_not_captured(experiment: Experiment) -> Iterator[Violation]:
 
 def shared_sequences(experiment: Experiment) -> Iterator[Violation]:
     """The rules of this file, where sequences are shared."""
-    if experiment.parallelism.cp == 1:
+    yield from groups_divide(experiment)
+    if experiment.parallelism.cp == 1 or experiment.parallelism.cp % experiment.parallelism.cp_ulysses:
         return
     for rule in (blocks_can_share, sequence_divides, heads_divide, kernel_merges, messages_are_not_captured):
         yield from rule(experiment)

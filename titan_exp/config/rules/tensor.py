@@ -7,6 +7,7 @@ from titan_exp.config.builtins import ARCHITECTURES
 from titan_exp.config.errors import Violation
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import device_type
+from titan_exp.config.rules.context import chunks_of_a_sequence
 from titan_exp.config.rules.shape import FFN_MULTIPLE
 from titan_exp.config.suggest import divisors, listed, multiples_near, nearest_numbers
 
@@ -73,7 +74,7 @@ def tokens_divide(experiment: Experiment) -> Iterator[Violation]:
     """Under sequence parallelism every rank has as many tokens of each sequence."""
     parallelism, seq_len = experiment.parallelism, experiment.training.seq_len
     # How sequences are cut for context parallelism alone is told by its own rules.
-    chunks = parallelism.cp * (1 if parallelism.cp == 1 or parallelism.cp_method == "ulysses" else 2)
+    chunks = chunks_of_a_sequence(experiment)
     if not parallelism.sequence_parallel or seq_len % chunks or seq_len % (parallelism.cp * parallelism.tp) == 0:
         return
     among = f" and parallelism.cp={parallelism.cp}" if parallelism.cp > 1 else ""
@@ -175,11 +176,6 @@ def shared_matrices(experiment: Experiment) -> Iterator[Violation]:
             yield from rule(experiment)
     for rule in (chunks_are_of_parts, messages_are_not_captured):
         yield from rule(experiment)
-
-
-def kv_heads_of_a_rank(experiment: Experiment) -> int:
-    """Key and value heads that a tensor-parallel rank computes; one where several ranks share it."""
-    return max(1, experiment.model.kv_heads // experiment.parallelism.tp)
 
 
 def _heads_divide(heads: int, kv_heads: int, degree: int) -> bool:

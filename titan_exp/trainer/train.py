@@ -50,7 +50,7 @@ class Trainer:
         self.mesh = build_mesh(experiment.parallelism, device)
         built = BuiltModel(experiment, self.mesh)
         self.model = built.module
-        self.token_loss = TokenLoss.of(training)
+        self.token_loss = TokenLoss.of(training, experiment.compile)
         self.optimizer = build_optimizer(experiment.optimizer, self.model)
         self.schedule = LRSchedule(experiment.lr_schedule, peak=experiment.optimizer.lr, steps=training.steps)
         shares: dict[str, Any] = {

@@ -110,6 +110,8 @@ def test_the_default_run_keeps_every_rule():
         (["+data.options.a=1"], "data.options", "code of your own"),
         (["+optimizer.options.momentum=0.9", "optimizer.name=torch.optim.SGD"], "", ""),
         (["compile.backend=inducter"], "compile.backend", "did you mean inductor?"),
+        (["compile=blocks", "compile.components=[]"], "compile.components", "compile=none"),
+        (["compile=none", "compile.components=[]"], "", ""),
         (["compile=blocks", "compile.backend=cudagraphs"], "compile.backend", "inductor"),
         # places
         (["experiment.name='a b/c'"], "experiment.name", "experiment.name=a_b_c"),
@@ -184,6 +186,11 @@ def test_the_default_run_keeps_every_rule():
         (["activation_checkpoint.every=99"], "", ""),
         (["activation_checkpoint=budget"], "activation_checkpoint.mode", "compile=blocks"),
         (["activation_checkpoint=budget", "compile=blocks"], "", ""),
+        (
+            ["activation_checkpoint=budget", "compile=all", "compile.components=[loss]"],
+            "activation_checkpoint.mode",
+            "compile=blocks",
+        ),
         (["activation_checkpoint=budget", "compile=blocks", "compile.backend=aot_eager"], "", ""),
         (
             ["activation_checkpoint=budget", "compile=blocks", "compile.backend=eager"],
@@ -316,6 +323,8 @@ def test_on_a_machine_without_gpus(overrides: list[str], field: str, remedy: str
         (["model.attention_backend=cudnn", "training.mixed_precision=bf16", "data.document_mask=true"], "", ""),
         (["model.attention_backend=flex"], "", ""),
         (["compile=blocks", "compile.backend=cudagraphs"], "", ""),
+        (["compile=all", "compile.backend=cudagraphs"], "compile.components", "compile.backend=inductor"),
+        (["compile=all", "compile.components=[loss]", "parallelism.cp=2"], "", ""),
         (["compile=blocks", "compile.backend=cudagraphs", "parallelism.cp=2"], "compile.backend", "aot_eager"),
         (["parallelism.cp=2"], "", ""),
         (["compile=blocks", "compile.backend=cudagraphs", "parallelism.tp=2"], "compile.backend", "aot_eager"),

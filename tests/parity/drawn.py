@@ -31,6 +31,8 @@ def draw(chance: random.Random, most_ranks: int) -> Drawn:
     # Ulysses divides heads among the ranks that share a sequence.
     methods = ["ring", "allgather", *(["ulysses"] if kv_heads % context == 0 else [])]
     compiled = chance.random() < 0.25
+    # A memory budget is for compiled blocks.
+    parts = f"compile.components={chance.choice(['[blocks]', '[blocks,loss]'])}"
     layout = [
         f"parallelism.dp_replicate={replicate}",
         f"parallelism.dp_shard={shard}",
@@ -42,7 +44,7 @@ def draw(chance: random.Random, most_ranks: int) -> Drawn:
         f"parallelism.cpu_offload={str(chance.random() < 0.2).lower()}",
         f"activation_checkpoint.mode={chance.choice([*MODES, *(['budget'] if compiled else [])])}",
         f"training.loss_chunk_tokens={chance.choice(['null', 37, 64, 100])}",
-        *(["compile.enabled=true", "compile.backend=aot_eager"] if compiled else []),
+        *(["compile.enabled=true", "compile.backend=aot_eager", parts] if compiled else []),
     ]
     experiment = [
         f"model.tied_embeddings={str(chance.random() < 0.3).lower()}",

@@ -102,14 +102,3 @@ def test_documents_compiled(tmp_path: Path, one_device, method):
 def test_a_run_goes_on_with_another_division_of_sequences(tmp_path: Path, before, after):
     whole, changed = continued(tmp_path, before.split(), after.split())
     assert_goes_on(whole, changed)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_bf16_stays_within_its_rounding(tmp_path: Path, method):
-    """As with data parallelism: where sums are taken in another order, bf16 shows it at 2^-8 of a gradient."""
-    bf16 = "training.mixed_precision=bf16"
-    alone = train(tmp_path / "one", bf16)
-    found = train(tmp_path / "two", bf16, "parallelism.cp=2", f"parallelism.cp_method={method}")
-    assert found.loss == pytest.approx(alone.loss, rel=2e-3)
-    assert found.grad_norm[0] == pytest.approx(alone.grad_norm[0], rel=5e-3)
-    assert found.grad_norm == pytest.approx(alone.grad_norm, rel=1e-1)

@@ -4,7 +4,6 @@ import itertools
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.parity.runs import LINES, assert_same_curve, remembered, train
 
@@ -82,23 +81,6 @@ def test_the_curve_learns(one_device):
 def test_clipping_is_on_in_the_plain_experiment_and_changes_it(one_device):
     assert max(one_device("plain").grad_norm) > 1.0
     assert one_device("plain").loss[-1] != one_device("unclipped").loss[-1]
-
-
-@pytest.mark.parametrize("layout", [FSDP2, HSDP, f"{DDP2} training.micro_batch_size=1"])
-def test_bf16_stays_within_its_rounding(tmp_path: Path, one_device, layout):
-    """bf16 keeps 8 bits: reduction orders show at about 2^-8 of a gradient, far less in the loss, and grow with steps.
-
-    Seen over ten steps on torch 2.11 and 2.13: up to 1e-3 in the loss, 4e-2 in the gradient norm.
-    """
-    bf16 = "training.mixed_precision=bf16"
-    found, alone = train(tmp_path / "many", bf16, *layout.split()), train(tmp_path / "one", bf16)
-    assert found.loss == pytest.approx(alone.loss, rel=2e-3)
-    assert found.grad_norm[0] == pytest.approx(alone.grad_norm[0], rel=5e-3)
-    assert found.grad_norm == pytest.approx(alone.grad_norm, rel=1e-1)
-    assert alone.loss == pytest.approx(one_device("plain").loss, rel=5e-3)
-    # Master weights and their gradients' reduction are fp32.
-    assert {weight.dtype for weight in found.weights.values()} == {torch.float32}
-    assert found.loss != one_device("plain").loss
 
 
 FP32_MODULES = "training.mixed_precision=bf16 training.fp32_modules=[embedding,blocks.0,blocks.*.attention_norm,head]"

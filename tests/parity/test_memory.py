@@ -24,6 +24,13 @@ CHUNKED = [
     f"{HSDP} training.loss_chunk_tokens=64 activation_checkpoint=selective",
     f"{DDP2} training.loss_chunk_tokens=50 training.micro_batch_size=2 activation_checkpoint=full {AOT}",
 ]
+LOSS = "compile=all compile.components=[loss] compile.backend=aot_eager"
+COMPILED_LOSS = [
+    LOSS,
+    f"{FSDP2} training.micro_batch_size=1 compile=all compile.backend=aot_eager",
+    f"{FSDP2} {LOSS} training.loss_chunk_tokens=37 training.micro_batch_size=1",
+    f"{DDP2} training.loss_chunk_tokens=64 training.micro_batch_size=2 compile=all compile.backend=aot_eager",
+]
 EXPERIMENTS = {
     "plain": "",
     "tied": "model.tied_embeddings=true",
@@ -41,7 +48,7 @@ def evaluations(curve: Curve) -> list[float]:
     return [row["validation_loss"] for row in curve.rows if row.get("validation_loss") is not None]
 
 
-@pytest.mark.parametrize("layout", [*CHECKPOINTING, *CHUNKED])
+@pytest.mark.parametrize("layout", [*CHECKPOINTING, *CHUNKED, *COMPILED_LOSS])
 def test_the_curve_stays(tmp_path: Path, one_device, layout: str):
     assert_same_curve(train(tmp_path, *layout.split()), one_device("plain"))
 
@@ -52,8 +59,9 @@ def test_that_of_another_experiment_too(tmp_path: Path, one_device, layout: str,
     assert_same_curve(train(tmp_path, *layout.split(), *EXPERIMENTS[experiment].split()), one_device(experiment))
 
 
-def test_evaluation_is_in_chunks_too_and_leaves_z_loss_out(tmp_path: Path, one_device):
-    found = train(tmp_path / "chunks", *EXPERIMENTS["evaluated"].split(), *CHUNKED[1].split())
+@pytest.mark.parametrize("layout", [CHUNKED[1], *COMPILED_LOSS[1:3]])
+def test_evaluation_is_by_the_same_code_and_leaves_z_loss_out(tmp_path: Path, one_device, layout: str):
+    found = train(tmp_path, *EXPERIMENTS["evaluated"].split(), *layout.split())
     assert_same_curve(found, one_device("evaluated"))
     assert len(evaluations(found)) == 2
     assert evaluations(found) == pytest.approx(evaluations(one_device("evaluated")), rel=2e-6)
@@ -67,10 +75,11 @@ def test_z_loss_is_trained_on_and_not_logged(one_device):
     assert pulled.loss[-1] != plain.loss[-1]
 
 
-def test_bf16_in_chunks_stays_within_its_rounding(tmp_path: Path):
+@pytest.mark.parametrize("compiled", ["", LOSS])
+def test_bf16_in_chunks_stays_within_its_rounding(tmp_path: Path, compiled: str):
     bf16 = ["training.mixed_precision=bf16", FSDP2, "training.micro_batch_size=1"]
     whole = train(tmp_path / "whole", *bf16)
-    chunked = train(tmp_path / "chunked", *bf16, "training.loss_chunk_tokens=50")
+    chunked = train(tmp_path / "chunked", *bf16, "training.loss_chunk_tokens=50", *compiled.split())
     assert chunked.loss == pytest.approx(whole.loss, rel=2e-3)
     assert chunked.grad_norm[0] == pytest.approx(whole.grad_norm[0], rel=5e-3)
     assert chunked.loss != whole.loss

@@ -1,10 +1,18 @@
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.models.shapes import real_model
+from tests.ranks import run_ranks
 from titan_exp.data.batch import Batch
+from titan_exp.ops.cross_entropy import IGNORE_INDEX
+from titan_exp.ops.linear_cross_entropy import linear_loss_sum
 from titan_exp.trainer.loss import TokenLoss
 
 VOCAB, SEQ = 4001, 64
@@ -53,3 +61,55 @@ def test_evaluation_holds_nothing_larger_than_the_head():
     with torch.no_grad(), Largest() as largest:
         TokenLoss(chunk_tokens=16)(model, batch())
     assert largest.elements == max(16 * VOCAB, VOCAB * 64)
+
+
+def graphs(compute: Callable[[], Any]) -> tuple[Any, int]:
+    """What a function returns, and how many graphs were compiled for it."""
+    counters = torch._dynamo.utils.counters["stats"]
+    before = counters["unique_graphs"]
+    result = compute()
+    return result, counters["unique_graphs"] - before
+
+
+def trained_on(loss: TokenLoss, hidden: Tensor, weight: Tensor, labels: Tensor) -> list[Tensor]:
+    """Objective, cross-entropy and gradients."""
+    hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
+    if loss.chunk_tokens is None:
+        found = loss.whole(hidden @ weight.T, labels, loss.z_loss)
+    else:
+        options: dict[str, Any] = {"chunk_tokens": loss.chunk_tokens, "z_loss": loss.z_loss, "of_chunk": loss.of_chunk}
+        found = linear_loss_sum(hidden, weight, labels, **options)
+    (found.objective * 0.1).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    return [found.objective.detach(), found.cross_entropy, hidden.grad, weight.grad]
+
+
+def compare_compiled(chunk_tokens: int | None, z_loss: float, dtype: torch.dtype) -> list[int]:
+    """Graphs compiled for each of two batches of 40 tokens, whose losses are found equal to the uncompiled ones."""
+    torch._dynamo.reset()
+    generator = torch.Generator().manual_seed(0)
+    plain = TokenLoss(chunk_tokens, z_loss)
+    compiled, compilations = plain.compiled("aot_eager"), []
+    for _ in range(2):
+        hidden, weight = torch.randn(2, 20, 8, generator=generator), torch.randn(53, 8, generator=generator)
+        labels = torch.randint(0, 53, (2, 20), generator=generator)
+        labels[0, 3:7] = IGNORE_INDEX
+        inputs = hidden.to(dtype), weight.to(dtype), labels
+        found, count = graphs(partial(trained_on, compiled, *inputs))
+        torch.testing.assert_close(found, trained_on(plain, *inputs))
+        compilations.append(count)
+    return compilations
+
+
+CASES = list(itertools.product((None, 20, 16), (0.0, 0.01), (torch.float32, torch.bfloat16)))
+
+
+def compare_all() -> list[list[int]]:
+    return [compare_compiled(*case) for case in CASES]
+
+
+def test_compiled_it_is_the_same_and_compiled_once_for_each_shape_of_a_chunk():
+    """In a process of its own, where shapes are not checked: no compiler could follow the checks."""
+    expected = [[2 if chunk == 16 else 1, 0] for chunk, _, _ in CASES]
+    assert run_ranks(1, compare_all)[0] == expected

@@ -32,9 +32,16 @@ class ActivationCheckpointConfig:
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """torch.compile, block by block."""
+    """torch.compile, part by part."""
 
     enabled: bool
-    """Compile each transformer block (they share one compiled graph)."""
+    """Compile the parts in `components`."""
+    components: list[Literal["blocks", "loss"]]
+    """`blocks`: each transformer block (they share one compiled graph); `loss`: what is done with logits, or with the
+    logits of a chunk."""
     backend: str
     """torch.compile backend: `inductor`; `aot_eager` traces without generating code."""
+
+    def compiles(self, component: Literal["blocks", "loss"]) -> bool:
+        """Whether this part of a training step is compiled."""
+        return self.enabled and component in self.components

@@ -88,6 +88,7 @@ _WORDS = {
     "bool_parsing": ("true or false is meant", "{field}=true or {field}=false"),
     "bool_type": ("true or false is meant", "{field}=true or {field}=false"),
     "tuple_type": ("a list is meant", "write {field}='[{value}]'"),
+    "list_type": ("a list is meant", "write {field}='[{value}]'"),
     "too_short": ("more values are meant: {min_length}", ""),
     "too_long": ("fewer values are meant: {max_length}", ""),
     "dict_type": ("keyword arguments are meant", "add one: +{field}.key=value"),

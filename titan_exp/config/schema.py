@@ -86,5 +86,7 @@ def takes_null(annotation: Any) -> bool:
 
 
 def choices_of(annotation: Any) -> list[str]:
-    """The words that a type allows; empty where it allows others."""
+    """The words that a type, or a list's every entry, allows; empty where it allows others."""
+    if typing.get_origin(annotation) is list:
+        return choices_of(typing.get_args(annotation)[0])
     return list(typing.get_args(annotation)) if typing.get_origin(annotation) is typing.Literal else []

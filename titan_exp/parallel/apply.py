@@ -28,7 +28,7 @@ def parallelize(model: nn.Module, experiment: Experiment, mesh: Mesh) -> None:
     checkpointing = experiment.activation_checkpoint
     if is_traced(checkpointing):
         recompute_blocks(model, checkpointing)
-    if experiment.compile.enabled:
+    if experiment.compile.compiles("blocks"):
         compile_blocks(model, experiment.compile.backend)
     if not is_traced(checkpointing):
         recompute_blocks(model, checkpointing)

@@ -10,6 +10,7 @@ from titan_exp.config.convert import load_experiment
 from titan_exp.tracking.log import configure, get_logger
 from titan_exp.tracking.run_folder import RunFolder, RunState
 from titan_exp.tracking.run_state import STOPPED
+from titan_exp.trainer.compile_cache import keep_compiled_code
 from titan_exp.trainer.distributed import joined
 from titan_exp.trainer.train import Trainer
 
@@ -23,6 +24,7 @@ def main(run_folder: str) -> None:
     folder = RunFolder(run_folder)
     experiment = load_experiment(folder.config)
     configure(int(os.environ.get("RANK", "0")), folder.logs)
+    keep_compiled_code(folder, experiment)
     with joined(experiment.cluster) as device:
         trainer = Trainer(experiment, folder, device)
         if dist.get_rank() == 0:

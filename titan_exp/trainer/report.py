@@ -1,6 +1,5 @@
 """What a run says of itself while it trains: rows of metrics, heartbeat, speed and memory."""
 
-import time
 from collections.abc import Mapping
 
 import torch
@@ -10,9 +9,9 @@ from titan_exp.config.experiment import Experiment
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.build import build_sinks
 from titan_exp.tracking.device import PeakMemory, peak_tflops
-from titan_exp.tracking.log import get_logger
 from titan_exp.tracking.run_folder import RunFolder
 from titan_exp.tracking.throughput import Throughput
+from titan_exp.trainer.compile_report import CompileReport
 from titan_exp.trainer.step import StepResult
 
 
@@ -43,18 +42,14 @@ class Report:
             synchronize=torch.cuda.synchronize if mesh.device.type == "cuda" else _nothing,
         )
         self.memory = PeakMemory(mesh.device)
-        self.compiling_since = time.perf_counter() if experiment.compile.enabled else None
+        self.compilation = CompileReport()
         self.sinks = build_sinks(experiment, folder.path, folder.path.name, self.attempt) if self.leader else []
 
     def step(self, step: int, tokens: int) -> None:
         """Count a finished step."""
         self.last_step = step
         self.throughput.step(tokens)
-        if self.compiling_since is not None:
-            if self.mesh.device.type == "cuda":
-                torch.cuda.synchronize()
-            get_logger().info("first step, with compilation: %.1f s", time.perf_counter() - self.compiling_since)
-            self.compiling_since = None
+        self.compilation.after("step", step)
         if self.leader:
             self.folder.beat(step)
 
@@ -68,6 +63,8 @@ class Report:
         also: Mapping[str, float | int | None],
     ) -> float:
         """Write the row of a step; all ranks call it together. Returns the mean loss over the global batch."""
+        if "validation_loss" in also:
+            self.compilation.after("evaluation", step)
         # Over the CPU, in fp64: the order of ranks does not show in the last digits that are logged.
         loss = result.loss.double().cpu()
         if dist.get_world_size() > 1:

@@ -53,7 +53,7 @@ class Trainer:
         self.model = built.module
         divided = experiment.parallelism.loss_parallel
         words = vocabulary_part(self.mesh, experiment.model.vocab_size) if divided else None
-        self.token_loss = TokenLoss.of(training, words)
+        self.token_loss = TokenLoss.of(training, experiment.compile, words)
         self.optimizer = build_optimizer(experiment.optimizer, self.model)
         self.schedule = LRSchedule(experiment.lr_schedule, peak=experiment.optimizer.lr, steps=training.steps)
         shares: dict[str, Any] = {

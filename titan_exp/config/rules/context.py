@@ -119,24 +119,12 @@ def kernel_merges(experiment: Experiment) -> Iterator[Violation]:
         )
 
 
-def messages_are_not_captured(experiment: Experiment) -> Iterator[Violation]:
-    """A CUDA graph would replay the messages between ranks, which nobody has shown to work here."""
-    if experiment.compile.enabled and experiment.compile.backend == "cudagraphs":
-        yield Violation(
-            "compile.backend",
-            experiment.compile.backend,
-            f"with parallelism.cp={experiment.parallelism.cp}, blocks hold messages between ranks, "
-            "which CUDA graphs do not take",
-            "compile.backend=inductor or aot_eager",
-        )
-
-
 def shared_sequences(experiment: Experiment) -> Iterator[Violation]:
     """The rules of this file, where sequences are shared."""
     yield from groups_divide(experiment)
     if experiment.parallelism.cp == 1 or experiment.parallelism.cp % experiment.parallelism.cp_ulysses:
         return
-    for rule in (blocks_can_share, sequence_divides, heads_divide, kernel_merges, messages_are_not_captured):
+    for rule in (blocks_can_share, sequence_divides, heads_divide, kernel_merges):
         yield from rule(experiment)
 
 

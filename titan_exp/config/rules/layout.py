@@ -66,4 +66,19 @@ def ranks_fit(experiment: Experiment) -> Iterator[Violation]:
         )
 
 
-RULES = (degrees_that_work, devices_exist, ranks_fit)
+def messages_are_not_captured(experiment: Experiment) -> Iterator[Violation]:
+    """A CUDA graph would replay the messages between ranks, which nobody has shown to work here."""
+    compile_, parallelism = experiment.compile, experiment.parallelism
+    sharing = [
+        f"parallelism.{axis}={getattr(parallelism, axis)}" for axis in ("cp", "tp") if getattr(parallelism, axis) > 1
+    ]
+    if sharing and compile_.compiles("blocks") and compile_.backend == "cudagraphs":
+        yield Violation(
+            "compile.backend",
+            compile_.backend,
+            f"with {listed(sharing, 'and')}, blocks hold messages between ranks, which CUDA graphs do not take",
+            "compile.backend=inductor or aot_eager",
+        )
+
+
+RULES = (degrees_that_work, devices_exist, ranks_fit, messages_are_not_captured)

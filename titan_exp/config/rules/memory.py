@@ -1,4 +1,4 @@
-"""Rules about what is kept for backward, and about the loss in chunks."""
+"""Rules about what is kept for backward, what is compiled, and the loss in chunks."""
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -59,11 +59,12 @@ def budget_is_for_compiled_blocks(experiment: Experiment) -> Iterator[Violation]
     compile_ = experiment.compile
     if experiment.activation_checkpoint.mode != "budget":
         return
-    if not compile_.enabled:
+    if not compile_.compiles("blocks"):
+        lacking = "compile.components lacks blocks" if compile_.enabled else "compile.enabled is false"
         yield Violation(
             "activation_checkpoint.mode",
             "budget",
-            "the compiler chooses what fits into the budget, and compile.enabled is false",
+            f"the compiler chooses what fits into the budget, and {lacking}",
             "compile=blocks, or activation_checkpoint=selective, every_n or full",
         )
     elif compile_.backend not in PARTITIONING_BACKENDS:
@@ -72,6 +73,25 @@ def budget_is_for_compiled_blocks(experiment: Experiment) -> Iterator[Violation]
             "budget",
             f"compile.backend={compile_.backend} does not choose what is kept",
             f"compile.backend={' or '.join(PARTITIONING_BACKENDS)}",
+        )
+
+
+def something_is_compiled(experiment: Experiment) -> Iterator[Violation]:
+    """Compilation that is on compiles a part, and the loss with a backend that takes it as it is."""
+    compile_, field = experiment.compile, "compile.components"
+    if compile_.enabled and not compile_.components:
+        yield Violation(
+            field,
+            [],
+            "compile.enabled is true, and no part is named",
+            f"{field}=[blocks], or [blocks,loss]; compile=none",
+        )
+    if compile_.compiles("loss") and compile_.backend == "cudagraphs":
+        yield Violation(
+            field,
+            compile_.components,
+            "every replay of a CUDA graph would first copy all logits to where it expects them",
+            f"{field}=[blocks], or compile.backend=inductor",
         )
 
 
@@ -105,6 +125,7 @@ RULES = (
     kept_operators_exist,
     some_block_is_recomputed,
     budget_is_for_compiled_blocks,
+    something_is_compiled,
     chunks_are_for_the_built_in_head,
     chunks_and_a_head_in_fp32,
 )

@@ -35,7 +35,7 @@ def tied_embedding_stays_with_the_head(experiment: Experiment) -> Iterator[Viola
 
 def compiled_blocks_are_whole(experiment: Experiment) -> Iterator[Violation]:
     """A block that is compiled as one graph has one precision."""
-    if not experiment.compile.enabled:
+    if not experiment.compile.compiles("blocks"):
         return
     for pattern in experiment.training.fp32_modules:
         if fnmatchcase("blocks.0.part", pattern) or pattern.count(".") > 1:

@@ -132,18 +132,6 @@ def chunks_are_of_parts(experiment: Experiment) -> Iterator[Violation]:
         )
 
 
-def messages_are_not_captured(experiment: Experiment) -> Iterator[Violation]:
-    """A CUDA graph would replay the messages between ranks, which nobody has shown to work here."""
-    if experiment.compile.enabled and experiment.compile.backend == "cudagraphs":
-        yield Violation(
-            "compile.backend",
-            experiment.compile.backend,
-            f"with parallelism.tp={experiment.parallelism.tp}, blocks hold messages between ranks, "
-            "which CUDA graphs do not take",
-            "compile.backend=inductor or aot_eager",
-        )
-
-
 def overlap_is_compiled(experiment: Experiment) -> Iterator[Violation]:
     """Async tensor parallelism is a pass of the compiler over symmetric memory."""
     parallelism, compile_ = experiment.parallelism, experiment.compile
@@ -155,7 +143,7 @@ def overlap_is_compiled(experiment: Experiment) -> Iterator[Violation]:
     elif device_type(experiment.cluster) == "cpu":
         reason = "it needs symmetric memory, which GPUs have and a CPU has not"
         remedy = "parallelism.async_tp=false"
-    elif not compile_.enabled or compile_.backend != "inductor":
+    elif not compile_.compiles("blocks") or compile_.backend != "inductor":
         reason = "the compiler does the overlapping, and inductor does not compile the blocks"
         remedy = "compile=blocks compile.backend=inductor, or parallelism.async_tp=false"
     elif not parallelism.sequence_parallel:
@@ -174,8 +162,7 @@ def shared_matrices(experiment: Experiment) -> Iterator[Violation]:
     if experiment.model.architecture in ARCHITECTURES:
         for rule in (heads_divide, channels_divide, words_are_enough, tokens_divide, rows_divide_twice):
             yield from rule(experiment)
-    for rule in (chunks_are_of_parts, messages_are_not_captured):
-        yield from rule(experiment)
+    yield from chunks_are_of_parts(experiment)
 
 
 def _heads_divide(heads: int, kv_heads: int, degree: int) -> bool:

@@ -1,0 +1,76 @@
+"""Compiled code outlives its process: the next one finds it where the runs are kept."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.parity.runs import SMALL
+from tests.ranks import run_ranks
+from titan_exp.config.compose import compose
+from titan_exp.config.convert import to_experiment, to_yaml
+from titan_exp.config.layout import resolve_layout
+from titan_exp.tracking.run_folder import RunFolder
+from titan_exp.trainer.compile_cache import VARIABLE, keep_compiled_code
+
+
+def made_run(runs: Path, *overrides: str) -> Path:
+    """A run folder as the launcher makes it."""
+    experiment = resolve_layout(to_experiment(compose([*SMALL, "training.steps=1", *overrides])), 1)
+    folder = RunFolder(runs / experiment.experiment.name / "0123456789ab")
+    folder.path.mkdir(parents=True)
+    folder.config.write_text(to_yaml(experiment))
+    return folder.path
+
+
+def train_rank(path: str) -> str | None:
+    """What a rank process runs, in the environment of a user who names no cache; returns where its cache was."""
+    from titan_exp.trainer.rank import main
+
+    os.environ.pop(VARIABLE, None)
+    main(path)
+    return os.environ.get(VARIABLE)
+
+
+def compile_a_product(path: str) -> dict[str, int]:
+    """Compile, forward and backward, what needs no code but the library's; returns what torch says of its caches."""
+    from titan_exp.config.convert import load_experiment
+
+    os.environ.pop(VARIABLE, None)
+    folder = RunFolder(path)
+    keep_compiled_code(folder, load_experiment(folder.config))
+    weight = torch.randn(8, 8, requires_grad=True)
+    torch.compile(torch.mm, backend="inductor")(torch.randn(4, 8), weight).backward(torch.ones(4, 8))
+    counters: Any = torch._dynamo.utils.counters
+    found = {**counters["inductor"], **counters["aot_autograd"]}
+    return {name: count for name, count in found.items() if name.endswith(("hit", "miss", "bypass"))}
+
+
+def test_a_rank_keeps_its_compiled_code_beside_the_runs(tmp_path: Path):
+    path = made_run(tmp_path / "runs", "experiment.name=named")
+    assert run_ranks(1, train_rank, str(path)) == [str(tmp_path / "runs/.cache/compile")]
+
+
+def test_of_a_run_that_was_moved_it_stays_inside(tmp_path: Path):
+    path = made_run(tmp_path / "runs")
+    (tmp_path / "elsewhere").mkdir()
+    moved = path.rename(tmp_path / "elsewhere" / "copy")
+    assert run_ranks(1, train_rank, str(moved)) == [str(moved / ".cache/compile")]
+
+
+def test_a_folder_that_the_user_names_is_used(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, str(tmp_path / "mine"))
+    experiment = to_experiment(compose([*SMALL]))
+    keep_compiled_code(RunFolder(tmp_path / "runs/first/0123456789ab"), experiment)
+    assert os.environ[VARIABLE] == str(tmp_path / "mine")
+
+
+def test_another_process_finds_what_one_compiled(tmp_path: Path):
+    path = made_run(tmp_path / "runs")
+    (first,) = run_ranks(1, compile_a_product, str(path))
+    assert (first["autograd_cache_miss"], first.get("autograd_cache_hit", 0)) == (1, 0)
+    assert any((tmp_path / "runs/.cache/compile").rglob("*"))
+    (again,) = run_ranks(1, compile_a_product, str(path))
+    assert (again["autograd_cache_hit"], again.get("autograd_cache_miss", 0)) == (1, 0)
+    assert (again["fxgraph_cache_hit"], again.get("fxgraph_cache_miss", 0)) == (2, 0)

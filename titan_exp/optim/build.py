@@ -1,5 +1,6 @@
 """From the optimizer group to a torch optimizer."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -9,8 +10,8 @@ from titan_exp.config.dotted import import_dotted, is_dotted
 from titan_exp.config.optimizer import OptimizerConfig
 
 
-def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """Build the optimizer over the model's parameters, in two groups: with and without weight decay.
+def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Build the optimizer over a model's parameters, in two groups: with and without weight decay.
 
     Vectors (norms, biases) are not decayed unless `decay_vectors`. A class of the user's own is called as
     `Class(groups, lr=lr, **options)`.
@@ -19,13 +20,13 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Op
         UserError: the dotted name cannot be imported.
     """
     matrices, vectors = [], []
-    for parameter in model.parameters():
+    for parameter in parameters:
         if parameter.requires_grad:
             (vectors if parameter.dim() < 2 and not config.decay_vectors else matrices).append(parameter)
     groups: list[dict[str, Any]] = [
-        {"params": parameters, "weight_decay": decay}
-        for parameters, decay in ((matrices, config.weight_decay), (vectors, 0.0))
-        if parameters
+        {"params": group, "weight_decay": decay}
+        for group, decay in ((matrices, config.weight_decay), (vectors, 0.0))
+        if group
     ]
     if is_dotted(config.name):
         return import_dotted(config.name, "optimizer.name")(groups, lr=config.lr, **config.options)

@@ -8,6 +8,7 @@ comes last and gathers whatever is there.
 from torch import nn
 
 from titan_exp.config.experiment import Experiment
+from titan_exp.config.layout import reshard_policy
 from titan_exp.parallel.activation_checkpoint import is_traced, recompute_blocks
 from titan_exp.parallel.compile import compile_blocks
 from titan_exp.parallel.context import share_sequences
@@ -16,7 +17,7 @@ from titan_exp.parallel.mesh import Mesh
 
 
 def parallelize(model: nn.Module, experiment: Experiment, mesh: Mesh) -> None:
-    """Apply the experiment's layout to a model on the meta device, in place."""
+    """Apply the experiment's layout to a model on the meta device, or to a pipeline stage of it, in place."""
     share_sequences(model, mesh, experiment.parallelism.cp_method)
     checkpointing = experiment.activation_checkpoint
     if is_traced(checkpointing):
@@ -27,7 +28,7 @@ def parallelize(model: nn.Module, experiment: Experiment, mesh: Mesh) -> None:
         recompute_blocks(model, checkpointing)
     sharding = Sharding(
         bf16=experiment.training.mixed_precision == "bf16",
-        reshard_after_forward=experiment.parallelism.reshard_after_forward,
+        reshard_after_forward=reshard_policy(experiment.parallelism),
         cpu_offload=experiment.parallelism.cpu_offload,
         prefetch_blocks=experiment.parallelism.prefetch_blocks,
         fp32_modules=experiment.training.fp32_modules,

@@ -11,13 +11,13 @@ from titan_exp.config.suggest import divisors, listed, nearest_numbers
 
 def degrees_that_work(experiment: Experiment) -> Iterator[Violation]:
     """The other degrees have their places in the mesh, and wait there for a later version."""
-    for axis in ("tp", "pp", "ep", "etp"):
+    for axis in ("tp", "ep", "etp"):
         degree = getattr(experiment.parallelism, axis)
         if degree != 1:
             yield Violation(
                 f"parallelism.{axis}",
                 degree,
-                "this version trains with data and context parallelism only",
+                "this version trains with data, context and pipeline parallelism only",
                 f"parallelism.{axis}=1; spread over ranks with parallelism.dp_shard={degree}",
             )
 

@@ -92,7 +92,11 @@ def read_orders(path: str | Path) -> Orders:
     with open(path, newline="", encoding="utf-8") as file:
         rows = list(csv.reader(file))
     return [
-        [action for number, cell in enumerate(row, 1) for action in _read_cell(cell.strip(), f"row {line}, cell {number}")]
+        [
+            action
+            for number, cell in enumerate(row, 1)
+            for action in _read_cell(cell.strip(), f"cell {number} of row {line}")
+        ]
         for line, row in enumerate(rows, 1)
         if row
     ]

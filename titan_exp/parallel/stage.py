@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
@@ -12,6 +13,11 @@ from titan_exp.parallel.deferred import accumulate_gradients
 Forward = Callable[["Stage", int, Tensor | None], Tensor]
 """Computes a stage's output for a micro-batch, from its number and the hidden states of the stage before (None for the
 first); for the last stage the output is what is differentiated."""
+
+
+def keep_compiled_buffers() -> None:
+    """Let compiled graphs keep what a backward pass reads: where it is split in two, the second one reads it again."""
+    functorch_config.donated_buffer = False
 
 
 @dataclass

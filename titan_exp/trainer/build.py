@@ -8,7 +8,7 @@ from torch import nn
 
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import pipeline_microbatches, reshard_policy
-from titan_exp.config.pipeline import stage_layers, stage_placement
+from titan_exp.config.pipeline import pipeline_splits_backward, stage_layers, stage_placement
 from titan_exp.config.timeline import timeline
 from titan_exp.models.build import build_model, flops_per_token, initial_table, parameter_count
 from titan_exp.ops.attention import choose_backend
@@ -19,7 +19,7 @@ from titan_exp.parallel.materialize import copy_initial_weights, draw_initial_we
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.orders import training_orders
 from titan_exp.parallel.pipeline import Hidden, Pipeline
-from titan_exp.parallel.stage import Stage
+from titan_exp.parallel.stage import Stage, keep_compiled_buffers
 from titan_exp.tracking.log import get_logger
 
 
@@ -70,6 +70,8 @@ def _build_pipeline(whole: nn.Module, build: Callable[[], nn.Module], experiment
     layers, placement = stage_layers(experiment), stage_placement(experiment)
     microbatches, last = pipeline_microbatches(experiment), len(layers) - 1
     assert mesh.stages is not None, "there is a pipeline"
+    if pipeline_splits_backward(parallelism):
+        keep_compiled_buffers()
     stages, shared = [], shared_parameters(whole)
     for number, rank in enumerate(placement):
         if rank != mesh.stages.rank():

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from tests.config.composing import experiment
 from tests.models.shapes import TINY, real_model
 from tests.ranks import run_ranks
 from titan_exp.config.parallelism import ParallelismConfig
@@ -18,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def layout(dp_replicate: int, dp_shard: int) -> ParallelismConfig:
-    return ParallelismConfig(dp_replicate, dp_shard, 1, 1, 1, "ring", 1, 1, False, 1, "all_but_last")
+    return replace(experiment().parallelism, dp_replicate=dp_replicate, dp_shard=dp_shard)
 
 
 def sharded_weights(degrees: tuple[int, int]) -> tuple[dict[str, torch.Tensor], int]:

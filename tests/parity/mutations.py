@@ -14,6 +14,12 @@ import torch
 
 from tests.parity.runs import LINES, assert_same_curve, train
 
+PIPELINE = [
+    *("parallelism.pp=2", "parallelism.dp_shard=2", "training.micro_batch_size=1"),
+    *("model.tied_embeddings=true", *LINES),
+]
+"""Stages on several ranks, sharded, with a weight that two of them use."""
+
 LAYOUT = ["parallelism=hsdp", "training.micro_batch_size=1", "training.loss_chunk_tokens=37", *LINES]
 """Shards, copies, accumulation and a loss in chunks at once, with token counts that differ between ranks."""
 
@@ -32,14 +38,14 @@ def gradients_are_averaged_once_more() -> None:
 
 
 def the_loss_is_divided_by_local_tokens() -> None:
-    from titan_exp.trainer import step
+    from titan_exp.trainer import model
 
-    original = step.forward_backward
+    original = model.per_token
 
-    def forward_backward(model: Any, batch: Any, token_loss: Any, tokens: int) -> torch.Tensor:
-        return original(model, batch, token_loss, int((batch.labels >= 0).sum()) * 8)
+    def per_token(token_loss: Any, module: Any, batch: Any, tokens: int, *rest: Any) -> Any:
+        return original(token_loss, module, batch, int((batch.labels >= 0).sum()) * 8, *rest)
 
-    _replace("titan_exp.trainer.step.forward_backward", forward_backward)
+    _replace("titan_exp.trainer.model.per_token", per_token)
 
 
 def labels_are_shifted() -> None:
@@ -71,17 +77,15 @@ def ranks_clip_by_their_own_norm() -> None:
 
 
 def only_the_last_micro_batch_counts() -> None:
-    from titan_exp.trainer import step
+    from titan_exp.trainer import model
 
-    original, calls = step.forward_backward, itertools.count()
+    original, calls = model.per_token, itertools.count()
 
-    def forward_backward(model: Any, batch: Any, token_loss: Any, tokens: int) -> torch.Tensor:
-        if next(calls) % 2:
-            return original(model, batch, token_loss, tokens)
-        with torch.no_grad():
-            return model(batch.tokens, batch.positions, batch.documents).sum() * 0
+    def per_token(*args: Any) -> Any:
+        objective, cross_entropy = original(*args)
+        return (objective, cross_entropy) if next(calls) % 2 else (objective * 0, cross_entropy)
 
-    _replace("titan_exp.trainer.step.forward_backward", forward_backward)
+    _replace("titan_exp.trainer.model.per_token", per_token)
 
 
 def every_data_rank_reads_the_same() -> None:
@@ -114,7 +118,7 @@ def copies_do_not_exchange_gradients() -> None:
         original(model, last=last)
         model.set_requires_all_reduce(False)
 
-    _replace("titan_exp.trainer.step.synchronize_gradients", synchronize)
+    _replace("titan_exp.trainer.model.synchronize_gradients", synchronize)
 
 
 def chunks_ignore_the_gradient_from_above() -> None:
@@ -136,6 +140,54 @@ def the_last_chunk_is_lost() -> None:
 
     _replace("titan_exp.ops.linear_cross_entropy._over_chunks", over_chunks)
 
+
+def gradients_are_scaled_by_micro_batches() -> None:
+    from titan_exp.trainer import pipelined
+
+    original = pipelined.per_token
+
+    def per_token(*args: Any) -> Any:
+        objective, cross_entropy = original(*args)
+        return objective / 4, cross_entropy
+
+    _replace("titan_exp.trainer.pipelined.per_token", per_token)
+
+
+def tied_copies_go_their_own_ways() -> None:
+    from titan_exp.parallel.shared_weights import SharedWeights
+
+    SharedWeights.sum_gradients = lambda self: None  # type: ignore[method-assign]
+
+
+def the_norm_is_not_summed_over_stages() -> None:
+    from titan_exp.optim import clip
+
+    original = clip.global_grad_norm
+    _replace("titan_exp.trainer.step.global_grad_norm", lambda parameters, stages: original(parameters))
+
+
+def the_tied_weight_counts_twice() -> None:
+    from titan_exp.trainer.pipelined import PipelinedModel
+
+    PipelinedModel.counted = PipelinedModel.parameters  # type: ignore[method-assign]
+
+
+def micro_batches_are_taken_for_each_other() -> None:
+    from titan_exp.parallel.stage import Stage
+
+    original = Stage.forward
+    Stage.forward = lambda self, number, hidden, compute: original(  # type: ignore[method-assign]
+        self, number, hidden, lambda stage, it, given: compute(stage, it ^ 1 if stage.last else it, given)
+    )
+
+
+OF_PIPELINES: list[Callable[[], None]] = [
+    gradients_are_scaled_by_micro_batches,
+    tied_copies_go_their_own_ways,
+    the_norm_is_not_summed_over_stages,
+    the_tied_weight_counts_twice,
+    micro_batches_are_taken_for_each_other,
+]
 
 MUTATIONS: list[Callable[[], None]] = [
     gradients_are_averaged_once_more,
@@ -167,6 +219,21 @@ def test_it_is_noticed(tmp_path: Path, one_device, mutate):
     found = train(tmp_path, *LAYOUT, "training.stop_on_nonfinite=false", mutate=mutate)
     with pytest.raises(AssertionError):
         assert_same_curve(found, one_device)
+
+
+@pytest.fixture(scope="module")
+def one_tied_device(tmp_path_factory):
+    return train(tmp_path_factory.mktemp("one"), *LINES, "model.tied_embeddings=true")
+
+
+def test_an_unbroken_pipeline_is_the_same_curve(tmp_path: Path, one_tied_device):
+    assert_same_curve(train(tmp_path, *PIPELINE), one_tied_device)
+
+
+@pytest.mark.parametrize("mutate", OF_PIPELINES, ids=lambda mutate: mutate.__name__)
+def test_it_is_noticed_in_a_pipeline(tmp_path: Path, one_tied_device, mutate):
+    with pytest.raises(AssertionError):
+        assert_same_curve(train(tmp_path, *PIPELINE, mutate=mutate), one_tied_device)
 
 
 class _Without:

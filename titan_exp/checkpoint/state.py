@@ -85,9 +85,7 @@ def _model_tensors(parts: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
             yield f"{MODEL}{name}", value.detach()
 
 
-def _optimizer_tensors(
-    parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer
-) -> Iterator[tuple[str, Tensor]]:
+def _optimizer_tensors(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
     for part in parts:
         for name, parameter in part.named_parameters():
             for key, value in optimizer.state.get(parameter, {}).items():

@@ -98,9 +98,7 @@ def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
 def _matching(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
     """Modules that any of the patterns names, each once, and none inside another of them."""
     named = _named(model)
-    found = {
-        name: module for pattern in patterns for name, module in named.items() if fnmatchcase(name, pattern)
-    }
+    found = {name: module for pattern in patterns for name, module in named.items() if fnmatchcase(name, pattern)}
     return [module for name, module in found.items() if not any(name.startswith(f"{other}.") for other in found)]
 
 

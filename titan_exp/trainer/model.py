@@ -16,10 +16,15 @@ from titan_exp.trainer.place import place
 class Model(Protocol):
     """A parallel model as the algorithm sees it."""
 
-    parts: Sequence[nn.Module]
-    """Its parts on this rank, whose parameters have their names in the whole model."""
-    together: int
-    """How many micro-batches at once evaluation is quickest with."""
+    @property
+    def parts(self) -> Sequence[nn.Module]:
+        """Its parts on this rank, whose parameters have their names in the whole model."""
+        ...
+
+    @property
+    def together(self) -> int:
+        """How many micro-batches at once evaluation is quickest with."""
+        ...
 
     def forward_backward(self, batches: Sequence[Batch], tokens: int) -> Tensor:
         """Leave the gradients of a global batch of `tokens` predicted tokens, of which `batches` are this rank's

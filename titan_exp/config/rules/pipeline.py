@@ -7,6 +7,7 @@ from titan_exp.config.errors import Violation
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import data_parallel_degree
 from titan_exp.config.pipeline import layer_counts, pipeline_splits_backward, stage_count, takes
+from titan_exp.config.rules.memory import PARTITIONING_BACKENDS
 from titan_exp.config.schedule import (
     SCHEDULES,
     MalformedSchedule,
@@ -52,7 +53,9 @@ def schedule_is_known(experiment: Experiment) -> Iterator[Violation]:
         idle = [rank for rank, order in enumerate(orders) if not order]
         if len(orders) != ranks:
             reason = f"it has {len(orders)} rows, one for each pipeline rank, and parallelism.pp is {ranks}"
-            yield Violation(SCHEDULE, name, reason, f"parallelism.pp={max(1, len(orders))}, or a file with {ranks} rows")
+            yield Violation(
+                SCHEDULE, name, reason, f"parallelism.pp={max(1, len(orders))}, or a file with {ranks} rows"
+            )
         elif idle:
             yield Violation(SCHEDULE, name, f"row {idle[0] + 1} holds no action", "give every rank a stage")
         else:
@@ -152,12 +155,16 @@ def whole_gradients(experiment: Experiment) -> Iterator[Violation]:
             "wrong gradients",
             f"parallelism.reshard_after_forward=auto or never; or parallelism.pp_schedule={WHOLE_BACKWARD}",
         )
-    if experiment.activation_checkpoint.mode == "selective":
+    compile_ = experiment.compile
+    # A compiler that divides graphs has made the choice long before; it keeps what it keeps for both.
+    in_graph = compile_.enabled and compile_.backend in PARTITIONING_BACKENDS
+    if experiment.activation_checkpoint.mode == "selective" and not in_graph:
         yield Violation(
             "activation_checkpoint.mode",
             "selective",
-            f"{name} goes back through a block twice, and what it keeps of chosen operators is gone by then",
-            f"activation_checkpoint=full, every_n or none; or parallelism.pp_schedule={WHOLE_BACKWARD}",
+            f"{name} goes back through a block twice, and what was kept of chosen operators is gone by then",
+            "compile=blocks, whose graphs keep it; activation_checkpoint=full, every_n or none; "
+            f"or parallelism.pp_schedule={WHOLE_BACKWARD}",
         )
 
 
@@ -259,7 +266,9 @@ def _takes_what(experiment: Experiment) -> str:
 def _larger_batches(experiment: Experiment) -> str:
     parallelism, ranks = experiment.parallelism, data_parallel_degree(experiment)
     number = parallelism.pp_microbatches or next(count for count in range(1, 10**6) if takes(parallelism, count))
-    near = multiples_near(experiment.training.global_batch_size, number * ranks * (experiment.training.micro_batch_size or 1))
+    near = multiples_near(
+        experiment.training.global_batch_size, number * ranks * (experiment.training.micro_batch_size or 1)
+    )
     return f"nearest: training.global_batch_size={listed(near)}"
 
 
@@ -299,8 +308,8 @@ def _too_many_stages(experiment: Experiment, stages: int) -> Violation:
         "parallelism.pp",
         parallelism.pp,
         f"{parallelism.pp_schedule} cuts the model into {stages} stages, and it has {layers} layers",
-        f"parallelism.pp={listed(nearest_numbers(parallelism.pp, works))}; or parallelism.pp_layers, which may be 0 for "
-        "the first and the last stage"
+        f"parallelism.pp={listed(nearest_numbers(parallelism.pp, works))}; or parallelism.pp_layers, which may be 0 "
+        "for the first and the last stage"
         + ("" if per_rank == 1 else "; or parallelism.pp_schedule=1F1B, with one stage on each rank"),
     )
 

@@ -11,9 +11,12 @@ from titan_exp.config.layout import (
     gradient_accumulation,
     micro_batch_size,
     offered_devices,
+    pipeline_microbatches,
+    reshard_policy,
     resolve_layout,
     world_size,
 )
+from titan_exp.config.pipeline import layer_counts, stage_layers, stage_placement
 
 
 @pytest.mark.parametrize(
@@ -62,6 +65,70 @@ def test_the_global_batch_is_divided():
     assert (data_parallel_degree(run), micro_batch_size(run), gradient_accumulation(run)) == (4, 4, 4)
     whole = experiment("parallelism=hsdp", "training.global_batch_size=64")
     assert (micro_batch_size(whole), gradient_accumulation(whole)) == (16, 1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "micro", "passes"),
+    [
+        ([], 8, (8, 8)),
+        (["parallelism.pp=4"], 4, (16, 16)),
+        (["training.micro_batch_size=2"], 2, (32, 32)),
+        (["parallelism.pp_microbatches=4"], 16, (4, 4)),
+        (["parallelism.pp_microbatches=4", "training.micro_batch_size=1"], 1, (64, 4)),
+        (["training.global_batch_size=6"], 1, (6, 6)),
+        (["training.global_batch_size=10"], 1, (10, 10)),
+        (["training.global_batch_size=7", "parallelism.pp_schedule=Interleaved1F1B"], 7, (1, 1)),
+        (["training.global_batch_size=4", "parallelism.pp_schedule=DualPipeV"], 1, (4, 4)),
+        (["parallelism.dp_shard=4", "parallelism.pp_schedule=ZBVZeroBubble"], 2, (8, 8)),
+    ],
+)
+def test_micro_batches_of_a_pipeline(overrides: list[str], micro: int, passes: tuple[int, int]):
+    """At least four for each rank, as large as that allows, where no key says it."""
+    run = resolve_layout(experiment("training.global_batch_size=64", "parallelism.pp=2", *overrides), 1)
+    assert micro_batch_size(run) == micro
+    assert (gradient_accumulation(run), pipeline_microbatches(run)) == passes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "counts"),
+    [
+        ([], [5, 5]),
+        (["parallelism.pp=3"], [3, 4, 3]),
+        (["parallelism.pp=4"], [2, 3, 3, 2]),
+        (["parallelism.pp_schedule=ZBVZeroBubble"], [2, 3, 3, 2]),
+        (["parallelism.pp_last_stage_less=2"], [6, 4]),
+        (["parallelism.pp_first_stage_less=1", "parallelism.pp_last_stage_less=1", "parallelism.pp=4"], [2, 3, 3, 2]),
+        (["parallelism.pp_layers=[7,3]"], [7, 3]),
+        (["parallelism.pp_layers_per_stage=2", "parallelism.pp=5"], [2, 2, 2, 2, 2]),
+        (
+            [
+                "parallelism.pp_layers_per_stage=2",
+                "parallelism.pp_schedule=LoopedBFS",
+                "parallelism.pp_first_stage_less=1",
+            ],
+            [1, 2, 2, 2, 2, 1],
+        ),
+    ],
+)
+def test_layers_of_stages(overrides: list[str], counts: list[int]):
+    run = experiment("model.layers=10", "parallelism.pp=2", *overrides)
+    assert layer_counts(run) == counts
+    assert [layer for layers in stage_layers(run) for layer in layers] == list(range(10))
+
+
+def test_where_stages_are():
+    looped = experiment("model.layers=6", "parallelism.pp=3", "parallelism.pp_schedule=Interleaved1F1B")
+    assert stage_placement(looped) == [0, 1, 2, 0, 1, 2]
+    there_and_back = experiment("model.layers=6", "parallelism.pp=3", "parallelism.pp_schedule=DualPipeV")
+    assert stage_placement(there_and_back) == [0, 1, 2, 2, 1, 0]
+
+
+def test_when_parameters_are_freed():
+    assert reshard_policy(experiment().parallelism) == "all_but_last"
+    assert reshard_policy(experiment("parallelism.pp=2").parallelism) == "never"
+    assert reshard_policy(experiment("parallelism.pp=2", "parallelism.reshard_after_forward=always").parallelism) == (
+        "always"
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,16 @@ import pytest
 from tests.config.composing import experiment, give_gpus
 from titan_exp.config.errors import UserError, Violation
 from titan_exp.config.rules import check, violations
+from titan_exp.config.schedule import SCHEDULES
 
 HERE = Path(__file__).parent
+SCHEDULE = "parallelism.pp_schedule"
 BASE = (
     *("training.steps=600", "training.seq_len=256", "training.global_batch_size=16", "training.micro_batch_size=null"),
     *("model.dim=192", "model.heads=6", "model.kv_heads=2", "model.ffn_dim=512", "model.vocab_size=320"),
     *("model.context=1024", "data.virtual_shards=64", "data.validation_fraction=0.02", "training.evaluate_every=200"),
     "training.mixed_precision=fp32",
+    "model.layers=6",
 )
 """What the cases below start from, whatever the shipped defaults are."""
 
@@ -255,7 +258,97 @@ def test_the_default_run_keeps_every_rule():
             "parallelism.cp",
             "cp_method=ring or allgather",
         ),
-        (["parallelism.pp=2"], "parallelism.pp", "parallelism.pp=1"),
+        # pipeline
+        (["parallelism.pp=2"], "", ""),
+        *((["parallelism.pp=2", f"parallelism.pp_schedule={name}"], "", "") for name in SCHEDULES),
+        (["parallelism.pp=2", "parallelism.pp_schedule=1f1b"], SCHEDULE, "did you mean 1F1B?"),
+        (["parallelism.pp_schedule=Looped"], SCHEDULE, "LoopedBFS"),
+        (["parallelism.pp=2", "parallelism.pp_schedule=nowhere.csv"], SCHEDULE, "relative"),
+        (["parallelism.pp_schedule=nowhere.csv"], "", ""),
+        (["parallelism.pp=8"], "parallelism.pp", "pp=4, 5 or 6"),
+        (["parallelism.pp=4", "parallelism.pp_schedule=ZBVZeroBubble"], "parallelism.pp", "pp=1, 2 or 3"),
+        (["parallelism.pp=2", "parallelism.pp_layers=[3,2]"], "parallelism.pp_layers", "add up to 6"),
+        (["parallelism.pp=2", "parallelism.pp_layers=[6,0]"], "", ""),
+        (["parallelism.pp=3", "parallelism.pp_layers=[3,0,3]"], "parallelism.pp_layers", "at least 1"),
+        (["parallelism.pp=2", "parallelism.pp_layers=[3,1,2]"], "parallelism.pp_layers", "give 2 numbers"),
+        (
+            ["parallelism.pp=2", "parallelism.pp_layers=[3,1,2]", "parallelism.pp_schedule=LoopedBFS"],
+            "parallelism.pp_layers",
+            "give 2, 4 or 6 numbers",
+        ),
+        (
+            ["parallelism.pp=2", "parallelism.pp_layers=[3,1,1,1]"],
+            "parallelism.pp_layers",
+            "Interleaved1F1B, LoopedBFS or InterleavedZeroBubble",
+        ),
+        (
+            ["parallelism.pp=2", "parallelism.pp_layers_per_stage=2"],
+            "parallelism.pp_layers_per_stage",
+            "pp_layers_per_stage=3, 4 or 5",
+        ),
+        (
+            ["parallelism.pp=2", "parallelism.pp_layers_per_stage=1", "parallelism.pp_schedule=Interleaved1F1B"],
+            "",
+            "",
+        ),
+        (
+            ["parallelism.pp=2", "parallelism.pp_layers=[3,3]", "parallelism.pp_last_stage_less=1"],
+            "parallelism.pp_last_stage_less",
+            "leave out pp_last_stage_less",
+        ),
+        (["parallelism.pp=2", "parallelism.pp_first_stage_less=6"], "", ""),
+        (["parallelism.pp=2", "parallelism.pp_first_stage_less=8"], "parallelism.pp_first_stage_less", "a smaller"),
+        (["parallelism.pp_layers=[3,3]"], "parallelism.pp_layers", "parallelism.pp=2"),
+        (["parallelism.pp_microbatches=2"], "parallelism.pp_microbatches", "parallelism.pp=2"),
+        (["parallelism.pp_last_stage_less=1"], "parallelism.pp_last_stage_less", "leave pp_last_stage_less out"),
+        (["parallelism.pp=2", "parallelism.pp_microbatches=4"], "", ""),
+        (["parallelism.pp=2", "parallelism.pp_microbatches=3"], "parallelism.pp_microbatches", "=1, 2 or 4"),
+        (
+            ["parallelism.pp=2", "parallelism.pp_microbatches=8", "training.micro_batch_size=4"],
+            "parallelism.pp_microbatches",
+            "=1, 2 or 4",
+        ),
+        (
+            ["parallelism.pp=2", "parallelism.pp_schedule=DualPipeV", "training.micro_batch_size=8"],
+            "training.micro_batch_size",
+            "micro_batch_size=1, 2 or 4",
+        ),
+        (
+            ["parallelism.pp=2", "parallelism.pp_schedule=DualPipeV", "training.global_batch_size=3"],
+            "training.global_batch_size",
+            "global_batch_size=4",
+        ),
+        (
+            ["parallelism.pp=2", "parallelism.pp_schedule=DualPipeV", "parallelism.pp_microbatches=2"],
+            "parallelism.pp_microbatches",
+            "=4, 8 or 16",
+        ),
+        (
+            [
+                *("parallelism.pp=3", "parallelism.pp_schedule=Interleaved1F1B"),
+                *("training.global_batch_size=14", "training.micro_batch_size=2"),
+            ],
+            "training.micro_batch_size",
+            "micro_batch_size=7 or 14; or parallelism.pp_microbatches=1",
+        ),
+        *(
+            (["parallelism.pp=2", "parallelism.pp_schedule=ZBVZeroBubble", *rest], field, remedy)
+            for rest, field, remedy in (
+                (["parallelism.reshard_after_forward=always"], "parallelism.reshard_after_forward", "=auto or never"),
+                (["parallelism.reshard_after_forward=never"], "", ""),
+                (["activation_checkpoint=selective"], "activation_checkpoint.mode", "=full, every_n or none"),
+                (["activation_checkpoint=full", "compile=blocks", "compile.backend=aot_eager"], "", ""),
+                (["activation_checkpoint=selective", "compile=blocks", "compile.backend=aot_eager"], "", ""),
+                (
+                    ["activation_checkpoint=selective", "compile=blocks", "compile.backend=eager"],
+                    "activation_checkpoint.mode",
+                    "every_n or none",
+                ),
+            )
+        ),
+        (["parallelism.pp=2", "parallelism.reshard_after_forward=always"], "", ""),
+        (["parallelism.pp=2", "activation_checkpoint=selective"], "", ""),
+        (["parallelism.pp=2", "model.architecture=tests.models.own_model.Bigram"], "parallelism.pp", "dp_shard=2"),
         (["parallelism.cp=4"], "", ""),
         (["parallelism.cp=3"], "training.seq_len", "252 or 258"),
         (["parallelism.cp=2", "parallelism.cp_method=ulysses"], "", ""),
@@ -326,6 +419,7 @@ def test_on_a_machine_without_gpus(overrides: list[str], field: str, remedy: str
         (["compile=all", "compile.backend=cudagraphs"], "compile.components", "compile.backend=inductor"),
         (["compile=all", "compile.components=[loss]", "parallelism.cp=2"], "", ""),
         (["compile=blocks", "compile.backend=cudagraphs", "parallelism.cp=2"], "compile.backend", "aot_eager"),
+        (["compile=blocks", "compile.backend=cudagraphs", "parallelism.pp=2"], "compile.backend", "aot_eager"),
         (["parallelism.cp=2"], "", ""),
         (["compile=blocks", "compile.backend=cudagraphs", "parallelism.tp=2"], "compile.backend", "aot_eager"),
         (["compile=blocks", "parallelism.tp=2", "parallelism.async_tp=true"], "", ""),
@@ -361,6 +455,33 @@ def test_compiling_for_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PATH", "/nowhere")
     assert "install g++" in only("compile=blocks").remedy
     assert broken("compile=blocks", "compile.backend=aot_eager") == []
+
+
+@pytest.mark.parametrize(
+    ("text", "overrides", "field", "says"),
+    [
+        ("0F0,0F1,,,0B0,,0B1\n,1F0,1B0,1F1,1B1", [], "", ""),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1", ["parallelism.pp_microbatches=2"], "", ""),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1", ["parallelism.pp_microbatches=4"], "pp_microbatches", "passes of 2"),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1", ["training.micro_batch_size=16"], "micro_batch_size", "passes of 2"),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1", ["parallelism.pp_layers=[1,2,3]"], "pp_layers", "2 stages"),
+        ("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1", ["parallelism.pp=3"], "pp_schedule", "2 rows"),
+        ("0F0,0B0\n1F0,1I0", [], "pp_schedule", "1F0, 1I0"),
+        ("0F0,0B0,1F0,1B0\n,,", [], "pp_schedule", "row 2 holds no action"),
+        ("0F0,zero\n1F0,1B0", [], "pp_schedule", "cell 2 of row 1 is 'zero'"),
+        ("0B0,0F0\n1F0,1B0", [], "pp_schedule", "waits for ever"),
+        ("0F0,0I0,0W0\n1F0,1I0,1W0", ["activation_checkpoint=selective"], "mode", "twice"),
+    ],
+)
+def test_a_schedule_from_a_file(text: str, overrides: list[str], field: str, says: str):
+    Path("own.csv").write_text(text)
+    given = ("parallelism.pp=2", "parallelism.pp_schedule=own.csv", *overrides)
+    if not field:
+        assert broken(*given) == []
+        return
+    violation = only(*given)
+    assert violation.field.endswith(field)
+    assert says in violation.reason
 
 
 @pytest.mark.parametrize("as_folder", [False, True])

@@ -20,7 +20,7 @@ ADAMW = OptimizerConfig(
 
 def test_vectors_are_not_decayed():
     model = real_model()
-    decayed, kept = build_optimizer(ADAMW, model).param_groups
+    decayed, kept = build_optimizer(ADAMW, model.parameters()).param_groups
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
     assert all(parameter.dim() == 2 for parameter in decayed["params"])
     assert len(kept["params"]) == 2 * 2 + 1
@@ -33,7 +33,7 @@ def test_adamw_is_the_published_update(implementation):
     """One parameter, two steps, against Loshchilov and Hutter's formula written out in fp64."""
     module = torch.nn.Linear(3, 2, bias=False)
     start = module.weight.detach().double().clone()
-    optimizer = build_optimizer(replace(ADAMW, implementation=implementation), module)
+    optimizer = build_optimizer(replace(ADAMW, implementation=implementation), module.parameters())
     gradients = [torch.randn(2, 3), torch.randn(2, 3)]
     for gradient in gradients:
         module.weight.grad = gradient.clone()
@@ -48,7 +48,7 @@ def test_adamw_is_the_published_update(implementation):
 
 def test_an_optimizer_of_the_users_own():
     config = replace(ADAMW, name="torch.optim.SGD", options={"momentum": 0.5})
-    optimizer = build_optimizer(config, real_model())
+    optimizer = build_optimizer(config, real_model().parameters())
     assert isinstance(optimizer, torch.optim.SGD)
     assert optimizer.param_groups[0]["momentum"] == 0.5
     assert optimizer.param_groups[0]["weight_decay"] == 0.1

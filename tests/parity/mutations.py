@@ -33,14 +33,14 @@ def gradients_are_averaged_once_more() -> None:
 
 
 def the_loss_is_divided_by_local_tokens() -> None:
-    from titan_exp.trainer import step
+    from titan_exp.trainer import model
 
-    original = step.forward_backward
+    original = model.per_token
 
-    def forward_backward(model: Any, batch: Any, token_loss: Any, tokens: int) -> torch.Tensor:
-        return original(model, batch, token_loss, int((batch.labels >= 0).sum()) * 8)
+    def per_token(token_loss: Any, module: Any, batch: Any, tokens: int, *rest: Any) -> Any:
+        return original(token_loss, module, batch, int((batch.labels >= 0).sum()) * 8, *rest)
 
-    _replace("titan_exp.trainer.step.forward_backward", forward_backward)
+    _replace("titan_exp.trainer.model.per_token", per_token)
 
 
 def labels_are_shifted() -> None:
@@ -72,17 +72,15 @@ def ranks_clip_by_their_own_norm() -> None:
 
 
 def only_the_last_micro_batch_counts() -> None:
-    from titan_exp.trainer import step
+    from titan_exp.trainer import model
 
-    original, calls = step.forward_backward, itertools.count()
+    original, calls = model.per_token, itertools.count()
 
-    def forward_backward(model: Any, batch: Any, token_loss: Any, tokens: int) -> torch.Tensor:
-        if next(calls) % 2:
-            return original(model, batch, token_loss, tokens)
-        with torch.no_grad():
-            return model(batch.tokens, batch.positions, batch.documents).sum() * 0
+    def per_token(*args: Any) -> Any:
+        objective, cross_entropy = original(*args)
+        return (objective, cross_entropy) if next(calls) % 2 else (objective * 0, cross_entropy)
 
-    _replace("titan_exp.trainer.step.forward_backward", forward_backward)
+    _replace("titan_exp.trainer.model.per_token", per_token)
 
 
 def every_data_rank_reads_the_same() -> None:
@@ -115,7 +113,7 @@ def copies_do_not_exchange_gradients() -> None:
         original(model, last=last)
         model.set_requires_all_reduce(False)
 
-    _replace("titan_exp.trainer.step.synchronize_gradients", synchronize)
+    _replace("titan_exp.trainer.model.synchronize_gradients", synchronize)
 
 
 def chunks_ignore_the_gradient_from_above() -> None:
@@ -200,7 +198,7 @@ def positions_are_those_of_the_part() -> None:
         part = original(batch, mesh)
         return replace(part, positions=torch.arange(part.tokens.shape[1]).expand_as(part.tokens))
 
-    _replace("titan_exp.trainer.step.place", placed)
+    _replace("titan_exp.trainer.model.place", placed)
 
 
 def parts_of_the_softmax_are_merged_unweighed() -> None:
@@ -217,6 +215,46 @@ def tokens_of_context_ranks_are_counted_again() -> None:
     from titan_exp.parallel.mesh import Mesh
 
     Mesh.copies_of_rows = property(lambda self: 1)  # type: ignore[method-assign, assignment]
+
+
+def gradients_are_scaled_by_micro_batches() -> None:
+    from titan_exp.trainer import pipelined
+
+    original = pipelined.per_token
+
+    def per_token(*args: Any) -> Any:
+        objective, cross_entropy = original(*args)
+        return objective / 4, cross_entropy
+
+    _replace("titan_exp.trainer.pipelined.per_token", per_token)
+
+
+def tied_copies_go_their_own_ways() -> None:
+    from titan_exp.parallel.shared_weights import SharedWeights
+
+    SharedWeights.sum_gradients = lambda self: None  # type: ignore[method-assign]
+
+
+def the_norm_is_not_summed_over_stages() -> None:
+    from titan_exp.optim import clip
+
+    original = clip.global_grad_norm
+    _replace("titan_exp.trainer.step.global_grad_norm", lambda parameters, stages: original(parameters))
+
+
+def the_tied_weight_counts_twice() -> None:
+    from titan_exp.trainer.pipelined import PipelinedModel
+
+    PipelinedModel.counted = PipelinedModel.parameters  # type: ignore[method-assign]
+
+
+def micro_batches_are_taken_for_each_other() -> None:
+    from titan_exp.parallel.stage import Stage
+
+    original = Stage.forward
+    Stage.forward = lambda self, number, hidden, compute: original(  # type: ignore[method-assign]
+        self, number, hidden, lambda stage, it, given: compute(stage, it ^ 1 if stage.last else it, given)
+    )
 
 
 MUTATIONS: list[Callable[[], None]] = [
@@ -242,6 +280,12 @@ WHOLE_TOKENS = ["parallelism.tp=4", "parallelism.sequence_parallel=false", *LINE
 CONTEXT = ["parallelism.cp=2", "data.reset_positions=false", *LINES[:-1]]
 """Sequences shared, positions counted through them."""
 
+PIPELINE = [
+    *("parallelism.pp=2", "parallelism.dp_shard=2", "training.micro_batch_size=1"),
+    *("model.tied_embeddings=true", *LINES),
+]
+"""Stages on several ranks, sharded, with a weight that two of them use."""
+
 OF_A_LAYOUT: list[tuple[list[str], Callable[[], None]]] = [
     *((LAYOUT, mutate) for mutate in MUTATIONS),
     (TENSOR, partial_gradients_are_taken_for_whole_ones),
@@ -255,6 +299,11 @@ OF_A_LAYOUT: list[tuple[list[str], Callable[[], None]]] = [
     (CONTEXT, positions_are_those_of_the_part),
     (CONTEXT, parts_of_the_softmax_are_merged_unweighed),
     (CONTEXT, tokens_of_context_ranks_are_counted_again),
+    (PIPELINE, gradients_are_scaled_by_micro_batches),
+    (PIPELINE, tied_copies_go_their_own_ways),
+    (PIPELINE, the_norm_is_not_summed_over_stages),
+    (PIPELINE, the_tied_weight_counts_twice),
+    (PIPELINE, micro_batches_are_taken_for_each_other),
 ]
 """What is broken, in the layout in which it must be noticed."""
 
@@ -265,7 +314,7 @@ def one_device(tmp_path_factory):
     return remembered(lambda: tmp_path_factory.mktemp("one"), dict(zip(experiments, experiments, strict=True)))
 
 
-@pytest.mark.parametrize("layout", [LAYOUT, TENSOR, WHOLE_TOKENS, CONTEXT], ids=" ".join)
+@pytest.mark.parametrize("layout", [LAYOUT, TENSOR, WHOLE_TOKENS, CONTEXT, PIPELINE], ids=" ".join)
 def test_nothing_broken_is_the_same_curve(tmp_path: Path, one_device, layout):
     assert_same_curve(train(tmp_path, *layout), one_device(_experiment(layout)))
 
@@ -279,7 +328,7 @@ def test_it_is_noticed(tmp_path: Path, one_device, layout, mutate):
 
 def _experiment(layout: list[str]) -> str:
     """What of a layout's overrides changes what is computed."""
-    return " ".join(override for override in layout if override.startswith("data"))
+    return " ".join(override for override in layout if override.startswith(("data", "model")))
 
 
 class _Without:

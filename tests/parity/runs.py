@@ -68,7 +68,11 @@ def train(path: Path, *overrides: str, timeout: float = 120.0, mutate: Callable[
     folder = RunFolder(path)
     path.mkdir(parents=True, exist_ok=True)
     folder.config.write_text(to_yaml(experiment))
-    weights = run_ranks(world_size(experiment), _train_on_rank, str(path), mutate, limit=timeout)[0]
+    parts = run_ranks(world_size(experiment), _train_on_rank, str(path), mutate, limit=timeout)
+    weights: dict[str, torch.Tensor] = {}
+    for part in parts:
+        for name, weight in part.items():
+            assert torch.equal(weights.setdefault(name, weight), weight), f"ranks disagree about {name}"
     rows = read_metrics(folder.metrics)
     return Curve([row["loss"] for row in rows], [row["grad_norm"] for row in rows], rows, weights)  # type: ignore[misc]
 
@@ -106,7 +110,8 @@ def _train_on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, to
         trainer = Trainer(experiment, folder, device)
         trainer.run()
         trainer.report.close("done")
-        state = trainer.model.state_dict()
         return {
-            name: value.full_tensor() if isinstance(value, DTensor) else value.clone() for name, value in state.items()
+            name: value.full_tensor() if isinstance(value, DTensor) else value.clone()
+            for part in trainer.model.parts
+            for name, value in part.state_dict().items()
         }

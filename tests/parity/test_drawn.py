@@ -7,7 +7,7 @@ import pytest
 from tests.parity.drawn import Drawn, draw
 from tests.parity.runs import assert_same_curve, train
 
-MOST_RANKS = 8
+MOST_RANKS = 16
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

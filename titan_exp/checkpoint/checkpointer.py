@@ -1,6 +1,6 @@
 """Saving and loading the training state: in the background or not, complete or not at all."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from titan_exp.checkpoint.state import (
     allocate_optimizer_state,
     from_bytes,
     gather_state,
+    make_copies_equal,
     model_state,
     optimizer_state,
 )
@@ -67,7 +68,7 @@ class Checkpointer:
     def save(
         self,
         step: int,
-        model: nn.Module,
+        parts: Sequence[nn.Module],
         optimizer: torch.optim.Optimizer,
         data: Mapping[str, Any],
         progress: Mapping[str, Any],
@@ -76,7 +77,7 @@ class Checkpointer:
         if self.config.mode == "off" or step == self._newest:
             return
         self.wait()
-        state = gather_state(model, optimizer, data, progress)
+        state = gather_state(parts, optimizer, data, progress)
         writer = dcp.FileSystemWriter(self.folder.partial(step), single_file_per_rank=True, sync_files=True)
         if self.config.mode == "sync":
             self._finish(step, lambda: dcp.save(state, storage_writer=writer, process_group=self._group))
@@ -109,17 +110,18 @@ class Checkpointer:
         dist.broadcast_object_list(steps, src=0, group=self._group)
         return steps[0][0] if steps[0] else None
 
-    def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Restored:
-        """Load a checkpoint, made in any layout, into the model and the optimizer."""
+    def load(self, step: int, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> Restored:
+        """Load a checkpoint, made in any layout, into the model (or its parts on this rank) and the optimizer."""
         path = self.folder.at(step)
-        allocate_optimizer_state(model, optimizer)
-        tensors = {**model_state(model), **optimizer_state(model, optimizer)}
+        allocate_optimizer_state(parts, optimizer)
+        tensors = {**model_state(parts), **optimizer_state(parts, optimizer)}
         notes = {
             key: torch.empty(shape, dtype=torch.uint8)
             for key, shape in tensor_shapes(path).items()
             if key == PROGRESS or key.startswith(DATA)
         }
         read_into(path, {**tensors, **notes})
+        make_copies_equal(parts, optimizer)
         self._newest = self.durable = step
         data = {key.removeprefix(DATA): from_bytes(notes[key]) for key in notes if key.startswith(DATA)}
         return Restored(from_bytes(notes[PROGRESS]), data)
@@ -152,5 +154,5 @@ def _cause(error: BaseException) -> str:
 
 def load_model(path: Path, model: nn.Module) -> None:
     """Load a checkpoint's weights alone into a model."""
-    state: dict[str, Tensor] = model_state(model)
+    state: dict[str, Tensor] = model_state([model])
     read_into(path, state)

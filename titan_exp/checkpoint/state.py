@@ -4,7 +4,7 @@ Everything that is not a tensor travels as JSON in a byte tensor: a checkpoint i
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,42 +14,51 @@ MODEL, OPTIMIZER, DATA, PROGRESS = "model.", "optimizer.", "data.", "progress"
 
 
 def gather_state(
-    model: nn.Module, optimizer: torch.optim.Optimizer, data: Mapping[str, Any], progress: Mapping[str, Any]
+    parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, data: Mapping[str, Any], progress: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """Collect what a checkpoint holds.
 
     Args:
-        model: its parameters and persistent buffers are keyed `model.<full name>`.
+        parts: the model, or its parts on this rank; parameters and persistent buffers are keyed `model.<full name>`.
         optimizer: its tensors are keyed `optimizer.<full parameter name>.<state name>`.
         data: JSON-able state of each virtual shard that this rank reads, keyed `data.<shard>`.
         progress: JSON-able counters of the whole run.
     """
     return {
-        **model_state(model),
-        **optimizer_state(model, optimizer),
+        **model_state(parts),
+        **optimizer_state(parts, optimizer),
         **{f"{DATA}{shard}": to_bytes(state) for shard, state in data.items()},
         PROGRESS: to_bytes(progress),
     }
 
 
-def model_state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by full name; the tensors themselves, not copies."""
-    return {f"{MODEL}{name}": value.detach() for name, value in model.state_dict().items()}
+def model_state(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by full name; the tensors themselves, not copies.
+
+    Of a tensor that two parts have copies of, the first part's.
+    """
+    return _first_of_each(_model_tensors(parts))
 
 
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's tensors by full parameter name; the tensors themselves, not copies."""
-    return {
-        f"{OPTIMIZER}{name}.{key}": value
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-        if isinstance(value, Tensor)
-    }
+    return _first_of_each(_optimizer_tensors(parts, optimizer))
 
 
-def allocate_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+@torch.no_grad()
+def make_copies_equal(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+    """Give what two parts have copies of the state of the first part's, which is the one that was loaded."""
+    originals: dict[str, Tensor] = {}
+    for name, tensor in (*_model_tensors(parts), *_optimizer_tensors(parts, optimizer)):
+        if name in originals:
+            tensor.copy_(originals[name])
+        else:
+            originals[name] = tensor
+
+
+def allocate_optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
     """Make the optimizer create its state, so that there is something to load into; parameters keep their values."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parameters = [parameter for part in parts for parameter in part.parameters() if parameter.requires_grad]
     kept = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
@@ -68,3 +77,24 @@ def to_bytes(value: object) -> Tensor:
 def from_bytes(tensor: Tensor) -> Any:
     """The value that `to_bytes` took."""
     return json.loads(bytes(tensor.cpu().tolist()))
+
+
+def _model_tensors(parts: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
+    for part in parts:
+        for name, value in part.state_dict().items():
+            yield f"{MODEL}{name}", value.detach()
+
+
+def _optimizer_tensors(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
+    for part in parts:
+        for name, parameter in part.named_parameters():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor):
+                    yield f"{OPTIMIZER}{name}.{key}", value
+
+
+def _first_of_each(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for name, tensor in named:
+        found.setdefault(name, tensor)
+    return found

@@ -8,6 +8,8 @@ from titan_exp.config.errors import UserError, Violation
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.machine import visible_gpus
 from titan_exp.config.parallelism import ParallelismConfig
+from titan_exp.config.pipeline import chosen_microbatches
+from titan_exp.config.schedule import is_file, microbatches_of, read_orders
 from titan_exp.config.suggest import divisors, listed
 
 
@@ -69,7 +71,12 @@ def data_parallel_degree(experiment: Experiment) -> int:
 def micro_batch_size(experiment: Experiment) -> int:
     """Sequences per forward pass of one data rank. The layout must be resolved."""
     given = experiment.training.micro_batch_size
-    return given or experiment.training.global_batch_size // data_parallel_degree(experiment)
+    if given:
+        return given
+    share = experiment.training.global_batch_size // data_parallel_degree(experiment)
+    if experiment.parallelism.pp == 1:
+        return share
+    return share // (experiment.parallelism.pp_microbatches or chosen_microbatches(experiment, share))
 
 
 def gradient_accumulation(experiment: Experiment) -> int:
@@ -82,6 +89,21 @@ def gradient_accumulation(experiment: Experiment) -> int:
 def exchanging_heads(parallelism: ParallelismConfig) -> int:
     """Of the ranks that share a sequence, how many neighbours exchange heads for sequence."""
     return parallelism.cp if parallelism.cp_method == "ulysses" else parallelism.cp_ulysses
+
+
+def reshard_policy(parallelism: ParallelismConfig) -> Literal["always", "never", "all_but_last"]:
+    """When a block frees its gathered parameters, `auto` decided."""
+    if parallelism.reshard_after_forward != "auto":
+        return parallelism.reshard_after_forward
+    return "never" if parallelism.pp > 1 else "all_but_last"
+
+
+def pipeline_microbatches(experiment: Experiment) -> int:
+    """Micro-batches in one pass through the pipeline. The layout must be resolved."""
+    parallelism = experiment.parallelism
+    if is_file(parallelism.pp_schedule):
+        return microbatches_of(read_orders(parallelism.pp_schedule))
+    return parallelism.pp_microbatches or gradient_accumulation(experiment)
 
 
 def _degrees_but_shard(parallelism: ParallelismConfig) -> int:

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Predicate
 
-from titan_exp.config.bounds import PositiveInt
+from titan_exp.config.bounds import Count, PositiveInt
 
 
 def minus_one_or_positive(degree: int) -> bool:
@@ -38,7 +38,25 @@ class ParallelismConfig:
     """Overlap a block's tensor-parallel exchanges with its matmuls, piece by piece, through symmetric memory: on CUDA
     with compiled blocks and sequence_parallel only."""
     pp: Degree
-    """Pipeline-parallel degree."""
+    """Pipeline-parallel degree: ranks that hold one part of the layers after the other, and pass micro-batches on."""
+    pp_schedule: str
+    """In which order a rank works on its stages and micro-batches: GPipe, 1F1B, Interleaved1F1B, LoopedBFS,
+    InterleavedZeroBubble, ZBVZeroBubble or DualPipeV, as torch calls them, or the path of a CSV file in torch's
+    compute-only format (a row for each rank, cells like 2F0: stage 2, forward, micro-batch 0). GPipe and 1F1B have one
+    stage on each rank; the others have several, which makes the bubble smaller and sends more."""
+    pp_microbatches: PositiveInt | None
+    """Micro-batches in one pass through the pipeline; null takes all of a step's at once. More of them make the bubble
+    smaller. Several passes bound memory with GPipe and LoopedBFS, and each has its own bubble."""
+    pp_layers: tuple[Count, ...] | None
+    """Layers of each stage, in order: [2,3,3,2]. Its length is the number of stages. null divides them evenly."""
+    pp_layers_per_stage: PositiveInt | None
+    """Layers of a stage, from which the number of stages follows; null has as many stages as the schedule has by
+    default (one on each rank for GPipe and 1F1B, else two)."""
+    pp_first_stage_less: Count
+    """Layers that the first stage has fewer than its even share, because it holds the embedding."""
+    pp_last_stage_less: Count
+    """Layers that the last stage has fewer than its even share, because it holds the head and computes the loss.
+    What does not divide evenly goes to stages in between first."""
     cp: Degree
     """Context-parallel degree: ranks that share every sequence, each with a part of its tokens. They shard parameters
     like `dp_shard` ranks."""
@@ -63,6 +81,7 @@ class ParallelismConfig:
     when it computes: the least GPU memory, at the speed of the link between the two."""
     prefetch_blocks: PositiveInt
     """Blocks whose parameters are gathered ahead of the one that computes; more hide slow links and cost memory."""
-    reshard_after_forward: Literal["always", "never", "all_but_last"]
+    reshard_after_forward: Literal["auto", "always", "never", "all_but_last"]
     """When a block frees its gathered parameters: after each forward pass, never before backward, or after each
-    one but the last block's, which backward needs next."""
+    one but the last block's, which backward needs next. `auto` is all_but_last without a pipeline, and never with one,
+    where a stage's parameters would be gathered anew for each micro-batch: they stay for the whole step."""

@@ -17,8 +17,10 @@ class TrainingConfig:
     global_batch_size: PositiveInt
     """Sequences per optimizer step over the whole job, whatever the layout."""
     micro_batch_size: PositiveInt | None
-    """Sequences per forward pass of one data rank; null takes the rank's whole share of the global batch.
-    Gradient accumulation follows from it."""
+    """Sequences per forward pass of one data rank (with a pipeline, of one stage). Gradient accumulation follows from
+    it. null takes the rank's whole share of the global batch; with a pipeline, the share divided by `pp_microbatches`,
+    or into the fewest micro-batches, at least 4 for each pipeline rank, that the schedule takes (the most where there
+    are not so many): a bubble of about a fifth with 1F1B, and micro-batches no smaller than that asks for."""
     max_grad_norm: PositiveFloat | None
     """Global gradient norm above which gradients are scaled down to it; null never clips."""
     mixed_precision: Literal["bf16", "fp32"]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from titan_exp.config.model import ModelConfig
 from titan_exp.models.blocks import Attention, Embedding, FeedForward, Head, HeadLoss, RMSNorm, TransformerBlock
+from titan_exp.models.stage_ends import StageEnds
 from titan_exp.ops.attention import Backend
 from titan_exp.ops.cross_entropy import LossSum
 from titan_exp.ops.rope import Frequencies, RotaryTable
@@ -79,6 +80,11 @@ class Decoder(nn.Module):
         if self.norm is None:
             return x
         return self.head(self.norm(x), self.embedding.weight if self.config.tied_embeddings else None, loss)
+
+    def stage_ends(self) -> StageEnds:
+        """What a pipeline leaves out of most stages."""
+        shared = ("embedding",) if self.config.tied_embeddings else ()
+        return StageEnds(first=("embedding",), last=("norm", "head"), shared=shared)
 
     def reset_buffers(self) -> None:
         """Compute what is not a parameter, once memory is real."""

@@ -1,6 +1,7 @@
 """From the optimizer group to a torch optimizer."""
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ from titan_exp.config.dotted import import_dotted, is_dotted
 from titan_exp.config.optimizer import OptimizerConfig
 
 
-def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """Build the optimizer over the model's parameters, in groups with and without weight decay for every mesh.
+def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """Build the optimizer over a model's parameters, in groups with and without weight decay for every mesh.
 
     Vectors (norms, biases) are not decayed unless `decay_vectors`. A class of the user's own is called as
     `Class(groups, lr=lr, **options)`.
@@ -22,14 +23,14 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Op
     """
     # Fused and foreach kernels take tensors of one mesh at a time.
     by_kind: dict[tuple[bool, object], list[nn.Parameter]] = defaultdict(list)
-    for parameter in model.parameters():
+    for parameter in parameters:
         if parameter.requires_grad:
             decayed = parameter.dim() >= 2 or config.decay_vectors
             mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
             by_kind[decayed, mesh].append(parameter)
     groups: list[dict[str, Any]] = [
-        {"params": parameters, "weight_decay": config.weight_decay if decayed else 0.0}
-        for (decayed, _), parameters in sorted(by_kind.items(), key=lambda item: not item[0][0])
+        {"params": group, "weight_decay": config.weight_decay if decayed else 0.0}
+        for (decayed, _), group in sorted(by_kind.items(), key=lambda item: not item[0][0])
     ]
     if is_dotted(config.name):
         return import_dotted(config.name, "optimizer.name")(groups, lr=config.lr, **config.options)

@@ -14,8 +14,13 @@ from torch.distributed.tensor import DTensor
 
 
 @torch.no_grad()
-def global_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """L2 norm of all gradients of the whole model, an fp32 scalar that is the same on every rank."""
+def global_grad_norm(parameters: Iterable[Tensor], stages: dist.ProcessGroup | None = None) -> Tensor:
+    """L2 norm of all gradients of the whole model, an fp32 scalar that is the same on every rank.
+
+    Args:
+        parameters: this rank's, each once: of a weight that two pipeline stages have copies of, one.
+        stages: ranks that hold the other parts of the model; None where this one holds all.
+    """
     groups: dict[object, list[Tensor]] = defaultdict(list)
     meshes = {}
     for parameter in parameters:
@@ -37,7 +42,10 @@ def global_grad_norm(parameters: Iterable[Tensor]) -> Tensor:
                 if not placement.is_replicate():
                     dist.all_reduce(square, group=sample.device_mesh.get_group(axis))
         squares.append(square)
-    return torch.stack(squares).sum().sqrt() if squares else torch.zeros(())
+    total = torch.stack(squares).sum() if squares else torch.zeros(())
+    if stages is not None:
+        dist.all_reduce(total, group=stages)
+    return total.sqrt()
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ is there.
 from torch import nn
 
 from titan_exp.config.experiment import Experiment
+from titan_exp.config.layout import reshard_policy
 from titan_exp.parallel.activation_checkpoint import is_traced, recompute_blocks
 from titan_exp.parallel.compile import compile_blocks
 from titan_exp.parallel.context import share_sequences
@@ -17,7 +18,7 @@ from titan_exp.parallel.tensor import overlap_exchanges, share_matrices
 
 
 def parallelize(model: nn.Module, experiment: Experiment, mesh: Mesh) -> None:
-    """Apply the experiment's layout to a model on the meta device, in place."""
+    """Apply the experiment's layout to a model on the meta device, or to a pipeline stage of it, in place."""
     parallelism = experiment.parallelism
     share_matrices(
         model, mesh, sequence_parallel=parallelism.sequence_parallel, loss_parallel=parallelism.loss_parallel
@@ -34,7 +35,7 @@ def parallelize(model: nn.Module, experiment: Experiment, mesh: Mesh) -> None:
         recompute_blocks(model, checkpointing)
     sharding = Sharding(
         bf16=experiment.training.mixed_precision == "bf16",
-        reshard_after_forward=parallelism.reshard_after_forward,
+        reshard_after_forward=reshard_policy(parallelism),
         cpu_offload=parallelism.cpu_offload,
         prefetch_blocks=parallelism.prefetch_blocks,
         fp32_modules=experiment.training.fp32_modules,

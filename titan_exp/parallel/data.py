@@ -39,10 +39,8 @@ class Sharding:
 def shard_parameters(model: nn.Module, mesh: Mesh, sharding: Sharding) -> None:
     """Shard the model in place, block by block, over the mesh's parameter axes.
 
-    One fp32 rank alone needs none of it and is left as it is, unless its parameters are offloaded.
-
-    Raises:
-        UserError: a name in `fp32_modules` matches no module.
+    One fp32 rank alone needs none of it and is left as it is, unless its parameters are offloaded. Of `fp32_modules`,
+    those count that are there: `require_modules` tells whether a whole model has them.
     """
     if mesh.parameters.size() == 1 and not sharding.bf16 and not sharding.cpu_offload:
         return
@@ -80,6 +78,20 @@ def synchronize_gradients(model: nn.Module, *, last: bool) -> None:
         model.set_is_last_backward(last)
 
 
+def require_modules(model: nn.Module, patterns: tuple[str, ...]) -> None:
+    """Every pattern of `fp32_modules` names a module of the whole model, of which a stage may hold none.
+
+    Raises:
+        UserError: one does not.
+    """
+    named = _named(model)
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in named):
+            offer = did_you_mean(pattern, named) or "patterns look like blocks.*.attention_norm"
+            violation = Violation("training.fp32_modules", pattern, "the model has no such module", offer)
+            raise UserError("This run cannot be started.", [violation])
+
+
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
     """The model's transformer blocks, in order; none for a model that does not show them."""
     blocks = getattr(model, "blocks", None)
@@ -99,18 +111,13 @@ def _sharded_dim(parameter: nn.Parameter, degree: int) -> Shard | None:
 
 def _matching(model: nn.Module, patterns: tuple[str, ...]) -> list[nn.Module]:
     """Modules that any of the patterns names, each once, and none inside another of them."""
-    named = [
-        (name, module) for name, module in model.named_modules() if name and any(True for _ in module.parameters())
-    ]
-    found = {}
-    for pattern in patterns:
-        matches = {name: module for name, module in named if fnmatchcase(name, pattern)}
-        if not matches:
-            offer = did_you_mean(pattern, [name for name, _ in named]) or "patterns look like blocks.*.attention_norm"
-            violation = Violation("training.fp32_modules", pattern, "the model has no such module", offer)
-            raise UserError("This run cannot be started.", [violation])
-        found.update(matches)
+    named = _named(model)
+    found = {name: module for pattern in patterns for name, module in named.items() if fnmatchcase(name, pattern)}
     return [module for name, module in found.items() if not any(name.startswith(f"{other}.") for other in found)]
+
+
+def _named(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in model.named_modules() if name and any(True for _ in module.parameters())}
 
 
 def _prefetch(blocks: list[nn.Module], ahead: int) -> None:

@@ -49,8 +49,14 @@ class Mesh:
 
     @property
     def copies_of_tokens(self) -> int:
-        """How many ranks compute the same tokens: a sum of losses over ranks is so many times the loss."""
-        return self.copies_of_rows // self.sequence.degree
+        """How many ranks have the loss of the same tokens: a sum of losses over ranks is so many times the loss."""
+        # Of a pipeline's ranks only one has the last stage; the others have no loss.
+        return self.copies_of_rows // self.sequence.degree // self.world["pp"].size()
+
+    @property
+    def stages(self) -> dist.ProcessGroup | None:
+        """The ranks of this rank's pipeline, in order; None where there is no pipeline."""
+        return self.world.get_group("pp") if self.world["pp"].size() > 1 else None
 
     @property
     def parameters(self) -> DeviceMesh:

@@ -1,6 +1,6 @@
 """Tensor parallelism: ranks share the matrices of every block, as the blocks themselves say they may be divided."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 
 import torch
@@ -65,16 +65,17 @@ def vocabulary_part(mesh: Mesh, vocabulary: int) -> VocabularyPart | None:
 
 
 @torch.no_grad()
-def sum_partial_gradients(model: nn.Module, mesh: Mesh) -> None:
+def sum_partial_gradients(parts: Iterable[nn.Module], mesh: Mesh) -> None:
     """Add up, over tensor-parallel ranks, gradients of parameters that all of them hold and each used in part.
 
-    Once for each optimizer step, after the last backward pass, in one message.
+    Once for each optimizer step, after the last backward pass, in one message; `parts` are this rank's of the model.
     """
     if mesh.sharding["tp"].size() == 1:
         return
     gradients = [
         gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        for module in model.modules()
+        for part in parts
+        for module in part.modules()
         if getattr(module, "gradients_are_partial", False)
         for gradient in (parameter.grad for parameter in module.parameters(recurse=False))
         if gradient is not None

@@ -1,21 +1,34 @@
 """From an experiment to a model on this rank's device, ready to train."""
 
 import functools
+from collections.abc import Callable
 
 import torch
 from torch import nn
 
 from titan_exp.config.experiment import Experiment
+from titan_exp.config.layout import pipeline_microbatches, reshard_policy
+from titan_exp.config.pipeline import pipeline_splits_backward, stage_layers, stage_placement
+from titan_exp.config.timeline import timeline
 from titan_exp.models.build import build_model, flops_per_token, initial_table, parameter_count
 from titan_exp.ops.attention import choose_backend
 from titan_exp.parallel.apply import parallelize
+from titan_exp.parallel.cut import cut, shared_parameters
+from titan_exp.parallel.data import require_modules
 from titan_exp.parallel.materialize import copy_initial_weights, draw_initial_weights, materialize
 from titan_exp.parallel.mesh import Mesh
+from titan_exp.parallel.orders import training_orders
+from titan_exp.parallel.pipeline import Hidden, Pipeline
+from titan_exp.parallel.stage import Stage, keep_compiled_buffers
 from titan_exp.tracking.log import get_logger
 
 
 class BuiltModel:
-    """A parallel model with its initial weights, and what is known of the whole of it."""
+    """A parallel model with its initial weights, and what is known of the whole of it.
+
+    Raises:
+        UserError: a dotted name cannot be imported; a module that is named does not exist.
+    """
 
     def __init__(self, experiment: Experiment, mesh: Mesh) -> None:
         backend = choose_backend(
@@ -34,15 +47,11 @@ class BuiltModel:
         """Number of parameters of the whole model."""
         self.flops_per_token = flops_per_token(model, experiment.training.seq_len)
         """Operations of a training step per token."""
-        table = initial_table(model)
-        parallelize(model, experiment, mesh)
-        materialize(model, mesh.device, cpu_offload=experiment.parallelism.cpu_offload)
-        if table is not None:
-            draw_initial_weights(model, table, experiment.experiment.seed)
-        else:
-            copy_initial_weights(model, build, experiment.experiment.seed)
+        require_modules(model, experiment.training.fp32_modules)
         self.module: nn.Module = model
-        """The model."""
+        """The whole model; with a pipeline, on the meta device."""
+        self.pipeline: Pipeline | None = None
+        """This rank's stages, where there is a pipeline."""
         get_logger().info(
             "%s: %s parameters, attention by %s on %s",
             experiment.model.name,
@@ -50,3 +59,62 @@ class BuiltModel:
             backend,
             mesh.device.type,
         )
+        if mesh.stages is None:
+            _make_real(model, build, experiment, mesh)
+        else:
+            self.pipeline = _build_pipeline(model, build, experiment, mesh)
+
+
+def _build_pipeline(whole: nn.Module, build: Callable[[], nn.Module], experiment: Experiment, mesh: Mesh) -> Pipeline:
+    parallelism = experiment.parallelism
+    layers, placement = stage_layers(experiment), stage_placement(experiment)
+    microbatches, last = pipeline_microbatches(experiment), len(layers) - 1
+    assert mesh.stages is not None, "there is a pipeline"
+    if pipeline_splits_backward(parallelism):
+        keep_compiled_buffers()
+    stages, shared = [], shared_parameters(whole)
+    for number, rank in enumerate(placement):
+        if rank != mesh.stages.rank():
+            continue
+        with torch.device("meta"):
+            module = build()
+        cut(module, layers[number], first=number == 0, last=number == last)
+        _make_real(module, build, experiment, mesh)
+        stages.append(
+            Stage(
+                number,
+                number == last,
+                module,
+                shared=shared if number == 0 else (),
+                copied=shared if number == last else (),
+            )
+        )
+    orders = training_orders(parallelism.pp_schedule, parallelism.pp, len(layers), microbatches)
+    get_logger().info(
+        "pipeline: %s, %d stages of %s layers, %d micro-batches of %d sequences, bubble %.0f %%",
+        parallelism.pp_schedule,
+        len(layers),
+        ", ".join(str(len(its)) for its in layers),
+        microbatches,
+        Hidden.of(experiment, mesh.device).shape[0],
+        100 * timeline(orders).bubble,
+    )
+    return Pipeline(
+        stages,
+        orders,
+        placement,
+        mesh.stages,
+        Hidden.of(experiment, mesh.device),
+        keep_gathered=reshard_policy(parallelism) == "never",
+    )
+
+
+def _make_real(module: nn.Module, build: Callable[[], nn.Module], experiment: Experiment, mesh: Mesh) -> None:
+    """Make a whole model, or a stage of one, parallel, and give it its initial weights."""
+    table = initial_table(module)
+    parallelize(module, experiment, mesh)
+    materialize(module, mesh.device, cpu_offload=experiment.parallelism.cpu_offload)
+    if table is not None:
+        draw_initial_weights(module, table, experiment.experiment.seed)
+    else:
+        copy_initial_weights(module, build, experiment.experiment.seed)

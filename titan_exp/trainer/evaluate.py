@@ -3,16 +3,15 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from titan_exp.data.batch import Batch
 from titan_exp.ops.cross_entropy import IGNORE_INDEX
 from titan_exp.parallel.mesh import Mesh
-from titan_exp.trainer.loss import TokenLoss
-from titan_exp.trainer.place import place
+from titan_exp.trainer.model import Model
 
 
 @dataclass(frozen=True)
@@ -31,23 +30,23 @@ class Evaluation:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, batches: Iterable[Batch], token_loss: TokenLoss, mesh: Mesh) -> Evaluation:
+def evaluate(model: Model, batches: Iterable[Batch], mesh: Mesh) -> Evaluation:
     """Run the model over a split.
 
     Args:
         model: put back into training mode afterwards.
         batches: this data rank's share; every rank has the same number of them.
-        token_loss: the loss in training; only its cross-entropy counts here.
         mesh: whose ranks take part.
     """
-    model.eval()
+    for part in model.parts:
+        part.eval()
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
-    tokens = 0
-    for cpu_batch in batches:
-        tokens += int((cpu_batch.labels != IGNORE_INDEX).sum())
-        batch = place(cpu_batch, mesh)
-        total += token_loss(model, batch).cross_entropy
-    model.train()
+    tokens, rest = 0, iter(batches)
+    while group := list(islice(rest, model.together)):
+        tokens += sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in group)
+        total += model.cross_entropy(group)
+    for part in model.parts:
+        part.train()
     sums = torch.stack((total.cpu(), torch.tensor(float(tokens), dtype=torch.float64)))
     dist.all_reduce(sums, group=mesh.control)
     # Tokens were counted in whole rows, losses summed over this rank's part of them.

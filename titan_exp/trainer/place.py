@@ -9,11 +9,11 @@ from titan_exp.parallel.mesh import Mesh
 def place(batch: Batch, mesh: Mesh) -> Batch:
     """The tokens of a CPU batch that this rank computes, on its device.
 
-    Everything about a token is cut together, and where sequences are shared its position is always given: its index
-    in what is left of the row no longer says it.
+    Everything about a token is cut together, and where sequences are shared or hidden states come from another stage
+    its position is always given: its index in what is there no longer says it.
     """
     whole = batch.to(mesh.device)
-    if mesh.sequence.degree == 1:
+    if mesh.sequence.degree == 1 and mesh.stages is None:
         return whole
     part = whole.map(mesh.sequence.take)
     return part if part.positions is not None else replace(part, positions=mesh.sequence.positions(whole.tokens))

@@ -5,16 +5,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from titan_exp.data.batch import Batch
 from titan_exp.ops.cross_entropy import IGNORE_INDEX
 from titan_exp.optim.clip import global_grad_norm, scale_gradients
-from titan_exp.parallel.data import synchronize_gradients
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.tensor import sum_partial_gradients
-from titan_exp.trainer.loss import TokenLoss
-from titan_exp.trainer.place import place
+from titan_exp.trainer.model import Model
 
 
 @dataclass(frozen=True)
@@ -23,7 +21,7 @@ class StepResult:
 
     loss: Tensor
     """This rank's share of the mean cross-entropy over the global batch; the sum over data and context ranks is the
-    mean."""
+    mean. 0 where another rank has the last stage of a pipeline."""
     grad_norm: Tensor
     """Global gradient norm before clipping."""
     tokens: int
@@ -31,11 +29,10 @@ class StepResult:
 
 
 def train_step(
-    model: nn.Module,
+    model: Model,
     optimizer: torch.optim.Optimizer,
     batches: Sequence[Batch],
     *,
-    token_loss: TokenLoss,
     tokens: int,
     lr: float,
     max_grad_norm: float | None,
@@ -44,43 +41,26 @@ def train_step(
     """Train on one global batch, of which `batches` are this rank's micro-batches.
 
     Args:
-        model: parallel model whose gradients are zero.
+        model: its gradients are zero.
         optimizer: over the model's parameters.
         batches: micro-batches on the CPU.
-        token_loss: what is minimized.
         tokens: predicted tokens of the whole global batch, over all ranks.
         lr: learning rate of this step.
         max_grad_norm: clip above this global norm; None never clips.
-        mesh: where this rank stands: its device, and its part of every sequence.
+        mesh: which ranks hold other parts of the model.
     """
-    loss = torch.zeros((), device=mesh.device)
-    for index, cpu_batch in enumerate(batches):
-        batch = place(cpu_batch, mesh)
-        synchronize_gradients(model, last=index == len(batches) - 1)
-        loss += forward_backward(model, batch, token_loss, tokens)
+    loss = model.forward_backward(batches, tokens)
 
-    sum_partial_gradients(model, mesh)
-    parameters = list(model.parameters())
-    grad_norm = global_grad_norm(parameters)
+    sum_partial_gradients(model.parts, mesh)
+    grad_norm = global_grad_norm(model.counted(), mesh.stages)
     if max_grad_norm is not None:
-        scale_gradients(parameters, grad_norm, max_grad_norm)
+        scale_gradients(list(model.parameters()), grad_norm, max_grad_norm)
 
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
     optimizer.zero_grad()
     return StepResult(loss, grad_norm, tokens)
-
-
-def forward_backward(model: nn.Module, batch: Batch, token_loss: TokenLoss, tokens: int) -> Tensor:
-    """Add a micro-batch's gradients; returns its share of the mean cross-entropy, detached.
-
-    Dividing by the tokens of the whole global batch here makes every sum of gradients, over micro-batches and over
-    ranks, the gradient of the global mean, however tokens are spread.
-    """
-    objective, cross_entropy = token_loss(model, batch)
-    (objective / max(tokens, 1)).backward()
-    return cross_entropy / max(tokens, 1)
 
 
 def agree(batches: Sequence[Batch], stop: bool, mesh: Mesh) -> tuple[int, bool]:

@@ -23,6 +23,8 @@ from titan_exp.trainer.determinism import seed_step, set_deterministic
 from titan_exp.trainer.evaluate import evaluate
 from titan_exp.trainer.garbage import GarbageCollection
 from titan_exp.trainer.loss import TokenLoss
+from titan_exp.trainer.model import Model, WholeModel
+from titan_exp.trainer.pipelined import PipelinedModel
 from titan_exp.trainer.profile import ProfileWindow
 from titan_exp.trainer.report import Report
 from titan_exp.trainer.step import StepResult, agree, train_step
@@ -50,11 +52,15 @@ class Trainer:
         set_deterministic(training.deterministic)
         self.mesh = build_mesh(experiment.parallelism, device)
         built = BuiltModel(experiment, self.mesh)
-        self.model = built.module
         divided = experiment.parallelism.loss_parallel
         words = vocabulary_part(self.mesh, experiment.model.vocab_size) if divided else None
-        self.token_loss = TokenLoss.of(training, experiment.compile, words)
-        self.optimizer = build_optimizer(experiment.optimizer, self.model)
+        token_loss = TokenLoss.of(training, experiment.compile, words)
+        self.model: Model = (
+            WholeModel(built.module, token_loss, self.mesh)
+            if built.pipeline is None
+            else PipelinedModel(built.pipeline, token_loss, self.mesh)
+        )
+        self.optimizer = build_optimizer(experiment.optimizer, self.model.parameters())
         self.schedule = LRSchedule(experiment.lr_schedule, peak=experiment.optimizer.lr, steps=training.steps)
         shares: dict[str, Any] = {
             "dp_rank": self.mesh.data_rank,
@@ -102,7 +108,6 @@ class Trainer:
             self.model,
             self.optimizer,
             batches,
-            token_loss=self.token_loss,
             tokens=tokens,
             lr=self.schedule(step),
             max_grad_norm=experiment.training.max_grad_norm,
@@ -121,7 +126,7 @@ class Trainer:
         numbers: dict[str, float | int | None] = {}
         if self.validation is not None and (last or step % training.evaluate_every == 0):
             with self.report.throughput.pause("evaluation"):
-                found = evaluate(self.model, self.validation, self.token_loss, self.mesh)
+                found = evaluate(self.model, self.validation, self.mesh)
             numbers = {
                 "validation_loss": found.loss,
                 "validation_perplexity": found.perplexity,
@@ -139,7 +144,7 @@ class Trainer:
         with self.report.throughput.pause("checkpoint"):
             self.checkpointer.save(
                 self.step,
-                self.model,
+                self.model.parts,
                 self.optimizer,
                 self.loader.state_dict(),
                 {"step": self.step, "tokens": self.tokens},
@@ -149,7 +154,7 @@ class Trainer:
         step = self.checkpointer.latest()
         if step is None:
             return
-        restored = self.checkpointer.load(step, self.model, self.optimizer)
+        restored = self.checkpointer.load(step, self.model.parts, self.optimizer)
         self.loader.load_state_dict(restored.data)
         self.step, self.tokens = restored.progress["step"], restored.progress["tokens"]
         get_logger().info("continuing after step %d", self.step)

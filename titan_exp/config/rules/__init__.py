@@ -17,6 +17,7 @@ from titan_exp.config.rules import (
     layout,
     memory,
     names,
+    pipeline,
     places,
     precision,
     shape,
@@ -35,13 +36,14 @@ RULES: tuple[Rule, ...] = (
     *memory.RULES,
     *tensor.RULES,
     *context.RULES,
+    *pipeline.RULES,
     *names.RULES,
     *data.RULES,
     *layout.RULES,
 )
 """Rules that hold in every layout, and those about the layout itself."""
 
-LAYOUT_RULES: tuple[Rule, ...] = batch.RULES
+LAYOUT_RULES: tuple[Rule, ...] = (*batch.RULES, *pipeline.LAYOUT_RULES)
 """Rules that divide something by the layout, asked where there is one."""
 
 

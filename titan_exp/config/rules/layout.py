@@ -11,13 +11,13 @@ from titan_exp.config.suggest import divisors, listed, nearest_numbers
 
 def degrees_that_work(experiment: Experiment) -> Iterator[Violation]:
     """The other degrees have their places in the mesh, and wait there for a later version."""
-    for axis in ("pp", "ep", "etp"):
+    for axis in ("ep", "etp"):
         degree = getattr(experiment.parallelism, axis)
         if degree != 1:
             yield Violation(
                 f"parallelism.{axis}",
                 degree,
-                "this version trains with data, context and tensor parallelism only",
+                "this version trains without expert parallelism",
                 f"parallelism.{axis}=1; spread over ranks with parallelism.dp_shard={degree}",
             )
 

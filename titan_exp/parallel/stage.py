@@ -1,0 +1,96 @@
+"""One stage of a pipeline: its part of the model, and forward and backward passes of single micro-batches."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+import torch._functorch.config as functorch_config
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
+
+from titan_exp.parallel.deferred import accumulate_gradients
+
+Forward = Callable[["Stage", int, Tensor | None], Tensor]
+"""Computes a stage's output for a micro-batch, from its number and the hidden states of the stage before (None for the
+first); for the last stage the output is what is differentiated."""
+
+
+def keep_compiled_buffers() -> None:
+    """Let compiled graphs keep what a backward pass reads: where it is split in two, the second one reads it again."""
+    functorch_config.donated_buffer = False
+
+
+@dataclass
+class _Pass:
+    """What a stage keeps of a micro-batch between its forward and its backward pass."""
+
+    input: Tensor | None
+    output: Tensor
+    gradient: Tensor | None = None
+    groups: list | None = None
+
+
+@dataclass
+class Stage:
+    """A stage on this rank."""
+
+    number: int
+    """Which of all stages it is."""
+    last: bool
+    """Whether it is the last one, whose output is the objective."""
+    module: nn.Module
+    """Its part of the model."""
+    shared: tuple[str, ...] = ()
+    """Its parameters that the last stage has a copy of."""
+    copied: tuple[str, ...] = ()
+    """Its parameters that are copies of the first stage's."""
+    _passes: dict[int, _Pass] = field(default_factory=dict)
+
+    def forward(self, microbatch: int, hidden: Tensor | None, compute: Forward) -> Tensor:
+        """Compute a micro-batch's output; where gradients are enabled, keep what its backward pass needs.
+
+        Args:
+            microbatch: its number.
+            hidden: output of the stage before; None for the first stage.
+            compute: what the stage does.
+        """
+        train = torch.is_grad_enabled()
+        if hidden is not None:
+            hidden = hidden.detach().requires_grad_(train)
+        output = compute(self, microbatch, hidden)
+        if train:
+            self._passes[microbatch] = _Pass(hidden, output)
+        return output.detach()
+
+    def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        """Add a micro-batch's gradients of the weights; returns that of its input, None for the first stage.
+
+        Args:
+            microbatch: its number.
+            gradient: that of its output; None for the last stage, whose output is the objective.
+        """
+        kept = self._passes.pop(microbatch)
+        torch.autograd.backward((kept.output,), (gradient,) if gradient is not None else None)
+        return None if kept.input is None else kept.input.grad
+
+    def backward_input(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
+        """The gradient of a micro-batch's input alone; the arguments and the result are those of `backward`."""
+        kept = self._passes[microbatch]
+        kept.gradient = gradient
+        if kept.input is None:
+            return None  # Nobody waits for it: all of the first stage's backward pass is done with the weights.
+        gradients = None if gradient is None else [gradient]
+        (by_input, *_), kept.groups = stage_backward_input(
+            [kept.output], gradients, [kept.input], self.module.parameters()
+        )
+        return by_input
+
+    def backward_weights(self, microbatch: int) -> None:
+        """Add a micro-batch's gradients of the weights, after `backward_input`."""
+        kept = self._passes[microbatch]
+        if kept.groups is None:
+            self.backward(microbatch, kept.gradient)
+            return
+        del self._passes[microbatch]
+        stage_backward_weight(self.module.parameters(), kept.groups)
+        accumulate_gradients(self.module)

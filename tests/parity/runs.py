@@ -1,5 +1,6 @@
 """Runs of the real trainer in any layout, and what came out of them."""
 
+import logging
 import sysconfig
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,6 +35,12 @@ SMALL = [
     "cluster.device=cpu",
 ]
 """Ten steps of a tiny model."""
+
+EVALUATE = "training.evaluate_every=10 data.validation_fraction=0.1 data.validation_documents=40"
+"""A little of what is held out, of a corpus of short documents."""
+
+PARAGRAPHS = ["data=text", f"data.paths=[{sysconfig.get_path('stdlib')}/json]", "data.document=paragraph"]
+"""Documents that see each other, a few in a row."""
 
 LINES = [
     "data=text",
@@ -110,6 +117,8 @@ def _train_on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, to
         trainer = Trainer(experiment, folder, device)
         trainer.run()
         trainer.report.close("done")
+        # Putting a weight together again may take two collectives, of which torch warns.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         return {
             name: value.full_tensor() if isinstance(value, DTensor) else value.clone()
             for part in trainer.model.parts

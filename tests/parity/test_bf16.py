@@ -42,6 +42,8 @@ LAYOUTS = [
     "parallelism.tp=2 parallelism.dp_shard=2",
     "parallelism.tp=4 parallelism.sequence_parallel=false",
     "parallelism.tp=2 parallelism.cp=2 training.loss_chunk_tokens=64",
+    "parallelism.pp=2 parallelism.pp_schedule=ZBVZeroBubble",
+    "parallelism.pp=2 parallelism.dp_shard=2 parallelism.tp=2",
 ]
 """Layouts that must stay in the band; a line each."""
 

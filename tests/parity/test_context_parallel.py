@@ -4,15 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.runs import LINES, Curve, assert_same_curve, remembered, train
+from tests.parity.runs import EVALUATE, LINES, PARAGRAPHS, Curve, assert_same_curve, remembered, train
 from tests.parity.test_continued import assert_goes_on, continued
 
 METHODS = ["ring", "allgather", "ulysses"]
 
-EVALUATE = "training.evaluate_every=10 data.validation_documents=1"
-
 EXPERIMENTS = {
-    "plain": EVALUATE,
+    "plain": " ".join([*PARAGRAPHS, EVALUATE]),
     "documents": " ".join(LINES) + f" {EVALUATE}",
     "documents, positions through the row": " ".join(LINES) + " data.reset_positions=false",
     "positions reset, no mask": " ".join(LINES) + " data.document_mask=false",
@@ -50,8 +48,8 @@ def assert_same_evaluation(found: Curve, expected: Curve) -> None:
 )
 def test_layout_does_not_change_the_curve(tmp_path: Path, one_device, method, layout):
     expected = one_device("no groups" if "kv_heads" in layout else "plain")
-    evaluate = [] if "kv_heads" in layout else EVALUATE.split()
-    found = train(tmp_path, f"parallelism.cp_method={method}", *layout.split(), *evaluate)
+    evaluated = [] if "kv_heads" in layout else EXPERIMENTS["plain"].split()
+    found = train(tmp_path, f"parallelism.cp_method={method}", *layout.split(), *evaluated)
     assert_same_curve(found, expected)
     assert_same_evaluation(found, expected)
 

@@ -4,13 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.runs import LINES, assert_same_curve, remembered, train
+from tests.parity.runs import EVALUATE, LINES, assert_same_curve, remembered, train
 from tests.parity.test_context_parallel import assert_same_evaluation
 from tests.parity.test_continued import assert_goes_on, continued
 from titan_exp.config.schedule import SCHEDULES
 from titan_exp.parallel.orders import training_orders
 
-EVALUATE = "training.evaluate_every=10 data.validation_documents=1"
 AOT = "compile=blocks compile.backend=aot_eager"
 SPLIT = [name for name, schedule in SCHEDULES.items() if schedule.splits_backward]
 WHOLE = [name for name in SCHEDULES if name not in SPLIT]

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.parity.runs import LINES, Curve, assert_same_curve, remembered, train
-from tests.parity.test_context_parallel import EVALUATE, assert_same_evaluation
+from tests.parity.runs import EVALUATE, LINES, PARAGRAPHS, Curve, assert_same_curve, remembered, train
+from tests.parity.test_context_parallel import assert_same_evaluation
 from tests.parity.test_continued import assert_goes_on, continued
 
 TP2, TP4 = "parallelism.tp=2", "parallelism.tp=4"
@@ -37,7 +37,7 @@ LAYOUTS = [
 
 EXPERIMENTS = {
     "plain": "",
-    "evaluated": f"{EVALUATE} training.z_loss=0.01",
+    "evaluated": " ".join([*PARAGRAPHS, EVALUATE, "training.z_loss=0.01"]),
     "documents": " ".join([*LINES, EVALUATE]),
     "uneven": "model.vocab_size=257",
     "uneven, tied": "model.vocab_size=263 model.tied_embeddings=true",

@@ -16,7 +16,8 @@ class TwoOutputs(torch.autograd.Function):
         return x @ w, w.sum()
 
     @staticmethod
-    def backward(ctx, by_product, by_sum):
+    def backward(ctx, *gradients):
+        by_product, by_sum = gradients
         x, w = ctx.saved_tensors
         return by_product @ w.T, x.T @ by_product + by_sum
 

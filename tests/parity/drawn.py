@@ -101,6 +101,8 @@ def draw(chance: random.Random, most_ranks: int) -> Drawn:
         # Rounding grows from step to step with the learning rate, and with some of these shapes soon.
         "optimizer.lr=5e-4",
         f"model.layers={layers}",
+        # Deeper and as narrow, they amplify rounding at the usual learning rate, on one device too.
+        *(["optimizer.lr=5e-4"] if layers > 4 else []),
         f"model.tied_embeddings={str(chance.random() < 0.3).lower()}",
         f"model.kv_heads={kv_heads}",
         *(LINES if chance.random() < 0.3 else []),

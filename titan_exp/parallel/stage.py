@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import torch
 import torch._functorch.config as functorch_config
 from torch import Tensor, nn
-from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from titan_exp.parallel.deferred import accumulate_gradients
+from titan_exp.parallel.split_backward import SplitBackward
 
 Forward = Callable[["Stage", int, Tensor | None], Tensor]
 """Computes a stage's output for a micro-batch, from its number and the hidden states of the stage before (None for the
@@ -27,7 +27,7 @@ class _Pass:
     input: Tensor | None
     output: Tensor
     gradient: Tensor | None = None
-    groups: list | None = None
+    rest: SplitBackward | None = None
 
 
 @dataclass
@@ -79,18 +79,15 @@ class Stage:
         kept.gradient = gradient
         if kept.input is None:
             return None  # Nobody waits for it: all of the first stage's backward pass is done with the weights.
-        gradients = None if gradient is None else [gradient]
-        (by_input, *_), kept.groups = stage_backward_input(
-            [kept.output], gradients, [kept.input], self.module.parameters()
-        )
-        return by_input
+        kept.rest = SplitBackward(kept.output, gradient, kept.input, self.module.parameters())
+        return kept.rest.input_gradient
 
     def backward_weights(self, microbatch: int) -> None:
         """Add a micro-batch's gradients of the weights, after `backward_input`."""
-        kept = self._passes[microbatch]
-        if kept.groups is None:
-            self.backward(microbatch, kept.gradient)
+        rest = self._passes[microbatch].rest
+        if rest is None:
+            self.backward(microbatch, self._passes[microbatch].gradient)
             return
         del self._passes[microbatch]
-        stage_backward_weight(self.module.parameters(), kept.groups)
+        rest.add_weight_gradients()
         accumulate_gradients(self.module)

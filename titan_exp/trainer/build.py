@@ -89,12 +89,13 @@ def _build_pipeline(whole: nn.Module, build: Callable[[], nn.Module], experiment
                 copied=shared if number == last else (),
             )
         )
+    counts = [len(its) for its in layers]
     orders = training_orders(parallelism.pp_schedule, parallelism.pp, len(layers), microbatches)
     get_logger().info(
         "pipeline: %s, %d stages of %s layers, %d micro-batches of %d sequences, bubble %.0f %%",
         parallelism.pp_schedule,
         len(layers),
-        ", ".join(str(len(its)) for its in layers),
+        ", ".join(map(str, counts if len(set(counts)) > 1 else counts[:1])),
         microbatches,
         Hidden.of(experiment, mesh.device).shape[0],
         100 * timeline(orders).bubble,

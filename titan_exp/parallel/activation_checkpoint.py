@@ -14,7 +14,7 @@ from titan_exp.config.errors import UserError, Violation
 from titan_exp.config.memory import ActivationCheckpointConfig
 from titan_exp.config.operators import read_entry
 from titan_exp.config.suggest import did_you_mean
-from titan_exp.parallel.data import blocks_of
+from titan_exp.parallel.data import blocks_of, numbered_blocks
 
 
 def recompute_blocks(model: nn.Module, config: ActivationCheckpointConfig) -> None:
@@ -30,7 +30,8 @@ def recompute_blocks(model: nn.Module, config: ActivationCheckpointConfig) -> No
         case "full":
             _recompute(blocks)
         case "every_n":
-            _recompute(blocks[config.every - 1 :: config.every])
+            # By number in the whole model, of which a pipeline stage has some.
+            _recompute([block for number, block in numbered_blocks(model) if (number + 1) % config.every == 0])
         case "selective":
             kept = _kept_operators(config.save)
             _recompute(blocks, context_fn=functools.partial(_selective_contexts, kept))

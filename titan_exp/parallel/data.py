@@ -94,9 +94,16 @@ def require_modules(model: nn.Module, patterns: tuple[str, ...]) -> None:
 
 def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
     """The model's transformer blocks, in order; none for a model that does not show them."""
+    for _, block in numbered_blocks(model):
+        yield block
+
+
+def numbered_blocks(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
+    """Those blocks with their numbers in the whole model, which their keys are, else those in this one."""
     blocks = getattr(model, "blocks", None)
     if isinstance(blocks, nn.ModuleDict):
-        yield from blocks.values()
+        for place, (key, block) in enumerate(blocks.items()):
+            yield int(key) if key.isdecimal() else place, block
 
 
 def _sharded_dim(parameter: nn.Parameter, degree: int) -> Shard | None:

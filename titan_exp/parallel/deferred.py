@@ -27,6 +27,9 @@ def accumulate_gradients(module: nn.Module) -> None:
     """Take what autograd has added without FSDP's hooks to the sum, which is in the type of the reduction."""
     if isinstance(module, FSDPModule):
         for group in _parameter_groups(module):
+            if hasattr(group, "_set_unsharded_grad_dtypes"):  # torch 2.15: autograd adds in the reduction's type
+                group._set_unsharded_grad_dtypes(defer_upcast=False)
+                continue
             for parameter in group.fsdp_params:
                 if hasattr(parameter, "_unsharded_param"):
                     parameter.accumulate_unsharded_grad_if_needed()

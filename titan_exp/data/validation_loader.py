@@ -1,13 +1,14 @@
 """The validation split, once per iteration, in rows that do not depend on the layout.
 
 Its documents, in the source's order and as many as `data.validation_documents` allows, are one sequence of tokens;
-row n of it goes to data rank n mod dp.
+row n of it goes to data rank n mod dp. Each store of a mixture is a sequence of its own, so that it has its own loss.
 """
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 
@@ -15,12 +16,17 @@ from titan_exp.config.data import DataConfig
 from titan_exp.config.errors import UserError, Violation
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.rules.data import unlimited_split
+from titan_exp.config.token_store import read_manifest, store_names
 from titan_exp.data.batch import Batch, assemble
 from titan_exp.data.document_stream import with_end_of_text
 from titan_exp.data.held_out import held_out_part, place
 from titan_exp.data.source import RandomAccessSource, StreamingSource, build_source, build_validation_source
+from titan_exp.data.store.reading import TokenSplit
 from titan_exp.data.tokenizer import build_tokenizer
 from titan_exp.ops.cross_entropy import IGNORE_INDEX
+
+Sequence = tuple[np.ndarray, np.ndarray]
+"""Tokens [tokens], and where documents begin among them."""
 
 
 class ValidationLoader:
@@ -31,12 +37,45 @@ class ValidationLoader:
     """
 
     def __init__(self, experiment: Experiment, *, dp_rank: int, dp_degree: int, micro_batch_size: int) -> None:
+        rows = functools.partial(
+            SplitRows, experiment, dp_rank=dp_rank, dp_degree=dp_degree, micro_batch_size=micro_batch_size
+        )
+        self.sources: dict[str, SplitRows] = {name: rows(read) for name, read in _sequences(experiment.data).items()}
+        """The split of each source of a mixture, by its name; the only one otherwise, by an empty name."""
+
+    def __len__(self) -> int:
+        """Number of batches; the same on every rank."""
+        return sum(map(len, self.sources.values()))
+
+    def __iter__(self) -> Iterator[Batch]:
+        return chain.from_iterable(self.sources.values())
+
+
+class SplitRows:
+    """One data rank's batches of the documents of one split.
+
+    Args:
+        experiment: the run.
+        read: gives all tokens [tokens], and where documents begin among them, ascending; called once.
+        dp_rank: this rank.
+        dp_degree: how many there are.
+        micro_batch_size: rows of a batch.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        read: Callable[[], Sequence],
+        *,
+        dp_rank: int,
+        dp_degree: int,
+        micro_batch_size: int,
+    ) -> None:
         self._config = experiment.data
         self._seq_len = experiment.training.seq_len
+        self._read = read
         self._dp_rank, self._dp_degree = dp_rank, dp_degree
         self._micro_batch_size = micro_batch_size
-        self._tokenizer = build_tokenizer(experiment.data)
-        self._texts = _Texts(experiment.data)
 
     def __len__(self) -> int:
         """Number of batches; the same on every rank."""
@@ -51,14 +90,12 @@ class ValidationLoader:
             yield self._batch([self._dp_rank + row * self._dp_degree for row in rows])
 
     @cached_property
-    def _sequence(self) -> tuple[np.ndarray, np.ndarray]:
-        """All tokens [tokens], and where documents begin among them, ascending."""
-        documents = [with_end_of_text(text, self._tokenizer) for text in self._texts]
-        return np.concatenate(documents), np.cumsum([0, *map(len, documents[:-1])])
+    def _sequence(self) -> Sequence:
+        return self._read()
 
     def _batch(self, rows: list[int]) -> Batch:
         tokens, begins = self._sequence
-        windows = np.full((len(rows), self._seq_len + 1), self._tokenizer.end_of_text, dtype=np.int64)
+        windows = np.full((len(rows), self._seq_len + 1), tokens[-1], dtype=np.int64)  # the last ends a text
         starts = []
         for window, row in zip(windows, rows, strict=True):
             at = row * self._seq_len
@@ -75,6 +112,29 @@ class ValidationLoader:
         for labels, row in zip(batch.labels, rows, strict=True):
             labels[max(0, len(tokens) - 1 - row * self._seq_len) :] = IGNORE_INDEX
         return batch
+
+
+def _sequences(config: DataConfig) -> dict[str, Callable[[], Sequence]]:
+    """What reads the tokens of each source, by name. Raises UserError where a source has none to evaluate on."""
+    if config.source == "tokens":
+        names = store_names(config.paths) if len(config.paths) > 1 else [""]
+        manifests = [read_manifest(path) for path in config.paths]
+        for manifest in manifests:
+            if manifest.tokens["validation"] < 2:
+                reason = "this store was made without documents to evaluate on"
+                remedy = "training.evaluate_every=0 to go without evaluation, or another store"
+                violation = Violation("data.paths", str(manifest.path), reason, remedy)
+                raise UserError("There is nothing to evaluate on.", [violation])
+        splits = [TokenSplit(manifest, "validation") for manifest in manifests]
+        reads = [functools.partial(split.documents, config.validation_documents) for split in splits]
+        return dict(zip(names, reads, strict=True))
+    tokenizer, texts = build_tokenizer(config), _Texts(config)
+
+    def read() -> Sequence:
+        documents = [with_end_of_text(text, tokenizer) for text in texts]
+        return np.concatenate(documents), np.cumsum([0, *map(len, documents[:-1])])
+
+    return {"": read}
 
 
 class _Texts:

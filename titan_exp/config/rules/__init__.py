@@ -22,6 +22,7 @@ from titan_exp.config.rules import (
     shape,
     steps,
     tensor,
+    tokens,
 )
 
 Rule = Callable[[Experiment], Iterator[Violation]]
@@ -37,6 +38,7 @@ RULES: tuple[Rule, ...] = (
     *context.RULES,
     *names.RULES,
     *data.RULES,
+    *tokens.RULES,
     *layout.RULES,
 )
 """Rules that hold in every layout, and those about the layout itself."""

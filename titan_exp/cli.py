@@ -44,7 +44,15 @@ def train(words: Sequence[str]) -> int:
         from titan_exp.launch.commit import plan
         from titan_exp.launch.run import run
 
-        outcome = run(plan(to_experiment(cfg), overrides))
+        experiment = to_experiment(cfg)
+        if experiment.data.preview is not None:
+            from titan_exp.data.preview import preview
+
+            plan(experiment, overrides)  # which refuses what could not be trained either
+            for line in preview(experiment, experiment.data.preview):
+                print(line)
+            return 0
+        outcome = run(plan(experiment, overrides))
         if outcome.exit_code == 0:
             print(f"loss curve: {draw(outcome.folder.path)}")
         return outcome.exit_code

@@ -91,9 +91,10 @@ class TrainLoader(Iterator[Batch]):
         """Passes over the training documents so far; estimated from this rank's share where they are streamed."""
         return self._feed.epochs(self._consumed)[""]
 
-    def epochs_by_source(self) -> dict[str, float]:
-        """Passes over each source of a mixture so far, by name; empty where there is one source."""
-        return {name: passes for name, passes in self._feed.epochs(self._consumed).items() if name}
+    def epoch_row(self) -> dict[str, float]:
+        """What a row of metrics says of it: `epoch`, and of a mixture also `epoch/NAME` of each source."""
+        passes = self._feed.epochs(self._consumed)
+        return {f"epoch/{name}" if name else "epoch": value for name, value in passes.items()}
 
     def close(self) -> None:
         """Stop the background threads; the loader gives no more batches, its state stays."""

@@ -267,12 +267,12 @@ def _in_words(folder: Path) -> Iterator[None]:
 
 
 def _summary(manifest: Manifest) -> str:
-    gigabytes = sum(size for _, size in manifest.sizes()) / 1e9
+    size = sum(size for _, size in manifest.sizes())
     parts = [
         f"{manifest.tokens[split]:,} tokens of {manifest.documents[split]:,} documents {what}"
         for split, what in (("train", "to train on"), ("validation", "held out"))
     ]
-    return f"{listed(parts, 'and')}, {gigabytes:.3g} GB"
+    return f"{listed(parts, 'and')}, {size / 1e6:,.1f} MB"
 
 
 def _refusal(out: str, reason: str, remedy: str) -> UserError:

@@ -75,7 +75,7 @@ def tokenize(words: Sequence[str]) -> int:
         print(tokenize_help(), end="")
         return 0
     options, others = options_among(words)
-    if options.check and not others:
+    if options.check:
         return check_store(options.check)
 
     def make(cfg: Any, overrides: Sequence[str]) -> int:

@@ -20,7 +20,14 @@ class Texts:
     fingerprint = "texts of the tests"
 
     def __init__(
-        self, config: DataConfig, *, documents: int = 60, reads: str = "", at: int = -1, once: str = "", victim: str = ""
+        self,
+        config: DataConfig,
+        *,
+        documents: int = 60,
+        reads: str = "",
+        at: int = -1,
+        once: str = "",
+        victim: str = "",
     ) -> None:
         self._documents, self._reads, self._at, self._once, self._victim = documents, reads, at, once, victim
 

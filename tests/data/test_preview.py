@@ -16,8 +16,7 @@ from titan_exp.data.train_loader import TrainLoader
 def first_texts(run: Experiment, step: int) -> list[str]:
     """The beginning of each row of a step, as the trainer gets it."""
     loader = TrainLoader(run, dp_rank=0, dp_degree=1, micro_batch_size=run.training.global_batch_size, pin_memory=False)
-    for _ in range(step):
-        batch = next(loader)
+    batch = [next(loader) for _ in range(step)][-1]
     loader.close()
     return [ByteTokenizer().decode(row[: [*row[:20], 256].index(256)]) for row in rows_of(batch)]
 

@@ -31,9 +31,10 @@ def preview(experiment: Experiment, step: int) -> Iterator[str]:
         epoch = loader.epochs()
         batch = next(loader)
         predicted = int((batch.labels != IGNORE_INDEX).sum())
+        source = " ".join(experiment.data.paths) or experiment.data.source
         yield (
-            f"step {step}: {rows} rows of {seq_len} tokens, {predicted:,} of {batch.labels.numel():,} predict the next; "
-            f"epoch {epoch:.3f} ({' '.join(experiment.data.paths) or experiment.data.source})"
+            f"step {step}: {rows} rows of {seq_len} tokens, {predicted:,} of {batch.labels.numel():,} predict the next "
+            f"one; epoch {epoch:.3f} of {source}"
         )
         for row in range(rows):
             number = (step - 1) * rows + row

@@ -46,7 +46,9 @@ def evaluate_sources(
     tokens = sum(each.tokens for each in found.values())
     total = sum(each.loss * each.tokens for each in found.values() if each.tokens)
     # One source's own number, untouched by a multiplication and a division.
-    whole = next(iter(found.values())) if len(found) == 1 else Evaluation(total / tokens if tokens else math.nan, tokens)
+    whole = (
+        next(iter(found.values())) if len(found) == 1 else Evaluation(total / tokens if tokens else math.nan, tokens)
+    )
     return {
         "validation_loss": whole.loss,
         "validation_perplexity": whole.perplexity,

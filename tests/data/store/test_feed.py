@@ -1,7 +1,6 @@
 """Training from stores: one order in every layout, exact from any row on, reading nothing that is not asked for."""
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest

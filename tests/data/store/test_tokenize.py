@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -134,7 +135,7 @@ def test_a_full_disk_is_said_and_what_is_finished_stays(tmp_path: Path, monkeypa
             make(tmp_path / "store")
     with pytest.raises(UserError, match="not complete yet"):
         read_manifest(tmp_path / "store")
-    assert [path for path in (tmp_path / "store").rglob("*.part")] == []
+    assert list((tmp_path / "store").rglob("*.part")) == []
     assert len(list((tmp_path / "store").glob("*.tokens"))) >= 1
     make(tmp_path / "store")
     assert content(tmp_path / "store") == content(reference.path)
@@ -155,12 +156,13 @@ def test_a_store_of_something_else_is_left_alone(tmp_path: Path):
     make(tmp_path / "store")
     before = content(tmp_path / "store")
     make(tmp_path / "store")
-    for changed, key in (
+    changes: list[tuple[dict[str, Any], str]] = [
         ({"validation_fraction": 0.3}, r"data\.validation_fraction"),
         ({"source": STREAM}, r"data\.paths"),
         ({"shard_tokens": 500}, "shard_tokens"),
         ({"parts": 5}, "parts"),
-    ):
+    ]
+    for changed, key in changes:
         with pytest.raises(UserError, match=f"something else[\\s\\S]*{key}"):
             make(tmp_path / "store", **changed)
     (tmp_path / "other").mkdir()

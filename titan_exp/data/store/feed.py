@@ -31,9 +31,7 @@ class StoreFeed:
         data, seq_len, seed = experiment.data, experiment.training.seq_len, experiment.experiment.seed
         manifests = [read_manifest(path) for path in data.paths]
         self._names = store_names(data.paths)
-        self._windows = [
-            ShuffledWindows(manifest, seq_len, seed, number) for number, manifest in enumerate(manifests)
-        ]
+        self._windows = [ShuffledWindows(manifest, seq_len, seed, number) for number, manifest in enumerate(manifests)]
         self._mixture = Mixture(data.weights or [len(windows) for windows in self._windows])
         self.corpus: dict[str, Any] = {
             "data.paths": [manifest.fingerprint for manifest in manifests],

@@ -42,7 +42,7 @@ class Mixture:
 
 
 def _quotas(weights: Sequence[float]) -> list[int]:
-    """Rows of each source in the shortest period that gives the shares of `weights`, read as decimals, or the nearest."""
+    """Rows of each source in the shortest period that gives the shares of `weights`, read as decimals, or nearly so."""
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     period = math.lcm(*(share.denominator for share in shares))

@@ -1,5 +1,6 @@
 """Writing files that are whole or absent: the two files of a shard, with checksums, and small ones of JSON."""
 
+import contextlib
 import json
 import os
 from array import array
@@ -58,10 +59,8 @@ class WholeFile:
     def abandon(self) -> None:
         """Remove what was written."""
         self._temporary.unlink(missing_ok=True)
-        try:
+        with contextlib.suppress(OSError):  # a full disk refuses the rest of the buffer again
             self._file.close()
-        except OSError:
-            pass  # a full disk refuses the rest of the buffer again
 
 
 class ShardWriter:

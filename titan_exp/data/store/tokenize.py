@@ -81,7 +81,12 @@ def options_among(words: Sequence[str]) -> tuple[TokenizeOptions, list[str]]:
             foreign.append(Violation(key, value, "tokenizing does not read it", remedy))
     if foreign:
         raise UserError("The options cannot be read.", foreign)
-    return parse_options(TokenizeOptions, own), others
+    options = parse_options(TokenizeOptions, own)
+    if options.check and (others or len(own) > 1):
+        given = [word.partition("=")[0] for word in words if not word.startswith("check=")]
+        remedy = f"leave {listed([f'{key}=' for key in given], 'and')} out"
+        raise UserError("The options cannot be read.", [Violation("check", options.check, "it stands alone", remedy)])
+    return options, others
 
 
 def tokenize_help() -> str:
@@ -208,7 +213,11 @@ def _require_own(folder: Path, out: str) -> None:
     """The folder is new, empty, or a store."""
     if folder.exists() and not folder.is_dir():
         raise _refusal(out, "there is a file of this name", "another out")
-    if folder.is_dir() and any(folder.iterdir()) and not any((folder / name).exists() for name in (MANIFEST, UNFINISHED)):
+    if (
+        folder.is_dir()
+        and any(folder.iterdir())
+        and not any((folder / name).exists() for name in (MANIFEST, UNFINISHED))
+    ):
         raise _refusal(out, "the folder holds other files", "a new folder")
 
 

@@ -63,7 +63,8 @@ def _share_out(pool: dict[Connection, BaseProcess], left: list[Part], progress: 
             if kind == "error":
                 raise value
             if kind == "told":
-                progress(*value, 0)
+                documents, tokens = value
+                progress(documents, tokens, 0)
                 continue
             if kind == "done":
                 progress(0, 0, 1)

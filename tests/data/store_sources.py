@@ -15,7 +15,8 @@ def text(number: int) -> str:
 
 
 class Texts:
-    """Random access; notes each reading in the file `reads`, and kills `victim` once, when document `at` is read."""
+    """Random access; notes each reading in the file `reads`, and once, when document `at` is read, kills `victim`: this
+    process (`worker` or empty), the `parent`, or the `interrupted parent` with Ctrl-C."""
 
     fingerprint = "texts of the tests"
 
@@ -40,7 +41,8 @@ class Texts:
                 file.write(f"{index}\n")
         if index == self._at and not Path(self._once).exists():
             Path(self._once).write_text(str(os.getpid()))
-            os.kill(os.getppid() if self._victim == "parent" else os.getpid(), signal.SIGKILL)
+            victim = os.getpid() if self._victim in ("", "worker") else os.getppid()
+            os.kill(victim, signal.SIGINT if self._victim == "interrupted parent" else signal.SIGKILL)
         return text(index)
 
 

@@ -1,6 +1,7 @@
 """Making stores: the same bytes whatever happened meanwhile, and words for what cannot be."""
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -13,12 +14,14 @@ import pytest
 
 from tests.data.corpora import experiment
 from tests.data.store_sources import STREAM, TEXTS, text
-from tests.data.stores import content, make
+from tests.data.stores import content, make, over
 from titan_exp.config.errors import UserError
 from titan_exp.config.token_store import UNFINISHED, Manifest, read_manifest
 from titan_exp.data.held_out import places
 from titan_exp.data.store import shard_files
+from titan_exp.data.store.tokenization import Tokenization
 from titan_exp.data.store.tokenize import TokenizeOptions, make_store, options_among
+from titan_exp.data.tokenizer import build_tokenizer
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -64,11 +67,19 @@ def test_the_number_of_workers_changes_nothing(source: str, tmp_path: Path):
     assert content(tmp_path / "one") == content(tmp_path / "three")
 
 
+PROGRAM = """
+import signal, sys
+from titan_exp.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell in the background may have switched off
+sys.exit(main())
+"""
+
+
 def command(out: Path, source: str, workers: int, options: str) -> subprocess.CompletedProcess[str]:
     words = [f"data.source={source}", "data.validation_fraction=0.2", f"+data.options={{{options}}}"]
     words += [f"out={out}", f"workers={workers}", "parts=4", "shard_tokens=100"]
     return subprocess.run(
-        [sys.executable, "-m", "titan_exp", "tokenize", *words],
+        [sys.executable, "-c", PROGRAM, "tokenize", *words],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
@@ -79,7 +90,14 @@ def command(out: Path, source: str, workers: int, options: str) -> subprocess.Co
 
 @pytest.mark.parametrize(
     ("source", "at", "workers", "victim"),
-    [(TEXTS, 0, 1, ""), (TEXTS, 41, 1, ""), (STREAM, 33, 1, ""), (TEXTS, 38, 2, "parent"), (TEXTS, 38, 2, "worker")],
+    [
+        (TEXTS, 0, 1, ""),
+        (TEXTS, 41, 1, ""),
+        (STREAM, 33, 1, ""),
+        (TEXTS, 38, 2, "parent"),
+        (TEXTS, 38, 2, "worker"),
+        (STREAM, 38, 2, "interrupted parent"),
+    ],
 )
 def test_killed_and_begun_again_it_is_the_same_store(source: str, at: int, workers: int, victim: str, tmp_path: Path):
     reference = make(tmp_path / "reference", source=source, shard_tokens=100)
@@ -92,7 +110,7 @@ def test_killed_and_begun_again_it_is_the_same_store(source: str, at: int, worke
         assert "SIGKILL" in died.stderr
         assert "the same command continues" in died.stderr
     else:
-        assert died.returncode == -9
+        assert died.returncode == (130 if victim.startswith("interrupted") else -9)
     wait_for_the_end_of(int(once.read_text()))
     before = content(out)
     assert f"{UNFINISHED}/job.json" in before
@@ -104,6 +122,62 @@ def test_killed_and_begun_again_it_is_the_same_store(source: str, at: int, worke
         assert "continued" in continued.stdout
         # What had been finished is not read again.
         assert len(set(reads.read_text().split())) < 60 - at + 12
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_table_of_the_datasets_library_is_continued_inside_a_file(
+    streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    import datasets.config
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
+    texts = [text(number) for number in range(60)]
+    for part in range(2):
+        lines = [json.dumps({"text": each}) for each in texts[30 * part : 30 * part + 30]]
+        (tmp_path / f"{part}.jsonl").write_text("\n".join(lines))
+    data: dict[str, Any] = {"source": "huggingface", "dataset": "json", "streaming": streaming}
+    data |= {"data_files": (str(tmp_path / "*.jsonl"),), "validation_fraction": 0.0}
+    reference = make(tmp_path / "reference", **data)
+    assert documents(reference, "train") == [each for each in texts if each]
+    original, left = Tokenization._cut, [3]
+
+    def cut(self: Tokenization, *given: Any) -> bool:
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return original(self, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Tokenization, "_cut", cut)
+        with pytest.raises(KeyboardInterrupt):
+            make(tmp_path / "store", **data)
+    make(tmp_path / "store", **data)
+    assert content(tmp_path / "store") == content(reference.path)
+
+
+def test_a_store_brings_its_tokenizer_along(tmp_path: Path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    vocabulary = {letter: number for number, letter in enumerate("0123456789/ ")}
+    tokenizer = Tokenizer(models.BPE(vocab={**vocabulary, "Ġ": 12}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["<|mine|>", "<|endoftext|>"])
+    (tmp_path / "own").mkdir()
+    tokenizer.save(str(tmp_path / "own" / "named.json"))
+    (tmp_path / "own" / "tokenizer_config.json").write_text('{"eos_token": "<|mine|>"}')
+    store = make(tmp_path / "store", tokenizer=str(tmp_path / "own" / "named.json"))
+    assert sorted(store.files) == ["tokenizer.json", "tokenizer_config.json"]
+    make(tmp_path / "again", tokenizer=str(tmp_path / "own" / "named.json"), workers=2)
+    assert content(tmp_path / "again") == content(tmp_path / "store")
+    (tmp_path / "own").rename(tmp_path / "moved")
+    own = build_tokenizer(over(store).data)
+    assert (own.vocab_size, own.fingerprint) == (15, store.tokenizer)
+    tokens = np.fromfile(store.path / f"{store.splits['train'][0].name}.tokens", "<u2")
+    assert (tokens == own.end_of_text).sum() == store.splits["train"][0].documents
+    (store.path / "tokenizer_config.json").unlink()
+    with pytest.raises(UserError, match="not the one that it was made with"):
+        build_tokenizer(over(store).data)
 
 
 def wait_for_the_end_of(process: int) -> None:

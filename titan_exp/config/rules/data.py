@@ -9,6 +9,7 @@ from titan_exp.config.builtins import BYTES_VOCABULARY, SOURCES
 from titan_exp.config.data import DataConfig
 from titan_exp.config.errors import Violation, shown
 from titan_exp.config.experiment import Experiment
+from titan_exp.config.rules.names import names_are_known
 from titan_exp.config.rules.tokens import store_says_the_rest, store_vocabulary
 
 LOADERS = ("arrow", "csv", "json", "parquet", "text", "webdataset")
@@ -120,7 +121,7 @@ def vocabulary_fits(experiment: Experiment) -> Iterator[Violation]:
 
 def unreadable_source(experiment: Experiment) -> list[Violation]:
     """What `titan-exp tokenize` cannot read: the rules about the source and its tokenizer, less those about a run."""
-    rules = (source_has_its_input, no_input_is_ignored, vocabulary_fits, store_says_the_rest)
+    rules = (names_are_known, source_has_its_input, no_input_is_ignored, vocabulary_fits, store_says_the_rest)
     found = [violation for rule in rules for violation in rule(experiment)]
     return [violation for violation in found if violation.field.startswith("data.")]
 

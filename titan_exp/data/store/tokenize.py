@@ -270,9 +270,9 @@ def _in_words(folder: Path) -> Iterator[None]:
             ) from error
         if error.filename is None:
             raise
-        raise UserError(
-            f"{error.filename}: {error.strerror}. What was finished stays in {folder}; the same command continues."
-        ) from error
+        begun = (folder / UNFINISHED).is_dir()
+        stays = f" What was finished stays in {folder}; the same command continues." if begun else ""
+        raise UserError(f"{error.filename}: {error.strerror}.{stays}") from error
 
 
 def _summary(manifest: Manifest) -> str:

@@ -6,9 +6,10 @@ row n of it goes to data rank n mod dp. Each store of a mixture is a sequence of
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from itertools import chain, islice
+from typing import Protocol
 
 import numpy as np
 
@@ -22,16 +23,14 @@ from titan_exp.data.document_stream import with_end_of_text
 from titan_exp.data.held_out import held_out_part, place
 from titan_exp.data.source import RandomAccessSource, StreamingSource, build_source, build_validation_source
 from titan_exp.data.store.reading import TokenSplit
-from titan_exp.data.tokenizer import build_tokenizer
+from titan_exp.data.tokenizer import Tokenizer, build_tokenizer
 from titan_exp.ops.cross_entropy import IGNORE_INDEX
-
-Sequence = tuple[np.ndarray, np.ndarray]
-"""Tokens [tokens], and where documents begin among them."""
 
 
 class ValidationLoader:
     """One data rank's batches [micro_batch_size, seq_len] of the split. Every rank yields equally many, and each row of
-    the split is on exactly one rank; rows that fill up predict nothing. Tokens are kept after the first iteration.
+    the split is on exactly one rank; rows that fill up predict nothing. Text is tokenized once, and its tokens are kept;
+    those of a store stay there.
 
     Raises UserError where the split would be empty, or is held out of a stream without a limit.
     """
@@ -51,12 +50,26 @@ class ValidationLoader:
         return chain.from_iterable(self.sources.values())
 
 
+class Sequence(Protocol):
+    """The documents of a split, end to end."""
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens there are, at least 2."""
+        ...
+
+    def read(self, begin: int, window: np.ndarray) -> list[int]:
+        """Fill `window` with the tokens from `begin` on, all of which there are; returns where in it documents begin,
+        its first token left out."""
+        ...
+
+
 class SplitRows:
     """One data rank's batches of the documents of one split.
 
     Args:
         experiment: the run.
-        read: gives all tokens [tokens], and where documents begin among them, ascending; called once.
+        open_: gives the documents; called once, when they are needed.
         dp_rank: this rank.
         dp_degree: how many there are.
         micro_batch_size: rows of a batch.
@@ -65,7 +78,7 @@ class SplitRows:
     def __init__(
         self,
         experiment: Experiment,
-        read: Callable[[], Sequence],
+        open_: Callable[[], Sequence],
         *,
         dp_rank: int,
         dp_degree: int,
@@ -73,14 +86,13 @@ class SplitRows:
     ) -> None:
         self._config = experiment.data
         self._seq_len = experiment.training.seq_len
-        self._read = read
+        self._open = open_
         self._dp_rank, self._dp_degree = dp_rank, dp_degree
         self._micro_batch_size = micro_batch_size
 
     def __len__(self) -> int:
         """Number of batches; the same on every rank."""
-        tokens, _ = self._sequence
-        rows = math.ceil((len(tokens) - 1) / self._seq_len)
+        rows = math.ceil((self._sequence.tokens - 1) / self._seq_len)
         return math.ceil(rows / (self._micro_batch_size * self._dp_degree))
 
     def __iter__(self) -> Iterator[Batch]:
@@ -91,18 +103,15 @@ class SplitRows:
 
     @cached_property
     def _sequence(self) -> Sequence:
-        return self._read()
+        return self._open()
 
     def _batch(self, rows: list[int]) -> Batch:
-        tokens, begins = self._sequence
-        windows = np.full((len(rows), self._seq_len + 1), tokens[-1], dtype=np.int64)  # the last ends a text
+        sequence, windows = self._sequence, np.zeros((len(rows), self._seq_len + 1), dtype=np.int64)
         starts = []
         for window, row in zip(windows, rows, strict=True):
             at = row * self._seq_len
-            piece = tokens[at : at + len(window)]
-            window[: len(piece)] = piece
-            inside = begins[np.searchsorted(begins, at, side="right") :]
-            starts.append((inside[: np.searchsorted(inside, at + len(window))] - at).tolist())
+            there = max(0, min(len(window), sequence.tokens - at))
+            starts.append(sequence.read(at, window[:there]) if there else [])
         batch = assemble(
             windows,
             starts,
@@ -110,31 +119,50 @@ class SplitRows:
             reset_positions=self._config.reset_positions,
         )
         for labels, row in zip(batch.labels, rows, strict=True):
-            labels[max(0, len(tokens) - 1 - row * self._seq_len) :] = IGNORE_INDEX
+            labels[max(0, sequence.tokens - 1 - row * self._seq_len) :] = IGNORE_INDEX
         return batch
 
 
+class _TokenizedTexts:
+    """A `Sequence` in memory."""
+
+    def __init__(self, texts: Iterable[str], tokenizer: Tokenizer) -> None:
+        documents = [with_end_of_text(text, tokenizer) for text in texts]
+        self._all = np.concatenate(documents)
+        self._begins = np.cumsum([0, *map(len, documents[:-1])])
+        self.tokens = len(self._all)
+
+    def read(self, begin: int, window: np.ndarray) -> list[int]:
+        window[:] = self._all[begin : begin + len(window)]
+        first, last = np.searchsorted(self._begins, (begin + 1, begin + len(window)))
+        return (self._begins[first:last] - begin).tolist()
+
+
+class _StoredTexts:
+    """A `Sequence` in a token store, which stays there."""
+
+    def __init__(self, split: TokenSplit, documents: int | None) -> None:
+        self.tokens = split.tokens_of(documents)
+        self.read = split.read
+
+
 def _sequences(config: DataConfig) -> dict[str, Callable[[], Sequence]]:
-    """What reads the tokens of each source, by name. Raises UserError where a source has none to evaluate on."""
+    """What opens the documents of each source, by name. Raises UserError where a source has none to evaluate on."""
     if config.source == "tokens":
         names = store_names(config.paths) if len(config.paths) > 1 else [""]
-        manifests = [read_manifest(path) for path in config.paths]
-        for manifest in manifests:
-            if manifest.tokens["validation"] < 2:
-                reason = "this store was made without documents to evaluate on"
-                remedy = "training.evaluate_every=0 to go without evaluation, or another store"
-                violation = Violation("data.paths", str(manifest.path), reason, remedy)
-                raise UserError("There is nothing to evaluate on.", [violation])
-        splits = [TokenSplit(manifest, "validation") for manifest in manifests]
-        reads = [functools.partial(split.documents, config.validation_documents) for split in splits]
-        return dict(zip(names, reads, strict=True))
-    tokenizer, texts = build_tokenizer(config), _Texts(config)
+        splits = [_stored_split(path) for path in config.paths]
+        opens = [functools.partial(_StoredTexts, split, config.validation_documents) for split in splits]
+        return dict(zip(names, opens, strict=True))
+    return {"": functools.partial(_TokenizedTexts, _Texts(config), build_tokenizer(config))}
 
-    def read() -> Sequence:
-        documents = [with_end_of_text(text, tokenizer) for text in texts]
-        return np.concatenate(documents), np.cumsum([0, *map(len, documents[:-1])])
 
-    return {"": read}
+def _stored_split(path: str) -> TokenSplit:
+    manifest = read_manifest(path)
+    if manifest.tokens["validation"] < 2:
+        reason = "this store was made without documents to evaluate on"
+        violation = Violation("data.paths", path, reason, "training.evaluate_every=0, or another store")
+        raise UserError("There is nothing to evaluate on.", [violation])
+    return TokenSplit(manifest, "validation")
 
 
 class _Texts:

@@ -42,20 +42,16 @@ class TokenSplit:
             number += 1
         return starts[1:] if starts and starts[0] == 0 else starts
 
-    def documents(self, limit: int | None) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of the first `limit` documents (None: all), and where each begins, in memory."""
-        pieces, begins, total = [], [], 0
-        for number in range(len(self._shards)):
-            tokens, starts = self._map(number)
-            if limit is not None and total + len(starts) > limit:
-                wanted = limit - total
-                tokens, starts = tokens[: int(starts[wanted])], starts[:wanted]
-            pieces.append(tokens)
-            begins.append(starts.astype(np.int64) + self._firsts[number])
-            total += len(starts)
-            if total == limit:
-                break
-        return np.concatenate(pieces), np.concatenate(begins)
+    def tokens_of(self, documents: int | None) -> int:
+        """How many tokens the first so many documents have; all there are where None, or where there are fewer."""
+        if documents is None:
+            return len(self)
+        for number, shard in enumerate(self._shards):
+            if documents < shard.documents:
+                _, begins = self._map(number)
+                return self._firsts[number] + int(begins[documents])
+            documents -= shard.documents
+        return len(self)
 
 
 def _map(manifest: Manifest, shard: Shard) -> tuple[np.ndarray, np.ndarray]:

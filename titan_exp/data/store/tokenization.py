@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_exp.config.data import DataConfig
+from titan_exp.config.errors import UserError
 from titan_exp.config.token_store import FORMAT, MANIFEST, SPLITS, UNFINISHED, VERSION
 from titan_exp.data.document_stream import with_end_of_text
 from titan_exp.data.store.parts import Corpus, Document, Part
@@ -37,6 +38,8 @@ class Job:
     """Parts that text is divided into, at most, where any document can be read at once."""
     shard_tokens: int
     """Tokens after which a shard is full."""
+    source: str
+    """Fingerprint of the text."""
 
     @property
     def journal(self) -> Path:
@@ -45,7 +48,14 @@ class Job:
 
     def entries(self, part: Part) -> list[dict[str, Any]]:
         """What the journal says of a part, a dictionary for each cut, in order."""
-        return [json.loads(path.read_text()) for path in sorted(self.journal.glob(f"{part}-*.json"))]
+        found = []
+        while (path := self.entry(part, len(found))).exists():
+            found.append(json.loads(path.read_text()))
+        return found
+
+    def entry(self, part: Part, number: int) -> Path:
+        """The file of the journal for a cut of a part, counted from 0."""
+        return self.journal / f"{part}-{number:04d}.json"
 
 
 class Tokenization:
@@ -54,6 +64,8 @@ class Tokenization:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._corpus = Corpus(job.data, job.parts)
+        if self._corpus.fingerprint != job.source:
+            raise UserError("The text has changed while it was tokenized. Remove the store's folder and begin again.")
         self._tokenizer = build_tokenizer(job.data)
         self._token_bytes = token_bytes(self._tokenizer)
 
@@ -78,7 +90,7 @@ class Tokenization:
             shards = {split: writer.finish() for split, writer in writers.items()}
             entry = {"shards": shards, "next": None if last is None else last.after()}
             _sync(self._job.folder)
-            write_json(self._job.journal / f"{part.split}-{name}.json", entry)
+            write_json(self._job.entry(part, number), entry)
         except BaseException:
             for writer in writers.values():
                 writer.abandon()

@@ -147,7 +147,7 @@ def make_store(options: TokenizeOptions, experiment: Experiment) -> int:
     with _in_words(folder):
         _require_own(folder, options.out)
         corpus = Corpus(experiment.data, options.parts)
-        job = Job(folder, experiment.data, options.parts, options.shard_tokens)
+        job = Job(folder, experiment.data, options.parts, options.shard_tokens, corpus.fingerprint)
         description = describe(job, corpus, build_tokenizer(experiment.data))
         if (folder / MANIFEST).exists():
             _require_same(folder / MANIFEST, description, options.out)
@@ -268,11 +268,9 @@ def _in_words(folder: Path) -> Iterator[None]:
                 f"The disk of {folder} is full. What was finished stays there: make room, and the same command "
                 "continues; or remove the folder."
             ) from error
-        if error.filename is None:
-            raise
         begun = (folder / UNFINISHED).is_dir()
         stays = f" What was finished stays in {folder}; the same command continues." if begun else ""
-        raise UserError(f"{error.filename}: {error.strerror}.{stays}") from error
+        raise UserError(f"{error.filename or type(error).__name__}: {error.strerror or error}.{stays}") from error
 
 
 def _summary(manifest: Manifest) -> str:

@@ -29,8 +29,8 @@ from titan_exp.ops.cross_entropy import IGNORE_INDEX
 
 class ValidationLoader:
     """One data rank's batches [micro_batch_size, seq_len] of the split. Every rank yields equally many, and each row of
-    the split is on exactly one rank; rows that fill up predict nothing. Text is tokenized once, and its tokens are kept;
-    those of a store stay there.
+    the split is on exactly one rank; rows that fill up predict nothing. Text is tokenized once, and its tokens are
+    kept; those of a store stay there.
 
     Raises UserError where the split would be empty, or is held out of a stream without a limit.
     """

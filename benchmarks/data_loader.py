@@ -1,8 +1,11 @@
-"""Tokens per second that the training loader can deliver to one rank, for each kind of source.
+"""Tokens per second that the training loader can deliver to one rank, for each kind of source, and how long a resume
+takes by how far the run had come.
 
-    python benchmarks/data_loader.py [--seconds 2]
+    python benchmarks/data_loader.py [--seconds 2] [--only store]
 
 The loader runs alone, so a rate is the most that a rank could be fed; a model that trains slower never waits for data.
+`need` is that rate over what a rank consumes that trains a model of a billion parameters at half of an H100's dense
+bf16 peak: 0.5 × 989e12 / (6 × 1e9), about 82,000 tokens/s; of an 8B model it would be an eighth of that.
 `first` is the time from building the loader to its first batch. Everything is made on this machine from the source of
 Python's own library, in a temporary folder; nothing is downloaded.
 """
@@ -24,26 +27,42 @@ from titan_exp.config.compose import compose
 from titan_exp.config.convert import to_experiment
 from titan_exp.config.experiment import Experiment
 from titan_exp.data.python_stdlib import PythonStdlib
+from titan_exp.data.store.tokenize import TokenizeOptions, make_store
 from titan_exp.data.train_loader import TrainLoader
+
+NEED = 0.5 * 989e12 / (6 * 1e9)
+"""Tokens/s that a rank consumes; see above."""
+RESUMED = ("python_stdlib, bytes", "parquet streamed, bytes", "store, bytes", "two stores, bytes")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=2.0, help="length of each measurement")
-    seconds = parser.parse_args().seconds
+    parser.add_argument("--only", default="", help="sources whose name holds this word")
+    arguments = parser.parse_args()
+    seconds = arguments.seconds
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; Python {platform.python_version()},")
     print(f"numpy {numpy.__version__}, torch {torch.__version__}")
     base = to_experiment(compose([]))
     with tempfile.TemporaryDirectory() as scratch:
         os.environ.setdefault("HF_DATASETS_CACHE", f"{scratch}/cache")
-        print(f"{'source':34} {'seq_len':>8} {'rows':>5} {'first, s':>9} {'tokens/s':>12} {'rows/s':>10}")
-        for name, data in corpora(Path(scratch)).items():
+        found = {name: data for name, data in corpora(Path(scratch), base).items() if arguments.only in name}
+        print(f"{'source':34} {'seq_len':>8} {'rows':>5} {'first, s':>9} {'tokens/s':>12} {'rows/s':>10} {'need':>8}")
+        for name, data in found.items():
             for seq_len, rows in ((256, 16), (8192, 2)):
                 first, rate = measure(variant(base, seq_len, rows, data), rows, seconds)
-                print(f"{name:34} {seq_len:8} {rows:5} {first:9.3f} {rate:12,.0f} {rate / seq_len:10,.0f}", flush=True)
+                times = f"{rate / NEED:7.1f}×"
+                speed = f"{rate:12,.0f} {rate / seq_len:10,.0f}"
+                print(f"{name:34} {seq_len:8} {rows:5} {first:9.3f} {speed} {times}", flush=True)
+        print(f"\n{'source':34} {'rows before':>16} {'to the next batch, s':>22}")
+        for name, data in found.items():
+            if name in RESUMED:
+                for batches in (0, 100, 10**6, 10**12) if data.get("source") == "tokens" else (0, 100):
+                    run = variant(base, 256, 16, data)
+                    print(f"{name:34} {16 * batches:16,} {resume(run, batches):22.4f}", flush=True)
 
 
-def corpora(scratch: Path) -> dict[str, dict[str, Any]]:
+def corpora(scratch: Path, run: Experiment) -> dict[str, dict[str, Any]]:
     """The `data` groups to measure, by name."""
     library = PythonStdlib()
     texts = [library[index] for index in range(len(library))]
@@ -61,6 +80,14 @@ def corpora(scratch: Path) -> dict[str, dict[str, Any]]:
         pyarrow.parquet.write_table(pyarrow.table({"text": share}), parquet / f"{part}.parquet")
     tokenizer = train_tokenizer(texts, scratch / "tokenizer.json")
     tables = {"source": "huggingface", "dataset": "parquet", "data_files": (str(parquet / "*.parquet"),)}
+    stores = {"source": "tokens", "tokenizer": "store", "validation_fraction": 0.0}
+    mine, half, bpe = (str(scratch / name) for name in ("mine", "half", "bpe"))
+    for out, data in (
+        (mine, {}),
+        (half, {"source": "text", "paths": (f"{text}/1*.txt",)}),
+        (bpe, {"tokenizer": tokenizer}),
+    ):
+        make_store(TokenizeOptions(out, workers=1), replace(run, data=replace(run.data, **data)))
     lines = {"source": "huggingface", "dataset": "json", "data_files": (str(jsonl / "*.jsonl"),)}
     return {
         "python_stdlib, bytes": {},
@@ -72,6 +99,10 @@ def corpora(scratch: Path) -> dict[str, dict[str, Any]]:
         "parquet streamed, bytes": {**tables, "streaming": True},
         "parquet streamed, BPE of 8192": {**tables, "streaming": True, "tokenizer": tokenizer},
         "JSON lines streamed, bytes": {**lines, "streaming": True},
+        "store, bytes": {**stores, "paths": (mine,)},
+        "store, bytes, masks": {**stores, "paths": (mine,), "document_mask": True, "reset_positions": True},
+        "store, BPE of 8192": {**stores, "paths": (bpe,)},
+        "two stores, bytes": {**stores, "paths": (mine, half), "weights": (0.7, 0.3)},
     }
 
 
@@ -107,6 +138,21 @@ def measure(run: Experiment, rows: int, seconds: float) -> tuple[float, float]:
     batches, elapsed = deliver(loader, seconds)
     loader.close()
     return first, batches * rows * run.training.seq_len / elapsed
+
+
+def resume(run: Experiment, batches: int) -> float:
+    """Seconds from building a loader to its next batch, where `batches` were trained on before."""
+    loader = TrainLoader(run, dp_rank=0, dp_degree=1, micro_batch_size=16, pin_memory=False)
+    loader.skip(batches)
+    state = loader.state_dict()
+    loader.close()
+    begin = time.perf_counter()
+    loader = TrainLoader(run, dp_rank=0, dp_degree=1, micro_batch_size=16, pin_memory=False)
+    loader.load_state_dict(state)
+    next(loader)
+    elapsed = time.perf_counter() - begin
+    loader.close()
+    return elapsed
 
 
 def deliver(loader: TrainLoader, seconds: float) -> tuple[int, float]:

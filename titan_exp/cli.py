@@ -44,7 +44,15 @@ def train(words: Sequence[str]) -> int:
         from titan_exp.launch.commit import plan
         from titan_exp.launch.run import run
 
-        outcome = run(plan(to_experiment(cfg), overrides))
+        experiment = to_experiment(cfg)
+        if experiment.data.preview is not None:
+            from titan_exp.data.preview import preview
+
+            plan(experiment, overrides)  # which refuses what could not be trained either
+            for line in preview(experiment, experiment.data.preview):
+                print(line)
+            return 0
+        outcome = run(plan(experiment, overrides))
         if outcome.exit_code == 0:
             print(f"loss curve: {draw(outcome.folder.path)}")
         return outcome.exit_code
@@ -59,7 +67,26 @@ def generate(words: Sequence[str]) -> int:
     return generate_command(list(words))
 
 
-VERBS: dict[str, Callable[[Sequence[str]], int]] = {"train": train, "generate": generate}
+def tokenize(words: Sequence[str]) -> int:
+    """Turn text into a token store, to train from at any scale."""
+    from titan_exp.data.store.tokenize import check_store, make_store, options_among, tokenize_help
+
+    if {"--help", "-h"} & set(words):
+        print(tokenize_help(), end="")
+        return 0
+    options, others = options_among(words)
+    if options.check:
+        return check_store(options.check)
+
+    def make(cfg: Any, overrides: Sequence[str]) -> int:
+        from titan_exp.config.convert import to_experiment
+
+        return make_store(options, to_experiment(cfg))
+
+    return _with_hydra(others, make)
+
+
+VERBS: dict[str, Callable[[Sequence[str]], int]] = {"train": train, "generate": generate, "tokenize": tokenize}
 """What the command line can do."""
 
 USAGE = """\

@@ -63,7 +63,7 @@ def test_usage(words: list[str], capsys: pytest.CaptureFixture[str]):
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "titan-exp VERB" in out
-    assert all(f"  {verb} " in out for verb in ("train", "generate"))
+    assert all(f"  {verb} " in out for verb in ("train", "generate", "tokenize"))
 
 
 def test_version(capsys: pytest.CaptureFixture[str]):
@@ -92,7 +92,7 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
     ("words", "says"),
     [
         (["tran"], "Did you mean titan-exp train?"),
-        (["launch"], "The verbs are train and generate"),
+        (["launch"], "The verbs are train, generate and tokenize"),
         (["model=llama3_8b"], "titan-exp train model=llama3_8b"),
         (["--cfg", "job"], "titan-exp train --cfg job"),
         (["train", "training.stesp=4"], "training.stesp=4: there is no such key\n    did you mean training.steps?"),
@@ -124,10 +124,33 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
         (["train", "--config-name", "nowhere"], "nowhere"),
         (["train", "--help", "model=llama9_8b"], "did you mean llama3_8b"),
         (["train", "--cfg", "job", "--resolve", "model.heads=5"], "192 is not a multiple of 5"),
+        (["train", "data.preview=0"], "must be at least 1"),
+        (["tokenize"], "out=stores/mine"),
+        (["tokenize", "outt=x"], "did you mean out?"),
+        (["tokenize", "data=txt", "out=x"], "data=txt"),
+        (["tokenize", "data.path=[a]", "out=x"], "did you mean data.paths?"),
+        (["tokenize", "data=text", "data.paths=[nowhere]", "out=x"], "nothing here has this name"),
+        (["tokenize", "training.steps=5", "out=x"], "tokenizing does not read it"),
+        (["tokenize", "check=nowhere"], "there is no such folder"),
+        (["tokenize", "check=nowhere", "out=x"], "leave out= out"),
+        (["tokenize", "stores/mine"], "an override is key=value"),
     ],
 )
 def test_wrong_words_are_answered(words: list[str], says: str, say: Any):
     assert says in say(*words)
+
+
+def test_tokenizing_explains_itself(capsys: pytest.CaptureFixture[str]):
+    assert main(["tokenize", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {option}=" in out for option in ("out", "workers", "parts", "shard_tokens", "check"))
+    assert max(map(len, out.splitlines())) <= 120
+
+
+def test_a_preview_launches_nothing(launched: Launched, capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "data.preview=2", "training.global_batch_size=2", "data.virtual_shards=2"]) == 0
+    assert launched == []
+    assert capsys.readouterr().out.startswith("step 2: 2 rows of ")
 
 
 def test_every_wrong_override_is_named_at_once(say: Any):

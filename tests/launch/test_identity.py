@@ -32,6 +32,7 @@ def experiment(*overrides: str) -> Experiment:
         "checkpoint=sync",
         "checkpoint.every=7",
         "data.prefetch=9",
+        "data.preview=2",
         "training.gc_every=0",
     ],
 )

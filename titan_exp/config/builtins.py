@@ -9,10 +9,10 @@ OPTIMIZERS = ("adamw",)
 DECAYS = ("linear", "cosine", "sqrt")
 """What `lr_schedule.decay` may name."""
 
-SOURCES = ("python_stdlib", "text", "huggingface")
+SOURCES = ("python_stdlib", "text", "huggingface", "tokens")
 """What `data.source` may name."""
 
-TOKENIZERS = ("bytes",)
+TOKENIZERS = ("bytes", "store")
 """What `data.tokenizer` may name; anything else is a path."""
 
 BYTES_VOCABULARY = 257

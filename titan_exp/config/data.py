@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from titan_exp.config.bounds import PositiveInt, Share
+from titan_exp.config.bounds import PositiveFloat, PositiveInt, Share
 
 
 @dataclass(frozen=True)
@@ -11,9 +11,12 @@ class DataConfig:
     """A source of documents, a tokenizer, and a fixed order over virtual shards."""
 
     source: str
-    """`python_stdlib`, `text`, `huggingface`, or the dotted name of a source class in your own package."""
+    """`python_stdlib`, `text`, `huggingface`, `tokens`, or the dotted name of a source class in your own package."""
     paths: tuple[str, ...]
-    """Source `text`: files, folders and globs."""
+    """Source `text`: files, folders and globs. Source `tokens`: folders that `titan-exp tokenize` wrote."""
+    weights: tuple[PositiveFloat, ...]
+    """Source `tokens`: share of the tokens to take from each of `paths`, in any unit; empty is by their sizes, so that
+    all of them are passed over at the same pace. Each store has its own epochs."""
     document: Literal["file", "paragraph", "line"]
     """Source `text`: what is one document: each file, each paragraph (blank lines separate them), or each line."""
     dataset: str | None
@@ -33,21 +36,25 @@ class DataConfig:
     shuffle_buffer: PositiveInt
     """Source `huggingface` when streaming: documents among which each virtual shard picks the next."""
     tokenizer: str
-    """`bytes`, or the path of a Hugging Face `tokenizer.json` (or of the folder that holds it)."""
+    """`bytes`, or the path of a Hugging Face `tokenizer.json` (or of the folder that holds it). Source `tokens`:
+    `store`, the one that the stores were made with."""
     validation_fraction: Share
-    """Share of documents held out for evaluation, chosen by document and never trained on."""
+    """Share of documents held out for evaluation, chosen by document and never trained on. Source `tokens`: 0, as a
+    store was divided when it was made."""
     validation_documents: PositiveInt | None
-    """At most this many documents of the validation split are evaluated on, the first in the source's order; null is
-    all of them. Those left out are not trained on either."""
+    """At most this many documents of the validation split are evaluated on, the first in the source's order (of each
+    store); null is all of them. Those left out are not trained on either."""
     virtual_shards: PositiveInt
     """Independent streams that the documents are divided into. Part of the experiment: it fixes the order of data.
     Must be a multiple of the data-parallel degree. When streaming, at most the number of files is best: shards that
-    share a file each read all of it."""
+    share a file each read all of it. Source `tokens` has none: any row is found at once."""
     document_mask: bool
     """Tokens attend only within their own document, and the first token of a document is not predicted."""
     reset_positions: bool
     """Positions count from each document's start instead of the sequence's."""
     prefetch: PositiveInt
     """Micro-batches prepared ahead in the background."""
+    preview: PositiveInt | None
+    """Print the batch that the model sees at this step, decoded, and train nothing; null trains."""
     options: dict[str, Any] = field(default_factory=dict)
     """Extra keyword arguments for a source of your own."""

@@ -30,7 +30,7 @@ def place(identity: str) -> float:
 
 def training_part(source: RandomAccessSource, fraction: float) -> Subset:
     """The documents to train on. Raises UserError where the held-out fraction leaves none."""
-    kept = np.flatnonzero(_places(source) >= fraction)
+    kept = np.flatnonzero(places(source) >= fraction)
     if len(kept) == 0:
         reason = f"it leaves none of the {len(source)} documents to train on"
         raise _refusal(fraction, reason, _or_finer("a smaller fraction", source))
@@ -39,12 +39,12 @@ def training_part(source: RandomAccessSource, fraction: float) -> Subset:
 
 def held_out_part(source: RandomAccessSource, fraction: float) -> Subset:
     """The documents to evaluate on. Raises UserError where there would be none."""
-    places = _places(source)
-    held_out = np.flatnonzero(places < fraction)
+    found = places(source)
+    held_out = np.flatnonzero(found < fraction)
     if len(held_out) == 0:
         remedy = "training.evaluate_every=0 to go without evaluation"
         if len(source) > 1:
-            enough = np.ceil((places.min() + 1e-9) * 1000) / 1000
+            enough = np.ceil((found.min() + 1e-9) * 1000) / 1000
             remedy = f"data.validation_fraction={enough:g} holds out at least one; {remedy}"
         raise _refusal(fraction, f"it holds out none of the {len(source)} documents", _or_finer(remedy, source))
     return Subset(source, held_out)
@@ -56,17 +56,18 @@ def _or_finer(remedy: str, source: RandomAccessSource) -> str:
     return remedy if finer is None else f"{finer} divides the same text into more documents; {remedy}"
 
 
-def _places(source: RandomAccessSource) -> np.ndarray:
-    """The place of every document, float64 [documents]."""
+def places(source: RandomAccessSource, which: range | None = None) -> np.ndarray:
+    """The place of each of some documents (None: all) by their keys, or their numbers; float64 [documents]."""
+    which = range(len(source)) if which is None else which
     key = getattr(source, "key", None)
     if key is not None:
-        return np.fromiter((place(key(index)) for index in range(len(source))), np.float64, len(source))
-    return _places_of_numbers(len(source))
+        return np.fromiter((place(key(index)) for index in which), np.float64, len(which))
+    return _places_of_numbers(which)
 
 
-def _places_of_numbers(count: int) -> np.ndarray:
+def _places_of_numbers(which: range) -> np.ndarray:
     """Places for sources whose documents have no name but their number: splitmix64 (Steele et al. 2014), vectorized."""
-    mixed = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = np.arange(which.start + 1, which.stop + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed ^= mixed >> np.uint64(31)

@@ -39,7 +39,7 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(vocabulary.values()) + 1
         self.end_of_text = vocabulary[self._end_of_text_name(path, file, vocabulary)]
         digest = blake2b(file.read_bytes() + str(self.end_of_text).encode(), digest_size=8)
-        self.fingerprint = f"{file.name} {digest.hexdigest()}"
+        self.fingerprint = f"tokenizer.json {digest.hexdigest()}"
         self._dtype = np.uint16 if self.vocab_size <= 2**16 else np.int32
 
     def encode(self, text: str) -> np.ndarray:

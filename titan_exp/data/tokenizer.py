@@ -1,12 +1,15 @@
 """Text to token ids and back: the interface, the built-in byte tokenizer, and the choice between tokenizers."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 
 from titan_exp.config.builtins import BYTES_VOCABULARY
 from titan_exp.config.data import DataConfig
+from titan_exp.config.errors import UserError, Violation
+from titan_exp.config.token_store import read_manifest
 
 
 class Tokenizer(Protocol):
@@ -54,8 +57,25 @@ class ByteTokenizer:
 
 def build_tokenizer(config: DataConfig) -> Tokenizer:
     """The tokenizer that `data.tokenizer` names. Raises UserError where it cannot be loaded."""
+    if config.tokenizer == "store":
+        return _tokenizer_of_store(config)
     if config.tokenizer == "bytes":
         return ByteTokenizer()
     from titan_exp.data.huggingface_tokenizer import HuggingFaceTokenizer
 
     return HuggingFaceTokenizer(config.tokenizer)
+
+
+def _tokenizer_of_store(config: DataConfig) -> Tokenizer:
+    """The copy in the first token store; all have the same."""
+    if not config.paths:
+        violation = Violation("data.paths", (), "no token store is named", "data.paths='[stores/mine]'")
+        raise UserError("There is no tokenizer.", [violation])
+    manifest = read_manifest(config.paths[0])
+    built_in = manifest.tokenizer == ByteTokenizer.fingerprint
+    found = build_tokenizer(replace(config, tokenizer="bytes" if built_in else str(manifest.path)))
+    if found.fingerprint != manifest.tokenizer:
+        reason = f"its tokenizer.json ({found.fingerprint}) is not the one that it was made with ({manifest.tokenizer})"
+        violation = Violation("data.paths", config.paths[0], reason, "put that one back, or make the store anew")
+        raise UserError("The token store is damaged.", [violation])
+    return found

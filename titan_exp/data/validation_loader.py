@@ -1,13 +1,15 @@
 """The validation split, once per iteration, in rows that do not depend on the layout.
 
 Its documents, in the source's order and as many as `data.validation_documents` allows, are one sequence of tokens;
-row n of it goes to data rank n mod dp.
+row n of it goes to data rank n mod dp. Each store of a mixture is a sequence of its own, so that it has its own loss.
 """
 
+import functools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
-from itertools import islice
+from itertools import chain, islice
+from typing import Protocol
 
 import numpy as np
 
@@ -15,33 +17,82 @@ from titan_exp.config.data import DataConfig
 from titan_exp.config.errors import UserError, Violation
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.rules.data import unlimited_split
+from titan_exp.config.token_store import read_manifest, store_names
 from titan_exp.data.batch import Batch, assemble
 from titan_exp.data.document_stream import with_end_of_text
 from titan_exp.data.held_out import held_out_part, place
 from titan_exp.data.source import RandomAccessSource, StreamingSource, build_source, build_validation_source
-from titan_exp.data.tokenizer import build_tokenizer
+from titan_exp.data.store.reading import TokenSplit
+from titan_exp.data.tokenizer import Tokenizer, build_tokenizer
 from titan_exp.ops.cross_entropy import IGNORE_INDEX
 
 
 class ValidationLoader:
     """One data rank's batches [micro_batch_size, seq_len] of the split. Every rank yields equally many, and each row of
-    the split is on exactly one rank; rows that fill up predict nothing. Tokens are kept after the first iteration.
+    the split is on exactly one rank; rows that fill up predict nothing. Text is tokenized once, and its tokens are
+    kept; those of a store stay there.
 
     Raises UserError where the split would be empty, or is held out of a stream without a limit.
     """
 
     def __init__(self, experiment: Experiment, *, dp_rank: int, dp_degree: int, micro_batch_size: int) -> None:
-        self._config = experiment.data
-        self._seq_len = experiment.training.seq_len
-        self._dp_rank, self._dp_degree = dp_rank, dp_degree
-        self._micro_batch_size = micro_batch_size
-        self._tokenizer = build_tokenizer(experiment.data)
-        self._texts = _Texts(experiment.data)
+        rows = functools.partial(
+            SplitRows, experiment, dp_rank=dp_rank, dp_degree=dp_degree, micro_batch_size=micro_batch_size
+        )
+        self.sources: dict[str, SplitRows] = {name: rows(read) for name, read in _sequences(experiment.data).items()}
+        """The split of each source of a mixture, by its name; the only one otherwise, by an empty name."""
 
     def __len__(self) -> int:
         """Number of batches; the same on every rank."""
-        tokens, _ = self._sequence
-        rows = math.ceil((len(tokens) - 1) / self._seq_len)
+        return sum(map(len, self.sources.values()))
+
+    def __iter__(self) -> Iterator[Batch]:
+        return chain.from_iterable(self.sources.values())
+
+
+class Sequence(Protocol):
+    """The documents of a split, end to end."""
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens there are, at least 2."""
+        ...
+
+    def read(self, begin: int, window: np.ndarray) -> list[int]:
+        """Fill `window` with the tokens from `begin` on, all of which there are; returns where in it documents begin,
+        its first token left out."""
+        ...
+
+
+class SplitRows:
+    """One data rank's batches of the documents of one split.
+
+    Args:
+        experiment: the run.
+        open_: gives the documents; called once, when they are needed.
+        dp_rank: this rank.
+        dp_degree: how many there are.
+        micro_batch_size: rows of a batch.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        open_: Callable[[], Sequence],
+        *,
+        dp_rank: int,
+        dp_degree: int,
+        micro_batch_size: int,
+    ) -> None:
+        self._config = experiment.data
+        self._seq_len = experiment.training.seq_len
+        self._open = open_
+        self._dp_rank, self._dp_degree = dp_rank, dp_degree
+        self._micro_batch_size = micro_batch_size
+
+    def __len__(self) -> int:
+        """Number of batches; the same on every rank."""
+        rows = math.ceil((self._sequence.tokens - 1) / self._seq_len)
         return math.ceil(rows / (self._micro_batch_size * self._dp_degree))
 
     def __iter__(self) -> Iterator[Batch]:
@@ -51,21 +102,16 @@ class ValidationLoader:
             yield self._batch([self._dp_rank + row * self._dp_degree for row in rows])
 
     @cached_property
-    def _sequence(self) -> tuple[np.ndarray, np.ndarray]:
-        """All tokens [tokens], and where documents begin among them, ascending."""
-        documents = [with_end_of_text(text, self._tokenizer) for text in self._texts]
-        return np.concatenate(documents), np.cumsum([0, *map(len, documents[:-1])])
+    def _sequence(self) -> Sequence:
+        return self._open()
 
     def _batch(self, rows: list[int]) -> Batch:
-        tokens, begins = self._sequence
-        windows = np.full((len(rows), self._seq_len + 1), self._tokenizer.end_of_text, dtype=np.int64)
+        sequence, windows = self._sequence, np.zeros((len(rows), self._seq_len + 1), dtype=np.int64)
         starts = []
         for window, row in zip(windows, rows, strict=True):
             at = row * self._seq_len
-            piece = tokens[at : at + len(window)]
-            window[: len(piece)] = piece
-            inside = begins[np.searchsorted(begins, at, side="right") :]
-            starts.append((inside[: np.searchsorted(inside, at + len(window))] - at).tolist())
+            there = max(0, min(len(window), sequence.tokens - at))
+            starts.append(sequence.read(at, window[:there]) if there else [])
         batch = assemble(
             windows,
             starts,
@@ -73,8 +119,50 @@ class ValidationLoader:
             reset_positions=self._config.reset_positions,
         )
         for labels, row in zip(batch.labels, rows, strict=True):
-            labels[max(0, len(tokens) - 1 - row * self._seq_len) :] = IGNORE_INDEX
+            labels[max(0, sequence.tokens - 1 - row * self._seq_len) :] = IGNORE_INDEX
         return batch
+
+
+class _TokenizedTexts:
+    """A `Sequence` in memory."""
+
+    def __init__(self, texts: Iterable[str], tokenizer: Tokenizer) -> None:
+        documents = [with_end_of_text(text, tokenizer) for text in texts]
+        self._all = np.concatenate(documents)
+        self._begins = np.cumsum([0, *map(len, documents[:-1])])
+        self.tokens = len(self._all)
+
+    def read(self, begin: int, window: np.ndarray) -> list[int]:
+        window[:] = self._all[begin : begin + len(window)]
+        first, last = np.searchsorted(self._begins, (begin + 1, begin + len(window)))
+        return (self._begins[first:last] - begin).tolist()
+
+
+class _StoredTexts:
+    """A `Sequence` in a token store, which stays there."""
+
+    def __init__(self, split: TokenSplit, documents: int | None) -> None:
+        self.tokens = split.tokens_of(documents)
+        self.read = split.read
+
+
+def _sequences(config: DataConfig) -> dict[str, Callable[[], Sequence]]:
+    """What opens the documents of each source, by name. Raises UserError where a source has none to evaluate on."""
+    if config.source == "tokens":
+        names = store_names(config.paths) if len(config.paths) > 1 else [""]
+        splits = [_stored_split(path) for path in config.paths]
+        opens = [functools.partial(_StoredTexts, split, config.validation_documents) for split in splits]
+        return dict(zip(names, opens, strict=True))
+    return {"": functools.partial(_TokenizedTexts, _Texts(config), build_tokenizer(config))}
+
+
+def _stored_split(path: str) -> TokenSplit:
+    manifest = read_manifest(path)
+    if manifest.tokens["validation"] < 2:
+        reason = "this store was made without documents to evaluate on"
+        violation = Violation("data.paths", path, reason, "training.evaluate_every=0, or another store")
+        raise UserError("There is nothing to evaluate on.", [violation])
+    return TokenSplit(manifest, "validation")
 
 
 class _Texts:

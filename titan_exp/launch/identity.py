@@ -27,6 +27,7 @@ WITHOUT_EFFECT = {
     "cluster": "where processes run; how many there are is in `parallelism`",
     "checkpoint": "how often state is saved; a resumed run equals an undisturbed one",
     "data.prefetch": "how early batches are ready, not which",
+    "data.preview": "looks at the data and trains nothing",
     "training.gc_every": "when Python tidies up",
 }
 """Keys left out of both ids, each with the reason. A group stands for all of its keys."""

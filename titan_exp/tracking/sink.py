@@ -18,6 +18,8 @@ Row = Mapping[str, Value]
 | `tflops`, `mfu` | model TFLOP/s of one device; that over its dense bf16 peak, from 0 to 1 |
 | `memory`, `memory_reserved` | peak GiB of a rank in this start: allocated (resident set on CPU), reserved |
 | `validation_loss`, `validation_perplexity`, `validation_tokens` | over the whole validation split, where evaluated |
+| `validation_loss/NAME` | of each source of a mixture, where evaluated |
+| `epoch`, `epoch/NAME` | passes over the training documents so far; of each source of a mixture |
 """
 
 

@@ -1,7 +1,7 @@
 """Loss over the whole validation split, the same number in every layout."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 
@@ -27,6 +27,30 @@ class Evaluation:
     def perplexity(self) -> float:
         """exp(loss); infinite where that overflows."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+def evaluate_sources(model: Model, sources: Mapping[str, Iterable[Batch]], mesh: Mesh) -> dict[str, float | int]:
+    """What a row of metrics says of an evaluation: `validation_loss` over the tokens of all sources together, and of a
+    mixture also `validation_loss/NAME` of each.
+
+    Args:
+        model: see `evaluate`.
+        sources: this data rank's share of the split of each source, by name.
+        mesh: see `evaluate`.
+    """
+    found = {name: evaluate(model, batches, mesh) for name, batches in sources.items()}
+    tokens = sum(each.tokens for each in found.values())
+    total = sum(each.loss * each.tokens for each in found.values() if each.tokens)
+    # One source's own number, untouched by a multiplication and a division.
+    whole = (
+        next(iter(found.values())) if len(found) == 1 else Evaluation(total / tokens if tokens else math.nan, tokens)
+    )
+    return {
+        "validation_loss": whole.loss,
+        "validation_perplexity": whole.perplexity,
+        "validation_tokens": whole.tokens,
+        **{f"validation_loss/{name}": each.loss for name, each in found.items() if len(found) > 1},
+    }
 
 
 @torch.no_grad()

@@ -20,7 +20,7 @@ from titan_exp.tracking.log import get_logger
 from titan_exp.tracking.run_folder import RunFolder
 from titan_exp.trainer.build import BuiltModel
 from titan_exp.trainer.determinism import seed_step, set_deterministic
-from titan_exp.trainer.evaluate import evaluate
+from titan_exp.trainer.evaluate import evaluate_sources
 from titan_exp.trainer.garbage import GarbageCollection
 from titan_exp.trainer.loss import TokenLoss
 from titan_exp.trainer.model import Model, WholeModel
@@ -126,14 +126,10 @@ class Trainer:
         numbers: dict[str, float | int | None] = {}
         if self.validation is not None and (last or step % training.evaluate_every == 0):
             with self.report.throughput.pause("evaluation"):
-                found = evaluate(self.model, self.validation, self.mesh)
-            numbers = {
-                "validation_loss": found.loss,
-                "validation_perplexity": found.perplexity,
-                "validation_tokens": found.tokens,
-            }
+                numbers |= evaluate_sources(self.model, self.validation.sources, self.mesh)
         save = self.checkpointer.due(step)
         if numbers or last or stop or save or step % self.experiment.tracking.log_every == 0:
+            numbers |= self.loader.epoch_row()
             loss = self.report.log(step, self.tokens, result, lr=self.schedule(step), also=numbers)
             self._check_finite(loss, float(result.grad_norm))
         self.checkpointer.poll()

@@ -23,6 +23,7 @@ from titan_exp.config.rules import (
     shape,
     steps,
     tensor,
+    tokens,
 )
 
 Rule = Callable[[Experiment], Iterator[Violation]]
@@ -39,6 +40,7 @@ RULES: tuple[Rule, ...] = (
     *pipeline.RULES,
     *names.RULES,
     *data.RULES,
+    *tokens.RULES,
     *layout.RULES,
 )
 """Rules that hold in every layout, and those about the layout itself."""

@@ -9,6 +9,8 @@ from titan_exp.config.builtins import BYTES_VOCABULARY, SOURCES
 from titan_exp.config.data import DataConfig
 from titan_exp.config.errors import Violation, shown
 from titan_exp.config.experiment import Experiment
+from titan_exp.config.rules.names import names_are_known
+from titan_exp.config.rules.tokens import store_says_the_rest, store_vocabulary
 
 LOADERS = ("arrow", "csv", "json", "parquet", "text", "webdataset")
 """Names of `data.dataset` that read files instead of naming a data set."""
@@ -36,7 +38,7 @@ def no_input_is_ignored(experiment: Experiment) -> Iterator[Violation]:
     data = experiment.data
     if data.source not in SOURCES:
         return  # a source of the user's own reads what it likes
-    if data.source != "text" and data.paths:
+    if data.source not in ("text", "tokens") and data.paths:
         yield _ignored("paths", data.paths, data.source, "text")
     if data.source != "text" and data.document != "file":
         yield _ignored("document", data.document, data.source, "text")
@@ -86,6 +88,8 @@ def vocabulary_fits(experiment: Experiment) -> Iterator[Violation]:
     name, rows = experiment.data.tokenizer, experiment.model.vocab_size
     if name == "bytes":
         tokens = BYTES_VOCABULARY
+    elif name == "store":
+        tokens = store_vocabulary(experiment.data) or 0
     else:
         path = tokenizer_file(name)
         if not path.is_file():
@@ -113,6 +117,13 @@ def vocabulary_fits(experiment: Experiment) -> Iterator[Violation]:
             f"the tokenizer {name} has {tokens} tokens, and each needs a row of the embedding",
             f"at least model.vocab_size={tokens}; a multiple of 64 is faster: {-(-tokens // 64) * 64}",
         )
+
+
+def unreadable_source(experiment: Experiment) -> list[Violation]:
+    """What `titan-exp tokenize` cannot read: the rules about the source and its tokenizer, less those about a run."""
+    rules = (names_are_known, source_has_its_input, no_input_is_ignored, vocabulary_fits, store_says_the_rest)
+    found = [violation for rule in rules for violation in rule(experiment)]
+    return [violation for violation in found if violation.field.startswith("data.")]
 
 
 def tokenizer_file(name: str) -> Path:

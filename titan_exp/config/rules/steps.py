@@ -44,6 +44,8 @@ def trace_fits(experiment: Experiment) -> Iterator[Violation]:
 def something_to_evaluate(experiment: Experiment) -> Iterator[Violation]:
     """Where evaluation is asked for, there is a validation split."""
     data, every = experiment.data, experiment.training.evaluate_every
+    if data.source == "tokens":
+        return  # a store holds its own documents to evaluate on, or says that it has none
     if every and data.validation_fraction == 0 and data.validation_split is None:
         yield Violation(
             "training.evaluate_every",

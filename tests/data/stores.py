@@ -1,0 +1,37 @@
+"""Small token stores, and experiments over them."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tests.data.corpora import experiment
+from tests.data.store_sources import TEXTS
+from titan_exp.config.experiment import Experiment
+from titan_exp.config.token_store import Manifest, read_manifest
+from titan_exp.data.store.tokenize import TokenizeOptions, make_store
+
+
+def make(folder: Path, *, shard_tokens: int = 400, parts: int = 4, workers: int = 1, **data: Any) -> Manifest:
+    """A store of the texts of the tests, of several shards, a fifth of whose documents are held out."""
+    run = experiment(**{"source": TEXTS, "validation_fraction": 0.2, **data})
+    options = TokenizeOptions(str(folder), workers=workers, parts=parts, shard_tokens=shard_tokens)
+    assert make_store(options, run) == 0
+    return read_manifest(folder)
+
+
+def over(*stores: Manifest, seq_len: int = 24, batch: int = 24, seed: int = 0, **data: Any) -> Experiment:
+    """An experiment that trains from stores."""
+    paths = tuple(str(store.path) for store in stores)
+    run = experiment(
+        seed=seed,
+        seq_len=seq_len,
+        batch=batch,
+        **{"source": "tokens", "paths": paths, "tokenizer": "store", "validation_fraction": 0.0, **data},
+    )
+    # Rows are shared evenly by 3 ranks too, which 8 virtual shards are not: stores have none.
+    return replace(run, training=replace(run.training, evaluate_every=10))
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """Every file below a folder."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

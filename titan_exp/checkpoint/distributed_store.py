@@ -52,7 +52,8 @@ def write_distributed(path: Path, specs: Sequence[Spec], produce: Produce) -> No
     """Write a checkpoint that holds the model alone, a tensor in memory at a time."""
     named = {f"{MODEL}{spec.name}": spec for spec in specs}
     state = {key: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for key, spec in named.items()}
-    writer = dcp.FileSystemWriter(path, single_file_per_rank=True, sync_files=True)
+    # A file for each tensor: torch keeps the tensors of a file until it is written.
+    writer = dcp.FileSystemWriter(path, single_file_per_rank=False, sync_files=True)
     with _one_process():
         dcp.save(state, storage_writer=writer, planner=_Producing(named, produce))
 
@@ -80,5 +81,5 @@ class _Producing(dcp.DefaultSavePlanner):
 
 
 def _one_process() -> warnings.catch_warnings:
-    caught = warnings.catch_warnings(action="ignore", category=UserWarning)
-    return caught
+    """Without the warning that torch takes it for one: it is."""
+    return warnings.catch_warnings(action="ignore", category=UserWarning)

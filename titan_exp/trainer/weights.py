@@ -65,4 +65,4 @@ def describe(path: Path, source: Source) -> str:
     if source.format == "dcp" and source.path.name.startswith("step-"):
         step = int(source.path.name.removeprefix("step-"))
         return f"{source.model.name} after step {step} of {path if path != source.path else path.parent.parent}"
-    return f"{source.model.name} in {source.path}"
+    return str(source.path)

@@ -41,7 +41,13 @@ def refused(*words: str) -> str:
 
 
 def test_there_and_back_by_the_verb(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    steps = [("a", ()), ("b.pt", ()), ("c", ("format=llama",)), ("d", ("format=torchtune",)), ("e", ("format=huggingface",))]
+    steps = [
+        ("a", ()),
+        ("b.pt", ()),
+        ("c", ("format=llama",)),
+        ("d", ("format=torchtune",)),
+        ("e", ("format=huggingface",)),
+    ]
     source = folder
     for name, words in steps:
         assert convert_command([str(source), str(tmp_path / name), *words]) == 0
@@ -83,7 +89,7 @@ def _no_weights(copy: Path) -> None:
         file.unlink()
 
 
-HARM: list[tuple[Callable[[Path], None], str]] = [
+HARM: list[tuple[Callable[[Path], object], str]] = [
     (_drop_file, "lists model-00002-of-0000"),
     (_cut_file, "damaged or was not fetched whole"),
     (_no_weights, "no \\*.safetensors"),
@@ -109,7 +115,7 @@ HARM: list[tuple[Callable[[Path], None], str]] = [
 
 
 @pytest.mark.parametrize(("harm", "says"), HARM)
-def test_what_is_wrong_with_a_folder_is_said(harm: Callable[[Path], None], says: str, copy: Path, tmp_path: Path):
+def test_what_is_wrong_with_a_folder_is_said(harm: Callable[[Path], object], says: str, copy: Path, tmp_path: Path):
     harm(copy)
     with pytest.raises(UserError, match=says):
         convert_command([str(copy), str(tmp_path / "x")])

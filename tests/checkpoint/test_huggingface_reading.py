@@ -77,7 +77,7 @@ def test_only_the_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     read: list[int] = []
     plain = SafetensorsStore.read
 
-    def counted(self, *args):  # noqa: ANN001
+    def counted(self, *args):
         part = plain(self, *args)
         read.append(part.numel())
         return part

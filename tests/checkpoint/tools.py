@@ -29,7 +29,10 @@ def kind(name: str) -> ModelConfig:
 
 
 def weights(name: str, seed: int = 0) -> dict[str, torch.Tensor]:
-    return {key: value.detach() for key, value in real_model(seed, seq_len=128, ffn_dim=128, **KINDS[name]).state_dict().items()}
+    return {
+        key: value.detach()
+        for key, value in real_model(seed, seq_len=128, ffn_dim=128, **KINDS[name]).state_dict().items()
+    }
 
 
 def in_memory(name: str, **changes: Any) -> Source:

@@ -63,7 +63,15 @@ def test_usage(words: list[str], capsys: pytest.CaptureFixture[str]):
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "titan-exp VERB" in out
-    assert all(f"  {verb} " in out for verb in ("train", "generate"))
+    assert all(f"  {verb} " in out for verb in ("train", "generate", "evaluate", "convert", "download"))
+
+
+@pytest.mark.parametrize("verb", ["generate", "evaluate", "convert", "download"])
+def test_verbs_say_what_they_take(verb: str, capsys: pytest.CaptureFixture[str]):
+    assert main([verb, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"titan-exp {verb} ")
+    assert max(map(len, out.splitlines())) <= 120
 
 
 def test_version(capsys: pytest.CaptureFixture[str]):
@@ -92,7 +100,7 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
     ("words", "says"),
     [
         (["tran"], "Did you mean titan-exp train?"),
-        (["launch"], "The verbs are train and generate"),
+        (["launch"], "The verbs are train, generate, evaluate, convert and download"),
         (["model=llama3_8b"], "titan-exp train model=llama3_8b"),
         (["--cfg", "job"], "titan-exp train --cfg job"),
         (["train", "training.stesp=4"], "training.stesp=4: there is no such key\n    did you mean training.steps?"),

@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 
@@ -25,8 +26,8 @@ FILES = {
 class Hub(http.server.BaseHTTPRequestHandler):
     """As much of the hub as `huggingface_hub` asks for."""
 
-    tokens: list[str | None] = []
-    gets: list[str] = []
+    tokens: ClassVar[list[str | None]] = []
+    gets: ClassVar[list[str]] = []
 
     def do_GET(self) -> None:
         self.tokens.append(self.headers.get("Authorization"))
@@ -37,7 +38,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self._answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
         elif "/resolve/" in path:
             name = path.partition(f"/resolve/{SHA}/")[2]
-            self.gets += [name] if self.command == "GET" else []
+            self.gets.extend([name] if self.command == "GET" else [])
             self._answer(200, FILES[name], {"ETag": f'"{abs(hash(name))}"', "X-Repo-Commit": SHA})
         elif "/tree/" in path:
             entries = [{"type": "file", "path": name, "size": len(data), "oid": SHA} for name, data in FILES.items()]
@@ -56,7 +57,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         if self.command == "GET":
             self.wfile.write(body)
 
-    def log_message(self, *_: object) -> None:
+    def log_message(self, format: str, *args: object) -> None:
         pass
 
 
@@ -77,7 +78,9 @@ def download(folder: Path, endpoint: str, *words: str, token: str = "") -> subpr
     environment |= {"PYTHONPATH": os.getcwd(), "NO_PROXY": "*"}
     environment.pop("HF_HUB_OFFLINE", None)
     command = [sys.executable, "-m", "titan_exp", "download", *words]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def fetched(folder: Path) -> set[str]:

@@ -33,7 +33,9 @@ def test_a_part_of_ours_is_the_same_part_of_its_runs():
     row_map = llama_map(kind("llama3"), "llama")
     name = "blocks.1.attention.qkv.weight"
     whole = {run.start + n: (run.name, run.first + n * run.step) for run in row_map.runs[name] for n in range(run.rows)}
-    part = {run.start + n: (run.name, run.first + n * run.step) for run in row_map.of(name, 5, 71) for n in range(run.rows)}
+    part = {
+        run.start + n: (run.name, run.first + n * run.step) for run in row_map.of(name, 5, 71) for n in range(run.rows)
+    }
     assert part == {row: whole[row] for row in range(5, 71)}
 
 

@@ -12,7 +12,7 @@ from titan_exp.checkpoint.export import Export, write
 from titan_exp.checkpoint.source import Source, open_source
 from titan_exp.config.bounds import Count, PositiveFloat
 from titan_exp.config.errors import UserError
-from titan_exp.config.options import parse_options
+from titan_exp.config.options import HELP, options_help, parse_options
 from titan_exp.config.preset import model_overrides
 from titan_exp.config.rules.data import tokenizer_file
 from titan_exp.tracking.byte_progress import byte_progress
@@ -20,13 +20,17 @@ from titan_exp.tracking.byte_progress import byte_progress
 DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 """What `dtype` may be."""
 
+USAGE = """\
+titan-exp convert SOURCE TARGET [format=...] [dtype=...]
+  for example: titan-exp convert runs/first/6ec54c999fca export/first dtype=bf16"""
+
 
 @dataclass(frozen=True)
 class ConvertOptions:
     """What `titan-exp convert` takes."""
 
     source: str = ""
-    """What to read: a run folder, one of its checkpoints, a Hugging Face folder, Meta's Llama, or what convert wrote."""
+    """What to read: a run folder, one of its checkpoints, a Hugging Face folder, Meta's Llama, or a former target."""
     target: str = ""
     """What to write: a folder, or a file for format torch; it must not exist."""
     format: Literal["auto", "dcp", "huggingface", "llama", "torch", "torchtune"] = "auto"
@@ -45,6 +49,9 @@ def convert_command(arguments: Sequence[str]) -> int:
     Raises:
         UserError: an option is wrong, the source cannot be read, or the target cannot be written.
     """
+    if set(arguments) & set(HELP):
+        print(options_help(USAGE, ConvertOptions), end="")
+        return 0
     options = _options(arguments)
     target = Path(options.target).expanduser()
     if target.exists():
@@ -66,10 +73,7 @@ def _options(arguments: Sequence[str]) -> ConvertOptions:
         rest.append(f"{name}={place}")
     options = parse_options(ConvertOptions, [*rest, *places[2:]])
     if not options.source or not options.target:
-        raise UserError(
-            "titan-exp convert SOURCE TARGET [format=...] [dtype=bf16]\n"
-            "  for example: titan-exp convert runs/first/6ec54c999fca export/first dtype=bf16"
-        )
+        raise UserError(USAGE)
     return options
 
 
@@ -94,7 +98,9 @@ def _next(source: Source, target: Path, form: str) -> str:
         case "torchtune":
             return f"torchtune: FullModelTorchTuneCheckpointer, checkpoint_dir={target}, checkpoint_files=[model.pt]"
         case "llama":
-            return f"torchtune: FullModelMetaCheckpointer, checkpoint_dir={target}, checkpoint_files=[consolidated.00.pth]"
+            return (
+                f"torchtune: FullModelMetaCheckpointer, checkpoint_dir={target}, checkpoint_files=[consolidated.00.pth]"
+            )
     if source.model.architecture != "decoder":
         return f"the model group is in {target / 'model.json'}"
     words = model_overrides(source.model)

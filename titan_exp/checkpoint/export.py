@@ -19,7 +19,6 @@ from titan_exp.checkpoint.safetensors_store import Produce, Spec, write_safetens
 from titan_exp.checkpoint.source import TORCHTUNE_FILE, Source
 from titan_exp.checkpoint.torch_file import write_torch_file
 from titan_exp.config.errors import UserError
-from titan_exp.data.tokenizer import build_tokenizer
 from titan_exp.data.tokenizer_files import write_tokenizer
 from titan_exp.models.huggingface_config import generation_config, to_huggingface
 from titan_exp.models.llama_names import Dialect, llama_map
@@ -146,6 +145,7 @@ def _tokenizer(folder: Path, source: Source) -> None:
 def _end_of_text(source: Source) -> str | None:
     """The name of the token that ends a text, where a tokenizer.json knows its number."""
     import tokenizers
+
     from titan_exp.config.rules.data import tokenizer_file
 
     number = source.special_tokens.get("eos_token_id")

@@ -40,7 +40,9 @@ def read_huggingface_into(model: nn.Module, config: ModelConfig, folder: Path) -
 
 def _check_shape(asked: ModelConfig, found: ModelConfig, folder: Path) -> None:
     differing = [
-        Violation(f"model.{key}", value, f"the weights have {getattr(found, key)}", f"model.{key}={getattr(found, key)}")
+        Violation(
+            f"model.{key}", value, f"the weights have {getattr(found, key)}", f"model.{key}={getattr(found, key)}"
+        )
         for key, value in vars(asked).items()
         if key not in (*NOT_THE_SHAPE, "context", "norm_eps", "rope") and getattr(found, key) != value
     ]

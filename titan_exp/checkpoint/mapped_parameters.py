@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Mapping
 
-
 import torch
 from torch import Tensor
 
@@ -78,8 +77,6 @@ class MappedTensors:
 
     def _owner(self, name: str) -> tuple[str, tuple[Run, ...]]:
         return self._map.owners[self._map.copies.get(name, name)]
-
-
 
 
 def check_tensors(

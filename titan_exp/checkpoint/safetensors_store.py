@@ -51,16 +51,22 @@ class SafetensorsStore:
         # A file beside the index, wherever the index says that it is.
         return {name: Path(file).name for name, file in listed.items()}
 
-    @cached_property
+    @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Shape of every tensor, by name."""
+        return self._shapes
+
+    @cached_property
+    def _shapes(self) -> Mapping[str, tuple[int, ...]]:
         return {name: tuple(self._slice(name).get_shape()) for name in self.files}
 
     def dtype(self, name: str) -> torch.dtype:
         """Type of a tensor."""
         kind = self._slice(name).get_dtype()
         if kind not in _DTYPES:
-            raise UserError(f"{self.folder / self.files[name]}: {name} is {kind}; what can be read is fp32, bf16, fp16.")
+            raise UserError(
+                f"{self.folder / self.files[name]}: {name} is {kind}; what can be read is fp32, bf16, fp16."
+            )
         return _DTYPES[kind]
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor:
@@ -146,7 +152,7 @@ def _write_file(path: Path, specs: Sequence[Spec], produce: Produce) -> None:
         for spec in specs:
             tensor = produce(spec).contiguous()
             assert (tuple(tensor.shape), tensor.dtype) == (spec.shape, spec.dtype), spec.name
-            file.write(memoryview(tensor.flatten().view(torch.uint8).numpy()))
+            file.write(tensor.flatten().view(torch.uint8).numpy().data)
             del tensor
         file.flush()
         os.fsync(file.fileno())

@@ -104,7 +104,9 @@ def _checkpoint_of_run(path: Path, step: int) -> Path:
     checkpoints = CheckpointFolder(path / "checkpoints")
     steps = checkpoints.complete()
     if not steps:
-        raise UserError(f"{path} holds no complete checkpoint. Runs with one are listed by: ls -d runs/*/*/checkpoints/")
+        raise UserError(
+            f"{path} holds no complete checkpoint. Runs with one are listed by: ls -d runs/*/*/checkpoints/"
+        )
     if step and step not in steps:
         raise UserError(f"step={step}: {path} has checkpoints of steps {', '.join(map(str, steps))}.")
     return checkpoints.at(step or steps[-1])

@@ -30,10 +30,6 @@ class TensorStore(Protocol):
         ...
 
 
-class NotFoundError(Exception):
-    """The place does not hold the format that was looked for."""
-
-
 def cut(tensor: Tensor, rows: slice, columns: slice) -> Tensor:
     """The part of a tensor in memory."""
     return tensor[rows] if tensor.dim() < 2 else tensor[rows, columns]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from titan_exp.config.errors import UserError
-from titan_exp.config.options import parse_options
+from titan_exp.config.options import HELP, options_help, parse_options
 
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*/tokenizer.model")
 CONFIGURATION = ("config.json", "generation_config.json", "*/params.json", "params.json")
@@ -26,6 +26,8 @@ FILES: dict[str, tuple[str, ...]] = {
     "all": ("*",),
 }
 """What each choice of `files` fetches, as patterns of paths in the repository."""
+
+USAGE = "titan-exp download OWNER/NAME [files=tokenizer|config|weights|original|all] [target=FOLDER]"
 
 
 @dataclass(frozen=True)
@@ -50,17 +52,19 @@ def download_command(arguments: Sequence[str]) -> int:
     Raises:
         UserError: an option is wrong, the repository or the network is not there, or access is refused.
     """
+    if set(arguments) & set(HELP):
+        print(options_help(USAGE, DownloadOptions), end="")
+        return 0
     options = parse_options(DownloadOptions, arguments, positional="repo")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", options.repo):
-        raise UserError(
-            "titan-exp download OWNER/NAME [files=tokenizer|config|weights|original|all] [target=FOLDER]\n"
-            + (f"  {options.repo} is no OWNER/NAME" if options.repo else "  which repository?")
-        )
+        raise UserError(f"{USAGE}\n  {options.repo} is no OWNER/NAME" if options.repo else USAGE)
     target = Path(options.target or f"downloads/{options.repo.partition('/')[2]}").expanduser()
     download(options.repo, target, FILES[options.files], options.revision or None)
     found = sorted(path for path in target.rglob("*") if path.is_file() and ".cache" not in path.parts)
     if not found:
-        raise UserError(f"{options.repo} has no files of the kind files={options.files}; files=all fetches what it has.")
+        raise UserError(
+            f"{options.repo} has no files of the kind files={options.files}; files=all fetches what it has."
+        )
     print(f"{target}: {len(found)} files, {sum(path.stat().st_size for path in found) / 1e9:.2f} GB")
     return 0
 
@@ -105,8 +109,9 @@ def _unreachable(repo: str, error: BaseException) -> str:
         cause = cause.__cause__
     if isinstance(cause, OSError) and cause.errno in (28, 122):
         return f"{repo} could not be stored: the disk is full. What is there is kept; make room and repeat the command."
+    reason = str(cause).partition("\n")[0] or type(cause).__name__
     return (
-        f"{repo} could not be fetched: the hub does not answer ({str(cause).splitlines()[0] or type(cause).__name__}).\n"
+        f"{repo} could not be fetched: the hub does not answer ({reason}).\n"
         "  What was fetched is kept, and the same command goes on from there. Without network, copy the folder from a\n"
         "  machine that has one. HTTPS_PROXY and HF_ENDPOINT are honoured; HF_HUB_OFFLINE=1 must not be set."
     )

@@ -19,8 +19,8 @@ def to_params(config: ModelConfig) -> dict[str, Any]:
     """
     if config.head_dim * config.heads != config.dim:
         raise UserError(
-            f"params.json cannot say head_dim={config.head_dim}: there it is dim / heads, {config.dim / config.heads:g}. "
-            "format=huggingface can."
+            f"params.json cannot say head_dim={config.head_dim}: there it is dim / heads, "
+            f"{config.dim / config.heads:g}. format=huggingface can."
         )
     rope = config.rope
     multiple, multiplier = _width_formula(config)

@@ -16,6 +16,7 @@ from titan_exp.config.compose import CONF_DIR, compose
 from titan_exp.config.convert import load_experiment, to_dict, to_experiment
 from titan_exp.config.errors import UserError, Violation
 from titan_exp.config.experiment import Experiment
+from titan_exp.config.options import HELP
 from titan_exp.config.rules.data import RULES
 from titan_exp.config.schema import value_keys
 from titan_exp.config.suggest import did_you_mean, listed
@@ -27,8 +28,11 @@ from titan_exp.trainer.loss import TokenLoss
 from titan_exp.trainer.weights import describe, load_source
 
 USAGE = """\
-titan-exp evaluate RUN|FOLDER [step=N] [data=... and other overrides]
-  for example: titan-exp evaluate runs/first/6ec54c999fca data=text data.paths='[notes]'"""
+titan-exp evaluate RUN|FOLDER [step=N] [data=GROUP] [data.KEY=VALUE] [training.seq_len=N] [training.micro_batch_size=N]
+  for example: titan-exp evaluate runs/first/6ec54c999fca data=text data.paths='[notes]'
+
+  Without data=... it is the data of the run. What is evaluated on is the validation split, that is the documents that
+  training would hold out: data.validation_fraction=0.99 is nearly all of a source that was never trained on."""
 
 BATCH = 8
 """Sequences at a time, where `training.micro_batch_size` is not given."""
@@ -40,6 +44,9 @@ def evaluate_command(arguments: Sequence[str]) -> int:
     Raises:
         UserError: an override is wrong, the weights cannot be read, or there is nothing to evaluate on.
     """
+    if set(arguments) & set(HELP):
+        print(USAGE)
+        return 0
     places = [word for word in arguments if "=" not in word]
     if len(places) != 1:
         raise UserError(USAGE)
@@ -53,7 +60,9 @@ def evaluate_command(arguments: Sequence[str]) -> int:
     found = evaluate_source(source, experiment)
     described = describe(path, source)
     table = Table("weights", "data", "tokens", "loss (nats)", "perplexity")
-    table.add_row(described, experiment.data.source, f"{found.tokens:,}", f"{found.loss:.4f}", f"{found.perplexity:.4g}")
+    table.add_row(
+        described, experiment.data.source, f"{found.tokens:,}", f"{found.loss:.4f}", f"{found.perplexity:.4g}"
+    )
     Console(highlight=False).print(table)
     numbers = {"weights": str(source.path), "data": experiment.data.source, "tokens": found.tokens}
     print(json.dumps({**numbers, "loss": found.loss, "perplexity": found.perplexity}))

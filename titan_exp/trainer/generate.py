@@ -12,7 +12,7 @@ from titan_exp.checkpoint.folder import CheckpointFolder
 from titan_exp.checkpoint.source import Source, open_source
 from titan_exp.config.bounds import Count, NonNegativeFloat, PositiveInt
 from titan_exp.config.errors import UserError
-from titan_exp.config.options import parse_options
+from titan_exp.config.options import HELP, options_help, parse_options
 from titan_exp.data.tokenizer import Tokenizer
 from titan_exp.trainer.weights import describe, load_source, tokenizer_of, training_length
 from titan_exp.trainer.writer import Writer
@@ -49,6 +49,9 @@ def generate_command(arguments: list[str]) -> int:
     Raises:
         UserError: an option is wrong, or there are no weights to generate from.
     """
+    if set(arguments) & set(HELP):
+        print(options_help("titan-exp generate [RUN|FOLDER] [prompt=...]", GenerateOptions), end="")
+        return 0
     options = parse_options(GenerateOptions, arguments, positional="run")
     path = Path(options.run).expanduser() if options.run else _latest_run(Path(options.runs))
     source = open_source(path, options.step)

@@ -8,13 +8,16 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.checkpoint.tools import assert_holds, exported, in_memory, kind
+from tests.checkpoint.tools import KINDS, assert_holds, exported, in_memory, kind, weights
+from tests.models.shapes import real_model
 from titan_exp.checkpoint import export, safetensors_store
+from titan_exp.checkpoint.checkpointer import load_model
 from titan_exp.checkpoint.convert import convert_command
 from titan_exp.checkpoint.source import open_source
 from titan_exp.config.compose import compose
@@ -55,6 +58,20 @@ def test_there_and_back_by_the_verb(folder: Path, tmp_path: Path, capsys: pytest
     assert_holds(open_source(source), "llama3")
     assert "the model that fits: model=" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b.pt", "c", "d", "e"]
+
+
+def test_rounded_weights_load_into_a_model_in_fp32(folder: Path, tmp_path: Path):
+    assert convert_command([str(folder), str(tmp_path / "x"), "dtype=bf16"]) == 0
+    model = real_model(seed=5, **{"ffn_dim": 128, **KINDS["llama3"]})
+    load_model(tmp_path / "x", model)
+    for name, value in weights("llama3").items():
+        assert torch.equal(model.get_parameter(name), value.bfloat16().float())
+
+
+def test_a_run_without_its_tokenizer_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    exported("llama3", "dcp", tmp_path / "weights")
+    assert convert_command([str(tmp_path / "weights"), str(tmp_path / "x")]) == 0
+    assert "no tokenizer" in capsys.readouterr().out
 
 
 def test_wrong_words(folder: Path, tmp_path: Path):
@@ -244,8 +261,6 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from titan_exp.models.llama_names import llama_map
 
     sizes = {"dim": 1024, "heads": 8, "kv_heads": 4, "head_dim": 128, "ffn_dim": 2048, "vocab_size": 4096, "layers": 6}
-    from dataclasses import replace
-
     model = replace(kind("llama3"), **sizes)
     shapes = llama_map(model, "huggingface").shapes
     tensors = {name: torch.full(shape, 0.5) for name, shape in shapes.items()}
@@ -269,5 +284,6 @@ def test_a_model_is_never_in_memory(chain: list[str], large: Path, folder: Path,
         assert done.returncode == 0, done.stderr
         peak = int(done.stdout.rpartition("peak ")[2])
         print(f"{form}: {peak / 1e6:.0f} MB of {total / 1e6:.0f} MB")
-        assert peak < 5 * 4096 * 1024 * 4
+        # Measured: 17 to 90 MB, by when the allocator gives back; where the model was held, 240 to 260.
+        assert peak < total / 2
         source = target

@@ -62,6 +62,8 @@ def convert_command(arguments: Sequence[str]) -> int:
     with byte_progress(f"writing {form}") as progress:
         written = write(source, target, Export(form, DTYPES[options.dtype], options.file_gb * 1e9, progress))
     print(f"{target}: {form}, {decimal(written)} of weights")
+    if source.tokenizer is None and form != "torch":
+        print(f"no tokenizer was found beside the weights: put its tokenizer.json into {target}")
     print(_next(source, target, form))
     return 0
 

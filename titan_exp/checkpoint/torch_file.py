@@ -65,12 +65,11 @@ def write_torch_file(path: Path, state: Mapping[str, Any], produce: Produce) -> 
         produce: makes the tensors.
     """
     specs: list[tuple[tuple[str, ...], Spec]] = []
-    with tempfile.TemporaryFile(dir=path.parent) as file:
+    with tempfile.NamedTemporaryFile(dir=path.parent) as file:
         # A hole of the largest tensor's size stands for every tensor: it takes neither memory nor disk.
-        place = f"/proc/self/fd/{file.fileno()}"
         file.truncate(max(1, _largest(state)))
         with torch.serialization.skip_data():
-            torch.save(_blank(state, place, (), specs), path)
+            torch.save(_blank(state, file.name, (), specs), path)
     with path.open("r+b") as file:
         # Reserved now, or a full disk would kill the process while it fills the map.
         os.posix_fallocate(file.fileno(), 0, path.stat().st_size)

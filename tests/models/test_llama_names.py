@@ -4,7 +4,7 @@ import torch
 from tests.checkpoint.tools import KINDS, kind
 from titan_exp.models.build import build_model
 from titan_exp.models.llama_names import Dialect, llama_map
-from titan_exp.models.llama_params import feed_forward_width, to_params
+from titan_exp.models.llama_params import feed_forward_width, from_params, to_params
 
 
 @pytest.mark.parametrize("dialect", ["huggingface", "llama", "torchtune"])
@@ -51,3 +51,12 @@ def test_the_width_formula_is_metas(preset: str, multiple: int, multiplier: floa
     assert feed_forward_width(model.dim, multiple, multiplier) == model.ffn_dim
     params = to_params(model)
     assert feed_forward_width(model.dim, params["multiple_of"], params.get("ffn_dim_multiplier")) == model.ffn_dim
+
+
+@pytest.mark.parametrize("preset", ["llama2_70b", "llama3_8b", "llama3_1_405b", "llama3_2_3b"])
+def test_published_shapes_come_back_from_params(preset: str):
+    from tests.config.composing import experiment
+
+    model = experiment(f"model={preset}").model
+    measured = {"vocab_size": model.vocab_size, "ffn_dim": model.ffn_dim, "tied": model.tied_embeddings}
+    assert from_params(to_params(model), model.name, **measured) == model

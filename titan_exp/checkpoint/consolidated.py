@@ -73,8 +73,12 @@ class ConsolidatedStore:
         return tuple(sum(piece.shape[dim] for piece in pieces) if at == dim else n for at, n in enumerate(shape))
 
 
-def open_consolidated(folder: Path) -> tuple[ModelConfig, dict[str, Any], ConsolidatedStore]:
-    """The shape, `params.json`, and the tensors of a folder.
+def open_consolidated(folder: Path, known: ModelConfig | None = None) -> tuple[ModelConfig, ConsolidatedStore]:
+    """The shape and the tensors of a folder.
+
+    Args:
+        folder: with `params.json` and at least one file of tensors.
+        known: the shape, where something better than `params.json` says it.
 
     Raises:
         UserError: something is missing or damaged, or the files do not belong together.
@@ -97,14 +101,14 @@ def open_consolidated(folder: Path) -> tuple[ModelConfig, dict[str, Any], Consol
     vocab_size = first[embedding].shape[0]
     if len(pieces) > 1 and first[embedding].shape[1] == params.get("dim"):
         vocab_size *= len(pieces)
-    config = from_params(
+    config = known or from_params(
         params,
         folder.absolute().name,
         vocab_size=vocab_size,
         ffn_dim=first[gate].shape[0] * len(pieces),
         tied=head not in first or _equal(pieces, embedding, head),
     )
-    return config, params, ConsolidatedStore(pieces, llama_map(config, "llama").their_shapes)
+    return config, ConsolidatedStore(pieces, llama_map(config, "llama").their_shapes)
 
 
 def _equal(pieces: list[dict[str, Tensor]], name: str, other: str) -> bool:

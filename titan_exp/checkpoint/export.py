@@ -104,6 +104,7 @@ def _huggingface(folder: Path, source: Source, specs: Sequence[Spec], produce: P
 def _llama(folder: Path, source: Source, specs: Sequence[Spec], produce: Produce, export: Export) -> None:
     folder.mkdir()
     _json(folder / "params.json", to_params(source.model))
+    _json(folder / FILE, to_json(source.model, source.special_tokens))
     _tokenizer(folder, source)
     write_torch_file(folder / "consolidated.00.pth", {spec.name: spec for spec in specs}, produce)
 

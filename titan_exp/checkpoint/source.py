@@ -140,11 +140,16 @@ def _distributed(path: Path) -> Source:
 
 
 def _consolidated(folder: Path) -> Source:
-    model, _, store = open_consolidated(folder)
+    # What we wrote says more than Meta's params.json.
+    described, special = folder / FILE, {}
+    known = None
+    if described.is_file():
+        known, special = from_json(json.loads(described.read_text(encoding="utf-8")), str(described))
+    model, store = open_consolidated(folder, known)
     model = _sound(model, folder)
     # A head that equals the embedding is no parameter.
     parameters = _mapped(store, model, "llama", folder, {IGNORED, names_of("llama")[1]})
-    return Source(folder, "llama", model, parameters, _tokenizer_in(folder))
+    return Source(folder, "llama", model, parameters, _tokenizer_in(folder), special)
 
 
 def _torchtune(folder: Path) -> Source:

@@ -1,7 +1,8 @@
 """`params.json` beside Meta's `consolidated.*.pth`, from the model group and back.
 
 It leaves much unsaid: the feed-forward width is a formula's, the context and whether the head is tied are nowhere, and
-`use_scaled_rope` means factor 8 in Llama 3.1 and 32 in Llama 3.2.
+`use_scaled_rope` means factor 8 in Llama 3.1 and 32 in Llama 3.2. Meta's loaders refuse keys that they do not know, so
+what we write says no more, and `model.json` beside it says the rest.
 """
 
 from collections.abc import Mapping
@@ -33,19 +34,11 @@ def to_params(config: ModelConfig) -> dict[str, Any]:
         "multiple_of": multiple,
         "norm_eps": config.norm_eps,
         "rope_theta": rope.theta,
-        "use_scaled_rope": rope.scaling == "llama3",
-        # Read by ours and ignored by others.
-        "max_seq_len": config.context,
     }
     if multiplier is not None:
         params["ffn_dim_multiplier"] = multiplier
     if rope.scaling == "llama3":
-        params |= {
-            "rope_scaling_factor": rope.factor,
-            "rope_low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-            "rope_original_context": rope.original_context,
-        }
+        params["use_scaled_rope"] = True
     return params
 
 
@@ -67,13 +60,10 @@ def from_params(params: Mapping[str, Any], name: str, *, vocab_size: int, ffn_di
     except KeyError as error:
         raise UserError(f"params.json does not say {error.args[0]}; a Llama's does.") from error
     scaled, theta = bool(params.get("use_scaled_rope", False)), float(params.get("rope_theta", 10000.0))
-    published = 131072 if scaled else 8192 if theta >= 500000 else 4096
-    context = int(params.get("max_seq_len", published))
+    context = 131072 if scaled else 8192 if theta >= 500000 else 4096
     if scaled:
         factor = float(params.get("rope_scaling_factor", 32.0 if tied else 8.0))
-        low = float(params.get("rope_low_freq_factor", 1.0))
-        high = float(params.get("high_freq_factor", 4.0))
-        rope = RopeConfig(theta, "llama3", factor, low, high, int(params.get("rope_original_context", 8192)))
+        rope = RopeConfig(theta, "llama3", factor, 1.0, float(params.get("high_freq_factor", 4.0)), 8192)
     else:
         rope = RopeConfig(theta, "none", 1.0, 1.0, 4.0, context)
     return ModelConfig(

@@ -86,7 +86,35 @@ def tokenize(words: Sequence[str]) -> int:
     return _with_hydra(others, make)
 
 
-VERBS: dict[str, Callable[[Sequence[str]], int]] = {"train": train, "generate": generate, "tokenize": tokenize}
+def evaluate(words: Sequence[str]) -> int:
+    """Loss and perplexity of a checkpoint on any data."""
+    from titan_exp.trainer.evaluate_command import evaluate_command
+
+    return evaluate_command(list(words))
+
+
+def convert(words: Sequence[str]) -> int:
+    """Checkpoints to and from Hugging Face, Meta's Llama, torchtune and plain torch."""
+    from titan_exp.checkpoint.convert import convert_command
+
+    return convert_command(list(words))
+
+
+def download(words: Sequence[str]) -> int:
+    """Tokenizer, configuration and weights from the Hugging Face hub."""
+    from titan_exp.data.download import download_command
+
+    return download_command(list(words))
+
+
+VERBS: dict[str, Callable[[Sequence[str]], int]] = {
+    "train": train,
+    "generate": generate,
+    "evaluate": evaluate,
+    "convert": convert,
+    "download": download,
+    "tokenize": tokenize,
+}
 """What the command line can do."""
 
 USAGE = """\

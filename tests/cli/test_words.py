@@ -63,7 +63,15 @@ def test_usage(words: list[str], capsys: pytest.CaptureFixture[str]):
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "titan-exp VERB" in out
-    assert all(f"  {verb} " in out for verb in ("train", "generate", "tokenize"))
+    assert all(f"  {verb} " in out for verb in ("train", "generate", "evaluate", "convert", "download", "tokenize"))
+
+
+@pytest.mark.parametrize("verb", ["generate", "evaluate", "convert", "download"])
+def test_verbs_say_what_they_take(verb: str, capsys: pytest.CaptureFixture[str]):
+    assert main([verb, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"titan-exp {verb} ")
+    assert max(map(len, out.splitlines())) <= 120
 
 
 def test_version(capsys: pytest.CaptureFixture[str]):
@@ -92,7 +100,7 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
     ("words", "says"),
     [
         (["tran"], "Did you mean titan-exp train?"),
-        (["launch"], "The verbs are train, generate and tokenize"),
+        (["launch"], "The verbs are train, generate, evaluate, convert, download and tokenize"),
         (["model=llama3_8b"], "titan-exp train model=llama3_8b"),
         (["--cfg", "job"], "titan-exp train --cfg job"),
         (["train", "training.stesp=4"], "training.stesp=4: there is no such key\n    did you mean training.steps?"),
@@ -165,9 +173,9 @@ def test_sweeps_are_checked_too(say: Any):
 
 
 def test_rules_are_answered(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    assert main(["train", f"paths.runs={tmp_path}", "parallelism.tp=2", "model.kv_heads=4"]) == 2
+    assert main(["train", f"paths.runs={tmp_path}", "parallelism.ep=2", "model.kv_heads=4"]) == 2
     err = capsys.readouterr().err
-    assert "parallelism.tp=2" in err
+    assert "parallelism.ep=2" in err
     assert "model.kv_heads=4" in err
     assert list(tmp_path.iterdir()) == []
 

@@ -58,3 +58,46 @@ def test_choice():
     drawn = {choose(logits, 1.0, 0.9, random) for _ in range(200)}
     assert drawn == {1, 2}
     assert {choose(logits, 1.0, 1e-9, random) for _ in range(20)} == {1}
+
+
+def test_the_cache_changes_no_word(trained, capsys):
+    """Over more than two windows of 32 tokens: the window moves on, and its memory begins anew."""
+
+    def text(*options: str) -> str:
+        assert generate_command([str(trained), "prompt=def main(", "tokens=90", "temperature=0", *options]) == 0
+        return capsys.readouterr().out
+
+    assert text() == text("cache=false")
+
+
+def test_logits_with_the_cache_are_those_without(trained):
+    from titan_exp.checkpoint.source import open_source
+    from titan_exp.trainer.weights import load_source
+    from titan_exp.trainer.writer import Writer, window_start
+
+    source, device = open_source(trained), torch.device("cpu")
+    ids = [256, *b"import os, sys, re, json and a lot more than that"]
+    cached = Writer(load_source(source, device, seq_len=32), 32, cache=True)
+    plain = load_source(source, device, seq_len=32)
+    for length in range(5, len(ids)):
+        begin = window_start(length, 32)
+        with torch.no_grad():
+            expected = plain(torch.tensor([ids[begin:length]]))[0, -1]
+        torch.testing.assert_close(cached.next_logits(ids[:length]), expected, atol=2e-5, rtol=1e-5)
+
+
+def test_an_export_writes_the_same_text(trained, capsys, tmp_path):
+    from titan_exp.checkpoint.convert import convert_command
+
+    def text(source: str) -> str:
+        assert generate_command([source, "prompt=import ", "tokens=20", "temperature=0"]) == 0
+        return capsys.readouterr().out.rpartition("—")[0]
+
+    expected = text(str(trained))
+    for name in ("export", "back"):
+        assert convert_command([str(trained if name == "export" else tmp_path / "export"), str(tmp_path / name)]) == 0
+        capsys.readouterr()
+        assert text(str(tmp_path / name)) == expected
+    assert convert_command([str(trained), str(tmp_path / "weights.pt")]) == 0
+    with pytest.raises(UserError, match="no tokenizer"):
+        generate_command([str(tmp_path / "weights.pt")])

@@ -1,14 +1,31 @@
 """Options of the verbs that compose no run: `key=value` words read into a small dataclass."""
 
 import dataclasses
+import textwrap
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from titan_exp.config.errors import UserError, Violation
+from titan_exp.config.errors import UserError, Violation, shown
 from titan_exp.config.schema import docstrings
 from titan_exp.config.suggest import did_you_mean, listed
 
 Options = TypeVar("Options")
+
+
+HELP = ("--help", "-h", "help")
+"""Words that ask what a verb takes."""
+
+
+def options_help(usage: str, kind: type) -> str:
+    """What a verb takes: how to type it, and every option with its default and its meaning."""
+    lines = [usage, ""]
+    said = docstrings(kind)
+    for field in dataclasses.fields(kind):
+        default = "" if field.default == "" else shown(field.default)
+        lines.append(f"  {field.name}={default}")
+        meaning = " ".join(said.get(field.name, "").split())
+        lines += textwrap.wrap(meaning, 112, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join(lines) + "\n"
 
 
 def parse_options(kind: type[Options], arguments: Sequence[str], *, positional: str | None = None) -> Options:

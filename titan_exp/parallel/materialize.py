@@ -31,7 +31,7 @@ def materialize(model: nn.Module, device: torch.device, *, cpu_offload: bool = F
 def draw_initial_weights(model: nn.Module, table: Mapping[str, Init], seed: int) -> None:
     """Fill parameters from their declared distributions; the same values in every layout, without communication."""
     for name, parameter in model.named_parameters():
-        _local(parameter).copy_(initial_slice(seed, name, table[name], _part(parameter)))
+        local(parameter).copy_(initial_slice(seed, name, table[name], part_of(parameter)))
 
 
 @torch.no_grad()
@@ -47,12 +47,12 @@ def copy_initial_weights(model: nn.Module, build: Callable[[], nn.Module], seed:
     for name, target in [*model.named_parameters(), *model.named_buffers()]:
         if name not in whole:
             continue
-        part = _part(target)
+        part = part_of(target)
         window = tuple(slice(first, first + size) for first, size in zip(part.start, part.size, strict=True))
-        _local(target).copy_(whole[name][window])
+        local(target).copy_(whole[name][window])
 
 
-def _part(tensor: Tensor) -> Part:
+def part_of(tensor: Tensor) -> Part:
     """What this rank holds of a tensor."""
     if not isinstance(tensor, DTensor):
         return Part.whole(tuple(tensor.shape))
@@ -60,5 +60,6 @@ def _part(tensor: Tensor) -> Part:
     return Part(tuple(tensor.shape), tuple(start), tuple(size))
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
+    """This rank's own memory of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""Text from a trained run: `titan-exp generate [RUN] [key=value …]`, on one device."""
+"""Text from a run or from weights in any format: `titan-exp generate [RUN] [key=value …]`, on one device."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,20 +6,16 @@ from typing import Annotated
 
 import torch
 from annotated_types import Interval
-from torch import Tensor, nn
+from torch import Tensor
 
-from titan_exp.checkpoint.checkpointer import load_model
 from titan_exp.checkpoint.folder import CheckpointFolder
+from titan_exp.checkpoint.source import Source, open_source
 from titan_exp.config.bounds import Count, NonNegativeFloat, PositiveInt
-from titan_exp.config.convert import load_experiment
 from titan_exp.config.errors import UserError
-from titan_exp.config.experiment import Experiment
-from titan_exp.config.options import parse_options
-from titan_exp.data.tokenizer import build_tokenizer
-from titan_exp.models.build import build_model
-from titan_exp.ops.attention import choose_backend
-from titan_exp.parallel.materialize import materialize
-from titan_exp.tracking.run_folder import RunFolder
+from titan_exp.config.options import HELP, options_help, parse_options
+from titan_exp.data.tokenizer import Tokenizer
+from titan_exp.trainer.weights import describe, load_source, tokenizer_of, training_length
+from titan_exp.trainer.writer import Writer
 
 
 @dataclass(frozen=True)
@@ -27,7 +23,10 @@ class GenerateOptions:
     """What `titan-exp generate` takes."""
 
     run: str = ""
-    """Run folder; empty is the run under `runs` that was last saved."""
+    """Run folder, one of its checkpoints, a Hugging Face folder, or anything else that `convert` reads; empty is the
+    run under `runs` that was last saved."""
+    step: Count = 0
+    """Of a run: which checkpoint; 0 is the newest."""
     runs: str = "runs"
     """Folder that holds every run folder, searched where `run` is not given."""
     prompt: str = ""
@@ -40,44 +39,58 @@ class GenerateOptions:
     """Sample among the likeliest tokens that together hold this share (Holtzman et al. 2020)."""
     seed: Count = 0
     """Seed of the choice."""
+    cache: bool = True
+    """Keep keys and values, so that every token is computed once; without, the text is computed anew for each."""
 
 
 def generate_command(arguments: list[str]) -> int:
     """Run the verb; returns the exit code.
 
     Raises:
-        UserError: an option is wrong, or there is no saved run to generate from.
+        UserError: an option is wrong, or there are no weights to generate from.
     """
+    if set(arguments) & set(HELP):
+        print(options_help("titan-exp generate [RUN|FOLDER] [prompt=...]", GenerateOptions), end="")
+        return 0
     options = parse_options(GenerateOptions, arguments, positional="run")
-    folder = RunFolder(options.run) if options.run else _latest_run(Path(options.runs))
-    steps = CheckpointFolder(folder.checkpoints).complete()
-    if not steps:
-        raise UserError(f"{folder.path} holds no complete checkpoint. Runs with one are listed by: ls -d runs/*/*/")
-    text = generate(folder, steps[-1], options)
+    path = Path(options.run).expanduser() if options.run else _latest_run(Path(options.runs))
+    source = open_source(path, options.step)
+    text = generate(source, options, window=training_length(path, source))
     print(f"{options.prompt}{text}")
-    print(f"\n— {load_experiment(folder.config).model.name} after step {steps[-1]} of {folder.path}")
+    print(f"\n— {describe(path, source)}")
     return 0
 
 
-def generate(folder: RunFolder, step: int, options: GenerateOptions) -> str:
-    """The text that the model of a checkpoint writes after the prompt, without the prompt."""
-    experiment = load_experiment(folder.config)
+def generate(source: Source, options: GenerateOptions, *, window: int) -> str:
+    """The text that a model writes after the prompt, without the prompt.
+
+    Args:
+        source: weights with a tokenizer.
+        options: how to choose.
+        window: longest sequence in tokens that the model is shown.
+
+    Raises:
+        UserError: nothing says which tokenizer the model has.
+    """
+    tokenizer = tokenizer_of(source)
+    prompt = [int(token) for token in tokenizer.encode(options.prompt)]
+    # Training never shows a document's first token without the end of the one before. Published models have a token
+    # of their own for the begin of a text.
+    begin = source.special_tokens.get("bos_token_id")
+    ids = [begin if isinstance(begin, int) else tokenizer.end_of_text, *prompt]
+    window = min(window, len(ids) + options.tokens)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = _load(experiment, CheckpointFolder(folder.checkpoints).at(step), device)
-    tokenizer = build_tokenizer(experiment.data)
+    model = load_source(source, device, seq_len=window)
+    writer = Writer(model, window, cache=options.cache)
     random = torch.Generator(device).manual_seed(options.seed)
-    # Training never shows a document's first token without the end of the one before.
-    ids = [tokenizer.end_of_text, *(int(token) for token in tokenizer.encode(options.prompt))]
-    prompt = len(ids)
+    ends, start = _ends(source, tokenizer), len(ids)
     for _ in range(options.tokens):
-        window = torch.tensor([ids[-experiment.training.seq_len :]], device=device)
-        with torch.no_grad():
-            logits = model(window)[0, -1, : tokenizer.vocab_size]
-        token = choose(logits.float(), options.temperature, options.top_p, random)
-        if token == tokenizer.end_of_text:
+        logits = writer.next_logits(ids)[: tokenizer.vocab_size]
+        token = choose(logits, options.temperature, options.top_p, random)
+        if token in ends:
             break
         ids.append(token)
-    return tokenizer.decode(ids[prompt:])
+    return tokenizer.decode(ids[start:])
 
 
 def choose(logits: Tensor, temperature: float, top_p: float, random: torch.Generator) -> int:
@@ -97,16 +110,13 @@ def choose(logits: Tensor, temperature: float, top_p: float, random: torch.Gener
     return int(order[torch.multinomial(probabilities, 1, generator=random)])
 
 
-def _load(experiment: Experiment, path: Path, device: torch.device) -> nn.Module:
-    backend = choose_backend(experiment.model.attention_backend, device, bf16=False, documents=False)
-    with torch.device("meta"):
-        model = build_model(experiment.model, seq_len=experiment.training.seq_len, attention_backend=backend)
-    materialize(model, device)
-    load_model(path, model)
-    return model.eval()
+def _ends(source: Source, tokenizer: Tokenizer) -> set[int]:
+    """The tokens that end a text; published models may have several."""
+    said = source.special_tokens.get("eos_token_id")
+    return {tokenizer.end_of_text, *(said if isinstance(said, list) else [] if said is None else [said])}
 
 
-def _latest_run(runs: Path) -> RunFolder:
+def _latest_run(runs: Path) -> Path:
     found = [
         (checkpoint.stat().st_mtime, checkpoint.parent.parent)
         for checkpoint in runs.glob("*/*/checkpoints/step-*")
@@ -117,4 +127,4 @@ def _latest_run(runs: Path) -> RunFolder:
             f"no run under {runs}/ has a checkpoint yet. Train one first (titan-exp train), or name its folder: "
             "titan-exp generate path/to/run"
         )
-    return RunFolder(max(found)[1])
+    return max(found)[1]

@@ -1,0 +1,139 @@
+"""Downloads from a small hub on this machine, and from none."""
+
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+
+SHA = "0123456789abcdef0123456789abcdef01234567"
+FILES = {
+    "config.json": b'{"model_type": "llama"}',
+    "tokenizer.json": b"{}",
+    "model.safetensors": b"weights " * 1000,
+    "original/consolidated.00.pth": b"pickles",
+    "original/params.json": b"{}",
+    "README.md": b"words",
+}
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """As much of the hub as `huggingface_hub` asks for."""
+
+    tokens: ClassVar[list[str | None]] = []
+    gets: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        self.tokens.append(self.headers.get("Authorization"))
+        path = self.path.partition("?")[0]
+        if "gated" in path and self.headers.get("Authorization") != "Bearer hf_right":
+            self._answer(403, b"{}", {"X-Error-Code": "GatedRepo"})
+        elif "nowhere" in path:
+            self._answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+        elif "/resolve/" in path:
+            name = path.partition(f"/resolve/{SHA}/")[2]
+            self.gets.extend([name] if self.command == "GET" else [])
+            self._answer(200, FILES[name], {"ETag": f'"{abs(hash(name))}"', "X-Repo-Commit": SHA})
+        elif "/tree/" in path:
+            entries = [{"type": "file", "path": name, "size": len(data), "oid": SHA} for name, data in FILES.items()]
+            self._answer(200, json.dumps(entries).encode(), {})
+        else:
+            siblings = [{"rfilename": name} for name in FILES]
+            self._answer(200, json.dumps({"id": "some/model", "sha": SHA, "siblings": siblings}).encode(), {})
+
+    do_HEAD = do_GET
+
+    def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for key, value in {**headers, "Content-Length": str(len(body))}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    Hub.tokens, Hub.gets = [], []
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def download(folder: Path, endpoint: str, *words: str, token: str = "") -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(folder / "home"), "HF_TOKEN": token}
+    environment |= {"PYTHONPATH": os.getcwd(), "NO_PROXY": "*"}
+    environment.pop("HF_HUB_OFFLINE", None)
+    command = [sys.executable, "-m", "titan_exp", "download", *words]
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def fetched(folder: Path) -> set[str]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix() for path in files if ".cache" not in path.parts}
+
+
+def test_weights_come_with_configuration_and_tokenizer(tmp_path: Path, hub: str):
+    done = download(tmp_path, hub, "some/model", "files=weights", token="hf_right")
+    assert done.returncode == 0, done.stderr
+    assert fetched(tmp_path / "downloads" / "model") == {
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors",
+        "original/params.json",
+    }
+    assert (tmp_path / "downloads/model/model.safetensors").read_bytes() == FILES["model.safetensors"]
+    assert "Bearer hf_right" in Hub.tokens
+    kept = [path for path in tmp_path.rglob("*") if path.is_file() and b"hf_right" in path.read_bytes()]
+    assert kept == []
+    assert "hf_right" not in done.stdout + done.stderr
+
+
+def test_what_is_there_is_not_fetched_again(tmp_path: Path, hub: str):
+    assert download(tmp_path, hub, "some/model", "files=tokenizer", "target=here").returncode == 0
+    assert fetched(tmp_path / "here") == {"tokenizer.json"}
+    Hub.gets.clear()
+    assert download(tmp_path, hub, "some/model", "files=config", "target=here").returncode == 0
+    assert download(tmp_path, hub, "some/model", "files=tokenizer", "target=here").returncode == 0
+    assert sorted(Hub.gets) == ["config.json", "original/params.json"]
+
+
+@pytest.mark.parametrize(
+    ("repo", "token", "says"),
+    [
+        ("some/gated", "", "gated. Put a token into the environment variable HF_TOKEN"),
+        ("some/gated", "hf_wrong", "The token in HF_TOKEN does not open it"),
+        ("some/nowhere", "", "not on the hub, or is private"),
+        ("model", "", "model is no OWNER/NAME"),
+    ],
+)
+def test_what_cannot_be_had_is_said(repo: str, token: str, says: str, tmp_path: Path, hub: str):
+    done = download(tmp_path, hub, repo, token=token)
+    assert done.returncode == 2
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_without_network(tmp_path: Path):
+    """Also where a folder of the name is there already, which says nothing about what it holds."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "config.json").write_text("{}")
+    done = download(tmp_path, "http://127.0.0.1:9", "some/model", "target=here")
+    assert done.returncode == 2
+    assert "the hub does not answer" in done.stderr
+    assert "Traceback" not in done.stderr

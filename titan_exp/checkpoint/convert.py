@@ -1,0 +1,111 @@
+"""The verb `titan-exp convert SOURCE TARGET`: checkpoints in and out."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from rich.filesize import decimal
+
+from titan_exp.checkpoint.export import Export, write
+from titan_exp.checkpoint.source import Source, open_source
+from titan_exp.config.bounds import Count, PositiveFloat
+from titan_exp.config.errors import UserError
+from titan_exp.config.options import HELP, options_help, parse_options
+from titan_exp.config.preset import model_overrides
+from titan_exp.config.rules.data import tokenizer_file
+from titan_exp.tracking.byte_progress import byte_progress
+
+DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp32": torch.float32}
+"""What `dtype` may be."""
+
+USAGE = """\
+titan-exp convert SOURCE TARGET [format=...] [dtype=...]
+  for example: titan-exp convert runs/first/6ec54c999fca export/first dtype=bf16"""
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """What `titan-exp convert` takes."""
+
+    source: str = ""
+    """What to read: a run folder, one of its checkpoints, a Hugging Face folder, Meta's Llama, or a former target."""
+    target: str = ""
+    """What to write: a folder, or a file for format torch; it must not exist."""
+    format: Literal["auto", "dcp", "huggingface", "llama", "torch", "torchtune"] = "auto"
+    """`auto` is torch for a target that ends in .pt, else huggingface from ours and dcp from the others."""
+    dtype: Literal["keep", "bf16", "fp32"] = "keep"
+    """Type of the written weights; `keep` changes no bit."""
+    step: Count = 0
+    """Of a run: which checkpoint; 0 is the newest."""
+    file_gb: PositiveFloat = 5.0
+    """Size of a safetensors file in 10⁹ bytes; a larger tensor is alone in its own."""
+
+
+def convert_command(arguments: Sequence[str]) -> int:
+    """Run the verb; returns the exit code.
+
+    Raises:
+        UserError: an option is wrong, the source cannot be read, or the target cannot be written.
+    """
+    if set(arguments) & set(HELP):
+        print(options_help(USAGE, ConvertOptions), end="")
+        return 0
+    options = _options(arguments)
+    target = Path(options.target).expanduser()
+    if target.exists():
+        raise UserError(f"{target} exists. Name another place, or remove it first.")
+    source = open_source(Path(options.source).expanduser(), options.step)
+    form = _format(options, source)
+    print(f"{source.path}: {source.model.name} ({source.format})")
+    with byte_progress(f"writing {form}") as progress:
+        written = write(source, target, Export(form, DTYPES[options.dtype], options.file_gb * 1e9, progress))
+    print(f"{target}: {form}, {decimal(written)} of weights")
+    if source.tokenizer is None and form != "torch":
+        print(f"no tokenizer was found beside the weights: put its tokenizer.json into {target}")
+    print(_next(source, target, form))
+    return 0
+
+
+def _options(arguments: Sequence[str]) -> ConvertOptions:
+    places = [word for word in arguments if "=" not in word]
+    rest = [word for word in arguments if "=" in word]
+    for name, place in zip(("source", "target"), places, strict=False):
+        rest.append(f"{name}={place}")
+    options = parse_options(ConvertOptions, [*rest, *places[2:]])
+    if not options.source or not options.target:
+        raise UserError(USAGE)
+    return options
+
+
+def _format(options: ConvertOptions, source: Source) -> str:
+    ends_in_pt = options.target.endswith((".pt", ".pth"))
+    if options.format == "auto":
+        ours = source.format in ("dcp", "torch")
+        return "torch" if ends_in_pt else "huggingface" if ours else "dcp"
+    if (options.format == "torch") != ends_in_pt:
+        kind = "a file: its name ends in .pt" if options.format == "torch" else "a folder: its name does not end in .pt"
+        raise UserError(f"format={options.format} is {kind}. What was asked for is {options.target}.")
+    return options.format
+
+
+def _next(source: Source, target: Path, form: str) -> str:
+    """What can be done with what has been written."""
+    match form:
+        case "huggingface":
+            return f"transformers: AutoModelForCausalLM.from_pretrained({str(target)!r})"
+        case "torch":
+            return f"torch: torch.load({str(target)!r}, weights_only=True)['model']"
+        case "torchtune":
+            return f"torchtune: FullModelTorchTuneCheckpointer, checkpoint_dir={target}, checkpoint_files=[model.pt]"
+        case "llama":
+            return (
+                f"torchtune: FullModelMetaCheckpointer, checkpoint_dir={target}, checkpoint_files=[consolidated.00.pth]"
+            )
+    if source.model.architecture != "decoder":
+        return f"the model group is in {target / 'model.json'}"
+    words = model_overrides(source.model)
+    if tokenizer_file(str(target)).is_file():
+        words.append(f"data.tokenizer={target}")
+    return f"the model that fits: {' '.join(words)}"

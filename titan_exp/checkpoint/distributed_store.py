@@ -1,0 +1,85 @@
+"""Distributed checkpoints, read and written a tensor at a time by one process."""
+
+import warnings
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem
+
+from titan_exp.checkpoint.reader import SafeReader
+from titan_exp.checkpoint.safetensors_store import Produce, Spec
+from titan_exp.checkpoint.state import MODEL
+from titan_exp.checkpoint.tensor_store import WHOLE, cut
+
+
+class DistributedStore:
+    """The model's tensors in a checkpoint of training, by our full names; a tensor is read whole."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._metadata = SafeReader(path).read_metadata()
+        self.shapes = {name: tuple(entry.size) for name, entry in self._entries.items()}
+        """Shape of every tensor, by name."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of a tensor."""
+        return self._entries[name].properties.dtype
+
+    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor:
+        """A part of a tensor, which is read whole."""
+        tensor = torch.empty(self.shapes[name], dtype=self.dtype(name))
+        with _one_process():
+            dcp.load({f"{MODEL}{name}": tensor}, storage_reader=_ReaderOf(self._path, self._metadata))
+        return cut(tensor, rows, columns)
+
+    @cached_property
+    def _entries(self) -> dict[str, TensorStorageMetadata]:
+        entries = self._metadata.state_dict_metadata.items()
+        return {
+            key.removeprefix(MODEL): entry
+            for key, entry in entries
+            if key.startswith(MODEL) and isinstance(entry, TensorStorageMetadata)
+        }
+
+
+def write_distributed(path: Path, specs: Sequence[Spec], produce: Produce) -> None:
+    """Write a checkpoint that holds the model alone, a tensor in memory at a time."""
+    named = {f"{MODEL}{spec.name}": spec for spec in specs}
+    state = {key: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for key, spec in named.items()}
+    # A file for each tensor: torch keeps the tensors of a file until it is written.
+    writer = dcp.FileSystemWriter(path, single_file_per_rank=False, sync_files=True)
+    with _one_process():
+        dcp.save(state, storage_writer=writer, planner=_Producing(named, produce))
+
+
+class _ReaderOf(SafeReader):
+    """Reads with a table of contents that has been read before: it is long, and wanted for every tensor."""
+
+    def __init__(self, path: Path, metadata: Metadata) -> None:
+        super().__init__(path)
+        self._known = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._known
+
+
+class _Producing(dcp.DefaultSavePlanner):
+    """Plans with tensors that have no memory, and makes each when it is to be written."""
+
+    def __init__(self, specs: dict[str, Spec], produce: Produce) -> None:
+        super().__init__()
+        self._specs, self._produce = specs, produce
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self._produce(self._specs[write_item.index.fqn])
+
+
+def _one_process() -> warnings.catch_warnings:
+    """Without the warning that torch takes it for one: it is."""
+    return warnings.catch_warnings(action="ignore", category=UserWarning)

@@ -1,0 +1,50 @@
+"""Progress of work that is counted in bytes: a bar on a terminal, now and then a line elsewhere."""
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Protocol
+
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+INTERVAL = 5.0
+"""Seconds between lines at least."""
+
+
+class Report(Protocol):
+    """What is called with bytes done and bytes in all."""
+
+    def __call__(self, done: int, total: int, /) -> None:
+        """Show how far the work is."""
+        ...
+
+
+@contextmanager
+def byte_progress(title: str, console: Console | None = None) -> Iterator[Report]:
+    """Show progress for the time of the block, on standard error by default."""
+    console = console or Console(stderr=True, highlight=False)
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield _lines(title, console)
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
+        task = bar.add_task(title, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _lines(title: str, console: Console) -> Report:
+    began = shown = time.monotonic()
+
+    def report(done: int, total: int) -> None:
+        nonlocal shown
+        now = time.monotonic()
+        if now - shown >= INTERVAL:
+            shown = now
+            speed = done / (now - began)
+            left = timedelta(seconds=round((total - done) / max(speed, 1.0)))
+            console.print(f"{title}: {decimal(done)} of {decimal(total)}, {decimal(int(speed))}/s, {left} left")
+
+    return report

@@ -4,11 +4,12 @@ Sums in another order round differently, and bf16 keeps 8 bits. One device shows
 several micro-batch sizes, attention kernels and chunks of the loss. `pytest -s` prints how many bands each layout used.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
 import torch
@@ -136,11 +137,12 @@ def gradients_are_too_large(factor: float) -> None:
 
     original = step.global_grad_norm
 
-    def norm(parameters: list[torch.Tensor]) -> torch.Tensor:
-        for parameter in parameters:
+    def norm(parameters: Iterable[torch.nn.Parameter], *stages: Any) -> torch.Tensor:
+        scaled = list(parameters)
+        for parameter in scaled:
             assert parameter.grad is not None
             parameter.grad.mul_(factor)
-        return original(parameters)
+        return original(scaled, *stages)
 
     step.global_grad_norm = norm
 

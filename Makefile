@@ -11,17 +11,20 @@ train: $(STAMP)
 	$(BIN)/titan-exp train $(ARGS)
 	$(BIN)/titan-exp generate
 
+# Two tests at a time: ranks wait for each other much of theirs.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
+
 ## Format, lint, types and every test.
 test: $(STAMP) check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+	$(PYTEST)
 
 ## The tests without the minutes-long ones.
 quick: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 ## Hundreds of layouts drawn at random against one device, and things broken on purpose that must be noticed.
 night: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/parity/mutations.py tests/parity/test_drawn.py --layouts 300
+	$(PYTEST) tests/parity/mutations.py tests/parity/test_drawn.py --layouts 300
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .

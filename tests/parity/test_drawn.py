@@ -1,5 +1,6 @@
 """Promise 1 on layouts that nobody chose: a few fresh ones each time, hundreds with `--layouts 300`."""
 
+import os
 import random
 
 import pytest
@@ -14,7 +15,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     given = metafunc.config.getoption("--layout-seed")
     count = metafunc.config.getoption("--layouts")
     assert isinstance(count, int)
-    seed = given if isinstance(given, int) else random.randrange(10**6)
+    # Processes that share a test run must draw the same; without others this is None, and the seed a fresh one.
+    together = os.environ.get("PYTEST_XDIST_TESTRUNUID")
+    seed = given if isinstance(given, int) else random.Random(together).randrange(10**6)
     chance = random.Random(seed)
     drawn = [draw(chance, MOST_RANKS) for _ in range(count)]
     metafunc.parametrize("drawn", drawn, ids=[f"seed{seed}-{number}" for number in range(len(drawn))])

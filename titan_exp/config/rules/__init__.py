@@ -12,6 +12,7 @@ from titan_exp.config.layout import offered_devices, resolve_layout
 from titan_exp.config.rules import (
     attention,
     batch,
+    checkpoint,
     context,
     data,
     layout,
@@ -39,6 +40,7 @@ RULES: tuple[Rule, ...] = (
     *pipeline.RULES,
     *names.RULES,
     *data.RULES,
+    *checkpoint.RULES,
     *layout.RULES,
 )
 """Rules that hold in every layout, and those about the layout itself."""

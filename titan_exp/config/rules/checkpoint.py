@@ -1,0 +1,34 @@
+"""Rules about what is saved, and about the weights that a run begins with."""
+
+from collections.abc import Iterator
+
+from titan_exp.config.errors import Violation
+from titan_exp.config.experiment import Experiment
+from titan_exp.config.saved import saved_state
+
+
+def initial_weights_are_there(experiment: Experiment) -> Iterator[Violation]:
+    """The path holds a complete checkpoint."""
+    asked = experiment.checkpoint.initial
+    if asked is not None and (not asked or saved_state(asked) is None):
+        yield Violation(
+            "checkpoint.initial",
+            asked or "''",
+            "there is no complete checkpoint",
+            "a run folder with checkpoints/step-…, or one of these; ls -d runs/*/*/checkpoints/* lists those at hand",
+        )
+
+
+def what_is_excluded_is_of_something(experiment: Experiment) -> Iterator[Violation]:
+    """Weights can be left out only of weights that are loaded."""
+    config = experiment.checkpoint
+    if config.initial_exclude and config.initial is None:
+        yield Violation(
+            "checkpoint.initial_exclude",
+            config.initial_exclude,
+            "checkpoint.initial is null, so that all weights are drawn anyway",
+            "checkpoint.initial=RUN_FOLDER, or checkpoint.initial_exclude=[]",
+        )
+
+
+RULES = (initial_weights_are_there, what_is_excluded_is_of_something)

@@ -20,7 +20,9 @@ def saved_state(asked: str) -> Path | None:
         return path
     for folder in (path / "checkpoints", path):
         if folder.is_dir():
-            found = [entry for entry in folder.iterdir() if COMPLETE.fullmatch(entry.name) and (entry / TABLE).is_file()]
+            found = [
+                entry for entry in folder.iterdir() if COMPLETE.fullmatch(entry.name) and (entry / TABLE).is_file()
+            ]
             if found:
                 return max(found, key=lambda entry: int(entry.name.removeprefix("step-")))
     return None

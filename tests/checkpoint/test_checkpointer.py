@@ -1,4 +1,5 @@
 import errno
+import multiprocessing
 import os
 import pickle
 from dataclasses import replace
@@ -232,3 +233,29 @@ def test_old_ones_that_cannot_be_deleted_do_not_stop_training(tmp_path, monkeypa
     assert checkpointer(tmp_path).latest() == 20
     saver.save(30, [model], optimizer, {}, {})
     assert saver.folder.complete() == [30]
+
+
+def test_a_process_of_its_own_writes_and_its_failures_are_told(tmp_path, caplog):
+    model, optimizer = trained()
+    saver = checkpointer(tmp_path, "async_process")
+    try:
+        saver.save(10, [model], optimizer, {"0": {"rows": 3}}, {"step": 10})
+        expected = snapshot(model, optimizer)
+        one_step(model, optimizer)
+        saver.wait()
+        assert saver.latest() == 10
+        saver.folder.partial(20).write_text("in the way")
+        saver.save(20, [model], optimizer, {}, {})
+        saver.wait()
+        assert "step 20 could not be written" in caplog.text
+        assert "File exists" in caplog.text
+        saver.folder.partial(20).unlink()
+        saver.save(20, [model], optimizer, {}, {})
+        saver.wait()
+        assert saver.latest() == 20
+    finally:
+        saver.close()
+    assert multiprocessing.active_children() == []
+    other, other_optimizer = trained(seed=9, steps=0)
+    assert checkpointer(tmp_path).load(10, [other], other_optimizer).data == {"0": {"rows": 3}}
+    assert all(map(torch.equal, expected, snapshot(other, other_optimizer)))

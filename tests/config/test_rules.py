@@ -75,6 +75,7 @@ def test_the_default_run_keeps_every_rule():
         # checkpoint
         (["checkpoint.initial=nowhere"], "checkpoint.initial", "run folder"),
         (["checkpoint.initial=''"], "checkpoint.initial", "run folder"),
+        (["checkpoint=async_pinned", "cluster.device=cpu"], "checkpoint.mode", "async_process"),
         (["checkpoint.initial_exclude=[head.*]"], "checkpoint.initial_exclude", "initial_exclude=[]"),
         # steps
         (["lr_schedule.warmup_steps=500"], "", ""),

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+from titan_exp.checkpoint.background import BackgroundSaves
 from titan_exp.checkpoint.folder import CheckpointFolder
 from titan_exp.checkpoint.initial import load_weights
 from titan_exp.checkpoint.integrity import agreed_problem, has_sums, require_intact
@@ -68,6 +69,7 @@ class Checkpointer:
         self._clock = clock
         self._last = clock()
         self._times: dict[str, float] = {}
+        self._background: BackgroundSaves | None = None
         # A group of its own: a background save must not meet the training step's collectives.
         self._group = new_cpu_group()
         self._leader = dist.get_rank() == 0
@@ -121,10 +123,9 @@ class Checkpointer:
             save.write = lambda: dcp.save(state, storage_writer=writer, process_group=self._group)
             self.wait()
         else:
-            # torch copies to the CPU before it returns, but takes what is there already as it is.
-            staged = {key: value.clone() if value.device.type == "cpu" else value for key, value in state.items()}
-            future = dcp.async_save(staged, storage_writer=writer, process_group=self._group)
-            assert isinstance(future, Future), "the default staging is synchronous"
+            if self._background is None:
+                self._background = BackgroundSaves(self.config.mode, self._group)
+            future = self._background.start(state, writer)
             save.write, save.future = future.result, future
             save.paused = self._clock() - begin
             future.add_done_callback(lambda _: save.end(self._clock()))
@@ -166,6 +167,13 @@ class Checkpointer:
         )
         if self._leader:
             self._retain()
+
+    def close(self) -> None:
+        """Wait for a save that is on its way, and give back what saving has held."""
+        self.wait()
+        if self._background is not None:
+            self._background.close()
+            self._background = None
 
     def latest(self) -> int | None:
         """Step of the newest complete checkpoint that is as it was written; all ranks agree on it.

@@ -4,6 +4,7 @@ Checksums are of what was meant to be written, taken on its way to the disk: no 
 of the write, so that a failure of it is, as any other, the failure of the save on every rank.
 """
 
+import multiprocessing
 import zlib
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -43,6 +44,10 @@ class CheckedWriter(dcp.FileSystemWriter):
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         """On rank 0, after every rank has written: table of contents, checksums, publication."""
+        parent = multiprocessing.parent_process()
+        if parent is not None and not parent.is_alive():
+            # A writing process that outlives its rank must not meddle with the next attempt.
+            raise OSError("the trainer that asked for this checkpoint is gone")
         own = [[result for result in rank if not isinstance(result, tuple)] for rank in results]
         super().finish(metadata, own)
         sums: dict[str, FileSum] = {}

@@ -10,8 +10,9 @@ from titan_exp.config.bounds import PositiveFloat, PositiveInt
 class CheckpointConfig:
     """Distributed checkpoints of the whole training state."""
 
-    mode: Literal["async", "sync", "off"]
-    """`async` pauses training only to copy the state and writes in the background; `off` saves nothing."""
+    mode: Literal["async", "async_pinned", "async_process", "sync", "off"]
+    """`async` pauses training only to copy the state and writes in the background: `async_pinned` from pinned memory
+    that is kept (CUDA), `async_process` in a process of its own (through /dev/shm). `off` saves none."""
     every: PositiveInt | None
     """Steps between checkpoints; null counts none. The last step and a stop request are always saved."""
     every_minutes: PositiveFloat | None

@@ -6,7 +6,7 @@ So the same command finds the same folder, and a sweep launched twice starts onl
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from titan_exp.config.convert import to_dict
@@ -85,7 +85,7 @@ def _digest(experiment: Experiment, without: Iterable[str]) -> str:
     return hashlib.sha256(canonical(config).encode()).hexdigest()[:ID_LENGTH]
 
 
-def _get(config: dict[str, Any], path: list[str]) -> Any:
+def _get(config: dict[str, Any], path: Sequence[str]) -> Any:
     for part in path:
         config = config[part]
     return config

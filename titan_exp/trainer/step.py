@@ -64,7 +64,7 @@ def train_step(
 
 
 def agree(batches: Sequence[Batch], mesh: Mesh, *, stop: bool, save: bool) -> tuple[int, bool, bool]:
-    """Predicted tokens of the global batch, whether any rank was asked to stop, and whether rank 0 finds it time to save.
+    """Predicted tokens of the global batch, whether any rank was asked to stop, and whether rank 0 has it time to save.
 
     One message over the CPU.
     """

@@ -88,7 +88,7 @@ class Trainer:
         """
         collection = GarbageCollection(self.experiment.training.gc_every)
         stop = False
-        with contextlib.closing(self.loader), contextlib.closing(collection):
+        with contextlib.closing(self.loader), contextlib.closing(collection), contextlib.closing(self.checkpointer):
             while self.step < self.experiment.training.steps and not stop:
                 stop = self._one_step()
                 collection.step(self.step)

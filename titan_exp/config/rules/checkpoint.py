@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from titan_exp.config.errors import Violation
 from titan_exp.config.experiment import Experiment
+from titan_exp.config.layout import device_type
 from titan_exp.config.saved import saved_state
 
 
@@ -31,4 +32,15 @@ def what_is_excluded_is_of_something(experiment: Experiment) -> Iterator[Violati
         )
 
 
-RULES = (initial_weights_are_there, what_is_excluded_is_of_something)
+def pinned_memory_is_for_gpus(experiment: Experiment) -> Iterator[Violation]:
+    """Pinned memory is what a GPU copies into; without one there is nothing to pin."""
+    if experiment.checkpoint.mode == "async_pinned" and device_type(experiment.cluster) == "cpu":
+        yield Violation(
+            "checkpoint.mode",
+            "async_pinned",
+            "memory is pinned for copies from a GPU, and training is on the CPU",
+            "checkpoint.mode=async or async_process",
+        )
+
+
+RULES = (initial_weights_are_there, what_is_excluded_is_of_something, pinned_memory_is_for_gpus)

@@ -1,47 +1,21 @@
 import errno
+import multiprocessing
 import os
 import pickle
-from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.checkpoint.saving import checkpointer, one_step, snapshot, trained
 from tests.models.shapes import real_model
 from titan_exp.checkpoint.checkpointer import Checkpointer, load_model
+from titan_exp.checkpoint.folder import CheckpointFolder
 from titan_exp.checkpoint.reader import SafeReader, tensor_shapes
-from titan_exp.config.checkpoint import CheckpointConfig
-from titan_exp.trainer.distributed import joined_process_group
+from titan_exp.config.errors import UserError
 
-
-@pytest.fixture(autouse=True)
-def one_rank() -> Iterator[None]:
-    with joined_process_group(torch.device("cpu")):
-        yield
-
-
-def trained(seed: int = 0, steps: int = 2) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    model = real_model(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    for _ in range(steps):
-        one_step(model, optimizer)
-    return model, optimizer
-
-
-def one_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.arange(40).view(2, 20)).square().sum().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def snapshot(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    moments = [value for parameter in model.parameters() for value in optimizer.state[parameter].values()]
-    return [tensor.detach().clone() for tensor in [*model.parameters(), *moments]]
-
-
-def checkpointer(tmp_path: Path, mode: str = "async", keep: int = 2) -> Checkpointer:
-    return Checkpointer(CheckpointConfig(mode=mode, every=10, keep=keep), tmp_path / "checkpoints")  # type: ignore[arg-type]  # a test's mode
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
@@ -75,8 +49,8 @@ def test_weights_alone_can_be_loaded(tmp_path):
 def test_a_checkpoint_counts_only_once_it_is_whole(tmp_path):
     model, optimizer = trained()
     saver = checkpointer(tmp_path)
-    saver.save(10, [model], optimizer, {}, {})
     assert saver.latest() is None
+    saver.save(10, [model], optimizer, {}, {})
     saver.wait()
     assert saver.latest() == 10
     saver.folder.partial(20).mkdir()
@@ -89,7 +63,8 @@ def test_old_ones_go_when_newer_ones_are_whole(tmp_path):
     saver = checkpointer(tmp_path, keep=2)
     for step in (10, 20, 30):
         saver.save(step, [model], optimizer, {}, {})
-    assert saver.folder.complete() == [10, 20]
+    # The third may be complete already; the first stays until training has taken note of it.
+    assert saver.folder.complete()[:2] == [10, 20]
     saver.wait()
     assert saver.folder.complete() == [20, 30]
 
@@ -153,3 +128,134 @@ def test_no_entry_needs_unpickling(tmp_path):
     entries = SafeReader(saver.folder.at(10)).read_metadata().state_dict_metadata
     assert set(tensor_shapes(saver.folder.at(10))) == set(entries)
     assert dist.get_world_size() == 1
+
+
+def test_the_clock_asks_for_a_save_between_steps(tmp_path):
+    model, optimizer = trained()
+    now = 1000.0
+    config = replace(checkpointer(tmp_path, "sync").config, every=None, every_minutes=2.0)
+    saver = Checkpointer(config, tmp_path / "checkpoints", clock=lambda: now)
+    now += 119
+    assert not saver.time_is_up()
+    assert not saver.due(10)
+    now += 1
+    assert saver.time_is_up()
+    saver.save(7, [model], optimizer, {}, {})
+    assert not saver.time_is_up()
+    now += 121
+    assert saver.time_is_up()
+
+
+def test_times_of_a_save_are_told_once(tmp_path, caplog):
+    model, optimizer = trained()
+    caplog.set_level("INFO", logger="titan_exp")
+    saver = checkpointer(tmp_path)
+    saver.save(10, [model], optimizer, {}, {})
+    saver.wait()
+    times = saver.take_times()
+    assert set(times) == {"checkpoint_pause", "checkpoint_write"}
+    assert min(times.values()) > 0
+    assert saver.take_times() == {}
+    assert "saved step 10: training paused for" in caplog.text
+
+
+def test_weights_alone_are_saved_where_asked(tmp_path):
+    model, optimizer = trained()
+    saver = checkpointer(tmp_path, "sync")
+    saver.save(10, [model], optimizer, {"0": {}}, {"step": 10}, weights_only=True)
+    keys = set(tensor_shapes(saver.folder.at(10)))
+    assert keys == {*(f"model.{name}" for name in model.state_dict()), "progress"}
+    other, other_optimizer = trained(seed=9, steps=0)
+    restored = checkpointer(tmp_path).load(10, [other], other_optimizer)
+    assert restored.progress == {"step": 10, "weights_only": True}
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_what_a_failed_save_has_written_makes_room(tmp_path, monkeypatch, mode):
+    model, optimizer = trained()
+    saver = checkpointer(tmp_path, mode)
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    saver.save(10, [model], optimizer, {}, {})
+    saver.wait()
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+    assert saver.durable is None
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_failure_to_publish_is_a_failed_save(tmp_path, monkeypatch, caplog, mode):
+    model, optimizer = trained()
+    saver = checkpointer(tmp_path, mode)
+
+    def read_only(self: CheckpointFolder, step: int) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(CheckpointFolder, "publish", read_only)
+    saver.save(10, [model], optimizer, {}, {})
+    saver.wait()
+    assert "Read-only file system" in caplog.text
+    assert saver.durable is None
+    monkeypatch.undo()
+    saver.save(10, [model], optimizer, {}, {})
+    saver.wait()
+    assert saver.latest() == 10
+
+
+def test_a_folder_that_cannot_be_made_is_said_before_training(tmp_path):
+    (tmp_path / "checkpoints").write_text("in the way")
+    with pytest.raises(UserError, match=r"(?s)cannot be written.*checkpoints.*checkpoint=none"):
+        checkpointer(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_folder_is_said_before_training(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(UserError, match="cannot be written"):
+        checkpointer(tmp_path)
+
+
+def test_old_ones_that_cannot_be_deleted_do_not_stop_training(tmp_path, monkeypatch, caplog):
+    model, optimizer = trained()
+    saver = checkpointer(tmp_path, "sync", keep=1)
+    saver.save(10, [model], optimizer, {}, {})
+
+    def refused(self: CheckpointFolder, step: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    monkeypatch.setattr(CheckpointFolder, "_remove", refused)
+    saver.save(20, [model], optimizer, {}, {})
+    assert "could not be deleted" in caplog.text
+    monkeypatch.undo()
+    assert checkpointer(tmp_path).latest() == 20
+    saver.save(30, [model], optimizer, {}, {})
+    assert saver.folder.complete() == [30]
+
+
+def test_a_process_of_its_own_writes_and_its_failures_are_told(tmp_path, caplog):
+    model, optimizer = trained()
+    saver = checkpointer(tmp_path, "async_process")
+    try:
+        saver.save(10, [model], optimizer, {"0": {"rows": 3}}, {"step": 10})
+        expected = snapshot(model, optimizer)
+        one_step(model, optimizer)
+        saver.wait()
+        assert saver.latest() == 10
+        saver.folder.partial(20).write_text("in the way")
+        saver.save(20, [model], optimizer, {}, {})
+        saver.wait()
+        assert "step 20 could not be written" in caplog.text
+        assert "File exists" in caplog.text
+        saver.folder.partial(20).unlink()
+        saver.save(20, [model], optimizer, {}, {})
+        saver.wait()
+        assert saver.latest() == 20
+    finally:
+        saver.close()
+    assert multiprocessing.active_children() == []
+    other, other_optimizer = trained(seed=9, steps=0)
+    assert checkpointer(tmp_path).load(10, [other], other_optimizer).data == {"0": {"rows": 3}}
+    assert all(map(torch.equal, expected, snapshot(other, other_optimizer)))

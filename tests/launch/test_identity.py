@@ -31,6 +31,10 @@ def experiment(*overrides: str) -> Experiment:
         "cluster.threads_per_process=3",
         "checkpoint=sync",
         "checkpoint.every=7",
+        "checkpoint.keep_every=7",
+        "checkpoint.every_minutes=7",
+        "checkpoint.last=weights",
+        "checkpoint.initial_exclude=[a]",
         "data.prefetch=9",
         "data.preview=2",
         "training.gc_every=0",
@@ -75,6 +79,7 @@ def test_the_layout_changes_the_run_and_not_the_experiment(override: str) -> Non
         "training.evaluate_every=0",
         "training.deterministic=true",
         "training.z_loss=1e-4",
+        "checkpoint.initial=some/run",
     ],
 )
 def test_what_is_computed_changes_both(override: str) -> None:
@@ -94,6 +99,14 @@ def test_the_id_is_short_and_the_same_in_every_process() -> None:
     assert len(name) == 12
     assert int(name, 16) >= 0
     assert name == run_id(experiment("training.steps=3"))
+
+
+def test_what_is_left_out_of_initial_weights_counts() -> None:
+    ids = {
+        run_id(experiment("checkpoint.initial=some/run", *more))
+        for more in ([], ["checkpoint.initial_exclude=[a]"], ["checkpoint.keep=9"])
+    }
+    assert len(ids) == 2
 
 
 def test_every_key_left_out_exists() -> None:

@@ -1,5 +1,6 @@
 """Saving and loading the training state: in the background or not, complete or not at all."""
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -9,21 +10,29 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 
+from titan_exp.checkpoint.background import BackgroundSaves
 from titan_exp.checkpoint.folder import CheckpointFolder
+from titan_exp.checkpoint.initial import load_weights
+from titan_exp.checkpoint.integrity import agreed_problem, has_sums, require_intact
 from titan_exp.checkpoint.reader import read_into, tensor_shapes
 from titan_exp.checkpoint.state import (
     DATA,
     PROGRESS,
+    WEIGHTS_ONLY,
     allocate_optimizer_state,
     from_bytes,
     gather_state,
     make_copies_equal,
     model_state,
     optimizer_state,
+    to_bytes,
 )
+from titan_exp.checkpoint.writer import CheckedWriter
 from titan_exp.config.checkpoint import CheckpointConfig
+from titan_exp.config.errors import UserError
+from titan_exp.config.saved import saved_state
 from titan_exp.parallel.mesh import new_cpu_group
 from titan_exp.tracking.log import get_logger
 
@@ -44,26 +53,46 @@ class Checkpointer:
     Args:
         config: mode, interval, retention.
         path: the run's `checkpoints/` folder.
+        clock: seconds, for the interval by wall-clock and for how long saves take.
+
+    Raises:
+        UserError: the folder cannot be written.
     """
 
-    def __init__(self, config: CheckpointConfig, path: Path) -> None:
+    def __init__(self, config: CheckpointConfig, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.config = config
         self.folder = CheckpointFolder(path)
-        self._pending: tuple[int, Future[Any]] | None = None
+        self._pending: _Save | None = None
         self.durable: int | None = None
         """Step of the last checkpoint that this process knows to be complete."""
         self._newest: int | None = None
+        self._clock = clock
+        self._last = clock()
+        self._times: dict[str, float] = {}
+        self._background: BackgroundSaves | None = None
         # A group of its own: a background save must not meet the training step's collectives.
         self._group = new_cpu_group()
         self._leader = dist.get_rank() == 0
-        if self._leader and config.mode != "off":
-            path.mkdir(parents=True, exist_ok=True)
-            self.folder.clean()
-        dist.barrier(group=self._group)
+        if config.mode != "off":
+            self._prepare()
+
+    def time_is_up(self) -> bool:
+        """Whether this process's clock asks for a checkpoint. Clocks differ: the ranks must agree on rank 0's."""
+        minutes = self.config.every_minutes
+        return self.config.mode != "off" and minutes is not None and self._clock() - self._last >= 60 * minutes
 
     def due(self, step: int) -> bool:
-        """Whether the configuration asks for a checkpoint after this step."""
-        return self.config.mode != "off" and step % self.config.every == 0
+        """Whether a checkpoint is asked for after this step, whatever the clock says."""
+        every = self.config.every
+        return self.config.mode != "off" and every is not None and step % every == 0
+
+    def take_times(self) -> dict[str, float]:
+        """Seconds of the saves that have ended since the last call, as keys of a row: the last one's.
+
+        `checkpoint_pause` is for how long training stood still, `checkpoint_write` how long the writing took.
+        """
+        times, self._times = self._times, {}
+        return times
 
     def save(
         self,
@@ -72,26 +101,38 @@ class Checkpointer:
         optimizer: torch.optim.Optimizer,
         data: Mapping[str, Any],
         progress: Mapping[str, Any],
+        *,
+        weights_only: bool = False,
     ) -> None:
-        """Save the state after a step, once. In async mode training may go on as soon as this returns."""
+        """Save the state after a step, once. In async mode training may go on as soon as this returns.
+
+        With `weights_only`, neither optimizer nor data state is: no run can be continued from such a checkpoint.
+        """
         if self.config.mode == "off" or step == self._newest:
             return
+        begin = self._last = self._clock()
         self.wait()
-        state = gather_state(parts, optimizer, data, progress)
-        writer = dcp.FileSystemWriter(self.folder.partial(step), single_file_per_rank=True, sync_files=True)
-        if self.config.mode == "sync":
-            self._finish(step, lambda: dcp.save(state, storage_writer=writer, process_group=self._group))
+        if weights_only:
+            state = {**model_state(parts), PROGRESS: to_bytes({**progress, WEIGHTS_ONLY: True})}
         else:
-            # torch copies to the CPU before it returns, but takes what is there already as it is.
-            staged = {key: value.clone() if value.device.type == "cpu" else value for key, value in state.items()}
-            future = dcp.async_save(staged, storage_writer=writer, process_group=self._group)
-            assert isinstance(future, Future), "the default staging is synchronous"
-            self._pending = (step, future)
+            state = gather_state(parts, optimizer, data, progress)
+        writer = CheckedWriter(self.folder, step)
+        save = self._pending = _Save(step, begin, self._clock())
         self._newest = step
+        if self.config.mode == "sync":
+            save.write = lambda: dcp.save(state, storage_writer=writer, process_group=self._group)
+            self.wait()
+        else:
+            if self._background is None:
+                self._background = BackgroundSaves(self.config.mode, self._group)
+            future = self._background.start(state, writer)
+            save.write, save.future = future.result, future
+            save.paused = self._clock() - begin
+            future.add_done_callback(lambda _: save.end(self._clock()))
 
     def poll(self) -> None:
-        """Make a finished background save complete; called between steps."""
-        if self._pending is not None and self._pending[1].done():
+        """Take note of a background save that has ended; called between steps."""
+        if self._pending is not None and self._pending.future is not None and self._pending.future.done():
             self.wait()
 
     def wait(self) -> None:
@@ -101,47 +142,169 @@ class Checkpointer:
         """
         if self._pending is None:
             return
-        (step, future), self._pending = self._pending, None
-        self._finish(step, future.result)
-
-    def latest(self) -> int | None:
-        """Step of the newest complete checkpoint, agreed on by all ranks."""
-        steps: list[Any] = [self.folder.complete()[-1:] if self._leader else None]
-        dist.broadcast_object_list(steps, src=0, group=self._group)
-        return steps[0][0] if steps[0] else None
-
-    def load(self, step: int, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> Restored:
-        """Load a checkpoint, made in any layout, into the model (or its parts on this rank) and the optimizer."""
-        path = self.folder.at(step)
-        allocate_optimizer_state(parts, optimizer)
-        tensors = {**model_state(parts), **optimizer_state(parts, optimizer)}
-        notes = {
-            key: torch.empty(shape, dtype=torch.uint8)
-            for key, shape in tensor_shapes(path).items()
-            if key == PROGRESS or key.startswith(DATA)
-        }
-        read_into(path, {**tensors, **notes})
-        make_copies_equal(parts, optimizer)
-        self._newest = self.durable = step
-        data = {key.removeprefix(DATA): from_bytes(notes[key]) for key in notes if key.startswith(DATA)}
-        return Restored(from_bytes(notes[PROGRESS]), data)
-
-    def _finish(self, step: int, write: Callable[[], object]) -> None:
-        """Write, then publish; torch raises on every rank where the writing of one has failed."""
+        save, self._pending = self._pending, None
         try:
-            write()
+            save.write()
         except (dcp.CheckpointException, OSError) as error:
+            # torch raises on every rank where the writing of one has failed.
             get_logger().error(
                 "the checkpoint of step %d could not be written; training goes on with the last complete one: %s",
-                step,
+                save.step,
                 _cause(error),
             )
             self._newest = None
+            if self._leader:
+                self.folder.discard(save.step)
             return
-        self.durable = step
+        self.durable = save.step
+        save.end(self._clock())
+        self._times = {"checkpoint_pause": save.paused, "checkpoint_write": save.ended - save.began}
+        get_logger().info(
+            "saved step %d: training paused for %.3f s, written in %.3f s",
+            save.step,
+            save.paused,
+            save.ended - save.began,
+        )
         if self._leader:
-            self.folder.publish(step)
-            self.folder.retain(self.config.keep)
+            self._retain()
+
+    def close(self) -> None:
+        """Wait for a save that is on its way, and give back what saving has held."""
+        self.wait()
+        if self._background is not None:
+            self._background.close()
+            self._background = None
+
+    def latest(self) -> int | None:
+        """Step of the newest complete checkpoint that is as it was written; all ranks agree on it.
+
+        Newer ones that are damaged are named in the log and set aside.
+
+        Raises:
+            UserError: there are checkpoints, and all of them are damaged.
+        """
+        steps: list[Any] = [self.folder.complete() if self._leader else None]
+        dist.broadcast_object_list(steps, src=0, group=self._group)
+        damaged: dict[int, str] = {}
+        for step in reversed(steps[0]):
+            damage = agreed_problem(self.folder.at(step), self._group)
+            if damage is None:
+                self._set_aside(damaged, step)
+                if not has_sums(self.folder.at(step)):
+                    get_logger().info("the checkpoint of step %d is from before checksums: none was checked", step)
+                return step
+            damaged[step] = damage
+        if damaged:
+            listed = "".join(f"\n  step {step}: {damage}" for step, damage in damaged.items())
+            raise UserError(
+                f"No checkpoint in {self.folder.path} is intact:{listed}\n"
+                "Put back a copy of one of them, or move the folder away: the run then starts from the beginning."
+            )
+        return None
+
+    def load(self, step: int, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> Restored:
+        """Load a checkpoint, made in any layout, into the model (or its parts on this rank) and the optimizer.
+
+        Of a checkpoint that holds weights only, these and the progress.
+        """
+        path = self.folder.at(step)
+        shapes = tensor_shapes(path)
+        progress = _read_notes(path, shapes, PROGRESS)[PROGRESS]
+        if progress.get(WEIGHTS_ONLY):
+            read_into(path, model_state(parts))
+            data: dict[str, Any] = {}
+        else:
+            allocate_optimizer_state(parts, optimizer)
+            read_into(path, {**model_state(parts), **optimizer_state(parts, optimizer)})
+            data = {key.removeprefix(DATA): state for key, state in _read_notes(path, shapes, DATA).items()}
+        make_copies_equal(parts, optimizer)
+        self._newest = self.durable = step
+        return Restored(progress, data)
+
+    def load_initial(self, parts: Sequence[nn.Module]) -> None:
+        """Load weights of another run into the model, as `checkpoint.initial` and `initial_exclude` say.
+
+        Raises:
+            UserError: it is damaged, or does not fit the model: with every weight that is missing, unexpected or of
+                another shape.
+        """
+        assert self.config.initial is not None, "the caller has asked"
+        path = saved_state(self.config.initial)
+        if path is None:
+            raise UserError(f"checkpoint.initial={self.config.initial}: there is no complete checkpoint")
+        require_intact(path, self._group)
+        load_weights(path, parts, self.config.initial_exclude, self._group)
+
+    def _prepare(self) -> None:
+        """Make the folder, without the rubble of earlier attempts."""
+        failure: list[Any] = [None]
+        if self._leader:
+            try:
+                self.folder.path.mkdir(parents=True, exist_ok=True)
+                self.folder.clean()
+            except OSError as error:
+                failure[0] = f"{error.filename or self.folder.path}: {error.strerror or error}"
+        dist.broadcast_object_list(failure, src=0, group=self._group)
+        if failure[0] is not None:
+            raise UserError(
+                f"Checkpoints cannot be written: {failure[0]}. Make the folder writable, or train without: "
+                "checkpoint=none"
+            )
+
+    def _retain(self) -> None:
+        try:
+            self.folder.retain(self.config.keep, self.config.keep_every)
+        except OSError as error:
+            get_logger().error("old checkpoints could not be deleted: %s", error)
+
+    def _set_aside(self, damaged: Mapping[int, str], used: int) -> None:
+        for step, damage in damaged.items():
+            where = "it stays where it is"
+            if self._leader:
+                try:
+                    where = f"it is now {self.folder.set_aside(step).name}"
+                except OSError as error:
+                    where = f"it could not be renamed ({error.strerror or error})"
+            get_logger().error(
+                "the checkpoint of step %d is damaged: %s; that of step %d is used instead, and %s",
+                step,
+                damage,
+                used,
+                where,
+            )
+
+
+@dataclass
+class _Save:
+    """One save on its way."""
+
+    step: int
+    begin: float
+    """When training stopped for it."""
+    began: float
+    """When writing began."""
+    write: Callable[[], object] = lambda: None
+    """Returns when it is durable, or raises."""
+    future: Future[Any] | None = None
+    """Of a save in the background."""
+    paused: float = -1.0
+    """Seconds that training stood still; below 0 while it does."""
+    ended: float = -1.0
+    """When it was durable; below 0 before."""
+
+    def end(self, now: float) -> None:
+        """It is durable; the first call counts."""
+        if self.ended < 0:
+            self.ended = now
+        if self.paused < 0:
+            self.paused = now - self.begin
+
+
+def _read_notes(path: Path, shapes: Mapping[str, torch.Size], prefix: str) -> dict[str, Any]:
+    """What a checkpoint holds besides weights and optimizer state, under keys with a prefix."""
+    notes = {key: torch.empty(shape, dtype=torch.uint8) for key, shape in shapes.items() if key.startswith(prefix)}
+    read_into(path, notes)
+    return {key: from_bytes(note) for key, note in notes.items()}
 
 
 def _cause(error: BaseException) -> str:
@@ -153,6 +316,10 @@ def _cause(error: BaseException) -> str:
 
 
 def load_model(path: Path, model: nn.Module) -> None:
-    """Load a checkpoint's weights alone into a model."""
-    state: dict[str, Tensor] = model_state([model])
-    read_into(path, state)
+    """Load a checkpoint's weights alone into a model.
+
+    Raises:
+        UserError: the checkpoint is damaged.
+    """
+    require_intact(path)
+    read_into(path, model_state([model]))

@@ -6,7 +6,10 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from titan_exp.tracking.atomic import sync_folder
+
 _COMPLETE = re.compile(r"step-(\d{8,})")
+_REPLACED = ".replaced"
 
 
 @dataclass(frozen=True)
@@ -33,24 +36,52 @@ class CheckpointFolder:
 
     def publish(self, step: int) -> None:
         """Turn a written partial checkpoint into a complete one, in one durable move."""
-        target = self.at(step)
+        target, partial = self.at(step), self.partial(step)
+        replaced = target.with_name(target.name + _REPLACED)
+        sync_folder(partial)
         if target.exists():
-            # The same step of an earlier attempt; both hold the same state, and one of them must give way.
-            self._remove(target)
-        os.rename(self.partial(step), target)
-        _sync_folder(self.path)
+            # The same step of an earlier attempt gives way, and comes back should this process die in between.
+            shutil.rmtree(replaced, ignore_errors=True)
+            os.rename(target, replaced)
+        os.rename(partial, target)
+        sync_folder(self.path)
+        if replaced.exists():
+            shutil.rmtree(replaced)
 
-    def retain(self, newest: int) -> None:
-        """Delete all complete checkpoints but the newest ones."""
+    def discard(self, step: int) -> None:
+        """Delete what a failed save has written, as far as that is possible."""
+        shutil.rmtree(self.partial(step), ignore_errors=True)
+
+    def retain(self, newest: int, every: int | None = None) -> None:
+        """Delete complete checkpoints, the oldest first.
+
+        Args:
+            newest: how many of the newest stay.
+            every: those whose step is a multiple of it stay as well; None keeps none of them.
+        """
         for step in self.complete()[:-newest]:
-            self._remove(self.at(step))
+            if every is None or step % every:
+                self._remove(self.at(step))
+
+    def set_aside(self, step: int) -> Path:
+        """Rename a damaged checkpoint, so that it no longer counts; returns where it is now."""
+        target = self.at(step)
+        damaged = target.with_name(target.name + ".damaged")
+        shutil.rmtree(damaged, ignore_errors=True)
+        os.rename(target, damaged)
+        return damaged
 
     def clean(self) -> None:
-        """Delete what interrupted saves and deletions have left."""
-        if self.path.is_dir():
-            for entry in self.path.iterdir():
-                if entry.is_dir() and entry.name.endswith((".partial", ".deleted")):
-                    shutil.rmtree(entry)
+        """Delete what interrupted saves and deletions have left, and bring back what an interrupted save replaced."""
+        if not self.path.is_dir():
+            return
+        for entry in sorted(self.path.iterdir()):
+            if not entry.is_dir():
+                continue
+            if entry.name.endswith(_REPLACED) and not (original := entry.with_suffix("")).exists():
+                os.rename(entry, original)
+            elif entry.name.endswith((".partial", ".deleted", _REPLACED)):
+                shutil.rmtree(entry)
 
     def _remove(self, target: Path) -> None:
         # Renamed first: a checkpoint that is half deleted must not look complete.
@@ -58,11 +89,3 @@ class CheckpointFolder:
         shutil.rmtree(doomed, ignore_errors=True)
         os.rename(target, doomed)
         shutil.rmtree(doomed)
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -65,6 +65,14 @@ def tensor_shapes(path: Path) -> dict[str, torch.Size]:
     return {key: entry.size for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 
+def extents(path: Path) -> dict[str, int]:
+    """How many bytes each file of a checkpoint has at least, by its name."""
+    ends: dict[str, int] = {}
+    for place in SafeReader(path).read_metadata().storage_data.values():
+        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
+    return ends
+
+
 def read_into(path: Path, state: dict[str, Tensor]) -> None:
     """Load a checkpoint into tensors in place; all ranks call it together, in any layout, or one process alone."""
     with warnings.catch_warnings():

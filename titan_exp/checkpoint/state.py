@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 MODEL, OPTIMIZER, DATA, PROGRESS = "model.", "optimizer.", "data.", "progress"
+WEIGHTS_ONLY = "weights_only"
+"""Key of the progress of a checkpoint that no run can be continued from."""
 
 
 def gather_state(
@@ -48,12 +50,13 @@ def optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer
 @torch.no_grad()
 def make_copies_equal(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
     """Give what two parts have copies of the state of the first part's, which is the one that was loaded."""
-    originals: dict[str, Tensor] = {}
-    for name, tensor in (*_model_tensors(parts), *_optimizer_tensors(parts, optimizer)):
-        if name in originals:
-            tensor.copy_(originals[name])
-        else:
-            originals[name] = tensor
+    _copy_to_copies((*_model_tensors(parts), *_optimizer_tensors(parts, optimizer)))
+
+
+@torch.no_grad()
+def copy_to_copies(parts: Sequence[nn.Module]) -> None:
+    """The same for the model alone."""
+    _copy_to_copies(_model_tensors(parts))
 
 
 def allocate_optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
@@ -77,6 +80,15 @@ def to_bytes(value: object) -> Tensor:
 def from_bytes(tensor: Tensor) -> Any:
     """The value that `to_bytes` took."""
     return json.loads(bytes(tensor.cpu().tolist()))
+
+
+def _copy_to_copies(named: Iterable[tuple[str, Tensor]]) -> None:
+    originals: dict[str, Tensor] = {}
+    for name, tensor in named:
+        if name in originals:
+            tensor.copy_(originals[name])
+        else:
+            originals[name] = tensor
 
 
 def _model_tensors(parts: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:

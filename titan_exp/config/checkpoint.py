@@ -1,18 +1,29 @@
-"""Group `checkpoint`: when state is saved, and what is kept."""
+"""Group `checkpoint`: when state is saved, what is kept, and what a new run begins with."""
 
 from dataclasses import dataclass
 from typing import Literal
 
-from titan_exp.config.bounds import PositiveInt
+from titan_exp.config.bounds import PositiveFloat, PositiveInt
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
     """Distributed checkpoints of the whole training state."""
 
-    mode: Literal["async", "sync", "off"]
-    """`async` pauses training only to copy the state and writes in the background; `off` saves nothing."""
-    every: PositiveInt
-    """Steps between checkpoints; the last step and a stop request are always saved."""
+    mode: Literal["async", "async_pinned", "async_process", "sync", "off"]
+    """`async` pauses training only to copy the state and writes in the background: `async_pinned` from pinned memory
+    that is kept (CUDA), `async_process` in a process of its own (through /dev/shm). `off` saves none."""
+    every: PositiveInt | None
+    """Steps between checkpoints; null counts none. The last step and a stop request are always saved."""
+    every_minutes: PositiveFloat | None
+    """Minutes between checkpoints on rank 0's clock, whichever comes first; null looks at no clock."""
     keep: PositiveInt
     """Newest complete checkpoints kept; an older one goes only after a newer one is durable."""
+    keep_every: PositiveInt | None
+    """Checkpoints whose step is a multiple of it are kept for ever, besides the newest; null keeps none of them."""
+    last: Literal["full", "weights"]
+    """What is saved after the last step; from `weights` alone no run can be continued, only begun."""
+    initial: str | None
+    """Run folder or checkpoint whose weights a new run begins with, made in any layout; part of what is computed."""
+    initial_exclude: list[str]
+    """Patterns of full names (`head.*`) of weights that keep their initial values nevertheless."""

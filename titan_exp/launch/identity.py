@@ -6,7 +6,7 @@ So the same command finds the same folder, and a sweep launched twice starts onl
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from titan_exp.config.convert import to_dict
@@ -25,7 +25,7 @@ WITHOUT_EFFECT = {
     "tracking": "where numbers go and how often; training does not look at them",
     "profiling": "watches some steps and changes none",
     "cluster": "where processes run; how many there are is in `parallelism`",
-    "checkpoint": "how often state is saved; a resumed run equals an undisturbed one",
+    "checkpoint": "how often state is saved; a resumed run equals an undisturbed one (but see WITH_EFFECT)",
     "data.prefetch": "how early batches are ready, not which",
     "data.preview": "looks at the data and trains nothing",
     "training.gc_every": "when Python tidies up",
@@ -41,6 +41,10 @@ LAYOUT = {
     "model.attention_backend": "which kernel computes attention",
 }
 """Keys left out of the experiment id as well: they change rounding at most."""
+
+
+WITH_EFFECT = ("checkpoint.initial", "checkpoint.initial_exclude")
+"""Keys of such a group that count where the first of them is not null: the weights that training begins with."""
 
 
 def run_id(experiment: Experiment) -> str:
@@ -73,9 +77,19 @@ def canonical(value: object, key: str = "") -> str:
 
 def _digest(experiment: Experiment, without: Iterable[str]) -> str:
     config = to_dict(experiment)
+    begins_with = {key: _get(config, key.split(".")) for key in WITH_EFFECT}
     for key in without:
         _remove(config, key.split("."))
+    # Without them the id is that of a run from before there were such keys.
+    if begins_with[WITH_EFFECT[0]] is not None:
+        config |= begins_with
     return hashlib.sha256(canonical(config).encode()).hexdigest()[:ID_LENGTH]
+
+
+def _get(config: dict[str, Any], path: Sequence[str]) -> Any:
+    for part in path:
+        config = config[part]
+    return config
 
 
 def _remove(config: dict[str, Any], path: list[str]) -> None:

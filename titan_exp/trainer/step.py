@@ -63,11 +63,14 @@ def train_step(
     return StepResult(loss, grad_norm, tokens)
 
 
-def agree(batches: Sequence[Batch], stop: bool, mesh: Mesh) -> tuple[int, bool]:
-    """Predicted tokens of the global batch, and whether any rank was asked to stop: one message over the CPU."""
+def agree(batches: Sequence[Batch], mesh: Mesh, *, stop: bool, save: bool) -> tuple[int, bool, bool]:
+    """Predicted tokens of the global batch, whether any rank was asked to stop, and whether rank 0 has it time to save.
+
+    One message over the CPU.
+    """
     predicted = sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
-    message = torch.tensor([predicted, int(stop)])
+    message = torch.tensor([predicted, int(stop), int(save and dist.get_rank() == 0)])
     if dist.get_world_size(mesh.control) > 1:
         dist.all_reduce(message, group=mesh.control)
     # Rows are counted whole, before they are cut, by every rank that is handed them.
-    return int(message[0]) // mesh.copies_of_rows, bool(message[1])
+    return int(message[0]) // mesh.copies_of_rows, bool(message[1]), bool(message[2])

@@ -8,6 +8,10 @@ import torch
 import torch.distributed as dist
 
 from titan_exp.checkpoint.checkpointer import Checkpointer
+from titan_exp.checkpoint.state import WEIGHTS_ONLY
+from titan_exp.config.convert import to_dict
+from titan_exp.config.difference import differences
+from titan_exp.config.errors import UserError
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import gradient_accumulation, micro_batch_size
 from titan_exp.data.train_loader import TrainLoader
@@ -84,7 +88,7 @@ class Trainer:
         """
         collection = GarbageCollection(self.experiment.training.gc_every)
         stop = False
-        with contextlib.closing(self.loader), contextlib.closing(collection):
+        with contextlib.closing(self.loader), contextlib.closing(collection), contextlib.closing(self.checkpointer):
             while self.step < self.experiment.training.steps and not stop:
                 stop = self._one_step()
                 collection.step(self.step)
@@ -95,7 +99,7 @@ class Trainer:
                 f"the state after step {self.step} could not be saved (the log says why). Make room and start the "
                 "run again: it continues from its last complete checkpoint"
             )
-        return self.step >= self.experiment.training.steps
+        return self._is_over
 
     def _one_step(self) -> bool:
         """Train, and do what is due after the step; returns whether to stop."""
@@ -103,7 +107,9 @@ class Trainer:
         self.profile.before(step)
         seed_step(experiment.experiment.seed, step, self.mesh.data_rank, self.mesh.device)
         batches = [next(self.loader) for _ in range(self.accumulation)]
-        tokens, stop = agree(batches, self.folder.stop_requested(), self.mesh)
+        tokens, stop, save = agree(
+            batches, self.mesh, stop=self.folder.stop_requested(), save=self.checkpointer.time_is_up()
+        )
         result = train_step(
             self.model,
             self.optimizer,
@@ -116,10 +122,10 @@ class Trainer:
         self.step, self.tokens = step, self.tokens + tokens
         self.profile.after(step)
         self.report.step(step, tokens)
-        self._after_step(result, stop)
+        self._after_step(result, stop=stop, save=save or self.checkpointer.due(step))
         return stop
 
-    def _after_step(self, result: StepResult, stop: bool) -> None:
+    def _after_step(self, result: StepResult, *, stop: bool, save: bool) -> None:
         """Evaluate, log, save: in this order, so that a checkpoint never outlives the rows that lead to it."""
         training, step = self.experiment.training, self.step
         last = step == training.steps
@@ -127,9 +133,8 @@ class Trainer:
         if self.validation is not None and (last or step % training.evaluate_every == 0):
             with self.report.throughput.pause("evaluation"):
                 numbers |= evaluate_sources(self.model, self.validation.sources, self.mesh)
-        save = self.checkpointer.due(step)
         if numbers or last or stop or save or step % self.experiment.tracking.log_every == 0:
-            numbers |= self.loader.epoch_row()
+            numbers |= {**self.loader.epoch_row(), **self.checkpointer.take_times()}
             loss = self.report.log(step, self.tokens, result, lr=self.schedule(step), also=numbers)
             self._check_finite(loss, float(result.grad_norm))
         self.checkpointer.poll()
@@ -143,17 +148,33 @@ class Trainer:
                 self.model.parts,
                 self.optimizer,
                 self.loader.state_dict(),
-                {"step": self.step, "tokens": self.tokens},
+                {"step": self.step, "tokens": self.tokens, "config": to_dict(self.experiment)},
+                weights_only=self._is_over and self.experiment.checkpoint.last == "weights",
             )
+
+    @property
+    def _is_over(self) -> bool:
+        return self.step >= self.experiment.training.steps
 
     def _restore(self) -> None:
         step = self.checkpointer.latest()
         if step is None:
+            if self.experiment.checkpoint.initial is not None:
+                self.checkpointer.load_initial(self.model.parts)
             return
         restored = self.checkpointer.load(step, self.model.parts, self.optimizer)
-        self.loader.load_state_dict(restored.data)
         self.step, self.tokens = restored.progress["step"], restored.progress["tokens"]
+        if not restored.progress.get(WEIGHTS_ONLY):
+            self.loader.load_state_dict(restored.data)
+        elif not self._is_over:
+            raise UserError(
+                f"{self.checkpointer.folder.at(step)} holds weights only (checkpoint.last=weights), so that training "
+                f"cannot go on after step {step}. A new run begins with them: checkpoint.initial={self.folder.path}"
+            )
         get_logger().info("continuing after step %d", self.step)
+        changed = differences(restored.progress.get("config"), to_dict(self.experiment))
+        if changed:
+            get_logger().info("changed since that checkpoint; what holds is the new one:%s", "".join(changed))
 
     def _check_finite(self, loss: float, grad_norm: float) -> None:
         if self.experiment.training.stop_on_nonfinite and not (math.isfinite(loss) and math.isfinite(grad_norm)):

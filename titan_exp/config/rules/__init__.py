@@ -12,6 +12,7 @@ from titan_exp.config.layout import offered_devices, resolve_layout
 from titan_exp.config.rules import (
     attention,
     batch,
+    checkpoint,
     context,
     data,
     layout,
@@ -41,6 +42,7 @@ RULES: tuple[Rule, ...] = (
     *names.RULES,
     *data.RULES,
     *tokens.RULES,
+    *checkpoint.RULES,
     *layout.RULES,
 )
 """Rules that hold in every layout, and those about the layout itself."""

@@ -1,0 +1,95 @@
+"""Any layout writes a checkpoint, any other reads it: the gathered state is the same to the last bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parity.runs import SMALL, train
+from tests.ranks import run_ranks
+from titan_exp.checkpoint.folder import CheckpointFolder
+from titan_exp.checkpoint.reader import read_into, tensor_shapes
+from titan_exp.config.compose import compose
+from titan_exp.config.convert import load_experiment, to_experiment, to_yaml
+from titan_exp.config.layout import resolve_layout, world_size
+from titan_exp.config.rules import check
+from titan_exp.tracking.run_folder import RunFolder
+
+LAYOUTS = {
+    "one": "",
+    "dp": "parallelism.dp_shard=2",
+    "tp": "parallelism.tp=2",
+    "pp": "parallelism.pp=2",
+    "cp": "parallelism.cp=2",
+    "hsdp": "parallelism=hsdp training.micro_batch_size=1",
+    "offload": "parallelism.dp_shard=2 parallelism.cpu_offload=true",
+}
+SAVING = ["training.steps=2", "checkpoint.mode=sync", "checkpoint.every=2"]
+
+
+@pytest.mark.parametrize(
+    ("writer", "reader"),
+    [("dp", "tp"), ("tp", "pp"), ("pp", "cp"), ("cp", "hsdp"), ("hsdp", "offload"), ("offload", "one")],
+)
+def test_written_by_one_and_read_by_another(tmp_path, writer, reader):
+    train(tmp_path / "run", *SAVING, *LAYOUTS[writer].split())
+    written = state_of(CheckpointFolder(tmp_path / "run/checkpoints").at(2))
+    experiment = check(
+        resolve_layout(to_experiment(compose([*SMALL, *SAVING, "training.steps=4", *LAYOUTS[reader].split()])), 1)
+    )
+    RunFolder(tmp_path / "run").config.write_text(to_yaml(experiment))
+    run_ranks(world_size(experiment), read_and_write, str(tmp_path / "run"), str(tmp_path / "again"))
+    found = state_of(CheckpointFolder(tmp_path / "again").at(2))
+    assert found.keys() == written.keys()
+    assert any(key.startswith("optimizer.") for key in written)
+    assert any(key.startswith("data.") for key in written)
+    for key, value in written.items():
+        assert torch.equal(found[key], value), key
+
+
+def state_of(path: Path) -> dict[str, torch.Tensor]:
+    """All of a checkpoint, whole, but for the counters, which name the layout."""
+    shapes = {key: shape for key, shape in tensor_shapes(path).items() if key != "progress"}
+    state = {
+        key: torch.empty(shape, dtype=torch.uint8 if key.startswith("data.") else torch.float32)
+        for key, shape in shapes.items()
+    }
+    read_into(path, state)
+    return state
+
+
+def read_and_write(run: str, again: str) -> None:
+    """Restore, and save at once, elsewhere."""
+    from titan_exp.checkpoint.checkpointer import Checkpointer
+    from titan_exp.trainer.distributed import joined
+    from titan_exp.trainer.train import Trainer
+
+    folder = RunFolder(run)
+    experiment = load_experiment(folder.config)
+    with joined(experiment.cluster) as device:
+        trainer = Trainer(experiment, folder, device)
+        assert trainer.step == 2
+        elsewhere = Checkpointer(experiment.checkpoint, Path(again))
+        elsewhere.save(2, trainer.model.parts, trainer.optimizer, trainer.loader.state_dict(), {"step": 2})
+        trainer.loader.close()
+        trainer.report.close("done")
+
+
+def test_initial_weights_come_from_any_layout(tmp_path):
+    first = train(tmp_path / "first", *SAVING, *LAYOUTS["tp"].split())
+    settings = [f"checkpoint.initial={tmp_path / 'first'}", "training.steps=1", "optimizer.lr=1e-30"]
+    begun = train(tmp_path / "second", *settings, *LAYOUTS["pp"].split())
+    for name, weight in first.weights.items():
+        assert torch.equal(begun.weights[name], weight), name
+    drawn = train(tmp_path / "third", "checkpoint.initial_exclude=[blocks.1.*]", *settings)
+    changed = [name for name, weight in first.weights.items() if not torch.equal(drawn.weights[name], weight)]
+    assert changed
+    assert all(name.startswith("blocks.1.") for name in changed)
+
+
+def test_a_pipeline_complains_of_what_any_rank_misses(tmp_path):
+    train(tmp_path / "first", *SAVING)
+    settings = [f"checkpoint.initial={tmp_path / 'first'}", "model.layers=6", "parallelism.pp=2"]
+    with pytest.raises(AssertionError, match=r"missing in the checkpoint: .*blocks\.4\.") as caught:
+        train(tmp_path / "second", *settings)
+    assert "not in the model" not in str(caught.value)

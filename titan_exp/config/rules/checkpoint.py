@@ -1,0 +1,46 @@
+"""Rules about what is saved, and about the weights that a run begins with."""
+
+from collections.abc import Iterator
+
+from titan_exp.config.errors import Violation
+from titan_exp.config.experiment import Experiment
+from titan_exp.config.layout import device_type
+from titan_exp.config.saved import saved_state
+
+
+def initial_weights_are_there(experiment: Experiment) -> Iterator[Violation]:
+    """The path holds a complete checkpoint."""
+    asked = experiment.checkpoint.initial
+    if asked is not None and (not asked or saved_state(asked) is None):
+        yield Violation(
+            "checkpoint.initial",
+            asked or "''",
+            "there is no complete checkpoint",
+            "a run folder with checkpoints/step-…, or one of these; ls -d runs/*/*/checkpoints/* lists those at hand",
+        )
+
+
+def what_is_excluded_is_of_something(experiment: Experiment) -> Iterator[Violation]:
+    """Weights can be left out only of weights that are loaded."""
+    config = experiment.checkpoint
+    if config.initial_exclude and config.initial is None:
+        yield Violation(
+            "checkpoint.initial_exclude",
+            config.initial_exclude,
+            "checkpoint.initial is null, so that all weights are drawn anyway",
+            "checkpoint.initial=RUN_FOLDER, or checkpoint.initial_exclude=[]",
+        )
+
+
+def pinned_memory_is_for_gpus(experiment: Experiment) -> Iterator[Violation]:
+    """Pinned memory is what a GPU copies into; without one there is nothing to pin."""
+    if experiment.checkpoint.mode == "async_pinned" and device_type(experiment.cluster) == "cpu":
+        yield Violation(
+            "checkpoint.mode",
+            "async_pinned",
+            "memory is pinned for copies from a GPU, and training is on the CPU",
+            "checkpoint.mode=async or async_process",
+        )
+
+
+RULES = (initial_weights_are_there, what_is_excluded_is_of_something, pinned_memory_is_for_gpus)

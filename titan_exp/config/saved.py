@@ -1,0 +1,28 @@
+"""Where a run keeps its checkpoints, as far as names tell it."""
+
+import re
+from pathlib import Path
+
+COMPLETE = re.compile(r"step-(\d{8,})")
+"""Name of a complete checkpoint's folder."""
+TABLE = ".metadata"
+"""The file in it that says what it holds."""
+
+
+def saved_state(asked: str) -> Path | None:
+    """The checkpoint that a path means: itself, or the newest complete one of a run; None where there is none.
+
+    Args:
+        asked: a checkpoint's folder, a run folder, or its `checkpoints/`.
+    """
+    path = Path(asked).expanduser()
+    if (path / TABLE).is_file() and not path.name.endswith(".partial"):
+        return path
+    for folder in (path / "checkpoints", path):
+        if folder.is_dir():
+            found = [
+                entry for entry in folder.iterdir() if COMPLETE.fullmatch(entry.name) and (entry / TABLE).is_file()
+            ]
+            if found:
+                return max(found, key=lambda entry: int(entry.name.removeprefix("step-")))
+    return None

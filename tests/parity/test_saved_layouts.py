@@ -7,6 +7,7 @@ import torch
 
 from tests.parity.runs import SMALL, train
 from tests.ranks import run_ranks
+from titan_exp.checkpoint.convert import convert_command
 from titan_exp.checkpoint.folder import CheckpointFolder
 from titan_exp.checkpoint.reader import read_into, tensor_shapes
 from titan_exp.config.compose import compose
@@ -79,6 +80,21 @@ def test_initial_weights_come_from_any_layout(tmp_path):
     first = train(tmp_path / "first", *SAVING, *LAYOUTS["tp"].split())
     settings = [f"checkpoint.initial={tmp_path / 'first'}", "training.steps=1", "optimizer.lr=1e-30"]
     begun = train(tmp_path / "second", *settings, *LAYOUTS["pp"].split())
+    for name, weight in first.weights.items():
+        assert torch.equal(begun.weights[name], weight), name
+    drawn = train(tmp_path / "third", "checkpoint.initial_exclude=[blocks.1.*]", *settings)
+    changed = [name for name, weight in first.weights.items() if not torch.equal(drawn.weights[name], weight)]
+    assert changed
+    assert all(name.startswith("blocks.1.") for name in changed)
+
+
+@pytest.mark.parametrize("tied", ["true", "false"])
+def test_or_from_a_hugging_face_folder(tmp_path, tied):
+    model = [f"model.tied_embeddings={tied}"]
+    first = train(tmp_path / "first", *SAVING, *model)
+    assert convert_command([str(tmp_path / "first"), str(tmp_path / "export")]) == 0
+    settings = [f"checkpoint.initial={tmp_path / 'export'}", "training.steps=1", "optimizer.lr=1e-30", *model]
+    begun = train(tmp_path / "second", *settings, "parallelism.tp=2", "parallelism.pp=2", "parallelism.dp_shard=2")
     for name, weight in first.weights.items():
         assert torch.equal(begun.weights[name], weight), name
     drawn = train(tmp_path / "third", "checkpoint.initial_exclude=[blocks.1.*]", *settings)

@@ -1,5 +1,7 @@
 """A sharded model filled from a Hugging Face folder: every rank, of any layout, reads its own part and no more."""
 
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
@@ -13,7 +15,7 @@ from titan_exp.parallel.materialize import local, part_of
 
 
 @torch.no_grad()
-def read_huggingface_into(model: nn.Module, config: ModelConfig, folder: Path) -> None:
+def read_huggingface_into(model: nn.Module, config: ModelConfig, folder: Path, exclude: Sequence[str] = ()) -> None:
     """Fill the parameters of a model, or of a stage of it, with the weights of a Hugging Face folder.
 
     All of its ranks may call it at once, without communication.
@@ -22,6 +24,7 @@ def read_huggingface_into(model: nn.Module, config: ModelConfig, folder: Path) -
         model: in memory, sharded or not; its parameters may be of another type than the files.
         config: the model group that it was built from.
         folder: with `config.json` and safetensors.
+        exclude: patterns of full names of parameters that keep their values.
 
     Raises:
         UserError: the folder cannot be read, or holds another model than `config` says.
@@ -32,6 +35,8 @@ def read_huggingface_into(model: nn.Module, config: ModelConfig, folder: Path) -
         raise UserError(f"{folder}: {reason}, and model.architecture is {config.architecture}.")
     _check_shape(config, source.model, folder)
     for name, parameter in model.named_parameters():
+        if any(fnmatchcase(name, pattern) for pattern in exclude):
+            continue
         part = part_of(parameter)
         if 0 not in part.size:
             window = [slice(start, start + size) for start, size in zip(part.start, part.size, strict=True)]

@@ -24,6 +24,7 @@ class CheckpointConfig:
     last: Literal["full", "weights"]
     """What is saved after the last step; from `weights` alone no run can be continued, only begun."""
     initial: str | None
-    """Run folder or checkpoint whose weights a new run begins with, made in any layout; part of what is computed."""
+    """Run folder, checkpoint or Hugging Face folder whose weights a new run begins with, made in any layout; part of
+    what is computed."""
     initial_exclude: list[str]
     """Patterns of full names (`head.*`) of weights that keep their initial values nevertheless."""

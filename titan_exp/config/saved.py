@@ -26,3 +26,9 @@ def saved_state(asked: str) -> Path | None:
             if found:
                 return max(found, key=lambda entry: int(entry.name.removeprefix("step-")))
     return None
+
+
+def huggingface_folder(asked: str) -> Path | None:
+    """The Hugging Face folder of weights that a path is; None where it is none."""
+    path = Path(asked).expanduser()
+    return path if (path / "config.json").is_file() and any(path.glob("*.safetensors")) else None

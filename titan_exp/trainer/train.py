@@ -8,12 +8,14 @@ import torch
 import torch.distributed as dist
 
 from titan_exp.checkpoint.checkpointer import Checkpointer
+from titan_exp.checkpoint.huggingface_reading import read_huggingface_into
 from titan_exp.checkpoint.state import WEIGHTS_ONLY
 from titan_exp.config.convert import to_dict
 from titan_exp.config.difference import differences
 from titan_exp.config.errors import UserError
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import gradient_accumulation, micro_batch_size
+from titan_exp.config.saved import huggingface_folder
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.optim.build import build_optimizer
@@ -159,8 +161,7 @@ class Trainer:
     def _restore(self) -> None:
         step = self.checkpointer.latest()
         if step is None:
-            if self.experiment.checkpoint.initial is not None:
-                self.checkpointer.load_initial(self.model.parts)
+            self._begin_with_weights()
             return
         restored = self.checkpointer.load(step, self.model.parts, self.optimizer)
         self.step, self.tokens = restored.progress["step"], restored.progress["tokens"]
@@ -175,6 +176,19 @@ class Trainer:
         changed = differences(restored.progress.get("config"), to_dict(self.experiment))
         if changed:
             get_logger().info("changed since that checkpoint; what holds is the new one:%s", "".join(changed))
+
+    def _begin_with_weights(self) -> None:
+        """Where the configuration says so, replace the weights that were drawn by those of another run or tool."""
+        config = self.experiment.checkpoint
+        if config.initial is None:
+            return
+        folder = huggingface_folder(config.initial)
+        if folder is None:
+            self.checkpointer.load_initial(self.model.parts)
+            return
+        for part in self.model.parts:
+            read_huggingface_into(part, self.experiment.model, folder, config.initial_exclude)
+        get_logger().info("weights from %s", folder)
 
     def _check_finite(self, loss: float, grad_norm: float) -> None:
         if self.experiment.training.stop_on_nonfinite and not (math.isfinite(loss) and math.isfinite(grad_norm)):

@@ -5,18 +5,19 @@ from collections.abc import Iterator
 from titan_exp.config.errors import Violation
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import device_type
-from titan_exp.config.saved import saved_state
+from titan_exp.config.saved import huggingface_folder, saved_state
 
 
 def initial_weights_are_there(experiment: Experiment) -> Iterator[Violation]:
     """The path holds a complete checkpoint."""
     asked = experiment.checkpoint.initial
-    if asked is not None and (not asked or saved_state(asked) is None):
+    if asked is not None and (not asked or (saved_state(asked) or huggingface_folder(asked)) is None):
         yield Violation(
             "checkpoint.initial",
             asked or "''",
             "there is no complete checkpoint",
-            "a run folder with checkpoints/step-…, or one of these; ls -d runs/*/*/checkpoints/* lists those at hand",
+            "a run folder with checkpoints/step-…, one of these (ls -d runs/*/*/checkpoints/* lists those at hand), or "
+            "a Hugging Face folder with config.json and safetensors",
         )
 
 

@@ -58,7 +58,10 @@ def final_state(folder: RunFolder) -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.mark.parametrize(("world", "layout"), [(1, []), (2, ["parallelism.dp_shard=2"])])
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [(1, []), (2, ["parallelism.dp_shard=2"]), (1, ["checkpoint.mode=async_process"])],
+)
 def test_killed_at_random_moments(tmp_path, world, layout):
     undisturbed = run_folder(tmp_path / "undisturbed", *layout)
     ranks = start(undisturbed, world)

@@ -70,7 +70,11 @@ class _RecordingFileSystem(FileSystem):
                 yield stream
                 return
             recording = _Recording(cast(IO[bytes], stream))
-            yield recording
+            try:
+                yield recording
+            except Exception as error:
+                # torch's archive writer says where it stands in the file, and not that the disk is full.
+                raise recording.error or error from None
             self.sums[Path(path).name] = FileSum(recording.size, recording.crc32)
 
     def rename(self, path: str | PathLike[str], new_path: str | PathLike[str]) -> None:
@@ -85,12 +89,17 @@ class _Recording:
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
         self.size = self.crc32 = 0
+        self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         self.crc32 = zlib.crc32(view, self.crc32)
         self.size += view.nbytes
-        return self._stream.write(view)
+        try:
+            return self._stream.write(view)
+        except OSError as error:
+            self.error = error
+            raise
 
     def tell(self) -> int:
         return self._stream.tell()

@@ -97,8 +97,8 @@ class Trainer:
             self._save()
             self.checkpointer.wait()
         if self.experiment.checkpoint.mode != "off" and self.checkpointer.durable != self.step:
-            raise RuntimeError(
-                f"the state after step {self.step} could not be saved (the log says why). Make room and start the "
+            raise UserError(
+                f"The state after step {self.step} could not be saved (the log says why). Make room and start the "
                 "run again: it continues from its last complete checkpoint"
             )
         return self._is_over

@@ -108,9 +108,12 @@ class Checkpointer:
 
         With `weights_only`, neither optimizer nor data state is: no run can be continued from such a checkpoint.
         """
-        if self.config.mode == "off" or step == self._newest:
+        if self.config.mode == "off":
             return
-        begin = self._last = self._clock()
+        begin = self._clock()
+        if self._is_saved(step):
+            return
+        self._last = begin
         self.wait()
         if weights_only:
             state = {**model_state(parts), PROGRESS: to_bytes({**progress, WEIGHTS_ONLY: True})}
@@ -125,8 +128,8 @@ class Checkpointer:
         else:
             if self._background is None:
                 self._background = BackgroundSaves(self.config.mode, self._group)
-            future = self._background.start(state, writer)
-            save.write, save.future = future.result, future
+            background, future = self._background, self._background.start(state, writer)
+            save.write, save.future = lambda: background.result(future), future
             save.paused = self._clock() - begin
             future.add_done_callback(lambda _: save.end(self._clock()))
 
@@ -234,6 +237,15 @@ class Checkpointer:
             raise UserError(f"checkpoint.initial={self.config.initial}: there is no complete checkpoint")
         require_intact(path, self._group)
         load_weights(path, parts, self.config.initial_exclude, self._group)
+
+    def _is_saved(self, step: int) -> bool:
+        """Whether this step was saved on every rank: a writing process may die when others have had their answer."""
+        if self.config.mode != "async_process":
+            return step == self._newest
+        self.wait()
+        saved = torch.tensor([step == self._newest], dtype=torch.uint8)
+        dist.all_reduce(saved, op=dist.ReduceOp.MIN, group=self._group)
+        return bool(saved)
 
     def _prepare(self) -> None:
         """Make the folder, without the rubble of earlier attempts."""

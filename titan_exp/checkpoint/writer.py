@@ -22,18 +22,17 @@ from titan_exp.checkpoint.folder import CheckpointFolder
 from titan_exp.checkpoint.integrity import FileSum, write_sums
 
 
-class CheckedWriter(dcp.FileSystemWriter):
-    """torch's file writer, which records what it writes and publishes the checkpoint when all of it is on disk.
+class SummedWriter(dcp.FileSystemWriter):
+    """torch's file writer, which records what it writes, and writes the checksums last.
 
     Args:
-        folder: the run's checkpoints.
-        step: whose state is written.
+        path: folder to write.
+        single_file_per_rank: one file for each rank, else one for each tensor.
     """
 
-    def __init__(self, folder: CheckpointFolder, step: int) -> None:
-        super().__init__(folder.partial(step), single_file_per_rank=True, sync_files=True)
+    def __init__(self, path: Path, *, single_file_per_rank: bool) -> None:
+        super().__init__(path, single_file_per_rank=single_file_per_rank, sync_files=True)
         self.fs = self._recording = _RecordingFileSystem()
-        self._folder, self._step = folder, step
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
         """Write this rank's files; what is recorded of them travels to rank 0 with torch's own results."""
@@ -43,17 +42,34 @@ class CheckedWriter(dcp.FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """On rank 0, after every rank has written: table of contents, checksums, publication."""
-        parent = multiprocessing.parent_process()
-        if parent is not None and not parent.is_alive():
-            # A writing process that outlives its rank must not meddle with the next attempt.
-            raise OSError("the trainer that asked for this checkpoint is gone")
+        """On rank 0, after every rank has written: table of contents and checksums."""
         own = [[result for result in rank if not isinstance(result, tuple)] for rank in results]
         super().finish(metadata, own)
         sums: dict[str, FileSum] = {}
         for rank in results:
             sums |= dict(result for result in rank if isinstance(result, tuple))
         write_sums(Path(self.path), sums | self._recording.sums)
+
+
+class CheckedWriter(SummedWriter):
+    """Writes a checkpoint of a run, and publishes it when all of it is on disk.
+
+    Args:
+        folder: the run's checkpoints.
+        step: whose state is written.
+    """
+
+    def __init__(self, folder: CheckpointFolder, step: int) -> None:
+        super().__init__(folder.partial(step), single_file_per_rank=True)
+        self._folder, self._step = folder, step
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        """On rank 0, after every rank has written: table of contents, checksums, publication."""
+        parent = multiprocessing.parent_process()
+        if parent is not None and not parent.is_alive():
+            # A writing process that outlives its rank must not meddle with the next attempt.
+            raise OSError("the trainer that asked for this checkpoint is gone")
+        super().finish(metadata, results)
         self._folder.publish(self._step)
 
 

@@ -128,7 +128,7 @@ with joined_process_group(torch.device("cpu")):
 @pytest.mark.skipif(not can_mount(), reason=NO_MOUNTS)
 def test_shared_memory_that_is_too_small_is_said_and_a_thread_writes(tmp_path):
     """In a mount namespace of its own, whose /dev/shm has 64 kB."""
-    mount = "mount -t tmpfs -o size=64k tmpfs /dev/shm && exec \"$@\""
+    mount = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"'
     done = subprocess.run(
         ["unshare", "--mount", "sh", "-c", mount, "sh", sys.executable, "-c", SMALL_SHARED_MEMORY, str(tmp_path)],
         capture_output=True,

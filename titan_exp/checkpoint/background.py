@@ -47,7 +47,9 @@ class BackgroundSaves:
             state,
             storage_writer=writer,
             process_group=self._group,
-            async_checkpointer_type=AsyncCheckpointerType.THREAD if self._process is None else AsyncCheckpointerType.PROCESS,
+            async_checkpointer_type=AsyncCheckpointerType.THREAD
+            if self._process is None
+            else AsyncCheckpointerType.PROCESS,
             async_stager=self._stager,
         )
         assert isinstance(future, Future), "staging is synchronous in every mode"
@@ -78,7 +80,7 @@ class BackgroundSaves:
         if missing is None:
             return
         get_logger().error(
-            "checkpoint.mode=async_process: %s. A thread writes the checkpoints instead, as with checkpoint.mode=async. "
+            "checkpoint.mode=async_process: %s. A thread writes the checkpoints instead, as with mode=async. "
             "A larger one: docker run --shm-size=64g, or mount -o remount,size=64g /dev/shm.",
             missing,
         )

@@ -19,6 +19,7 @@ from titan_exp.checkpoint.integrity import agreed_problem, has_sums, require_int
 from titan_exp.checkpoint.reader import read_into, tensor_shapes
 from titan_exp.checkpoint.state import (
     DATA,
+    OPTIMIZER,
     PROGRESS,
     WEIGHTS_ONLY,
     allocate_optimizer_state,
@@ -217,7 +218,9 @@ class Checkpointer:
             read_into(path, model_state(parts))
             data: dict[str, Any] = {}
         else:
-            allocate_optimizer_state(parts, optimizer)
+            # Before the first step an optimizer has no state, and none is saved.
+            if any(key.startswith(OPTIMIZER) for key in shapes):
+                allocate_optimizer_state(parts, optimizer)
             read_into(path, {**model_state(parts), **optimizer_state(parts, optimizer)})
             data = {key.removeprefix(DATA): state for key, state in _read_notes(path, shapes, DATA).items()}
         make_copies_equal(parts, optimizer)

@@ -9,6 +9,7 @@ from titan_exp.config.experiment import Experiment
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.build import build_sinks
 from titan_exp.tracking.device import PeakMemory, peak_tflops
+from titan_exp.tracking.log import get_logger
 from titan_exp.tracking.run_folder import RunFolder
 from titan_exp.tracking.throughput import Throughput
 from titan_exp.trainer.compile_report import CompileReport
@@ -33,6 +34,7 @@ class Report:
         self.last_step = first_step
         """The last finished step."""
         self.leader = dist.get_rank() == 0
+        self._silent = False
         attempts = folder.read_attempts()
         self.attempt = attempts[-1].attempt if attempts else 1
         self.throughput = Throughput(
@@ -51,7 +53,7 @@ class Report:
         self.throughput.step(tokens)
         self.compilation.after("step", step)
         if self.leader:
-            self.folder.beat(step)
+            self._beat(step)
 
     def log(
         self,
@@ -90,9 +92,20 @@ class Report:
     def close(self, state: str) -> None:
         """Finish all sinks, saying how the run ended."""
         if self.leader:
-            self.folder.beat(self.last_step, force=True)
+            self._beat(self.last_step, force=True)
         for sink in self.sinks:
             sink.close(state)
+
+    def _beat(self, step: int, *, force: bool = False) -> None:
+        """A sign of life is worth no run: on a full disk it is missing, and the log says so once."""
+        try:
+            self.folder.beat(step, force=force)
+        except OSError as error:
+            if not self._silent:
+                get_logger().error("%s cannot be written (%s)", self.folder.heartbeat, error.strerror or error)
+            self._silent = True
+        else:
+            self._silent = False
 
 
 def _nothing() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.parity.runs import SMALL
+from tests.parity.runs import EVALUATE, PARAGRAPHS, SMALL
 from tests.ranks import Ranks
 from titan_exp.checkpoint.folder import CheckpointFolder
 from titan_exp.checkpoint.integrity import problem
@@ -21,7 +21,7 @@ from titan_exp.tracking.metrics_file import read_metrics
 from titan_exp.tracking.run_folder import RunFolder
 from titan_exp.trainer.rank import main
 
-STEPS = 20
+STEPS = 30
 KEYS = ("step", "tokens", "loss", "grad_norm", "lr", "validation_loss")
 MODES = [
     "sync",
@@ -34,8 +34,9 @@ MODES = [
 def run_folder(path: Path, world: int, mode: str) -> RunFolder:
     settings = [
         *SMALL,
+        *PARAGRAPHS,
+        *EVALUATE.split(),
         f"training.steps={STEPS}",
-        "training.evaluate_every=10",
         f"parallelism.dp_shard={world}",
         f"checkpoint.mode={mode}",
         "checkpoint.every=2",

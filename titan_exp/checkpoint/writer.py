@@ -36,7 +36,13 @@ class SummedWriter(dcp.FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
         """Write this rank's files; what is recorded of them travels to rank 0 with torch's own results."""
-        results = super().write_data(plan, planner).value()
+        try:
+            results = super().write_data(plan, planner).value()
+        except RuntimeError as error:
+            # torch.save says only that something went wrong, not that the disk is full.
+            if self._recording.failure is not None:
+                raise self._recording.failure from error
+            raise
         done: Future[list[Any]] = Future()
         done.set_result([*results, *self._recording.sums.items()])
         return done
@@ -78,6 +84,8 @@ class _RecordingFileSystem(FileSystem):
 
     def __init__(self) -> None:
         self.sums: dict[str, FileSum] = {}
+        self.failure: OSError | None = None
+        """What the system said when a file could not be written."""
 
     @contextmanager
     def create_stream(self, path: str | PathLike[str], mode: str) -> Generator[Any]:
@@ -86,7 +94,10 @@ class _RecordingFileSystem(FileSystem):
                 yield stream
                 return
             recording = _Recording(cast(IO[bytes], stream))
-            yield recording
+            try:
+                yield recording
+            finally:
+                self.failure = self.failure or recording.failure
             self.sums[Path(path).name] = FileSum(recording.size, recording.crc32)
 
     def rename(self, path: str | PathLike[str], new_path: str | PathLike[str]) -> None:
@@ -101,12 +112,17 @@ class _Recording:
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
         self.size = self.crc32 = 0
+        self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         self.crc32 = zlib.crc32(view, self.crc32)
         self.size += view.nbytes
-        return self._stream.write(view)
+        try:
+            return self._stream.write(view)
+        except OSError as error:
+            self.failure = error
+            raise
 
     def tell(self) -> int:
         return self._stream.tell()

@@ -101,7 +101,7 @@ class WritingProcess:
         return executor._CHECKPOINT_PROCESS is not None
 
 
-def serve_quietly(*arguments: Any) -> None:
+def serve_quietly(pg_init_info: executor._ProcessGroupInitInfo, parent_conn: Any) -> None:
     """What the process runs: torch's loop without its diary on standard error.
 
     A Ctrl-C or a scheduler's signal reaches it as well; what to do about it is for the trainer to say, which saves.
@@ -110,7 +110,7 @@ def serve_quietly(*arguments: Any) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # Its failures are raised, and told in words, in the trainer.
     logging.disable(logging.ERROR)
-    _serve(*arguments)
+    _serve(pg_init_info, parent_conn)
 
 
 def _alive() -> bool:

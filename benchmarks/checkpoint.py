@@ -109,6 +109,7 @@ def measure_resumes(scratch: Path) -> None:
     print(f"\n{'data':14} {'batches before':>18} {'tokens before':>18} {'to the next batch, s':>22}")
     for name, data in sources.items():
         run = replace(base, data=replace(base.data, **data))
+        resume(run, 0)  # imports
         for batches in POSITIONS[name]:
             print(f"{name:14} {batches:18,} {batches * 16 * 256:18,} {resume(run, batches):22.4f}", flush=True)
 

@@ -29,7 +29,8 @@ def test_a_full_disk_costs_a_checkpoint_and_no_more(tmp_path, caplog, mode, leav
             one_step(model, optimizer)
             saver.save(20, [model], optimizer, {}, {"step": 20})
             saver.wait()
-            assert "step 20 could not be written; training goes on with the last complete one" in caplog.text
+            assert "step 20 could not be written" in caplog.text
+            assert "training goes on, and the newest complete one is that of step 10" in caplog.text
             assert "No space left on device" in caplog.text
             assert [entry.name for entry in saver.folder.path.iterdir()] == ["step-00000010"]
             assert problem(saver.folder.at(10)) is None

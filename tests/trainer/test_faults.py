@@ -84,3 +84,29 @@ def test_any_layout_begins_bitwise_with_a_seed_checkpoint(tmp_path: Path, way: s
     begun = train(tmp_path / "begun", *layout)
     assert (begun.loss, begun.grad_norm) == (drawn.loss, drawn.grad_norm)
     assert all(torch.equal(begun.weights[name], weight) for name, weight in drawn.weights.items())
+
+
+@pytest.mark.skipif(not can_mount(), reason=NO_MOUNTS)
+def test_a_disk_that_stays_full_ends_the_run_in_words_and_room_continues_it(tmp_path):
+    undisturbed = train(tmp_path / "undisturbed", *SAVING)
+    with small_disk(tmp_path / "disk", 20 * 2**20) as disk:
+        with pytest.raises(AssertionError, match="UserError: The state after step 8 could not be saved"):
+            train(disk / "run", *SAVING, mutate=fills_its_disk_after_step_3)
+        (disk / "run/filler").unlink()
+        found = train(disk / "run", *SAVING)
+    assert [row["step"] for row in found.rows] == list(range(1, 9))
+    assert (found.loss, found.grad_norm) == (undisturbed.loss, undisturbed.grad_norm)
+
+
+def fills_its_disk_after_step_3() -> None:
+    from tests.faults import fill
+    from titan_exp.trainer.train import Trainer
+
+    step = Trainer._one_step
+
+    def on_a_disk_that_fills_up(self: Trainer) -> bool:
+        if self.step == 3:
+            fill(self.folder.path)
+        return step(self)
+
+    Trainer._one_step = on_a_disk_that_fills_up  # type: ignore[method-assign]  # on purpose

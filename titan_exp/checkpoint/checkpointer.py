@@ -152,9 +152,12 @@ class Checkpointer:
         except (dcp.CheckpointException, OSError) as error:
             # torch raises on every rank where the writing of one has failed.
             get_logger().error(
-                "the checkpoint of step %d could not be written; training goes on with the last complete one: %s",
+                "the checkpoint of step %d could not be written (%s); training goes on, and %s",
                 save.step,
                 _cause(error),
+                "there is none yet"
+                if self.durable is None
+                else f"the newest complete one is that of step {self.durable}",
             )
             self._newest = None
             if self._leader:

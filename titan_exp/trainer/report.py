@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
+from titan_exp.config.errors import UserError
 from titan_exp.config.experiment import Experiment
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.build import build_sinks
@@ -90,11 +91,21 @@ class Report:
         return float(loss)
 
     def close(self, state: str) -> None:
-        """Finish all sinks, saying how the run ended."""
+        """Finish all sinks, saying how the run ended.
+
+        Raises:
+            UserError: the run did not fail, but rows of its metrics could not be written.
+        """
         if self.leader:
             self._beat(self.last_step, force=True)
         for sink in self.sinks:
-            sink.close(state)
+            try:
+                sink.close(state)
+            except OSError as error:
+                missing = f"{self.folder.metrics} lacks its last rows ({error.strerror or error})."
+                if state != "failed":
+                    raise UserError(f"{missing} Everything else of the run is there.") from error
+                get_logger().error("%s", missing)
 
     def _beat(self, step: int, *, force: bool = False) -> None:
         """A sign of life is worth no run: on a full disk it is missing, and the log says so once."""

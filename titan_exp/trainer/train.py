@@ -87,6 +87,7 @@ class Trainer:
 
         Raises:
             Diverged: the loss is not finite and the configuration says to stop then.
+            UserError: the last state could not be saved.
         """
         collection = GarbageCollection(self.experiment.training.gc_every)
         stop = False
@@ -97,9 +98,9 @@ class Trainer:
             self._save()
             self.checkpointer.wait()
         if self.experiment.checkpoint.mode != "off" and self.checkpointer.durable != self.step:
-            raise RuntimeError(
-                f"the state after step {self.step} could not be saved (the log says why). Make room and start the "
-                "run again: it continues from its last complete checkpoint"
+            raise UserError(
+                f"The state after step {self.step} could not be saved; the log says why. Make room and start the run "
+                "again: it continues from its newest complete checkpoint."
             )
         return self._is_over
 

@@ -53,7 +53,7 @@ def train(words: Sequence[str]) -> int:
                 print(line)
             return 0
         outcome = run(plan(experiment, overrides))
-        if outcome.exit_code == 0:
+        if outcome.exit_code == 0 and experiment.training.steps:
             print(f"loss curve: {draw(outcome.folder.path)}")
         return outcome.exit_code
 

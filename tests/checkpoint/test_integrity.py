@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -9,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.saving import checkpointer, saved, snapshot, trained
+from tests.checkpoint.tools import exported
 from tests.models.shapes import real_model
 from titan_exp.checkpoint.checkpointer import load_model
-from titan_exp.checkpoint.integrity import SUMS, problem
+from titan_exp.checkpoint.integrity import SUMS, has_sums, problem
+from titan_exp.checkpoint.source import open_source
 from titan_exp.config.errors import UserError
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -53,6 +56,37 @@ def test_damage_is_found_and_an_older_one_is_used(tmp_path, caplog, name: str, h
         assert DATA_FILE in line
     assert again.folder.complete() == [10], "a damaged one does not count when old ones go"
     assert (tmp_path / "checkpoints/step-00000020.damaged").is_dir()
+
+
+def test_any_single_bit_that_flips_is_found(tmp_path):
+    path = saved(tmp_path, 10).folder.at(10)
+    seed = random.randrange(10**6)
+    print(f"seed of the flips: {seed}")
+    chance = random.Random(seed)
+    meant = json.loads((path / SUMS).read_text())
+    for name in [DATA_FILE, TABLE, SUMS] * 25:
+        content = (path / name).read_bytes()
+        position, bit = chance.randrange(len(content)), chance.randrange(8)
+        changed = bytearray(content)
+        changed[position] ^= 1 << bit
+        (path / name).write_bytes(changed)
+        try:
+            # Space between the sums may become other space.
+            same = name == SUMS and json.loads(changed.decode()) == meant
+        except ValueError:
+            same = False
+        assert same or problem(path) is not None, f"bit {bit} of byte {position} of {name}"
+        (path / name).write_bytes(content)
+    assert problem(path) is None
+
+
+def test_a_converted_checkpoint_has_sums_and_what_reads_it_looks_at_them(tmp_path):
+    exported("llama3", "dcp", tmp_path / "weights")
+    assert has_sums(tmp_path / "weights")
+    assert open_source(tmp_path / "weights").format == "dcp"
+    flip_a_bit(max((tmp_path / "weights").glob("*.distcp"), key=lambda file: file.stat().st_size))
+    with pytest.raises(UserError, match=r"is damaged: .*distcp does not have the checksum"):
+        open_source(tmp_path / "weights")
 
 
 def test_what_is_used_instead_is_whole(tmp_path):

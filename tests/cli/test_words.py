@@ -122,7 +122,7 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
         (["train", "data.paths=[a"], "quote it"),
         (["train", "training.steps="], "training.steps: a whole number is meant"),
         (["train", "training.steps=1,2"], "add -m"),
-        (["train", "training.steps=0"], "must be at least 1"),
+        (["train", "training.steps=-1"], "must be at least 0"),
         (["train", "--training.steps=5"], "without dashes: training.steps=5"),
         (["train", "--mutlirun"], "did you mean --multirun?"),
         (["train", "--cfg"], "--cfg needs a value"),

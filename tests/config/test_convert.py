@@ -34,7 +34,7 @@ def test_values_become_the_fields_types():
         "training.steps=1.5",
         "training.steps=abc",
         "training.steps=true",
-        "training.steps=0",
+        "training.seq_len=0",
         "training.steps=null",
         "training.micro_batch_size=true",
         "training.max_grad_norm=inf",
@@ -71,7 +71,7 @@ def test_a_wrong_value_names_its_field(override: str):
 
 def test_all_errors_come_at_once_in_the_order_of_the_configuration():
     wrong = (
-        "training.steps=0",
+        "training.seq_len=0",
         "+model.depth=3",
         "checkpoint.mode=asynch",
         "~data.split",
@@ -79,7 +79,7 @@ def test_all_errors_come_at_once_in_the_order_of_the_configuration():
         "optimizer.lr=-1",
     )
     fields = [violation.field for violation in refused(*wrong)]
-    assert fields == ["training.steps", "optimizer.lr", "data.split", "checkpoint.mode", "foo", "model.depth"]
+    assert fields == ["training.seq_len", "optimizer.lr", "data.split", "checkpoint.mode", "foo", "model.depth"]
 
 
 def test_remedies_name_what_would_work():

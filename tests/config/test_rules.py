@@ -77,6 +77,8 @@ def test_the_default_run_keeps_every_rule():
         (["checkpoint.initial=''"], "checkpoint.initial", "run folder"),
         (["checkpoint=async_pinned", "cluster.device=cpu"], "checkpoint.mode", "async_process"),
         (["checkpoint.initial_exclude=[head.*]"], "checkpoint.initial_exclude", "initial_exclude=[]"),
+        (["training.steps=0", "checkpoint=none"], "training.steps", "checkpoint=sync"),
+        (["training.steps=0"], "", ""),
         # steps
         (["lr_schedule.warmup_steps=500"], "", ""),
         (["lr_schedule.warmup_steps=500", "lr_schedule.decay_steps=101"], "lr_schedule.decay_steps", "decay_steps=100"),

@@ -169,3 +169,18 @@ def test_what_the_attempt_before_ran_with_is_kept(tmp_path: Path) -> None:
     kept = made.folder.attempt_logs(1)
     assert (kept / "config.yaml").read_text() == old
     assert not (kept / "code.json").exists()  # it is the same
+
+
+def test_what_a_run_began_with_may_be_gone_once_it_has_a_checkpoint(tmp_path: Path) -> None:
+    source = tmp_path / "source" / "checkpoints" / "step-00000001"
+    source.mkdir(parents=True)
+    (source / ".metadata").touch()
+    words = (f"checkpoint.initial={tmp_path / 'source'}",)
+    begun = planned(tmp_path / "runs", *words)
+    source.rename(tmp_path / "gone")
+    with pytest.raises(UserError, match=r"checkpoint\.initial"):
+        planned(tmp_path / "runs", *words)
+    own = begun.folder.checkpoints / "step-00000002"
+    own.mkdir(parents=True)
+    (own / ".metadata").touch()
+    assert planned(tmp_path / "runs", *words).run_id == begun.run_id

@@ -1,5 +1,6 @@
 """Any layout writes a checkpoint, any other reads it: the gathered state is the same to the last bit."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,18 +21,20 @@ LAYOUTS = {
     "one": "",
     "dp": "parallelism.dp_shard=2",
     "tp": "parallelism.tp=2",
-    "pp": "parallelism.pp=2",
+    "pp": "parallelism.pp=2 parallelism.pp_schedule=1F1B",
+    "zbv": "parallelism.pp=2 parallelism.pp_schedule=ZBVZeroBubble",
     "cp": "parallelism.cp=2",
     "hsdp": "parallelism=hsdp training.micro_batch_size=1",
     "offload": "parallelism.dp_shard=2 parallelism.cpu_offload=true",
+    "tp, zbv": "parallelism.tp=2 parallelism.pp=2 parallelism.pp_schedule=ZBVZeroBubble",
+    "dp, cp": "parallelism.dp_shard=2 parallelism.cp=2",
 }
+RING = ["one", "dp", "tp", "pp", "zbv", "cp", "hsdp", "offload", "tp, zbv", "dp, cp", "one"]
+"""Each writes for the next: all are writers and readers of the same state, so that any can follow any."""
 SAVING = ["training.steps=2", "checkpoint.mode=sync", "checkpoint.every=2"]
 
 
-@pytest.mark.parametrize(
-    ("writer", "reader"),
-    [("dp", "tp"), ("tp", "pp"), ("pp", "cp"), ("cp", "hsdp"), ("hsdp", "offload"), ("offload", "one")],
-)
+@pytest.mark.parametrize(("writer", "reader"), [*pairwise(RING)])
 def test_written_by_one_and_read_by_another(tmp_path, writer, reader):
     train(tmp_path / "run", *SAVING, *LAYOUTS[writer].split())
     written = state_of(CheckpointFolder(tmp_path / "run/checkpoints").at(2))

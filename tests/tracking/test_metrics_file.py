@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.faults import NO_MOUNTS, can_mount, fill, small_disk
 from titan_exp.config.errors import UserError
 from titan_exp.tracking.metrics_file import JsonlSink, read_metrics, repair
 
@@ -117,15 +118,17 @@ def test_a_process_that_is_killed_leaves_every_row_it_logged(tmp_path: Path) -> 
     assert [row["step"] for row in read_metrics(path)] == list(range(1, 51))
 
 
-def test_a_full_disk_ends_the_run_and_what_fitted_is_kept(tmp_path: Path) -> None:
+def test_rows_that_wait_for_room_are_an_error_at_the_end_and_what_fitted_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     program = (
         "import resource, sys; from pathlib import Path; from titan_exp.tracking.metrics_file import JsonlSink\n"
         "sink = JsonlSink(Path(sys.argv[1]), 1)\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))\n"
         "for step in range(1, 101): sink.log({'step': step})\n"
+        "sink.close('done')\n"
     )
     done = subprocess.run([sys.executable, "-c", program, str(path)], check=False, timeout=60, capture_output=True)
+    assert done.stderr.count(b"the rows wait in memory") == 1
     assert done.returncode == 1
     assert b"OSError" in done.stderr
     assert path.stat().st_size == 1000  # the last line is torn in its middle
@@ -133,3 +136,20 @@ def test_a_full_disk_ends_the_run_and_what_fitted_is_kept(tmp_path: Path) -> Non
     assert kept == list(range(1, len(kept) + 1))
     write(path, {"step": 101}, attempt=2)
     assert [row["step"] for row in read_metrics(path)] == [*kept, 101]
+
+
+@pytest.mark.skipif(not can_mount(), reason=NO_MOUNTS)
+def test_no_row_is_missing_after_a_full_disk_has_room_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with small_disk(tmp_path / "disk", 64 * 1024) as disk:
+        path = disk / "metrics.jsonl"
+        sink = JsonlSink(path, 1)
+        sink.log({"step": 1})
+        filler = fill(disk)
+        for step in range(2, 1000):
+            sink.log({"step": step})
+        assert len(read_metrics(path)) < 999
+        filler.unlink()
+        sink.log({"step": 1000})
+        assert [row["step"] for row in read_metrics(path)] == list(range(1, 1001))
+        sink.close("done")
+    assert caplog.text.count("No space left on device") == 1

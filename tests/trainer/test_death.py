@@ -2,14 +2,17 @@
 
 import random
 import time
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.parity.runs import SMALL
+from tests.parity.runs import EVALUATE, PARAGRAPHS, SMALL
 from tests.ranks import Ranks
 from titan_exp.checkpoint.folder import CheckpointFolder
+from titan_exp.checkpoint.integrity import problem
 from titan_exp.checkpoint.reader import read_into, tensor_shapes
 from titan_exp.config.compose import compose
 from titan_exp.config.convert import to_experiment, to_yaml
@@ -18,19 +21,28 @@ from titan_exp.tracking.metrics_file import read_metrics
 from titan_exp.tracking.run_folder import RunFolder
 from titan_exp.trainer.rank import main
 
-STEPS = 24
+STEPS = 30
 KEYS = ("step", "tokens", "loss", "grad_norm", "lr", "validation_loss")
+MODES = [
+    "sync",
+    "async",
+    "async_process",
+    pytest.param("async_pinned", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")),
+]
 
 
-def run_folder(path: Path, *overrides: str) -> RunFolder:
+def run_folder(path: Path, world: int, mode: str) -> RunFolder:
     settings = [
         *SMALL,
+        *PARAGRAPHS,
+        *EVALUATE.split(),
         f"training.steps={STEPS}",
-        "training.evaluate_every=10",
-        "checkpoint.mode=async",
-        "checkpoint.every=3",
+        f"parallelism.dp_shard={world}",
+        f"checkpoint.mode={mode}",
+        "checkpoint.every=2",
+        "checkpoint.keep=2",
         "data.prefetch=2",
-        *overrides,
+        *(["cluster.device=cuda"] if mode == "async_pinned" else []),
     ]
     folder = RunFolder(path)
     path.mkdir(parents=True)
@@ -40,7 +52,46 @@ def run_folder(path: Path, *overrides: str) -> RunFolder:
 
 def start(folder: RunFolder, world: int) -> Ranks:
     folder.add_attempt(world_size=world, hosts=["localhost"])
-    return Ranks(world, main, str(folder.path))
+    return Ranks(world, deletes_slowly, str(folder.path))
+
+
+def deletes_slowly(path: str) -> None:
+    """A rank on a disk that takes its time to delete, as those of clusters do: there is a moment to be killed in."""
+    import shutil
+    from pathlib import Path
+
+    delete = shutil.rmtree
+
+    def slowly(folder: Path, *arguments: object, **options: object) -> None:
+        if str(folder).endswith(".deleted") and Path(folder).exists():
+            for file in sorted(Path(folder).iterdir()):
+                time.sleep(0.02)
+                file.unlink()
+        delete(folder, *arguments, **options)  # type: ignore[arg-type]  # passed on as they are
+
+    shutil.rmtree = slowly  # type: ignore[assignment]  # on purpose
+    main(path)
+
+
+def finished(folder: RunFolder, world: int) -> RunFolder:
+    ranks = start(folder, world)
+    try:
+        ranks.results(120)
+    finally:
+        ranks.kill()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, bool], RunFolder]:
+    """A run that nobody kills: how it is saved changes no number of it."""
+
+    @cache
+    def run(world: int, cuda: bool) -> RunFolder:
+        mode = "async_pinned" if cuda else "sync"
+        return finished(run_folder(tmp_path_factory.mktemp("undisturbed") / "run", world, mode), world)
+
+    return run
 
 
 def numbers(folder: RunFolder) -> list[dict]:
@@ -58,50 +109,49 @@ def final_state(folder: RunFolder) -> dict[str, torch.Tensor]:
     return state
 
 
-@pytest.mark.parametrize(
-    ("world", "layout"),
-    [(1, []), (2, ["parallelism.dp_shard=2"]), (1, ["checkpoint.mode=async_process"])],
-)
-def test_killed_at_random_moments(tmp_path, world, layout):
-    undisturbed = run_folder(tmp_path / "undisturbed", *layout)
-    ranks = start(undisturbed, world)
-    try:
-        ranks.results(120)
-    finally:
-        ranks.kill()
+def await_moment(moment: str, folder: RunFolder, ranks: Ranks, chance: random.Random) -> None:
+    """Return while a checkpoint is written or deleted, or a random while after a row; or when the run is over."""
+    rows, deadline = len(read_metrics(folder.metrics)), time.monotonic() + 60
+    steps = chance.randrange(1, 4)
+    while time.monotonic() < deadline and ranks.alive():
+        if moment == "any":
+            if len(read_metrics(folder.metrics)) >= rows + steps:
+                time.sleep(chance.uniform(0, 0.05))
+                return
+        elif any(folder.checkpoints.glob({"saving": "*.partial/*", "retention": "*.deleted"}[moment])):
+            time.sleep(chance.uniform(0, 0.01 if moment == "saving" else 0.06))
+            return
+        time.sleep(0.001)
 
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("mode", MODES)
+def test_killed_at_random_moments(tmp_path, undisturbed, mode, world):
+    if mode == "async_pinned" and torch.cuda.device_count() < world:
+        pytest.skip("a GPU for each rank")
     seed = random.randrange(10**6)
     print(f"seed of the kills: {seed}")
     chance = random.Random(seed)
-    disturbed = run_folder(tmp_path / "disturbed", *layout)
+    disturbed = run_folder(tmp_path / "disturbed", world, mode)
     kills = 0
-    # Half the kills wait for a save that has begun; the others come a random while after the next row.
-    for kill in range(6):
+    for moment in ("saving", "any", "retention"):
         ranks = start(disturbed, world)
         try:
-            rows = len(read_metrics(disturbed.metrics))
-            deadline = time.monotonic() + 60
-            saving = kill % 2 == 0
-            while time.monotonic() < deadline and ranks.alive():
-                if saving and list(disturbed.checkpoints.glob("*.partial")):
-                    break
-                if not saving and disturbed.metrics.exists() and len(read_metrics(disturbed.metrics)) > rows:
-                    time.sleep(chance.uniform(0, 0.3))
-                    break
-                time.sleep(0.002)
+            await_moment(moment, disturbed, ranks, chance)
             kills += ranks.alive()
         finally:
             ranks.kill()
-    assert kills >= 3, "the run was over before it could be killed"
-    ranks = start(disturbed, world)
-    try:
-        ranks.results(120)
-    finally:
-        ranks.kill()
+        folder = CheckpointFolder(disturbed.checkpoints)
+        assert [problem(folder.at(step)) for step in folder.complete()] == [None] * len(folder.complete())
+    assert kills == 3, "the run was over before it could be killed"
+    finished(disturbed, world)
 
+    expected = undisturbed(world, mode == "async_pinned")
     assert [row["step"] for row in numbers(disturbed)] == list(range(1, STEPS + 1))
-    assert numbers(disturbed) == numbers(undisturbed)
-    expected, found = final_state(undisturbed), final_state(disturbed)
-    assert found.keys() == expected.keys()
-    for key, value in expected.items():
+    assert numbers(disturbed) == numbers(expected)
+    weights, found = final_state(expected), final_state(disturbed)
+    assert found.keys() == weights.keys()
+    for key, value in weights.items():
         assert torch.equal(found[key], value), key
+    left = sorted(entry.name for entry in disturbed.checkpoints.iterdir())
+    assert left == [f"step-{step:08d}" for step in (STEPS - 2, STEPS)]

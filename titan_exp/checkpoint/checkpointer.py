@@ -19,6 +19,7 @@ from titan_exp.checkpoint.integrity import agreed_problem, has_sums, require_int
 from titan_exp.checkpoint.reader import read_into, tensor_shapes
 from titan_exp.checkpoint.state import (
     DATA,
+    OPTIMIZER,
     PROGRESS,
     WEIGHTS_ONLY,
     allocate_optimizer_state,
@@ -108,9 +109,12 @@ class Checkpointer:
 
         With `weights_only`, neither optimizer nor data state is: no run can be continued from such a checkpoint.
         """
-        if self.config.mode == "off" or step == self._newest:
+        if self.config.mode == "off":
             return
-        begin = self._last = self._clock()
+        begin = self._clock()
+        if self._is_saved(step):
+            return
+        self._last = begin
         self.wait()
         if weights_only:
             state = {**model_state(parts), PROGRESS: to_bytes({**progress, WEIGHTS_ONLY: True})}
@@ -125,8 +129,8 @@ class Checkpointer:
         else:
             if self._background is None:
                 self._background = BackgroundSaves(self.config.mode, self._group)
-            future = self._background.start(state, writer)
-            save.write, save.future = future.result, future
+            background, future = self._background, self._background.start(state, writer)
+            save.write, save.future = lambda: background.result(future), future
             save.paused = self._clock() - begin
             future.add_done_callback(lambda _: save.end(self._clock()))
 
@@ -148,9 +152,12 @@ class Checkpointer:
         except (dcp.CheckpointException, OSError) as error:
             # torch raises on every rank where the writing of one has failed.
             get_logger().error(
-                "the checkpoint of step %d could not be written; training goes on with the last complete one: %s",
+                "the checkpoint of step %d could not be written (%s); training goes on, and %s",
                 save.step,
                 _cause(error),
+                "there is none yet"
+                if self.durable is None
+                else f"the newest complete one is that of step {self.durable}",
             )
             self._newest = None
             if self._leader:
@@ -214,7 +221,9 @@ class Checkpointer:
             read_into(path, model_state(parts))
             data: dict[str, Any] = {}
         else:
-            allocate_optimizer_state(parts, optimizer)
+            # Before the first step an optimizer has no state, and none is saved.
+            if any(key.startswith(OPTIMIZER) for key in shapes):
+                allocate_optimizer_state(parts, optimizer)
             read_into(path, {**model_state(parts), **optimizer_state(parts, optimizer)})
             data = {key.removeprefix(DATA): state for key, state in _read_notes(path, shapes, DATA).items()}
         make_copies_equal(parts, optimizer)
@@ -234,6 +243,15 @@ class Checkpointer:
             raise UserError(f"checkpoint.initial={self.config.initial}: there is no complete checkpoint")
         require_intact(path, self._group)
         load_weights(path, parts, self.config.initial_exclude, self._group)
+
+    def _is_saved(self, step: int) -> bool:
+        """Whether this step was saved on every rank: a writing process may die when others have had their answer."""
+        if self.config.mode != "async_process":
+            return step == self._newest
+        self.wait()
+        saved = torch.tensor([step == self._newest], dtype=torch.uint8)
+        dist.all_reduce(saved, op=dist.ReduceOp.MIN, group=self._group)
+        return bool(saved)
 
     def _prepare(self) -> None:
         """Make the folder, without the rubble of earlier attempts."""

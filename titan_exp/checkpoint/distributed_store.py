@@ -16,6 +16,7 @@ from titan_exp.checkpoint.reader import SafeReader
 from titan_exp.checkpoint.safetensors_store import Produce, Spec
 from titan_exp.checkpoint.state import MODEL
 from titan_exp.checkpoint.tensor_store import WHOLE, cut
+from titan_exp.checkpoint.writer import SummedWriter
 
 
 class DistributedStore:
@@ -53,7 +54,7 @@ def write_distributed(path: Path, specs: Sequence[Spec], produce: Produce) -> No
     named = {f"{MODEL}{spec.name}": spec for spec in specs}
     state = {key: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for key, spec in named.items()}
     # A file for each tensor: torch keeps the tensors of a file until it is written.
-    writer = dcp.FileSystemWriter(path, single_file_per_rank=False, sync_files=True)
+    writer = SummedWriter(path, single_file_per_rank=False)
     with _one_process():
         dcp.save(state, storage_writer=writer, planner=_Producing(named, produce))
 

@@ -9,6 +9,7 @@ from typing import Any
 from titan_exp.checkpoint.consolidated import IGNORED, open_consolidated
 from titan_exp.checkpoint.distributed_store import DistributedStore
 from titan_exp.checkpoint.folder import CheckpointFolder
+from titan_exp.checkpoint.integrity import problem
 from titan_exp.checkpoint.mapped_parameters import MappedParameters, check_tensors
 from titan_exp.checkpoint.safetensors_store import SafetensorsStore
 from titan_exp.checkpoint.tensor_store import TensorStore
@@ -113,6 +114,10 @@ def _checkpoint_of_run(path: Path, step: int) -> Path:
 
 
 def _distributed(path: Path) -> Source:
+    # By this process alone: in a job of several ranks, not all may ask.
+    damage = problem(path)
+    if damage is not None:
+        raise UserError(f"The checkpoint {path} is damaged: {damage}. Name an older one, or another copy of it.")
     store = DistributedStore(path)
     if not store.shapes:
         raise UserError(f"{path} is a distributed checkpoint without a model: no key in it begins with model.")

@@ -22,8 +22,43 @@ from titan_exp.checkpoint.folder import CheckpointFolder
 from titan_exp.checkpoint.integrity import FileSum, write_sums
 
 
-class CheckedWriter(dcp.FileSystemWriter):
-    """torch's file writer, which records what it writes and publishes the checkpoint when all of it is on disk.
+class SummedWriter(dcp.FileSystemWriter):
+    """torch's file writer, which records what it writes, and writes the checksums last.
+
+    Args:
+        path: folder to write.
+        single_file_per_rank: one file for each rank, else one for each tensor.
+    """
+
+    def __init__(self, path: Path, *, single_file_per_rank: bool) -> None:
+        super().__init__(path, single_file_per_rank=single_file_per_rank, sync_files=True)
+        self.fs = self._recording = _RecordingFileSystem()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
+        """Write this rank's files; what is recorded of them travels to rank 0 with torch's own results."""
+        try:
+            results = super().write_data(plan, planner).value()
+        except RuntimeError as error:
+            # torch.save says only that something went wrong, not that the disk is full.
+            if self._recording.failure is not None:
+                raise self._recording.failure from error
+            raise
+        done: Future[list[Any]] = Future()
+        done.set_result([*results, *self._recording.sums.items()])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        """On rank 0, after every rank has written: table of contents and checksums."""
+        own = [[result for result in rank if not isinstance(result, tuple)] for rank in results]
+        super().finish(metadata, own)
+        sums: dict[str, FileSum] = {}
+        for rank in results:
+            sums |= dict(result for result in rank if isinstance(result, tuple))
+        write_sums(Path(self.path), sums | self._recording.sums)
+
+
+class CheckedWriter(SummedWriter):
+    """Writes a checkpoint of a run, and publishes it when all of it is on disk.
 
     Args:
         folder: the run's checkpoints.
@@ -31,16 +66,8 @@ class CheckedWriter(dcp.FileSystemWriter):
     """
 
     def __init__(self, folder: CheckpointFolder, step: int) -> None:
-        super().__init__(folder.partial(step), single_file_per_rank=True, sync_files=True)
-        self.fs = self._recording = _RecordingFileSystem()
+        super().__init__(folder.partial(step), single_file_per_rank=True)
         self._folder, self._step = folder, step
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
-        """Write this rank's files; what is recorded of them travels to rank 0 with torch's own results."""
-        results = super().write_data(plan, planner).value()
-        done: Future[list[Any]] = Future()
-        done.set_result([*results, *self._recording.sums.items()])
-        return done
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
         """On rank 0, after every rank has written: table of contents, checksums, publication."""
@@ -48,12 +75,7 @@ class CheckedWriter(dcp.FileSystemWriter):
         if parent is not None and not parent.is_alive():
             # A writing process that outlives its rank must not meddle with the next attempt.
             raise OSError("the trainer that asked for this checkpoint is gone")
-        own = [[result for result in rank if not isinstance(result, tuple)] for rank in results]
-        super().finish(metadata, own)
-        sums: dict[str, FileSum] = {}
-        for rank in results:
-            sums |= dict(result for result in rank if isinstance(result, tuple))
-        write_sums(Path(self.path), sums | self._recording.sums)
+        super().finish(metadata, results)
         self._folder.publish(self._step)
 
 
@@ -62,6 +84,8 @@ class _RecordingFileSystem(FileSystem):
 
     def __init__(self) -> None:
         self.sums: dict[str, FileSum] = {}
+        self.failure: OSError | None = None
+        """What the system said when a file could not be written."""
 
     @contextmanager
     def create_stream(self, path: str | PathLike[str], mode: str) -> Generator[Any]:
@@ -72,9 +96,8 @@ class _RecordingFileSystem(FileSystem):
             recording = _Recording(cast(IO[bytes], stream))
             try:
                 yield recording
-            except Exception as error:
-                # torch's archive writer says where it stands in the file, and not that the disk is full.
-                raise recording.error or error from None
+            finally:
+                self.failure = self.failure or recording.failure
             self.sums[Path(path).name] = FileSum(recording.size, recording.crc32)
 
     def rename(self, path: str | PathLike[str], new_path: str | PathLike[str]) -> None:
@@ -89,7 +112,7 @@ class _Recording:
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream
         self.size = self.crc32 = 0
-        self.error: OSError | None = None
+        self.failure: OSError | None = None
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
@@ -98,7 +121,7 @@ class _Recording:
         try:
             return self._stream.write(view)
         except OSError as error:
-            self.error = error
+            self.failure = error
             raise
 
     def tell(self) -> int:

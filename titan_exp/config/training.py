@@ -10,8 +10,8 @@ from titan_exp.config.bounds import Count, NonNegativeFloat, PositiveFloat, Posi
 class TrainingConfig:
     """What one optimizer step sees, and how many there are."""
 
-    steps: PositiveInt
-    """Optimizer steps of the whole run."""
+    steps: Count
+    """Optimizer steps of the whole run; 0 saves what training begins with, as `step-00000000`, and trains nothing."""
     seq_len: PositiveInt
     """Tokens in a sequence."""
     global_batch_size: PositiveInt

@@ -18,6 +18,7 @@ from titan_exp.config.errors import UserError
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import offered_devices, resolve_layout
 from titan_exp.config.rules import check
+from titan_exp.config.saved import saved_state
 from titan_exp.launch.code import read_code
 from titan_exp.launch.credentials import mask_override, require_none
 from titan_exp.launch.identity import experiment_id, run_id
@@ -49,11 +50,9 @@ def plan(experiment: Experiment, overrides: Sequence[str] = ()) -> Plan:
     """
     # Credentials first: what the rules say of a value repeats it.
     require_none(to_dict(experiment))
-    resolved = resolve_layout(check(experiment), offered_devices(experiment.cluster))
+    resolved = resolve_layout(check(experiment, _has_begun), offered_devices(experiment.cluster))
     name = run_id(resolved)
-    runs = Path(os.path.abspath(Path(resolved.paths.runs).expanduser()))
-    folder = RunFolder(runs / resolved.experiment.name / name)
-    return Plan(resolved, tuple(overrides), name, experiment_id(resolved), folder)
+    return Plan(resolved, tuple(overrides), name, experiment_id(resolved), RunFolder(_path(resolved, name)))
 
 
 def commit(plan: Plan) -> None:
@@ -100,6 +99,16 @@ def writable(path: Path) -> Iterator[None]:
             f"{error.filename or path}: cannot be written ({error.strerror or error}). "
             "Free some space, or set paths.runs to a folder that you can write to."
         ) from error
+
+
+def _path(resolved: Experiment, name: str) -> Path:
+    runs = Path(os.path.abspath(Path(resolved.paths.runs).expanduser()))
+    return runs / resolved.experiment.name / name
+
+
+def _has_begun(resolved: Experiment) -> bool:
+    """Whether the run has a checkpoint: then what it began with (`checkpoint.initial`) may be gone."""
+    return saved_state(str(_path(resolved, run_id(resolved)))) is not None
 
 
 def _snapshot(plan: Plan) -> dict[str, str]:

@@ -10,34 +10,64 @@ import os
 from pathlib import Path
 
 from titan_exp.config.errors import UserError
+from titan_exp.tracking.log import get_logger
 from titan_exp.tracking.sink import Row, Value
 
 
 class JsonlSink:
     """Appends rows to `path`; a line torn by an earlier death is removed first.
 
-    Each row reaches the operating system before `log` returns, so it survives the death of the process. A disk that
-    is full raises OSError: a run whose metrics cannot be written must not go on quietly.
+    Each row reaches the operating system before `log` returns, so it survives the death of the process. On a disk that
+    is full the rows wait in memory, the log says so, and the next row tries again; at the end it is an error.
     """
 
     def __init__(self, path: Path, attempt: int) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         repair(path)
         self._attempt = attempt
-        self._file = path.open("ab")
+        self._path = path
+        self._file = path.open("ab", buffering=0)
+        self._waiting = b""
+        self._failed = False
 
     def log(self, row: Row) -> None:
         """Write the row, with this attempt's number if it has none."""
         stamped = {key: _encode(value) for key, value in row.items()}
         stamped.setdefault("attempt", self._attempt)
-        self._file.write(json.dumps(stamped, allow_nan=False).encode() + b"\n")
-        self._file.flush()
+        self._waiting += json.dumps(stamped, allow_nan=False).encode() + b"\n"
+        try:
+            self._write()
+        except OSError as error:
+            if not self._failed:
+                get_logger().error(
+                    "%s cannot be written (%s). Training goes on; the rows wait in memory until it can, and are lost "
+                    "if the run dies before.",
+                    self._path,
+                    error.strerror or error,
+                )
+            self._failed = True
+            return
+        if self._failed:
+            self._failed = False
+            get_logger().info("%s is written again; no row is missing", self._path)
 
     def close(self, state: str) -> None:
-        """Make the file durable and close it."""
+        """Make the file durable and close it.
+
+        Raises:
+            OSError: rows are waiting, and the disk still has no room for them.
+        """
         if not self._file.closed:
-            os.fsync(self._file.fileno())
-            self._file.close()
+            try:
+                self._write()
+                os.fsync(self._file.fileno())
+            finally:
+                self._file.close()
+
+    def _write(self) -> None:
+        while self._waiting:
+            # A disk that fills up takes the beginning of a line; the rest follows when there is room.
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
 
 
 def read_metrics(path: Path) -> list[dict[str, Value]]:

@@ -28,7 +28,10 @@ def main(run_folder: str) -> None:
     with joined(experiment.cluster) as device:
         trainer = Trainer(experiment, folder, device)
         if dist.get_rank() == 0:
-            folder.write_state(RunState("running", trainer.step, time.time(), trainer.report.attempt, None))
+            try:
+                folder.write_state(RunState("running", trainer.step, time.time(), trainer.report.attempt, None))
+            except OSError as error:
+                get_logger().error("%s cannot be written (%s)", folder.state, error.strerror or error)
         state = "failed"
         try:
             state = "done" if trainer.run() else "preempted"

@@ -5,10 +5,12 @@ from collections.abc import Mapping
 import torch
 import torch.distributed as dist
 
+from titan_exp.config.errors import UserError
 from titan_exp.config.experiment import Experiment
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.build import build_sinks
 from titan_exp.tracking.device import PeakMemory, peak_tflops
+from titan_exp.tracking.log import get_logger
 from titan_exp.tracking.run_folder import RunFolder
 from titan_exp.tracking.throughput import Throughput
 from titan_exp.trainer.compile_report import CompileReport
@@ -33,6 +35,7 @@ class Report:
         self.last_step = first_step
         """The last finished step."""
         self.leader = dist.get_rank() == 0
+        self._silent = False
         attempts = folder.read_attempts()
         self.attempt = attempts[-1].attempt if attempts else 1
         self.throughput = Throughput(
@@ -51,7 +54,7 @@ class Report:
         self.throughput.step(tokens)
         self.compilation.after("step", step)
         if self.leader:
-            self.folder.beat(step)
+            self._beat(step)
 
     def log(
         self,
@@ -88,11 +91,32 @@ class Report:
         return float(loss)
 
     def close(self, state: str) -> None:
-        """Finish all sinks, saying how the run ended."""
+        """Finish all sinks, saying how the run ended.
+
+        Raises:
+            UserError: the run did not fail, but rows of its metrics could not be written.
+        """
         if self.leader:
-            self.folder.beat(self.last_step, force=True)
+            self._beat(self.last_step, force=True)
         for sink in self.sinks:
-            sink.close(state)
+            try:
+                sink.close(state)
+            except OSError as error:
+                missing = f"{self.folder.metrics} lacks its last rows ({error.strerror or error})."
+                if state != "failed":
+                    raise UserError(f"{missing} Everything else of the run is there.") from error
+                get_logger().error("%s", missing)
+
+    def _beat(self, step: int, *, force: bool = False) -> None:
+        """A sign of life is worth no run: on a full disk it is missing, and the log says so once."""
+        try:
+            self.folder.beat(step, force=force)
+        except OSError as error:
+            if not self._silent:
+                get_logger().error("%s cannot be written (%s)", self.folder.heartbeat, error.strerror or error)
+            self._silent = True
+        else:
+            self._silent = False
 
 
 def _nothing() -> None:

@@ -87,6 +87,7 @@ class Trainer:
 
         Raises:
             Diverged: the loss is not finite and the configuration says to stop then.
+            UserError: the last state could not be saved.
         """
         collection = GarbageCollection(self.experiment.training.gc_every)
         stop = False
@@ -98,8 +99,8 @@ class Trainer:
             self.checkpointer.wait()
         if self.experiment.checkpoint.mode != "off" and self.checkpointer.durable != self.step:
             raise UserError(
-                f"The state after step {self.step} could not be saved (the log says why). Make room and start the "
-                "run again: it continues from its last complete checkpoint"
+                f"The state after step {self.step} could not be saved; the log says why. Make room and start the run "
+                "again: it continues from its newest complete checkpoint."
             )
         return self._is_over
 

@@ -51,26 +51,36 @@ LAYOUT_RULES: tuple[Rule, ...] = (*batch.RULES, *pipeline.LAYOUT_RULES)
 """Rules that divide something by the layout, asked where there is one."""
 
 
-def check(experiment: Experiment) -> Experiment:
+def _begins(_: Experiment) -> bool:
+    return False
+
+
+def check(experiment: Experiment, has_begun: Callable[[Experiment], bool] = _begins) -> Experiment:
     """Return the experiment as it is, where it keeps every rule.
+
+    Args:
+        experiment: what to run.
+        has_begun: whether the run of an experiment, its layout resolved, has a checkpoint to continue from.
 
     Raises:
         UserError: with every violation.
     """
-    found = violations(experiment)
+    found = violations(experiment, has_begun)
     if found:
         raise UserError("This run cannot be started.", found)
     return experiment
 
 
-def violations(experiment: Experiment) -> list[Violation]:
+def violations(experiment: Experiment, has_begun: Callable[[Experiment], bool] = _begins) -> list[Violation]:
     """Everything about an experiment that cannot be, on this machine."""
     try:
         resolved = resolve_layout(experiment, offered_devices(experiment.cluster))
     except UserError as error:
         single = replace(experiment, parallelism=replace(experiment.parallelism, dp_shard=1))
-        return [*error.violations, *_asked(RULES, single)]
-    return _asked((*RULES, *LAYOUT_RULES), resolved)
+        return [*error.violations, *_asked((*RULES, *checkpoint.BEGINNING_RULES), single)]
+    found = _asked((*RULES, *LAYOUT_RULES), resolved)
+    missing = _asked(checkpoint.BEGINNING_RULES, resolved)
+    return [*found, *missing] if missing and not has_begun(resolved) else found
 
 
 def _asked(rules: tuple[Rule, ...], experiment: Experiment) -> list[Violation]:

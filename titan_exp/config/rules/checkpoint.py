@@ -44,4 +44,16 @@ def pinned_memory_is_for_gpus(experiment: Experiment) -> Iterator[Violation]:
         )
 
 
-RULES = (initial_weights_are_there, what_is_excluded_is_of_something, pinned_memory_is_for_gpus)
+def a_beginning_is_saved(experiment: Experiment) -> Iterator[Violation]:
+    """Without steps, a checkpoint is all that a run leaves."""
+    if experiment.training.steps == 0 and experiment.checkpoint.mode == "off":
+        yield Violation(
+            "training.steps", 0, "nothing is trained, and checkpoint.mode=off saves nothing", "checkpoint=sync"
+        )
+
+
+RULES = (what_is_excluded_is_of_something, pinned_memory_is_for_gpus, a_beginning_is_saved)
+"""Rules that hold at every start."""
+
+BEGINNING_RULES = (initial_weights_are_there,)
+"""Rules about what is read when a run begins, and not when it goes on."""

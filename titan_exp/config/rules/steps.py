@@ -9,7 +9,7 @@ from titan_exp.config.experiment import Experiment
 def schedule_fits(experiment: Experiment) -> Iterator[Violation]:
     """Warm-up and decay do not overlap."""
     schedule, steps = experiment.lr_schedule, experiment.training.steps
-    if schedule.warmup_steps + schedule.decay_steps <= steps:
+    if schedule.warmup_steps + schedule.decay_steps <= steps or steps == 0:
         return
     if schedule.warmup_steps > steps:
         yield Violation(

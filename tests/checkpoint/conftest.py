@@ -1,10 +1,11 @@
-"""A job of one rank, for tests that ask for it."""
+"""A job of one rank, and an S3 server, for tests that ask for them."""
 
 from collections.abc import Iterator
 
 import pytest
 import torch
 
+from tests.checkpoint.s3_server import S3Server, forget_stores
 from titan_exp.trainer.distributed import joined_process_group
 
 
@@ -12,3 +13,22 @@ from titan_exp.trainer.distributed import joined_process_group
 def one_rank() -> Iterator[None]:
     with joined_process_group(torch.device("cpu")):
         yield
+
+
+@pytest.fixture(scope="session")
+def served() -> Iterator[S3Server]:
+    server = S3Server()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def s3(served: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """An empty bucket that this process reaches; whatever the test does to the server is undone."""
+    served.reset()
+    for key, value in served.environment.items():
+        monkeypatch.setenv(key, value)
+    forget_stores()
+    yield served
+    served.reset()
+    forget_stores()

@@ -310,7 +310,8 @@ class Checkpointer:
                 except RemoteError as error:
                     if error.lasting:
                         failure[0] = str(error)
-                    get_logger().error("the remote place cannot be written to now: %s", error)
+                    else:
+                        get_logger().error("the remote place cannot be written to now: %s", error)
         dist.broadcast_object_list(failure, src=0, group=self._group)
         if failure[0] is not None:
             raise UserError(

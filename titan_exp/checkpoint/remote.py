@@ -4,6 +4,7 @@ Credentials are the environment's (AWS_*, GOOGLE_APPLICATION_CREDENTIALS, ...), 
 not Amazon's own (AWS_ENDPOINT_URL); nothing of them is in a configuration.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -310,18 +311,20 @@ def _in_words(error: Exception, url: str) -> RemoteError:
     if names & set(_CREDENTIALS):
         reason = (
             "no credentials were found. Set those of the store in the environment (for S3 AWS_ACCESS_KEY_ID and "
-            "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE)."
+            "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE)"
         )
+    elif isinstance(error, OSError) and error.errno in (errno.ENOTDIR, errno.EROFS):
+        reason = f"it cannot be written to ({said})"
     elif isinstance(error, PermissionError):
-        reason = f"permission was denied ({said})."
+        reason = f"permission was denied ({said})"
     elif isinstance(error, FileNotFoundError):
-        reason = f"there is no such bucket or folder ({said})."
+        reason = f"there is no such bucket or folder ({said})"
     elif isinstance(error, ImportError):
-        reason = f"a package is missing ({said})."
+        reason = f"a package is missing ({said})"
     elif isinstance(error, NotImplementedError):
-        reason = "its protocol can only be read."
+        reason = "its protocol can only be read"
     elif names & set(_AWAY) or isinstance(error, TimeoutError | ConnectionError):
-        return RemoteError(f"{url}: the store does not answer ({said}).", lasting=False)
+        return RemoteError(f"{url}: the store does not answer ({said})", lasting=False)
     else:
         return RemoteError(f"{url}: {type(error).__name__}: {said}", lasting=False)
     return RemoteError(f"{url}: {reason}", lasting=True)

@@ -75,9 +75,10 @@ class RemoteRun:
             RemoteError: the store did not take all of it.
             OSError: the checkpoint at `path` cannot be read.
         """
-        if self.holds(step, path):
+        there = self.folder.entries(step_name(step)).files
+        if SUMS in there and self.holds(step, path):
             return
-        self.folder.remove(f"{step_name(step)}/{SUMS}", f"{step_name(step)}/{DAMAGED}")
+        self.folder.remove(*(f"{step_name(step)}/{name}" for name in (SUMS, DAMAGED) if name in there))
         for name in parse_sums((path / SUMS).read_text(encoding="utf-8")):
             if share_of(name, shares) == share:
                 self.folder.put(path / name, f"{step_name(step)}/{name}", stop=stop)
@@ -88,10 +89,10 @@ class RemoteRun:
         Raises:
             RemoteError: a file is not there, or not as long as it should be, or the store did not take this one.
         """
-        if self.holds(step, path):
-            return
         text = (path / SUMS).read_text(encoding="utf-8")
         there = self.folder.entries(step_name(step)).files
+        if SUMS in there:
+            return  # it was complete and the same: no rank has sent anything
         for name, one in parse_sums(text).items():
             if name not in there or there[name].size != one.size:
                 size = f"{there[name].size:,} bytes" if name in there else "nothing"

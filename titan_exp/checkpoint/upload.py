@@ -60,7 +60,12 @@ class Uploads:
         self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
 
     def start(self, steps: list[int]) -> None:
-        """Begin, with checkpoints that are here already and not there, ascending; all ranks call it, rank 0 knows."""
+        """Begin, with checkpoints that are here already and not there, ascending; all ranks call it, rank 0 knows.
+
+        A second call changes nothing.
+        """
+        if self._thread.ident is not None:
+            return
         self._missed = set(steps[:-1])
         self._waiting = steps[-1] if steps else None
         self._thread.start()
@@ -143,8 +148,8 @@ class Uploads:
         try:
             while (step := self._next()) is not None:
                 self._send(step)
-        except RuntimeError as error:
-            # Another rank is gone, and the run is about to fail of it, or it has ended.
+        except (RuntimeError, ValueError) as error:
+            # Another rank is gone, and the run is about to fail of it, or this one has left the job already.
             get_logger().debug("uploads have ended: %s", error)
         finally:
             with self._changed:

@@ -25,6 +25,8 @@ def problem_of_url(url: str) -> tuple[str, str] | None:
 
     Neither the network is asked nor a package imported. The texts do not repeat the URL: it may hold a credential.
     """
+    if "::" in url:
+        return "chains of protocols (a::b) are not followed", "name the place itself"
     match = _URL.match(url)
     if match is None:
         return "it is no URL", "s3://bucket/prefix, gs://bucket/prefix, file:///mnt/share/prefix"
@@ -35,8 +37,6 @@ def problem_of_url(url: str) -> tuple[str, str] | None:
             "leave that out: credentials come from the environment (AWS_ACCESS_KEY_ID, AWS_PROFILE, "
             "GOOGLE_APPLICATION_CREDENTIALS, HF_TOKEN, …)",
         )
-    if "::" in url:
-        return "chains of protocols (a::b) are not followed", "name the place itself"
     return _problem_of_protocol(match["protocol"])
 
 

@@ -1,11 +1,11 @@
 """A job of one rank, and an S3 server, for tests that ask for them."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from tests.checkpoint.s3_server import S3Server, forget_stores
 from titan_exp.trainer.distributed import joined_process_group
 
 
@@ -16,15 +16,19 @@ def one_rank() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def served() -> Iterator[S3Server]:
+def served() -> Iterator[Any]:
+    from tests.checkpoint.s3_server import S3Server
+
     server = S3Server()
     yield server
     server.close()
 
 
 @pytest.fixture
-def s3(served: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    """An empty bucket that this process reaches; whatever the test does to the server is undone."""
+def s3(served: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """An S3Server with an empty bucket that this process reaches; whatever the test does to the server is undone."""
+    from tests.checkpoint.s3_server import forget_stores
+
     served.reset()
     for key, value in served.environment.items():
         monkeypatch.setenv(key, value)

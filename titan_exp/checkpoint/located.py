@@ -154,7 +154,9 @@ def _of_run(remote: RemoteFolder, root: str, within: str, steps: list[str], step
         if name in steps and remote.read(f"{within}{name}/{SUMS}") is not None:
             return _of_step(remote, f"{within}{name}/", remote, f"{root}/{name}", name, whole_run=True)
     if step:
-        raise UserError(f"step={step}: {remote.url} has of complete or begun checkpoints {', '.join(steps) or 'none'}.")
+        raise UserError(
+            f"step={step}: {remote.url} has no complete checkpoint of it, but {', '.join(steps) or 'none'}."
+        )
     raise UserError(f"{remote.url} holds no complete checkpoint.")
 
 

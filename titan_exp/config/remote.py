@@ -52,7 +52,7 @@ def _problem_of_protocol(protocol: str) -> tuple[str, str] | None:
         return f"fsspec knows no protocol {protocol}://", f"one of {', '.join(sorted(_usual(known_implementations)))}"
     module = str(known["class"]).partition(".")[0]
     if importlib.util.find_spec(module) is None:
-        return f"{protocol}:// needs the package {module}", f"pip install {_PIP.get(module, module)}"
+        return f"it needs the package {module}", f"pip install {_PIP.get(module, module)}"
     return None
 
 

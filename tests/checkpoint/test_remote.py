@@ -120,6 +120,24 @@ def test_half_an_upload_counts_for_nobody(tmp_path, url):
     assert remote.started() == [10, 30], "the rubble of an older step goes with the next upload"
 
 
+def test_a_complete_one_that_is_being_replaced_does_not_count(tmp_path, url):
+    saver = started(tmp_path / "here", url)
+    save(saver, 10)
+    remote = remote_run(url)
+    model, optimizer = trained(seed=3)
+    other = Checkpointer(to_experiment(compose(["checkpoint=sync"])).checkpoint, tmp_path / "other")
+    other.save(10, [model], optimizer, {}, {})
+    never = lambda: False  # noqa: E731
+    remote.put_share(10, saver.folder.at(10), 1, 2, never)
+    assert remote.complete() == [10], "it is the same one"
+    remote.put_share(10, other.folder.at(10), 1, 2, never)
+    assert remote.complete() == []
+    remote.put_share(10, other.folder.at(10), 0, 2, never)
+    assert remote.complete() == []
+    remote.publish(10, other.folder.at(10))
+    assert remote.holds(10, other.folder.at(10))
+
+
 def test_what_never_arrived_is_sent_by_the_next_start(tmp_path, url):
     config = replace(to_experiment(compose(["checkpoint=sync"])).checkpoint, keep=9)
     model, optimizer = trained()
@@ -133,7 +151,9 @@ def test_what_never_arrived_is_sent_by_the_next_start(tmp_path, url):
     until(lambda: remote_run(url).complete() == [10, 20, 30, 40])
 
 
-@pytest.mark.parametrize("damage", ["flip", "shorten", "remove"])
+@pytest.mark.parametrize(
+    ("url", "damage"), [("file", "flip"), ("s3", "flip"), ("file", "shorten"), ("s3", "remove")], indirect=["url"]
+)
 def test_damage_there_is_found_and_the_one_before_is_used(tmp_path, url, caplog, damage):
     save(started(tmp_path / "here", url, keep=9), 10, 20)
     remote, name = remote_run(url), "step-00000020/__0_0.distcp"
@@ -152,6 +172,7 @@ def test_damage_there_is_found_and_the_one_before_is_used(tmp_path, url, caplog,
     # Where the run goes through that step again, it is whole again.
     save(there, 20)
     assert remote.complete() == [10, 20]
+    assert "checksums.damaged.json" not in remote.folder.entries("step-00000020").files
     assert started(tmp_path / "third", url).folder.complete() == [20]
 
 
@@ -181,7 +202,7 @@ def test_a_fetch_that_was_interrupted_goes_on(tmp_path, s3):
 
 
 def test_a_store_that_is_away_costs_no_run(tmp_path, s3, caplog, monkeypatch):
-    monkeypatch.setattr("s3fs.S3FileSystem.retries", 1)
+    monkeypatch.setattr("titan_exp.checkpoint.remote.ATTEMPTS", 1)
     saver = started(tmp_path / "here", "s3://bucket/runs", keep_every=10)
     save(saver, 10)
     s3.close()

@@ -21,6 +21,8 @@ CONNECT_SECONDS = 10
 """How long S3 may take to answer a connection."""
 READ_SECONDS = 60
 """How long S3 may be silent in the middle of a transfer."""
+ATTEMPTS = 3
+"""How often S3 is asked before it counts as away."""
 PARTS_AT_A_TIME = 4
 """Of a large file, in parts of 50 MB: bounds the memory of a transfer."""
 _CHUNK = 8 * 2**20
@@ -248,7 +250,7 @@ def _options(protocol: str) -> dict[str, Any]:
             "config_kwargs": {
                 "connect_timeout": CONNECT_SECONDS,
                 "read_timeout": READ_SECONDS,
-                "retries": {"max_attempts": 2},
+                "retries": {"total_max_attempts": ATTEMPTS},
             },
             "max_concurrency": PARTS_AT_A_TIME,
         }

@@ -20,11 +20,12 @@ from titan_exp.config.remote import problem_of_url
 CONNECT_SECONDS = 10
 """How long S3 may take to answer a connection."""
 READ_SECONDS = 60
-"""How long S3 may be silent in the middle of a transfer."""
+"""How long S3 may be silent in the middle of a transfer. Other protocols have the time-outs of their own packages."""
 ATTEMPTS = 3
 """How often S3 is asked before it counts as away."""
 PARTS_AT_A_TIME = 4
 """Of a large file, in parts of 50 MB: bounds the memory of a transfer."""
+_S3 = ("s3", "s3a")
 _CHUNK = 8 * 2**20
 
 
@@ -227,7 +228,10 @@ class RemoteFolder:
             from fsspec.core import url_to_fs
 
             protocol = self.url.partition("://")[0]
-            self._opened = url_to_fs(self.url, use_listings_cache=False, **_options(protocol))
+            store, path = url_to_fs(self.url, use_listings_cache=False, **_options(protocol))
+            if protocol in _S3:
+                store.retries = 1  # botocore has tried already, and every try waits for its time-out
+            self._opened = store, path
         return self._opened
 
     def _asked(self, question: Callable[[], Any]) -> Any:
@@ -245,7 +249,7 @@ def file_version(file: RemoteFile) -> str:
 
 
 def _options(protocol: str) -> dict[str, Any]:
-    if protocol in ("s3", "s3a"):
+    if protocol in _S3:
         return {
             "config_kwargs": {
                 "connect_timeout": CONNECT_SECONDS,

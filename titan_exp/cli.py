@@ -53,7 +53,8 @@ def train(words: Sequence[str]) -> int:
                 print(line)
             return 0
         outcome = run(plan(experiment, overrides))
-        if outcome.exit_code == 0 and experiment.training.steps:
+        # A done run that came back from checkpoint.remote has no rows here, nor has one of no steps.
+        if outcome.exit_code == 0 and experiment.training.steps and outcome.folder.metrics.exists():
             print(f"loss curve: {draw(outcome.folder.path)}")
         return outcome.exit_code
 

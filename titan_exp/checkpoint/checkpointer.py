@@ -13,10 +13,13 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from titan_exp.checkpoint.background import BackgroundSaves
+from titan_exp.checkpoint.fetch import fetch_newer
 from titan_exp.checkpoint.folder import CheckpointFolder
 from titan_exp.checkpoint.initial import load_weights
 from titan_exp.checkpoint.integrity import agreed_problem, has_sums, require_intact
 from titan_exp.checkpoint.reader import read_into, tensor_shapes
+from titan_exp.checkpoint.remote import RemoteError
+from titan_exp.checkpoint.remote_run import CONFIG, RemoteRun
 from titan_exp.checkpoint.state import (
     DATA,
     OPTIMIZER,
@@ -30,6 +33,7 @@ from titan_exp.checkpoint.state import (
     optimizer_state,
     to_bytes,
 )
+from titan_exp.checkpoint.upload import STOP_SECONDS, Uploads, worth_sending
 from titan_exp.checkpoint.writer import CheckedWriter
 from titan_exp.config.checkpoint import CheckpointConfig
 from titan_exp.config.errors import UserError
@@ -55,12 +59,19 @@ class Checkpointer:
         config: mode, interval, retention.
         path: the run's `checkpoints/` folder.
         clock: seconds, for the interval by wall-clock and for how long saves take.
+        remote: where complete checkpoints are kept as well.
 
     Raises:
-        UserError: the folder cannot be written.
+        UserError: the folder, or the remote place, cannot be written.
     """
 
-    def __init__(self, config: CheckpointConfig, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        path: Path,
+        clock: Callable[[], float] = time.monotonic,
+        remote: RemoteRun | None = None,
+    ) -> None:
         self.config = config
         self.folder = CheckpointFolder(path)
         self._pending: _Save | None = None
@@ -74,6 +85,8 @@ class Checkpointer:
         # A group of its own: a background save must not meet the training step's collectives.
         self._group = new_cpu_group()
         self._leader = dist.get_rank() == 0
+        self._remote = remote
+        self._uploads = None if remote is None else Uploads(remote, self.folder, config, clock)
         if config.mode != "off":
             self._prepare()
 
@@ -90,9 +103,13 @@ class Checkpointer:
     def take_times(self) -> dict[str, float]:
         """Seconds of the saves that have ended since the last call, as keys of a row: the last one's.
 
-        `checkpoint_pause` is for how long training stood still, `checkpoint_write` how long the writing took.
+        `checkpoint_pause` is for how long training stood still, `checkpoint_write` how long the writing took,
+        `checkpoint_upload` how long, behind training's back, the last upload to the remote place.
         """
         times, self._times = self._times, {}
+        uploaded = None if self._uploads is None else self._uploads.take_seconds()
+        if uploaded is not None:
+            times["checkpoint_upload"] = uploaded
         return times
 
     def save(
@@ -173,10 +190,25 @@ class Checkpointer:
             save.ended - save.began,
         )
         if self._leader:
+            if self._uploads is not None:
+                self._uploads.offer(save.step)
             self._retain()
 
+    def finish_uploads(self, *, stopped: bool) -> None:
+        """Wait for uploads on their way: `remote_wait_minutes` at most, and after a request to stop 60 s at most.
+
+        What has not arrived then is given up, and said; it is complete here.
+        """
+        if self._uploads is not None:
+            seconds = 60 * self.config.remote_wait_minutes
+            self._uploads.finish(min(seconds, STOP_SECONDS) if stopped else seconds)
+            if self._leader:
+                self._retain()
+
     def close(self) -> None:
-        """Wait for a save that is on its way, and give back what saving has held."""
+        """Wait for a save that is on its way, and give back what saving has held; uploads are given up."""
+        if self._uploads is not None:
+            self._uploads.abandon()
         self.wait()
         if self._background is not None:
             self._background.close()
@@ -185,29 +217,55 @@ class Checkpointer:
     def latest(self) -> int | None:
         """Step of the newest complete checkpoint that is as it was written; all ranks agree on it.
 
-        Newer ones that are damaged are named in the log and set aside.
+        Newer ones that are damaged are named in the log and set aside. Where the remote place holds a newer good one,
+        that is fetched first.
 
         Raises:
-            UserError: there are checkpoints, and all of them are damaged.
+            UserError: there are checkpoints, and all of them are damaged; or the remote place must be asked, and does
+                not answer.
         """
+        step, damaged = self._newest_intact()
+        if self._remote is not None:
+            fetched = fetch_newer(self._remote, self.folder, step, self._group)
+            step = step if fetched is None else fetched
+            if fetched in damaged:
+                get_logger().error("the checkpoint of step %d was damaged here: %s", fetched, damaged.pop(fetched))
+        if step is not None:
+            self._set_aside(damaged, step)
+        elif damaged:
+            listed = "".join(f"\n  step {one}: {damage}" for one, damage in damaged.items())
+            raise UserError(
+                f"No checkpoint in {self.folder.path} is intact:{listed}\n"
+                "Put back a copy of one of them, or move the folder away: the run then starts from the beginning."
+            )
+        self._start_uploads()
+        return step
+
+    def _newest_intact(self) -> tuple[int | None, dict[int, str]]:
+        """Its step, and what is wrong with each newer one."""
         steps: list[Any] = [self.folder.complete() if self._leader else None]
         dist.broadcast_object_list(steps, src=0, group=self._group)
         damaged: dict[int, str] = {}
         for step in reversed(steps[0]):
             damage = agreed_problem(self.folder.at(step), self._group)
             if damage is None:
-                self._set_aside(damaged, step)
                 if not has_sums(self.folder.at(step)):
                     get_logger().info("the checkpoint of step %d is from before checksums: none was checked", step)
-                return step
+                return step, damaged
             damaged[step] = damage
-        if damaged:
-            listed = "".join(f"\n  step {step}: {damage}" for step, damage in damaged.items())
-            raise UserError(
-                f"No checkpoint in {self.folder.path} is intact:{listed}\n"
-                "Put back a copy of one of them, or move the folder away: the run then starts from the beginning."
-            )
-        return None
+        return None, damaged
+
+    def _start_uploads(self) -> None:
+        """Begin with what has been saved here and has not arrived there."""
+        if self._uploads is None or self._remote is None:
+            return
+        missing: list[int] = []
+        if self._leader:
+            try:
+                missing = worth_sending(self._remote, self.folder, self.config.keep_every)
+            except RemoteError as error:
+                get_logger().error("what has not been uploaded yet cannot be told now: %s", error)
+        self._uploads.start(missing)
 
     def load(self, step: int, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> Restored:
         """Load a checkpoint, made in any layout, into the model (or its parts on this rank) and the optimizer.
@@ -230,15 +288,17 @@ class Checkpointer:
         self._newest = self.durable = step
         return Restored(progress, data)
 
-    def load_initial(self, parts: Sequence[nn.Module]) -> None:
+    def load_initial(self, parts: Sequence[nn.Module], place: str | None = None) -> None:
         """Load weights of another run into the model, as `checkpoint.initial` and `initial_exclude` say.
+
+        `place` is where what `checkpoint.initial` names has been fetched to, where that is a URL.
 
         Raises:
             UserError: it is damaged, or does not fit the model: with every weight that is missing, unexpected or of
                 another shape.
         """
         assert self.config.initial is not None, "the caller has asked"
-        path = saved_state(self.config.initial)
+        path = saved_state(place or self.config.initial)
         if path is None:
             raise UserError(f"checkpoint.initial={self.config.initial}: there is no complete checkpoint")
         require_intact(path, self._group)
@@ -262,16 +322,25 @@ class Checkpointer:
                 self.folder.clean()
             except OSError as error:
                 failure[0] = f"{error.filename or self.folder.path}: {error.strerror or error}"
+            if self._remote is not None and failure[0] is None:
+                try:
+                    self._remote.describe(self.folder.path.parent / CONFIG)
+                except RemoteError as error:
+                    if error.lasting:
+                        failure[0] = str(error)
+                    else:
+                        get_logger().error("the remote place cannot be written to now: %s", error)
         dist.broadcast_object_list(failure, src=0, group=self._group)
         if failure[0] is not None:
             raise UserError(
-                f"Checkpoints cannot be written: {failure[0]}. Make the folder writable, or train without: "
-                "checkpoint=none"
+                f"Checkpoints cannot be written: {failure[0]}. Make the place writable, or train without: "
+                f"{'checkpoint=none' if self._remote is None else 'checkpoint.remote=null'}"
             )
 
     def _retain(self) -> None:
         try:
-            self.folder.retain(self.config.keep, self.config.keep_every)
+            needed = set() if self._uploads is None else self._uploads.needed()
+            self.folder.retain(self.config.keep, self.config.keep_every, needed)
         except OSError as error:
             get_logger().error("old checkpoints could not be deleted: %s", error)
 

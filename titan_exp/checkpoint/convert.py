@@ -9,11 +9,13 @@ import torch
 from rich.filesize import decimal
 
 from titan_exp.checkpoint.export import Export, write
+from titan_exp.checkpoint.located import local_copy, written_to
 from titan_exp.checkpoint.source import Source, open_source
 from titan_exp.config.bounds import Count, PositiveFloat
 from titan_exp.config.errors import UserError
 from titan_exp.config.options import HELP, options_help, parse_options
 from titan_exp.config.preset import model_overrides
+from titan_exp.config.remote import is_url
 from titan_exp.config.rules.data import tokenizer_file
 from titan_exp.tracking.byte_progress import byte_progress
 
@@ -30,9 +32,11 @@ class ConvertOptions:
     """What `titan-exp convert` takes."""
 
     source: str = ""
-    """What to read: a run folder, one of its checkpoints, a Hugging Face folder, Meta's Llama, or a former target."""
+    """What to read: a run folder, one of its checkpoints, a Hugging Face folder, Meta's Llama, a former target, or
+    the URL of one of these (`s3://bucket/...`), which is fetched once into `runs/.cache/remote`."""
     target: str = ""
-    """What to write: a folder, or a file for format torch; it must not exist."""
+    """What to write: a folder, or a file for format torch; it must not exist. May be a URL: what is written goes there
+    from `runs/.cache/remote`."""
     format: Literal["auto", "dcp", "huggingface", "llama", "torch", "torchtune"] = "auto"
     """`auto` is torch for a target that ends in .pt, else huggingface from ours and dcp from the others."""
     dtype: Literal["keep", "bf16", "fp32"] = "keep"
@@ -53,18 +57,19 @@ def convert_command(arguments: Sequence[str]) -> int:
         print(options_help(USAGE, ConvertOptions), end="")
         return 0
     options = _options(arguments)
-    target = Path(options.target).expanduser()
-    if target.exists():
-        raise UserError(f"{target} exists. Name another place, or remove it first.")
-    source = open_source(Path(options.source).expanduser(), options.step)
-    form = _format(options, source)
-    print(f"{source.path}: {source.model.name} ({source.format})")
-    with byte_progress(f"writing {form}") as progress:
-        written = write(source, target, Export(form, DTYPES[options.dtype], options.file_gb * 1e9, progress))
-    print(f"{target}: {form}, {decimal(written)} of weights")
-    if source.tokenizer is None and form != "torch":
-        print(f"no tokenizer was found beside the weights: put its tokenizer.json into {target}")
-    print(_next(source, target, form))
+    with written_to(options.target) as target:
+        if target.exists():
+            raise UserError(f"{target} exists. Name another place, or remove it first.")
+        source = open_source(local_copy(options.source, step=options.step), options.step)
+        form = _format(options, source)
+        print(f"{source.path}: {source.model.name} ({source.format})")
+        with byte_progress(f"writing {form}") as progress:
+            written = write(source, target, Export(form, DTYPES[options.dtype], options.file_gb * 1e9, progress))
+        if source.tokenizer is None and form != "torch":
+            print(f"no tokenizer was found beside the weights: put its tokenizer.json into {options.target}")
+        following = _next(source, target, form)
+    print(f"{options.target}: {form}, {decimal(written)} of weights")
+    print(f"titan-exp generate {options.target}" if is_url(options.target) else following)
     return 0
 
 

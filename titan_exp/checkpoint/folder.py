@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,15 +53,16 @@ class CheckpointFolder:
         """Delete what a failed save has written, as far as that is possible."""
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
-    def retain(self, newest: int, every: int | None = None) -> None:
+    def retain(self, newest: int, every: int | None = None, needed: Container[int] = ()) -> None:
         """Delete complete checkpoints, the oldest first.
 
         Args:
             newest: how many of the newest stay.
             every: those whose step is a multiple of it stay as well; None keeps none of them.
+            needed: steps that stay for now, because something reads them.
         """
         for step in self.complete()[:-newest]:
-            if every is None or step % every:
+            if (every is None or step % every) and step not in needed:
                 self._remove(self.at(step))
 
     def set_aside(self, step: int) -> Path:

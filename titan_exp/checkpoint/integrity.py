@@ -40,6 +40,16 @@ def write_sums(path: Path, sums: Mapping[str, FileSum]) -> None:
     write_atomically(path / SUMS, json.dumps({"files": files}, indent=1) + "\n")
 
 
+def parse_sums(text: str) -> dict[str, FileSum]:
+    """Sums of a checkpoint's files by name, from the text of their file.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: it is not such a text.
+    """
+    files = json.loads(text)["files"]
+    return {name: FileSum(one["size"], int(one["crc32"], 16)) for name, one in files.items()}
+
+
 def has_sums(path: Path) -> bool:
     """Whether a checkpoint has any; those from before they were written have none."""
     return (path / SUMS).exists()
@@ -63,7 +73,7 @@ def problem(path: Path, share: int = 0, shares: int = 1) -> str | None:
         return f"{SUMS} does not name {TABLE}"
     names = sorted(sums)[share::shares]
     with ThreadPoolExecutor(_THREADS) as threads:
-        found = threads.map(lambda name: _problem_of_file(path / name, sums[name]), names)
+        found = threads.map(lambda name: problem_of_file(path / name, sums[name]), names)
         return next((one for one in found if one is not None), None)
 
 
@@ -92,11 +102,11 @@ def require_intact(path: Path, group: dist.ProcessGroup | None = None) -> None:
 
 
 def _read_sums(path: Path) -> dict[str, FileSum]:
-    files = json.loads((path / SUMS).read_text(encoding="utf-8"))["files"]
-    return {name: FileSum(one["size"], int(one["crc32"], 16)) for name, one in files.items()}
+    return parse_sums((path / SUMS).read_text(encoding="utf-8"))
 
 
-def _problem_of_file(path: Path, expected: FileSum) -> str | None:
+def problem_of_file(path: Path, expected: FileSum) -> str | None:
+    """What is wrong with a file; None where it is as it was written."""
     try:
         size = path.stat().st_size
         if size != expected.size:

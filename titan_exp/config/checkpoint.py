@@ -23,8 +23,14 @@ class CheckpointConfig:
     """Checkpoints whose step is a multiple of it are kept for ever, besides the newest; null keeps none of them."""
     last: Literal["full", "weights"]
     """What is saved after the last step; from `weights` alone no run can be continued, only begun."""
+    remote: str | None
+    """URL under which every complete checkpoint is kept as well (`s3://bucket/prefix`, `gs://…`, `file:///mnt/share`),
+    in `<experiment.name>/<run id>/step-…`, and from which a run without its folder continues; null keeps none. No
+    credential in it: those come from the environment."""
+    remote_wait_minutes: PositiveFloat
+    """Minutes that a finished run waits for uploads that are on their way; at most one of them after a stop request."""
     initial: str | None
-    """Run folder, checkpoint or Hugging Face folder whose weights a new run begins with, made in any layout; part of
-    what is computed."""
+    """Run folder, checkpoint or Hugging Face folder whose weights a new run begins with, made in any layout, or its
+    URL; part of what is computed."""
     initial_exclude: list[str]
     """Patterns of full names (`head.*`) of weights that keep their initial values nevertheless."""

@@ -24,6 +24,11 @@ def keep_compiled_code(folder: RunFolder, experiment: Experiment) -> None:
 
 def cache_folder(folder: RunFolder, experiment: Experiment) -> Path:
     """`.cache/compile` under `paths.runs`; in the run folder itself where that was moved elsewhere."""
+    return cache_of(folder, experiment) / "compile"
+
+
+def cache_of(folder: RunFolder, experiment: Experiment) -> Path:
+    """`.cache` under `paths.runs`, what runs share; in the run folder itself where that was moved elsewhere."""
     path = folder.path.resolve()
     home = path.parents[1] if path.parent.name == experiment.experiment.name else path
-    return home / ".cache" / "compile"
+    return home / ".cache"

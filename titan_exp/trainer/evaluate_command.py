@@ -11,6 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
 
+from titan_exp.checkpoint.located import local_copy
 from titan_exp.checkpoint.source import Source, open_source
 from titan_exp.config.compose import CONF_DIR, compose
 from titan_exp.config.convert import load_experiment, to_dict, to_experiment
@@ -51,11 +52,12 @@ def evaluate_command(arguments: Sequence[str]) -> int:
     places = [word for word in arguments if "=" not in word]
     if len(places) != 1:
         raise UserError(USAGE)
-    path = Path(places[0]).expanduser()
     steps = [word.partition("=")[2] for word in arguments if word.startswith("step=")]
     if any(not step.isdigit() for step in steps):
         raise UserError(f"step={steps[0]}: the number of a step is meant.")
-    source = open_source(path, int(steps[-1]) if steps else 0)
+    step = int(steps[-1]) if steps else 0
+    path = local_copy(places[0], step=step)
+    source = open_source(path, step)
     overrides = [word for word in arguments if "=" in word and not word.startswith("step=")]
     experiment = evaluated_experiment(path, source, overrides)
     found = evaluate_source(source, experiment)

@@ -9,6 +9,7 @@ from annotated_types import Interval
 from torch import Tensor
 
 from titan_exp.checkpoint.folder import CheckpointFolder
+from titan_exp.checkpoint.located import local_copy
 from titan_exp.checkpoint.source import Source, open_source
 from titan_exp.config.bounds import Count, NonNegativeFloat, PositiveInt
 from titan_exp.config.errors import UserError
@@ -23,8 +24,8 @@ class GenerateOptions:
     """What `titan-exp generate` takes."""
 
     run: str = ""
-    """Run folder, one of its checkpoints, a Hugging Face folder, or anything else that `convert` reads; empty is the
-    run under `runs` that was last saved."""
+    """Run folder, one of its checkpoints, a Hugging Face folder, anything else that `convert` reads, or the URL of
+    one of these; empty is the run under `runs` that was last saved."""
     step: Count = 0
     """Of a run: which checkpoint; 0 is the newest."""
     runs: str = "runs"
@@ -53,7 +54,7 @@ def generate_command(arguments: list[str]) -> int:
         print(options_help("titan-exp generate [RUN|FOLDER] [prompt=...]", GenerateOptions), end="")
         return 0
     options = parse_options(GenerateOptions, arguments, positional="run")
-    path = Path(options.run).expanduser() if options.run else _latest_run(Path(options.runs))
+    path = local_copy(options.run, step=options.step) if options.run else _latest_run(Path(options.runs))
     source = open_source(path, options.step)
     text = generate(source, options, window=training_length(path, source))
     print(f"{options.prompt}{text}")

@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from titan_exp.checkpoint.checkpointer import Checkpointer
 from titan_exp.checkpoint.huggingface_reading import read_huggingface_into
+from titan_exp.checkpoint.located import local_copy
+from titan_exp.checkpoint.remote_run import RemoteRun
 from titan_exp.checkpoint.state import WEIGHTS_ONLY
 from titan_exp.config.convert import to_dict
 from titan_exp.config.difference import differences
@@ -25,6 +27,7 @@ from titan_exp.parallel.tensor import vocabulary_part
 from titan_exp.tracking.log import get_logger
 from titan_exp.tracking.run_folder import RunFolder
 from titan_exp.trainer.build import BuiltModel
+from titan_exp.trainer.compile_cache import cache_of
 from titan_exp.trainer.determinism import seed_step, set_deterministic
 from titan_exp.trainer.evaluate import evaluate_sources
 from titan_exp.trainer.garbage import GarbageCollection
@@ -76,7 +79,12 @@ class Trainer:
         self.loader = TrainLoader(experiment, **shares, pin_memory=device.type == "cuda")
         self.validation = ValidationLoader(experiment, **shares) if training.evaluate_every else None
         self.accumulation = gradient_accumulation(experiment)
-        self.checkpointer = Checkpointer(experiment.checkpoint, folder.checkpoints)
+        remote = experiment.checkpoint.remote
+        self.checkpointer = Checkpointer(
+            experiment.checkpoint,
+            folder.checkpoints,
+            remote=None if remote is None else RemoteRun(remote, experiment.experiment.name, folder.path.name),
+        )
         self.step = self.tokens = 0
         self._restore()
         self.report = Report(experiment, folder, self.mesh, flops_per_token=built.flops_per_token, first_step=self.step)
@@ -97,6 +105,7 @@ class Trainer:
                 collection.step(self.step)
             self._save()
             self.checkpointer.wait()
+            self.checkpointer.finish_uploads(stopped=not self._is_over)
         if self.experiment.checkpoint.mode != "off" and self.checkpointer.durable != self.step:
             raise UserError(
                 f"The state after step {self.step} could not be saved; the log says why. Make room and start the run "
@@ -183,9 +192,10 @@ class Trainer:
         config = self.experiment.checkpoint
         if config.initial is None:
             return
-        folder = huggingface_folder(config.initial)
+        place = str(local_copy(config.initial, cache=cache_of(self.folder, self.experiment) / "remote"))
+        folder = huggingface_folder(place)
         if folder is None:
-            self.checkpointer.load_initial(self.model.parts)
+            self.checkpointer.load_initial(self.model.parts, place)
             return
         for part in self.model.parts:
             read_huggingface_into(part, self.experiment.model, folder, config.initial_exclude)

@@ -1,17 +1,22 @@
 """Rules about what is saved, and about the weights that a run begins with."""
 
+import re
 from collections.abc import Iterator
 
 from titan_exp.config.errors import Violation
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import device_type
+from titan_exp.config.remote import is_url, problem_of_url
 from titan_exp.config.saved import huggingface_folder, saved_state
 
 
 def initial_weights_are_there(experiment: Experiment) -> Iterator[Violation]:
-    """The path holds a complete checkpoint."""
+    """The path holds a complete checkpoint. What is behind a URL is looked at by the run, when it starts."""
     asked = experiment.checkpoint.initial
-    if asked is not None and (not asked or (saved_state(asked) or huggingface_folder(asked)) is None):
+    if asked is not None and is_url(asked):
+        if (found := problem_of_url(asked)) is not None:
+            yield Violation("checkpoint.initial", _shown_url(asked), *found)
+    elif asked is not None and (not asked or (saved_state(asked) or huggingface_folder(asked)) is None):
         yield Violation(
             "checkpoint.initial",
             asked or "''",
@@ -52,7 +57,33 @@ def a_beginning_is_saved(experiment: Experiment) -> Iterator[Violation]:
         )
 
 
-RULES = (what_is_excluded_is_of_something, pinned_memory_is_for_gpus, a_beginning_is_saved)
+def the_remote_place_can_be_spoken_to(experiment: Experiment) -> Iterator[Violation]:
+    """The remote place is a URL of a protocol that is installed here, and there is something to keep in it."""
+    config = experiment.checkpoint
+    if config.remote is None:
+        return
+    if (found := problem_of_url(config.remote)) is not None:
+        yield Violation("checkpoint.remote", _shown_url(config.remote), *found)
+    if config.mode == "off":
+        yield Violation(
+            "checkpoint.remote",
+            _shown_url(config.remote),
+            "no checkpoint is made (checkpoint.mode=off), so none can be kept",
+            "checkpoint=async, or checkpoint.remote=null",
+        )
+
+
+def _shown_url(url: str) -> str:
+    """A URL without what may be a credential in it."""
+    return re.sub(r"://[^/]*@", "://***@", url.partition("?")[0]) or "''"
+
+
+RULES = (
+    what_is_excluded_is_of_something,
+    pinned_memory_is_for_gpus,
+    a_beginning_is_saved,
+    the_remote_place_can_be_spoken_to,
+)
 """Rules that hold at every start."""
 
 BEGINNING_RULES = (initial_weights_are_there,)

@@ -1,0 +1,325 @@
+"""Checkpoints behind a URL: what counts there, what is kept, what comes back, and what happens when the store fails."""
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.s3_server import S3Server, forget_stores
+from tests.checkpoint.saving import trained
+from titan_exp.checkpoint.checkpointer import Checkpointer
+from titan_exp.checkpoint.remote_run import RemoteRun
+from titan_exp.config.compose import compose
+from titan_exp.config.convert import to_experiment
+from titan_exp.config.errors import UserError
+from titan_exp.config.rules import violations
+from titan_exp.launch.commit import plan
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+RUN = "bucket/runs/first/abc"
+
+
+@pytest.fixture(params=["file", "s3"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "s3":
+        request.getfixturevalue("s3")
+        return "s3://bucket/runs"
+    return f"file://{tmp_path / 'share'}"
+
+
+@pytest.fixture(autouse=True)
+def ended(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No test leaves a thread behind."""
+    made: list[Checkpointer] = []
+    original = Checkpointer.__init__
+
+    def init(self: Checkpointer, *args: Any, **kwargs: Any) -> None:
+        made.append(self)
+        original(self, *args, **kwargs)
+
+    monkeypatch.setattr(Checkpointer, "__init__", init)
+    yield
+    for one in made:
+        one.close()
+
+
+def remote_run(url: str) -> RemoteRun:
+    return RemoteRun(url, "first", "abc")
+
+
+def started(tmp_path: Path, url: str, **settings: Any) -> Checkpointer:
+    """As a run starts that has its folder in `tmp_path`."""
+    config = replace(to_experiment(compose(["checkpoint=sync"])).checkpoint, every=10, **settings)
+    one = Checkpointer(config, tmp_path / "checkpoints", remote=remote_run(url))
+    one.latest()
+    return one
+
+
+def save(saver: Checkpointer, *steps: int) -> None:
+    """Each is uploaded before the next is saved."""
+    model, optimizer = trained()
+    for step in steps:
+        saver.save(step, [model], optimizer, {}, {"step": step})
+        until(lambda: not uploads(saver).needed())
+
+
+def uploads(saver: Checkpointer) -> Any:
+    return saver._uploads
+
+
+def until(holds: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_what_is_complete_is_kept_there_by_the_same_rules_and_comes_back(tmp_path, url, caplog):
+    caplog.set_level(logging.INFO, logger="titan_exp")
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "config.yaml").write_text("of: the run\n")
+    saver = started(tmp_path / "here", url, keep=2, keep_every=20)
+    save(saver, 10, 20, 30, 40, 50)
+    saver.finish_uploads(stopped=False)
+    remote = remote_run(url)
+    assert remote.complete() == remote.started() == saver.folder.complete() == [20, 40, 50]
+    assert remote.folder.read("config.yaml") == b"of: the run\n"
+    assert saver.take_times()["checkpoint_upload"] > 0
+
+    elsewhere = started(tmp_path / "elsewhere", url)
+    assert elsewhere.folder.complete() == [50]
+    for file in saver.folder.at(50).iterdir():
+        assert (elsewhere.folder.at(50) / file.name).read_bytes() == file.read_bytes()
+    assert f"fetching the checkpoint of step 50 from {remote.url}" in caplog.text
+    assert started(tmp_path / "here", url).latest() == 50, "and nothing is fetched that is here"
+    assert caplog.text.count("fetching") == 1
+
+
+def test_half_an_upload_counts_for_nobody(tmp_path, url):
+    saver = started(tmp_path / "here", url, keep=9)
+    save(saver, 10, 20)
+    saver.finish_uploads(stopped=False)
+    remote = remote_run(url)
+    text = remote.folder.read("step-00000020/checksums.json")
+    assert text is not None
+    for torn in (None, text[:-3], b"", b"{}", b'{"files": {"../x": {"size": 1, "crc32": "0"}}}'):
+        remote.folder.remove("step-00000020/checksums.json")
+        if torn is not None:
+            remote.folder.write("step-00000020/checksums.json", torn)
+        assert remote.complete() == [10]
+    shutil.rmtree(tmp_path / "here")
+    again = started(tmp_path / "here", url, keep=9)
+    assert again.folder.complete() == [10]
+    save(again, 30)
+    assert remote.started() == [10, 30], "the rubble of an older step goes with the next upload"
+
+
+def test_a_complete_one_that_is_being_replaced_does_not_count(tmp_path, url):
+    saver = started(tmp_path / "here", url)
+    save(saver, 10)
+    remote = remote_run(url)
+    model, optimizer = trained(seed=3)
+    other = Checkpointer(to_experiment(compose(["checkpoint=sync"])).checkpoint, tmp_path / "other")
+    other.save(10, [model], optimizer, {}, {})
+    never = lambda: False  # noqa: E731
+    remote.put_share(10, saver.folder.at(10), 1, 2, never)
+    assert remote.complete() == [10], "it is the same one"
+    remote.put_share(10, other.folder.at(10), 1, 2, never)
+    assert remote.complete() == []
+    remote.put_share(10, other.folder.at(10), 0, 2, never)
+    assert remote.complete() == []
+    remote.publish(10, other.folder.at(10))
+    assert remote.holds(10, other.folder.at(10))
+
+
+def test_what_never_arrived_is_sent_by_the_next_start(tmp_path, url):
+    config = replace(to_experiment(compose(["checkpoint=sync"])).checkpoint, keep=9)
+    model, optimizer = trained()
+    for step in (10, 20, 30):
+        Checkpointer(config, tmp_path / "checkpoints").save(step, [model], optimizer, {}, {})
+    saver = started(tmp_path, url, keep=9, keep_every=10)
+    saver.finish_uploads(stopped=False)
+    assert remote_run(url).complete()[-1] == 30
+    again = started(tmp_path, url, keep=9, keep_every=10)
+    save(again, 40)
+    until(lambda: remote_run(url).complete() == [10, 20, 30, 40])
+
+
+@pytest.mark.parametrize(
+    ("url", "damage"), [("file", "flip"), ("s3", "flip"), ("file", "shorten"), ("s3", "remove")], indirect=["url"]
+)
+def test_damage_there_is_found_and_the_one_before_is_used(tmp_path, url, caplog, damage):
+    save(started(tmp_path / "here", url, keep=9), 10, 20)
+    remote, name = remote_run(url), "step-00000020/__0_0.distcp"
+    content = bytearray(remote.folder.read(name) or b"")
+    content[len(content) // 2] ^= 4
+    if damage == "remove":
+        remote.folder.remove(name)
+    else:
+        remote.folder.write(name, bytes(content if damage == "flip" else content[:-1]))
+    there = started(tmp_path / "there", url)
+    assert there.folder.complete() == [10]
+    assert "the checkpoint of step 20" in caplog.text
+    assert "is damaged: __0_0.distcp" in caplog.text
+    assert remote.complete() == [10]
+    assert "checksums.damaged.json" in remote.folder.entries("step-00000020").files, "it stays to be looked at"
+    # Where the run goes through that step again, it is whole again.
+    save(there, 20)
+    assert remote.complete() == [10, 20]
+    assert "checksums.damaged.json" not in remote.folder.entries("step-00000020").files
+    assert started(tmp_path / "third", url).folder.complete() == [20]
+
+
+def test_a_checkpoint_that_is_damaged_here_comes_back_from_there(tmp_path, url, caplog):
+    saver = started(tmp_path, url, keep=9)
+    save(saver, 10, 20)
+    file = saver.folder.at(20) / "__0_0.distcp"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    again = started(tmp_path, url, keep=9)
+    assert again.folder.complete() == [10, 20]
+    assert file.read_bytes() == whole
+    assert "step 20 was damaged here" in caplog.text
+
+
+def test_a_fetch_that_was_interrupted_goes_on(tmp_path, s3):
+    save(started(tmp_path / "here", "s3://bucket/runs"), 10)
+    wanted = tmp_path / "there/checkpoints/step-00000010.fetching"
+    wanted.mkdir(parents=True)
+    shutil.copy(tmp_path / "here/checkpoints/step-00000010/__0_0.distcp", wanted)
+    asked: list[str] = []
+    s3.seen = lambda method, path: asked.append(f"{method} {path}")
+    assert started(tmp_path / "there", "s3://bucket/runs").folder.complete() == [10]
+    assert f"GET /{RUN}/step-00000010/.metadata" in asked
+    assert not [one for one in asked if "GET" in one and "__0_0.distcp" in one], "that was here already"
+    assert not wanted.exists()
+
+
+def test_a_store_that_is_away_costs_no_run(tmp_path, s3, caplog, monkeypatch):
+    monkeypatch.setattr("titan_exp.checkpoint.remote.ATTEMPTS", 1)
+    saver = started(tmp_path / "here", "s3://bucket/runs", keep_every=10)
+    save(saver, 10)
+    s3.close()
+    save(saver, 20)
+    assert caplog.text.count("the checkpoint of step 20 could not be uploaded") == 1
+    assert "does not answer" in caplog.text
+    assert saver.folder.complete() == [10, 20]
+
+    # A start that has a checkpoint goes on with it; one that has none would begin anew without need.
+    caplog.clear()
+    assert started(tmp_path / "here", "s3://bucket/runs").folder.complete() == [10, 20]
+    assert "continuing from step 20" in caplog.text
+    with pytest.raises(UserError, match=r"(?s)does not answer.*checkpoint\.remote=null"):
+        started(tmp_path / "there", "s3://bucket/runs")
+
+    s3.open()
+    save(saver, 30)
+    until(lambda: remote_run("s3://bucket/runs").complete() == [10, 20, 30])
+
+
+class Gate:
+    """Holds uploads of one step in the middle, after the first file."""
+
+    def __init__(self, server: S3Server, step: int) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+        self._name, self._puts = f"step-{step:08d}", 0
+        server.seen = self._seen
+
+    def _seen(self, method: str, path: str) -> None:
+        if method == "PUT" and self._name in path:
+            self._puts += 1
+            if self._puts == 2:
+                self.reached.set()
+                self.opened.wait(30)
+
+
+def test_slow_uploads_skip_what_is_not_begun_and_keep_what_they_read(tmp_path, s3, caplog):
+    saver = started(tmp_path, "s3://bucket/runs", keep=1)
+    gate = Gate(s3, 10)
+    model, optimizer = trained()
+    saver.save(10, [model], optimizer, {}, {})
+    assert gate.reached.wait(30)
+    for step in (20, 30):
+        saver.save(step, [model], optimizer, {}, {})
+    assert "the checkpoint of step 20 is skipped for that of step 30" in caplog.text
+    assert saver.folder.complete() == [10, 30], "10 is being read"
+    assert remote_run("s3://bucket/runs").complete() == []
+    gate.opened.set()
+    saver.finish_uploads(stopped=False)
+    assert remote_run("s3://bucket/runs").complete() == [30]
+    assert saver.folder.complete() == [30]
+
+
+def test_the_end_waits_no_longer_than_it_says(tmp_path, s3, caplog):
+    saver = started(tmp_path, "s3://bucket/runs", remote_wait_minutes=0.3 / 60)
+    gate = Gate(s3, 10)
+    model, optimizer = trained()
+    saver.save(10, [model], optimizer, {}, {})
+    assert gate.reached.wait(30)
+    release = threading.Timer(1.0, gate.opened.set)
+    release.start()
+    saver.finish_uploads(stopped=False)
+    release.join()
+    assert "the upload of step 10" in caplog.text
+    assert "is given up" in caplog.text
+    assert remote_run("s3://bucket/runs").complete() == []
+    assert saver.folder.complete() == [10]
+
+
+def test_a_start_says_what_no_waiting_would_help(tmp_path, s3, monkeypatch):
+    with pytest.raises(UserError, match="no such bucket"):
+        started(tmp_path, "s3://nowhere-to-be-found/runs")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    forget_stores()
+    with pytest.raises(UserError, match=r"no credentials.*AWS_ACCESS_KEY_ID"):
+        started(tmp_path, "s3://bucket/runs")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot be written.*checkpoint\.remote=null"):
+        started(tmp_path, f"file://{tmp_path / 'file'}")
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("bucket/runs", "no URL"),
+        ("s3x://bucket", "knows no protocol s3x"),
+        ("gs://bucket", "pip install gcsfs"),
+        ("memory://runs", "ends with the process"),
+        ("simplecache::s3://bucket", "chains"),
+        ("s3://bucket?token=abc", "may be a credential"),
+        ("s3://me:secret@bucket/runs", "may be a credential"),
+    ],
+)
+def test_urls_that_cannot_be_are_refused_before_anything_starts(url, words):
+    for key in ("remote", "initial"):
+        if key == "initial" and words in ("no URL", "chains"):
+            continue
+        experiment = to_experiment(compose([]))
+        experiment = replace(experiment, checkpoint=replace(experiment.checkpoint, **{key: url}))
+        (found,) = violations(experiment)
+        assert found.field == f"checkpoint.{key}"
+        assert words in f"{found.reason} {found.remedy}"
+        assert "secret" not in str(found)
+        assert "abc" not in str(found)
+
+
+def test_a_url_with_a_password_is_a_credential(tmp_path):
+    asked = [f"paths.runs={tmp_path}", "checkpoint.remote='s3://me:secret0123@bucket/runs'"]
+    with pytest.raises(UserError, match="credentials") as raised:
+        plan(to_experiment(compose(asked)), asked)
+    assert "secret0123" not in str(raised.value)
+
+
+def test_where_checkpoints_are_kept_does_not_name_the_run(tmp_path):
+    ids = {
+        plan(to_experiment(compose([f"paths.runs={tmp_path}", *more]))).run_id
+        for more in ([], ["checkpoint.remote=file:///mnt/share"])
+    }
+    assert len(ids) == 1

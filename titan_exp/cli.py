@@ -62,9 +62,10 @@ def train(words: Sequence[str]) -> int:
 
 def generate(words: Sequence[str]) -> int:
     """Continue a text with a trained model."""
+    from titan_exp.launch.together import together
     from titan_exp.trainer.generate import generate_command
 
-    return generate_command(list(words))
+    return generate_command(list(words), together)
 
 
 def tokenize(words: Sequence[str]) -> int:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from titan_exp.checkpoint.checkpointer import Checkpointer
 from titan_exp.checkpoint.huggingface_reading import read_huggingface_into
+from titan_exp.checkpoint.run_exports import RunExports
 from titan_exp.checkpoint.state import WEIGHTS_ONLY
 from titan_exp.config.convert import to_dict
 from titan_exp.config.difference import differences
@@ -77,6 +78,7 @@ class Trainer:
         self.validation = ValidationLoader(experiment, **shares) if training.evaluate_every else None
         self.accumulation = gradient_accumulation(experiment)
         self.checkpointer = Checkpointer(experiment.checkpoint, folder.checkpoints)
+        self.exports = RunExports(experiment, folder.export, self.mesh)
         self.step = self.tokens = 0
         self._restore()
         self.report = Report(experiment, folder, self.mesh, flops_per_token=built.flops_per_token, first_step=self.step)
@@ -96,10 +98,16 @@ class Trainer:
                 collection.step(self.step)
             self._save()
             self.checkpointer.wait()
+            exported = not self._is_over or self._export()
         if self.experiment.checkpoint.mode != "off" and self.checkpointer.durable != self.step:
             raise RuntimeError(
                 f"the state after step {self.step} could not be saved (the log says why). Make room and start the "
                 "run again: it continues from its last complete checkpoint"
+            )
+        if not exported:
+            raise RuntimeError(
+                f"the weights after step {self.step} could not be exported (the log says why). Make room and start "
+                "the run again: it exports them then"
             )
         return self._is_over
 
@@ -142,6 +150,12 @@ class Trainer:
         self.checkpointer.poll()
         if save:
             self._save()
+        if self.exports.due(step) and not last:
+            self._export()
+
+    def _export(self) -> bool:
+        with self.report.throughput.pause("export"):
+            return self.exports.write(self.step, self.model.parts)
 
     def _save(self) -> None:
         with self.report.throughput.pause("checkpoint"):

@@ -14,7 +14,6 @@ from titan_exp.models.build import build_model
 from titan_exp.ops.attention import choose_backend
 from titan_exp.parallel.materialize import local, materialize, part_of
 
-
 Rows = Mapping[str, Sequence[slice]]
 """Rows of a parameter of the source that, one after the other, are this rank's parameter of that name."""
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from titan_exp.config.builtins import ARCHITECTURES
 from titan_exp.config.errors import Violation
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import device_type
@@ -44,4 +45,28 @@ def pinned_memory_is_for_gpus(experiment: Experiment) -> Iterator[Violation]:
         )
 
 
-RULES = (initial_weights_are_there, what_is_excluded_is_of_something, pinned_memory_is_for_gpus)
+def exports_are_of_the_decoder(experiment: Experiment) -> Iterator[Violation]:
+    """Hugging Face's names are known for the built-in decoder; steps between exports mean something with exports."""
+    config, architecture = experiment.checkpoint, experiment.model.architecture
+    if config.export != "none" and architecture not in ARCHITECTURES:
+        yield Violation(
+            "checkpoint.export",
+            config.export,
+            f"a Hugging Face folder holds a Llama, and model.architecture is {architecture}",
+            "checkpoint.export=none; titan-exp convert RUN weights.pt writes any model",
+        )
+    if config.export == "none" and config.export_every is not None:
+        yield Violation(
+            "checkpoint.export_every",
+            config.export_every,
+            "checkpoint.export is none, so that nothing is exported",
+            "checkpoint.export=bf16 or fp32, or checkpoint.export_every=null",
+        )
+
+
+RULES = (
+    initial_weights_are_there,
+    what_is_excluded_is_of_something,
+    pinned_memory_is_for_gpus,
+    exports_are_of_the_decoder,
+)

@@ -1,0 +1,102 @@
+"""A run exports its own weights: by all ranks, in any layout, bitwise what `convert` makes of its checkpoint."""
+
+import errno
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.parity.runs import train
+from tests.trainer.test_train import run
+from titan_exp.checkpoint.convert import convert_command
+from titan_exp.checkpoint.safetensors_store import INDEX, SafetensorsStore
+
+SAVING = ["training.steps=2", "checkpoint.mode=sync", "model.vocab_size=257"]
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    store = SafetensorsStore(folder)
+    return {name: store.read(name) for name in store.shapes}
+
+
+def small_files() -> None:
+    from titan_exp.checkpoint import run_exports
+
+    run_exports.RunExports.__init__.__kwdefaults__["file_bytes"] = 1e5
+
+
+@pytest.mark.parametrize(
+    ("layout", "dtype"),
+    [
+        ("", "fp32"),
+        ("parallelism.dp_shard=3 training.global_batch_size=12 data.virtual_shards=3", "bf16"),
+        ("parallelism.tp=2 parallelism.dp_shard=2", "fp32"),
+        # More ranks than key and value heads, whose projection each of them holds whole.
+        ("parallelism.tp=4 parallelism.sequence_parallel=false", "fp32"),
+        ("parallelism.pp=2 parallelism.tp=2 model.tied_embeddings=true", "bf16"),
+        ("parallelism=hsdp training.micro_batch_size=1 parallelism.cpu_offload=true", "fp32"),
+    ],
+)
+def test_it_is_what_convert_makes_of_the_checkpoint(tmp_path: Path, layout: str, dtype: str, capsys):
+    path = tmp_path / "run"
+    train(path, *SAVING, *layout.split(), f"checkpoint.export={dtype}", mutate=small_files)
+    assert convert_command([str(path), str(tmp_path / "converted"), f"dtype={dtype}"]) == 0
+    (folder,) = (path / "export").iterdir()
+    assert folder.name == "step-00000002"
+    expected, found = tensors(tmp_path / "converted"), tensors(folder)
+    assert list(found) == list(json.loads((folder / INDEX).read_text())["weight_map"])
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+    beside = [name for name in os.listdir(tmp_path / "converted") if name.endswith(".json")]
+    assert "tokenizer.json" in beside
+    assert [(folder / name).read_text() for name in beside] == [
+        (tmp_path / "converted" / name).read_text() for name in beside
+    ]
+
+
+def test_transformers_computes_the_same(tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    from titan_exp.models.build import build_model
+
+    trained = train(tmp_path, *SAVING, "parallelism.tp=2", "parallelism.pp=2", "checkpoint.export=fp32")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "export" / "step-00000002", dtype=torch.float32
+    ).eval()
+    from titan_exp.config.convert import load_experiment
+
+    ours = build_model(load_experiment(tmp_path / "config.yaml").model, seq_len=64, attention_backend="math")
+    ours.load_state_dict(trained.weights)
+    ours.reset_buffers()  # type: ignore[operator]  # the decoder's own
+    ids = torch.randint(0, 257, (2, 64))
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(ids).logits, ours(ids), atol=2e-5, rtol=1e-4)
+
+
+def test_every_so_many_steps_and_at_the_end(tmp_path: Path):
+    run(tmp_path, "checkpoint.export=bf16", "checkpoint.export_every=2", "training.steps=5", "checkpoint=none")
+    assert sorted(os.listdir(tmp_path / "export")) == ["step-00000002", "step-00000004", "step-00000005"]
+
+
+def test_a_disk_without_room_leaves_nothing_and_fails_the_run(tmp_path: Path, monkeypatch, caplog):
+    saving = ["checkpoint.export=bf16", "training.steps=2", "checkpoint.mode=sync"]
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(RuntimeError, match="could not be exported"):
+            run(tmp_path, *saving)
+    assert list((tmp_path / "export").iterdir()) == []
+    # The same command exports what it has trained.
+    (tmp_path / "export" / "step-00000002.partial").mkdir()
+    finished, _ = run(tmp_path, *saving)
+    assert finished
+    assert os.listdir(tmp_path / "export") == ["step-00000002"]
+    before = (tmp_path / "export" / "step-00000002" / "model.safetensors").stat().st_mtime_ns
+    run(tmp_path, *saving)
+    assert (tmp_path / "export" / "step-00000002" / "model.safetensors").stat().st_mtime_ns == before

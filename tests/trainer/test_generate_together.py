@@ -106,8 +106,8 @@ def test_what_cannot_be_divided_is_said(folders: dict[str, Path]):
 
 def test_a_prompt_is_gone_on_from_as_if_it_were_alone(folders: dict[str, Path], tmp_path: Path, capsys):
     source = open_source(folders["tied dcp"])
-    together = generate(source, SAMPLED, PROMPTS, window=16)
-    assert together == [generate(source, SAMPLED, [prompt], window=16)[0] for prompt in PROMPTS]
+    together = generate(source, SAMPLED, PROMPTS, window=128)
+    assert together == [generate(source, SAMPLED, [prompt], window=128)[0] for prompt in PROMPTS]
     (tmp_path / "prompts").write_text("import \n\ndef main(\n")
     words = [str(source.path), f"prompts={tmp_path}/prompts", *(f"{k}={v}" for k, v in asdict(SAMPLED).items() if v)]
     assert generate_command(words) == 0

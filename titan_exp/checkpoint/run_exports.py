@@ -6,7 +6,7 @@ writes its rows to their places: nothing is sent, and a rank has one of its own 
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -104,11 +104,11 @@ class RunExports:
         self, partial: Path, specs: Sequence[Spec], row_map: RowMap, dtype: torch.dtype, parts: Sequence[nn.Module]
     ) -> None:
         """This rank's part of the tensors."""
-        where = places(specs, file_bytes=self._file_bytes)
+        runs = _Runs(row_map, places(specs, file_bytes=self._file_bytes), dtype)
         with _Files(partial) as files:
             for key, tensor in model_state(parts).items():
                 if first_of_its_copies(tensor, self._mesh):
-                    _write_part(files, where, row_map, key.removeprefix(MODEL), tensor, dtype)
+                    runs.write(files, key.removeprefix(MODEL), tensor)
 
     def _publish(self, partial: Path, target: Path) -> None:
         for file in partial.iterdir():
@@ -172,22 +172,26 @@ class _Files:
             data, offset = data[count:], offset + count
 
 
-def _write_part(
-    files: _Files, where: dict[str, Place], row_map: RowMap, name: str, tensor: Tensor, dtype: torch.dtype
-) -> None:
-    part = part_of(tensor)
-    if 0 in part.size:
-        return
-    held = local(tensor).detach().to("cpu", dtype).reshape(part.size[0], -1).contiguous()
-    width, columns, column = (part.shape[1], part.size[1], part.start[1]) if len(part.shape) > 1 else (1, 1, 0)
-    data, item = held.view(torch.uint8).numpy(), dtype.itemsize
-    first = part.start[0]
-    for run in row_map.of(name, first, first + part.size[0]):
-        place, rows = where[run.name], data[run.start - first : run.start - first + run.rows]
-        begin = place.begin + column * item
-        if columns == width and run.step == 1:
-            files.write(place.file, begin + run.first * width * item, memoryview(rows.reshape(-1)))
-            continue
-        for number, row in enumerate(rows):
-            at = run.first + number * run.step
-            files.write(place.file, begin + at * width * item, memoryview(row))
+class _Runs:
+    """Where rows of our parameters go."""
+
+    def __init__(self, row_map: RowMap, where: Mapping[str, Place], dtype: torch.dtype) -> None:
+        self._map, self._where, self._dtype = row_map, where, dtype
+
+    def write(self, files: _Files, name: str, tensor: Tensor) -> None:
+        """Write what this rank holds of a parameter."""
+        part = part_of(tensor)
+        if 0 in part.size:
+            return
+        held = local(tensor).detach().to("cpu", self._dtype).reshape(part.size[0], -1).contiguous()
+        width, columns, column = (part.shape[1], part.size[1], part.start[1]) if len(part.shape) > 1 else (1, 1, 0)
+        data, item, first = held.view(torch.uint8).numpy(), self._dtype.itemsize, part.start[0]
+        for run in self._map.of(name, first, first + part.size[0]):
+            place, rows = self._where[run.name], data[run.start - first : run.start - first + run.rows]
+            begin = place.begin + column * item
+            if columns == width and run.step == 1:
+                files.write(place.file, begin + run.first * width * item, memoryview(rows.reshape(-1)))
+                continue
+            for number, row in enumerate(rows):
+                at = run.first + number * run.step
+                files.write(place.file, begin + at * width * item, memoryview(row))

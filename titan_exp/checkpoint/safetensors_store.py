@@ -156,8 +156,10 @@ def reserve_safetensors(folder: Path, specs: Sequence[Spec], *, file_bytes: floa
         with (folder / name).open("wb") as file:
             file.write(header)
             file.flush()
-            # macOS has no call for it.
-            getattr(os, "posix_fallocate", lambda *_: file.truncate(size))(file.fileno(), 0, size)
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:  # macOS: the disk may turn out to be full later
+                file.truncate(size)
     _write_index(folder, parts)
 
 

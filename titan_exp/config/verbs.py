@@ -1,4 +1,4 @@
-"""What the verbs that compose no run take; apart from what they do, so that help and completion import no torch."""
+"""What verbs take besides groups; apart from what they do, so that help and completion import no torch."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -72,3 +72,29 @@ class DownloadOptions:
     """`weights` is safetensors with configuration and tokenizer; `original` is Meta's consolidated.*.pth with them."""
     revision: str = ""
     """Branch, tag or commit; empty is the newest of the main branch."""
+
+
+@dataclass(frozen=True)
+class TokenizeOptions:
+    """What `titan-exp tokenize` takes beside the `data` group."""
+
+    out: str = ""
+    """Folder of the store to make, such as stores/mine."""
+    workers: Count = 0
+    """Processes that tokenize; 0 is one for every core. The store does not depend on it."""
+    parts: PositiveInt = 32
+    """Parts that are tokenized independently, where any document can be read at once; a stream has its own (files)."""
+    shard_tokens: PositiveInt = 2**27
+    """Tokens after which a shard is full and safe from a death; the document that fills it is its last."""
+    check: str = ""
+    """Folder of a finished store to read and compare with its checksums, instead of making one."""
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """What `titan-exp evaluate` takes beside keys of the `data`, `training` and `parallelism` groups."""
+
+    step: Count = 0
+    """Of a run: which checkpoint; 0 is the newest."""
+    split: Literal["held_out", "all"] = "held_out"
+    """`held_out` is the documents that training holds out; `all` is every document of the source."""

@@ -12,6 +12,8 @@ from tests.parity.runs import train
 from tests.trainer.test_train import run
 from titan_exp.checkpoint.convert import convert_command
 from titan_exp.checkpoint.safetensors_store import INDEX, SafetensorsStore
+from titan_exp.config.convert import load_experiment
+from titan_exp.models.build import build_model
 
 SAVING = ["training.steps=2", "checkpoint.mode=sync", "model.vocab_size=257"]
 
@@ -22,9 +24,11 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def small_files() -> None:
-    from titan_exp.checkpoint import run_exports
+    from titan_exp.checkpoint.run_exports import RunExports
 
-    run_exports.RunExports.__init__.__kwdefaults__["file_bytes"] = 1e5
+    defaults = RunExports.__init__.__kwdefaults__
+    assert defaults is not None
+    defaults["file_bytes"] = 1e5
 
 
 @pytest.mark.parametrize(
@@ -60,14 +64,10 @@ def test_it_is_what_convert_makes_of_the_checkpoint(tmp_path: Path, layout: str,
 
 def test_transformers_computes_the_same(tmp_path: Path):
     transformers = pytest.importorskip("transformers")
-    from titan_exp.models.build import build_model
-
     trained = train(tmp_path, *SAVING, "parallelism.tp=2", "parallelism.pp=2", "checkpoint.export=fp32")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "export" / "step-00000002", dtype=torch.float32
     ).eval()
-    from titan_exp.config.convert import load_experiment
-
     ours = build_model(load_experiment(tmp_path / "config.yaml").model, seq_len=64, attention_backend="math")
     ours.load_state_dict(trained.weights)
     ours.reset_buffers()  # type: ignore[operator]  # the decoder's own

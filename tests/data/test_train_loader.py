@@ -3,6 +3,7 @@ import subprocess
 import sys
 import threading
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ CORPORA = {
     "batch no multiple of the shards": experiment(batch=24, virtual_shards=16),
 }
 LAYOUTS = [(1, 8), (1, 2), (2, 4), (2, 1), (4, 2), (8, 1)]
+KINDS = ("python_stdlib", "text files", "lines of a file", "JSON lines streamed")
+"""What ships, beside the sources of a user that the other tests have."""
 pytestmark = pytest.mark.filterwarnings("ignore:data.virtual_shards=8, but the stream has 1 ")
 every_corpus = pytest.mark.parametrize("run", CORPORA.values(), ids=CORPORA)
 
@@ -49,6 +52,48 @@ def test_a_run_stopped_and_continued_at_other_degrees_loses_and_repeats_nothing(
     layouts = [(1, 8, 1), (4, 2, 4), (2, 1, 3), (8, 1, 4), (1, 4, 6)]
     for dp_degree, micro_batch_size, batches in layouts:
         with Ranks(run, dp_degree, micro_batch_size, state) as ranks:
+            found += ranks.global_batches(batches)
+            state = json.loads(json.dumps(ranks.state()))
+    assert found == reference
+
+
+@pytest.fixture(scope="module")
+def shipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Experiment]:
+    """Every kind of source that is tokenized while training, in 24 virtual shards, which 3 ranks can share as well."""
+    folder = write_files(tmp_path_factory.mktemp("order") / "files", 40)
+    lines = folder.with_name("lines.txt")
+    lines.write_text("\n".join(file.read_text() for file in sorted(folder.iterdir())))
+    rows = folder.with_name("rows")
+    rows.mkdir()
+    for number, file in enumerate(sorted(folder.iterdir())):
+        with (rows / f"{number % 24}.jsonl").open("a") as part:
+            part.write(json.dumps({"text": file.read_text()}) + "\n")
+    whole = {"virtual_shards": 24, "batch": 24}
+    return {
+        "python_stdlib": experiment(source="python_stdlib", **whole),
+        "text files": experiment(source="text", paths=(str(folder),), **whole),
+        "lines of a file": experiment(source="text", paths=(str(lines),), document="line", **whole),
+        "JSON lines streamed": experiment(
+            source="huggingface", dataset="json", data_files=(f"{rows}/*.jsonl",), streaming=True, **whole
+        ),
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_1_2_3_4_or_8_ranks_see_the_same_and_so_do_resumes_across_them(
+    kind: str, shipped: dict[str, Experiment], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    run = shipped[kind]
+    with Ranks(run, 1, 24) as ranks:
+        reference = ranks.global_batches(12)
+    assert len({tuple(batch) for batch in reference}) == 12
+    for dp_degree in (2, 3, 4, 8):
+        with Ranks(run, dp_degree, 24 // dp_degree) as ranks:
+            assert ranks.global_batches(6) == reference[:6], f"dp={dp_degree}"
+    state, found = None, []
+    for dp_degree, batches in [(1, 1), (8, 2), (3, 3), (2, 1), (4, 2), (3, 1), (1, 2)]:
+        with Ranks(run, dp_degree, 24 // dp_degree, state) as ranks:
             found += ranks.global_batches(batches)
             state = json.loads(json.dumps(ranks.state()))
     assert found == reference

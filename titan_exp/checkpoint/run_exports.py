@@ -190,8 +190,8 @@ class _Runs:
             place, rows = self._where[run.name], data[run.start - first : run.start - first + run.rows]
             begin = place.begin + column * item
             if columns == width and run.step == 1:
-                files.write(place.file, begin + run.first * width * item, memoryview(rows.reshape(-1)))
+                files.write(place.file, begin + run.first * width * item, rows.reshape(-1).data)
                 continue
             for number, row in enumerate(rows):
                 at = run.first + number * run.step
-                files.write(place.file, begin + at * width * item, memoryview(row))
+                files.write(place.file, begin + at * width * item, row.data)

@@ -77,6 +77,13 @@ def test_the_default_run_keeps_every_rule():
         (["checkpoint.initial=''"], "checkpoint.initial", "run folder"),
         (["checkpoint=async_pinned", "cluster.device=cpu"], "checkpoint.mode", "async_process"),
         (["checkpoint.initial_exclude=[head.*]"], "checkpoint.initial_exclude", "initial_exclude=[]"),
+        (["checkpoint.export=bf16", "checkpoint.export_every=10"], "", ""),
+        (["checkpoint.export_every=10"], "checkpoint.export_every", "checkpoint.export=bf16"),
+        (
+            ["checkpoint.export=bf16", "model.architecture=tests.models.own_model.Bigram"],
+            "checkpoint.export",
+            "convert RUN weights.pt",
+        ),
         # steps
         (["lr_schedule.warmup_steps=500"], "", ""),
         (["lr_schedule.warmup_steps=500", "lr_schedule.decay_steps=101"], "lr_schedule.decay_steps", "decay_steps=100"),

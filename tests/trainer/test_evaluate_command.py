@@ -67,6 +67,12 @@ def test_all_documents_or_those_held_out(trained: Path, capsys: pytest.CaptureFi
     assert evaluated(capsys, trained, *words, "split=all", "data.validation_documents=3")["tokens"] == 3 * 17 - 1
 
 
+def test_all_of_one_document(trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    (tmp_path / "text.txt").write_text("one text and no more of them")
+    words = ["data=text", f"data.paths=[{tmp_path}/text.txt]", "split=all"]
+    assert evaluated(capsys, trained, *words)["tokens"] == 28
+
+
 def test_both_splits_of_a_store(trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     manifest = make(tmp_path / "store")
     capsys.readouterr()

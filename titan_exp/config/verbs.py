@@ -86,6 +86,9 @@ class TokenizeOptions:
     """Parts that are tokenized independently, where any document can be read at once; a stream has its own (files)."""
     shard_tokens: PositiveInt = 2**27
     """Tokens after which a shard is full and safe from a death; the document that fills it is its last."""
+    shuffle: Count = 0
+    """Seed of the order of documents in the store, where any document can be read at once; 0 keeps the source's order.
+    Training shuffles windows of tokens; what stands beside what within a window is this order's."""
     check: str = ""
     """Folder of a finished store to read and compare with its checksums, instead of making one."""
 

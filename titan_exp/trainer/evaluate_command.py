@@ -68,8 +68,8 @@ def evaluate_command(arguments: Sequence[str], spread: Spread | None = None) -> 
     options = parse_options(EvaluateOptions, own)
     source = open_source(path, options.step)
     overrides = [word for word in arguments if "=" in word and word not in own]
-    experiment = evaluated_experiment(path, source, overrides)
     everything = options.split == "all"
+    experiment = evaluated_experiment(path, source, overrides, everything)
     if world_size(experiment) == 1:
         with joined_process_group(device := _device()):
             found = evaluate_source(source, experiment, build_mesh(experiment.parallelism, device), everything)
@@ -128,10 +128,11 @@ def on_rank(run_folder: str) -> None:
     answer(run_folder, evaluation)
 
 
-def evaluated_experiment(path: Path, source: Source, overrides: Sequence[str]) -> Experiment:
+def evaluated_experiment(path: Path, source: Source, overrides: Sequence[str], everything: bool = False) -> Experiment:
     """The run's own configuration, or the default one around weights of elsewhere, with overrides laid over it.
 
-    The tokenizer stays that of the weights unless it is named: a model only understands its own.
+    The tokenizer stays that of the weights unless it is named: a model only understands its own. Where `everything` is
+    evaluated on, no documents need be held out.
 
     Raises:
         UserError: an override names nothing that is there.
@@ -154,7 +155,9 @@ def evaluated_experiment(path: Path, source: Source, overrides: Sequence[str]) -
         OmegaConf.update(base, key, _parsed(word, value), force_add=key.startswith("data.options."))
     experiment = to_experiment(base)
     rules = (*data.RULES, *tensor.RULES, *context.RULES, *layout.RULES)
-    violations = [violation for rule in rules for violation in rule(experiment)]
+    every = 0 if everything else experiment.training.evaluate_every
+    asked = dataclasses.replace(experiment, training=dataclasses.replace(experiment.training, evaluate_every=every))
+    violations = [violation for rule in rules for violation in rule(asked)]
     if experiment.parallelism.pp > 1:
         reason = "a pipeline pays in training; evaluation spreads a model over ranks by its matrices and its layers"
         remedy = f"parallelism.tp or parallelism.dp_shard={experiment.parallelism.pp}"

@@ -40,6 +40,7 @@ _KEYS = {
     "token_bytes": "data.tokenizer",
     "shard_tokens": "shard_tokens",
     "parts": "parts",
+    "shuffle": "shuffle",
 }
 
 
@@ -130,8 +131,8 @@ def make_store(options: TokenizeOptions, experiment: Experiment) -> int:
     folder = Path(options.out).expanduser()
     with _in_words(folder):
         _require_own(folder, options.out)
-        corpus = Corpus(experiment.data, options.parts)
-        job = Job(folder, experiment.data, options.parts, options.shard_tokens, corpus.fingerprint)
+        corpus = Corpus(experiment.data, options.parts, options.shuffle)
+        job = Job(folder, experiment.data, options.parts, options.shard_tokens, corpus.fingerprint, options.shuffle)
         description = describe(job, corpus, build_tokenizer(experiment.data))
         if (folder / MANIFEST).exists():
             _require_same(folder / MANIFEST, description, options.out)
@@ -213,6 +214,7 @@ def _require_same(path: Path, description: dict[str, Any], out: str) -> None:
         there = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise _refusal(out, f"its {path.name} is not JSON: {error}", "remove the folder") from error
+    there = {"shuffle": 0, **there}  # as it was before there was a choice
     differing = [key for key in description if there.get(key) != description[key]]
     if differing:
         raise UserError(

@@ -8,12 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.data.stores import make
 from tests.parity.runs import train
 from tests.trainer.test_train import run
 from titan_exp.checkpoint.convert import convert_command
+from titan_exp.checkpoint.distributed_store import DistributedStore
+from titan_exp.checkpoint.folder import CheckpointFolder
 from titan_exp.checkpoint.safetensors_store import INDEX, SafetensorsStore
 from titan_exp.config.convert import load_experiment
 from titan_exp.models.build import build_model
+from titan_exp.trainer.generate import generate_command
 
 SAVING = ["training.steps=2", "checkpoint.mode=sync", "model.vocab_size=257"]
 
@@ -100,3 +104,40 @@ def test_a_disk_without_room_leaves_nothing_and_fails_the_run(tmp_path: Path, mo
     before = (tmp_path / "export" / "step-00000002" / "model.safetensors").stat().st_mtime_ns
     run(tmp_path, *saving)
     assert (tmp_path / "export" / "step-00000002" / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_one_rank_without_room_is_the_failure_of_all(tmp_path: Path):
+    with pytest.raises(AssertionError, match="could not be exported"):
+        train(tmp_path, *SAVING, "parallelism.tp=2", "checkpoint.export=bf16", mutate=full_on_rank_1)
+    assert list((tmp_path / "export").iterdir()) == []
+
+
+def full_on_rank_1() -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    if os.environ["RANK"] == "1":
+        os.pwrite = full  # type: ignore[assignment]  # on purpose
+
+
+def test_parts_of_what_ranks_have_saved(tmp_path: Path):
+    """Any rows and columns, across the pieces of four ranks."""
+    train(tmp_path, *SAVING, "parallelism.tp=2", "parallelism.dp_shard=2")
+    store = DistributedStore(CheckpointFolder(tmp_path / "checkpoints").at(2))
+    for name, shape in store.shapes.items():
+        whole, rows = store.read(name), slice(shape[0] // 3, 2 * shape[0] // 3 + 1)
+        assert torch.equal(store.read(name, rows), whole[rows]), name
+        if len(shape) > 1:
+            columns = slice(shape[1] // 5, shape[1] - 1)
+            assert torch.equal(store.read(name, rows, columns), whole[rows, columns]), name
+            assert torch.equal(store.read(name, slice(None), columns), whole[:, columns]), name
+
+
+def test_the_tokenizer_of_a_token_store_goes_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    store = make(tmp_path / "store")
+    words = ["data=tokens", f"data.paths=[{store.path}]", "training.evaluate_every=0", "checkpoint.export=bf16"]
+    train(tmp_path / "run", *SAVING, *words)
+    assert (tmp_path / "run/export/step-00000002/tokenizer.json").is_file()
+    capsys.readouterr()
+    assert generate_command([str(tmp_path / "run"), "prompt=000/", "tokens=3"]) == 0
+    assert capsys.readouterr().out.startswith("000/")

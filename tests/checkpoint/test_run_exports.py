@@ -4,6 +4,7 @@ import errno
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,12 +28,23 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: store.read(name) for name in store.shapes}
 
 
-def small_files() -> None:
+def small_files_and_counted_bytes() -> None:
     from titan_exp.checkpoint.run_exports import RunExports
 
     defaults = RunExports.__init__.__kwdefaults__
     assert defaults is not None
     defaults["file_bytes"] = 1e5
+    written, original, fill = [0], os.pwrite, RunExports._fill
+
+    def counted(descriptor: int, data: memoryview, offset: int) -> int:
+        written[0] += len(data)
+        return original(descriptor, data, offset)
+
+    def filled(self: RunExports, *args: Any) -> None:
+        fill(self, *args)
+        (self._path.parent / f"bytes-{os.environ['RANK']}").write_text(str(written[0]))
+
+    os.pwrite, RunExports._fill = counted, filled  # type: ignore[method-assign,assignment]  # in this process alone
 
 
 @pytest.mark.parametrize(
@@ -49,7 +61,7 @@ def small_files() -> None:
 )
 def test_it_is_what_convert_makes_of_the_checkpoint(tmp_path: Path, layout: str, dtype: str, capsys):
     path = tmp_path / "run"
-    train(path, *SAVING, *layout.split(), f"checkpoint.export={dtype}", mutate=small_files)
+    train(path, *SAVING, *layout.split(), f"checkpoint.export={dtype}", mutate=small_files_and_counted_bytes)
     assert convert_command([str(path), str(tmp_path / "converted"), f"dtype={dtype}"]) == 0
     (folder,) = (path / "export").iterdir()
     assert folder.name == "step-00000002"
@@ -59,6 +71,10 @@ def test_it_is_what_convert_makes_of_the_checkpoint(tmp_path: Path, layout: str,
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
+    # Each row once, but for those that the first and the last stage of a pipeline both have.
+    total = sum(tensor.nbytes for tensor in found.values())
+    twice = found["model.embed_tokens.weight"].nbytes if "tied" in layout else 0
+    assert sum(int(file.read_text()) for file in path.glob("bytes-*")) == total + twice
     beside = [name for name in os.listdir(tmp_path / "converted") if name.endswith(".json")]
     assert "tokenizer.json" in beside
     assert [(folder / name).read_text() for name in beside] == [

@@ -1,4 +1,4 @@
-"""A run exports its own weights: by all ranks, in any layout, bitwise what `convert` makes of its checkpoint."""
+"""A run exports its own weights: by all ranks, in any layout, bitwise what `convert` makes; transformers reads it."""
 
 import errno
 import json
@@ -50,7 +50,6 @@ def small_files_and_counted_bytes() -> None:
 @pytest.mark.parametrize(
     ("layout", "dtype"),
     [
-        ("", "fp32"),
         ("parallelism.dp_shard=3 training.global_batch_size=12 data.virtual_shards=3", "bf16"),
         ("parallelism.tp=2 parallelism.dp_shard=2", "fp32"),
         # More ranks than key and value heads, whose projection each of them holds whole.
@@ -61,7 +60,7 @@ def small_files_and_counted_bytes() -> None:
 )
 def test_it_is_what_convert_makes_of_the_checkpoint(tmp_path: Path, layout: str, dtype: str, capsys):
     path = tmp_path / "run"
-    train(path, *SAVING, *layout.split(), f"checkpoint.export={dtype}", mutate=small_files_and_counted_bytes)
+    trained = train(path, *SAVING, *layout.split(), f"checkpoint.export={dtype}", mutate=small_files_and_counted_bytes)
     assert convert_command([str(path), str(tmp_path / "converted"), f"dtype={dtype}"]) == 0
     (folder,) = (path / "export").iterdir()
     assert folder.name == "step-00000002"
@@ -75,6 +74,7 @@ def test_it_is_what_convert_makes_of_the_checkpoint(tmp_path: Path, layout: str,
     total = sum(tensor.nbytes for tensor in found.values())
     twice = found["model.embed_tokens.weight"].nbytes if "tied" in layout else 0
     assert sum(int(file.read_text()) for file in path.glob("bytes-*")) == total + twice
+    assert_transformers_computes_the_same(folder, path, trained.weights)
     beside = [name for name in os.listdir(tmp_path / "converted") if name.endswith(".json")]
     assert "tokenizer.json" in beside
     assert [(folder / name).read_text() for name in beside] == [
@@ -82,14 +82,12 @@ def test_it_is_what_convert_makes_of_the_checkpoint(tmp_path: Path, layout: str,
     ]
 
 
-def test_transformers_computes_the_same(tmp_path: Path):
+def assert_transformers_computes_the_same(folder: Path, run: Path, weights: dict[str, torch.Tensor]) -> None:
     transformers = pytest.importorskip("transformers")
-    trained = train(tmp_path, *SAVING, "parallelism.tp=2", "parallelism.pp=2", "checkpoint.export=fp32")
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path / "export" / "step-00000002", dtype=torch.float32
-    ).eval()
-    ours = build_model(load_experiment(tmp_path / "config.yaml").model, seq_len=64, attention_backend="math")
-    ours.load_state_dict(trained.weights)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    ours = build_model(load_experiment(run / "config.yaml").model, seq_len=64, attention_backend="math")
+    dtype = SafetensorsStore(folder).dtype("model.norm.weight")
+    ours.load_state_dict({name: weight.to(dtype).float() for name, weight in weights.items()})
     ours.reset_buffers()  # type: ignore[operator]  # the decoder's own
     ids = torch.randint(0, 257, (2, 64))
     with torch.no_grad():

@@ -3,7 +3,6 @@ import subprocess
 import sys
 import threading
 from itertools import islice
-from pathlib import Path
 
 import pytest
 import torch
@@ -25,8 +24,8 @@ CORPORA = {
     "batch no multiple of the shards": experiment(batch=24, virtual_shards=16),
 }
 LAYOUTS = [(1, 8), (1, 2), (2, 4), (2, 1), (4, 2), (8, 1)]
-KINDS = ("python_stdlib", "text files", "lines of a file", "JSON lines streamed")
-"""What ships, beside the sources of a user that the other tests have."""
+KINDS = ("python_stdlib", "text files", "lines of a file", "a stream")
+"""Every kind of source that is tokenized while training."""
 pytestmark = pytest.mark.filterwarnings("ignore:data.virtual_shards=8, but the stream has 1 ")
 every_corpus = pytest.mark.parametrize("run", CORPORA.values(), ids=CORPORA)
 
@@ -58,33 +57,23 @@ def test_a_run_stopped_and_continued_at_other_degrees_loses_and_repeats_nothing(
 
 
 @pytest.fixture(scope="module")
-def shipped(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Experiment]:
-    """Every kind of source that is tokenized while training, in 24 virtual shards, which 3 ranks can share as well."""
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Experiment]:
+    """In 24 virtual shards, which 3 ranks can share as well."""
     folder = write_files(tmp_path_factory.mktemp("order") / "files", 40)
     lines = folder.with_name("lines.txt")
     lines.write_text("\n".join(file.read_text() for file in sorted(folder.iterdir())))
-    rows = folder.with_name("rows")
-    rows.mkdir()
-    for number, file in enumerate(sorted(folder.iterdir())):
-        with (rows / f"{number % 24}.jsonl").open("a") as part:
-            part.write(json.dumps({"text": file.read_text()}) + "\n")
     whole = {"virtual_shards": 24, "batch": 24}
     return {
         "python_stdlib": experiment(source="python_stdlib", **whole),
         "text files": experiment(source="text", paths=(str(folder),), **whole),
         "lines of a file": experiment(source="text", paths=(str(lines),), document="line", **whole),
-        "JSON lines streamed": experiment(
-            source="huggingface", dataset="json", data_files=(f"{rows}/*.jsonl",), streaming=True, **whole
-        ),
+        "a stream": experiment(source=OWN_STREAM, options={"sizes": (5,) * 24}, **whole),
     }
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_1_2_3_4_or_8_ranks_see_the_same_and_so_do_resumes_across_them(
-    kind: str, shipped: dict[str, Experiment], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
-    run = shipped[kind]
+def test_1_2_3_4_or_8_ranks_see_the_same_and_so_do_resumes_across_them(kind: str, kinds: dict[str, Experiment]):
+    run = kinds[kind]
     with Ranks(run, 1, 24) as ranks:
         reference = ranks.global_batches(12)
     assert len({tuple(batch) for batch in reference}) == 12

@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test quick night check golden clean
+.PHONY: train test quick night tools check golden clean
 
 ## Train a small language model on this machine, draw its loss curve and let it write.
 train: $(STAMP)
@@ -16,7 +16,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
 
 ## Format, lint, types and every test.
 test: $(STAMP) check
-	$(PYTEST)
+	$(PYTEST) -m "slow or not slow"
 
 ## The tests without the minutes-long ones.
 quick: $(STAMP)
@@ -25,6 +25,15 @@ quick: $(STAMP)
 ## Hundreds of layouts drawn at random against one device, and things broken on purpose that must be noticed.
 night: $(STAMP)
 	$(PYTEST) tests/parity/mutations.py tests/parity/test_drawn.py --layouts 300
+	$(MAKE) tools
+
+## torchtune and the lm-evaluation-harness opened on our exports, in an environment of their own: they want older packages.
+tools:
+	test -x .venv-tools/bin/python || $(PYTHON) -m venv .venv-tools
+	.venv-tools/bin/python -m pip install --quiet --constraint .ci/constraints.txt torch
+	.venv-tools/bin/python -m pip install --quiet --constraint .ci/constraints.txt --editable '.[test]'
+	.venv-tools/bin/python -m pip install --quiet torchtune==0.6.1 'torchao==0.15.*' 'lm-eval[hf]'
+	OMP_NUM_THREADS=1 .venv-tools/bin/python -m pytest -m slow tests/checkpoint/test_other_tools.py
 
 check: $(STAMP)
 	$(BIN)/ruff format --check .
@@ -43,4 +52,4 @@ $(STAMP): pyproject.toml .ci/constraints.txt
 	touch $(STAMP)
 
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) .venv-tools

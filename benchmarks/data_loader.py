@@ -1,11 +1,12 @@
 """Tokens per second that the training loader can deliver to one rank, for each kind of source, and how long a resume
 takes by how far the run had come.
 
-    python benchmarks/data_loader.py [--seconds 2] [--only store]
+    python benchmarks/data_loader.py [--seconds 2] [--only store] [--need TOKENS_PER_SECOND] [--run RUN_FOLDER]
 
 The loader runs alone, so a rate is the most that a rank could be fed; a model that trains slower never waits for data.
-`need` is that rate over what a rank consumes that trains a model of a billion parameters at half of an H100's dense
-bf16 peak: 0.5 × 989e12 / (6 × 1e9), about 82,000 tokens/s; of an 8B model it would be an eighth of that.
+`need` is that rate over what a rank consumes: what `--need` says; or the fastest row of a run that was trained here
+(`--run`, divided by its data-parallel ranks); or else what a rank would that trains a model of a billion parameters at
+half of an H100's dense bf16 peak, 0.5 × 989e12 / (6 × 1e9), about 82,000 tokens/s (of an 8B model an eighth of that).
 `first` is the time from building the loader to its first batch. Everything is made on this machine from the source of
 Python's own library, in a temporary folder; nothing is downloaded.
 """
@@ -24,14 +25,16 @@ import numpy
 import torch
 
 from titan_exp.config.compose import compose
-from titan_exp.config.convert import to_experiment
+from titan_exp.config.convert import load_experiment, to_experiment
 from titan_exp.config.experiment import Experiment
+from titan_exp.config.layout import data_parallel_degree
 from titan_exp.data.python_stdlib import PythonStdlib
 from titan_exp.data.store.tokenize import TokenizeOptions, make_store
 from titan_exp.data.train_loader import TrainLoader
+from titan_exp.tracking.metrics_file import read_metrics
 
 NEED = 0.5 * 989e12 / (6 * 1e9)
-"""Tokens/s that a rank consumes; see above."""
+"""Tokens/s that a rank consumes, where nothing else is said; see above."""
 RESUMED = ("python_stdlib, bytes", "parquet streamed, bytes", "store, bytes", "two stores, bytes")
 
 
@@ -39,10 +42,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=2.0, help="length of each measurement")
     parser.add_argument("--only", default="", help="sources whose name holds this word")
+    parser.add_argument("--need", type=float, default=NEED, help="tokens/s that a rank consumes")
+    parser.add_argument("--run", type=Path, help="run folder whose measured tokens/s are the need")
     arguments = parser.parse_args()
     seconds = arguments.seconds
+    need = arguments.need if arguments.run is None else measured_need(arguments.run)
     print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores; Python {platform.python_version()},")
     print(f"numpy {numpy.__version__}, torch {torch.__version__}")
+    print(f"a rank is taken to consume {need:,.0f} tokens/s")
     base = to_experiment(compose([]))
     with tempfile.TemporaryDirectory() as scratch:
         os.environ.setdefault("HF_DATASETS_CACHE", f"{scratch}/cache")
@@ -51,7 +58,7 @@ def main() -> None:
         for name, data in found.items():
             for seq_len, rows in ((256, 16), (8192, 2)):
                 first, rate = measure(variant(base, seq_len, rows, data), rows, seconds)
-                times = f"{rate / NEED:7.1f}×"
+                times = f"{rate / need:7.1f}×"
                 speed = f"{rate:12,.0f} {rate / seq_len:10,.0f}"
                 print(f"{name:34} {seq_len:8} {rows:5} {first:9.3f} {speed} {times}", flush=True)
         print(f"\n{'source':34} {'rows before':>16} {'to the next batch, s':>22}")
@@ -60,6 +67,13 @@ def main() -> None:
                 for batches in (0, 100, 10**6, 10**12) if data.get("source") == "tokens" else (0, 100):
                     run = variant(base, 256, 16, data)
                     print(f"{name:34} {16 * batches:16,} {resume(run, batches):22.4f}", flush=True)
+
+
+def measured_need(folder: Path) -> float:
+    """Tokens/s of a data-parallel rank in the fastest row of a run's metrics."""
+    ranks = data_parallel_degree(load_experiment(folder / "config.yaml"))
+    rates = [row.get("tokens_per_second") for row in read_metrics(folder / "metrics.jsonl")]
+    return max(float(rate) for rate in rates if rate is not None) / ranks
 
 
 def corpora(scratch: Path, run: Experiment) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Set-up of the whole test run: threads, no overlay of this machine, and golden texts."""
+"""Set-up of the whole test run: threads, no overlay of this machine, what is slow, and golden texts."""
 
 import os
 from collections.abc import Callable
@@ -19,6 +19,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--layouts", type=int, default=5, help="layouts that tests/parity draws; hundreds for a night")
     parser.addoption("--layout-seed", type=int, default=None, help="draw the same layouts again (in the test's name)")
     parser.addoption("--update-golden", action="store_true", help="write golden texts anew instead of comparing them")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that take minutes run where they are asked for."""
+    if "slow" not in config.option.markexpr:
+        for item in items:
+            if item.get_closest_marker("slow") is not None:
+                item.add_marker(pytest.mark.skip(reason="slow: pytest -m slow runs it, and make test does"))
 
 
 @pytest.fixture

@@ -1,12 +1,13 @@
 """The command line, `titan-exp VERB ...`. Imports nothing heavy: help, completion and `--cfg` answer at once."""
 
 import importlib.metadata
+import io
 import os
 import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from typing import Any
 
 from titan_exp.config.errors import UserError
@@ -63,9 +64,10 @@ def train(words: Sequence[str]) -> int:
 
 def generate(words: Sequence[str]) -> int:
     """Continue a text with a trained model."""
+    from titan_exp.launch.together import together
     from titan_exp.trainer.generate import generate_command
 
-    return generate_command(list(words))
+    return generate_command(list(words), together)
 
 
 def tokenize(words: Sequence[str]) -> int:
@@ -89,9 +91,10 @@ def tokenize(words: Sequence[str]) -> int:
 
 def evaluate(words: Sequence[str]) -> int:
     """Loss and perplexity of a checkpoint on any data."""
+    from titan_exp.launch.together import together
     from titan_exp.trainer.evaluate_command import evaluate_command
 
-    return evaluate_command(list(words))
+    return evaluate_command(list(words), together)
 
 
 def convert(words: Sequence[str]) -> int:
@@ -227,16 +230,29 @@ def _complete(words: Sequence[str]) -> int:
     if typed is None or not typed["space"]:
         print(" ".join(f"{verb} " for verb in VERBS if verb.startswith(typed["verb"] if typed else "")))
         return 0
-    if typed["verb"] != "train":
-        return 0
-    os.environ["COMP_LINE"] = f"{_command()} {typed['rest']}"
+    from titan_exp.config.completion import GROUPS, composes, fits, own_words
+
+    verb, rest = typed["verb"], typed["rest"]
+    *before, word = rest.split(" ")
+    found = own_words(verb, word)
+    if verb in GROUPS:
+        line = " ".join([*(each for each in before if composes(verb, each)), word])
+        found += [offer for offer in _composed(line, words) if fits(verb, offer)]
+    print("\n".join(found))
+    return 0
+
+
+def _composed(rest: str, words: Sequence[str]) -> list[str]:
+    """What Hydra would complete after `titan-exp train`."""
+    os.environ["COMP_LINE"] = f"{_command()} {rest}"
     stderr, sys.stderr = sys.stderr, open(os.devnull, "w")  # noqa: SIM115
+    said = io.StringIO()
     try:
-        with suppress(Exception, SystemExit):
-            return train(words)
+        with redirect_stdout(said), suppress(Exception, SystemExit):
+            train(words)
     finally:
         sys.stderr = stderr
-    return 0
+    return said.getvalue().split()
 
 
 def _command() -> str:

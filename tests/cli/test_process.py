@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from titan_exp.config.completion import own_words
+
 HEAVY = ("torch", "wandb", "datasets", "tensorboard", "transformers", "pydantic", "matplotlib", "numpy")
 
 
@@ -46,7 +48,13 @@ def test_nothing_heavy_is_imported(words: str):
         ("titan-exp train -m --config-dir /tmp data=text data.tok", ["data.tokenizer="]),
         ("/some/where/titan-exp train data=te", ["data=text"]),
         ("python -m titan_exp train data=te", ["data=text"]),
-        ("titan-exp generate ", []),
+        ("titan-exp generate runs/first temp", ["temperature="]),
+        ("titan-exp convert runs/first out format=torch", ["format=torch", "format=torchtune"]),
+        ("titan-exp tokenize out=stores/mine data=te", ["data=text"]),
+        ("titan-exp tokenize out=stores/mine data=text sha", ["shard_tokens="]),
+        ("titan-exp evaluate runs/first split=", ["split=held_out", "split=all"]),
+        ("titan-exp evaluate runs/first data.validation_f", ["data.validation_fraction="]),
+        ("titan-exp evaluate runs/first optimizer.l", []),
         ("titan-exp train training.steps=3 'unfinished", []),
         ("titan-exp train --cfg ", []),
     ],
@@ -54,6 +62,22 @@ def test_nothing_heavy_is_imported(words: str):
 def test_completion_answers(line: str, words: list[str]):
     done = run("import sys; from titan_exp.cli import main; sys.exit(main())", "-sc", "query=bash", COMP_LINE=line)
     assert (done.stdout.split(), done.stderr, done.returncode) == (words, "", 0)
+
+
+@pytest.mark.parametrize(
+    ("verb", "word", "offers"),
+    [
+        ("generate", "to", ["tokens=", "top_k=", "top_p="]),
+        ("generate", "cache=", ["cache=true", "cache=false"]),
+        ("generate", "", []),
+        ("convert", "runs/fir", []),
+        ("download", "files=w", ["files=weights"]),
+        ("tokenize", "opt", []),
+        ("train", "tok", []),
+    ],
+)
+def test_a_verbs_own_options(verb: str, word: str, offers: list[str]):
+    assert own_words(verb, word) == offers
 
 
 def test_info_stands_alone_or_with_a_topic():

@@ -79,6 +79,13 @@ def test_the_default_run_keeps_every_rule():
         (["checkpoint.initial_exclude=[head.*]"], "checkpoint.initial_exclude", "initial_exclude=[]"),
         (["training.steps=0", "checkpoint=none"], "training.steps", "checkpoint=sync"),
         (["training.steps=0"], "", ""),
+        (["checkpoint.export=bf16", "checkpoint.export_every=10"], "", ""),
+        (["checkpoint.export_every=10"], "checkpoint.export_every", "checkpoint.export=bf16"),
+        (
+            ["checkpoint.export=bf16", "model.architecture=tests.models.own_model.Bigram"],
+            "checkpoint.export",
+            "convert RUN weights.pt",
+        ),
         # steps
         (["lr_schedule.warmup_steps=500"], "", ""),
         (["lr_schedule.warmup_steps=500", "lr_schedule.decay_steps=101"], "lr_schedule.decay_steps", "decay_steps=100"),

@@ -24,6 +24,8 @@ CORPORA = {
     "batch no multiple of the shards": experiment(batch=24, virtual_shards=16),
 }
 LAYOUTS = [(1, 8), (1, 2), (2, 4), (2, 1), (4, 2), (8, 1)]
+KINDS = ("python_stdlib", "text files", "lines of a file", "a stream")
+"""Every kind of source that is tokenized while training."""
 pytestmark = pytest.mark.filterwarnings("ignore:data.virtual_shards=8, but the stream has 1 ")
 every_corpus = pytest.mark.parametrize("run", CORPORA.values(), ids=CORPORA)
 
@@ -49,6 +51,38 @@ def test_a_run_stopped_and_continued_at_other_degrees_loses_and_repeats_nothing(
     layouts = [(1, 8, 1), (4, 2, 4), (2, 1, 3), (8, 1, 4), (1, 4, 6)]
     for dp_degree, micro_batch_size, batches in layouts:
         with Ranks(run, dp_degree, micro_batch_size, state) as ranks:
+            found += ranks.global_batches(batches)
+            state = json.loads(json.dumps(ranks.state()))
+    assert found == reference
+
+
+@pytest.fixture(scope="module")
+def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Experiment]:
+    """In 24 virtual shards, which 3 ranks can share as well."""
+    folder = write_files(tmp_path_factory.mktemp("order") / "files", 40)
+    lines = folder.with_name("lines.txt")
+    lines.write_text("\n".join(file.read_text() for file in sorted(folder.iterdir())))
+    whole = {"virtual_shards": 24, "batch": 24}
+    return {
+        "python_stdlib": experiment(source="python_stdlib", **whole),
+        "text files": experiment(source="text", paths=(str(folder),), **whole),
+        "lines of a file": experiment(source="text", paths=(str(lines),), document="line", **whole),
+        "a stream": experiment(source=OWN_STREAM, options={"sizes": (5,) * 24}, **whole),
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_1_2_3_4_or_8_ranks_see_the_same_and_so_do_resumes_across_them(kind: str, kinds: dict[str, Experiment]):
+    run = kinds[kind]
+    with Ranks(run, 1, 24) as ranks:
+        reference = ranks.global_batches(12)
+    assert len({tuple(batch) for batch in reference}) == 12
+    for dp_degree in (2, 3, 4, 8):
+        with Ranks(run, dp_degree, 24 // dp_degree) as ranks:
+            assert ranks.global_batches(6) == reference[:6], f"dp={dp_degree}"
+    state, found = None, []
+    for dp_degree, batches in [(1, 1), (8, 2), (3, 3), (2, 1), (4, 2), (3, 1), (1, 2)]:
+        with Ranks(run, dp_degree, 24 // dp_degree, state) as ranks:
             found += ranks.global_batches(batches)
             state = json.loads(json.dumps(ranks.state()))
     assert found == reference

@@ -34,6 +34,7 @@ def experiment(*overrides: str) -> Experiment:
         "checkpoint.keep_every=7",
         "checkpoint.every_minutes=7",
         "checkpoint.last=weights",
+        "checkpoint.export=bf16",
         "checkpoint.initial_exclude=[a]",
         "data.prefetch=9",
         "data.preview=2",

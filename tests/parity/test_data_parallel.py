@@ -4,6 +4,7 @@ import itertools
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.parity.runs import LINES, assert_same_curve, remembered, train
 
@@ -62,6 +63,26 @@ def test_layout_does_not_change_the_curve(tmp_path: Path, one_device, layout):
 def test_nor_of_another_experiment(tmp_path: Path, one_device, layout, experiment):
     found = train(tmp_path, *layout.split(), *EXPERIMENTS[experiment].split())
     assert_same_curve(found, one_device(experiment))
+
+
+def test_documents_by_another_kernel(tmp_path: Path, one_device):
+    found = train(tmp_path, "model.attention_backend=math", FSDP2, *EXPERIMENTS["documents"].split())
+    assert_same_curve(found, one_device("documents"))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize(
+    ("kernel", "precision"), [("efficient", "fp32"), ("flex", "fp32"), ("flex", "bf16"), ("cudnn", "bf16")]
+)
+def test_every_kernel_of_a_gpu_masks_documents(tmp_path: Path, kernel: str, precision: str):
+    """Against the plain one, in the same precision; without the mask the curve is another one."""
+    shared = ["cluster.device=cuda", f"training.mixed_precision={precision}", *EXPERIMENTS["documents"].split()]
+    expected = train(tmp_path / "math", *shared, "model.attention_backend=math")
+    found = train(tmp_path / kernel, *shared, f"model.attention_backend={kernel}")
+    assert found.loss == pytest.approx(expected.loss, rel=1e-4 if precision == "fp32" else 2e-2)
+    unmasked = train(tmp_path / "unmasked", *shared, f"model.attention_backend={kernel}", "data.document_mask=false")
+    assert unmasked.loss != pytest.approx(expected.loss, rel=1e-4)
 
 
 def test_documents_are_short_enough_to_matter(one_device):

@@ -3,7 +3,10 @@ import math
 from pathlib import Path
 
 import pytest
+import torch
 
+from tests.data.stores import make
+from tests.ranks import run_ranks
 from tests.trainer.test_train import experiment, run
 from titan_exp.checkpoint.convert import convert_command
 from titan_exp.config.convert import to_yaml
@@ -54,6 +57,52 @@ def test_other_data(trained: Path, capsys: pytest.CaptureFixture[str], tmp_path:
     assert 2000 < found["tokens"] < 6000
 
 
+def test_all_documents_or_those_held_out(trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    (tmp_path / "text.txt").write_text("\n".join(f"line {number} of a text" for number in range(400)))
+    words = ["data=text", f"data.paths=[{tmp_path}/text.txt]", "data.document=line", "data.validation_fraction=0.5"]
+    part, whole = evaluated(capsys, trained, *words), evaluated(capsys, trained, *words, "split=all")
+    # A document's first token is predicted from the end of the one before, but for the very first.
+    assert whole["tokens"] == sum(len(f"line {number} of a text") + 1 for number in range(400)) - 1
+    assert part["tokens"] < 0.7 * whole["tokens"]
+    assert evaluated(capsys, trained, *words, "split=all", "data.validation_documents=3")["tokens"] == 3 * 17 - 1
+
+
+def test_all_of_one_document(trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    (tmp_path / "text.txt").write_text("one text and no more of them")
+    words = ["data=text", f"data.paths=[{tmp_path}/text.txt]", "split=all"]
+    assert evaluated(capsys, trained, *words)["tokens"] == 28
+
+
+def test_both_splits_of_a_store(trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    manifest = make(tmp_path / "store")
+    capsys.readouterr()
+    words = ["data=tokens", f"data.paths=[{manifest.path}]", "data.tokenizer=store"]
+    assert evaluated(capsys, trained, *words)["tokens"] == manifest.tokens["validation"] - 1
+    assert evaluated(capsys, trained, *words, "split=all")["tokens"] == sum(manifest.tokens.values()) - 2
+
+
+@pytest.mark.parametrize("layout", ["parallelism.tp=2 parallelism.dp_shard=2", "parallelism.cp=2", "parallelism.tp=4"])
+def test_any_layout_finds_the_same(trained: Path, capsys: pytest.CaptureFixture[str], layout: str, tmp_path: Path):
+    (tmp_path / "text.txt").write_text("\n".join(f"line {number} of a text" for number in range(200)))
+    words = ["data=text", f"data.paths=[{tmp_path}/text.txt]", "data.document=line", "data.validation_fraction=0.5"]
+    expected = evaluated(capsys, trained, *words)
+    found = run_ranks(4 if "tp" in layout else 2, evaluate_on_rank, str(trained), [*words, *layout.split()])[0]
+    assert found["tokens"] == expected["tokens"]
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
+def evaluate_on_rank(path: str, words: list[str]) -> dict[str, float]:
+    from titan_exp.checkpoint.source import open_source
+    from titan_exp.parallel.mesh import build_mesh
+    from titan_exp.trainer.distributed import joined_process_group
+    from titan_exp.trainer.evaluate_command import evaluate_source, evaluated_experiment
+
+    source, device = open_source(Path(path)), torch.device("cpu")
+    experiment = evaluated_experiment(Path(path), source, words)
+    with joined_process_group(device):
+        return vars(evaluate_source(source, experiment, build_mesh(experiment.parallelism, device)))
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -62,10 +111,13 @@ def test_other_data(trained: Path, capsys: pytest.CaptureFixture[str], tmp_path:
         (["data.pahts=x"], "did you mean data.paths?"),
         (["optimizer.lr=1"], "evaluate has no such key"),
         (["model=llama3_8b"], "evaluate has no such key"),
-        (["step=x"], "the number of a step"),
+        (["step=x"], "step=x"),
         (["step=3"], "checkpoints of steps"),
         (["training.seq_len=100000"], "longer than the model's context"),
         (["data=text"], "data.paths"),
+        (["split=some"], "'held_out' or 'all'"),
+        (["parallelism.tp=3"], "parallelism.tp=1, 2 or 4"),
+        (["parallelism.pp=2"], "parallelism.tp or parallelism.dp_shard=2"),
     ],
 )
 def test_wrong_words(words: list[str], says: str, trained: Path):

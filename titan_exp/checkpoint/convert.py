@@ -1,9 +1,7 @@
 """The verb `titan-exp convert SOURCE TARGET`: checkpoints in and out."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from rich.filesize import decimal
@@ -11,12 +9,12 @@ from rich.filesize import decimal
 from titan_exp.checkpoint.export import Export, write
 from titan_exp.checkpoint.located import local_copy, written_to
 from titan_exp.checkpoint.source import Source, open_source
-from titan_exp.config.bounds import Count, PositiveFloat
 from titan_exp.config.errors import UserError
 from titan_exp.config.options import HELP, options_help, parse_options
 from titan_exp.config.preset import model_overrides
 from titan_exp.config.remote import is_url
 from titan_exp.config.rules.data import tokenizer_file
+from titan_exp.config.verbs import ConvertOptions
 from titan_exp.tracking.byte_progress import byte_progress
 
 DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -25,26 +23,6 @@ DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp32": torch.float32}
 USAGE = """\
 titan-exp convert SOURCE TARGET [format=...] [dtype=...]
   for example: titan-exp convert runs/first/6ec54c999fca export/first dtype=bf16"""
-
-
-@dataclass(frozen=True)
-class ConvertOptions:
-    """What `titan-exp convert` takes."""
-
-    source: str = ""
-    """What to read: a run folder, one of its checkpoints, a Hugging Face folder, Meta's Llama, a former target, or
-    the URL of one of these (`s3://bucket/...`), which is fetched once into `runs/.cache/remote`."""
-    target: str = ""
-    """What to write: a folder, or a file for format torch; it must not exist. May be a URL: what is written goes there
-    from `runs/.cache/remote`."""
-    format: Literal["auto", "dcp", "huggingface", "llama", "torch", "torchtune"] = "auto"
-    """`auto` is torch for a target that ends in .pt, else huggingface from ours and dcp from the others."""
-    dtype: Literal["keep", "bf16", "fp32"] = "keep"
-    """Type of the written weights; `keep` changes no bit."""
-    step: Count = 0
-    """Of a run: which checkpoint; 0 is the newest."""
-    file_gb: PositiveFloat = 5.0
-    """Size of a safetensors file in 10⁹ bytes; a larger tensor is alone in its own."""
 
 
 def convert_command(arguments: Sequence[str]) -> int:

@@ -9,18 +9,19 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, WriteItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from titan_exp.checkpoint.reader import SafeReader
 from titan_exp.checkpoint.safetensors_store import Produce, Spec
 from titan_exp.checkpoint.state import MODEL
-from titan_exp.checkpoint.tensor_store import WHOLE, cut
+from titan_exp.checkpoint.tensor_store import WHOLE
 from titan_exp.checkpoint.writer import SummedWriter
 
 
 class DistributedStore:
-    """The model's tensors in a checkpoint of training, by our full names; a tensor is read whole."""
+    """The model's tensors in a checkpoint of training, by our full names; of a part, the saved pieces that it meets."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -33,11 +34,18 @@ class DistributedStore:
         return self._entries[name].properties.dtype
 
     def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor:
-        """A part of a tensor, which is read whole."""
-        tensor = torch.empty(self.shapes[name], dtype=self.dtype(name))
-        with _one_process():
-            dcp.load({f"{MODEL}{name}": tensor}, storage_reader=_ReaderOf(self._path, self._metadata))
-        return cut(tensor, rows, columns)
+        """A part of a tensor; the pieces in which it was saved are read whole, one at a time."""
+        wanted = [range(*part.indices(size)) for part, size in zip((rows, columns), self.shapes[name], strict=False)]
+        # What has no rows or columns, a single number, is a part of itself.
+        sizes = [*map(len, wanted), *self.shapes[name][len(wanted) :]]
+        starts = [*(part.start for part in wanted), *[0] * (len(sizes) - len(wanted))]
+        tensor = torch.empty(sizes, dtype=self.dtype(name))
+        if tensor.numel():
+            reader = _ReaderOf(self._path, self._metadata)
+            with _one_process():
+                # Also where other ranks are: they read other parts.
+                dcp.load({f"{MODEL}{name}": tensor}, storage_reader=reader, planner=_Part(tensor, starts), no_dist=True)
+        return tensor
 
     @cached_property
     def _entries(self) -> dict[str, TensorStorageMetadata]:
@@ -68,6 +76,26 @@ class _ReaderOf(SafeReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         return self._known
+
+
+class _Part(dcp.DefaultLoadPlanner):
+    """Plans to read a part of the one tensor that is asked for."""
+
+    def __init__(self, part: Tensor, starts: Sequence[int]) -> None:
+        super().__init__()
+        self._part, self._starts = part, torch.Size(starts)
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None, "the planner is set up"
+        (name,) = self.state_dict
+        entry = self.metadata.state_dict_metadata[name]
+        assert isinstance(entry, TensorStorageMetadata), "a tensor"
+        return LoadPlan(
+            create_read_items_for_chunk_list(name, entry, [ChunkStorageMetadata(self._starts, self._part.shape)])
+        )
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._part
 
 
 class _Producing(dcp.DefaultSavePlanner):

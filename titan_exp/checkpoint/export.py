@@ -4,10 +4,11 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -19,6 +20,7 @@ from titan_exp.checkpoint.safetensors_store import Produce, Spec, write_safetens
 from titan_exp.checkpoint.source import TORCHTUNE_FILE, Source
 from titan_exp.checkpoint.torch_file import write_torch_file
 from titan_exp.config.errors import UserError
+from titan_exp.config.model import ModelConfig
 from titan_exp.data.tokenizer_files import write_tokenizer
 from titan_exp.models.huggingface_config import generation_config, to_huggingface
 from titan_exp.models.llama_names import Dialect, llama_map
@@ -91,13 +93,21 @@ def _type(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return wanted if wanted is not None and own.is_floating_point else own
 
 
+def describe_huggingface(
+    folder: Path, model: ModelConfig, dtype: torch.dtype, tokenizer: str | None, special_tokens: Mapping[str, Any]
+) -> None:
+    """Put what stands beside weights into a Hugging Face folder: configuration and tokenizer."""
+    named = str(dtype).removeprefix("torch.")
+    _json(folder / "config.json", to_huggingface(model, dtype=named, special_tokens=special_tokens))
+    _json(folder / "generation_config.json", generation_config(special_tokens))
+    if tokenizer is not None:
+        end_of_text = _end_of_text(tokenizer, special_tokens)
+        write_tokenizer(tokenizer, folder, end_of_text=end_of_text, context=model.context)
+
+
 def _huggingface(folder: Path, source: Source, specs: Sequence[Spec], produce: Produce, export: Export) -> None:
     folder.mkdir()
-    dtype = str(specs[0].dtype).removeprefix("torch.")
-    special = source.special_tokens
-    _json(folder / "config.json", to_huggingface(source.model, dtype=dtype, special_tokens=special))
-    _json(folder / "generation_config.json", generation_config(special))
-    _tokenizer(folder, source)
+    describe_huggingface(folder, source.model, specs[0].dtype, source.tokenizer, source.special_tokens)
     write_safetensors(folder, specs, produce, file_bytes=export.file_bytes)
 
 
@@ -140,18 +150,19 @@ _WRITERS = {
 def _tokenizer(folder: Path, source: Source) -> None:
     if source.tokenizer is None:
         return
-    write_tokenizer(source.tokenizer, folder, end_of_text=_end_of_text(source), context=source.model.context)
+    end_of_text = _end_of_text(source.tokenizer, source.special_tokens)
+    write_tokenizer(source.tokenizer, folder, end_of_text=end_of_text, context=source.model.context)
 
 
-def _end_of_text(source: Source) -> str | None:
+def _end_of_text(tokenizer: str, special_tokens: Mapping[str, Any]) -> str | None:
     """The name of the token that ends a text, where a tokenizer.json knows its number."""
     import tokenizers
 
     from titan_exp.config.rules.data import tokenizer_file
 
-    number = source.special_tokens.get("eos_token_id")
-    file = tokenizer_file(source.tokenizer or "")
-    if source.tokenizer == "bytes" or not isinstance(number, int) or not file.is_file():
+    number = special_tokens.get("eos_token_id")
+    file = tokenizer_file(tokenizer)
+    if tokenizer == "bytes" or not isinstance(number, int) or not file.is_file():
         return None
     return tokenizers.Tokenizer.from_file(str(file)).id_to_token(number)
 

@@ -115,16 +115,68 @@ def write_safetensors(folder: Path, specs: Sequence[Spec], produce: Produce, *, 
 
     One tensor is in memory at a time: the library's own writer would hold those of a whole file.
     """
-    parts = _divided(specs, file_bytes)
-    names = ["model.safetensors"]
-    if len(parts) > 1:
-        names = [f"model-{number:05d}-of-{len(parts):05d}.safetensors" for number in range(1, len(parts) + 1)]
-    for name, part in zip(names, parts, strict=True):
+    parts = _files(specs, file_bytes)
+    for name, part in parts.items():
         _write_file(folder / name, part, produce)
-    if len(parts) > 1:
-        listed = {spec.name: name for name, part in zip(names, parts, strict=True) for spec in part}
-        index = {"metadata": {"total_size": sum(spec.bytes for spec in specs)}, "weight_map": listed}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    _write_index(folder, parts)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor stands in the files of a folder."""
+
+    file: str
+    """Name of the file."""
+    begin: int
+    """Offset of its first byte."""
+    spec: Spec
+    """The tensor."""
+
+
+def places(specs: Sequence[Spec], *, file_bytes: float) -> dict[str, Place]:
+    """Where each tensor stands in the files that `write_safetensors` would write; known without writing any."""
+    return {
+        spec.name: Place(file, len(header) + begin, spec)
+        for file, part in _files(specs, file_bytes).items()
+        for header, begins in [_header(part)]
+        for spec, begin in zip(part, begins, strict=True)
+    }
+
+
+def reserve_safetensors(folder: Path, specs: Sequence[Spec], *, file_bytes: float) -> None:
+    """Write those files with room on the disk for their tensors, and the index, for others to fill in the tensors.
+
+    Raises:
+        OSError: the disk has no room.
+    """
+    parts = _files(specs, file_bytes)
+    for name, part in parts.items():
+        header, _ = _header(part)
+        size = len(header) + sum(spec.bytes for spec in part)
+        with (folder / name).open("wb") as file:
+            file.write(header)
+            file.flush()
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:  # macOS: the disk may turn out to be full later
+                file.truncate(size)
+    _write_index(folder, parts)
+
+
+def _files(specs: Sequence[Spec], file_bytes: float) -> dict[str, list[Spec]]:
+    parts = _divided(specs, file_bytes)
+    if len(parts) == 1:
+        return {"model.safetensors": parts[0]}
+    return {f"model-{number:05d}-of-{len(parts):05d}.safetensors": part for number, part in enumerate(parts, start=1)}
+
+
+def _write_index(folder: Path, parts: Mapping[str, Sequence[Spec]]) -> None:
+    if len(parts) == 1:
+        return
+    listed = {spec.name: name for name, part in parts.items() for spec in part}
+    total = sum(spec.bytes for part in parts.values() for spec in part)
+    index = {"metadata": {"total_size": total}, "weight_map": listed}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _divided(specs: Iterable[Spec], file_bytes: float) -> list[list[Spec]]:
@@ -139,16 +191,22 @@ def _divided(specs: Iterable[Spec], file_bytes: float) -> list[list[Spec]]:
     return parts
 
 
-def _write_file(path: Path, specs: Sequence[Spec], produce: Produce) -> None:
+def _header(specs: Sequence[Spec]) -> tuple[bytes, list[int]]:
+    """The beginning of a file, and where after it each tensor begins."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    end = 0
+    begins, end = [], 0
     for spec in specs:
         begin, end = end, end + spec.bytes
+        begins.append(begin)
         header[spec.name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at multiples of 8 bytes
+    return struct.pack("<Q", len(text)) + text, begins
+
+
+def _write_file(path: Path, specs: Sequence[Spec], produce: Produce) -> None:
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+        file.write(_header(specs)[0])
         for spec in specs:
             tensor = produce(spec).contiguous()
             assert (tuple(tensor.shape), tensor.dtype) == (spec.shape, spec.dtype), spec.name

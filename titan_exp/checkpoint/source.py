@@ -15,10 +15,11 @@ from titan_exp.checkpoint.safetensors_store import SafetensorsStore
 from titan_exp.checkpoint.tensor_store import TensorStore
 from titan_exp.checkpoint.torch_file import TorchStore, load_safely
 from titan_exp.config.convert import load_experiment
+from titan_exp.config.data import DataConfig
 from titan_exp.config.errors import UserError
 from titan_exp.config.model import ModelConfig
 from titan_exp.config.rules.shape import FFN_MULTIPLE
-from titan_exp.data.tokenizer import build_tokenizer
+from titan_exp.data.tokenizer import build_tokenizer, tokenizer_place
 from titan_exp.data.tokenizer_files import NAMES
 from titan_exp.models.huggingface_config import from_huggingface, special_tokens_of
 from titan_exp.models.llama_names import Dialect, llama_map, names_of
@@ -101,6 +102,15 @@ def open_huggingface(folder: Path) -> Source:
     return Source(folder, "huggingface", model, parameters, _tokenizer_in(folder), special_tokens_of(values))
 
 
+def tokenizer_of_run(config: DataConfig) -> tuple[str | None, dict[str, Any]]:
+    """The tokenizer of a run and its special tokens, as `Source` has them; none where it is not there any more."""
+    try:
+        end = build_tokenizer(config).end_of_text
+        return tokenizer_place(config), {"bos_token_id": end, "eos_token_id": end}
+    except UserError:
+        return None, {}
+
+
 def _checkpoint_of_run(path: Path, step: int) -> Path:
     checkpoints = CheckpointFolder(path / "checkpoints")
     steps = checkpoints.complete()
@@ -127,13 +137,7 @@ def _distributed(path: Path) -> Source:
         tokenizer = _tokenizer_in(path)
     elif of_run.is_file():
         experiment = load_experiment(of_run)
-        model, tokenizer = experiment.model, experiment.data.tokenizer
-        try:
-            end = build_tokenizer(experiment.data).end_of_text
-        except UserError:
-            tokenizer, special = None, {}
-        else:
-            special = {"bos_token_id": end, "eos_token_id": end}
+        model, (tokenizer, special) = experiment.model, tokenizer_of_run(experiment.data)
     else:
         raise UserError(
             f"{path} is a distributed checkpoint outside of a run, and nothing says of which model: {FILE} is missing. "

@@ -34,3 +34,8 @@ class CheckpointConfig:
     URL; part of what is computed."""
     initial_exclude: list[str]
     """Patterns of full names (`head.*`) of weights that keep their initial values nevertheless."""
+    export: Literal["none", "bf16", "fp32"]
+    """Type of the weights that are exported after the last step, as a Hugging Face folder in the run's `export/`, by
+    all ranks at once; `none` exports nothing."""
+    export_every: PositiveInt | None
+    """Steps between further exports, for which training stands still; null exports after the last step alone."""

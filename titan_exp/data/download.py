@@ -6,12 +6,12 @@
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from titan_exp.config.errors import UserError
 from titan_exp.config.options import HELP, options_help, parse_options
+from titan_exp.config.verbs import DownloadOptions
 
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*/tokenizer.model")
 CONFIGURATION = ("config.json", "generation_config.json", "*/params.json", "params.json")
@@ -28,20 +28,6 @@ FILES: dict[str, tuple[str, ...]] = {
 """What each choice of `files` fetches, as patterns of paths in the repository."""
 
 USAGE = "titan-exp download OWNER/NAME [files=tokenizer|config|weights|original|all] [target=FOLDER]"
-
-
-@dataclass(frozen=True)
-class DownloadOptions:
-    """What `titan-exp download` takes."""
-
-    repo: str = ""
-    """OWNER/NAME on the hub."""
-    target: str = ""
-    """Folder; empty is downloads/NAME."""
-    files: Literal["tokenizer", "config", "weights", "original", "all"] = "weights"
-    """`weights` is safetensors with configuration and tokenizer; `original` is Meta's consolidated.*.pth with them."""
-    revision: str = ""
-    """Branch, tag or commit; empty is the newest of the main branch."""
 
 
 def download_command(arguments: Sequence[str]) -> int:

@@ -66,6 +66,14 @@ def build_tokenizer(config: DataConfig) -> Tokenizer:
     return HuggingFaceTokenizer(config.tokenizer)
 
 
+def tokenizer_place(config: DataConfig) -> str:
+    """`bytes`, or where the tokenizer's files are: what `data.tokenizer` names, or the copy in the first store."""
+    if config.tokenizer != "store":
+        return config.tokenizer
+    manifest = read_manifest(config.paths[0])
+    return "bytes" if manifest.tokenizer == ByteTokenizer.fingerprint else str(manifest.path)
+
+
 def _tokenizer_of_store(config: DataConfig) -> Tokenizer:
     """The copy in the first token store; all have the same."""
     if not config.paths:

@@ -21,7 +21,7 @@ from titan_exp.config.token_store import read_manifest, store_names
 from titan_exp.data.batch import Batch, assemble
 from titan_exp.data.document_stream import with_end_of_text
 from titan_exp.data.held_out import held_out_part, place
-from titan_exp.data.source import RandomAccessSource, StreamingSource, build_source, build_validation_source
+from titan_exp.data.source import RandomAccessSource, Source, StreamingSource, build_source, build_validation_source
 from titan_exp.data.store.reading import TokenSplit
 from titan_exp.data.tokenizer import Tokenizer, build_tokenizer
 from titan_exp.ops.cross_entropy import IGNORE_INDEX
@@ -32,14 +32,20 @@ class ValidationLoader:
     the split is on exactly one rank; rows that fill up predict nothing. Text is tokenized once, and its tokens are
     kept; those of a store stay there.
 
+    With `everything`, it is all documents of the source instead, those to train on included.
+
     Raises UserError where the split would be empty, or is held out of a stream without a limit.
     """
 
-    def __init__(self, experiment: Experiment, *, dp_rank: int, dp_degree: int, micro_batch_size: int) -> None:
+    def __init__(
+        self, experiment: Experiment, *, dp_rank: int, dp_degree: int, micro_batch_size: int, everything: bool = False
+    ) -> None:
         rows = functools.partial(
             SplitRows, experiment, dp_rank=dp_rank, dp_degree=dp_degree, micro_batch_size=micro_batch_size
         )
-        self.sources: dict[str, SplitRows] = {name: rows(read) for name, read in _sequences(experiment.data).items()}
+        self.sources: dict[str, SplitRows] = {
+            name: rows(read) for name, read in _sequences(experiment.data, everything).items()
+        }
         """The split of each source of a mixture, by its name; the only one otherwise, by an empty name."""
 
     def __len__(self) -> int:
@@ -146,14 +152,28 @@ class _StoredTexts:
         self.read = split.read
 
 
-def _sequences(config: DataConfig) -> dict[str, Callable[[], Sequence]]:
+def _sequences(config: DataConfig, everything: bool) -> dict[str, Callable[[], Sequence]]:
     """What opens the documents of each source, by name. Raises UserError where a source has none to evaluate on."""
     if config.source == "tokens":
         names = store_names(config.paths) if len(config.paths) > 1 else [""]
+        if everything:
+            return _whole_stores(config, names)
         splits = [_stored_split(path) for path in config.paths]
         opens = [functools.partial(_StoredTexts, split, config.validation_documents) for split in splits]
         return dict(zip(names, opens, strict=True))
-    return {"": functools.partial(_TokenizedTexts, _Texts(config), build_tokenizer(config))}
+    return {"": functools.partial(_TokenizedTexts, _Texts(config, everything), build_tokenizer(config))}
+
+
+def _whole_stores(config: DataConfig, names: list[str]) -> dict[str, Callable[[], Sequence]]:
+    """Both splits of each store."""
+    found: dict[str, Callable[[], Sequence]] = {}
+    for name, path in zip(names, config.paths, strict=True):
+        manifest = read_manifest(path)
+        for split, tokens in manifest.tokens.items():
+            if tokens >= 2:
+                opened = TokenSplit(manifest, split)
+                found[f"{name} {split}".strip()] = functools.partial(_StoredTexts, opened, config.validation_documents)
+    return found
 
 
 def _stored_split(path: str) -> TokenSplit:
@@ -168,12 +188,14 @@ def _stored_split(path: str) -> TokenSplit:
 class _Texts:
     """The documents to evaluate on; each iteration reads them again. Raises UserError where there are none."""
 
-    def __init__(self, config: DataConfig) -> None:
+    def __init__(self, config: DataConfig, everything: bool) -> None:
         self._limit = config.validation_documents
         self._fraction = 1.0
-        own = build_validation_source(config)
+        own = None if everything else build_validation_source(config)
         self._source = build_source(config) if own is None else own
-        if own is None:
+        if everything:
+            _require_end(self._source, config)
+        elif own is None:
             self._hold_out(config)
         if next(iter(self), None) is None:
             raise _empty(config)
@@ -193,14 +215,18 @@ class _Texts:
             raise UserError("There is nothing to evaluate on.", [violation])
         if isinstance(self._source, RandomAccessSource):
             self._source = held_out_part(self._source, config.validation_fraction)
-        elif config.validation_documents is None:
-            raise UserError("There is no end to what would be evaluated on.", [unlimited_split(config)])
         else:
+            _require_end(self._source, config)
             self._fraction = config.validation_fraction
 
     def _streamed(self, source: StreamingSource) -> Iterator[str]:
         for part in range(source.parts):
             yield from (text for text in source.open(part, None) if text and place(text) < self._fraction)
+
+
+def _require_end(source: Source, config: DataConfig) -> None:
+    if not isinstance(source, RandomAccessSource) and config.validation_documents is None:
+        raise UserError("There is no end to what would be evaluated on.", [unlimited_split(config)])
 
 
 def _empty(config: DataConfig) -> UserError:

@@ -42,6 +42,21 @@ def share_matrices(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, los
                 _mark_partial(module)
 
 
+def keep_used_rows(model: nn.Module) -> dict[str, tuple[slice, ...]]:
+    """Of weights that every rank holds whole because each uses rows that others use too, keep this rank's, in place.
+
+    For a model on the meta device that is not trained: what is left is no longer known as a part of the whole. Returns
+    which rows those are, by the weight's name.
+    """
+    kept: dict[str, tuple[slice, ...]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, ColumnLinear) and module.rows is not None:
+            kept[f"{name}.weight"] = module.rows
+            module.weight = nn.Parameter(torch.cat([module.weight.detach()[rows] for rows in module.rows]))
+            module.rows = None
+    return kept
+
+
 def overlap_exchanges(mesh: Mesh) -> None:
     """Let the compiler cut tensor-parallel exchanges into pieces and overlap them with matmuls (CUDA only)."""
     import torch._inductor.config as inductor

@@ -51,6 +51,8 @@ class RunFolder:
         """Profiler traces."""
         self.checkpoints = self.path / "checkpoints"
         """Saved states."""
+        self.export = self.path / "export"
+        """Weights as Hugging Face folders, by step."""
         self.stop = self.path / "stop"
         """Flag: save and stop at the next step."""
         self.lock = self.path / ".lock"

@@ -11,6 +11,7 @@ from titan_exp.checkpoint.checkpointer import Checkpointer
 from titan_exp.checkpoint.huggingface_reading import read_huggingface_into
 from titan_exp.checkpoint.located import local_copy
 from titan_exp.checkpoint.remote_run import RemoteRun
+from titan_exp.checkpoint.run_exports import RunExports
 from titan_exp.checkpoint.state import WEIGHTS_ONLY
 from titan_exp.config.convert import to_dict
 from titan_exp.config.difference import differences
@@ -85,6 +86,7 @@ class Trainer:
             folder.checkpoints,
             remote=None if remote is None else RemoteRun(remote, experiment.experiment.name, folder.path.name),
         )
+        self.exports = RunExports(experiment, folder.export, self.mesh)
         self.step = self.tokens = 0
         self._restore()
         self.report = Report(experiment, folder, self.mesh, flops_per_token=built.flops_per_token, first_step=self.step)
@@ -95,7 +97,7 @@ class Trainer:
 
         Raises:
             Diverged: the loss is not finite and the configuration says to stop then.
-            UserError: the last state could not be saved.
+            UserError: the last state could not be saved, or not exported.
         """
         collection = GarbageCollection(self.experiment.training.gc_every)
         stop = False
@@ -105,11 +107,17 @@ class Trainer:
                 collection.step(self.step)
             self._save()
             self.checkpointer.wait()
+            exported = not self._is_over or self._export()
             self.checkpointer.finish_uploads(stopped=not self._is_over)
         if self.experiment.checkpoint.mode != "off" and self.checkpointer.durable != self.step:
             raise UserError(
                 f"The state after step {self.step} could not be saved; the log says why. Make room and start the run "
                 "again: it continues from its newest complete checkpoint."
+            )
+        if not exported:
+            raise UserError(
+                f"The weights after step {self.step} could not be exported; the log says why. Make room and start the "
+                "run again: it exports them then."
             )
         return self._is_over
 
@@ -152,6 +160,12 @@ class Trainer:
         self.checkpointer.poll()
         if save:
             self._save()
+        if self.exports.due(step) and not last:
+            self._export()
+
+    def _export(self) -> bool:
+        with self.report.throughput.pause("export"):
+            return self.exports.write(self.step, self.model.parts)
 
     def _save(self) -> None:
         with self.report.throughput.pause("checkpoint"):

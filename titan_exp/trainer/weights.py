@@ -1,5 +1,6 @@
-"""A model with weights from any format, on one device, for what comes after training."""
+"""A model with weights from any format, whole or this rank's part of it, for what comes after training."""
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -11,27 +12,54 @@ from titan_exp.config.errors import UserError
 from titan_exp.data.tokenizer import ByteTokenizer, Tokenizer
 from titan_exp.models.build import build_model
 from titan_exp.ops.attention import choose_backend
-from titan_exp.parallel.materialize import materialize
+from titan_exp.parallel.materialize import local, materialize, part_of
+
+Rows = Mapping[str, Sequence[slice]]
+"""Rows of a parameter of the source that, one after the other, are this rank's parameter of that name."""
 
 
 @torch.no_grad()
-def load_source(source: Source, device: torch.device, *, seq_len: int, documents: bool = False) -> nn.Module:
-    """Build the model of a source, and read its weights, in fp32, a tensor at a time.
+def load_source(
+    source: Source,
+    device: torch.device,
+    *,
+    seq_len: int,
+    documents: bool = False,
+    dtype: torch.dtype = torch.float32,
+    divide: Callable[[nn.Module], Rows] | None = None,
+    parts: bool = False,
+) -> nn.Module:
+    """Build the model of a source, and read its weights, a tensor at a time; of a divided one this rank's parts alone.
 
     Args:
         source: the weights.
         device: where to.
         seq_len: longest sequence in tokens that the model will see.
         documents: whether it will be given document numbers.
+        dtype: of the weights.
+        divide: makes the model, on the meta device, this rank's part of it, and returns which rows parameters hold
+            that are no DTensors but parts nevertheless.
+        parts: whether ranks will share sequences by exchanging keys and values.
     """
-    backend = choose_backend(source.model.attention_backend, device, bf16=False, documents=documents)
+    backend = choose_backend(
+        source.model.attention_backend, device, bf16=dtype == torch.bfloat16, documents=documents, parts=parts
+    )
     with torch.device("meta"):
         model = build_model(source.model, seq_len=seq_len, attention_backend=backend)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    rows = {} if divide is None else divide(model)
     materialize(model, device)
     for name, tensor in model.state_dict().items():
         if name not in source.parameters.shapes:
             raise UserError(f"{source.path} holds no {name}, which the model {source.model.name} has.")
-        tensor.copy_(source.parameters.read(name))
+        if name in rows:
+            tensor.copy_(torch.cat([source.parameters.read(name, these) for these in rows[name]]))
+            continue
+        part = part_of(tensor)
+        if 0 not in part.size:
+            window = [slice(start, start + size) for start, size in zip(part.start, part.size, strict=True)]
+            local(tensor).copy_(source.parameters.read(name, *window))
     return model.eval()
 
 

@@ -30,6 +30,12 @@ class Writer:
                 self._cores.append(core)
         self._begin = 0
 
+    def forget(self) -> None:
+        """Begin another text."""
+        self._begin = 0
+        for core in self._cores:
+            core.forget()
+
     @torch.no_grad()
     def next_logits(self, ids: list[int]) -> Tensor:
         """fp32 logits [vocab] of the token after `ids`, which begin with those of the call before."""

@@ -51,6 +51,28 @@ def test_a_store_holds_every_document_once_in_order(tmp_path: Path):
     assert not (manifest.path / UNFINISHED).exists()
 
 
+def test_documents_in_an_order_of_their_own(tmp_path: Path):
+    """The same documents in the same splits, however many processes make it, another order for each seed."""
+    plain = make(tmp_path / "plain")
+    orders = {"plain": documents(plain, "train")}
+    for name, seed, workers, parts in (("one", 1, 1, 4), ("again", 1, 2, 4), ("two", 2, 1, 4)):
+        run = experiment(source=TEXTS, validation_fraction=0.2)
+        made = TokenizeOptions(str(tmp_path / name), workers=workers, parts=parts, shard_tokens=400, shuffle=seed)
+        assert make_store(made, run) == 0
+        manifest = read_manifest(tmp_path / name)
+        orders[name] = documents(manifest, "train")
+        assert sorted(orders[name]) == sorted(orders["plain"])
+        assert sorted(documents(manifest, "validation")) == sorted(documents(plain, "validation"))
+    assert orders["one"] == orders["again"]
+    assert len({tuple(order) for order in orders.values()}) == 3
+    neighbours = set(zip(orders["plain"], orders["plain"][1:], strict=False))
+    assert len(neighbours & set(zip(orders["one"], orders["one"][1:], strict=False))) < 8
+    with pytest.raises(UserError, match=r"shuffle=1: .*stream"):
+        make_store(TokenizeOptions(str(tmp_path / "stream"), workers=1, shuffle=1), experiment(source=STREAM))
+    with pytest.raises(UserError, match="was made with shuffle 1, and now it is 2"):
+        make_store(TokenizeOptions(str(tmp_path / "one"), workers=1, parts=4, shard_tokens=400, shuffle=2), run)
+
+
 def test_a_stream_is_divided_as_training_from_it_divides_it(tmp_path: Path):
     from titan_exp.data.held_out import place
 

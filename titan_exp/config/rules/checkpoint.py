@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+from titan_exp.config.builtins import ARCHITECTURES
 from titan_exp.config.errors import Violation
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import device_type
@@ -78,11 +79,31 @@ def _shown_url(url: str) -> str:
     return re.sub(r"://[^/]*@", "://***@", url.partition("?")[0]) or "''"
 
 
+def exports_are_of_the_decoder(experiment: Experiment) -> Iterator[Violation]:
+    """Hugging Face's names are known for the built-in decoder; steps between exports mean something with exports."""
+    config, architecture = experiment.checkpoint, experiment.model.architecture
+    if config.export != "none" and architecture not in ARCHITECTURES:
+        yield Violation(
+            "checkpoint.export",
+            config.export,
+            f"a Hugging Face folder holds a Llama, and model.architecture is {architecture}",
+            "checkpoint.export=none; titan-exp convert RUN weights.pt writes any model",
+        )
+    if config.export == "none" and config.export_every is not None:
+        yield Violation(
+            "checkpoint.export_every",
+            config.export_every,
+            "checkpoint.export is none, so that nothing is exported",
+            "checkpoint.export=bf16 or fp32, or checkpoint.export_every=null",
+        )
+
+
 RULES = (
     what_is_excluded_is_of_something,
     pinned_memory_is_for_gpus,
     a_beginning_is_saved,
     the_remote_place_can_be_spoken_to,
+    exports_are_of_the_decoder,
 )
 """Rules that hold at every start."""
 

@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 
 from titan_exp.config.data import DataConfig
+from titan_exp.config.errors import UserError, Violation
 from titan_exp.data.held_out import place, places
+from titan_exp.data.permutation import Permutation
 from titan_exp.data.source import (
     RandomAccessSource,
     Source,
@@ -49,14 +51,25 @@ class Corpus:
     """The text of a `data` group, divided into parts.
 
     Held out are the documents that `TrainLoader` and `ValidationLoader` hold out when they read the text themselves.
-    Raises UserError where it cannot be read.
+    With `shuffle`, a seed, the documents to train on (and those held out of them) are divided into parts and read in an
+    order of their own, which is a function of the seed and their number: nothing is sorted, stored, or read twice.
+
+    Raises UserError where it cannot be read, or shuffled.
     """
 
-    def __init__(self, config: DataConfig, most_parts: int) -> None:
+    def __init__(self, config: DataConfig, most_parts: int, shuffle: int = 0) -> None:
         own = build_validation_source(config)
         self._sources: dict[str, Source] = {"train": build_source(config)}
         if own is not None:
             self._sources["validation"] = own
+        self._order: Permutation | None = None
+        if shuffle:
+            documents = self._sources["train"]
+            if not isinstance(documents, RandomAccessSource):
+                reason = "the source is a stream, which is read in its own order"
+                remedy = "shuffle=0 (training shuffles windows all the same), or data.streaming=false"
+                raise UserError("The documents cannot be shuffled.", [Violation("shuffle", shuffle, reason, remedy)])
+            self._order = Permutation(max(1, len(documents)), "documents", shuffle)
         self._fraction = 0.0 if has_validation_split(config) else config.validation_fraction
         self._counts = {split: _count(source, most_parts) for split, source in self._sources.items()}
         self.fingerprint = "; ".join(fingerprint(source, config) for source in self._sources.values())
@@ -88,11 +101,18 @@ class Corpus:
         count = self._counts[part.split]
         begin, end = (len(source) * number // count for number in (part.number, part.number + 1))
         first = begin if position is None else position
+        order = self._order if part.split == "train" else None
         for chunk in range(first, end, _CHUNK):
             which = range(chunk, min(chunk + _CHUNK, end))
-            held_out = places(source, which) < fraction if fraction < 1 else np.ones(len(which), dtype=bool)
-            for index, held in zip(which, held_out, strict=True):
-                yield Document(source[index], "validation" if held else "train", lambda after=index + 1: after)
+            # A shuffled chunk is places all over the source.
+            numbers = which if order is None else [order[index] for index in which]
+            held_out = np.ones(len(which), dtype=bool)
+            if fraction < 1 and isinstance(numbers, range):
+                held_out = places(source, numbers) < fraction
+            elif fraction < 1:
+                held_out = np.array([places(source, range(one, one + 1))[0] < fraction for one in numbers])
+            for index, number, held in zip(which, numbers, held_out, strict=True):
+                yield Document(source[number], "validation" if held else "train", lambda after=index + 1: after)
 
 
 def _count(source: Source, most: int) -> int:

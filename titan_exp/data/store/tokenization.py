@@ -40,6 +40,8 @@ class Job:
     """Tokens after which a shard is full."""
     source: str
     """Fingerprint of the text."""
+    shuffle: int = 0
+    """Seed of the documents' order; 0 is the source's."""
 
     @property
     def journal(self) -> Path:
@@ -63,7 +65,7 @@ class Tokenization:
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._corpus = Corpus(job.data, job.parts)
+        self._corpus = Corpus(job.data, job.parts, job.shuffle)
         if self._corpus.fingerprint != job.source:
             raise UserError("The text has changed while it was tokenized. Remove the store's folder and begin again.")
         self._tokenizer = build_tokenizer(job.data)
@@ -138,6 +140,7 @@ def describe(job: Job, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
         "token_bytes": token_bytes(tokenizer),
         "shard_tokens": job.shard_tokens,
         "parts": len(corpus.parts),
+        "shuffle": job.shuffle,
     }
 
 

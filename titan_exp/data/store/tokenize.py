@@ -10,12 +10,11 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from titan_exp.config.bounds import Count, PositiveInt
 from titan_exp.config.data import DataConfig
 from titan_exp.config.errors import UserError, Violation
 from titan_exp.config.experiment import Experiment
@@ -24,6 +23,7 @@ from titan_exp.config.rules.data import tokenizer_file, unreadable_source
 from titan_exp.config.schema import docstrings
 from titan_exp.config.suggest import listed, nearest
 from titan_exp.config.token_store import MANIFEST, UNFINISHED, Manifest, read_manifest
+from titan_exp.config.verbs import TokenizeOptions
 from titan_exp.data.store.checking import damage
 from titan_exp.data.store.parts import Corpus
 from titan_exp.data.store.progress import Progress
@@ -40,23 +40,8 @@ _KEYS = {
     "token_bytes": "data.tokenizer",
     "shard_tokens": "shard_tokens",
     "parts": "parts",
+    "shuffle": "shuffle",
 }
-
-
-@dataclass(frozen=True)
-class TokenizeOptions:
-    """What `titan-exp tokenize` takes beside the `data` group."""
-
-    out: str = ""
-    """Folder of the store to make, such as stores/mine."""
-    workers: Count = 0
-    """Processes that tokenize; 0 is one for every core. The store does not depend on it."""
-    parts: PositiveInt = 32
-    """Parts that are tokenized independently, where any document can be read at once; a stream has its own (files)."""
-    shard_tokens: PositiveInt = 2**27
-    """Tokens after which a shard is full and safe from a death; the document that fills it is its last."""
-    check: str = ""
-    """Folder of a finished store to read and compare with its checksums, instead of making one."""
 
 
 def options_among(words: Sequence[str]) -> tuple[TokenizeOptions, list[str]]:
@@ -146,8 +131,8 @@ def make_store(options: TokenizeOptions, experiment: Experiment) -> int:
     folder = Path(options.out).expanduser()
     with _in_words(folder):
         _require_own(folder, options.out)
-        corpus = Corpus(experiment.data, options.parts)
-        job = Job(folder, experiment.data, options.parts, options.shard_tokens, corpus.fingerprint)
+        corpus = Corpus(experiment.data, options.parts, options.shuffle)
+        job = Job(folder, experiment.data, options.parts, options.shard_tokens, corpus.fingerprint, options.shuffle)
         description = describe(job, corpus, build_tokenizer(experiment.data))
         if (folder / MANIFEST).exists():
             _require_same(folder / MANIFEST, description, options.out)
@@ -229,6 +214,7 @@ def _require_same(path: Path, description: dict[str, Any], out: str) -> None:
         there = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise _refusal(out, f"its {path.name} is not JSON: {error}", "remove the folder") from error
+    there = {"shuffle": 0, **there}  # as it was before there was a choice
     differing = [key for key in description if there.get(key) != description[key]]
     if differing:
         raise UserError(

@@ -4,6 +4,7 @@ The writing processes of all ranks talk to each other. Where one dies, the other
 so each rank tells the others, ends its own, and the next save begins with new ones.
 """
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -110,7 +111,9 @@ def serve_quietly(pg_init_info: executor._ProcessGroupInitInfo, parent_conn: Any
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # Its failures are raised, and told in words, in the trainer.
     logging.disable(logging.ERROR)
-    _serve(pg_init_info, parent_conn)
+    # A trainer that was killed hears no answer, and nobody needs a traceback about it.
+    with contextlib.suppress(ConnectionError, EOFError):
+        _serve(pg_init_info, parent_conn)
 
 
 def _alive() -> bool:

@@ -18,9 +18,8 @@ from typing import Any
 from titan_exp.config.data import DataConfig
 from titan_exp.config.errors import UserError, Violation
 from titan_exp.config.experiment import Experiment
-from titan_exp.config.options import parse_options
+from titan_exp.config.options import options_help, parse_options
 from titan_exp.config.rules.data import tokenizer_file, unreadable_source
-from titan_exp.config.schema import docstrings
 from titan_exp.config.suggest import listed, nearest
 from titan_exp.config.token_store import MANIFEST, UNFINISHED, Manifest, read_manifest
 from titan_exp.config.verbs import TokenizeOptions
@@ -76,10 +75,7 @@ def options_among(words: Sequence[str]) -> tuple[TokenizeOptions, list[str]]:
 
 def tokenize_help() -> str:
     """The text of `titan-exp tokenize --help`."""
-    meanings = docstrings(TokenizeOptions)
-    options = "\n".join(
-        f"  {field.name}={field.default}\n      {meanings[field.name]}" for field in fields(TokenizeOptions)
-    )
+    options = options_help("", TokenizeOptions).strip("\n")
     return f"""\
 titan-exp tokenize: turn text into a token store, to train from at any scale.
 

@@ -17,6 +17,7 @@ from titan_exp.checkpoint.distributed_store import DistributedStore
 from titan_exp.checkpoint.folder import CheckpointFolder
 from titan_exp.checkpoint.safetensors_store import INDEX, SafetensorsStore
 from titan_exp.config.convert import load_experiment
+from titan_exp.config.errors import UserError
 from titan_exp.models.build import build_model
 from titan_exp.trainer.generate import generate_command
 
@@ -107,7 +108,7 @@ def test_a_disk_without_room_leaves_nothing_and_fails_the_run(tmp_path: Path, mo
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", full)
-        with pytest.raises(RuntimeError, match="could not be exported"):
+        with pytest.raises(UserError, match="could not be exported"):
             run(tmp_path, *saving)
     assert list((tmp_path / "export").iterdir()) == []
     # The same command exports what it has trained.

@@ -20,7 +20,9 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
 
     def run(call: tuple[Experiment, list[str]]) -> SimpleNamespace:
         calls.append(call)
-        return SimpleNamespace(exit_code=call[0].experiment.seed, folder=SimpleNamespace(path=Path("there")))
+        return SimpleNamespace(
+            exit_code=call[0].experiment.seed, folder=SimpleNamespace(path=Path("there"), metrics=Path(__file__))
+        )
 
     monkeypatch.setattr("titan_exp.launch.commit.plan", lambda experiment, overrides: (experiment, list(overrides)))
     monkeypatch.setattr("titan_exp.launch.run.run", run)

@@ -11,18 +11,14 @@ import torch
 
 from tests.parity.runs import EVALUATE, PARAGRAPHS, SMALL
 from tests.ranks import Ranks
+from tests.trainer.committed import committed, numbers
 from titan_exp.checkpoint.folder import CheckpointFolder
 from titan_exp.checkpoint.integrity import problem
 from titan_exp.checkpoint.reader import read_into, tensor_shapes
-from titan_exp.config.compose import compose
-from titan_exp.config.convert import to_experiment, to_yaml
-from titan_exp.config.layout import resolve_layout
-from titan_exp.tracking.metrics_file import read_metrics
 from titan_exp.tracking.run_folder import RunFolder
 from titan_exp.trainer.rank import main
 
 STEPS = 30
-KEYS = ("step", "tokens", "loss", "grad_norm", "lr", "validation_loss")
 MODES = [
     "sync",
     "async",
@@ -44,10 +40,7 @@ def run_folder(path: Path, world: int, mode: str) -> RunFolder:
         "data.prefetch=2",
         *(["cluster.device=cuda"] if mode == "async_pinned" else []),
     ]
-    folder = RunFolder(path)
-    path.mkdir(parents=True)
-    folder.config.write_text(to_yaml(resolve_layout(to_experiment(compose(settings)), 1)))
-    return folder
+    return committed(path, settings)
 
 
 def start(folder: RunFolder, world: int) -> Ranks:
@@ -92,10 +85,6 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, bool
         return finished(run_folder(tmp_path_factory.mktemp("undisturbed") / "run", world, mode), world)
 
     return run
-
-
-def numbers(folder: RunFolder) -> list[dict]:
-    return [{key: row.get(key) for key in KEYS} for row in read_metrics(folder.metrics)]
 
 
 def final_state(folder: RunFolder) -> dict[str, torch.Tensor]:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from tests.checkpoint.s3_server import S3Server
+from tests.parity.runs import SMALL
 from tests.ranks import Ranks
-from tests.trainer.test_death import numbers, run_folder, start
+from tests.trainer.committed import committed, numbers
 from titan_exp.checkpoint.folder import CheckpointFolder
 from titan_exp.checkpoint.integrity import parse_sums
 from titan_exp.checkpoint.reader import read_into, tensor_shapes
@@ -21,6 +22,16 @@ from titan_exp.trainer.rank import main
 STEPS = 12
 KINDS = ("model.", "optimizer.")
 REMOTE = "bucket/runs/first"
+
+
+def run_folder(path: Path, *overrides: str) -> RunFolder:
+    settings = ["training.steps=12", "training.evaluate_every=0", "checkpoint.mode=async", "checkpoint.every=3"]
+    return committed(path, [*SMALL, *settings, "data.prefetch=2", *overrides])
+
+
+def start(folder: RunFolder, world: int) -> Ranks:
+    folder.add_attempt(world_size=world, hosts=["localhost"])
+    return Ranks(world, main, str(folder.path))
 
 
 def reaching(environment: dict[str, str], path: str) -> None:
@@ -87,7 +98,7 @@ def server() -> Any:
 
 def test_killed_in_the_middle_of_uploads_and_deletions_and_moved(tmp_path: Path, server):
     world, name = 2, "abc"
-    layout = ["parallelism.dp_shard=2", "training.steps=12", "training.evaluate_every=0"]
+    layout = ["parallelism.dp_shard=2"]
     undisturbed = run_folder(tmp_path / "undisturbed" / name, *layout)
     ranks = start(undisturbed, world)
     try:

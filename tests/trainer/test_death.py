@@ -15,6 +15,7 @@ from tests.trainer.committed import committed, numbers
 from titan_exp.checkpoint.folder import CheckpointFolder
 from titan_exp.checkpoint.integrity import problem
 from titan_exp.checkpoint.reader import read_into, tensor_shapes
+from titan_exp.tracking.metrics_file import read_metrics
 from titan_exp.tracking.run_folder import RunFolder
 from titan_exp.trainer.rank import main
 

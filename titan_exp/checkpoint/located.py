@@ -22,6 +22,7 @@ from titan_exp.checkpoint.remote_run import CONFIG, step_name
 from titan_exp.config.errors import UserError
 from titan_exp.config.remote import is_url, joined
 from titan_exp.config.saved import COMPLETE
+from titan_exp.models.model_json import FILE
 from titan_exp.parallel.mesh import new_cpu_group
 from titan_exp.tracking.byte_progress import Report, byte_progress
 from titan_exp.tracking.log import get_logger
@@ -172,7 +173,9 @@ def _of_step(
     if bad := [one for one in sums if Path(one).name != one or one not in there]:
         raise UserError(f"{joined(remote.url, within)}: the checkpoint is damaged: {bad[0]} is missing.")
     folder = f"{root}/checkpoints/{name}"
-    files = {f"{folder}/{one}": (f"{within}{one}", there[one]) for one in (*sums, SUMS)}
+    # A converted one says itself of which model it is, and may have a tokenizer beside it.
+    names = dict.fromkeys((*sums, SUMS, *(there if FILE in there else ())))
+    files = {f"{folder}/{one}": (f"{within}{one}", there[one]) for one in names}
     # Of the run above a single checkpoint, what is named is relative to that run.
     url = remote.url
     if run is not remote:

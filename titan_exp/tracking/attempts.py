@@ -37,6 +37,8 @@ class Attempt:
     """0 done, 85 stopped after saving, anything else failed."""
     reason: str | None
     """How it ended, in words."""
+    launched_by: str = "local"
+    """Who holds it: `local`, `slurm`, or `hand` where torchrun or a user started the ranks."""
 
 
 class AttemptLog:
@@ -57,12 +59,12 @@ class AttemptLog:
             return []
         return [self._parse(number, line) for number, line in enumerate(lines, 1)]
 
-    def add(self, *, world_size: int, hosts: Sequence[str], job_id: str | None) -> Attempt:
+    def add(self, *, world_size: int, hosts: Sequence[str], job_id: str | None, launched_by: str = "local") -> Attempt:
         """Write down the intent to start once more; returns the new row."""
         with self._locked():
             rows = self.read()
             number = rows[-1].attempt + 1 if rows else 1
-            row = Attempt(number, time.time(), job_id, tuple(hosts), world_size, None, None, None, None)
+            row = Attempt(number, time.time(), job_id, tuple(hosts), world_size, None, None, None, None, launched_by)
             self._write([*rows, row])
         return row
 

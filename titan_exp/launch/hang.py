@@ -177,7 +177,9 @@ def _culprits_inside(standings: Sequence[Standing]) -> tuple[list[int], str]:
     """The same where every rank waits in a collective."""
     behind = _behind(standings)
     if behind:
-        return behind, f"{named(behind)} did not enter a collective that the others wait in"
+        one = next(each for each in standings if each.rank in behind)
+        instead = f"in {one.collective}, called at {one.place}"
+        return behind, f"{named(behind)} did not enter a collective that the others wait in, but waits {instead}"
     places = Counter(each.place for each in standings)
     if len(places) == 1:
         return [], f"all ranks wait in the same collective, at {standings[0].place}: suspect the network"

@@ -55,7 +55,7 @@ class HangWatch(threading.Thread):
         self._warn, self._kill = _seconds(config.hang_warn_minutes), _seconds(config.hang_kill_minutes)
         self._files, self._rank, self._progress, self._give_up = files, rank, progress, give_up
         self._every = min([EVERY, *(limit / 10 for limit in (self._warn, self._kill) if limit is not None)])
-        self._warned = False
+        self._warned = self._hanging = False
         self._over = threading.Event()
         if self._kill is not None:
             os.environ.setdefault(RECORDER_SIZE, REMEMBERED)
@@ -64,8 +64,11 @@ class HangWatch(threading.Thread):
             self._stacks = files.stacks(rank).open("w", encoding="utf-8")
 
     def stop(self) -> None:
-        """The training is over; leaves no empty file."""
+        """The training is over; leaves no empty file. Does not return where this rank is about to end as hung: what its
+        main thread then raises, because its peers have ended already, is no news."""
         self._over.set()
+        while self._hanging:
+            time.sleep(EVERY)
         if self._kill is not None:
             faulthandler.cancel_dump_traceback_later()
             with contextlib.suppress(OSError):
@@ -105,6 +108,7 @@ class HangWatch(threading.Thread):
 
     def _hung(self) -> None:
         """Write down where this rank stands, wait for the others to do the same, and end."""
+        self._hanging = True
         # Should anything below hang as well, this still ends the process.
         faulthandler.dump_traceback_later(2 * ANSWER, exit=True, file=self._stacks)
         position = self._progress.position()

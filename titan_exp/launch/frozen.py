@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import titan_exp
-from titan_exp.config.experiment import Experiment
 from titan_exp.config.dotted import find_module, is_dotted
+from titan_exp.config.experiment import Experiment
 
 FOLDER = ".code"
 """Folder of the copies, beside the runs."""
@@ -78,7 +78,7 @@ def _is_installed(module: Path) -> bool:
 
 
 def _files(root: Path, names: Sequence[str]) -> list[str]:
-    """Files below `root / name`: what git knows or would take up, or all where the package is no part of a repository."""
+    """Files below `root / name`: what git knows or would take up, or all where the package is installed."""
     found = _tracked(root, [*names]) if _tracked(root, ["titan_exp"], others=False) else None
     if found is None:
         found = [

@@ -123,9 +123,7 @@ def _open_attempt(folder: RunFolder, place: Place) -> int:
     if place.token is None:
         folder.clear_stop()  # our batch script has done it, and may have been told to stop since
     announce_meeting(folder, number, place)
-    folder.update_attempt(
-        number, job_id=place.job_id, hosts=place.hosts, restarts=place.restarts, start=time.time()
-    )
+    folder.update_attempt(number, job_id=place.job_id, hosts=place.hosts, restarts=place.restarts, start=time.time())
     return number
 
 

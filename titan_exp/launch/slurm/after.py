@@ -43,9 +43,7 @@ def main(arguments: Sequence[str]) -> int:
     if row.start is None:
         return _close_unstarted(folder, row, job, code)
     verdict = _verdict(folder, row, code)
-    close_attempt(
-        folder, row.attempt, verdict.state, exit_code=verdict.exit_code, reason=verdict.reason, overrule=True
-    )
+    close_attempt(folder, row.attempt, verdict.state, exit_code=verdict.exit_code, reason=verdict.reason, overrule=True)
     if verdict.detail:
         print(verdict.detail)
     return _go_on(folder, row, job, verdict, load_experiment(folder.config).cluster)
@@ -66,7 +64,9 @@ def _verdict(folder: RunFolder, row: Attempt, code: int) -> Verdict:
     stop = folder.stop_reason()
     if stop is not None:
         return Verdict("preempted", STOPPED, f"{stop}; killed before all ranks had saved")
-    return verdicts.failed(_missing(folder, row, rank, record) for rank, record in records.items() if not _ended(record))
+    return verdicts.failed(
+        _missing(folder, row, rank, record) for rank, record in records.items() if not _ended(record)
+    )
 
 
 def _missing(folder: RunFolder, row: Attempt, rank: int, record: RankRecord | None) -> verdicts.Death:

@@ -179,7 +179,7 @@ def _look(row: Attempt, job: Job | None, ends: Mapping[str, str]) -> Look:
 
 
 def _job_of(row: Attempt, jobs: Sequence[Job]) -> Job | None:
-    """The job of a row: by its token, which a job that continues another carries on; the one that has not ended first."""
+    """The job of a row, the one that has not ended first; a job that continues another carries on its token."""
     mine = [job for job in jobs if (row.token and job.token == row.token) or (row.job_id == job.job_id)]
     return min(mine, key=lambda job: job.phase == "gone", default=None)
 

@@ -128,8 +128,8 @@ def _surroundings(script: Script) -> str:
 
 
 _STOP = """\
-# @LEAD@ s before the time limit SLURM sends USR2 to this script alone. All ranks look for the flag, agree on a step, save
-# together and end. Those that are not done in @LIMIT@ s are killed, so that time is left to queue the run again.
+# @LEAD@ s before the time limit SLURM sends USR2 to this script alone. All ranks look for the flag, agree on a step,
+# save together and end. Those that are not done in @LIMIT@ s are killed, which leaves time to queue the run again.
 rm -f "$RUN/stop"
 signals=0
 stop() {

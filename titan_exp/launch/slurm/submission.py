@@ -165,10 +165,11 @@ def _job_name(plan: Plan) -> str:
 
 
 def _import_path(frozen: Frozen) -> list[str]:
-    """Where this process finds packages; a copy of the current folder takes its place."""
-    here = os.getcwd()
+    """Where this process finds packages, beyond its own installation; a copy of the current folder takes its place."""
+    here, own = os.getcwd(), (sys.prefix, sys.base_prefix)
     places = dict.fromkeys(os.path.abspath(entry) for entry in [*sys.path, here])
-    return [frozen.own if place == here and frozen.own is not None else place for place in places]
+    added = [place for place in places if not place.startswith(own)]
+    return [frozen.own if place == here and frozen.own is not None else place for place in added]
 
 
 def _of_a_job() -> dict[str, str | None]:

@@ -1,4 +1,4 @@
-"""Runs as jobs of the tests' SLURM, submitted from this process, with a stand-in for the trainer unless a test trains."""
+"""Runs as jobs of the tests' SLURM, submitted from here, with a stand-in for the trainer unless a test trains."""
 
 import contextlib
 import time
@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster import stand_ins
 from tests.cluster.slurm import Slurm
 from titan_exp.config.compose import compose
 from titan_exp.config.convert import to_experiment
@@ -16,7 +17,7 @@ from titan_exp.launch.slurm.backend import SlurmBackend
 from titan_exp.tracking.attempts import Attempt
 from titan_exp.tracking.run_folder import RunFolder
 
-LIMIT = 90.0
+LIMIT = 45.0
 """Seconds that anything may take, on a busy machine, before the test fails."""
 SMALL = ["model=llama_debug", "+experiment=smoke", "experiment.name=x", "cluster=slurm", "cluster.device=cpu"]
 
@@ -87,8 +88,13 @@ def cluster(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Su
 
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Lets ranks run something of tests/launch/fake_ranks.py in the place of the trainer."""
-    return lambda name: monkeypatch.setenv("TITAN_EXP_RANK_MAIN", f"tests.launch.fake_ranks.{name}")
+    """Lets ranks run something of stand_ins.py, or of tests/launch/fake_ranks.py, in the place of the trainer."""
+
+    def choose(name: str) -> None:
+        module = "tests.cluster.stand_ins" if hasattr(stand_ins, name) else "tests.launch.fake_ranks"
+        monkeypatch.setenv("TITAN_EXP_RANK_MAIN", f"{module}.{name}")
+
+    return choose
 
 
 def ends(folder: RunFolder) -> list[int | None]:

@@ -18,7 +18,7 @@ STEPS = 60
 TRAINING = [
     *TWO_NODES,
     f"training.steps={STEPS}",
-    "training.evaluate_every=null",
+    "training.evaluate_every=0",
     "checkpoint.every=1000",
     "cluster.signal_lead=60",
     "cluster.stop_limit=50",
@@ -37,8 +37,11 @@ def test_a_rank_that_fails_takes_the_others_with_it(cluster: Submitting, stand_i
 
 def test_a_rank_that_vanishes(cluster: Submitting, stand_in: StandIn):
     stand_in("killed_on_rank_1")
-    folder, _ = cluster.submitted(*TWO_NODES)
-    assert "vanished without a word" in (cluster.ended(folder, "failed") or "")
+    folder, job = cluster.submitted(*TWO_NODES)
+    reason = cluster.ended(folder, "failed") or ""
+    assert reason.startswith("rank 1 vanished without a word")
+    assert reason.endswith("(srun: Killed)")
+    assert cluster.slurm.job(job)["JobState"] == "FAILED"
 
 
 def test_ranks_that_do_not_start(cluster: Submitting):
@@ -71,9 +74,9 @@ def test_a_chain_where_the_same_job_may_not_be_queued_again(cluster: Submitting,
 
 
 def test_ranks_that_do_not_stop_are_killed_and_go_on(cluster: Submitting, stand_in: StandIn):
-    stand_in("wait_for_ever")
+    stand_in("hang")
     folder, job = cluster.submitted("cluster.stop_limit=1", "cluster.max_requeues=1")
-    cluster.running(folder, "seen-0.json")
+    cluster.running(folder, "hanging")
     cluster.slurm.run("scancel", "--batch", "--signal=USR2", job)
     cluster.wait_until(lambda: len(ends(folder)) == 2, lambda: cluster.story(folder))
     first = folder.read_attempts()[0]
@@ -120,11 +123,11 @@ def test_nodes_that_are_drained_and_nodes_that_die(cluster: Submitting, stand_in
     assert cluster.look(folder).state == "queued"
     for node in ("node1", "node2"):
         cluster.slurm.resume(node)
+    cluster.now(job)
     cluster.running(folder, "seen-0.json", "seen-1.json")
     assert last(folder).job_id == job
     cluster.slurm.fail(last(folder).hosts[0])
     cluster.slurm.resume("node3")
-    cluster.slurm.resume(last(folder).hosts[0])
     cluster.now(job)
     cluster.wait_until(lambda: len(ends(folder)) == 2, lambda: cluster.story(folder))
     folder.request_stop("the test is over")
@@ -174,7 +177,10 @@ def test_the_time_limit_in_the_middle_of_training(cluster: Submitting, undisturb
 def assert_same(folder: RunFolder, undisturbed: RunFolder) -> None:
     """Bitwise the same numbers and final state, though one was stopped and the other not."""
     numbers = [
-        [{key: row.get(key) for key in ("step", "loss", "grad_norm", "lr", "tokens")} for row in read_metrics(it.metrics)]
+        [
+            {key: row.get(key) for key in ("step", "loss", "grad_norm", "lr", "tokens")}
+            for row in read_metrics(it.metrics)
+        ]
         for it in (folder, undisturbed)
     ]
     assert len(numbers[0]) == STEPS
@@ -185,7 +191,7 @@ def assert_same(folder: RunFolder, undisturbed: RunFolder) -> None:
 
 
 def final_state(checkpoints: Path) -> dict[str, torch.Tensor]:
-    from titan_exp.checkpoint.folder import read_into, tensor_shapes
+    from titan_exp.checkpoint.reader import read_into, tensor_shapes
 
     path = CheckpointFolder(checkpoints).at(STEPS)
     state = {

@@ -106,11 +106,6 @@ def obey_stop(path: str) -> None:
     sys.exit(85)
 
 
-def stop_always(path: str) -> None:
-    """Saves and stops whenever it is started."""
-    sys.exit(85)
-
-
 def fail_once(path: str) -> None:
     """Fails at its first attempt only."""
     folder = RunFolder(path)

@@ -5,9 +5,11 @@ down. Then: does the run go on by itself? The answer is the exit code.
 """
 
 import os
+import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from titan_exp.config.cluster import ClusterConfig
 from titan_exp.config.convert import load_experiment
@@ -42,14 +44,14 @@ def main(arguments: Sequence[str]) -> int:
         return code
     if row.start is None:
         return _close_unstarted(folder, row, job, code)
-    verdict = _verdict(folder, row, code)
+    verdict = _verdict(folder, row, job)
     close_attempt(folder, row.attempt, verdict.state, exit_code=verdict.exit_code, reason=verdict.reason, overrule=True)
     if verdict.detail:
         print(verdict.detail)
     return _go_on(folder, row, job, verdict, load_experiment(folder.config).cluster)
 
 
-def _verdict(folder: RunFolder, row: Attempt, code: int) -> Verdict:
+def _verdict(folder: RunFolder, row: Attempt, job: str) -> Verdict:
     records = {rank: read_record(folder, row.attempt, rank) for rank in range(row.world_size)}
     known = [record for record in records.values() if record is not None]
     hung = [record for record in known if record.exit == HUNG]
@@ -62,23 +64,32 @@ def _verdict(folder: RunFolder, row: Attempt, code: int) -> Verdict:
     if len(ends) == row.world_size:
         return verdicts.ended(ends, folder.stop_reason())
     stop = folder.stop_reason()
-    if stop is not None:
+    # A rank that dies makes srun send SIGTERM to the others, who take it for a request to stop.
+    if stop is not None and not re.fullmatch(r"rank \d+ received SIGTERM", stop):
         return Verdict("preempted", STOPPED, f"{stop}; killed before all ranks had saved")
-    return verdicts.failed(
-        _missing(folder, row, rank, record) for rank, record in records.items() if not _ended(record)
-    )
+    return _vanished(folder, row, job, records)
 
 
-def _missing(folder: RunFolder, row: Attempt, rank: int, record: RankRecord | None) -> verdicts.Death:
+def _vanished(folder: RunFolder, row: Attempt, job: str, records: Mapping[int, RankRecord | None]) -> Verdict:
+    """The verdict where a rank is gone without a word: srun says which was the first, and of what."""
+    missing = [rank for rank, record in records.items() if record is None or record.exit is None]
+    said = (entry for entry in _said_by_srun(folder, job) if entry[0] in missing)
+    rank, words = next(said, (missing[0], ""))
     log = folder.attempt_logs(row.attempt) / f"rank-{rank:05d}.log"
-    if record is None:
-        # It says less than the death of one that had begun, and may only be a consequence of it.
-        return verdicts.death_at_start(rank, time.time() + 1, log)
-    return verdicts.death_by_signal(rank, time.time(), log)
+    kind = verdicts.death_at_start if records[rank] is None else verdicts.death_by_signal
+    death = kind(rank, time.time(), log)
+    return verdicts.failed([replace(death, reason=death.reason + (f" (srun: {words})" if words else ""))])
 
 
-def _ended(record: RankRecord | None) -> bool:
-    return record is not None and record.exit is not None
+def _said_by_srun(folder: RunFolder, job: str) -> Iterator[tuple[int, str]]:
+    """Ranks whose end srun complained of since the job's last start, in that order, each with its words."""
+    try:
+        text = (folder.logs / f"slurm-{job}.out").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return
+    of_this_start = re.split(r": attempt \d+ \w+", text)[-1]
+    for number, words in re.findall(r"srun: error: \S+: tasks? (\d+)[\d,-]*: (.+)", of_this_start):
+        yield int(number), words.strip()
 
 
 def _close_unstarted(folder: RunFolder, row: Attempt, job: str, code: int) -> int:

@@ -135,7 +135,7 @@ signals=0
 stop() {
     signals=$((signals + 1))
     [ -e "$RUN/stop" ] || echo "SLURM is about to end the job (time limit, or preemption)" > "$RUN/stop"
-    [ "$signals" = 1 ] && (sleep @LIMIT@; scancel --signal=KILL "$JOB") &
+    [ "$signals" = 1 ] && (sleep @LIMIT@; kill "$step") &  # srun passes it on as the end of all ranks
 }
 trap stop USR2
 """

@@ -14,6 +14,7 @@ hang_watch.SLOW = 40.0
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from titan_exp.tracking.run_folder import RunFolder  # noqa: E402
 from titan_exp.trainer import evaluate  # noqa: E402
 from titan_exp.trainer.rank import main  # noqa: E402
 from titan_exp.trainer.train import Trainer  # noqa: E402
@@ -26,6 +27,11 @@ LIMIT = 120.0
 
 def in_the_loader(path: str) -> None:
     _run(path, _await_a_batch)
+
+
+def once_in_the_loader(path: str) -> None:
+    """At the first attempt only."""
+    _run(path, _await_a_batch if RunFolder(path).read_attempts()[-1].attempt == 1 else lambda: None)
 
 
 def stopped(path: str) -> None:

@@ -48,5 +48,5 @@ class Backend(Protocol):
         ...
 
     def cancel(self, folders: Sequence[RunFolder], *, reason: str) -> Mapping[Path, str]:
-        """End runs that wait or run, saving first where they can; says for each, by the folder's path, what was done."""
+        """End runs that wait or run, saving first where they can; says of each, by its path, what was done."""
         ...

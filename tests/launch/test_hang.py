@@ -90,7 +90,7 @@ def test_a_single_rank_in_native_code_is_ended_too(tmp_path: Path) -> None:
 
 
 def test_a_slow_evaluation_is_no_hang(tmp_path: Path) -> None:
-    run = start(tmp_path, "slow_evaluation", *EVALUATE.split(), "training.evaluate_every=4")
+    run = start(tmp_path, "slow_evaluation", *EVALUATE.split(), "training.evaluate_every=4", ranks=1)
     code, _, err = run.finish()
     assert code == 0, err
     assert not list(run.folder.logs.rglob("stacks-*"))

@@ -89,12 +89,14 @@ def test_progress_is_counted_from_the_last_sign_of_it() -> None:
     progress.begin(7)
     now = 6.0
     assert progress.position() == Position(7, FIRST_STEP, 1.0, 0.0)
+    assert progress.position().at == 8
     for step, now in ((8, 10.0), (9, 12.0), (10, 13.0), (11, 18.0)):  # noqa: B007
         progress.step(step)
     assert progress.position() == Position(11, STEP, 0.0, 2.0)
     with progress.phase("the evaluation"):
         now = 20.0
         assert progress.position() == Position(11, "the evaluation", 2.0, 2.0)
+        assert progress.position().at == 11
         progress.alive()
         assert progress.position().seconds == 0.0
     assert progress.position() == Position(11, STEP, 0.0, 2.0)

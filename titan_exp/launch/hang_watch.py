@@ -136,7 +136,7 @@ class HangWatch(threading.Thread):
         while not done() and time.monotonic() < deadline:
             time.sleep(0.1)
         hang = files.conclude() if first or files.report.exists() else None
-        return f"hung at step {position.step + 1} in {position.phase}" if hang is None else hang.headline
+        return f"hung at step {position.at} in {position.phase}" if hang is None else hang.headline
 
 
 def limit(seconds: float, position: Position) -> float:

@@ -30,7 +30,7 @@ class Standing:
     pid: int
     """Process number there."""
     step: int
-    """The step that it is in, or was to begin."""
+    """The step that it trains, or after which it does something else."""
     phase: str
     """What it is in, in words."""
     seconds: float
@@ -60,7 +60,7 @@ def standing(position: Position, *, rank: int, host: str, pid: int, recorder: di
     # Those frames only that this place called: above it may be a collective that has called something else.
     called = frames[: frames.index(here)] if here is not None else frames
     return Standing(
-        rank, host, pid, position.step + 1, position.phase, position.seconds, place, _collective(called),
+        rank, host, pid, position.at, position.phase, position.seconds, place, _collective(called),
         _issued(recorder),
     )  # fmt: skip
 

@@ -29,6 +29,11 @@ class Position:
     usual: float
     """Median seconds from the end of a step to the end of the next; 0.0 where no two steps have ended yet."""
 
+    @property
+    def at(self) -> int:
+        """The step that it is about: the one being trained, or the last one, after which it evaluates or saves."""
+        return self.step + (self.phase in (STEP, FIRST_STEP))
+
 
 class Progress:
     """What one process has reported; one thread reports, another looks.

@@ -17,6 +17,7 @@ from titan_exp.checkpoint.remote import RemoteError
 from titan_exp.checkpoint.remote_run import RemoteRun, step_name
 from titan_exp.config.errors import UserError
 from titan_exp.tracking.log import get_logger
+from titan_exp.tracking.progress import PROGRESS
 
 FETCHING = ".fetching"
 """Ends the name of a folder into which a checkpoint is fetched; unlike a partial one it is kept for the next start."""
@@ -104,6 +105,7 @@ def _fetch_share(run: RemoteRun, step: int, sums: dict[str, FileSum], target: Pa
     try:
         target.mkdir(parents=True, exist_ok=True)
         for name, expected in sums.items():
+            PROGRESS.alive()
             problem = problem_of_file(target / name, expected)
             # Bits may have flipped on the way: what arrives wrong twice is wrong there.
             for _ in range(2):

@@ -26,6 +26,7 @@ from titan_exp.models.model_json import FILE
 from titan_exp.parallel.mesh import new_cpu_group
 from titan_exp.tracking.byte_progress import Report, byte_progress
 from titan_exp.tracking.log import get_logger
+from titan_exp.tracking.progress import PROGRESS
 
 CACHE = Path("runs/.cache/remote")
 """Where commands that know no run keep what they have fetched; deleting it is safe while none of them runs."""
@@ -236,6 +237,7 @@ def _fetch(wanted: _Wanted, cache: Path, paths: list[str], progress: Report = _s
             if problem is not None:
                 return f"{joined(wanted.url, name) if name else wanted.url} is damaged: {problem}."
             done += file.size
+            PROGRESS.alive()
             progress(done, wanted.bytes)
     except RemoteError as error:
         return str(error)

@@ -14,7 +14,10 @@ from titan_exp.config.suggest import divisors, listed
 
 
 def device_type(cluster: ClusterConfig) -> Literal["cpu", "cuda"]:
-    """The kind of device that processes compute on: what was asked for, or CUDA where this machine has a GPU."""
+    """The kind of device that processes compute on: what was asked for, or CUDA where this machine has a GPU.
+
+    Of SLURM's nodes this machine knows nothing, so there a rule asks for a word.
+    """
     if cluster.device != "auto":
         return cluster.device
     return "cuda" if visible_gpus() else "cpu"
@@ -24,7 +27,20 @@ def offered_devices(cluster: ClusterConfig) -> int:
     """Devices that the cluster group offers; a CPU machine offers one process."""
     if device_type(cluster) == "cpu":
         return 1
-    return cluster.nodes * (cluster.gpus_per_node or visible_gpus())
+    return (cluster.nodes or 1) * (cluster.gpus_per_node or visible_gpus())
+
+
+def node_size(cluster: ClusterConfig, world: int) -> int:
+    """Processes of a full node, where `world` processes are started: one for each GPU."""
+    if device_type(cluster) == "cpu":
+        return cluster.processes_per_node or world
+    return cluster.gpus_per_node or visible_gpus() or 1
+
+
+def nodes_needed(experiment: Experiment) -> int:
+    """Machines that a run's processes fill. The layout must be resolved."""
+    world = world_size(experiment)
+    return -(-world // node_size(experiment.cluster, world))
 
 
 def resolve_layout(experiment: Experiment, offered: int) -> Experiment:

@@ -19,6 +19,7 @@ import psutil
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import world_size
 from titan_exp.launch import verdict as verdicts
+from titan_exp.launch.hang import ANSWER, HangFiles
 from titan_exp.launch.interrupts import kept_from_children
 from titan_exp.launch.rank import run_rank
 from titan_exp.launch.rank_environment import environment, rank_environment
@@ -52,6 +53,7 @@ class LocalRanks:
         self.folder, self.attempt = folder, attempt
         self.world_size = world_size(experiment)
         self.logs = folder.attempt_logs(attempt)
+        self._hang = HangFiles(self.logs, self.world_size)
         self.job_id = ""
         """submitit's number of the job: the process number of its controller."""
         self._experiment = experiment
@@ -109,7 +111,8 @@ class LocalRanks:
         if over and not self._any_alive():
             return True
         # Also where the controller died before the ranks: they notice by themselves, but this does not depend on it.
-        if _is_past(self._first_death, GRACE) or _is_past(self._all_ended, LINGER):
+        grace = 2 * ANSWER if self._hang.awaited() else GRACE
+        if _is_past(self._first_death, grace) or _is_past(self._all_ended, LINGER):
             self.kill()
         return False
 
@@ -126,13 +129,15 @@ class LocalRanks:
         """Remove what only running ranks need, and first the ranks, should any be left: none goes on unseen."""
         if self._job is not None and (not self._over() or self._any_alive()):
             self.kill()
+        self._hang.remove_empty()
         if self._meeting is not None:
             shutil.rmtree(self._meeting, ignore_errors=True)
 
     def verdict(self) -> Verdict:
         """How the attempt ended; called when `poll` has said that it has."""
         if self._deaths:
-            return verdicts.failed(self._deaths.values())
+            hang = self._hang.conclude()
+            return verdicts.hung(hang) if hang is not None else verdicts.failed(self._deaths.values())
         codes = [record.exit for record in self._records.values() if record.exit is not None]
         if len(codes) == self.world_size:
             return verdicts.ended(codes, self.folder.stop_reason())

@@ -19,13 +19,18 @@ from types import FrameType
 
 import psutil
 
+from titan_exp.config.convert import load_experiment
 from titan_exp.config.errors import UserError
 from titan_exp.launch.ending import close_attempt
+from titan_exp.launch.hang import HangFiles
+from titan_exp.launch.hang_watch import HangWatch
 from titan_exp.launch.rank_record import SPARE, RankError, RankRecord, read_record, write_record
-from titan_exp.launch.seat import Seat, plain_seat, submitted_seat
+from titan_exp.launch.seat import Seat, plain_seat, srun_seat, submitted_seat
+from titan_exp.launch.slurm.place import slurm_place
 from titan_exp.launch.watch import Watch
+from titan_exp.tracking.progress import PROGRESS
 from titan_exp.tracking.run_folder import RunFolder
-from titan_exp.tracking.run_state import DONE, FAILED, STOPPED, StateName
+from titan_exp.tracking.run_state import DONE, FAILED, HUNG, STOPPED, StateName
 
 RANK_MAIN = "TITAN_EXP_RANK_MAIN"
 """Environment variable: dotted name of what a rank runs; the trainer unless set."""
@@ -47,24 +52,27 @@ def run_rank(path: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one rank without a launcher: as torchrun's environment variables say, or as the only process.
+    """Run one rank without a launcher: as the environment variables of srun or torchrun say, or as the only process.
 
-    Returns the rank's exit code.
+    Returns the rank's exit code; under srun, 0 also where it saved and stopped.
     """
     if len(arguments) != 1:
         print("usage: python -m titan_exp.launch.rank RUN_FOLDER", file=sys.stderr)
         return UserError.exit_code
-    folder = RunFolder(arguments[0])
+    folder, place = RunFolder(arguments[0]), slurm_place()
     try:
         state = folder.read_state()
         if state is not None and state.state == "done":
-            print(f"{folder.path}: done already, after step {state.step}")
+            if place is None or place.rank == 0:
+                print(f"{folder.path}: done already, after step {state.step}")
             return DONE
-        seat = plain_seat(folder)
+        seat = plain_seat(folder) if place is None else srun_seat(folder, place)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    return _Rank(folder, seat).run()
+    code = _Rank(folder, seat).run()
+    # srun would kill the peers of the first rank that has saved, in the middle of their last words.
+    return DONE if seat.gang and code == STOPPED else code
 
 
 class _Rank:
@@ -85,7 +93,9 @@ class _Rank:
         self._write(self.record)
         self._handle_signals()
         self._start_watch()
+        hang_watch = self._start_hang_watch()
         code, error = _call(_rank_main, str(self.folder.path))
+        hang_watch.stop()
         self._end(code, error)
         if error is not None:
             print(FAILURE_MARK, error.message if error.user else error.traceback, sep="\n", file=sys.stderr, flush=True)
@@ -97,7 +107,7 @@ class _Rank:
         if self.seat.rank == 0 or (alone and code not in (DONE, STOPPED)):
             reason = self.folder.stop_reason() if code == STOPPED else None
             if error is not None:
-                reason = f"rank {self.seat.rank}: {error.type}: {error.message}"
+                reason = error.message if code == HUNG else f"rank {self.seat.rank}: {error.type}: {error.message}"
             with contextlib.suppress(OSError):  # a full disk: the launcher, or the next start, sees a dead run
                 state = STATES.get(code, "failed")
                 close_attempt(self.folder, self.seat.attempt, state, exit_code=code, reason=reason, overrule=False)
@@ -151,13 +161,24 @@ class _Rank:
         )
         self.watch.start()
 
-    def _give_up(self, reason: str) -> None:
-        """End at once, from the watch's thread, whatever the main thread hangs in."""
-        self._end(FAILED, RankError("GivenUp", reason, "", user=False))
+    def _start_hang_watch(self) -> HangWatch:
+        watch = HangWatch(
+            load_experiment(self.folder.config).cluster,
+            HangFiles(self.folder.attempt_logs(self.seat.attempt), self.seat.world_size),
+            rank=self.seat.rank,
+            progress=PROGRESS,
+            give_up=lambda reason: self._give_up(reason, HUNG, "Hung"),
+        )
+        watch.start()
+        return watch
+
+    def _give_up(self, reason: str, code: int = FAILED, kind: str = "GivenUp") -> None:
+        """End at once, from a watch's thread, whatever the main thread hangs in."""
+        self._end(code, RankError(kind, reason, "", user=False))
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 child.kill()
-        os._exit(FAILED)
+        os._exit(code)
 
 
 def _rank_main(path: str) -> None:

@@ -82,6 +82,10 @@ def sweep(
         UserError: points cannot run. It names all of them, and none was started.
     """
     plans = _plan_all(points, compose)
+    if all(planned.experiment.cluster.kind == "slurm" for _, planned in plans):
+        from titan_exp.launch.slurm.report import submit
+
+        return submit([planned for _, planned in plans], [point.label for point, _ in plans])
     screen, codes, rows = Screen(), [], []
     for number, (point, planned) in enumerate(plans, 1):
         rows.append(Row(point, planned.run_id, "not started"))

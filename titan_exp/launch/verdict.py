@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_exp.config.errors import UserError
+from titan_exp.launch.hang import Hang
 from titan_exp.launch.rank_record import RankRecord
-from titan_exp.tracking.run_state import DONE, FAILED, STOPPED, StateName
+from titan_exp.tracking.run_state import DONE, FAILED, HUNG, STOPPED, StateName
 
 TAIL = 20
 """Lines of a rank's log shown where it left no traceback."""
@@ -19,7 +20,8 @@ class Verdict:
     state: StateName
     """What the run is now."""
     exit_code: int
-    """0 done, 85 stopped after saving, 2 failed by what the user can put right, 1 failed otherwise."""
+    """0 done, 85 stopped after saving, 86 failed because it hung, 2 failed by what the user can put right,
+    1 failed otherwise."""
     reason: str | None
     """One line; None for a run that is done."""
     detail: str = ""
@@ -51,6 +53,8 @@ def death_by_error(record: RankRecord) -> Death:
     error = record.error
     first_line = error.message.strip().partition("\n")[0]
     reason = f"rank {record.rank}: {error.type}: {first_line}".removesuffix(": ")
+    if record.exit == HUNG:
+        reason = first_line  # of the run, not of this rank
     return Death(record.rank, record.end, record.exit, reason, error.message if error.user else error.traceback)
 
 
@@ -73,6 +77,11 @@ def failed(deaths: Iterable[Death]) -> Verdict:
     first = min(deaths, key=lambda death: (death.time, death.rank))
     code = UserError.exit_code if first.exit_code == UserError.exit_code else FAILED
     return Verdict("failed", code, first.reason, first.detail)
+
+
+def hung(hang: Hang) -> Verdict:
+    """The verdict where ranks ended because none of them got any further."""
+    return Verdict("failed", HUNG, hang.headline, hang.text)
 
 
 def ended(exit_codes: Iterable[int], stop_reason: str | None) -> Verdict:

@@ -10,8 +10,8 @@ from titan_exp.config.errors import UserError
 
 StateName = Literal["pending", "running", "done", "failed", "preempted"]
 
-DONE, STOPPED, FAILED = 0, 85, 1
-"""Exit codes of a rank: trained to the end; saved because a stop was requested; an error."""
+DONE, STOPPED, FAILED, HUNG = 0, 85, 1, 86
+"""Exit codes of a rank: trained to the end; saved because a stop was requested; an error; no progress any more."""
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from titan_exp.data.batch import Batch
 from titan_exp.ops.cross_entropy import IGNORE_INDEX
 from titan_exp.parallel.mesh import Mesh
+from titan_exp.tracking.progress import PROGRESS
 from titan_exp.trainer.model import Model
 
 
@@ -69,6 +70,7 @@ def evaluate(model: Model, batches: Iterable[Batch], mesh: Mesh) -> Evaluation:
     while group := list(islice(rest, model.together)):
         tokens += sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in group)
         total += model.cross_entropy(group)
+        PROGRESS.alive()
     for part in model.parts:
         part.train()
     sums = torch.stack((total.cpu(), torch.tensor(float(tokens), dtype=torch.float64)))

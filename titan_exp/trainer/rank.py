@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from titan_exp.config.convert import load_experiment
 from titan_exp.tracking.log import configure, get_logger
+from titan_exp.tracking.progress import PROGRESS
 from titan_exp.tracking.run_folder import RunFolder, RunState
 from titan_exp.tracking.run_state import STOPPED
 from titan_exp.trainer.compile_cache import keep_compiled_code
@@ -36,7 +37,8 @@ def main(run_folder: str) -> None:
         try:
             state = "done" if trainer.run() else "preempted"
         finally:
-            trainer.report.close(state)
+            with PROGRESS.phase("the end"):
+                trainer.report.close(state)
     if state == "preempted":
         get_logger().info("stopped after step %d, saved", trainer.step)
         sys.exit(STOPPED)

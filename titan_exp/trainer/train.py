@@ -26,6 +26,7 @@ from titan_exp.optim.schedule import LRSchedule
 from titan_exp.parallel.mesh import build_mesh
 from titan_exp.parallel.tensor import vocabulary_part
 from titan_exp.tracking.log import get_logger
+from titan_exp.tracking.progress import PROGRESS
 from titan_exp.tracking.run_folder import RunFolder
 from titan_exp.trainer.build import BuiltModel
 from titan_exp.trainer.compile_cache import cache_of
@@ -101,14 +102,16 @@ class Trainer:
         """
         collection = GarbageCollection(self.experiment.training.gc_every)
         stop = False
+        PROGRESS.begin(self.step)
         with contextlib.closing(self.loader), contextlib.closing(collection), contextlib.closing(self.checkpointer):
             while self.step < self.experiment.training.steps and not stop:
                 stop = self._one_step()
                 collection.step(self.step)
             self._save()
-            self.checkpointer.wait()
-            exported = not self._is_over or self._export()
-            self.checkpointer.finish_uploads(stopped=not self._is_over)
+            with PROGRESS.phase("the last checkpoint"):
+                self.checkpointer.wait()
+                exported = not self._is_over or self._export()
+                self.checkpointer.finish_uploads(stopped=not self._is_over)
         if self.experiment.checkpoint.mode != "off" and self.checkpointer.durable != self.step:
             raise UserError(
                 f"The state after step {self.step} could not be saved; the log says why. Make room and start the run "
@@ -142,6 +145,7 @@ class Trainer:
         self.step, self.tokens = step, self.tokens + tokens
         self.profile.after(step)
         self.report.step(step, tokens)
+        PROGRESS.step(step)
         self._after_step(result, stop=stop, save=save or self.checkpointer.due(step))
         return stop
 
@@ -151,7 +155,7 @@ class Trainer:
         last = step == training.steps
         numbers: dict[str, float | int | None] = {}
         if self.validation is not None and (last or step % training.evaluate_every == 0):
-            with self.report.throughput.pause("evaluation"):
+            with PROGRESS.phase("the evaluation"), self.report.throughput.pause("evaluation"):
                 numbers |= evaluate_sources(self.model, self.validation.sources, self.mesh)
         if numbers or last or stop or save or step % self.experiment.tracking.log_every == 0:
             numbers |= {**self.loader.epoch_row(), **self.checkpointer.take_times()}
@@ -164,11 +168,11 @@ class Trainer:
             self._export()
 
     def _export(self) -> bool:
-        with self.report.throughput.pause("export"):
+        with PROGRESS.phase("the export"), self.report.throughput.pause("export"):
             return self.exports.write(self.step, self.model.parts)
 
     def _save(self) -> None:
-        with self.report.throughput.pause("checkpoint"):
+        with PROGRESS.phase("the checkpoint"), self.report.throughput.pause("checkpoint"):
             self.checkpointer.save(
                 self.step,
                 self.model.parts,

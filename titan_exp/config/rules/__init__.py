@@ -13,6 +13,7 @@ from titan_exp.config.rules import (
     attention,
     batch,
     checkpoint,
+    cluster,
     context,
     data,
     layout,
@@ -44,10 +45,11 @@ RULES: tuple[Rule, ...] = (
     *tokens.RULES,
     *checkpoint.RULES,
     *layout.RULES,
+    *cluster.RULES,
 )
 """Rules that hold in every layout, and those about the layout itself."""
 
-LAYOUT_RULES: tuple[Rule, ...] = (*batch.RULES, *pipeline.LAYOUT_RULES)
+LAYOUT_RULES: tuple[Rule, ...] = (*batch.RULES, *pipeline.LAYOUT_RULES, *cluster.LAYOUT_RULES)
 """Rules that divide something by the layout, asked where there is one."""
 
 

@@ -25,6 +25,8 @@ def degrees_that_work(experiment: Experiment) -> Iterator[Violation]:
 def devices_exist(experiment: Experiment) -> Iterator[Violation]:
     """The device that was asked for is here, in the number that was asked for."""
     cluster, here = experiment.cluster, visible_gpus()
+    if cluster.kind == "slurm":
+        return
     if cluster.device == "cuda" and not here:
         yield Violation(
             "cluster.device",
@@ -43,13 +45,13 @@ def devices_exist(experiment: Experiment) -> Iterator[Violation]:
             else "cluster.gpus_per_node=null; on CPU the degrees ask for processes: parallelism.dp_shard="
             f"{cluster.gpus_per_node}",
         )
-    if cluster.nodes > 1:
+    if cluster.nodes != 1:
         yield Violation("cluster.nodes", cluster.nodes, "cluster=local is this machine alone", "cluster.nodes=1")
 
 
 def ranks_fit(experiment: Experiment) -> Iterator[Violation]:
     """On CUDA every rank has a GPU of its own."""
-    if device_type(experiment.cluster) == "cpu":
+    if experiment.cluster.kind == "slurm" or device_type(experiment.cluster) == "cpu":
         return
     offered, world = offered_devices(experiment.cluster), world_size(experiment)
     if offered and world > offered:

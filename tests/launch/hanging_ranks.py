@@ -1,0 +1,82 @@
+"""The trainer with a rank that hangs, each in another way: chosen by TITAN_EXP_RANK_MAIN."""
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Callable
+
+from titan_exp.launch import hang_watch
+
+# The start and the first step take what they take on a busy machine; set before what takes long to import.
+hang_watch.SLOW = 40.0
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from titan_exp.tracking.run_folder import RunFolder  # noqa: E402
+from titan_exp.trainer import evaluate  # noqa: E402
+from titan_exp.trainer.rank import main  # noqa: E402
+from titan_exp.trainer.train import Trainer  # noqa: E402
+
+FROM = 2
+"""Steps done before the hang."""
+LIMIT = 120.0
+"""Seconds after which a rank goes on whatever happens, so that no test leaves a process behind."""
+
+
+def in_the_loader(path: str) -> None:
+    _run(path, _await_a_batch)
+
+
+def once_in_the_loader(path: str) -> None:
+    """At the first attempt only."""
+    _run(path, _await_a_batch if RunFolder(path).read_attempts()[-1].attempt == 1 else lambda: None)
+
+
+def stopped(path: str) -> None:
+    _run(path, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+
+
+def in_a_collective(path: str) -> None:
+    _run(path, lambda: dist.recv(torch.zeros(1), src=0))
+
+
+def in_native_code(path: str) -> None:
+    """Without letting go of the interpreter, so that no Python thread runs any more."""
+
+    def sleep() -> None:
+        time.sleep(1.0)  # until the watch has looked once more, and knows that this is an ordinary step
+        ctypes.PyDLL(None).sleep(int(LIMIT))
+
+    _run(path, sleep)
+
+
+def slow_evaluation(path: str) -> None:
+    """Its first batch takes longer than a step may, and nothing hangs."""
+    original = evaluate.islice
+    naps = [float(os.environ["SLOW_SECONDS"])]
+
+    def slowly(*arguments):
+        time.sleep(naps.pop() if naps else 0.0)
+        return original(*arguments)
+
+    evaluate.islice = slowly  # type: ignore[assignment]
+    _run(path, lambda: None)
+
+
+def _await_a_batch() -> None:
+    time.sleep(LIMIT)
+
+
+def _run(path: str, hang: Callable[[], object]) -> None:
+    if os.environ["RANK"] == os.environ["HANGING_RANK"]:
+        one_step = Trainer._one_step
+
+        def perhaps(self: Trainer) -> bool:
+            if self.step == FROM:
+                hang()
+            return one_step(self)
+
+        Trainer._one_step = perhaps  # type: ignore[method-assign]
+    main(path)

@@ -1,0 +1,102 @@
+"""What the files of a hang say, without a hang: who holds up whom, and how long a rank may take."""
+
+from pathlib import Path
+
+from titan_exp.launch.hang import Hang, HangFiles, conclusion, named
+from titan_exp.launch.hang_watch import limit
+from titan_exp.launch.standing import Standing
+from titan_exp.tracking.progress import FIRST_STEP, STEP, Position, Progress
+
+
+def at(rank: int, place: str, collective: str | None = None, **issued: int) -> Standing:
+    return Standing(rank, "host", 100 + rank, 13, STEP, 901.0, place, collective, issued)
+
+
+def concluded(*standings: Standing, stuck: tuple[int, ...] = (), world: int = 4) -> Hang:
+    return conclusion(standings, stuck=stuck, world_size=world, logs=Path("logs"))
+
+
+def test_the_odd_one_out_is_named() -> None:
+    waiting = [at(rank, "step.py:74 in agree", "all_reduce") for rank in (0, 1, 3)]
+    hang = concluded(*waiting, at(2, "loader.py:5 in read"))
+    assert hang.headline == (
+        "hung at step 13 in the training step: "
+        "rank 2 stands at loader.py:5 in read while the others wait in a collective"
+    )
+    lines = hang.text.splitlines()
+    assert lines[2] == "rank 2: step 13, the training step, at loader.py:5 in read, for 901 s"
+    assert lines[3].startswith("ranks 0-1, 3: step 13, the training step, in all_reduce, called at step.py:74 in agree")
+
+
+def test_the_recorder_tells_where_the_stacks_do_not() -> None:
+    ranks = [at(rank, "x.py:1 in f", "all_gather", world=8, tp=5 if rank < 2 else 2) for rank in range(3)]
+    late = at(3, "x.py:1 in f", "all_gather", world=7, tp=2)
+    assert "rank 3 did not enter" in concluded(*ranks[:2], at(2, "x.py:1 in f", "all_gather", world=8), late).headline
+    everywhere = [at(rank, "x.py:1 in f", "all_gather", world=8) for rank in range(4)]
+    assert "suspect the network" in concluded(*everywhere).headline
+    other = at(3, "y.py:2 in g", "barrier", world=8)
+    assert "different collectives; rank 3 at y.py:2 in g" in concluded(*everywhere[:3], other).headline
+
+
+def test_who_does_not_answer_is_named_first() -> None:
+    hang = concluded(at(0, "a", "all_reduce"), at(1, "b"), stuck=(2,))
+    assert hang.headline == "hung at step 13 in the training step: rank 3 did not answer"
+    assert "rank 2: in native code" in hang.text
+    assert "rank 2 stood in native code" in concluded(at(0, "a", "x"), at(1, "a", "x"), at(3, "a"), stuck=(2,)).headline
+    assert concluded(stuck=(0,), world=1).headline.startswith("hung: rank 0 stood in native code")
+
+
+def test_a_single_rank_and_ranks_outside_of_collectives() -> None:
+    assert concluded(at(0, "a.py:1 in f"), world=1).headline.endswith("step: rank 0 stands at a.py:1 in f")
+    assert "no rank is in a collective" in concluded(at(0, "a"), at(1, "b"), world=2).headline
+
+
+def test_files_tell_the_first_and_the_stuck(tmp_path: Path) -> None:
+    files = HangFiles(tmp_path, 2)
+    assert files.conclude() is None
+    files.stacks(0).touch()
+    assert files.conclude() is None  # kept open by a rank that trains
+    assert (files.declare(), files.declare(), files.awaited()) == (True, False, True)
+    files.write_standing(at(0, "a", "all_reduce"))
+    files.stacks(1).write_text("Timeout!\n")
+    assert (files.all_stand(), files.stuck_ranks()) == (False, [1])
+    first = files.conclude()
+    assert first is not None
+    files.write_standing(at(1, "b"))
+    assert files.conclude() == first  # once said, it stands
+    assert not files.awaited()
+    files.remove_empty()
+    assert not files.stacks(0).exists()
+    assert files.stacks(1).exists()
+
+
+def test_ranges_of_ranks() -> None:
+    assert (named([3]), named([0, 1, 2, 5])) == ("rank 3", "ranks 0-2, 5")
+
+
+def test_what_is_slow_has_longer() -> None:
+    assert limit(60, Position(9, STEP, 0, 1.0)) == 60
+    assert limit(60, Position(9, STEP, 0, 50.0)) == 500  # ten times its median
+    for phase in (FIRST_STEP, "the evaluation", "the checkpoint"):
+        assert limit(60, Position(9, phase, 0, 1.0)) == 180
+
+
+def test_progress_is_counted_from_the_last_sign_of_it() -> None:
+    now = 0.0
+    progress = Progress(lambda: now)
+    now = 5.0
+    assert progress.position() == Position(0, "the start", 5.0, 0.0)
+    progress.begin(7)
+    now = 6.0
+    assert progress.position() == Position(7, FIRST_STEP, 1.0, 0.0)
+    assert progress.position().at == 8
+    for step, now in ((8, 10.0), (9, 12.0), (10, 13.0), (11, 18.0)):  # noqa: B007
+        progress.step(step)
+    assert progress.position() == Position(11, STEP, 0.0, 2.0)
+    with progress.phase("the evaluation"):
+        now = 20.0
+        assert progress.position() == Position(11, "the evaluation", 2.0, 2.0)
+        assert progress.position().at == 11
+        progress.alive()
+        assert progress.position().seconds == 0.0
+    assert progress.position() == Position(11, STEP, 0.0, 2.0)

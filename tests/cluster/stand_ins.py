@@ -18,9 +18,9 @@ def train_slowly(path: str) -> None:
 
     step = Trainer._one_step
 
-    def one_step(trainer: Trainer) -> bool:
+    def one_step(self: Trainer) -> bool:
         time.sleep(1)
-        return step(trainer)
+        return step(self)
 
     if len(RunFolder(path).read_attempts()) == 1:
         Trainer._one_step = one_step

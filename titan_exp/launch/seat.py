@@ -175,7 +175,9 @@ def _await_attempt(folder: RunFolder, job_id: str, restarts: int | None = None) 
     while time.monotonic() < deadline:
         rows = folder.read_attempts()
         row = rows[-1] if rows else None
-        if row and row.start is not None and row.end is None and (row.job_id, row.restarts) == (job_id, restarts):
+        # A start of SLURM's has a name of its own, so that one which is over already is still the right one.
+        over = row is not None and row.end is not None and restarts is None
+        if row and row.start is not None and not over and (row.job_id, row.restarts) == (job_id, restarts):
             return row.attempt
         time.sleep(0.1)
     raise UserError(f"{folder.path}: rank 0 did not start within {ATTEMPT_TIMEOUT:.0f} s. Look at what it printed.")

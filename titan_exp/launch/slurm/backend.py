@@ -137,8 +137,6 @@ def _make_ready(plan: Plan, scene: Scene, *, renew: bool) -> Submission | None:
             return Submission(plan, "running", None, f"held by {folder.holder() or 'its ranks'}")
         if renew:
             rows = folder.read_attempts()
-            if rows and rows[-1].start is None and rows[-1].end is None:
-                folder.update_attempt(rows[-1].attempt, end=time.time(), reason="its job is gone and never started")
             close_dead_attempts(folder)
             refresh(plan, rows[-1].attempt if rows else 0, scene)
     return None

@@ -135,7 +135,8 @@ signals=0
 stop() {
     signals=$((signals + 1))
     [ -e "$RUN/stop" ] || echo "SLURM is about to end the job (time limit, or preemption)" > "$RUN/stop"
-    [ "$signals" = 1 ] && (sleep @LIMIT@; kill "$step") &  # srun passes it on as the end of all ranks
+    [ "$signals" = 1 ] || return
+    (sleep @LIMIT@; kill "$step") > /dev/null 2>&1 &  # srun passes it on as the end of all ranks
 }
 trap stop USR2
 """
@@ -150,7 +151,8 @@ def _ranks(script: Script) -> str:
     log = '"$RUN/logs/slurm-$JOB-${SLURM_RESTART_COUNT:-0}-rank-%5t.log"'
     lines = [
         "# One process for each rank. A rank that fails takes the others with it.",
-        f"{shlex.join(arguments)} --output={log} \\",
+        f"{shlex.join(arguments)} \\",
+        f"    --output={log} \\",
         f'    {_python(script)} -m titan_exp.launch.rank "$RUN" &',
         "step=$!",
         "# A signal ends `wait` early: it is asked again until it was srun that ended.",
@@ -183,8 +185,8 @@ def _again(script: Script) -> list[str]:
             return [chain]
         case _:
             return [
-                "# A new job after this one where the site forbids to queue a job again.",
                 'scontrol requeue "$JOB" && exit 0',
+                "# The site forbids that: a new job after this one.",
                 chain,
             ]
 

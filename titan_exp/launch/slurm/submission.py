@@ -128,7 +128,7 @@ class Batch:
             with contextlib.redirect_stderr(said), environment(_of_a_job()):
                 job = executor.submit_script()
         except FailedJobError as error:
-            words = " ".join(str(error).split())
+            words = " ".join(str(error).replace("sbatch: error: ", "").split())
             if not words:
                 raise UncertainError(f"sbatch did not answer within {SBATCH_LIMIT} s") from None
             raise RejectedError(words) from None

@@ -1,0 +1,56 @@
+"""What a study says of itself: question, points, baseline and metrics, from `study.json` in its folder."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titan_exp.config.errors import UserError
+from titan_exp.tracking.run_state import read_json
+
+STUDY_FILE = "study.json"
+"""Beside the run folders of a study."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """A study, as far as comparing needs it. Runs that were started by hand have none."""
+
+    name: str
+    """Its name, which is `experiment.name` of its runs."""
+    question: str = ""
+    """What it is to answer."""
+    points: Mapping[str, str] = field(default_factory=dict)
+    """Label of every point by its run id."""
+    baseline: str | None = None
+    """Label of the point that the others are compared with."""
+    metrics: tuple[tuple[str, str | None], ...] = ()
+    """Names of metrics, each with the better direction, `min` or `max`, or None where it is not said."""
+
+
+def read_study(folder: Path) -> Study | None:
+    """The study in a folder of runs; None where the runs there belong to none.
+
+    Raises:
+        UserError: its file holds something else.
+    """
+    path = folder / STUDY_FILE
+    found = read_json(path)
+    if found is None:
+        return None
+    try:
+        return Study(
+            name=str(found.get("name") or folder.name),
+            question=str(found.get("question") or ""),
+            points={str(point["run_id"]): str(point.get("label") or "") for point in found.get("points") or []},
+            baseline=str(found["baseline"]) if found.get("baseline") else None,
+            metrics=tuple(_metric(entry) for entry in found.get("metrics") or []),
+        )
+    except (TypeError, KeyError, AttributeError) as error:
+        raise UserError(f"{path} does not describe a study ({error!r}). Launch the study again; it writes it anew.") from None
+
+
+def _metric(entry: Any) -> tuple[str, str | None]:
+    if isinstance(entry, str):
+        return entry, None
+    return str(entry["name"]), entry.get("direction")

@@ -108,6 +108,8 @@ def compare(
     runs = _without_doubles(selection.runs, notes)
     columns = differences([run.config for run in runs])
     groups = _grouped(runs, columns, notes)
+    if selection.study is None:
+        groups.sort(key=lambda group: [_order(group[0][key]) for key in columns.keys])
     point = choose_point(runs, at)
     wanted = [(name, None) for name in metrics] or (selection.study.metrics if selection.study else ())
     chosen = choose(wanted, runs, target)
@@ -115,12 +117,16 @@ def compare(
     asked = metrics or (selection.study is not None and selection.study.metrics)
     if not asked:
         chosen = [metric for metric in chosen if any(row.numbers[metric.name] for row in rows)] or chosen[:1]
+        # Every batch has its own training loss; the validation split is the same for all, and so says more.
+        chosen.sort(
+            key=lambda metric: (
+                not all(row.estimates["validation_loss"] for row in rows) or metric.name != "validation_loss"
+            )
+        )
     place, why = _baseline(rows, columns, baseline, selection.study)
     compared = _with_deltas(rows, place, chosen)
     study = selection.study
-    return Comparison(
-        selection.name, study, point, columns, tuple(chosen), tuple(compared), place, why, tuple(notes)
-    )
+    return Comparison(selection.name, study, point, columns, tuple(chosen), tuple(compared), place, why, tuple(notes))
 
 
 def _without_doubles(runs: Sequence[Run], notes: list[str]) -> list[Run]:
@@ -155,9 +161,13 @@ def _grouped(runs: Sequence[Run], columns: Differences, notes: list[str]) -> lis
     return list(groups.values())
 
 
-def _row(
-    values: dict[str, Any], runs: list[Run], columns: Differences, metrics: Sequence[Metric], point: Point
-) -> Row:
+def _order(value: Any) -> tuple[int, float, str]:
+    """Numbers by size, before words."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return (0, float(value), "") if is_number else (1, 0.0, str(value))
+
+
+def _row(values: dict[str, Any], runs: list[Run], columns: Differences, metrics: Sequence[Metric], point: Point) -> Row:
     numbers: dict[str, dict[object, float]] = {}
     for metric in metrics:
         read = {
@@ -186,9 +196,7 @@ def _finite(numbers: Mapping[object, float]) -> dict[object, float]:
     return {seed: number for seed, number in numbers.items() if math.isfinite(number)}
 
 
-def _baseline(
-    rows: Sequence[Row], columns: Differences, asked: str | None, study: Study | None
-) -> tuple[int, str]:
+def _baseline(rows: Sequence[Row], columns: Differences, asked: str | None, study: Study | None) -> tuple[int, str]:
     if asked is not None:
         return _find_row(rows, columns, asked, study), "as asked for"
     if study is not None and study.baseline is not None:
@@ -213,9 +221,7 @@ def _find_row(rows: Sequence[Row], columns: Differences, asked: str, study: Stud
     ]
     pairs = [word.partition("=") for word in asked.replace(",", " ").split() if "=" in word]
     found = exact or [place for place, row in enumerate(rows) if pairs and _matches(row, columns, pairs)]
-    found = found or [
-        place for place, row in enumerate(rows) if any(run.run_id.startswith(asked) for run in row.runs)
-    ]
+    found = found or [place for place, row in enumerate(rows) if any(run.run_id.startswith(asked) for run in row.runs)]
     if len(found) == 1:
         return found[0]
     labels = [row.label for row in rows]

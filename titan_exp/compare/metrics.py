@@ -140,9 +140,7 @@ def _worsens(runs: Sequence[Run]) -> bool:
 
 METRICS = (
     Metric("loss", "loss", "nats", "min", "training loss, mean of the last fiftieth of the rows", final_loss, True),
-    Metric(
-        "validation_loss", "validation loss", "nats", "min", "the last evaluation", _last("validation_loss"), True
-    ),
+    Metric("validation_loss", "validation loss", "nats", "min", "the last evaluation", _last("validation_loss"), True),
     Metric(
         "best_validation_loss", "best validation loss", "nats", "min", "the lowest evaluation", _best_validation, True
     ),
@@ -168,9 +166,7 @@ METRICS = (
     Metric("tflops", "TFLOP/s per device", "TFLOP/s", "max", "median over rows", _median("tflops"), needs_point=False),
     Metric("memory", "memory per device", "GiB", "min", "peak of rank 0", _memory, needs_point=False),
     Metric("time", "time", "h", "min", "wall clock of all starts, the share up to here", _hours),
-    Metric(
-        "gpu_hours", "GPU-hours", "h", "min", "wall clock times processes; on CPU a process is one", _device_hours
-    ),
+    Metric("gpu_hours", "GPU-hours", "h", "min", "wall clock times processes; on CPU a process is one", _device_hours),
 )
 """What can be compared; a study or `--metrics` chooses, and any other key of metrics.jsonl may be named as well."""
 

@@ -91,7 +91,9 @@ def read_run(path: str | Path) -> Run:
     rows = read_metrics(folder.metrics)
     state, reason = _state(folder)
     alive = state in ("running", "lost")
-    spans = [(attempt, _seconds(attempt, folder if alive and attempt is attempts[-1] else None)) for attempt in attempts]
+    spans = [
+        (attempt, _seconds(attempt, folder if alive and attempt is attempts[-1] else None)) for attempt in attempts
+    ]
     known = [(attempt, seconds) for attempt, seconds in spans if seconds is not None]
     return Run(
         study=str((config.get("experiment") or {}).get("name") or folder.path.resolve().parent.name),

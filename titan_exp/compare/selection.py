@@ -71,7 +71,9 @@ def _folders(word: str, runs: Path) -> list[Path]:
     elif len(word) >= SHORTEST_ID and "/" not in word:
         found = [path for path in _glob(runs, f"*/{word}*") if _is_run(path)]
         if len({path.name for path in found}) > 1:
-            raise UserError(f"{word}: {listed(sorted(path.name for path in found), 'and')} begin so. Give more of the id.")
+            raise UserError(
+                f"{word}: {listed(sorted(path.name for path in found), 'and')} begin so. Give more of the id."
+            )
         if found:
             return found
     raise UserError(f"{word}: there is no such study, run folder, run id or pattern. {_offer(runs, word)}")

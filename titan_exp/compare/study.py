@@ -43,14 +43,25 @@ def read_study(folder: Path) -> Study | None:
             name=str(found.get("name") or folder.name),
             question=str(found.get("question") or ""),
             points={str(point["run_id"]): str(point.get("label") or "") for point in found.get("points") or []},
-            baseline=str(found["baseline"]) if found.get("baseline") else None,
-            metrics=tuple(_metric(entry) for entry in found.get("metrics") or []),
+            baseline=_baseline(found.get("baseline")),
+            metrics=_metrics(found.get("metrics") or []),
         )
     except (TypeError, KeyError, AttributeError) as error:
-        raise UserError(f"{path} does not describe a study ({error!r}). Launch the study again; it writes it anew.") from None
+        raise UserError(
+            f"{path} does not describe a study ({error!r}). Launch the study again; it writes it anew."
+        ) from None
 
 
-def _metric(entry: Any) -> tuple[str, str | None]:
-    if isinstance(entry, str):
-        return entry, None
-    return str(entry["name"]), entry.get("direction")
+def _baseline(found: Any) -> str | None:
+    if isinstance(found, Mapping):
+        return " ".join(f"{key}={value}" for key, value in found.items())
+    return str(found) if found else None
+
+
+def _metrics(found: Any) -> tuple[tuple[str, str | None], ...]:
+    """A mapping of names to directions, or a list of names or of objects with both."""
+    if isinstance(found, Mapping):
+        return tuple((str(name), better) for name, better in found.items())
+    return tuple(
+        (entry, None) if isinstance(entry, str) else (entry["name"], entry.get("direction")) for entry in found
+    )

@@ -38,13 +38,16 @@ def compare_command(words: Sequence[str]) -> int:
     comparison = compare(
         selection, at=options.at, baseline=options.baseline, metrics=options.metrics, target=options.target
     )
-    _print_or_write(comparison, options)
+    page = None
     if options.html != "none":
         from titan_exp.compare.html import to_html
 
-        path = Path(options.html).expanduser() if options.html else selection.folder / PAGE
-        _write(path, to_html(comparison))
-        print(f"page: {path}", file=sys.stderr if PRINTED in options.formats.values() else sys.stdout)
+        # First, so that whoever reads only the head of the table has the page all the same.
+        page = Path(options.html).expanduser() if options.html else selection.folder / PAGE
+        _write(page, to_html(comparison))
+    _print_or_write(comparison, options)
+    if page is not None:
+        print(f"page: {page}", file=sys.stderr if PRINTED in options.formats.values() else sys.stdout)
     if options.to_wandb is not None:
         from titan_exp.compare.wandb_report import publish
 

@@ -113,7 +113,8 @@ def compare(
     point = choose_point(runs, at)
     wanted = [(name, None) for name in metrics] or (selection.study.metrics if selection.study else ())
     chosen = choose(wanted, runs, target)
-    rows = [_row(values, members, columns, chosen, point) for values, members in groups]
+    names = selection.study.points if selection.study else {}
+    rows = [_row(values, members, columns, chosen, point, names) for values, members in groups]
     asked = metrics or (selection.study is not None and selection.study.metrics)
     if not asked:
         chosen = [metric for metric in chosen if any(row.numbers[metric.name] for row in rows)] or chosen[:1]
@@ -167,7 +168,14 @@ def _order(value: Any) -> tuple[int, float, str]:
     return (0, float(value), "") if is_number else (1, 0.0, str(value))
 
 
-def _row(values: dict[str, Any], runs: list[Run], columns: Differences, metrics: Sequence[Metric], point: Point) -> Row:
+def _row(
+    values: dict[str, Any],
+    runs: list[Run],
+    columns: Differences,
+    metrics: Sequence[Metric],
+    point: Point,
+    names: Mapping[str, str],
+) -> Row:
     numbers: dict[str, dict[object, float]] = {}
     for metric in metrics:
         read = {
@@ -176,6 +184,10 @@ def _row(values: dict[str, Any], runs: list[Run], columns: Differences, metrics:
         numbers[metric.name] = {seed: number for seed, number in read.items() if number is not None}
     estimates = {name: estimate(list(_finite(found).values())) for name, found in numbers.items()}
     label = " ".join(f"{columns.short[key]}={value_text(values[key])}" for key in columns.keys)
+    # A name that the study's author gave says more than the values behind it; the overrides themselves do not.
+    given = {names.get(run.run_id, "") for run in runs}
+    if len(given) == 1 and (name := given.pop()) and "=" not in name:
+        label = name
     return Row(label or "(nothing differs)", values, tuple(runs), numbers, estimates, {})
 
 

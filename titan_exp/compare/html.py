@@ -42,7 +42,7 @@ def to_html(comparison: Comparison) -> str:
         where=where(comparison),
         states=_states(comparison),
         findings=_findings(comparison),
-        remarks=[*stands_for(comparison), *remarks(comparison, checks)],
+        remarks=[*stands_for(comparison), *remarks(comparison, [])],
         checks=checks,
         scaling=series,
         short=short,

@@ -53,7 +53,7 @@ def select(words: Sequence[str], runs: Path) -> Selection:
     if not read:
         raise UserError(" ".join(["None of these runs can be read.", *notes]))
     name = study.name if study else _name(parents, runs)
-    return Selection(tuple(read), study, name, parents[0] if len(parents) == 1 else runs, tuple(notes))
+    return Selection(tuple(read), study, name, _shown(parents[0]) if len(parents) == 1 else runs, tuple(notes))
 
 
 def _folders(word: str, runs: Path) -> list[Path]:
@@ -107,6 +107,9 @@ def _glob(folder: Path, pattern: str) -> list[Path]:
 def _points_of(study: Study, folder: Path, folders: list[Path], notes: list[str]) -> list[Path]:
     """The study's own runs in the order of its points; says which are missing and which are no points of it."""
     there = {path.name: path for path in folders}
+    if study.skipped:
+        reasons = [f"{label} ({reason.strip().splitlines()[-1].strip()})" for label, reason in study.skipped.items()]
+        notes.append(f"{_count(reasons, 'point')} of the study cannot run: {_some(reasons)}.")
     missing = [label or run for run, label in study.points.items() if run not in there]
     others = [name for name in there if name not in study.points]
     if missing:

@@ -21,11 +21,13 @@ class Study:
     question: str = ""
     """What it is to answer."""
     points: Mapping[str, str] = field(default_factory=dict)
-    """Label of every point by its run id."""
+    """What varies at every point, the seed left out, by run id."""
     baseline: str | None = None
-    """Label of the point that the others are compared with."""
+    """The point that the others are compared with, as in `points`."""
     metrics: tuple[tuple[str, str | None], ...] = ()
     """Names of metrics, each with the better direction, `min` or `max`, or None where it is not said."""
+    skipped: Mapping[str, str] = field(default_factory=dict)
+    """Why, by label, for points that cannot run."""
 
 
 def read_study(folder: Path) -> Study | None:
@@ -42,14 +44,19 @@ def read_study(folder: Path) -> Study | None:
         return Study(
             name=str(found.get("name") or folder.name),
             question=str(found.get("question") or ""),
-            points={str(point["run_id"]): str(point.get("label") or "") for point in found.get("points") or []},
+            points={str(point["run_id"]): _varies(point) for point in found.get("points") or []},
             baseline=_baseline(found.get("baseline")),
             metrics=_metrics(found.get("metrics") or []),
+            skipped={str(label): str(reason) for label, reason in (found.get("skipped") or {}).items()},
         )
     except (TypeError, KeyError, AttributeError) as error:
         raise UserError(
             f"{path} does not describe a study ({error!r}). Launch the study again; it writes it anew."
         ) from None
+
+
+def _varies(point: Mapping[str, Any]) -> str:
+    return str(point.get("variant") or point.get("label") or "")
 
 
 def _baseline(found: Any) -> str | None:

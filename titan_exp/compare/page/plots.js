@@ -198,7 +198,7 @@
       [lowY, highY] = [state.logY ? lowY * 0.985 : lowY - more, state.logY ? highY * 1.015 : highY + more];
       const x = scale(lowX, highX, f.x0, f.x1, state.logX), y = scale(lowY, highY, f.y0, f.y1, state.logY);
       const yt = state.logY ? logTicks(lowY, highY, 6) : ticks(lowY, highY, 6);
-      const xt = state.logX ? logTicks(lowX, highX, 6) : ticks(lowX, highX, Math.max(3, f.width / 130));
+      const xt = state.logX ? logTicks(lowX, highX, 6) : ticks(lowX, highX, Math.max(4, f.width / 130));
       axes(f, x, y, xt, yt, short, (it) => String(Number(it.toPrecision(5))), state.by ? "steps" : "tokens", "loss (nats per token)");
       const clip = `clip${Math.random().toString(36).slice(2)}`;
       draw(draw(f.svg, "clipPath", { id: clip }), "rect", { x: f.x0, y: f.y1, width: f.x1 - f.x0, height: f.y0 - f.y1 });
@@ -265,7 +265,7 @@
     controls.append(element("label", {}, "smoothing", element("input", { type: "range", min: 0, max: 20, value: state.smooth, oninput: (event) => { state.smooth = Number(event.target.value); again(); } })));
     controls.append(element("label", {}, element("input", { type: "checkbox", onchange: (event) => { state.logX = event.target.checked; again(); } }), "log x"));
     controls.append(element("label", {}, element("input", { type: "checkbox", onchange: (event) => { state.logY = event.target.checked; again(); } }), "log y"));
-    controls.append(element("span", {}, "drag to zoom, double-click for all"));
+    controls.append(element("span", { class: "hint" }, "drag to zoom, double-click for all"));
     const legend = section.querySelector(".legend");
     const buttons = data.rows.map((row, place) => {
       const mark = element("i");
@@ -409,7 +409,7 @@
     for (const section of document.querySelectorAll(".scaling")) {
       const series = data.scaling[Number(section.dataset.series)];
       drawn(section, (box) => {
-        const f = frame(box, { height: 300, left: 48 });
+        const f = frame(box, { height: 300, left: 62 });
         const sizes = [...new Set(series.points.map((it) => it.x))];
         const [low, high] = [Math.min(...sizes), Math.max(...sizes)];
         const ideal = high / low, speeds = series.points.map((it) => it.y);

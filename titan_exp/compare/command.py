@@ -58,7 +58,7 @@ def compare_command(words: Sequence[str]) -> int:
 def _print_or_write(comparison: "Comparison", options: CompareOptions) -> None:
     from titan_exp.compare import formats
 
-    texts: dict[str, Callable[["Comparison"], str]] = {
+    texts: dict[str, Callable[[Comparison], str]] = {
         "markdown": formats.to_markdown,
         "csv": formats.to_csv,
         "latex": formats.to_latex,

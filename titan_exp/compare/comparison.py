@@ -114,7 +114,7 @@ def compare(
     wanted = [(name, None) for name in metrics] or (selection.study.metrics if selection.study else ())
     chosen = choose(wanted, runs, target)
     names = selection.study.points if selection.study else {}
-    rows = [_row(values, members, columns, chosen, point, names) for values, members in groups]
+    rows = [_row(values, members, columns, chosen, point=point, names=names) for values, members in groups]
     asked = metrics or (selection.study is not None and selection.study.metrics)
     if not asked:
         chosen = [metric for metric in chosen if any(row.numbers[metric.name] for row in rows)] or chosen[:1]
@@ -155,7 +155,7 @@ def _grouped(runs: Sequence[Run], columns: Differences, notes: list[str]) -> lis
         _, members = groups.setdefault(repr(sorted(every.items())), (every, []))
         if any(other.seed == run.seed for other in members):
             notes.append(
-                f"{run.run_id} is left out: it differs from another run in no key that has an effect, though its id does."
+                f"{run.run_id} is left out: no key with an effect tells it from another run, though its id does."
             )
             continue
         members.append(run)
@@ -173,6 +173,7 @@ def _row(
     runs: list[Run],
     columns: Differences,
     metrics: Sequence[Metric],
+    *,
     point: Point,
     names: Mapping[str, str],
 ) -> Row:

@@ -14,7 +14,7 @@ LEAST, MOST = 60, 1_000
 
 
 def curves(comparison: Comparison) -> list[dict[str, Any]]:
-    """For each run with rows: place of its row, seed, run id, and `loss` and `validation_loss` as [tokens, steps, values].
+    """For each run with rows: the place of its row, seed, id; `loss` and `validation_loss` as [tokens, steps, values].
 
     A value is None where it is not finite, which leaves a gap.
     """

@@ -24,15 +24,13 @@ def value(metric: Metric, number: float | None) -> str:
         return NOTHING
     if not math.isfinite(number):
         return "diverged" if metric.is_loss else "not finite"
-    if metric.unit == "nats":
-        return f"{number:.4f}"
+    if metric.name == "time":
+        return duration(3600 * number)
     if metric.name == "mfu":
         return f"{100 * number:.1f} %"
     if metric.unit in ("tokens/s", "tokens"):
         return short(number)
-    if metric.unit == "h":
-        return duration(3600 * number) if metric.name == "time" else f"{number:.3g}"
-    return f"{number:.4g}"
+    return f"{number:.4f}" if metric.unit == "nats" else f"{number:.4g}" if metric.unit != "h" else f"{number:.3g}"
 
 
 def with_interval(metric: Metric, estimate: Estimate | None) -> str:

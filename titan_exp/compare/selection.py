@@ -115,9 +115,10 @@ def _points_of(study: Study, folder: Path, folders: list[Path], notes: list[str]
     if missing:
         notes.append(f"{_count(missing, 'point')} of the study without a run yet: {_some(missing)}.")
     if others:
+        are = "is no point" if len(others) == 1 else "are no points"
         notes.append(
-            f"{_count(others, 'run')} in its folder that {'is no point' if len(others) == 1 else 'are no points'} of the "
-            f"study, left out: {_some(others)}. Name a run to take it in."
+            f"{_count(others, 'run')} in its folder {are} of the study, left out: {_some(others)}. "
+            "Name a run to take it in."
         )
     return [there[run] for run in study.points if run in there] or [folder / name for name in others]
 

@@ -119,10 +119,8 @@ def _delta(mean: float, error: float, freedom: float, n: int, pairing: Pairing) 
     from scipy.special import stdtr
 
     half = _quantile(freedom) * error
-    if error:
-        p = float(2 * stdtr(freedom, -abs(mean / error)))
-    else:
-        p = 1.0 if mean == 0 else 0.0
+    certain = 1.0 if mean == 0 else 0.0  # all differences are one number
+    p = float(2 * stdtr(freedom, -abs(mean / error))) if error else certain
     return Delta(mean, mean - half, mean + half, n, pairing, p)
 
 

@@ -11,9 +11,9 @@ from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.grid import Cell, Grid, grid, title
 from titan_exp.compare.layouts import layout_checks
 from titan_exp.compare.metrics import Metric
+from titan_exp.compare.numbers import short
 from titan_exp.compare.scaling import ScalingSeries, scaling
 from titan_exp.compare.words import findings, heading, remarks, stands_for
-from titan_exp.compare.numbers import short
 
 COLORS = {"better": "green", "worse": "red", "different": "yellow"}
 QUIET = "bright_black"

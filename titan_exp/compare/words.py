@@ -118,8 +118,8 @@ def _about_statistics(comparison: Comparison) -> Iterator[str]:
         yield f"Intervals are {LEVEL:.0%} by Student's t, over {how}."
     if len(with_interval) > 1:
         yield (
-            f"Verdicts count all {len(with_interval)} comparisons of a metric (Holm's correction); the intervals, each by "
-            "itself, do not."
+            f"Verdicts count all {len(with_interval)} comparisons of a metric (Holm's correction); the intervals, "
+            "each by itself, do not."
         )
     if len(with_interval) < len(known):
         rows = "one seed" if not with_interval else "one common seed in some rows"

@@ -159,6 +159,8 @@ def _grouped(runs: Sequence[Run], columns: Differences, notes: list[str]) -> lis
             )
             continue
         members.append(run)
+    for _, members in groups.values():
+        members.sort(key=lambda run: _order(run.seed))
     return list(groups.values())
 
 
@@ -243,11 +245,9 @@ def _find_row(rows: Sequence[Row], columns: Differences, asked: str, study: Stud
 
 
 def _matches(row: Row, columns: Differences, pairs: Sequence[tuple[str, str, str]]) -> bool:
-    for name, _, text in pairs:
-        keys = [key for key in columns.keys if name in (key, columns.short[key])]
-        if not keys or not _same(row.values[keys[0]], text):
-            return False
-    return True
+    """Whether a row has all of these values, of columns by either name or of any other key by its full one."""
+    values = {**flatten(row.runs[0].config), **{columns.short[key]: row.values[key] for key in columns.keys}}
+    return all(name in values and _same(values[name], text) for name, _, text in pairs)
 
 
 def _same(value: Any, text: str) -> bool:

@@ -58,6 +58,8 @@ def _least(counted: Sequence[Run], begun: Sequence[Run]) -> Point:
     tokens = min(run.tokens for run in counted)
     if all(run.tokens == tokens for run in begun):
         return Point(tokens, "where every run ends")
+    if all(run.tokens == tokens and run.state == "done" for run in counted):
+        return Point(tokens, "where every finished run ends")
     behind = next(run for run in counted if run.tokens == tokens)
     return Point(tokens, f"where the least advanced is ({behind.run_id}, {behind.state})")
 

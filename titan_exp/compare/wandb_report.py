@@ -5,7 +5,6 @@ from typing import Any
 from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.formats import to_markdown
 from titan_exp.compare.wandb_source import explained
-from titan_exp.config.errors import UserError
 
 
 def publish(comparison: Comparison, place: str) -> str:
@@ -19,11 +18,8 @@ def publish(comparison: Comparison, place: str) -> str:
         UserError: wandb or its report package is not installed, or the server cannot be used.
     """
     with explained(place):
-        try:
-            report = report_of(comparison, place)
-            report.save()
-        except ValueError as error:  # what the package says of a project that is not there
-            raise UserError(f"--to-wandb {place}: {error}") from error
+        report = report_of(comparison, place)
+        report.save()
         return report.url
 
 

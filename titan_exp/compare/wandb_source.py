@@ -3,6 +3,7 @@
 Run folders are the truth: what W&B lost (the last rows of a killed run, the times of attempts) is lost here too.
 """
 
+import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,9 +17,6 @@ from titan_exp.tracking.sink import Row, Value
 
 STATES = {"finished": "done", "running": "running", "preempted": "preempted", "preempting": "preempted"}
 """W&B's states in our words; `pending` is the same, and any other is a failure."""
-
-TIMEOUT = 60
-"""Seconds that one question to W&B may take."""
 
 
 class WandbApiRun(Protocol):
@@ -55,7 +53,7 @@ def select_from_wandb(place: str, group: str | None, ids: Sequence[str], runs: P
     with explained(place):
         import wandb
 
-        api = wandb.Api(timeout=TIMEOUT)
+        api = wandb.Api()
         filters = {"group": group} if group else None
         found = [run for run in api.runs(place, filters=filters, lazy=False) if _is_named(run, ids)]
         read = tuple(from_wandb(run) for run in found)
@@ -111,14 +109,20 @@ def explained(place: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        if type(error).__module__.partition(".")[0] not in ("wandb", "wandb_workspaces", "requests", "wandb_gql"):
+        if not _is_of_wandb(error):
             raise
         said = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"W&B does not answer for {place}: {said or type(error).__name__}. Is this machine logged in (wandb login, or "
-            "WANDB_API_KEY) and connected, and is that the right ENTITY/PROJECT? Run folders need neither: "
+            f"W&B does not answer for {place}: {said or type(error).__name__}. Is this machine logged in (wandb login, "
+            "or WANDB_API_KEY) and connected, and is that the right ENTITY/PROJECT? Run folders need neither: "
             "titan-exp compare STUDY reads them."
         ) from error
+
+
+def _is_of_wandb(error: Exception) -> bool:
+    """Whether it was raised in wandb's own code, or below it: it has no common type of error."""
+    frames = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(name.partition(".")[0] in ("wandb", "wandb_workspaces") for name in frames)
 
 
 def _is_named(run: WandbApiRun, ids: Sequence[str]) -> bool:

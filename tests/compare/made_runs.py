@@ -35,13 +35,15 @@ def config(values: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def rows(loss: float, *, steps: int = 50, per_step: int = 1000, speed: float = 5000.0, **more: Any) -> list[dict]:
+def rows(
+    loss: float, *, steps: int = 50, per_step: int = 1000, speed: float = 5000.0, more: dict[str, float] | None = None
+) -> list[dict]:
     """Rows of a run whose loss falls to `loss`, constant over the last tenth, with an evaluation at the end."""
     found = []
     for step in range(1, steps + 1):
         here = loss + max(0.0, 1 - step / (0.9 * steps)) * 2
         row = {"step": step, "tokens": step * per_step, "loss": here, "grad_norm": 1.0, "lr": 1e-3, "memory": 2.0}
-        row |= {"tokens_per_second": speed if step > 3 else None, "tokens_per_second_per_device": None, **more}
+        row |= {"tokens_per_second": speed if step > 3 else None, "tokens_per_second_per_device": None, **(more or {})}
         found.append(row)
     found[-1]["validation_loss"] = loss + 0.1
     return found
@@ -95,7 +97,7 @@ def make_study(runs: Path, losses: dict[float, list[float]], **also: Any) -> Pat
 
 @cache
 def _ids(whole: str) -> tuple[str, str]:
-    from omegaconf import OmegaConf
+    from omegaconf import DictConfig
 
-    experiment = to_experiment(OmegaConf.create(json.loads(whole)))
+    experiment = to_experiment(DictConfig(json.loads(whole)))
     return run_id(experiment), experiment_id(experiment)

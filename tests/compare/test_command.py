@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,17 @@ def test_texts_are_printed_or_written(runs: Path, capsys: pytest.CaptureFixture[
     assert Path("out/table.csv").read_text().startswith("optimizer.lr,")
     assert Path("out/page.html").exists()
     assert not (runs / "made/compare.html").exists()
+
+
+def test_a_pipe_is_written_to_and_not_replaced(runs: Path, capsys: pytest.CaptureFixture[str]):
+    os.mkfifo("pipe")
+    reader = os.open("pipe", os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        assert main(["compare", "made", "--csv=pipe", "--html=none"]) == 0
+        assert os.read(reader, 100).startswith(b"optimizer.lr,")
+        assert Path("pipe").is_fifo()
+    finally:
+        os.close(reader)
 
 
 @pytest.mark.parametrize(

@@ -126,8 +126,8 @@ def test_tokens_to_a_target(tmp_path: Path):
 
 
 def test_metrics_of_one_s_own(tmp_path: Path):
-    make_run(tmp_path, {"optimizer.lr": 0.1}, metrics=rows(2.0, **{"validation_loss/code": 1.5}))
-    make_run(tmp_path, {"optimizer.lr": 0.2}, metrics=rows(2.0, **{"validation_loss/code": 1.25}))
+    make_run(tmp_path, {"optimizer.lr": 0.1}, metrics=rows(2.0, more={"validation_loss/code": 1.5}))
+    make_run(tmp_path, {"optimizer.lr": 0.2}, metrics=rows(2.0, more={"validation_loss/code": 1.25}))
     found = compared(tmp_path, metrics=["validation_loss/code", "grad_norm"])
     assert [metric.name for metric in found.metrics] == ["validation_loss/code", "grad_norm"]
     assert value(found, 1, "validation_loss/code") == 1.25

@@ -104,7 +104,7 @@ def serving() -> Iterator[WandbServer]:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    server: WandbServer
+    server: WandbServer  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))

@@ -80,6 +80,9 @@ def _print_or_write(comparison: "Comparison", options: CompareOptions) -> None:
 
 def _write(path: Path, text: str) -> None:
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            path.write_text(text, encoding="utf-8")  # /dev/stdout, a pipe: it must not be replaced by a file
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
     except OSError as error:

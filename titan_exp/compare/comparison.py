@@ -239,9 +239,12 @@ def _find_row(rows: Sequence[Row], columns: Differences, asked: str, study: Stud
     found = found or [place for place, row in enumerate(rows) if any(run.run_id.startswith(asked) for run in row.runs)]
     if len(found) == 1:
         return found[0]
+    if found:
+        matching = "\n".join(f"    {rows[place].label}" for place in found[:20])
+        raise UserError(f"baseline={asked}: several rows match. Say which:\n{matching}")
     labels = [row.label for row in rows]
     offer = did_you_mean(asked, labels) or "The rows are:\n" + "\n".join(f"    {label}" for label in labels[:20])
-    raise UserError(f"baseline={asked}: {'several rows match' if found else 'no row matches'}. {offer}")
+    raise UserError(f"baseline={asked}: no row matches. {offer}")
 
 
 def _matches(row: Row, columns: Differences, pairs: Sequence[tuple[str, str, str]]) -> bool:

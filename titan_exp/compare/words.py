@@ -115,7 +115,7 @@ def _about_statistics(comparison: Comparison) -> Iterator[str]:
                 else "differences between equal seeds where two or more are common, else of means (Welch)"
             )
         )
-        yield f"Intervals are {LEVEL:.0%} by Student's t, over {how}."
+        yield f"Intervals are {100 * LEVEL:.0f} % by Student's t, over {how}."
     if len(with_interval) > 1:
         yield (
             f"Verdicts count all {len(with_interval)} comparisons of a metric (Holm's correction); the intervals, "

@@ -14,24 +14,18 @@ from tests.journeys.command import REPOSITORY, TITAN_EXP
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One folder for all: the first notebook trains the runs that the others find."""
-    return tmp_path_factory.mktemp("notebooks")
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the client of the kernel, about how the two of them talk
-@pytest.mark.xdist_group("notebooks")
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_from_its_first_cell(place: Path, path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_they_run_from_their_first_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In one folder: all begin with the same six runs, which the first of them trains and the others find."""
     monkeypatch.setenv("PATH", f"{Path(TITAN_EXP[0]).parent}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    book = nbformat.read(path, as_version=4)
-    shipped = [len(cell.get("outputs", [])) for cell in book.cells]
-    client = NotebookClient(book, timeout=250, kernel_name="python3", resources={"metadata": {"path": str(place)}})
-    client.execute()
-    assert [len(cell.get("outputs", [])) for cell in book.cells] == shipped, "execute it and commit it"
+    for path in NOTEBOOKS:
+        book = nbformat.read(path, as_version=4)
+        shipped = [len(cell.get("outputs", [])) for cell in book.cells]
+        where = {"metadata": {"path": str(tmp_path)}}
+        NotebookClient(book, timeout=250, kernel_name="python3", resources=where).execute()
+        assert [len(cell.get("outputs", [])) for cell in book.cells] == shipped, f"execute {path.name} and commit it"
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)

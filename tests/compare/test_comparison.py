@@ -275,6 +275,12 @@ def test_the_front_is_what_nothing_beats(tmp_path: Path):
     assert points[0].gpu_hours == pytest.approx(10 / 3600)
 
 
+def test_rounding_puts_no_layout_on_the_front(tmp_path: Path):
+    for tp, loss in ((1, 2.0), (2, 2.0 - 1e-7)):
+        make_run(tmp_path, {"parallelism.tp": tp}, metrics=rows(loss), seconds=10.0 * tp)
+    assert [it.is_on_front for it in pareto(compared(tmp_path))] == [True, False]
+
+
 @pytest.mark.parametrize(
     ("first", "second", "keys", "short"),
     [

@@ -106,8 +106,7 @@ def test_holm_as_published():
 def test_one_seed_gives_no_interval():
     found = difference({0: 3.0}, {0: 3.5, 1: 3.6, 2: 3.7})
     assert found == Delta(-0.5, None, None, 1, "single")
-    assert found.is_distinguishable is None
-    assert found.holds_zero is None
+    assert (found and found.is_distinguishable, found and found.holds_zero) == (None, None)
     assert difference({5: 3.0}, {0: 3.5}) == Delta(-0.5, None, None, 1, "single")
     assert difference({}, {0: 3.5}) is None
     assert difference({0: 3.5}, {}) is None

@@ -66,8 +66,8 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> Differences:
 
 
 def value_text(value: Any) -> str:
-    """A value as it is typed on the command line, numbers as short as they are exact."""
-    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else shown(value)
+    """A value as it is typed on the command line, numbers to ten digits."""
+    return f"{value:.10g}" if isinstance(value, float) else shown(value)
 
 
 def _fold_model(keys: list[str], flat: Sequence[Mapping[str, Any]]) -> tuple[list[str], dict[str, tuple[str, ...]]]:

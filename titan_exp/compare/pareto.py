@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.metrics import METRICS, Metric
 
+ROUNDING = 1e-4
+"""Losses closer than this, relatively, are equal here: layouts round differently, and none is better for that."""
+
 COST = next(metric for metric in METRICS if metric.name == "gpu_hours")
 
 
@@ -49,4 +52,5 @@ def _pairs(known: Sequence[tuple[int, float, float]]) -> list[tuple[float, float
 
 
 def _beats(one: tuple[float, float], two: tuple[float, float]) -> bool:
-    return one != two and one[0] <= two[0] and one[1] <= two[1]
+    margin = ROUNDING * abs(two[1])
+    return one[0] <= two[0] and one[1] <= two[1] + margin and (one[0] < two[0] or one[1] < two[1] - margin)

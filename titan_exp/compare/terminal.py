@@ -28,9 +28,7 @@ def show(comparison: Comparison, console: Console) -> None:
     if comparison.study and comparison.study.question:
         console.print(Text(comparison.study.question, style="italic"))
     table = grid(comparison)
-    learned = [place for place, metric in enumerate(table.metrics) if metric.is_loss]
-    cost = [place for place in range(len(table.metrics)) if place not in learned]
-    for metrics in _fitting(table, learned + cost, console.width):
+    for metrics in _fitting(table, range(len(table.metrics)), console.width):
         console.print(_table(table, metrics))
     baseline = comparison.rows[comparison.baseline].label
     if len(comparison.rows) > 1:

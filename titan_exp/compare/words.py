@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterator, Sequence
 
 from titan_exp.compare.comparison import Comparison, Row
-from titan_exp.compare.layouts import LayoutCheck
+from titan_exp.compare.layouts import STEPS, LayoutCheck
 from titan_exp.compare.metrics import Metric
-from titan_exp.compare.numbers import signed
+from titan_exp.compare.numbers import percent, signed
 from titan_exp.compare.statistics import LEVEL, Delta
 from titan_exp.config.suggest import listed
 
@@ -45,8 +45,12 @@ def verdict(metric: Metric, delta: Delta | None) -> Verdict:
 def findings(comparison: Comparison) -> list[str]:
     """A sentence for each row against the baseline, in the metric that matters most."""
     metric = comparison.main
+    baseline = comparison.rows[comparison.baseline].estimates[metric.name]
+    mean = baseline.mean if baseline else None
     return [
-        _finding(metric, row, delta) for row in comparison.rows if (delta := row.deltas.get(metric.name)) is not None
+        _finding(metric, row, delta, mean)
+        for row in comparison.rows
+        if (delta := row.deltas.get(metric.name)) is not None
     ]
 
 
@@ -55,7 +59,7 @@ def remarks(comparison: Comparison, checks: Sequence[LayoutCheck]) -> list[str]:
     return [
         *_about_statistics(comparison),
         *_about_states(comparison),
-        *(_about_layout(check) for check in checks),
+        *_about_layouts(checks),
         *_about_surroundings(comparison),
         *comparison.notes,
     ]
@@ -77,9 +81,11 @@ def stands_for(comparison: Comparison) -> list[str]:
     ]
 
 
-def _finding(metric: Metric, row: Row, delta: Delta) -> str:
+def _finding(metric: Metric, row: Row, delta: Delta, baseline: float | None) -> str:
     told = verdict(metric, delta)
     size = f"{signed(metric, delta.difference)}{_unit(metric)}"
+    if baseline and not metric.is_loss:
+        size = f"{percent(1 + delta.difference / baseline)}, {size}"
     if delta.low is not None and delta.high is not None:
         size += f" [{signed(metric, delta.low)}, {signed(metric, delta.high)}]"
     how = {
@@ -145,6 +151,20 @@ def _about_states(comparison: Comparison) -> Iterator[str]:
 
 
 _IS = {"failed": "failed", "lost": "was lost", "preempted": "was stopped"}
+
+
+def _about_layouts(checks: Sequence[LayoutCheck]) -> Iterator[str]:
+    """A sentence for each; where more than two are as they should be, one for all of these."""
+    held = [check for check in checks if check.holds]
+    if len(held) > 2:
+        largest = max(held, key=lambda check: check.largest or 0.0)
+        yield (
+            f"Same experiment in several layouts, {len(held)} pairs: loss differs by {largest.largest or 0:.1e} "
+            f"relative at most over the first {STEPS} steps (expected: {largest.tolerance:.0e}), as it should be."
+        )
+    for check in checks:
+        if len(held) <= 2 or not check.holds:
+            yield _about_layout(check)
 
 
 def _about_layout(check: LayoutCheck) -> str:

@@ -102,7 +102,8 @@
   }
   function padded(values, part = 0.06) {
     const low = Math.min(...values), high = Math.max(...values);
-    const more = (high - low) * part || Math.abs(high) * 0.05 || 1;
+    // Differences that are rounding do not fill a plot.
+    const more = Math.max((high - low) * part, Math.abs(high) * 0.002) || 1;
     return [low - more, high + more];
   }
 
@@ -167,11 +168,18 @@
     }
     return text;
   }
+  function crowd() {
+    // Of very many rows the twelve best and the baseline are shown at first; the legend has the others.
+    const metric = data.metrics[0];
+    if (data.rows.length <= 16 || !metric) return new Set();
+    const order = data.rows.map((row, place) => [row.baseline ? -Infinity : metric.values[place] ? metric.values[place][0] * (metric.better === "max" ? -1 : 1) : Infinity, place]);
+    return new Set(order.sort((a, b) => a[0] - b[0]).slice(13).map(([, place]) => place));
+  }
   function lossCurves() {
     const section = document.getElementById("curves");
     const has = (key) => data.curves.some((it) => it[key][2].some(finite));
     if (!has("loss") && !has("validation_loss")) return;
-    const state = { key: has("loss") ? "loss" : "validation_loss", by: 0, smooth: 4, logX: false, logY: false, range: null, off: new Set(), near: null };
+    const state = { key: has("loss") ? "loss" : "validation_loss", by: 0, smooth: 4, logX: false, logY: false, range: null, off: crowd(), near: null };
     let lines = [], again = null;
 
     function prepare() {
@@ -279,8 +287,10 @@
     });
     const everything = element("button", { type: "button", onclick: () => { state.off = new Set(); update(); } }, "all");
     legend.append(...buttons, ...(data.rows.length > 2 ? [everything] : []));
+    if (state.off.size) section.querySelector("h2").append(" · the best twelve and the baseline");
     function update() { buttons.forEach((it, place) => it.setAttribute("aria-pressed", String(!state.off.has(place)))); again(); }
     again = drawn(section, paint);
+    update();
   }
 
   // ---- differences, and values with intervals --------------------------------------------------------------------

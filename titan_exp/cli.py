@@ -115,6 +115,13 @@ def download(words: Sequence[str]) -> int:
     return download_command(list(words))
 
 
+def compare(words: Sequence[str]) -> int:
+    """What differs between runs, and by how much: a table, plots, a page."""
+    from titan_exp.compare.command import compare_command
+
+    return compare_command(list(words))
+
+
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "generate": generate,
@@ -122,6 +129,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "convert": convert,
     "download": download,
     "tokenize": tokenize,
+    "compare": compare,
 }
 """What the command line can do."""
 

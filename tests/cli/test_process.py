@@ -40,7 +40,7 @@ def test_nothing_heavy_is_imported(words: str):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("titan-exp ", ["train", "generate", "evaluate", "convert", "download", "tokenize"]),
+        ("titan-exp ", ["train", "generate", "evaluate", "convert", "download", "tokenize", "compare"]),
         ("titan-exp tr", ["train"]),
         ("titan-exp train model=llama3_1_4", ["model=llama3_1_405b"]),
         ("titan-exp train model=llama3_8b optimizer.lr", ["optimizer.lr="]),

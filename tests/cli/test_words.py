@@ -65,7 +65,9 @@ def test_usage(words: list[str], capsys: pytest.CaptureFixture[str]):
     assert main(words) == 0
     out = capsys.readouterr().out
     assert "titan-exp VERB" in out
-    assert all(f"  {verb} " in out for verb in ("train", "generate", "evaluate", "convert", "download", "tokenize"))
+    assert all(
+        f"  {verb} " in out for verb in ("train", "generate", "evaluate", "convert", "download", "tokenize", "compare")
+    )
 
 
 @pytest.mark.parametrize("verb", ["generate", "evaluate", "convert", "download"])
@@ -102,7 +104,7 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
     ("words", "says"),
     [
         (["tran"], "Did you mean titan-exp train?"),
-        (["launch"], "The verbs are train, generate, evaluate, convert, download and tokenize"),
+        (["launch"], "The verbs are train, generate, evaluate, convert, download, tokenize and compare"),
         (["model=llama3_8b"], "titan-exp train model=llama3_8b"),
         (["--cfg", "job"], "titan-exp train --cfg job"),
         (["train", "training.stesp=4"], "training.stesp=4: there is no such key\n    did you mean training.steps?"),

@@ -67,13 +67,52 @@ def test_a_long_name_is_cut(tmp_path: Path) -> None:
 
 
 def test_the_configuration_is_nested_and_holds_nothing_of_the_machine(tmp_path: Path) -> None:
-    (tmp_path / "code.json").write_text('{"commit": "abc", "dirty": true, "branch": "main"}')
+    (tmp_path / "code.json").write_text('{"commit": "abc", "dirty": true, "branch": "main", "experiment_id": "e1"}')
+    (tmp_path / "overrides.yaml").write_text(
+        '["optimizer.lr=1e-3", "experiment.seed=2", "tracking=wandb", "compile=all"]'
+    )
     config = described(tmp_path, "paths.runs=/somewhere/special", "parallelism.dp_shard=2").config
     assert config["model"]["rope"]["theta"] == 10000.0
     assert config["experiment"] == {"name": "first", "seed": 0}
-    assert config["run"] == {"study": "first", "run_id": "3f2a", "world_size": 2, "commit": "abc", "dirty": True}
+    assert config["run"] == {
+        "study": "first",
+        "axis": "optimizer.lr compile",
+        "value": "1e-3 all",
+        "experiment_id": "e1",
+        "run_id": "3f2a",
+        "world_size": 2,
+        "commit": "abc",
+        "dirty": True,
+    }
     assert not {"paths", "cluster", "tracking", "profiling"} & set(config)
     assert "/somewhere/special" not in json.dumps(config)
+
+
+@pytest.mark.parametrize(
+    ("point", "axis", "value"),
+    [
+        ({"label": "optimizer.lr=1 experiment.seed=2", "variant": "optimizer.lr=1"}, "optimizer.lr", "1"),
+        ({"label": "parallelism.tp=2 parallelism.pp=2"}, "parallelism.tp parallelism.pp", "2 2"),
+        ({"variant": "muon"}, "", "muon"),
+        ({"variant": ""}, "", ""),
+    ],
+)
+def test_in_a_study_the_axis_is_what_it_varies(tmp_path: Path, point: dict, axis: str, value: str) -> None:
+    (tmp_path / "study.json").write_text(json.dumps({"points": [{"run_id": "3f2a", **point}]}))
+    folder = tmp_path / "3f2a"
+    folder.mkdir()
+    (folder / "overrides.yaml").write_text('["training.steps=5", "optimizer.lr=1"]')
+    run = described(folder).config["run"]
+    assert (run["axis"], run["value"]) == (axis, value)
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"points": 3}', '{"points": [{}]}', '{"points": []}'])
+def test_a_study_that_cannot_be_read_costs_nothing(tmp_path: Path, text: str) -> None:
+    (tmp_path / "study.json").write_text(text)
+    folder = tmp_path / "3f2a"
+    folder.mkdir()
+    (folder / "overrides.yaml").write_text('["optimizer.lr=1"]')
+    assert described(folder).config["run"]["axis"] == "optimizer.lr"
 
 
 def test_two_runs_that_differ_in_one_value_differ_in_nothing_else(tmp_path: Path) -> None:

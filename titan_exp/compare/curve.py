@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from titan_exp.compare.smooth import smooth
 from titan_exp.config.errors import UserError
 from titan_exp.tracking.metrics_file import read_metrics
 from titan_exp.tracking.run_folder import RunFolder
@@ -96,7 +97,7 @@ def _draw_loss(axes: "Axes", rows: list[dict[str, Value]]) -> None:
         axes.plot(steps, losses, color=TRAIN, marker="o", markersize=4, label="train")
     else:
         axes.plot(steps, losses, color=TRAIN, linewidth=0.8, alpha=0.3)
-        axes.plot(steps, _smooth(losses), color=TRAIN, linewidth=1.8, label="train, smoothed")
+        axes.plot(steps, smooth(losses), color=TRAIN, linewidth=1.8, label="train, smoothed")
     steps, losses = _series(rows, "validation_loss")
     if losses:
         axes.plot(
@@ -181,20 +182,6 @@ def _series(rows: list[dict[str, Value]], key: str) -> Series:
     """Known values; NaN and infinity become NaN, which leaves a gap in a line."""
     known = [(float(row["step"] or 0), float(value)) for row in rows if (value := row.get(key)) is not None]
     return [step for step, _ in known], [value if math.isfinite(value) else math.nan for _, value in known]
-
-
-def _smooth(values: list[float]) -> list[float]:
-    """Centred moving mean over up to a twenty-fifth of the values. Symmetric, towards the ends too, so that it neither
-    lags behind a falling loss nor bends where it stops."""
-    loss = np.array(values)
-    known = np.isfinite(loss)
-    place = np.arange(len(loss))
-    half = np.minimum(max(1, len(loss) // 50), np.minimum(place, place[::-1]))
-    sums = np.concatenate([[0.0], np.cumsum(np.where(known, loss, 0.0))])
-    counts = np.concatenate([[0], np.cumsum(known)])
-    first, last = place - half, place + half + 1
-    mean = (sums[last] - sums[first]) / np.maximum(counts[last] - counts[first], 1)
-    return np.where(known, mean, np.nan).tolist()
 
 
 def _short(number: float | None) -> str:

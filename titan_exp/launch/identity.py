@@ -10,41 +10,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from titan_exp.config.convert import to_dict
+from titan_exp.config.effect import LAYOUT, WITH_EFFECT, WITHOUT_EFFECT
 from titan_exp.config.errors import UserError
 from titan_exp.config.experiment import Experiment
 
 ID_LENGTH = 12
 """Hexadecimal digits of an id: 48 bits, so among a million runs two collide with a probability of 0.2 %."""
-
-WITHOUT_EFFECT = {
-    "experiment.name": "the folder above the run's",
-    "experiment.tags": "words for people",
-    "experiment.notes": "words for people",
-    "model.name": "what tables call the model; its shape is in the other keys",
-    "paths": "where files lie",
-    "tracking": "where numbers go and how often; training does not look at them",
-    "profiling": "watches some steps and changes none",
-    "cluster": "where processes run; how many there are is in `parallelism`",
-    "checkpoint": "how often state is saved; a resumed run equals an undisturbed one (but see WITH_EFFECT)",
-    "data.prefetch": "how early batches are ready, not which",
-    "data.preview": "looks at the data and trains nothing",
-    "training.gc_every": "when Python tidies up",
-}
-"""Keys left out of both ids, each with the reason. A group stands for all of its keys."""
-
-LAYOUT = {
-    "parallelism": "how the same mathematics is spread over processes",
-    "compile": "which code runs the same operations",
-    "activation_checkpoint": "what is kept and what is computed again",
-    "training.micro_batch_size": "how the global batch is cut",
-    "training.loss_chunk_tokens": "how many logits are held at a time",
-    "model.attention_backend": "which kernel computes attention",
-}
-"""Keys left out of the experiment id as well: they change rounding at most."""
-
-
-WITH_EFFECT = ("checkpoint.initial", "checkpoint.initial_exclude")
-"""Keys of such a group that count where the first of them is not null: the weights that training begins with."""
 
 
 def run_id(experiment: Experiment) -> str:

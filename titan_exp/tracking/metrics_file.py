@@ -7,7 +7,9 @@ protobuf's JSON mapping, and null means unknown. `float(x)` in Python and `Numbe
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from titan_exp.config.errors import UserError
 from titan_exp.tracking.log import get_logger
@@ -92,6 +94,11 @@ def read_metrics(path: Path) -> list[dict[str, Value]]:
     return [rows[step] for step in sorted(rows)]
 
 
+def decode(row: Mapping[str, Any]) -> dict[str, Value]:
+    """A row with the strings that stand for numbers which are not finite read back."""
+    return {key: float(value) if isinstance(value, str) else value for key, value in row.items()}
+
+
 def repair(path: Path) -> None:
     """Cut off what a death left of a half-written last line; a last line that only lacks its end is ended."""
     if not path.exists():
@@ -128,7 +135,7 @@ def _parse(line: bytes) -> dict[str, Value] | None:
         return None
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         return None
-    return {key: float(value) if isinstance(value, str) else value for key, value in row.items()}
+    return decode(row)
 
 
 def _encode(value: Value) -> Value | str:

@@ -71,12 +71,40 @@ def _fixed_id(folder: Path, run_id: str) -> str:
     return path.read_text().strip()
 
 
-def _name(overrides: Path) -> str:
+def _typed(overrides: Path) -> list[str]:
+    """What was typed and changes what is computed."""
     if not overrides.exists():
-        return ""
+        return []
     typed = OmegaConf.to_container(OmegaConf.load(overrides), resolve=False)
-    told = [str(line) for line in typed if not _is_volatile(str(line))] if isinstance(typed, list) else []
-    name = " ".join(told)
+    return [str(line) for line in typed if not _is_volatile(str(line))] if isinstance(typed, list) else []
+
+
+def _axis(folder: RunFolder, run_id: str) -> tuple[str, str]:
+    """What the study varies, and this run's value of it; outside a study what was typed. The seed is no axis.
+
+    Several keys are joined by spaces, in the same order as their values. A point that its study calls by a name has
+    that as its value, and no axis.
+    """
+    varied = _varied(folder, run_id)
+    words = _typed(folder.overrides) if varied is None else varied.split()
+    pairs = [word.lstrip("+").partition("=") for word in words]
+    named = [key for key, equals, _ in pairs if not equals]
+    known = [(key, value) for key, equals, value in pairs if equals and key != "experiment.seed"]
+    return " ".join(key for key, _ in known), " ".join([*named, *(value for _, value in known)])
+
+
+def _varied(folder: RunFolder, run_id: str) -> str | None:
+    """How the study whose folder this run is in calls its point, the seed left out; None where there is none."""
+    try:
+        study = json.loads((folder.path.parent / "study.json").read_text(encoding="utf-8"))
+        points = {point["run_id"]: point.get("variant", point.get("label")) for point in study["points"]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # a mirror does not fail over what only makes it prettier
+    return points.get(run_id)
+
+
+def _name(overrides: Path) -> str:
+    name = " ".join(_typed(overrides))
     return name if len(name) <= NAME_LENGTH else name[: NAME_LENGTH - 1] + "…"
 
 
@@ -90,8 +118,12 @@ def _config(experiment: Experiment, folder: RunFolder, run_id: str) -> dict[str,
     config = {group: values for group, values in to_dict(experiment).items() if group not in VOLATILE}
     config["experiment"] = {"name": experiment.experiment.name, "seed": experiment.experiment.seed}
     code = json.loads(folder.code.read_text()) if folder.code.exists() else {}
+    axis, value = _axis(folder, run_id)
     config["run"] = {
         "study": experiment.experiment.name,
+        "axis": axis,
+        "value": value,
+        "experiment_id": code.get("experiment_id"),
         "run_id": run_id,
         "world_size": world_size(experiment),
         "commit": code.get("commit"),

@@ -1,0 +1,327 @@
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.compare.made_runs import make_run, make_study, rows
+from titan_exp.compare.comparison import Comparison, compare
+from titan_exp.compare.differing import differences
+from titan_exp.compare.layouts import layout_checks
+from titan_exp.compare.pareto import pareto
+from titan_exp.compare.scaling import scaling
+from titan_exp.compare.selection import select
+from titan_exp.compare.words import findings, heading, remarks, verdict
+from titan_exp.config.errors import UserError
+
+THREE = {0.001: [3.0, 3.1, 3.2], 0.003: [2.5, 2.61, 2.69], 0.01: [3.01, 3.08, 3.22]}
+
+
+def compared(runs: Path, *words: str, **options: Any) -> Comparison:
+    return compare(select(words or ("made",), runs), **options)
+
+
+def said(comparison: Comparison) -> str:
+    return "\n".join([*findings(comparison), *remarks(comparison, layout_checks(comparison.runs))])
+
+
+def value(comparison: Comparison, row: int, metric: str) -> float | None:
+    found = comparison.rows[row].estimates[metric]
+    return None if found is None else found.mean
+
+
+def test_columns_are_what_differs_and_seeds_are_one_row(tmp_path: Path):
+    make_study(tmp_path, THREE)
+    found = compared(tmp_path)
+    assert found.differences.keys == ("optimizer.lr",)
+    assert [row.label for row in found.rows] == ["lr=0.001", "lr=0.003", "lr=0.01"]
+    assert [len(row.runs) for row in found.rows] == [3, 3, 3]
+    assert heading(found) == "3 rows, 9 runs · at 50,000 tokens, where every run ends"
+
+
+def test_verdicts_are_what_was_made_true(tmp_path: Path):
+    make_study(tmp_path, THREE)
+    found = compared(tmp_path)
+    assert found.main.name == "validation_loss"
+    deltas = [row.deltas["loss"] for row in found.rows]
+    assert deltas[0] is None
+    assert deltas[1] is not None
+    assert deltas[1].difference == pytest.approx(-0.5)
+    assert [verdict(found.main, delta) for delta in deltas] == ["", "better", "not distinguishable"]
+    assert "lr=0.01: validation loss +0.0033 [" in said(found)
+    assert "not distinguishable from the baseline (3 seeds, paired)" in said(found)
+    assert "Holm" in said(found)
+    # From the other end, what was better is worse.
+    other = compared(tmp_path, baseline="lr=3e-3")
+    assert [verdict(other.main, row.deltas["loss"]) for row in other.rows] == ["worse", "", "worse"]
+
+
+def test_one_seed_says_that_nothing_is_certain(tmp_path: Path):
+    make_study(tmp_path, {0.001: [3.0], 0.003: [2.5]})
+    text = said(compared(tmp_path))
+    assert "no interval is known (one seed)" in text
+    assert "Student" not in text
+
+
+def test_metrics_are_taken_at_the_least_advanced(tmp_path: Path):
+    make_run(tmp_path, {"optimizer.lr": 0.1}, metrics=rows(2.0))
+    make_run(tmp_path, {"optimizer.lr": 0.2}, metrics=rows(2.0)[:30], state="running")
+    make_run(tmp_path, {"optimizer.lr": 0.3}, metrics=rows(2.0)[:7], state="failed", reason="Traceback\nBoom: it broke")
+    make_run(tmp_path, {"optimizer.lr": 0.4}, state="pending")
+    found = compared(tmp_path)
+    assert found.point.tokens == 30_000
+    assert "where the least advanced is (" in heading(found)
+    expected = 2.0 + (1 - 30 / 45) * 2
+    assert [value(found, row, "loss") for row in range(4)] == pytest.approx([expected, expected, None, None])
+    assert [row.runs[0].state for row in found.rows] == ["done", "running", "failed", "pending"]
+    assert "(lr=0.3, seed 0) failed after step 7: Boom: it broke." in said(found)
+    # What a run cost is divided by how much of it lies before the point; what it was does not depend on the point.
+    assert value(found, 0, "gpu_hours") == pytest.approx(0.01 * 30 / 50)
+    assert value(found, 2, "tokens_per_second") == 5000.0
+
+
+def test_a_run_that_has_fallen_silent_is_lost(tmp_path: Path):
+    folder = make_run(tmp_path, {"optimizer.lr": 0.1}, metrics=rows(2.0)[:30], state="running")
+    (folder / "heartbeat").write_text('{"step": 30, "time": 1.0}')
+    make_run(tmp_path, {"optimizer.lr": 0.2}, metrics=rows(2.0))
+    found = compared(tmp_path)
+    assert [row.runs[0].state for row in found.rows] == ["lost", "done"]
+    assert "at 50,000 tokens, where every finished run ends" in heading(found)
+    assert "was lost after step 30" in said(found)
+
+
+@pytest.mark.parametrize(("at", "tokens"), [("done", 50_000), ("end", math.inf), ("12k", 12_000), ("2e4", 20_000)])
+def test_another_point_may_be_chosen(tmp_path: Path, at: str, tokens: float):
+    make_run(tmp_path, {"optimizer.lr": 0.1}, metrics=rows(2.0))
+    make_run(tmp_path, {"optimizer.lr": 0.2}, metrics=rows(2.0)[:30], state="preempted")
+    found = compared(tmp_path, at=at)
+    assert found.point.tokens == tokens
+    assert (value(found, 1, "loss") is None) == (at == "done")
+
+
+@pytest.mark.parametrize(("at", "words"), [("60k", "furthest is at 50,000"), ("soon", "write least"), ("-3", "write")])
+def test_a_point_that_is_none_is_refused(tmp_path: Path, at: str, words: str):
+    make_study(tmp_path, {0.001: [3.0]})
+    with pytest.raises(UserError, match=words):
+        compared(tmp_path, at=at)
+
+
+def test_what_diverged_is_said_and_in_no_mean(tmp_path: Path):
+    make_study(tmp_path, {0.001: [3.0, 3.1], 0.1: [2.5]})
+    broken = [*rows(2.0)[:-1], {**rows(2.0)[-1], "loss": math.nan, "validation_loss": math.inf}]
+    make_run(tmp_path, {"optimizer.lr": 0.1, "experiment.seed": 1}, metrics=broken)
+    found = compared(tmp_path)
+    assert value(found, 1, "loss") == 2.5
+    assert "lr=0.1: 1 of 2 runs diverged in loss" in said(found)
+
+
+def test_tokens_to_a_target(tmp_path: Path):
+    make_run(tmp_path, {"optimizer.lr": 0.1}, metrics=rows(2.0))
+    make_run(tmp_path, {"optimizer.lr": 0.2}, metrics=rows(2.9))
+    found = compared(tmp_path, target=2.5)
+    assert value(found, 0, "tokens_to_target") == 34_000
+    assert value(found, 1, "tokens_to_target") is None
+
+
+def test_metrics_of_one_s_own(tmp_path: Path):
+    make_run(tmp_path, {"optimizer.lr": 0.1}, metrics=rows(2.0, more={"validation_loss/code": 1.5}))
+    make_run(tmp_path, {"optimizer.lr": 0.2}, metrics=rows(2.0, more={"validation_loss/code": 1.25}))
+    found = compared(tmp_path, metrics=["validation_loss/code", "grad_norm"])
+    assert [metric.name for metric in found.metrics] == ["validation_loss/code", "grad_norm"]
+    assert value(found, 1, "validation_loss/code") == 1.25
+    assert found.metrics[0].better == "min"
+    with pytest.raises(UserError, match="did you mean grad_norm"):
+        compared(tmp_path, metrics=["gradnorm"])
+
+
+def test_a_study_brings_question_baseline_and_metrics(tmp_path: Path):
+    folder = make_study(tmp_path, {0.001: [3.0, 3.1], 0.003: [2.5, 2.6]})
+    ids = {path.name: json.loads((path / "code.json").read_text()) for path in folder.iterdir()}
+    by_lr = sorted(ids, key=lambda name: "lr: 0.001" in (folder / name / "config.yaml").read_text())
+    extra = make_run(tmp_path, {"optimizer.lr": 0.5}, metrics=rows(1.0))
+    points = [
+        {"run_id": name, "label": f"{kind} seed", "variant": kind, "seed": 0}
+        for name, kind in zip(by_lr, ["fast", "fast", "slow", "slow"], strict=True)
+    ]
+    points.append({"run_id": "0123456789ab", "label": "steep experiment.seed=0", "variant": "steep"})
+    study = {"name": "made", "question": "How fast?", "points": points, "baseline": "slow"}
+    study |= {"metrics": {"loss": "min", "memory": "min"}, "skipped": {"tp=7": "4 heads"}, "removed": []}
+    (folder / "study.json").write_text(json.dumps(study))
+    found = compared(tmp_path)
+    assert [row.label for row in found.rows] == ["fast", "slow"]
+    assert (found.baseline, found.baseline_why) == (1, "the study's")
+    assert [metric.name for metric in found.metrics] == ["loss", "memory"]
+    notes = "\n".join(found.notes)
+    assert "1 point of the study without a run yet: steep." in notes
+    assert f"left out: {extra.name}" in notes
+    assert "1 point of the study cannot run: tp=7 (4 heads)." in notes
+    # Named beside the study, the run is taken in.
+    assert len(compared(tmp_path, "made", extra.name).runs) == 5
+
+
+@pytest.mark.parametrize("metrics", [["loss"], [{"name": "loss", "direction": "min"}], {"loss": "min"}, None])
+def test_a_study_s_metrics_in_any_form(tmp_path: Path, metrics: Any):
+    folder = make_study(tmp_path, {0.001: [3.0]})
+    (folder / "study.json").write_text(json.dumps({"metrics": metrics, "baseline": {"optimizer.lr": 0.001}}))
+    found = compared(tmp_path)
+    assert found.metric("loss") is not None
+    assert found.baseline_why == "the study's"
+
+
+def test_runs_are_named_in_any_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = make_study(tmp_path / "runs", {0.001: [3.0], 0.002: [3.0]})
+    one, two = sorted(path.name for path in folder.iterdir())
+    monkeypatch.chdir(tmp_path)
+    for words, count in [
+        (["made"], 2),
+        (["runs/made"], 2),
+        (["runs/made/"], 2),
+        ([str(folder)], 2),
+        ([one[:6]], 1),
+        ([f"runs/made/{one}", two], 2),
+        (["m*"], 2),
+        (["runs/made/*"], 2),
+        ([f"{folder}/*"], 2),
+        ([f"made/{one}", one], 1),
+    ]:
+        assert len(select(words, Path("runs")).runs) == count, words
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [(["mad"], "did you mean made"), (["nothing/*"], "there is no such study"), ([], "Which runs"), (["zz"], "made")],
+)
+def test_words_that_name_nothing_are_answered(tmp_path: Path, words: Sequence[str], answer: str):
+    make_study(tmp_path, {0.001: [3.0]})
+    with pytest.raises(UserError, match=answer):
+        select(words, tmp_path)
+
+
+def test_a_damaged_run_is_said_and_the_others_are_compared(tmp_path: Path):
+    folder = make_study(tmp_path, {0.001: [3.0], 0.002: [3.0]})
+    damaged = sorted(folder.iterdir())[0]
+    (damaged / "metrics.jsonl").write_text('{"step": 1}\nrubbish\n{"step": 2}\n')
+    found = compared(tmp_path)
+    assert len(found.rows) == 1
+    assert "cannot be read" in found.notes[0]
+    assert "line 2" in found.notes[0]
+    (sorted(folder.iterdir())[1] / "config.yaml").write_text("[1, 2")
+    with pytest.raises(UserError, match="None of these runs can be read"):
+        compared(tmp_path)
+
+
+def test_the_same_run_twice_counts_once(tmp_path: Path):
+    make_study(tmp_path / "one", {0.001: [3.0]})
+    make_study(tmp_path / "two", {0.001: [3.0]})
+    found = compared(tmp_path, str(tmp_path / "one/made"), str(tmp_path / "two/made"))
+    assert len(found.runs) == 1
+    assert "there twice" in found.notes[0]
+
+
+def test_the_same_experiment_in_two_layouts_is_checked(tmp_path: Path):
+    make_run(tmp_path, {}, metrics=rows(2.0))
+    same = [{**row, "loss": row["loss"] * (1 + 1e-6)} for row in rows(2.0)]
+    make_run(tmp_path, {"parallelism.tp": 2}, metrics=same, world_size=2)
+    wrong = [{**row, "loss": row["loss"] * (1 + 1e-5)} for row in rows(2.0)]
+    make_run(tmp_path, {"parallelism.pp": 2}, metrics=wrong, world_size=2)
+    make_run(tmp_path, {"experiment.seed": 1}, metrics=rows(2.0))
+    found = compared(tmp_path)
+    checks = {check.layouts: check for check in layout_checks(found.runs)}
+    assert set(checks) == {("tp=1", "tp=2"), ("pp=1", "pp=2")}
+    assert checks["tp=1", "tp=2"].holds
+    assert checks["tp=1", "tp=2"].largest == pytest.approx(1e-6, rel=0.01)
+    assert checks["pp=1", "pp=2"].holds is False
+    assert "MORE THAN ROUNDING" in said(found)
+
+
+def test_bf16_has_its_own_tolerance(tmp_path: Path):
+    for tp, factor in ((1, 1.0), (2, 1.001)):
+        values = {"training.mixed_precision": "bf16", "parallelism.tp": tp}
+        make_run(tmp_path, values, metrics=[{**row, "loss": row["loss"] * factor} for row in rows(2.0)])
+    (check,) = layout_checks(compared(tmp_path).runs)
+    assert (check.tolerance, check.holds) == (2e-3, True)
+
+
+def test_efficiency_is_over_the_smallest_world_size(tmp_path: Path):
+    for tp, speed in ((1, 1000.0), (2, 1800.0), (4, 2400.0)):
+        for seed in (0, 1):
+            values = {"parallelism.tp": tp, "experiment.seed": seed, "optimizer.lr": 0.1}
+            make_run(tmp_path, values, metrics=rows(2.0, speed=speed), world_size=tp)
+    make_run(tmp_path, {"optimizer.lr": 0.2}, metrics=rows(2.0, speed=1.0))
+    (series,) = scaling(compared(tmp_path))
+    assert series.kind == "strong"
+    assert series.fixed == "lr=0.1"
+    assert [(it.label, it.world_size) for it in series.points] == [("tp=1", 1), ("tp=2", 2), ("tp=4", 4)]
+    assert [it.speedup for it in series.points] == pytest.approx([1.0, 1.8, 2.4])
+    assert [it.efficiency for it in series.points] == pytest.approx([1.0, 0.9, 0.6])
+
+
+def test_a_batch_that_grows_with_the_processes_is_weak_scaling(tmp_path: Path):
+    for shards in (1, 2):
+        values = {"parallelism.dp_shard": shards, "training.global_batch_size": 8 * shards}
+        make_run(tmp_path, values, metrics=rows(2.0, speed=900.0 * shards), world_size=shards)
+    (series,) = scaling(compared(tmp_path))
+    assert series.kind == "weak"
+    assert [it.efficiency for it in series.points] == pytest.approx([1.0, 1.0])
+
+
+def test_the_front_is_what_nothing_beats(tmp_path: Path):
+    for lr, loss, seconds in ((0.1, 3.0, 10.0), (0.2, 2.5, 20.0), (0.3, 2.6, 30.0), (0.4, 2.0, 40.0)):
+        make_run(tmp_path, {"optimizer.lr": lr}, metrics=rows(loss), seconds=seconds)
+    points = pareto(compared(tmp_path))
+    assert [(it.row, it.is_on_front) for it in points] == [(0, True), (1, True), (2, False), (3, True)]
+    assert points[0].gpu_hours == pytest.approx(10 / 3600)
+
+
+def test_rounding_puts_no_layout_on_the_front(tmp_path: Path):
+    for tp, loss in ((1, 2.0), (2, 2.0 - 1e-7)):
+        make_run(tmp_path, {"parallelism.tp": tp}, metrics=rows(loss), seconds=10.0 * tp)
+    assert [it.is_on_front for it in pareto(compared(tmp_path))] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "keys", "short"),
+    [
+        ({"optimizer": {"lr": 1}}, {"optimizer": {"lr": 1.0}}, [], []),
+        ({"optimizer": {"lr": True}}, {"optimizer": {"lr": 1}}, ["optimizer.lr"], ["lr"]),
+        ({"optimizer": {"name": "a"}}, {"optimizer": {"name": "b"}}, ["optimizer.name"], ["optimizer"]),
+        (
+            {"optimizer": {"options": {"b": 1}}, "data": {"options": {"b": 1}}},
+            {"optimizer": {"options": {"b": 2}}, "data": {"options": {"b": 2}}},
+            ["optimizer.options.b", "data.options.b"],
+            ["optimizer.options.b", "data.options.b"],
+        ),
+        ({"model": {"options": {}}}, {"model": {"options": {"x": 1}}}, ["model.options", "model.options.x"], None),
+        (
+            {"paths": {"runs": 1}, "tracking": {"log_every": 1}, "experiment": {"notes": "a", "seed": 1}},
+            {"paths": {"runs": 2}, "tracking": {"log_every": 2}, "experiment": {"notes": "b", "seed": 2}},
+            [],
+            [],
+        ),
+        (
+            {"checkpoint": {"every": 1, "initial": "a"}},
+            {"checkpoint": {"every": 2, "initial": "b"}},
+            ["checkpoint.initial"],
+            ["initial"],
+        ),
+        ({"a": {"b": [1, 2]}}, {"a": {"b": [1, 3]}}, ["a.b"], ["b"]),
+    ],
+)
+def test_what_differs(first: dict, second: dict, keys: list[str], short: list[str] | None):
+    found = differences([first, second])
+    assert list(found.keys) == keys
+    if short is not None:
+        assert [found.short[key] for key in keys] == short
+
+
+def test_a_model_s_name_stands_for_its_shape():
+    small = {"model": {"name": "s", "dim": 1, "layers": 1, "heads": 1}, "optimizer": {"lr": 1}}
+    large = {"model": {"name": "l", "dim": 2, "layers": 2, "heads": 2}, "optimizer": {"lr": 2}}
+    found = differences([small, large])
+    assert found.keys == ("model.name", "optimizer.lr")
+    assert found.all_keys == ("model.dim", "model.layers", "model.heads", "optimizer.lr")
+    # A name that means two shapes tells nothing apart.
+    other = {"model": {"name": "l", "dim": 3, "layers": 3, "heads": 3}, "optimizer": {"lr": 2}}
+    assert "model.name" not in differences([small, large, other]).keys

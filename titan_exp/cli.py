@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any
 
 from titan_exp.config.errors import UserError
@@ -57,7 +58,45 @@ def train(words: Sequence[str]) -> int:
             print(f"loss curve: {draw(outcome.folder.path)}")
         return outcome.exit_code
 
-    return _with_hydra(words, launch_run)
+    from titan_exp.launch.sweep_words import train_words
+
+    return _with_hydra(train_words(words), launch_run)
+
+
+def sweep(words: Sequence[str]) -> int:
+    """Run a study: every point of sweeps/NAME.yaml, or what is missing of it."""
+    from titan_exp.launch.sweep_words import sweep_words
+
+    found = sweep_words(words)
+    return 0 if found is None else _with_hydra(found.words, lambda *_: 0, inside=found.inside, where=found.where)
+
+
+def status(words: Sequence[str]) -> int:
+    """How runs and studies stand: state, step, loss, speed, time left."""
+    from titan_exp.launch.status import status_command
+
+    return status_command(list(words))
+
+
+def logs(words: Sequence[str]) -> int:
+    """What a run printed, or prints; of a study, how its failed runs ended."""
+    from titan_exp.launch.logs import logs_command
+
+    return logs_command(list(words))
+
+
+def cancel(words: Sequence[str]) -> int:
+    """Have runs save and stop, and start no more of a study."""
+    from titan_exp.launch.cancel import cancel_command
+
+    return cancel_command(list(words))
+
+
+def retry(words: Sequence[str]) -> int:
+    """Start runs again that failed or were lost, in their folders."""
+    from titan_exp.launch.retry import retry_command
+
+    return retry_command(list(words))
 
 
 def generate(words: Sequence[str]) -> int:
@@ -109,6 +148,11 @@ def download(words: Sequence[str]) -> int:
 
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
+    "sweep": sweep,
+    "status": status,
+    "logs": logs,
+    "cancel": cancel,
+    "retry": retry,
     "generate": generate,
     "evaluate": evaluate,
     "convert": convert,
@@ -129,6 +173,7 @@ Start here
   titan-exp train +experiment=smoke      seconds, to see that everything is connected
   titan-exp train                        a small language model on this machine, in minutes
   titan-exp train --help                 the groups, their options, and how to set any key
+  titan-exp sweep                        the studies there are, and what each asks
 """
 
 
@@ -154,8 +199,17 @@ def _dispatch(words: Sequence[str]) -> int:
     raise UserError(f"{verb}: there is no such verb.\n  {suggestion}The verbs are {listed(VERBS, 'and')}.")
 
 
-def _with_hydra(words: Sequence[str], task: Callable[[Any, Sequence[str]], int]) -> int:
-    """Let Hydra read the words and call the task with each composed configuration; return the worst exit code."""
+def _with_hydra(
+    words: Sequence[str], task: Callable[[Any, Sequence[str]], int], *, inside: Sequence[str] = (), where: str = ""
+) -> int:
+    """Let Hydra read the words and call the task with each composed configuration; return the worst exit code.
+
+    Args:
+        words: as typed after the verb.
+        task: takes a configuration and the overrides that were typed.
+        inside: of a study: overrides that it holds.
+        where: of a study: its file.
+    """
     from titan_exp.config.arguments import read_arguments
 
     arguments = read_arguments(words)
@@ -191,8 +245,10 @@ def _with_hydra(words: Sequence[str], task: Callable[[Any, Sequence[str]], int])
         if arguments.has("--help", "-h"):
             print(train_help(arguments), end="")
             return 0
-        if arguments.has("--multirun", "-m") and (found := misspelt(arguments)):
-            raise UserError(MESSAGE, found)  # said once, and not again for every point of the sweep
+        everything = replace(arguments, overrides=(*inside, *arguments.overrides))
+        if arguments.has("--multirun", "-m") and (found := misspelt(everything)):
+            # Said once, and not again for every point of the sweep.
+            raise UserError(f"{where}: {MESSAGE[0].lower()}{MESSAGE[1:]}" if where else MESSAGE, found)
         with _hydra_raises(), warnings.catch_warnings():
             warnings.filterwarnings("error", "provider=.* is not available", UserWarning)
             hydra.main(config_path=str(CONF_DIR), config_name=CONFIG_NAME, **HYDRA_VERSION)(job)()

@@ -12,13 +12,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 from titan_exp.config.convert import load_experiment, to_dict, to_yaml
 from titan_exp.config.errors import UserError
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import offered_devices, resolve_layout
 from titan_exp.config.rules import check
-from titan_exp.launch.code import read_code
+from titan_exp.launch.code import Code, read_code
 from titan_exp.launch.credentials import mask_override, require_none
 from titan_exp.launch.identity import experiment_id, run_id
 from titan_exp.launch.surroundings import read_surroundings
@@ -91,6 +92,17 @@ def refresh(plan: Plan, last_attempt: int) -> None:
 
 
 @contextlib.contextmanager
+def one_reading() -> Iterator[None]:
+    """Inside the block, code and machine are read once for all runs that are committed: hundreds are, in seconds."""
+    before = _Reading.shared
+    _Reading.shared = _Reading.now()
+    try:
+        yield
+    finally:
+        _Reading.shared = before
+
+
+@contextlib.contextmanager
 def writable(path: Path) -> Iterator[None]:
     """Turns what the system says about writing under `path` into words for the user."""
     try:
@@ -102,17 +114,31 @@ def writable(path: Path) -> Iterator[None]:
         ) from error
 
 
+@dataclass(frozen=True)
+class _Reading:
+    """What every run's folder says alike that is committed at the same time."""
+
+    code: Code
+    diff: str
+    surroundings: dict[str, Any]
+    shared: ClassVar["_Reading | None"] = None
+
+    @classmethod
+    def now(cls) -> "_Reading":
+        return cls(*read_code(), read_surroundings())
+
+
 def _snapshot(plan: Plan) -> dict[str, str]:
     """Name and content of every file that describes the run before it starts."""
-    code, diff = read_code()
+    reading = _Reading.shared or _Reading.now()
     ids = {"run_id": plan.run_id, "experiment_id": plan.experiment_id}
     typed = [f"- {json.dumps(mask_override(override), ensure_ascii=False)}\n" for override in plan.overrides]
     return {
         plan.folder.config.name: to_yaml(plan.experiment),
         plan.folder.overrides.name: "".join(typed) or "[]\n",
-        plan.folder.code.name: json.dumps({**ids, **asdict(code)}, indent=2) + "\n",
-        plan.folder.diff.name: diff,
-        plan.folder.env.name: json.dumps(read_surroundings(), indent=2) + "\n",
+        plan.folder.code.name: json.dumps({**ids, **asdict(reading.code)}, indent=2) + "\n",
+        plan.folder.diff.name: reading.diff,
+        plan.folder.env.name: json.dumps(reading.surroundings, indent=2) + "\n",
     }
 
 

@@ -248,7 +248,7 @@ def _with_hydra(
         everything = replace(arguments, overrides=(*inside, *arguments.overrides))
         if arguments.has("--multirun", "-m") and (found := misspelt(everything)):
             # Said once, and not again for every point of the sweep.
-            raise UserError(f"{where}: {MESSAGE[0].lower()}{MESSAGE[1:]}" if where else MESSAGE, found)
+            raise UserError(f"{MESSAGE} They were typed, or are in {where}." if where else MESSAGE, found)
         with _hydra_raises(), warnings.catch_warnings():
             warnings.filterwarnings("error", "provider=.* is not available", UserWarning)
             hydra.main(config_path=str(CONF_DIR), config_name=CONFIG_NAME, **HYDRA_VERSION)(job)()
@@ -282,9 +282,15 @@ def _complete(words: Sequence[str]) -> int:
     if typed is None or not typed["space"]:
         print(" ".join(f"{verb} " for verb in VERBS if verb.startswith(typed["verb"] if typed else "")))
         return 0
+    rest = typed["rest"]
     if typed["verb"] != "train":
-        return 0
-    os.environ["COMP_LINE"] = f"{_command()} {typed['rest']}"
+        from titan_exp.launch.completion import complete_names
+
+        name, space, rest = rest.partition(" ")
+        if typed["verb"] != "sweep" or not space:
+            print(" ".join(f"{word} " for word in complete_names(typed["verb"], name)))
+            return 0
+    os.environ["COMP_LINE"] = f"{_command()} {rest}"
     stderr, sys.stderr = sys.stderr, open(os.devnull, "w")  # noqa: SIM115
     try:
         with suppress(Exception, SystemExit):

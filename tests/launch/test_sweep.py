@@ -73,7 +73,7 @@ def test_a_sweep_goes_on_after_a_failure_and_ends_with_a_table(tmp_path: Path) -
     # Once more: only what failed is started.
     code, out, _ = finish(start(tmp_path, "succeed", "training.steps=2,3", "experiment.seed=0,1"))
     assert code == 0
-    assert out.count("nothing was started") == 2
+    assert out.count("done already") == 2
     attempts = sorted(len(RunFolder(path).read_attempts()) for path in (tmp_path / "first").iterdir())
     assert attempts == [1, 1, 2, 2]
 

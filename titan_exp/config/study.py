@@ -83,7 +83,7 @@ class Study:
     seeds: tuple[int, ...]
     """Every point runs once with each; empty leaves `experiment.seed` alone."""
     baseline: tuple[Condition, ...] | str | None
-    """The point that the others are compared with: its label, the name of a list's point, or values that only it has."""
+    """The point that the others are compared with: its label, a list's point by name, or values that only it has."""
     metrics: Mapping[str, Direction]
     """What is compared, and which end of it is the better one."""
 

@@ -50,7 +50,7 @@ def find_study(asked: str) -> Path:
     offer = did_you_mean(asked, files)
     raise UserError(
         f"{asked}: there is no such study. {offer[:1].upper()}{offer[1:]}{' ' if offer else ''}"
-        f"The studies are {listed(files, 'and')}; your own go into sweeps/ where you type the command."
+        f"The studies are {listed(files or ['none'], 'and')}; your own go into sweeps/ where you type the command."
     )
 
 
@@ -90,7 +90,12 @@ def facts_of(axis: Axis, choice: Choice) -> dict[str, str]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML, but a key that stands twice is an error: the last one would win without a word."""
+    """YAML, but a key that stands twice is an error (the last one would win without a word), and `off` is a word."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  # PyYAML's own name, read when the class is used
+        first: [(tag, form) for tag, form in pairs if not tag.endswith(":bool") or first in "tTfF"]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -119,7 +124,9 @@ class _Reader:
         sizes = self._mapping("sizes", content.get("sizes"), "laptop: [training.steps=100]")
         sizes = {str(name): self._overrides(f"sizes.{name}", value) for name, value in sizes.items()}
         axes = tuple(self._axes(content.get("axes")))
-        known = {text.partition("=")[0].lstrip("+~") for text in [*fixed, *(it for size in sizes.values() for it in size)]}
+        known = {
+            text.partition("=")[0].lstrip("+~") for text in [*fixed, *(it for size in sizes.values() for it in size)]
+        }
         self._check_conditions(axes, known)
         known |= _names(axes)
         return Study(
@@ -151,7 +158,9 @@ class _Reader:
         if value is None:
             return ()
         if not isinstance(value, list):
-            self.wrong(field, value, "a list of overrides is meant", f"{field}: [model=llama_debug, training.steps=100]")
+            self.wrong(
+                field, value, "a list of overrides is meant", f"{field}: [model=llama_debug, training.steps=100]"
+            )
             return ()
         for entry in value:
             if not isinstance(entry, str) or ("=" not in entry and not entry.startswith("~")):
@@ -198,7 +207,9 @@ class _Reader:
             lengths = {str(key): len(values) for key, values in content.items()}
             if len(set(lengths.values())) > 1:
                 said = listed([f"{key} has {count}" for key, count in lengths.items()], "and")
-                self.wrong(f"{field}.zip", "", f"values are taken side by side, and {said}", "give each the same number")
+                self.wrong(
+                    f"{field}.zip", "", f"values are taken side by side, and {said}", "give each the same number"
+                )
             rows = zip(*content.values(), strict=False)
             sides = [tuple(map(override, map(str, content), row)) for row in rows]
             yield Axis("", tuple(lengths), tuple(Choice(side, " ".join(side)) for side in sides), when, unless)
@@ -249,13 +260,13 @@ class _Reader:
         if seeds is None:
             return ()
         if not isinstance(seeds, list) or not all(isinstance(it, int) and it >= 0 for it in seeds) or not seeds:
-            self.wrong("seeds", value, "a number of seeds, or a list of them, is meant", "seeds: 3, or seeds: [0, 1, 2]")
+            self.wrong(
+                "seeds", value, "a number of seeds, or a list of them, is meant", "seeds: 3, or seeds: [0, 1, 2]"
+            )
             return ()
         return tuple(dict.fromkeys(seeds))
 
-    def _baseline(
-        self, value: Any, axes: Sequence[Axis], known: set[str]
-    ) -> tuple[Condition, ...] | str | None:
+    def _baseline(self, value: Any, axes: Sequence[Axis], known: set[str]) -> tuple[Condition, ...] | str | None:
         if value is None or isinstance(value, str):
             return value
         conditions = self._conditions("baseline", value)

@@ -1,6 +1,7 @@
 """The points of a study: the product of its axes where they apply, once with every seed, less what is excluded."""
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from hydra.core.override_parser.types import Override
@@ -121,8 +122,9 @@ def study_points(study: Study, size: str, fixed: Sequence[str] = ()) -> list[Stu
                 grown.append((chosen, known))
         combinations, facts = [chosen for chosen, _ in grown], [known for _, known in grown]
     found = []
+    leaves = Counter(key.rpartition(".")[2] for axis in study.axes for key in axis.keys)
     for chosen, known in zip(combinations, facts, strict=True):
-        variant = " ".join(choice.label for choice in chosen) or "(nothing varies)"
+        variant = " ".join(_shortened(choice, leaves) for choice in chosen) or "(nothing varies)"
         excluded = next((it.reason for it in study.exclude if all(one.holds(known) for one in it.conditions)), None)
         varied = [text for choice in chosen for text in choice.overrides]
         for seed in study.seeds or (None,):
@@ -160,6 +162,18 @@ def baseline_of(study: Study, points: Sequence[StudyPoint]) -> str | None:
         )
     offer = did_you_mean(said, variants) or f"The points are {listed(list(variants)[:8], 'and')}."
     raise UserError(f"{study.path}: the baseline {said} is none of the study's points. {offer[:1].upper()}{offer[1:]}")
+
+
+def _shortened(choice: Choice, leaves: Mapping[str, int]) -> str:
+    """A choice's label, keys without their groups where no other axis has a key of that name."""
+    if choice.label != " ".join(choice.overrides):
+        return choice.label
+    parts = []
+    for text in choice.overrides:
+        key, _, value = text.partition("=")
+        leaf = key.rpartition(".")[2]
+        parts.append(f"{leaf if leaves[leaf] == 1 else key}={value}")
+    return " ".join(parts)
 
 
 def _applies(axis: Axis, facts: dict[str, str]) -> bool:

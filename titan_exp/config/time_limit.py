@@ -5,10 +5,5 @@ def hours(text: str) -> float:
     """Hours of a time limit: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
     days, dash, rest = text.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
-    if dash:
-        in_hours = parts
-    elif len(parts) == 3:
-        in_hours = parts
-    else:
-        in_hours = [0, *parts]
+    in_hours = parts if dash or len(parts) == 3 else [0, *parts]
     return int(days or 0) * 24 + sum(part / 60**place for place, part in enumerate(in_hours))

@@ -1,9 +1,8 @@
 """Runs on this machine: one after another with their progress shown, or several side by side, each on its own cores."""
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 from titan_exp.config.errors import UserError
 from titan_exp.launch.backend import Look, Submission
@@ -110,8 +109,7 @@ class LocalBackend:
             say(f"[{number + 1}/{total}] {self._title(plan)}: {told}")
             if code not in (0, INTERRUPTED) and refusal is None:
                 say(f"    {reason or f'exit code {code}'}\n    titan-exp logs {plan.folder.path}")
-            outcome = "refused" if refusal else _ending(summary.state)
-            found[number] = Submission(plan, outcome, reason=reason)
+            found[number] = Submission(plan, "refused" if refusal else _ending(summary.state), reason=reason)
             self._note(code)
 
         side_by_side = SideBySide(self._jobs, begun=begun, ended=ended, stopped=self._stopped)
@@ -138,8 +136,8 @@ def _before(plan: Plan) -> Submission | None:
     return None if holder is None else Submission(plan, "running", reason=f"runs already ({holder}), and is left alone")
 
 
-def _ending(state: str) -> str:
-    return state if state in ("done", "failed", "preempted") else "failed"
+def _ending(state: str) -> Literal["done", "failed", "preempted"]:
+    return state if state in ("done", "preempted") else "failed"
 
 
 def _reason(folder: RunFolder) -> str | None:

@@ -102,15 +102,15 @@ class OpenStudy:
         assert self._record is not None
         with writable(self.folder.path):
             self._record = self.folder.write(self._record, self.study.path.read_text(encoding="utf-8"))
+        self.tell(made, say)
+
+    def tell(self, made: SweepPlan, say: Callable[[str], None]) -> None:
+        """Say where the baseline is missing, and which runs still wait or run that the study no longer holds."""
         variants = {one.point.variant for one in (*made.planned, *made.doubles)}
         if self._baseline is not None and self._baseline not in variants:
             say(f"The baseline, {self._baseline}, cannot run here: there will be nothing to compare with.")
         elif self._baseline is None and self.study.baseline is not None:
             say("What was typed leaves the study's baseline out: there will be nothing to compare with.")
-        self.tell_removed(say)
-
-    def tell_removed(self, say: Callable[[str], None]) -> None:
-        """Say which runs of earlier versions still wait or run though the study no longer holds them."""
         removed = self._still_active()
         if removed:
             say(f"\n{len(removed)} run(s) still wait or run that the study no longer holds; --prune cancels them:")

@@ -18,9 +18,9 @@ from titan_exp.launch.backend import Submission, backend_for
 from titan_exp.launch.commit import one_reading
 from titan_exp.launch.local_backend import LocalBackend
 from titan_exp.launch.screen import Screen
+from titan_exp.launch.study import OpenStudy
 from titan_exp.launch.sweep_plan import Planned, Point, SweepPlan, plan_points
 from titan_exp.launch.sweep_table import show_outcomes, show_plan
-from titan_exp.launch.study import OpenStudy
 
 __all__ = ["Point", "Wishes", "points", "sweep"]
 
@@ -100,7 +100,10 @@ def sweep(
 def _carry_out(
     made: SweepPlan, wishes: Wishes, screen: Screen, study: OpenStudy | None
 ) -> tuple[dict[Path, Submission], int]:
-    """What became of each run that was come to, by its folder's path, and the exit code. Schedulers first: they do not make one wait."""
+    """What became of each run that was come to, by its folder's path, and the exit code.
+
+    Schedulers first: they do not make one wait.
+    """
     titles = {one.plan.folder.path: one.point.label for one in made.planned}
     by_kind: dict[str, list[Planned]] = {}
     for one in made.planned:

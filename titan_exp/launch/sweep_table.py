@@ -6,9 +6,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from titan_exp.config.errors import UserError
 from titan_exp.config.layout import device_type, nodes_needed, world_size
-from titan_exp.config.suggest import listed
 from titan_exp.config.time_limit import hours
 from titan_exp.launch.backend import Submission
 from titan_exp.launch.commit import Plan
@@ -59,11 +57,11 @@ def show_plan(made: SweepPlan, study: OpenStudy | None) -> None:
     alone = [now[one.plan.folder.path].condition for one in made.planned]
     said = [f"{alone.count(state)} {state}" for state in _LEFT_ALONE if state in alone]
     said += [f"{len(made.skipped)} skipped"] if made.skipped else []
-    total = sum(value for path in waiting if (value := asked[path]) is not None)
+    total = sum(asked[path] or 0.0 for path in waiting)
     hours_asked = f", {total:,.1f} GPU-hours asked" if with_hours and waiting else ""
     print(f"\n{len(waiting)} to start{hours_asked}{''.join(f', {text}' for text in said)}.")
     if study is not None:
-        study.tell_removed(print)
+        study.tell(made, print)
 
 
 def show_outcomes(made: SweepPlan, found: Mapping[Path, Submission], study: OpenStudy | None) -> None:

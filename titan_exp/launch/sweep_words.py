@@ -13,7 +13,7 @@ HELP = """\
 titan-exp sweep: run a study, sweeps/NAME.yaml, or what is missing of it.
 
   titan-exp sweep                              the studies there are, and what each asks
-  titan-exp sweep NAME --dry-run               every point: its run, what it asks for, how it stands, and what is skipped
+  titan-exp sweep NAME --dry-run               every point: its run, what it asks for, its state, what is skipped
   titan-exp sweep NAME [overrides] [flags]     run it; NAME is also a path
 
 Overrides hold for every point. One of a key that the study varies narrows that axis (optimizer.lr=1e-3), one that lists
@@ -68,7 +68,8 @@ def sweep_words(typed: Sequence[str]) -> SweepWords | None:
     study = read_study(find_study(names[0]))
     sizes = [word for word in rest if word.startswith("size=")]
     sweeper = {"study": _quoted(str(study.path.absolute())), **_wishes(flags)}
-    sweeper |= {"size": _quoted(word.removeprefix("size=")) for word in sizes}
+    if sizes:
+        sweeper["size"] = _quoted(sizes[-1].removeprefix("size="))
     rest = [word for word in rest if word not in (*sizes, "-m", "--multirun")]
     by_key: dict[str, dict[str, None]] = {}
     for text in (

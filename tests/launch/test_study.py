@@ -14,7 +14,6 @@ from titan_exp.cli import main
 from titan_exp.launch.find import find
 from titan_exp.launch.status import status_rows
 from titan_exp.launch.study_folder import StudyFolder
-from titan_exp.tracking.run_folder import RunFolder
 
 STUDY = """\
 question: Are {steps} steps enough?
@@ -78,6 +77,11 @@ def test_a_study_from_its_question_to_the_last_run(home: Path, capsys: pytest.Ca
     assert (record.baseline, record.metrics) == ("steps=2", {"loss": "min"})
     assert len({point.experiment_id for point in record.points}) == 4
     assert states() == ["done", "failed", "done", "failed"]
+    fields = json.loads((home / "runs" / "mine" / "study.json").read_text())
+    assert set(fields) == {
+        *("name", "question", "size", "typed", "baseline", "metrics", "points", "skipped", "removed", "time"),
+    }
+    assert all((home / "runs" / "mine" / point["run_id"] / "config.yaml").exists() for point in fields["points"])
 
     assert main(["logs", "mine"]) == 0
     out = capsys.readouterr().out
@@ -175,14 +179,3 @@ def test_a_full_disk_is_said(home: Path) -> None:
         assert "Traceback" not in err
     finally:
         subprocess.run(["umount", "-l", str(small)], check=True)
-
-
-def test_study_json_is_what_others_read(home: Path) -> None:
-    assert finish(start("succeed", "sweep", "mine", "experiment.seed=5"))[0] == 0
-    fields = json.loads((home / "runs" / "mine" / "study.json").read_text())
-    assert set(fields) == {
-        *("name", "question", "size", "typed", "baseline", "metrics", "points", "skipped", "removed", "time"),
-    }
-    assert fields["typed"] == ["experiment.seed=5"]
-    for point in fields["points"]:
-        assert RunFolder(home / "runs" / "mine" / point["run_id"]).config.exists()

@@ -23,6 +23,7 @@ from titan_exp.launch.code import Code, read_code
 from titan_exp.launch.credentials import mask_override, require_none
 from titan_exp.launch.identity import experiment_id, run_id
 from titan_exp.launch.surroundings import read_surroundings
+from titan_exp.tracking.atomic import sync_all
 from titan_exp.tracking.run_folder import RunFolder, RunState, write_atomically
 
 
@@ -152,8 +153,9 @@ def _create(plan: Plan) -> bool:
         try:
             temporary.chmod(target.parent.stat().st_mode & 0o777)
             for name, text in _snapshot(plan).items():
-                write_atomically(temporary / name, text)
+                write_atomically(temporary / name, text, durable=False)
             RunFolder(temporary).write_state(RunState("pending", 0, time.time(), 0, None))
+            sync_all(temporary)
             os.rename(temporary, target)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)

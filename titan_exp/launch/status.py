@@ -1,6 +1,7 @@
 """The verb `titan-exp status`: how runs and studies stand, from their files first, then from who carries them out."""
 
 import json
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -31,6 +32,8 @@ titan-exp status: how runs stand. Nothing is changed.
 A run is new, queued, running, done, failed, preempted (it saved and stopped, and may go on), or lost (it died and
 nobody lived to say so). GPU-hours are those that its starts took so far.
 """
+_STEPS = re.compile(r"^training:\n(?:  .*\n)*?  steps: (\d+)$", re.MULTILINE)
+_DEVICE = re.compile(r"^cluster:\n(?:  .*\n)*?  device: (\w+)$", re.MULTILINE)
 WATCH_EVERY = 2.0
 """Seconds between looks."""
 
@@ -153,15 +156,15 @@ def _hours(folder: RunFolder, standing: Standing) -> float:
 
 def _configured(one: Found) -> tuple[int | None, bool]:
     """Steps of the whole run, and whether it runs on GPUs, from its configuration."""
-    import yaml
-
     try:
-        values = yaml.load(one.folder.config.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        cluster, steps = values["cluster"], int(values["training"]["steps"])
-    except (OSError, yaml.YAMLError, TypeError, KeyError, ValueError):
+        text = one.folder.config.read_text(encoding="utf-8")
+    except OSError:
         return (None if one.point is None else one.point.steps), False
-    if cluster.get("device") != "auto":
-        return steps, cluster.get("device") == "cuda"
+    # The file is our own, so lines will do: reading a thousand of them as YAML takes many seconds.
+    found, device = _STEPS.search(text), _DEVICE.search(text)
+    steps = int(found[1]) if found else None
+    if device is not None and device[1] != "auto":
+        return steps, device[1] == "cuda"
     try:
         return steps, bool(json.loads(one.folder.env.read_text())["gpus"])
     except (OSError, ValueError, KeyError):

@@ -12,8 +12,8 @@ from pathlib import Path
 from titan_exp.config.errors import UserError
 from titan_exp.tracking.sink import Row, Value
 
-TAIL = 65536
-"""Bytes from the end that hold the newest rows, some hundreds of them."""
+TAIL = 16384
+"""Bytes from the end that hold the newest rows, dozens of them."""
 
 
 class JsonlSink:

@@ -154,7 +154,7 @@ def _create(plan: Plan) -> bool:
             temporary.chmod(target.parent.stat().st_mode & 0o777)
             for name, text in _snapshot(plan).items():
                 write_atomically(temporary / name, text, durable=False)
-            RunFolder(temporary).write_state(RunState("pending", 0, time.time(), 0, None))
+            RunFolder(temporary).write_state(RunState("pending", 0, time.time(), 0, None), durable=False)
             sync_all(temporary)
             os.rename(temporary, target)
         except BaseException:

@@ -107,7 +107,7 @@ class LocalBackend:
             told = refusal or describe(summary, plan.experiment.training.steps)
             reason = refusal or _reason(plan.folder)
             say(f"[{number + 1}/{total}] {self._title(plan)}: {told}")
-            if code not in (0, INTERRUPTED) and refusal is None:
+            if summary.state == "failed" and refusal is None:
                 say(f"    {reason or f'exit code {code}'}\n    titan-exp logs {plan.folder.path}")
             found[number] = Submission(plan, "refused" if refusal else _ending(summary.state), reason=reason)
             self._note(code)

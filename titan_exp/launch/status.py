@@ -178,6 +178,8 @@ def _headlines(named: Sequence[str], runs: Path) -> list[str]:
         record = None if study is None else study.read()
         if study is not None and record is not None:
             lines.append(f"{study.path.name}: {record.question}")
+            if record.skipped:
+                lines.append(f"{len(record.skipped)} point(s) are skipped: titan-exp sweep {word} --dry-run says why")
             if (holder := study.holder()) is not None:
                 lines.append(f"being run by {holder}")
     return lines

@@ -88,7 +88,7 @@ def show_outcomes(made: SweepPlan, found: Mapping[Path, Submission], study: Open
             print(f"\nWhy: titan-exp logs {name}. The same command starts again what is missing or failed.")
         elif any(state in ("submitted", "queued") for state in states):
             print(f"\nHow it goes: titan-exp status {name}")
-        elif "not started" in states:
+        elif "not started" in states or "preempted" in states:
             print("\nThe same command goes on where this one stopped.")
 
 

@@ -60,7 +60,7 @@ def train(words: Sequence[str]) -> int:
 
     from titan_exp.launch.sweep_words import train_words
 
-    return _with_hydra(train_words(words), launch_run)
+    return _sweeping(train_words(words), launch_run)
 
 
 def sweep(words: Sequence[str]) -> int:
@@ -68,7 +68,7 @@ def sweep(words: Sequence[str]) -> int:
     from titan_exp.launch.sweep_words import sweep_words
 
     found = sweep_words(words)
-    return 0 if found is None else _with_hydra(found.words, lambda *_: 0, inside=found.inside, where=found.where)
+    return 0 if found is None else _sweeping(found, lambda *_: 0)
 
 
 def status(words: Sequence[str]) -> int:
@@ -199,6 +199,14 @@ def _dispatch(words: Sequence[str]) -> int:
     raise UserError(f"{verb}: there is no such verb.\n  {suggestion}The verbs are {listed(VERBS, 'and')}.")
 
 
+def _sweeping(found: Any, task: Callable[[Any, Sequence[str]], int]) -> int:
+    """Let Hydra read sorted words; what is for its sweeper goes around it."""
+    from titan_exp.launch.asked import asking
+
+    with asking(found.asked):
+        return _with_hydra(found.words, task, inside=found.inside, where=found.where)
+
+
 def _with_hydra(
     words: Sequence[str], task: Callable[[Any, Sequence[str]], int], *, inside: Sequence[str] = (), where: str = ""
 ) -> int:
@@ -207,7 +215,7 @@ def _with_hydra(
     Args:
         words: as typed after the verb.
         task: takes a configuration and the overrides that were typed.
-        inside: of a study: overrides that it holds.
+        inside: of a study: overrides that it holds, and those typed after its name.
         where: of a study: its file.
     """
     from titan_exp.config.arguments import read_arguments

@@ -4,6 +4,7 @@ import json
 import socket
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
@@ -45,8 +46,8 @@ def make(home: Path, experiment):
             folder.add_attempt(world_size=2, hosts=hosts or (socket.gethostname(),), launched_by=by, job_id="77")
             folder.update_attempt(1, start=time.time() - 7200, intent=time.time() - max(ago, 1))
             folder.write_state(
-                RunState(state, step, time.time() - ago, 1, "out of luck" if state == "failed" else None)
-            )  # type: ignore[arg-type]
+                RunState(cast(Any, state), step, time.time() - ago, 1, "out of luck" if state == "failed" else None)
+            )
         return folder
 
     return run

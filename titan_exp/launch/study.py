@@ -7,6 +7,7 @@ from pathlib import Path
 
 from hydra.core.override_parser.types import Override
 
+from titan_exp.config.compose import standing_overrides
 from titan_exp.config.errors import UserError
 from titan_exp.config.layout import world_size
 from titan_exp.config.study import Study
@@ -37,7 +38,9 @@ class OpenStudy:
         """The file's content."""
         self.size = chosen_size(study, size)
         """The size that was chosen; empty where there is none."""
-        self._typed = tuple(str(override.input_line) for override in typed)
+        leave_out = standing_overrides()
+        texts = (str(override.input_line) for override in typed)
+        self._typed = tuple(text for text in texts if text not in leave_out)
         varied, fixed = narrowed(study, typed)
         self._points = study_points(varied, self.size, fixed)
         self._baseline: str | None = None

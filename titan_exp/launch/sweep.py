@@ -6,7 +6,6 @@ A point that is done already is not run again, so a sweep that was interrupted g
 import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from hydra.core.override_parser.types import Override
@@ -14,6 +13,7 @@ from hydra.core.override_parser.types import Override
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import device_type
 from titan_exp.config.study_points import values_of
+from titan_exp.launch.asked import Asked
 from titan_exp.launch.backend import Submission, backend_for
 from titan_exp.launch.commit import one_reading
 from titan_exp.launch.local_backend import LocalBackend
@@ -22,23 +22,7 @@ from titan_exp.launch.study import OpenStudy
 from titan_exp.launch.sweep_plan import Planned, Point, SweepPlan, plan_points
 from titan_exp.launch.sweep_table import show_outcomes, show_plan
 
-__all__ = ["Point", "Wishes", "points", "sweep"]
-
-
-@dataclass(frozen=True)
-class Wishes:
-    """How a sweep is to be carried out: `hydra.sweeper` holds these."""
-
-    dry_run: bool = False
-    """Print the plan and start nothing."""
-    skip: bool = False
-    """Leave out points that cannot run; studies always do."""
-    jobs: int = 1
-    """Runs at a time on this machine."""
-    prune: bool = False
-    """Of a study: cancel runs that it no longer holds."""
-    yes: bool = False
-    """Ask nothing."""
+__all__ = ["Point", "points", "sweep"]
 
 
 def points(overrides: Sequence[Override]) -> list[Point]:
@@ -60,7 +44,7 @@ def points(overrides: Sequence[Override]) -> list[Point]:
 def sweep(
     points: Sequence[Point],
     compose: Callable[[Point], Experiment],
-    wishes: Wishes | None = None,
+    asked: Asked | None = None,
     *,
     study: OpenStudy | None = None,
 ) -> int:
@@ -69,7 +53,7 @@ def sweep(
     Args:
         points: the combinations.
         compose: makes a point's configuration; raises UserError where it cannot.
-        wishes: how.
+        asked: how.
         study: the study that the points are of, which is written down before anything is started.
 
     Returns:
@@ -79,26 +63,26 @@ def sweep(
     Raises:
         UserError: points cannot run. It names all of them, and none was started.
     """
-    wishes = wishes or Wishes()
+    asked = asked or Asked()
     where = "of the sweep" if study is None else f"of {study.study.path}"
-    made = plan_points(points, compose, skip=wishes.skip or study is not None, where=where)
+    made = plan_points(points, compose, skip=asked.skip or study is not None, where=where)
     if study is not None:
         study.plan(made)
-    if wishes.dry_run:
+    if asked.dry_run:
         show_plan(made, study)
         return 0
     screen = Screen()
     if study is not None:
         study.commit(made, screen.say)
-        if wishes.prune:
-            study.prune(screen.say, ask=not wishes.yes)
-    found, code = _carry_out(made, wishes, screen, study)
+        if asked.prune:
+            study.prune(screen.say, ask=not asked.yes)
+    found, code = _carry_out(made, asked, screen, study)
     show_outcomes(made, found, study)
     return code
 
 
 def _carry_out(
-    made: SweepPlan, wishes: Wishes, screen: Screen, study: OpenStudy | None
+    made: SweepPlan, asked: Asked, screen: Screen, study: OpenStudy | None
 ) -> tuple[dict[Path, Submission], int]:
     """What became of each run that was come to, by its folder's path, and the exit code.
 
@@ -119,11 +103,11 @@ def _carry_out(
             code = max(code, int(any(one.outcome in ("refused", "failed") for one in submitted)))
             continue
         on_cpu = all(device_type(plan.experiment.cluster) == "cpu" for plan in plans)
-        if wishes.jobs > 1 and not on_cpu:
+        if asked.jobs > 1 and not on_cpu:
             screen.say("On GPUs every run may use all of them, so one runs after another.")
         with _held(study):
             backend = LocalBackend(
-                jobs=wishes.jobs if on_cpu else 1,
+                jobs=asked.jobs if on_cpu else 1,
                 title=lambda plan: titles[plan.folder.path],
                 stopped=(lambda: False) if study is None else study.stop_requested,
             )

@@ -1,13 +1,15 @@
-"""What is typed after `titan-exp sweep`, and the flags of `titan-exp train -m`, as Hydra's sweeper reads it."""
+"""What is typed after `titan-exp sweep`, and flags of `titan-exp train -m`, sorted for Hydra and its sweeper."""
 
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from titan_exp.config.arguments import SWITCHES, VALUED
+from titan_exp.config.arguments import SWITCHES, VALUED, read_arguments
 from titan_exp.config.errors import UserError
 from titan_exp.config.flags import take_flags
+from titan_exp.config.study import Study
+from titan_exp.launch.asked import Asked
 
 HELP = """\
 titan-exp sweep: run a study, sweeps/NAME.yaml, or what is missing of it.
@@ -36,18 +38,20 @@ FLAGS = ("--dry-run", "--prune", "--yes", "--skip")
 
 @dataclass(frozen=True)
 class SweepWords:
-    """What Hydra is to be told."""
+    """What Hydra is to be told, and what the sweeper."""
 
     words: list[str]
-    """Flags and overrides, those of the sweeper included."""
+    """Flags and overrides for Hydra."""
+    asked: Asked
+    """The rest, for the sweeper."""
     inside: tuple[str, ...] = ()
-    """Overrides that the study holds, to be looked at with those that were typed."""
+    """Overrides that Hydra does not see at once: the study's, and those that were typed after its name."""
     where: str = ""
     """The study's file, for messages."""
 
 
 def sweep_words(typed: Sequence[str]) -> SweepWords | None:
-    """What was typed after `titan-exp sweep`, for Hydra; None where the words asked for help or the list of studies.
+    """Sort what was typed after `titan-exp sweep`; None where the words asked for help or the list of studies.
 
     Raises:
         UserError: there is no such study, or it cannot be read, or a flag is unknown.
@@ -56,7 +60,8 @@ def sweep_words(typed: Sequence[str]) -> SweepWords | None:
         print(HELP, end="")
         return None
     flags, rest = take_flags(typed, FLAGS[:-1], {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="sweep")
-    names = [word for word in rest if "=" not in word and not word.startswith(("-", "~", "+"))]
+    arguments = read_arguments(rest)
+    names = [word for word in arguments.overrides if "=" not in word and not word.startswith(("~", "+"))]
     from titan_exp.config.study_file import find_study, read_study
 
     if not names:
@@ -64,13 +69,46 @@ def sweep_words(typed: Sequence[str]) -> SweepWords | None:
             raise UserError(f"Which study? titan-exp sweep NAME {' '.join(typed)}\n  titan-exp sweep lists them.")
         _list_studies()
         return None
-    rest.remove(names[0])
     study = read_study(find_study(names[0]))
-    sizes = [word for word in rest if word.startswith("size=")]
-    sweeper = {"study": _quoted(str(study.path.absolute())), **_wishes(flags)}
-    if sizes:
-        sweeper["size"] = _quoted(sizes[-1].removeprefix("size="))
-    rest = [word for word in rest if word not in (*sizes, "-m", "--multirun")]
+    overrides = [word for word in arguments.overrides if word != names[0]]
+    size = [word.removeprefix("size=") for word in overrides if word.startswith("size=")]
+    hydras = [word for word in overrides if word.startswith("hydra")]
+    others = tuple(word for word in overrides if word not in hydras and not word.startswith("size="))
+    asked = replace(_asked(flags), study=study.path, size=size[-1] if size else None, typed=others)
+    flags_for_hydra = [word for word in arguments.flags if word not in ("-m", "--multirun")]
+    inside = (*_overrides_in(study), *others)
+    return SweepWords(["-m", *flags_for_hydra, *hydras], asked, inside, str(study.path))
+
+
+def train_words(typed: Sequence[str]) -> SweepWords:
+    """Sort what was typed after `titan-exp train`, which may have a sweep's own flags.
+
+    Raises:
+        UserError: they were given without -m.
+    """
+    ours = (*FLAGS, "--jobs")
+    if not any(word.partition("=")[0] in ours for word in typed):
+        return SweepWords(list(typed), Asked())
+    flags, rest = take_flags(typed, FLAGS, {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="train")
+    if "-m" not in rest and "--multirun" not in rest:
+        raise UserError(f"{next(iter(flags))} is about a sweep: it goes with -m, or with titan-exp sweep.")
+    return SweepWords(rest, _asked(flags))
+
+
+def _asked(flags: Mapping[str, str | int | bool]) -> Asked:
+    if flags.get("--jobs") == 0:
+        raise UserError("--jobs 0: nothing would ever run. The least is --jobs 1.")
+    return Asked(
+        dry_run="--dry-run" in flags,
+        skip="--skip" in flags,
+        jobs=int(flags.get("--jobs", 1)),
+        prune="--prune" in flags,
+        yes="--yes" in flags,
+    )
+
+
+def _overrides_in(study: Study) -> list[str]:
+    """Every override of a study, one for each key, values that differ listed with commas."""
     by_key: dict[str, dict[str, None]] = {}
     for text in (
         *study.held_fixed,
@@ -79,33 +117,7 @@ def sweep_words(typed: Sequence[str]) -> SweepWords | None:
     ):
         key, equals, value = text.partition("=")
         by_key.setdefault(key + equals, {})[value] = None
-    inside = tuple(f"{key}{','.join(values)}" for key, values in by_key.items())
-    return SweepWords(["-m", *rest, *_for_sweeper(sweeper)], inside, str(study.path))
-
-
-def train_words(typed: Sequence[str]) -> list[str]:
-    """What was typed after `titan-exp train`, with a sweep's own flags turned into keys of the sweeper.
-
-    Raises:
-        UserError: they were given without -m.
-    """
-    ours = (*FLAGS, "--jobs")
-    if not any(word.partition("=")[0] in ours for word in typed):
-        return list(typed)
-    flags, rest = take_flags(typed, FLAGS, {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="train")
-    if "-m" not in rest and "--multirun" not in rest:
-        raise UserError(f"{next(iter(flags))} is about a sweep: it goes with -m, or with titan-exp sweep.")
-    return [*rest, *_for_sweeper(_wishes(flags))]
-
-
-def _wishes(flags: dict[str, str | int | bool]) -> dict[str, str]:
-    if flags.get("--jobs") == 0:
-        raise UserError("--jobs 0: nothing would ever run. The least is --jobs 1.")
-    return {name.lstrip("-").replace("-", "_"): str(value).lower() for name, value in flags.items()}
-
-
-def _for_sweeper(keys: dict[str, str]) -> list[str]:
-    return [f"hydra.sweeper.{key}={value}" for key, value in keys.items()]
+    return [f"{key}{','.join(values)}" for key, values in by_key.items()]
 
 
 def _list_studies() -> None:
@@ -122,8 +134,3 @@ def _list_studies() -> None:
         print(textwrap.fill(said, 110, initial_indent="      ", subsequent_indent="      "))
     if not any(not path.is_absolute() for path in files.values()):
         print(f"\nYour own go into {Path('sweeps')}/ in the folder where you type the command.")
-
-
-def _quoted(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"'{escaped}'"

@@ -150,6 +150,7 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
         (["sweep", "optimizers", "size=huge"], "optimizers has laptop and cluster"),
         (["sweep", "optimizers", "optimizer.lrr=3"], "did you mean optimizer.lr?"),
         (["sweep", "optimizers", "optimizer.eps=1e-9"], "varies optimizer.eps together with others"),
+        (["sweep", "optimizers", "experiment.seed=one"], "a whole number is meant"),
         (["sweep", "optimizers", "experiment.name=a,b"], "lie in one folder"),
         (["sweep", "optimizers", "parallelism.ep=2"], "None of the 21 points"),
         (["status", "nowhere"], "there is no such run or study"),

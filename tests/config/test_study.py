@@ -199,6 +199,15 @@ def test_a_question_is_asked(tmp_path: Path):
         read_study(tmp_path / "mine.yaml")
 
 
+def test_the_readmes_study_is_one(study):
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    text = readme[readme.index("question: Does a warm-up") :]
+    read = study(text[: text.index("```")])
+    points = study_points(read, "laptop")
+    assert len(labels(points)) == 3 * (2 + 3)
+    assert baseline_of(read, points) == "lr=1e-3 warmup_steps=20 decay_steps=180"
+
+
 def test_ones_own_studies_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     shipped = find_study("optimizers")

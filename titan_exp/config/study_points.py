@@ -8,7 +8,7 @@ from hydra.core.override_parser.types import Override
 
 from titan_exp.config.errors import UserError
 from titan_exp.config.study import Axis, Choice, Condition, Study
-from titan_exp.config.study_file import facts_of
+from titan_exp.config.study_file import facts_of, override
 from titan_exp.config.suggest import did_you_mean, listed
 
 SEED = "experiment.seed"
@@ -77,11 +77,11 @@ def narrowed(study: Study, typed: Sequence[Override]) -> tuple[Study, tuple[str,
         UserError: an override would tear apart values that the study gives together.
     """
     fixed: list[str] = []
-    for override in typed:
-        key, texts = override.key_or_group, values_of(override)
+    for one in typed:
+        key, texts = one.key_or_group, values_of(one)
         axis = next((axis for axis in study.axes if key in _keys_of(axis)), None)
         choices = tuple(Choice((text,), text) for text in texts)
-        if key == SEED:
+        if key == SEED and all(text.partition("=")[2].isdigit() for text in texts):
             study = replace(study, seeds=tuple(int(text.partition("=")[2]) for text in texts))
         elif axis is not None and axis.keys == (axis.name,):
             axes = tuple(replace(it, choices=choices) if it is axis else it for it in study.axes)
@@ -89,10 +89,10 @@ def narrowed(study: Study, typed: Sequence[Override]) -> tuple[Study, tuple[str,
         elif axis is not None:
             together = listed(_keys_of(axis), "and")
             raise UserError(
-                f"{override.input_line}: this study varies {key} together with others ({together}). "
+                f"{one.input_line}: this study varies {key} together with others ({together}). "
                 f"Change it in {study.path}, or in a copy of your own: sweeps/{study.name}.yaml."
             )
-        elif override.is_sweep_override():
+        elif one.is_sweep_override():
             study = replace(study, axes=(*study.axes, Axis(key, (key,), choices)))
         else:
             fixed += texts
@@ -110,7 +110,7 @@ def study_points(study: Study, size: str, fixed: Sequence[str] = ()) -> list[Stu
     Raises:
         UserError: no point is left, or two have the same label.
     """
-    base = [f"{NAME}={folder_name(study, size)}", *study.held_fixed, *study.sizes.get(size, ())]
+    base = [override(NAME, folder_name(study, size)), *study.held_fixed, *study.sizes.get(size, ())]
     combinations: list[tuple[Choice, ...]] = [()]
     facts: list[dict[str, str]] = [_facts([*base, *fixed])]
     for axis in study.axes:

@@ -78,7 +78,7 @@ class LocalBackend:
         screen = Screen()
         for number, plan in waiting:
             if self.interrupted or self._stopped():
-                self.interrupted = True
+                self._note(INTERRUPTED)
                 return
             say(f"\n[{number + 1}/{total}] {self._title(plan)}")
             try:

@@ -82,7 +82,9 @@ class SideBySide:
             plan.folder.logs.mkdir(exist_ok=True)
             with (plan.folder.logs / LOG).open("ab") as log:
                 command = [sys.executable, "-m", "titan_exp.launch.again", str(plan.folder.path)]
-                slot.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+                slot.process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0
+                )
         except (UserError, OSError) as error:
             self._ended(plan, UserError.exit_code, str(error))
             return
@@ -101,7 +103,7 @@ class SideBySide:
                 self._ended(plan, code, None)
 
     def _signal(self) -> None:
-        """Hand the signal on. A terminal has sent it to all already, which then counts once."""
+        """Hand the signal on: in process groups of their own, the runs do not get it from the terminal as well."""
         for slot in self._running():
             assert slot.process is not None
             slot.process.send_signal(signal.SIGINT)

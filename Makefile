@@ -4,18 +4,18 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: train test quick night check golden clean
+.PHONY: train test quick night check slurm golden clean
 
 ## Train a small language model on this machine, draw its loss curve and let it write.
 train: $(STAMP)
 	$(BIN)/titan-exp train $(ARGS)
 	$(BIN)/titan-exp generate
 
-# Two tests at a time: ranks wait for each other much of theirs.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4
+# Two tests at a time: ranks wait for each other much of theirs. Those that share a SLURM stay together, in one process.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
 
 ## Format, lint, types and every test.
-test: $(STAMP) check
+test: $(STAMP) check slurm
 	$(PYTEST)
 
 ## The tests without the minutes-long ones.
@@ -30,6 +30,10 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+## A SLURM for tests/cluster, which skips without one.
+slurm:
+	.ci/slurm
 
 ## Rewrite the golden texts of the shipped configurations.
 golden: $(STAMP)

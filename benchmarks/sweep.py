@@ -24,9 +24,10 @@ from titan_exp.config.convert import to_experiment
 from titan_exp.config.resolvers import register_resolvers
 from titan_exp.config.study_file import read_study
 from titan_exp.config.study_points import study_points
-from titan_exp.launch.commit import commit, one_reading, plan
+from titan_exp.launch.commit import commit, plan
 from titan_exp.launch.composing import Composer
 from titan_exp.launch.find import find
+from titan_exp.launch.scene import read_scene
 from titan_exp.launch.status import status_rows
 from titan_exp.launch.sweep_plan import Point, SweepPlan, plan_points
 from titan_exp.tracking.run_folder import RunFolder, RunState
@@ -70,9 +71,10 @@ def time_planning(folder: Path, count: int) -> None:
         with timed(f"{count:4d} points: plan"):
             made = planned(file, composer)
         assert len(made.planned) == count
-        with timed(f"{count:4d} points: commit"), one_reading():
+        with timed(f"{count:4d} points: commit"):
+            scene = read_scene()
             for one in made.planned:
-                commit(one.plan)
+                commit(one.plan, scene)
 
 
 def planned(file: Path, composer: Composer) -> SweepPlan:
@@ -88,16 +90,16 @@ def time_status(runs: Path, count: int) -> None:
     experiment = to_experiment(compose([f"paths.runs={runs}", "cluster.device=cpu", "model=llama_debug"]))
     row = '{{"step": {}, "tokens": 4096, "loss": 2.5, "grad_norm": 0.5, "tokens_per_second": 10000.0, "attempt": 1}}\n'
     rows = "".join(row.format(step + 1) for step in range(1000))
-    with one_reading():
-        for seed in range(count):
-            seeded = replace(experiment, experiment=replace(experiment.experiment, seed=seed))
-            made = plan(seeded)
-            commit(made)
-            folder: RunFolder = made.folder
-            attempt = folder.add_attempt(world_size=1, hosts=["here"]).attempt
-            state = "done" if seed % 2 else "failed"
-            folder.write_state(RunState(state, 1000, time.time(), attempt, None if seed % 2 else "out of luck"))
-            folder.metrics.write_text(rows)
+    scene = read_scene()
+    for seed in range(count):
+        seeded = replace(experiment, experiment=replace(experiment.experiment, seed=seed))
+        made = plan(seeded)
+        commit(made, scene)
+        folder: RunFolder = made.folder
+        attempt = folder.add_attempt(world_size=1, hosts=["here"]).attempt
+        state = "done" if seed % 2 else "failed"
+        folder.write_state(RunState(state, 1000, time.time(), attempt, None if seed % 2 else "out of luck"))
+        folder.metrics.write_text(rows)
     with timed(f"{count:4d} run folders: status"):
         assert len(status_rows(find([], runs))) == count
 

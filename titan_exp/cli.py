@@ -53,6 +53,10 @@ def train(words: Sequence[str]) -> int:
             for line in preview(experiment, experiment.data.preview):
                 print(line)
             return 0
+        if experiment.cluster.kind == "slurm":
+            from titan_exp.launch.slurm.report import submit
+
+            return submit([plan(experiment, overrides)])
         outcome = run(plan(experiment, overrides))
         if outcome.exit_code == 0:
             print(f"loss curve: {draw(outcome.folder.path)}")

@@ -14,7 +14,7 @@ from titan_exp.config.convert import to_experiment
 from titan_exp.config.errors import UserError
 from titan_exp.launch import standing as standing_module
 from titan_exp.launch.backend import Look
-from titan_exp.launch.commit import commit, one_reading, plan
+from titan_exp.launch.commit import commit, plan
 from titan_exp.launch.find import find, runs_among
 from titan_exp.launch.standing import standing
 from titan_exp.launch.status import status_rows
@@ -39,8 +39,7 @@ def make(home: Path, experiment):
 
     def run(seed: int, state: str | None, *, step: int = 4, hosts: tuple[str, ...] = (), ago: float = 0.0, by="local"):
         made = plan(replace(experiment, experiment=replace(experiment.experiment, seed=seed)))
-        with one_reading():
-            commit(made)
+        commit(made)
         folder = made.folder
         if state is not None:
             folder.add_attempt(world_size=2, hosts=hosts or (socket.gethostname(),), launched_by=by, job_id="77")

@@ -70,6 +70,13 @@ def find_dotted(name: str, field: str) -> Violation | None:
     return _missing(name, field, module, did_you_mean(attributes[0], bound))
 
 
+def find_module(name: str) -> Path | None:
+    """The source file of the module that a dotted name points into; None where there is none. Imports nothing."""
+    search_current_directory()
+    _, _, spec = _locate(name)
+    return Path(spec.origin).absolute() if spec is not None and spec.has_location and spec.origin else None
+
+
 def search_current_directory() -> None:
     """Let Python find packages in the current directory, after every other place."""
     here = os.getcwd()

@@ -64,7 +64,7 @@ def backend_for(kind: str) -> Backend:
 
         return LocalBackend()
     if kind == "slurm":
-        from importlib import import_module
+        from titan_exp.launch.slurm.backend import SlurmBackend
 
-        return import_module("titan_exp.launch.slurm.backend").SlurmBackend()
+        return SlurmBackend()
     raise UserError(f"cluster.kind={kind}: this version starts no runs there. Choose cluster=local.")

@@ -10,19 +10,17 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
 
 from titan_exp.config.convert import load_experiment, to_dict, to_yaml
 from titan_exp.config.errors import UserError
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import offered_devices, resolve_layout
 from titan_exp.config.rules import check
-from titan_exp.launch.code import Code, read_code
 from titan_exp.launch.credentials import mask_override, require_none
 from titan_exp.launch.identity import experiment_id, run_id
-from titan_exp.launch.surroundings import read_surroundings
+from titan_exp.launch.scene import Scene, read_scene
 from titan_exp.tracking.atomic import sync_all
 from titan_exp.tracking.run_folder import RunFolder, RunState, write_atomically
 
@@ -58,19 +56,25 @@ def plan(experiment: Experiment, overrides: Sequence[str] = ()) -> Plan:
     return Plan(resolved, tuple(overrides), name, experiment_id(resolved), folder)
 
 
-def commit(plan: Plan) -> None:
-    """Make the plan's run folder, unless it is there already.
+def commit(plan: Plan, scene: Scene | None = None) -> bool:
+    """Make the plan's run folder, unless it is there already. Returns whether it was.
+
+    Args:
+        plan: of the run.
+        scene: what it is launched from; read anew where none is given.
 
     Raises:
         UserError: it cannot be written, and nothing of it is left; or what is there is not this run.
     """
     target = plan.folder.path
     with writable(target):
-        if target.exists() or _create(plan):
+        there = target.exists() or _create(plan, scene)
+        if there:
             _require_same(plan)
+    return there
 
 
-def refresh(plan: Plan, last_attempt: int) -> None:
+def refresh(plan: Plan, last_attempt: int, scene: Scene | None = None) -> None:
     """Bring the snapshot in an existing folder up to date before another start; the caller has claimed the folder.
 
     The configuration may differ in keys without effect, and the code and the machine in anything. What the attempt
@@ -80,7 +84,7 @@ def refresh(plan: Plan, last_attempt: int) -> None:
         UserError: the folder cannot be written.
     """
     with writable(plan.folder.path):
-        for name, text in _snapshot(plan).items():
+        for name, text in _snapshot(plan, scene).items():
             path = plan.folder.path / name
             old = path.read_bytes().decode(errors="surrogateescape") if path.exists() else None
             if old == text:
@@ -90,17 +94,6 @@ def refresh(plan: Plan, last_attempt: int) -> None:
                 logs.mkdir(parents=True, exist_ok=True)
                 write_atomically(logs / name, old)
             write_atomically(path, text)
-
-
-@contextlib.contextmanager
-def one_reading() -> Iterator[None]:
-    """Inside the block, code and machine are read once for all runs that are committed: hundreds are, in seconds."""
-    before = _Reading.shared
-    _Reading.shared = _Reading.now()
-    try:
-        yield
-    finally:
-        _Reading.shared = before
 
 
 @contextlib.contextmanager
@@ -115,35 +108,21 @@ def writable(path: Path) -> Iterator[None]:
         ) from error
 
 
-@dataclass(frozen=True)
-class _Reading:
-    """What every run's folder says alike that is committed at the same time."""
-
-    code: Code
-    diff: str
-    surroundings: dict[str, Any]
-    shared: ClassVar["_Reading | None"] = None
-
-    @classmethod
-    def now(cls) -> "_Reading":
-        return cls(*read_code(), read_surroundings())
-
-
-def _snapshot(plan: Plan) -> dict[str, str]:
+def _snapshot(plan: Plan, scene: Scene | None) -> dict[str, str]:
     """Name and content of every file that describes the run before it starts."""
-    reading = _Reading.shared or _Reading.now()
+    scene = scene or read_scene()
     ids = {"run_id": plan.run_id, "experiment_id": plan.experiment_id}
     typed = [f"- {json.dumps(mask_override(override), ensure_ascii=False)}\n" for override in plan.overrides]
     return {
         plan.folder.config.name: to_yaml(plan.experiment),
         plan.folder.overrides.name: "".join(typed) or "[]\n",
-        plan.folder.code.name: json.dumps({**ids, **asdict(reading.code)}, indent=2) + "\n",
-        plan.folder.diff.name: reading.diff,
-        plan.folder.env.name: json.dumps(reading.surroundings, indent=2) + "\n",
+        plan.folder.code.name: scene.code_json(ids),
+        plan.folder.diff.name: scene.diff,
+        plan.folder.env.name: json.dumps(scene.surroundings, indent=2) + "\n",
     }
 
 
-def _create(plan: Plan) -> bool:
+def _create(plan: Plan, scene: Scene | None) -> bool:
     """Write the folder elsewhere and rename it; returns whether another process was first."""
     target = plan.folder.path
     missing = [parent for parent in target.parents if not parent.exists()]
@@ -152,7 +131,7 @@ def _create(plan: Plan) -> bool:
         temporary = Path(tempfile.mkdtemp(prefix=f".{plan.run_id}.", dir=target.parent))
         try:
             temporary.chmod(target.parent.stat().st_mode & 0o777)
-            for name, text in _snapshot(plan).items():
+            for name, text in _snapshot(plan, scene).items():
                 write_atomically(temporary / name, text, durable=False)
             RunFolder(temporary).write_state(RunState("pending", 0, time.time(), 0, None), durable=False)
             sync_all(temporary)

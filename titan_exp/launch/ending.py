@@ -8,6 +8,9 @@ from titan_exp.tracking.metrics_file import read_metrics
 from titan_exp.tracking.run_folder import RunFolder, RunState
 from titan_exp.tracking.run_state import StateName
 
+NEVER_STARTED = "its job is gone and never started"
+"""Reason of a start that was submitted and came to nothing."""
+
 
 def close_attempt(
     folder: RunFolder, attempt: int, state: StateName, *, exit_code: int, reason: str | None, overrule: bool
@@ -51,6 +54,6 @@ def close_dead_attempts(folder: RunFolder) -> None:
         if row.end is None:
             beat = folder.read_heartbeat()
             known = beat.time if beat is not None and beat.time >= row.intent else row.start or row.intent
-            folder.update_attempt(
-                row.attempt, end=known, reason="died without a word (killed, or the machine went down)"
-            )
+            never = row.launched_by == "slurm" and row.start is None
+            reason = NEVER_STARTED if never else "died without a word (killed, or the machine went down)"
+            folder.update_attempt(row.attempt, end=known, reason=reason)

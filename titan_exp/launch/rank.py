@@ -22,7 +22,8 @@ import psutil
 from titan_exp.config.errors import UserError
 from titan_exp.launch.ending import close_attempt
 from titan_exp.launch.rank_record import SPARE, RankError, RankRecord, read_record, write_record
-from titan_exp.launch.seat import Seat, plain_seat, submitted_seat
+from titan_exp.launch.seat import Seat, plain_seat, srun_seat, submitted_seat
+from titan_exp.launch.slurm.place import slurm_place
 from titan_exp.launch.watch import Watch
 from titan_exp.tracking.run_folder import RunFolder
 from titan_exp.tracking.run_state import DONE, FAILED, STOPPED, StateName
@@ -47,24 +48,27 @@ def run_rank(path: str) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one rank without a launcher: as torchrun's environment variables say, or as the only process.
+    """Run one rank without a launcher: as the environment variables of srun or torchrun say, or as the only process.
 
-    Returns the rank's exit code.
+    Returns the rank's exit code; under srun, 0 also where it saved and stopped.
     """
     if len(arguments) != 1:
         print("usage: python -m titan_exp.launch.rank RUN_FOLDER", file=sys.stderr)
         return UserError.exit_code
-    folder = RunFolder(arguments[0])
+    folder, place = RunFolder(arguments[0]), slurm_place()
     try:
         state = folder.read_state()
         if state is not None and state.state == "done":
-            print(f"{folder.path}: done already, after step {state.step}")
+            if place is None or place.rank == 0:
+                print(f"{folder.path}: done already, after step {state.step}")
             return DONE
-        seat = plain_seat(folder)
+        seat = plain_seat(folder) if place is None else srun_seat(folder, place)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    return _Rank(folder, seat).run()
+    code = _Rank(folder, seat).run()
+    # srun would kill the peers of the first rank that has saved, in the middle of their last words.
+    return DONE if seat.gang and code == STOPPED else code
 
 
 class _Rank:

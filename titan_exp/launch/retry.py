@@ -4,7 +4,7 @@ from titan_exp.config.errors import UserError
 from titan_exp.config.flags import take_flags
 from titan_exp.launch.again import plan_again
 from titan_exp.launch.backend import Backend, backend_for
-from titan_exp.launch.commit import Plan, one_reading
+from titan_exp.launch.commit import Plan
 from titan_exp.launch.find import Found, find, runs_among
 from titan_exp.launch.local_backend import LocalBackend
 from titan_exp.launch.screen import Screen
@@ -62,13 +62,12 @@ def _start(again: list[Found]) -> int:
             code = local.worst or code
             continue
         backend: Backend = backend_for(kind)
-        with one_reading():
-            for one in backend.submit(plans, say=screen.say):
-                number = f", job {one.job_id}" if one.job_id else ""
-                screen.say(
-                    f"{labels[one.plan.folder.path]}: {one.outcome}{number}{f': {one.reason}' if one.reason else ''}"
-                )
-                code = 1 if one.outcome in ("refused", "failed") else code
+        for one in backend.submit(plans, say=screen.say):
+            number = f", job {one.job_id}" if one.job_id else ""
+            screen.say(
+                f"{labels[one.plan.folder.path]}: {one.outcome}{number}{f': {one.reason}' if one.reason else ''}"
+            )
+            code = 1 if one.outcome in ("refused", "failed") else code
     return code
 
 

@@ -15,7 +15,6 @@ from titan_exp.config.layout import device_type
 from titan_exp.config.study_points import values_of
 from titan_exp.launch.asked import Asked
 from titan_exp.launch.backend import Submission, backend_for
-from titan_exp.launch.commit import one_reading
 from titan_exp.launch.local_backend import LocalBackend
 from titan_exp.launch.screen import Screen
 from titan_exp.launch.study import OpenStudy
@@ -97,8 +96,7 @@ def _carry_out(
     for kind in sorted(by_kind, key=lambda kind: kind == "local"):
         plans = [one.plan for one in by_kind[kind]]
         if kind != "local":
-            with one_reading():
-                submitted = backend_for(kind).submit(plans, say=screen.say)
+            submitted = backend_for(kind).submit(plans, say=screen.say)
             found += submitted
             code = max(code, int(any(one.outcome in ("refused", "failed") for one in submitted)))
             continue

@@ -39,6 +39,12 @@ class Attempt:
     """How it ended, in words."""
     launched_by: str = "local"
     """Who holds it: `local`, `slurm`, or `hand` where torchrun or a user started the ranks."""
+    token: str | None = None
+    """What a scheduler's job carries so that it is found where its number was never written down."""
+    restarts: int | None = None
+    """How often the scheduler had started the same job before."""
+    requeues: int = 0
+    """How often in a row, before this start, the run went on by itself; 0 where somebody submitted it."""
 
 
 class AttemptLog:
@@ -59,12 +65,26 @@ class AttemptLog:
             return []
         return [self._parse(number, line) for number, line in enumerate(lines, 1)]
 
-    def add(self, *, world_size: int, hosts: Sequence[str], job_id: str | None, launched_by: str = "local") -> Attempt:
-        """Write down the intent to start once more; returns the new row."""
+    def add(
+        self, *, world_size: int, hosts: Sequence[str], job_id: str | None, launched_by: str = "local", **fields: Any
+    ) -> Attempt:
+        """Write down the intent to start once more, with any further fields of the row; returns the new row."""
         with self._locked():
             rows = self.read()
             number = rows[-1].attempt + 1 if rows else 1
-            row = Attempt(number, time.time(), job_id, tuple(hosts), world_size, None, None, None, None, launched_by)
+            row = Attempt(
+                attempt=number,
+                intent=time.time(),
+                job_id=job_id,
+                hosts=tuple(hosts),
+                world_size=world_size,
+                start=None,
+                end=None,
+                exit=None,
+                reason=None,
+                launched_by=launched_by,
+                **fields,
+            )
             self._write([*rows, row])
         return row
 

@@ -110,10 +110,19 @@ class RunFolder:
         return self._attempt_log.read()
 
     def add_attempt(
-        self, *, world_size: int, hosts: Sequence[str], job_id: str | None = None, launched_by: str = "local"
+        self,
+        *,
+        world_size: int,
+        hosts: Sequence[str],
+        job_id: str | None = None,
+        launched_by: str = "local",
+        **fields: Any,
     ) -> Attempt:
-        """Write down the intent to start once more, before anything is submitted; returns the new row."""
-        return self._attempt_log.add(world_size=world_size, hosts=hosts, job_id=job_id, launched_by=launched_by)
+        """Write down the intent to start once more, before anything is submitted, with any further fields of the row;
+        returns the new row."""
+        return self._attempt_log.add(
+            world_size=world_size, hosts=hosts, job_id=job_id, launched_by=launched_by, **fields
+        )
 
     def update_attempt(self, number: int, **fields: Any) -> Attempt:
         """Fill in fields of attempt `number`; returns the row as it is now."""

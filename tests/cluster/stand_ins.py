@@ -1,0 +1,34 @@
+"""More stand-ins for the trainer, beside those of tests/launch/fake_ranks.py."""
+
+import signal
+import sys
+import time
+
+
+def stop_always(path: str) -> None:
+    """Saves and stops whenever it is started."""
+    sys.exit(85)
+
+
+def train_slowly(path: str) -> None:
+    """The trainer, whose first attempt takes a second longer for every step."""
+    from titan_exp.tracking.run_folder import RunFolder
+    from titan_exp.trainer.rank import main
+    from titan_exp.trainer.train import Trainer
+
+    step = Trainer._one_step
+
+    def one_step(self: Trainer) -> bool:
+        time.sleep(1)
+        return step(self)
+
+    if len(RunFolder(path).read_attempts()) == 1:
+        Trainer._one_step = one_step
+    main(path)
+
+
+def hang(path: str) -> None:
+    """Hangs where no handler of Python's runs."""
+    open(f"{path}/hanging", "w").close()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    time.sleep(120)

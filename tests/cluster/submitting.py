@@ -1,0 +1,105 @@
+"""Runs as jobs of the tests' SLURM, submitted from here, with a stand-in for the trainer unless a test trains."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cluster import stand_ins
+from tests.cluster.slurm import Slurm
+from titan_exp.config.compose import compose
+from titan_exp.config.convert import to_experiment
+from titan_exp.launch.backend import Look, Submission
+from titan_exp.launch.commit import Plan, plan
+from titan_exp.launch.slurm.backend import SlurmBackend
+from titan_exp.tracking.attempts import Attempt
+from titan_exp.tracking.run_folder import RunFolder
+
+LIMIT = 45.0
+"""Seconds that anything may take, on a busy machine, before the test fails."""
+SMALL = ["model=llama_debug", "+experiment=smoke", "experiment.name=x", "cluster=slurm", "cluster.device=cpu"]
+
+
+class Submitting:
+    """What a user of the cluster does, with the runs below one folder."""
+
+    def __init__(self, slurm: Slurm, runs: Path) -> None:
+        self.slurm, self.runs, self.backend = slurm, runs, SlurmBackend()
+        self.said: list[str] = []
+
+    def plan(self, *overrides: str) -> Plan:
+        words = [*SMALL, f"paths.runs={self.runs}", *overrides]
+        return plan(to_experiment(compose(words)), words)
+
+    def submit(self, *plans: Plan) -> list[Submission]:
+        return self.backend.submit(plans, say=self.said.append)
+
+    def submitted(self, *overrides: str) -> tuple[RunFolder, str]:
+        """Submit one run; returns its folder and job."""
+        (submission,) = self.submit(self.plan(*overrides))
+        assert (submission.outcome, submission.reason) == ("submitted", None)
+        assert submission.job_id is not None
+        return submission.plan.folder, submission.job_id
+
+    def look(self, folder: RunFolder) -> Look:
+        return self.backend.look([folder])[folder.path]
+
+    def ended(self, folder: RunFolder, *states: str) -> str | None:
+        """Wait until the run is in one of these states and its job is gone; returns the reason."""
+
+        def look() -> bool:
+            state = folder.read_state()
+            return state is not None and state.state in states and self.look(folder).state == "gone"
+
+        self.wait_until(look, lambda: self.story(folder))
+        state = folder.read_state()
+        assert state is not None
+        return state.reason
+
+    def running(self, folder: RunFolder, *names: str) -> None:
+        """Wait until the run's folder holds these files, which its ranks write."""
+        self.wait_until(lambda: all((folder.path / name).exists() for name in names), lambda: self.story(folder))
+
+    def now(self, job: str) -> None:
+        """Start a job that waits for a while after it was queued again."""
+        with contextlib.suppress(AssertionError):
+            self.slurm.wait_for(job, "PENDING", limit=10)
+            self.slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+    def story(self, folder: RunFolder) -> str:
+        texts = [path.read_text(errors="replace") for path in sorted(folder.path.rglob("logs/*.*"))]
+        rows = [str(row) for row in folder.read_attempts()]
+        return "\n".join([str(folder.read_state()), *rows, *texts, self.slurm.state()])
+
+    def wait_until(self, look: Callable[[], bool], story: Callable[[], str]) -> None:
+        deadline = time.monotonic() + LIMIT
+        while not look():
+            assert time.monotonic() < deadline, f"it took too long\n{story()}"
+            time.sleep(0.2)
+
+
+@pytest.fixture
+def cluster(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Submitting:
+    monkeypatch.setenv("SLURM_CONF", str(slurm.config))
+    return Submitting(slurm, tmp_path / "runs")
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Lets ranks run something of stand_ins.py, or of tests/launch/fake_ranks.py, in the place of the trainer."""
+
+    def choose(name: str) -> None:
+        module = "tests.cluster.stand_ins" if hasattr(stand_ins, name) else "tests.launch.fake_ranks"
+        monkeypatch.setenv("TITAN_EXP_RANK_MAIN", f"{module}.{name}")
+
+    return choose
+
+
+def ends(folder: RunFolder) -> list[int | None]:
+    return [row.exit for row in folder.read_attempts()]
+
+
+def last(folder: RunFolder) -> Attempt:
+    return folder.read_attempts()[-1]

@@ -1,0 +1,210 @@
+"""How jobs end on a real SLURM, and how runs go on: failures, cancellation, preemption, limits, nodes that go away."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.cluster.submitting import Submitting, ends, last
+from titan_exp.checkpoint.folder import CheckpointFolder
+from titan_exp.launch.run import run
+from titan_exp.tracking.metrics_file import read_metrics
+from titan_exp.tracking.run_folder import RunFolder
+
+StandIn = Callable[[str], None]
+TWO_NODES = ["parallelism.dp_shard=2", "cluster.processes_per_node=1"]
+STEPS = 40
+TRAINING = [
+    *TWO_NODES,
+    f"training.steps={STEPS}",
+    "training.evaluate_every=0",
+    "checkpoint.every=1000",
+    "cluster.signal_lead=60",
+    "cluster.stop_limit=50",
+]
+
+
+def test_a_rank_that_fails_takes_the_others_with_it(cluster: Submitting, stand_in: StandIn):
+    stand_in("raise_on_rank_1")
+    folder, job = cluster.submitted(*TWO_NODES)
+    assert cluster.ended(folder, "failed") == "rank 1: ValueError: the loss went for a walk"
+    assert cluster.slurm.job(job)["JobState"] == "FAILED"
+    assert cluster.slurm.job(job)["ExitCode"] == "1:0"
+    assert ends(folder) == [1]
+    assert "the loss went for a walk" in (folder.attempt_logs(1) / "rank-00001.log").read_text()
+
+
+def test_a_rank_that_vanishes(cluster: Submitting, stand_in: StandIn):
+    stand_in("killed_on_rank_1")
+    folder, job = cluster.submitted(*TWO_NODES)
+    reason = cluster.ended(folder, "failed") or ""
+    assert reason.startswith("rank 1 vanished without a word")
+    assert reason.endswith("(srun: Killed)")
+    assert cluster.slurm.job(job)["JobState"] == "FAILED"
+
+
+def test_ranks_that_do_not_start(cluster: Submitting):
+    folder, job = cluster.submitted("cluster.setup=['cd /']", "cluster.srun_args=['--chdir=/', '--nonsense']")
+    assert "no rank started" in (cluster.ended(folder, "failed") or "")
+    assert cluster.slurm.job(job)["JobState"] == "FAILED"
+
+
+def test_a_budget_of_going_on(cluster: Submitting, stand_in: StandIn):
+    stand_in("stop_always")
+    folder, job = cluster.submitted("cluster.max_requeues=1")
+    cluster.wait_until(lambda: len(ends(folder)) == 2, lambda: cluster.story(folder))
+    cluster.now(job)
+    cluster.ended(folder, "preempted")
+    assert ends(folder) == [85, 85]
+    assert [row.requeues for row in folder.read_attempts()] == [0, 1]
+    assert [row.restarts for row in folder.read_attempts()] == [0, 1]
+    assert cluster.slurm.job(job)["JobState"] == "FAILED"
+
+
+def test_a_chain_where_the_same_job_may_not_be_queued_again(cluster: Submitting, stand_in: StandIn):
+    stand_in("obey_stop")
+    folder, job = cluster.submitted("cluster.requeue=chain")
+    cluster.running(folder, "seen-0.json")
+    folder.request_stop("a test")
+    cluster.ended(folder, "done")
+    assert ends(folder) == [85, 0]
+    assert last(folder).job_id != job
+    assert cluster.slurm.job(job)["ExitCode"] == "85:0"
+
+
+def test_ranks_that_do_not_stop_are_killed_and_go_on(cluster: Submitting, stand_in: StandIn):
+    stand_in("hang")
+    folder, job = cluster.submitted("cluster.stop_limit=1", "cluster.max_requeues=1")
+    cluster.running(folder, "hanging")
+    cluster.slurm.run("scancel", "--batch", "--signal=USR2", job)
+    cluster.wait_until(lambda: len(ends(folder)) == 2, lambda: cluster.story(folder))
+    first = folder.read_attempts()[0]
+    assert first.exit == 85
+    assert "killed before all ranks had saved" in (first.reason or "")
+    assert cluster.look(folder).state in ("queued", "running")
+
+
+def test_cancelling(cluster: Submitting, stand_in: StandIn):
+    stand_in("obey_stop")
+    waiting, _ = cluster.submitted("cluster.sbatch_args=['--hold']", "experiment.seed=1")
+    running, job = cluster.submitted("experiment.seed=2")
+    cluster.running(running, "seen-0.json")
+    never = cluster.plan("experiment.seed=3").folder
+    assert cluster.look(waiting).state == "queued"
+    said = cluster.backend.cancel([waiting, running], reason="changed my mind")
+    assert "taken out of the queue" in said[waiting.path]
+    assert "asked to save and stop" in said[running.path]
+    assert (cluster.ended(running, "preempted") or "").startswith("cancelled: changed my mind")
+    assert (running.path / "saved-0").exists()
+    assert (ends(running), ends(waiting)) == ([85], [None])
+    assert cluster.slurm.job(job)["JobState"] == "FAILED"  # it did not do what it was to do
+    assert last(waiting).reason == "cancelled: changed my mind"
+    assert cluster.look(waiting).state == cluster.look(never).state == "gone"
+
+
+def test_scancel_by_hand_saves(cluster: Submitting, stand_in: StandIn):
+    stand_in("obey_stop")
+    folder, job = cluster.submitted(*TWO_NODES)
+    cluster.running(folder, "seen-0.json", "seen-1.json")
+    cluster.slurm.run("scancel", job)
+    assert "received SIGTERM" in (cluster.ended(folder, "preempted") or "")
+    assert (folder.path / "saved-0").exists()
+    assert (folder.path / "saved-1").exists()
+    assert cluster.look(folder).reason == last(folder).reason
+
+
+def test_nodes_that_are_drained_and_nodes_that_die(cluster: Submitting, stand_in: StandIn):
+    stand_in("obey_stop")
+    for node in ("node1", "node2", "node3"):
+        cluster.slurm.drain(node)
+    folder, job = cluster.submitted(*TWO_NODES)
+    cluster.wait_until(lambda: "DRAINED" in (cluster.look(folder).reason or ""), lambda: cluster.story(folder))
+    assert cluster.look(folder).state == "queued"
+    for node in ("node1", "node2"):
+        cluster.slurm.resume(node)
+    cluster.now(job)
+    cluster.running(folder, "seen-0.json", "seen-1.json")
+    assert last(folder).job_id == job
+    cluster.slurm.fail(last(folder).hosts[0])
+    cluster.slurm.resume("node3")
+
+    def started_again() -> bool:
+        # The node only pretends to be dead, and a start that meets the old one there is held back.
+        if "held" in (cluster.look(folder).reason or ""):
+            cluster.slurm.run("scontrol", "release", job)
+        return len(ends(folder)) == 2
+
+    cluster.now(job)
+    cluster.wait_until(started_again, lambda: cluster.story(folder))
+    cluster.ended(folder, "done")
+    first, second = folder.read_attempts()
+    assert (first.restarts, second.restarts) == (0, 1)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
+    """The same training on this machine alone, never stopped."""
+    submitting = Submitting(None, tmp_path_factory.mktemp("undisturbed"))  # type: ignore[arg-type]
+    folder = submitting.plan(*TRAINING).folder
+    assert run(submitting.plan(*TRAINING)).exit_code == 0
+    return folder
+
+
+def test_queued_again_by_hand_in_the_middle_of_training(cluster: Submitting, undisturbed: RunFolder):
+    """`scontrol requeue`, as preemption does it: SIGTERM, a few seconds, SIGKILL. Two nodes, by gloo."""
+    folder, job = cluster.submitted(*TRAINING)
+    cluster.wait_until(lambda: len(read_metrics(folder.metrics)) > 2, lambda: cluster.story(folder))
+    cluster.slurm.run("scontrol", "requeue", job)
+    cluster.now(job)
+    cluster.ended(folder, "done")
+    first, second = folder.read_attempts()
+    assert (first.exit, second.exit, second.restarts, second.job_id) == (85, 0, 1, job)
+    assert first.hosts == ("node1", "node2")
+    assert_same(folder, undisturbed)
+
+
+@pytest.mark.slow
+def test_the_time_limit_in_the_middle_of_training(cluster: Submitting, stand_in: StandIn, undisturbed: RunFolder):
+    stand_in("train_slowly")
+    folder, job = cluster.submitted(*TRAINING, "cluster.time_limit=600")
+    cluster.wait_until(lambda: len(read_metrics(folder.metrics)) > 2, lambda: cluster.story(folder))
+    # SLURM looks at limits every half minute; the signal comes a minute before this one.
+    cluster.slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=1")
+    cluster.wait_until(lambda: len(ends(folder)) == 2, lambda: cluster.story(folder))
+    cluster.slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=600")
+    cluster.now(job)
+    cluster.ended(folder, "done")
+    first, second = folder.read_attempts()
+    assert (first.exit, second.exit, second.restarts) == (85, 0, 1)
+    assert "time limit" in (first.reason or "")
+    assert_same(folder, undisturbed)
+
+
+def assert_same(folder: RunFolder, undisturbed: RunFolder) -> None:
+    """Bitwise the same numbers and final state, though one was stopped and the other not."""
+    numbers = [
+        [
+            {key: row.get(key) for key in ("step", "loss", "grad_norm", "lr", "tokens")}
+            for row in read_metrics(it.metrics)
+        ]
+        for it in (folder, undisturbed)
+    ]
+    assert len(numbers[0]) == STEPS
+    assert numbers[0] == numbers[1]
+    states = [final_state(it.checkpoints) for it in (folder, undisturbed)]
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
+
+
+def final_state(checkpoints: Path) -> dict[str, torch.Tensor]:
+    from titan_exp.checkpoint.reader import read_into, tensor_shapes
+
+    path = CheckpointFolder(checkpoints).at(STEPS)
+    state = {
+        key: torch.empty(shape)
+        for key, shape in tensor_shapes(path).items()
+        if key.startswith(("model.", "optimizer."))
+    }
+    read_into(path, state)
+    return state

@@ -1,0 +1,160 @@
+"""Submitting to a real SLURM: what is asked for, what is left alone, and what a death in the middle leaves behind."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.submitting import SMALL, Submitting, ends, last
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+StandIn = Callable[[str], None]
+
+
+def test_a_sweep_over_tensor_parallelism_asks_for_the_nodes_of_each_run(cluster: Submitting, stand_in: StandIn):
+    stand_in("succeed")
+    words = [*SMALL, f"paths.runs={cluster.runs}", "cluster.processes_per_node=2", "parallelism.tp=1,2,4"]
+
+    def sweep() -> str:
+        environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+        command = [sys.executable, "-m", "titan_exp", "train", "-m", *words]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
+        return done.stdout
+
+    said = sweep()
+    assert "3 submitted" in said
+    assert "titan-exp logs -f" in said
+    plans = [cluster.plan("cluster.processes_per_node=2", f"parallelism.tp={tp}") for tp in (1, 2, 4)]
+    jobs = [cluster.slurm.job(last(plan.folder).job_id or "") for plan in plans]
+    assert [(job["NumNodes"], job["NumTasks"]) for job in jobs] == [("1", "1"), ("1", "2"), ("2", "4")]
+    assert {it.outcome for it in cluster.submit(*plans)} <= {"queued", "running", "done"}
+    for plan in plans:
+        cluster.ended(plan.folder, "done")
+    assert "3 done" in sweep()
+    assert [len(plan.folder.read_attempts()) for plan in plans] == [1, 1, 1]
+    assert cluster.slurm.queue() == {}
+
+
+def test_runs_that_ask_for_the_same_are_one_array(cluster: Submitting, stand_in: StandIn):
+    stand_in("die_unless_lucky")
+    plans = [cluster.plan(f"experiment.seed={seed}") for seed in (0, 1, 2)]
+    submissions = cluster.submit(*plans)
+    array = (submissions[0].job_id or "").partition("_")[0]
+    assert [it.job_id for it in submissions] == [f"{array}_{index}" for index in range(3)]
+    cluster.ended(plans[0].folder, "done")
+    assert cluster.ended(plans[1].folder, "failed") == "rank 0: RuntimeError: seed 1 is unlucky"
+    cluster.ended(plans[2].folder, "done")
+    # Only the one that failed is submitted again, and alone.
+    again = cluster.submit(*plans)
+    assert [it.outcome for it in again] == ["done", "submitted", "done"]
+    assert (again[1].job_id or "_").isdigit()
+    cluster.wait_until(lambda: ends(plans[1].folder) == [1, 1], lambda: cluster.story(plans[1].folder))
+
+
+def test_code_edited_while_a_job_waits_has_no_effect(cluster: Submitting, tmp_path: Path):
+    copy = tmp_path / "checkout"
+    for name in ("titan_exp", "hydra_plugins", "conf"):
+        shutil.copytree(REPOSITORY / name, copy / name)
+    edited = copy / "titan_exp" / "stand_in.py"
+    edited.write_text("def main(path):\n    open(path + '/ran', 'w').write('as submitted')\n")
+    words = [*SMALL, f"paths.runs={cluster.runs}", "cluster.sbatch_args=['--hold']"]
+    environment = {**os.environ, "PYTHONPATH": str(copy), "TITAN_EXP_RANK_MAIN": "titan_exp.stand_in.main"}
+    command = [sys.executable, "-m", "titan_exp", "train", *words]
+    done = subprocess.run(command, env=environment, cwd=copy, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    folder = cluster.plan().folder
+    edited.write_text("def main(path):\n    raise RuntimeError('edited')\n")
+    (copy / "titan_exp" / "launch" / "rank.py").unlink()
+    assert cluster.look(folder).state == "queued"
+    cluster.slurm.run("scontrol", "release", last(folder).job_id or "")
+    cluster.ended(folder, "done")
+    assert (folder.path / "ran").read_text() == "as submitted"
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_the_submitting_process_is_killed_in_the_middle(
+    cluster: Submitting, stand_in: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+):
+    """`kill -9` while sbatch has not yet made the job, and when it has but did not say so."""
+    stand_in("succeed")
+    real = subprocess.run(["which", "sbatch"], capture_output=True, text=True, check=True).stdout.strip()
+    slow = tmp_path / "bin" / "sbatch"
+    slow.parent.mkdir()
+    wait = f"touch {tmp_path}/reached; while [ ! -e {tmp_path}/go ]; do sleep 0.1; done"
+    lines = [wait, f'{real} "$@"'] if moment == "before" else [f'{real} "$@" >{tmp_path}/made', wait]
+    slow.write_text("\n".join(["#!/bin/sh", *lines, ""]))
+    slow.chmod(0o755)
+    path = os.environ["PATH"]
+    words = [*SMALL, f"paths.runs={cluster.runs}", "experiment.seed=0,1"]
+    environment = {**os.environ, "PATH": f"{slow.parent}:{path}", "PYTHONPATH": str(REPOSITORY)}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "titan_exp", "train", "-m", *words], env=environment, stdout=subprocess.DEVNULL
+    )
+    plans = [cluster.plan(f"experiment.seed={seed}") for seed in (0, 1)]
+    cluster.wait_until((tmp_path / "reached").exists, cluster.slurm.state)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert [last(plan.folder).job_id for plan in plans] == [None, None] or moment == "after"
+    if moment == "before":
+        # sbatch is an orphan that may still make the job: neither is a second one made, nor is this one forgotten.
+        refused = cluster.submit(*plans)
+        assert [it.outcome for it in refused] == ["refused", "refused"]
+        assert "still waits for SLURM" in (refused[0].reason or "")
+    (tmp_path / "go").touch()
+    time.sleep(1)
+    assert {it.outcome for it in cluster.submit(*plans)} <= {"queued", "running", "done"}
+    for plan in plans:
+        cluster.ended(plan.folder, "done")
+    assert [ends(plan.folder) for plan in plans] == [[0], [0]]
+    assert cluster.slurm.queue() == {}
+
+
+def test_a_submission_that_died_before_sbatch_is_submitted(cluster: Submitting, stand_in: StandIn):
+    stand_in("succeed")
+    planned = cluster.plan()
+    (first,) = cluster.submit(planned)
+    cluster.ended(planned.folder, "done")
+    # As if it had been written down and nothing more: no job carries this token.
+    planned.folder.attempts.unlink()
+    planned.folder.state.write_text('{"state": "pending", "step": 0, "time": 0, "attempt": 0, "reason": null}')
+    planned.folder.add_attempt(world_size=1, hosts=(), launched_by="slurm", token="0123456789ab")
+    (again,) = cluster.submit(planned)
+    assert (again.outcome, again.job_id != first.job_id) == ("submitted", True)
+    cluster.ended(planned.folder, "done")
+    assert [row.reason for row in planned.folder.read_attempts()] == ["its job is gone and never started", None]
+
+
+def test_without_the_controller_nothing_is_said_to_be_gone(cluster: Submitting, stand_in: StandIn):
+    stand_in("obey_stop")
+    folder, job = cluster.submitted()
+    cluster.running(folder, "seen-0.json")
+    cluster.slurm.stop_controller()
+    try:
+        assert cluster.look(folder).state == "unknown"
+        (refused,) = cluster.submit(cluster.plan())
+        assert (refused.outcome, refused.job_id) == ("refused", job)
+        assert "cannot say" in (refused.reason or "")
+    finally:
+        cluster.slurm.start_controller()
+    assert cluster.look(folder).state == "running"
+    (left_alone,) = cluster.submit(cluster.plan())
+    assert (left_alone.outcome, left_alone.job_id) == ("running", job)
+    folder.request_stop("the test is over")
+    cluster.now(job)
+    cluster.ended(folder, "done")
+
+
+def test_what_sbatch_refuses_is_said_and_can_be_submitted_again(cluster: Submitting, stand_in: StandIn):
+    stand_in("succeed")
+    (refused,) = cluster.submit(cluster.plan("cluster.partition=nowhere"))
+    assert refused.outcome == "refused"
+    assert "invalid partition" in (refused.reason or "")
+    folder, _ = cluster.submitted("cluster.partition=h100")
+    cluster.ended(folder, "done")

@@ -1,0 +1,62 @@
+"""Rules about jobs of a scheduler, and how many nodes a run asks for."""
+
+import pytest
+
+from tests.config.composing import experiment
+from titan_exp.config.layout import nodes_needed, offered_devices, resolve_layout
+from titan_exp.config.rules import violations
+
+SLURM = ["cluster=slurm", "model=llama_debug", "+experiment=smoke", "training.global_batch_size=64"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "field", "remedy"),
+    [
+        ([], "", ""),
+        (["cluster.device=auto"], "cluster.device", "cluster.device=cuda"),
+        (["cluster.gpus_per_node=null"], "cluster.gpus_per_node", "gpus_per_node=8"),
+        (["cluster.time_limit=1h"], "cluster.time_limit", "24:00:00"),
+        (["cluster.time_limit=1-12"], "", ""),
+        (["cluster.time_limit=90"], "", ""),
+        (["+cluster.environment={A-B:1}"], "cluster.environment", "letters"),
+        (["cluster.srun_args=['mpi pmix']"], "cluster.srun_args", "--nice"),
+        (["cluster.sbatch_args=['--nice=1']"], "", ""),
+        (["cluster.stop_limit=300"], "cluster.stop_limit", "stop_limit=299"),
+        (["parallelism.dp_shard=4"], "", ""),
+        (["parallelism.dp_shard=16"], "", ""),
+        (["parallelism.tp=3", "parallelism.dp_shard=4"], "cluster.gpus_per_node", "8 or 16"),
+        (["cluster.nodes=2"], "", ""),
+        (["cluster.nodes=2", "parallelism.dp_shard=8"], "cluster.nodes", "cluster.nodes=null"),
+        (["cluster.device=cpu", "cluster.processes_per_node=2", "parallelism.dp_shard=2"], "", ""),
+        (
+            ["cluster.device=cpu", "cluster.processes_per_node=3", "parallelism.dp_shard=4"],
+            "cluster.processes_per_node",
+            "processes_per_node=1 or 2",
+        ),
+    ],
+)
+def test_what_slurm_is_asked_for(overrides: list[str], field: str, remedy: str):
+    found = [it for it in violations(experiment(*SLURM, *overrides)) if it.field.startswith("cluster.")]
+    assert [it.field for it in found] == ([field] if field else [])
+    assert remedy in "".join(it.remedy for it in found)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "world", "nodes"),
+    [
+        ([], 8, 1),
+        (["cluster.nodes=2"], 16, 2),
+        (["parallelism.dp_shard=1"], 1, 1),
+        (["parallelism.tp=2", "parallelism.dp_shard=2"], 4, 1),
+        (["parallelism.dp_shard=32"], 32, 4),
+        (["cluster.device=cpu"], 1, 1),
+        (["cluster.device=cpu", "parallelism.dp_shard=6"], 6, 1),
+        (["cluster.device=cpu", "cluster.processes_per_node=2", "parallelism.dp_shard=6"], 6, 3),
+    ],
+)
+def test_nodes(overrides: list[str], world: int, nodes: int):
+    from titan_exp.config.layout import world_size
+
+    run = experiment(*SLURM, *overrides)
+    resolved = resolve_layout(run, offered_devices(run.cluster))
+    assert (world_size(resolved), nodes_needed(resolved)) == (world, nodes)

@@ -1,0 +1,54 @@
+#!/bin/bash
+# x-0123456789ab: 2 nodes with 4 processes each. Written by titan_exp.
+
+#SBATCH --job-name=x-0123456789ab
+#SBATCH --comment=titan_exp:feedbeefcafe
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=4
+#SBATCH --signal=B:USR2@300
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=/runs/x/0123456789ab/logs/slurm-%j.out
+
+# The run.
+RUN=/runs/x/0123456789ab
+JOB="$SLURM_JOB_ID"
+export TITAN_EXP_TOKEN=feedbeefcafe
+
+# The code as it was at submission: edits since then have no effect.
+export PYTHONPATH=/runs/.code/0011223344556677
+export TITAN_EXP_IMPORT_PATH=/home/me/project
+export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 PYTHONDONTWRITEBYTECODE=1
+
+# 300 s before the time limit SLURM sends USR2 to this script alone. All ranks look for the flag, agree on a step,
+# save together and end. Those that are not done in 240 s are killed, which leaves time to queue the run again.
+rm -f "$RUN/stop"
+signals=0
+stop() {
+    signals=$((signals + 1))
+    [ -e "$RUN/stop" ] || echo "SLURM is about to end the job (time limit, or preemption)" > "$RUN/stop"
+    [ "$signals" = 1 ] || return
+    (sleep 240; kill "$step") > /dev/null 2>&1 &  # srun passes it on as the end of all ranks
+}
+trap stop USR2
+
+# One process for each rank. A rank that fails takes the others with it.
+srun --kill-on-bad-exit=1 \
+    --output="$RUN/logs/slurm-$JOB-${SLURM_RESTART_COUNT:-0}-rank-%5t.log" \
+    /venv/bin/python -m titan_exp.launch.rank "$RUN" &
+step=$!
+# A signal ends `wait` early: it is asked again until it was srun that ended.
+while
+    seen=$signals; wait "$step"; code=$?
+    [ "$seen" != "$signals" ]
+do :; done
+
+# Close the attempt where no rank lived to do it. Answers 0 done, 85 to be continued, anything else failed.
+/venv/bin/python -m titan_exp.launch.slurm.after "$RUN" "$JOB" "$code"
+code=$?
+if [ "$code" = 85 ]; then
+    scontrol requeue "$JOB" && exit 0
+    # The site forbids that: a new job after this one.
+    sbatch --dependency="afterany:$JOB" "$RUN/job.sh"
+fi
+exit "$code"

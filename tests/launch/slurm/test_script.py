@@ -1,0 +1,111 @@
+"""Batch scripts by golden text, read by bash, and what their loop does with signals."""
+
+import subprocess
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.config.composing import experiment
+from titan_exp.config.layout import resolve_layout
+from titan_exp.launch.commit import Plan
+from titan_exp.launch.frozen import Frozen
+from titan_exp.launch.slurm.script import Script, render
+from titan_exp.launch.slurm.submission import grouped, resources_of
+from titan_exp.tracking.run_folder import RunFolder
+
+GOLDEN = Path(__file__).parent / "golden"
+SITE = [
+    "cluster=slurm_h100",
+    "cluster.account=my_group",
+    "cluster.qos=normal",
+    "cluster.constraint=ib",
+    "cluster.reservation=friday",
+    "cluster.exclude=node7",
+    "cluster.setup=['module load cuda', 'ulimit -n 65536']",
+    "+cluster.environment={NCCL_DEBUG:WARN,WORDS:'two words'}",
+    "cluster.sbatch_args=['--nice=100']",
+    "cluster.srun_args=['--cpu-bind=none']",
+]
+CASES = {
+    "one_gpu": ["cluster=slurm"],
+    "two_nodes": ["cluster=slurm_h100", "parallelism.dp_shard=16"],
+    "site": [*SITE, "parallelism.dp_shard=8"],
+    "cpu": ["cluster=slurm", "cluster.device=cpu", "cluster.processes_per_node=4", "parallelism.dp_shard=8"],
+    "pyxis": [
+        "cluster=slurm_h100",
+        "cluster.container_image=/i/torch.sqsh",
+        "cluster.container_mounts=['/data:/data']",
+    ],
+    "apptainer": ["cluster=slurm", "cluster.container_image=/i/torch.sif", "cluster.container_runtime=apptainer"],
+    "chain": ["cluster=slurm", "cluster.requeue=chain"],
+    "never": ["cluster=slurm", "cluster.requeue=never"],
+}
+
+
+def planned(*overrides: str) -> Plan:
+    run = resolve_layout(experiment("model=llama_debug", "parallelism.dp_shard=1", *overrides), 1)
+    return Plan(run, (), "0123456789ab", "ba9876543210", RunFolder("/runs/x/0123456789ab"))
+
+
+def script(*overrides: str) -> Script:
+    plan = planned(*overrides)
+    return Script(
+        name="x-0123456789ab",
+        token="feedbeefcafe",
+        resources=resources_of(plan),
+        frozen=Frozen("/runs/.code/0011223344556677", None, ()),
+        python="/venv/bin/python",
+        import_path=["/home/me/project"],
+        folder=str(plan.folder.path),
+        runs="/runs",
+    )
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_golden_text(case: str, golden: Callable[[Path, str], None]):
+    golden(GOLDEN / f"{case}.sh", render(script(*CASES[case])))
+
+
+def test_golden_text_of_an_array(golden: Callable[[Path, str], None]):
+    one = script("cluster=slurm_h100", "cluster.array_limit=8")
+    golden(GOLDEN / "array.sh", render(replace(one, name="x", folder="/runs/.slurm/feedbeefcafe", array=16)))
+
+
+def test_no_golden_text_is_left_over():
+    assert {path.stem for path in GOLDEN.iterdir()} == {*CASES, "array"}
+
+
+@pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.sh")), ids=lambda path: path.stem)
+def test_bash_can_read_it(path: Path):
+    assert subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True, check=False).stderr == ""
+
+
+def test_runs_that_ask_for_the_same_go_together():
+    plans = [planned("cluster=slurm", f"parallelism.tp={tp}") for tp in (1, 2, 1, 4)]
+    assert [[plans.index(plan) for plan in group] for group in grouped(plans)] == [[0, 2], [1], [3]]
+
+
+def fake_cluster(folder: Path, srun: str, after: int) -> dict[str, str]:
+    """A folder of programs that do what SLURM's would, for the script's own logic."""
+    programs = {"srun": srun, "scontrol": f'echo "$@" >> {folder}/said', "python": f"exit {after}"}
+    for name, text in programs.items():
+        (folder / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / name).chmod(0o755)
+    return {"PATH": f"{folder}:/usr/bin:/bin", "SLURM_JOB_ID": "12"}
+
+
+@pytest.mark.parametrize(("after", "code", "said"), [(0, 0, ""), (1, 1, ""), (130, 130, ""), (85, 0, "requeue 12\n")])
+def test_the_script_ends_as_the_run_did(tmp_path: Path, after: int, code: int, said: str):
+    """And a signal while srun runs is waited through: the flag is there, and srun's own end is awaited."""
+    environment = fake_cluster(tmp_path, 'kill -USR2 "$PPID"; sleep 0.5; echo srun is over; exit 3', after)
+    one = replace(script("cluster=slurm"), python=f"{tmp_path}/python", folder=str(tmp_path / "run"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "job.sh").write_text(render(one))
+    done = subprocess.run(
+        ["bash", str(tmp_path / "job.sh")], env=environment, capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (code, "srun is over\n", "")
+    assert (tmp_path / "run" / "stop").read_text().startswith("SLURM is about to end the job")
+    assert (tmp_path / "said").read_text() if said else not (tmp_path / "said").exists()

@@ -1,0 +1,89 @@
+"""What SLURM says of jobs: one question for many of them, answered in bounded time or not at all."""
+
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from titan_exp.launch.slurm.script import MARK
+
+TIMEOUT = 20.0
+"""Seconds that SLURM has for an answer; a controller that is down makes its commands wait."""
+
+QUEUED = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
+RUNNING = ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job, or a task of an array, as SLURM lists it."""
+
+    job_id: str
+    """Its number: `12`, or `12_3` for task 3 of array 12."""
+    state: str
+    """In SLURM's words: `PENDING`, `RUNNING`, `TIMEOUT`, ..."""
+    reason: str
+    """Why it waits, or how it ended; `None` where there is nothing to say."""
+    token: str
+    """By which we know our own; empty for other jobs."""
+
+    @property
+    def phase(self) -> str:
+        """`queued`, `running` or `gone`."""
+        return "queued" if self.state in QUEUED else "running" if self.state in RUNNING else "gone"
+
+    def __str__(self) -> str:
+        said = self.state.lower().replace("_", " ")
+        return said if self.reason in ("", "None", "(null)") else f"{said}: {self.reason}"
+
+
+class UnreachableError(Exception):
+    """SLURM cannot be asked now; its own words."""
+
+
+def listed_jobs(owners: Sequence[int]) -> list[Job]:
+    """The jobs of these users (by number) that SLURM remembers: all that have not ended, and some minutes of the rest.
+
+    Raises:
+        UnreachableError: the commands are not installed, or the controller does not answer.
+    """
+    users = ",".join(str(owner) for owner in sorted(set(owners)))
+    text = ask("squeue", "--noheader", "--array", "--states=all", f"--user={users}", "--format=%i|%T|%r|%k")
+    jobs = []
+    for line in text.splitlines():
+        job_id, state, reason, comment = line.split("|", 3)
+        token = comment.removeprefix(MARK) if comment.startswith(MARK) else ""
+        _, _, task = job_id.partition("_")
+        # The script that one run of an array goes on with carries the name of its task already.
+        jobs.append(Job(job_id, state, reason, f"{token}_{task}" if token and task else token))
+    return jobs
+
+
+def accounted(job_ids: Sequence[str]) -> Mapping[str, str]:
+    """How jobs ended that the controller has forgotten, by their numbers; empty where there is no accounting."""
+    if not job_ids or shutil.which("sacct") is None:
+        return {}
+    try:
+        text = ask("sacct", "--noheader", "--allocations", "--parsable2", f"--jobs={','.join(job_ids)}",
+                   "--format=JobID,State,ExitCode")  # fmt: skip
+    except UnreachableError:
+        return {}
+    rows = [line.split("|") for line in text.splitlines()]
+    return {row[0]: f"{row[1].lower()} (exit code {row[2]})" for row in rows if len(row) == 3}
+
+
+def ask(*command: str, timeout: float = TIMEOUT) -> str:
+    """What a command of SLURM prints.
+
+    Raises:
+        UnreachableError: it is not installed, it failed, or it did not answer in time.
+    """
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    except FileNotFoundError:
+        raise UnreachableError(f"{command[0]} is not installed on this machine") from None
+    except subprocess.TimeoutExpired:
+        raise UnreachableError(f"{command[0]} did not answer within {timeout:.0f} s") from None
+    if answer.returncode:
+        raise UnreachableError(answer.stderr.strip() or f"{command[0]} ended with exit code {answer.returncode}")
+    return answer.stdout

@@ -1,0 +1,210 @@
+"""The batch script of a run, or of an array of runs, as one would write it by hand: a pure function to text."""
+
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from titan_exp.config.cluster import ClusterConfig
+from titan_exp.config.layout import device_type
+from titan_exp.launch.frozen import Frozen
+
+MARK = "titan_exp:"
+"""Begins the job's comment, in which its token follows."""
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a job asks for. Runs that ask for the same go into one array."""
+
+    cluster: ClusterConfig
+    """The cluster group."""
+    nodes: int
+    """Machines."""
+    tasks_per_node: int
+    """Processes on each of them, one per GPU."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """Everything that a batch script says."""
+
+    name: str
+    """What SLURM calls the job."""
+    token: str
+    """By which the job is found again; an array's tasks have its index after it."""
+    resources: Resources
+    """What it asks for."""
+    frozen: Frozen
+    """Where the code is."""
+    python: str
+    """Python of the submitting machine, for ranks outside a container."""
+    import_path: Sequence[str]
+    """Where ranks look for packages after their own places."""
+    folder: str
+    """The run folder; of an array, the folder whose entries 0, 1, ... lead to the run folders."""
+    runs: str
+    """The folder of all runs, which a container must show."""
+    array: int | None = None
+    """Runs in the array; None for a single run."""
+
+
+def render(script: Script) -> str:
+    """The text of the batch script."""
+    cluster = script.resources.cluster
+    stop = _STOP.replace("@LEAD@", str(cluster.signal_lead)).replace("@LIMIT@", str(cluster.stop_limit))
+    return "\n".join([_head(script), _place(script), _surroundings(script), stop, _ranks(script)])
+
+
+def sbatch_options(script: Script) -> Iterator[tuple[str, object]]:
+    """Options of sbatch with their values; those without one are True."""
+    cluster, resources = script.resources.cluster, script.resources
+    log = "%A_%a" if script.array is not None else "%j"
+    yield "job-name", script.name
+    yield "comment", f"{MARK}{script.token}"
+    if script.array is not None:
+        limit = "" if cluster.array_limit is None else f"%{cluster.array_limit}"
+        yield "array", f"0-{script.array - 1}{limit}"
+    for option in ("partition", "account", "qos", "constraint", "reservation", "exclude"):
+        yield option, getattr(cluster, option)
+    yield "nodes", resources.nodes
+    yield "ntasks-per-node", resources.tasks_per_node
+    if device_type(cluster) == "cuda":
+        kind = "" if cluster.gpu_type is None else f"{cluster.gpu_type}:"
+        yield "gpus-per-node", f"{kind}{resources.tasks_per_node}"
+    yield "cpus-per-task", cluster.cpus_per_gpu
+    yield "mem", None if cluster.memory_gb is None else f"{cluster.memory_gb}G" if cluster.memory_gb else 0
+    yield "time", cluster.time_limit
+    yield "signal", f"B:USR2@{cluster.signal_lead}"
+    yield ("requeue" if cluster.requeue in ("auto", "requeue") else "no-requeue"), True
+    yield "open-mode", "append"
+    yield "output", f"{script.folder}/{'%a/' if script.array is not None else ''}logs/slurm-{log}.out"
+
+
+def _head(script: Script) -> str:
+    lines = ["#!/bin/bash", f"# {script.name}: {_described(script)}. Written by titan_exp.", ""]
+    for option, value in sbatch_options(script):
+        if value is not None:
+            lines.append(f"#SBATCH --{option}" + ("" if value is True else f"={shlex.quote(str(value))}"))
+    lines += [f"#SBATCH {shlex.quote(argument)}" for argument in script.resources.cluster.sbatch_args]
+    return "\n".join([*lines, ""])
+
+
+def _described(script: Script) -> str:
+    nodes, tasks = script.resources.nodes, script.resources.tasks_per_node
+    each = f"{nodes} node{'s' * (nodes > 1)} with {tasks} process{'es' * (tasks > 1)} each"
+    return each if script.array is None else f"{script.array} runs, each of {each}"
+
+
+def _place(script: Script) -> str:
+    if script.array is None:
+        lines = ["# The run.", f"RUN={shlex.quote(script.folder)}", 'JOB="$SLURM_JOB_ID"']
+        lines += [f"export TITAN_EXP_TOKEN={script.token}"]
+    else:
+        lines = [
+            "# The run of this array task.",
+            f'RUN="$(readlink -f {shlex.quote(script.folder)}/"$SLURM_ARRAY_TASK_ID")"',
+            "# One task has the number of the whole array as its own, so tasks are named by both.",
+            'JOB="${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"',
+            f'export TITAN_EXP_TOKEN="{script.token}_$SLURM_ARRAY_TASK_ID"',
+        ]
+    return "\n".join([*lines, ""])
+
+
+def _surroundings(script: Script) -> str:
+    cluster, frozen = script.resources.cluster, script.frozen
+    lines = [
+        "# The code as it was at submission: edits since then have no effect.",
+        f"export PYTHONPATH={shlex.quote(frozen.package)}",
+        f"export TITAN_EXP_IMPORT_PATH={shlex.quote(':'.join(script.import_path))}",
+        "export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 PYTHONDONTWRITEBYTECODE=1",
+    ]
+    threads = cluster.threads_per_process or cluster.cpus_per_gpu
+    if threads is not None:
+        lines.append(f"export OMP_NUM_THREADS={threads}")
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in cluster.environment.items()]
+    if cluster.setup:
+        lines += ["", "# As the site wants it.", *cluster.setup]
+    return "\n".join([*lines, ""])
+
+
+_STOP = """\
+# @LEAD@ s before the time limit SLURM sends USR2 to this script alone. All ranks look for the flag, agree on a step,
+# save together and end. Those that are not done in @LIMIT@ s are killed, which leaves time to queue the run again.
+rm -f "$RUN/stop"
+signals=0
+stop() {
+    signals=$((signals + 1))
+    [ -e "$RUN/stop" ] || echo "SLURM is about to end the job (time limit, or preemption)" > "$RUN/stop"
+    [ "$signals" = 1 ] || return
+    (sleep @LIMIT@; kill "$step") > /dev/null 2>&1 &  # srun passes it on as the end of all ranks
+}
+trap stop USR2
+"""
+
+
+def _ranks(script: Script) -> str:
+    cluster = script.resources.cluster
+    arguments = ["srun", "--kill-on-bad-exit=1", *_pyxis(script)]
+    if cluster.cpus_per_gpu is not None:
+        arguments.append(f"--cpus-per-task={cluster.cpus_per_gpu}")
+    arguments += cluster.srun_args
+    log = '"$RUN/logs/slurm-$JOB-${SLURM_RESTART_COUNT:-0}-rank-%5t.log"'
+    lines = [
+        "# One process for each rank. A rank that fails takes the others with it.",
+        f"{shlex.join(arguments)} \\",
+        f"    --output={log} \\",
+        f'    {_python(script)} -m titan_exp.launch.rank "$RUN" &',
+        "step=$!",
+        "# A signal ends `wait` early: it is asked again until it was srun that ended.",
+        "while",
+        '    seen=$signals; wait "$step"; code=$?',
+        '    [ "$seen" != "$signals" ]',
+        "do :; done",
+        "",
+        "# Close the attempt where no rank lived to do it. Answers 0 done, 85 to be continued, anything else failed.",
+        f'{_closing(script)} -m titan_exp.launch.slurm.after "$RUN" "$JOB" "$code"',
+        "code=$?",
+    ]
+    if cluster.requeue != "never":
+        lines += ['if [ "$code" = 85 ]; then', *(f"    {line}" for line in _again(script)), "fi"]
+    return "\n".join([*lines, 'exit "$code"', ""])
+
+
+def _closing(script: Script) -> str:
+    """Python outside the step of the ranks, in the container where there is one."""
+    start = shlex.join(["srun", "--nodes=1", "--ntasks=1", *_pyxis(script)]) + " " if _pyxis(script) else ""
+    return start + _python(script)
+
+
+def _again(script: Script) -> list[str]:
+    chain = 'sbatch --dependency="afterany:$JOB" "$RUN/job.sh"'
+    match script.resources.cluster.requeue:
+        case "requeue":
+            return ['scontrol requeue "$JOB" && exit 0']
+        case "chain":
+            return [chain]
+        case _:
+            return [
+                'scontrol requeue "$JOB" && exit 0',
+                "# The site forbids that: a new job after this one.",
+                chain,
+            ]
+
+
+def _python(script: Script) -> str:
+    cluster = script.resources.cluster
+    inside = cluster.container_image is not None
+    python = cluster.python or ("python3" if inside else script.python)
+    if not inside or cluster.container_runtime != "apptainer":
+        return shlex.quote(python)
+    bind = [f"--bind={mount}" for mount in (*cluster.container_mounts, f"{script.runs}:{script.runs}")]
+    nvidia = ["--nv"] if device_type(cluster) == "cuda" else []
+    return shlex.join(["apptainer", "exec", *nvidia, *bind, cluster.container_image or "", python])
+
+
+def _pyxis(script: Script) -> list[str]:
+    cluster = script.resources.cluster
+    if cluster.container_image is None or cluster.container_runtime != "pyxis":
+        return []
+    mounts = ",".join([*cluster.container_mounts, f"{script.runs}:{script.runs}"])
+    return [f"--container-image={cluster.container_image}", f"--container-mounts={mounts}"]

@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import replace
 from typing import Any
 
 from titan_exp.config.errors import UserError
@@ -63,7 +64,45 @@ def train(words: Sequence[str]) -> int:
             print(f"loss curve: {draw(outcome.folder.path)}")
         return outcome.exit_code
 
-    return _with_hydra(words, launch_run)
+    from titan_exp.launch.sweep_words import train_words
+
+    return _sweeping(train_words(words), launch_run)
+
+
+def sweep(words: Sequence[str]) -> int:
+    """Run a study: every point of sweeps/NAME.yaml, or what is missing of it."""
+    from titan_exp.launch.sweep_words import sweep_words
+
+    found = sweep_words(words)
+    return 0 if found is None else _sweeping(found, lambda *_: 0)
+
+
+def status(words: Sequence[str]) -> int:
+    """How runs and studies stand: state, step, loss, speed, time left."""
+    from titan_exp.launch.status import status_command
+
+    return status_command(list(words))
+
+
+def logs(words: Sequence[str]) -> int:
+    """What a run printed, or prints; of a study, how its failed runs ended."""
+    from titan_exp.launch.logs import logs_command
+
+    return logs_command(list(words))
+
+
+def cancel(words: Sequence[str]) -> int:
+    """Have runs save and stop, and start no more of a study."""
+    from titan_exp.launch.cancel import cancel_command
+
+    return cancel_command(list(words))
+
+
+def retry(words: Sequence[str]) -> int:
+    """Start runs again that failed or were lost, in their folders."""
+    from titan_exp.launch.retry import retry_command
+
+    return retry_command(list(words))
 
 
 def generate(words: Sequence[str]) -> int:
@@ -124,6 +163,11 @@ def compare(words: Sequence[str]) -> int:
 
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
+    "sweep": sweep,
+    "status": status,
+    "logs": logs,
+    "cancel": cancel,
+    "retry": retry,
     "generate": generate,
     "evaluate": evaluate,
     "convert": convert,
@@ -132,6 +176,8 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "compare": compare,
 }
 """What the command line can do."""
+NAMING = ("sweep", "status", "logs", "cancel", "retry", "compare")
+"""Verbs after which a study or a run is named."""
 
 USAGE = """\
 titan-exp: pretraining experiments, from a composed configuration to a finished run.
@@ -145,6 +191,7 @@ Start here
   titan-exp train +experiment=smoke      seconds, to see that everything is connected
   titan-exp train                        a small language model on this machine, in minutes
   titan-exp train --help                 the groups, their options, and how to set any key
+  titan-exp sweep                        the studies there are, and what each asks
 """
 
 
@@ -170,8 +217,25 @@ def _dispatch(words: Sequence[str]) -> int:
     raise UserError(f"{verb}: there is no such verb.\n  {suggestion}The verbs are {listed(VERBS, 'and')}.")
 
 
-def _with_hydra(words: Sequence[str], task: Callable[[Any, Sequence[str]], int]) -> int:
-    """Let Hydra read the words and call the task with each composed configuration; return the worst exit code."""
+def _sweeping(found: Any, task: Callable[[Any, Sequence[str]], int]) -> int:
+    """Let Hydra read sorted words; what is for its sweeper goes around it."""
+    from titan_exp.launch.asked import asking
+
+    with asking(found.asked):
+        return _with_hydra(found.words, task, inside=found.inside, where=found.where)
+
+
+def _with_hydra(
+    words: Sequence[str], task: Callable[[Any, Sequence[str]], int], *, inside: Sequence[str] = (), where: str = ""
+) -> int:
+    """Let Hydra read the words and call the task with each composed configuration; return the worst exit code.
+
+    Args:
+        words: as typed after the verb.
+        task: takes a configuration and the overrides that were typed.
+        inside: of a study: overrides that it holds, and those typed after its name.
+        where: of a study: its file.
+    """
     from titan_exp.config.arguments import read_arguments
 
     arguments = read_arguments(words)
@@ -207,8 +271,10 @@ def _with_hydra(words: Sequence[str], task: Callable[[Any, Sequence[str]], int])
         if arguments.has("--help", "-h"):
             print(train_help(arguments), end="")
             return 0
-        if arguments.has("--multirun", "-m") and (found := misspelt(arguments)):
-            raise UserError(MESSAGE, found)  # said once, and not again for every point of the sweep
+        everything = replace(arguments, overrides=(*inside, *arguments.overrides))
+        if arguments.has("--multirun", "-m") and (found := misspelt(everything)):
+            # Said once, and not again for every point of the sweep.
+            raise UserError(f"{MESSAGE} They were typed, or are in {where}." if where else MESSAGE, found)
         with _hydra_raises(), warnings.catch_warnings():
             warnings.filterwarnings("error", "provider=.* is not available", UserWarning)
             hydra.main(config_path=str(CONF_DIR), config_name=CONFIG_NAME, **HYDRA_VERSION)(job)()
@@ -242,9 +308,18 @@ def _complete(words: Sequence[str]) -> int:
     if typed is None or not typed["space"]:
         print(" ".join(f"{verb} " for verb in VERBS if verb.startswith(typed["verb"] if typed else "")))
         return 0
+    verb, rest = typed["verb"], typed["rest"]
+    if verb in NAMING:
+        from titan_exp.launch.completion import complete_names
+
+        name, space, rest = rest.partition(" ")
+        if verb != "sweep" or not space:
+            print(" ".join(f"{word} " for word in complete_names(verb, name)))
+        else:
+            print("\n".join(_composed(rest, words)))
+        return 0
     from titan_exp.config.completion import GROUPS, composes, fits, own_words
 
-    verb, rest = typed["verb"], typed["rest"]
     *before, word = rest.split(" ")
     found = own_words(verb, word)
     if verb in GROUPS:

@@ -20,7 +20,7 @@ ConfigStore.instance().store(group="hydra/sweeper", name="titan_exp", node=Titan
 
 
 class TitanExpSweeper(Sweeper):
-    """Composes and checks every point first, then runs them; Hydra's launchers have no part in it.
+    """Composes and checks every point first, then has them carried out; Hydra's launchers have no part in it.
 
     A launcher gets one configuration for a whole sweep and must return finished jobs, and a job that fails looks like
     one that succeeded; points here each have their own resources and their own end.
@@ -31,7 +31,7 @@ class TitanExpSweeper(Sweeper):
         self.hydra_context, self.config = hydra_context, config
 
     def sweep(self, arguments: Sequence[str]) -> None:
-        """Run every point that the overrides name.
+        """Carry out every point that the overrides, or the study, name.
 
         Raises:
             UserError: some cannot run, so that none was started.
@@ -43,20 +43,28 @@ class TitanExpSweeper(Sweeper):
         from titan_exp.config.convert import to_experiment
         from titan_exp.config.errors import UserError
         from titan_exp.config.experiment import Experiment
-        from titan_exp.launch.sweep import Point, points, run_locally, sweep
+        from titan_exp.config.study_file import read_study
+        from titan_exp.launch.asked import asked_now
+        from titan_exp.launch.composing import Composer
+        from titan_exp.launch.study import OpenStudy
+        from titan_exp.launch.sweep import Point, points, sweep
 
         assert self.hydra_context is not None
         assert self.config is not None
         loader, config = self.hydra_context.config_loader, self.config
+        parser = OverridesParser.create(config_loader=loader)
+        composer = Composer(lambda overrides: loader.load_sweep_config(config, overrides), parser)
 
         def compose(point: Point) -> Experiment:
             try:
-                composed = loader.load_sweep_config(config, list(point.overrides))
+                composed = composer(point.overrides)
             except HydraException as error:
                 raise UserError(str(error)) from error
             return to_experiment(composed)
 
-        parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(arguments))
-        code = sweep(points(parsed), compose, run=run_locally)
+        asked = asked_now()
+        typed = parser.parse_overrides([*arguments, *asked.typed])
+        study = None if asked.study is None else OpenStudy(read_study(asked.study), asked.size, typed)
+        code = sweep(points(typed) if study is None else study.points, compose, asked, study=study)
         if code:
             raise SystemExit(code)

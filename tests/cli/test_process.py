@@ -40,7 +40,26 @@ def test_nothing_heavy_is_imported(words: str):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("titan-exp ", ["train", "generate", "evaluate", "convert", "download", "tokenize", "compare"]),
+        (
+            "titan-exp ",
+            [
+                "train",
+                "sweep",
+                "status",
+                "logs",
+                "cancel",
+                "retry",
+                "generate",
+                "evaluate",
+                "convert",
+                "download",
+                "tokenize",
+                "compare",
+            ],
+        ),
+        ("titan-exp sweep opt", ["optimizers"]),
+        ("titan-exp sweep optimizers optimizer.lr", ["optimizer.lr="]),
+        ("titan-exp status no_such_stu", []),
         ("titan-exp tr", ["train"]),
         ("titan-exp train model=llama3_1_4", ["model=llama3_1_405b"]),
         ("titan-exp train model=llama3_8b optimizer.lr", ["optimizer.lr="]),

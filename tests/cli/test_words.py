@@ -66,15 +66,18 @@ def test_usage(words: list[str], capsys: pytest.CaptureFixture[str]):
     out = capsys.readouterr().out
     assert "titan-exp VERB" in out
     assert all(
-        f"  {verb} " in out for verb in ("train", "generate", "evaluate", "convert", "download", "tokenize", "compare")
+        f"  {verb} " in out
+        for verb in ("train", "sweep", "status", "logs", "cancel", "retry", "generate", "tokenize", "compare")
     )
 
 
-@pytest.mark.parametrize("verb", ["generate", "evaluate", "convert", "download"])
+@pytest.mark.parametrize(
+    "verb", ["sweep", "status", "logs", "cancel", "retry", "generate", "evaluate", "convert", "download"]
+)
 def test_verbs_say_what_they_take(verb: str, capsys: pytest.CaptureFixture[str]):
     assert main([verb, "--help"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith(f"titan-exp {verb} ")
+    assert out.startswith((f"titan-exp {verb} ", f"titan-exp {verb}:"))
     assert max(map(len, out.splitlines())) <= 120
 
 
@@ -104,7 +107,10 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
     ("words", "says"),
     [
         (["tran"], "Did you mean titan-exp train?"),
-        (["launch"], "The verbs are train, generate, evaluate, convert, download, tokenize and compare"),
+        (
+            ["launch"],
+            "The verbs are train, sweep, status, logs, cancel, retry, generate, evaluate",
+        ),
         (["model=llama3_8b"], "titan-exp train model=llama3_8b"),
         (["--cfg", "job"], "titan-exp train --cfg job"),
         (["train", "training.stesp=4"], "training.stesp=4: there is no such key\n    did you mean training.steps?"),
@@ -137,6 +143,26 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
         (["train", "--help", "model=llama9_8b"], "did you mean llama3_8b"),
         (["train", "--cfg", "job", "--resolve", "model.heads=5"], "192 is not a multiple of 5"),
         (["train", "data.preview=0"], "must be at least 1"),
+        (["train", "--dry-run"], "it goes with -m"),
+        (["train", "-m", "--dryrun", "--skip", "training.steps=1,2"], "did you mean --dry-run?"),
+        (["train", "-m", "--jobs", "many", "training.steps=1,2"], "a whole number is meant"),
+        (["sweep", "optimisers"], "Did you mean optimizers?"),
+        (["sweep", "--dry-run"], "Which study?"),
+        (["sweep", "optimizers", "--dryrun"], "did you mean --dry-run?"),
+        (["sweep", "optimizers", "--jobs", "0"], "The least is --jobs 1"),
+        (["sweep", "optimizers", "size=huge"], "optimizers has laptop and cluster"),
+        (["sweep", "optimizers", "optimizer.lrr=3"], "did you mean optimizer.lr?"),
+        (["sweep", "optimizers", "optimizer.eps=1e-9"], "varies optimizer.eps together with others"),
+        (["sweep", "optimizers", "experiment.seed=one"], "a whole number is meant"),
+        (["sweep", "optimizers", "experiment.name=a,b"], "lie in one folder"),
+        (["sweep", "optimizers", "parallelism.ep=2"], "None of the 21 points"),
+        (["status", "nowhere"], "there is no such run or study"),
+        (["status", "--wach"], "did you mean --watch?"),
+        (["status", "training.steps=3"], "but for paths.runs=FOLDER"),
+        (["logs"], "The logs of what?"),
+        (["logs", "x", "--rank"], "--rank needs a value"),
+        (["cancel"], "Cancel what?"),
+        (["retry"], "Retry what?"),
         (["tokenize"], "out=stores/mine"),
         (["tokenize", "outt=x"], "did you mean out?"),
         (["tokenize", "data=txt", "out=x"], "data=txt"),

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from titan_exp.launch.hang import Hang, HangFiles, conclusion, named
 from titan_exp.launch.hang_watch import limit
-from titan_exp.launch.standing import Standing
+from titan_exp.launch.whereabouts import Standing
 from titan_exp.tracking.progress import FIRST_STEP, STEP, Position, Progress
 
 

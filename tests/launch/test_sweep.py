@@ -10,7 +10,11 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from tests.launch.launching import LIMIT, launch_environment, ranks_of, wait_until
+from titan_exp.cli import main
 from titan_exp.config.errors import UserError
+from titan_exp.config.layout import nodes_needed, world_size
+from titan_exp.launch.backend import Submission
+from titan_exp.launch.commit import Plan, commit
 from titan_exp.launch.sweep import points
 from titan_exp.tracking.run_folder import RunFolder
 
@@ -53,6 +57,42 @@ def test_points_are_every_combination() -> None:
     assert len(expand("a=1")) == 1
 
 
+def test_a_scheduler_gets_all_points_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submitted: list[list[Plan]] = []
+
+    class Scheduler:
+        def submit(self, plans: list[Plan], *, say: object) -> list[Submission]:
+            submitted.append(plans)
+            for plan in plans:
+                commit(plan)
+            return [Submission(plan, "submitted", job_id=str(number)) for number, plan in enumerate(plans)]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("titan_exp.launch.sweep.backend_for", lambda kind: {"slurm": Scheduler()}[kind])
+    assert main(["sweep", "parallelism_degrees", "size=cluster", "cluster.nodes=2", "cluster.time_limit=1:30:00"]) == 0
+    ((first, *others),) = submitted
+    assert {len(others), world_size(first.experiment), nodes_needed(first.experiment)} == {6, 16, 2}
+    assert (len({plan.run_id for plan in submitted[0]}), len({plan.experiment_id for plan in submitted[0]})) == (7, 1)
+    assert {plan.run_id in plan.folder.code.read_text() for plan in submitted[0]} == {True}
+    assert "How it goes: titan-exp status parallelism_degrees_cluster" in capsys.readouterr().out
+    monkeypatch.setattr("titan_exp.launch.standing.backend_for", lambda kind: {}[kind])
+    words = ["cluster.nodes=2", "cluster.time_limit=1:30:00", "--dry-run"]
+    assert main(["sweep", "parallelism_degrees", "size=cluster", *words]) == 0
+    assert "7 to start, 168.0 GPU-hours asked." in capsys.readouterr().out
+
+
+def test_impossible_points_are_skipped_where_that_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "-m", "model=llama_debug", "cluster.device=cpu", "parallelism.tp=1,8", "--dry-run"]
+    assert main(words) == 2
+    assert "none was started" in capsys.readouterr().err
+    assert main([*words, "--skip"]) == 0
+    out = capsys.readouterr().out
+    assert "1 to start, 1 skipped." in out
+    assert "parallelism.tp=8: 4 query heads" in out
+
+
 def test_an_interval_is_refused_in_words() -> None:
     with pytest.raises(UserError, match="range"):
         expand("a=interval(0,1)")
@@ -73,7 +113,7 @@ def test_a_sweep_goes_on_after_a_failure_and_ends_with_a_table(tmp_path: Path) -
     # Once more: only what failed is started.
     code, out, _ = finish(start(tmp_path, "succeed", "training.steps=2,3", "experiment.seed=0,1"))
     assert code == 0
-    assert out.count("nothing was started") == 2
+    assert out.count("done already") == 2
     attempts = sorted(len(RunFolder(path).read_attempts()) for path in (tmp_path / "first").iterdir())
     assert attempts == [1, 1, 2, 2]
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.faults import NO_MOUNTS, can_mount, fill, small_disk
 from titan_exp.config.errors import UserError
-from titan_exp.tracking.metrics_file import JsonlSink, read_metrics, repair
+from titan_exp.tracking.metrics_file import TAIL, JsonlSink, read_last_values, read_metrics, repair
 
 
 def write(path: Path, *rows: dict, attempt: int = 1) -> None:
@@ -153,3 +153,13 @@ def test_no_row_is_missing_after_a_full_disk_has_room_again(tmp_path: Path, capl
         assert [row["step"] for row in read_metrics(path)] == list(range(1, 1001))
         sink.close("done")
     assert caplog.text.count("No space left on device") == 1
+
+
+def test_the_newest_values_come_from_the_end_alone(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    assert read_last_values(path) == {}
+    rows = [{"step": step, "loss": 1.0 / step, "mfu": None, "attempt": 1} for step in range(1, 2001)]
+    rows[-2]["validation_loss"] = 0.5
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 20')
+    assert path.stat().st_size > 5 * TAIL
+    assert read_last_values(path) == {"step": 2000, "loss": 1.0 / 2000, "validation_loss": 0.5, "attempt": 1}

@@ -56,7 +56,8 @@ def to_yaml(experiment: Experiment) -> str:
     """The experiment as resolved YAML text that `load_experiment` reads back equal."""
     import yaml
 
-    return yaml.safe_dump(to_dict(experiment), sort_keys=False, allow_unicode=True, width=120)
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the same text, ten times as fast
+    return yaml.dump(to_dict(experiment), Dumper=dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def _build(values: Mapping[str, Any], uncomputed: Sequence[Uncomputed], message: str) -> Experiment:

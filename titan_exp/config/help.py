@@ -28,6 +28,7 @@ Flags
   --cfg job --resolve    print the composed configuration with every key, and run nothing
   --info defaults        print which files it was composed from
   -m, --multirun         run every combination of the values listed with commas
+                         (--dry-run prints the plan, --skip leaves out what cannot run, --jobs 2 runs two at a time)
   --config-dir FOLDER    find groups and options of your own in a folder
   --hydra-help           print what else Hydra can do
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
 
+from titan_exp.config.errors import UserError
 from titan_exp.launch.commit import Plan
 from titan_exp.tracking.run_folder import RunFolder
 
@@ -50,3 +51,20 @@ class Backend(Protocol):
     def cancel(self, folders: Sequence[RunFolder], *, reason: str) -> Mapping[Path, str]:
         """End runs that wait or run, saving first where they can; says of each, by its path, what was done."""
         ...
+
+
+def backend_for(kind: str) -> Backend:
+    """The backend of a kind: `cluster.kind` of a configuration, or `launched_by` of an attempt.
+
+    Raises:
+        UserError: this version has none of that kind.
+    """
+    if kind in ("local", "hand"):
+        from titan_exp.launch.local_backend import LocalBackend
+
+        return LocalBackend()
+    if kind == "slurm":
+        from titan_exp.launch.slurm.backend import SlurmBackend
+
+        return SlurmBackend()
+    raise UserError(f"cluster.kind={kind}: this version starts no runs there. Choose cluster=local.")

@@ -22,6 +22,7 @@ from titan_exp.config.saved import saved_state
 from titan_exp.launch.credentials import mask_override, require_none
 from titan_exp.launch.identity import experiment_id, run_id
 from titan_exp.launch.scene import Scene, read_scene
+from titan_exp.tracking.atomic import sync_all
 from titan_exp.tracking.run_folder import RunFolder, RunState, write_atomically
 
 
@@ -140,8 +141,9 @@ def _create(plan: Plan, scene: Scene | None) -> bool:
         try:
             temporary.chmod(target.parent.stat().st_mode & 0o777)
             for name, text in _snapshot(plan, scene).items():
-                write_atomically(temporary / name, text)
-            RunFolder(temporary).write_state(RunState("pending", 0, time.time(), 0, None))
+                write_atomically(temporary / name, text, durable=False)
+            RunFolder(temporary).write_state(RunState("pending", 0, time.time(), 0, None), durable=False)
+            sync_all(temporary)
             os.rename(temporary, target)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_exp.launch.standing import Standing, as_json
+from titan_exp.launch.whereabouts import Standing, as_json
 from titan_exp.tracking.atomic import write_atomically
 
 ANSWER = 15.0

@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from titan_exp.config.cluster import ClusterConfig
 from titan_exp.launch.hang import ANSWER, HangFiles
-from titan_exp.launch.standing import RECORDER_SIZE, flight_recorder, standing
+from titan_exp.launch.whereabouts import RECORDER_SIZE, flight_recorder, standing
 from titan_exp.tracking.log import get_logger
 from titan_exp.tracking.progress import STEP, Position, Progress
 

@@ -1,129 +1,120 @@
-"""Where this process stands, for a person to read: its main thread's Python frames, and the collectives it is in."""
+"""How a run stands now: what its files say, whether anyone holds it, and then what its backend says."""
 
-import json
-import sys
-import sysconfig
-import threading
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from types import CodeType, FrameType
-from typing import Any
+import socket
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
 
-from titan_exp.tracking.progress import Position
+from titan_exp.config.errors import UserError
+from titan_exp.launch.backend import Look, backend_for
+from titan_exp.tracking.run_folder import RunFolder, RunState
 
-RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"
-"""Environment variable of torch: collectives that the flight recorder remembers; read when a rank joins its peers."""
-COLLECTIVES = "torch/distributed/distributed_c10d.py"
-"""Where torch's collectives are entered from Python."""
-WAITING = frozenset({"wait", "wait_tensor", "synchronize", "item"})
-"""Names of functions in torch that wait for others, or for a device that does."""
+Condition = Literal["new", "queued", "running", "done", "failed", "preempted", "lost", "unreadable"]
+"""`new`: not started yet. `queued`: the scheduler has it. `lost`: it died, and nobody lived to say so."""
+
+OLD = 60.0
+"""Seconds without a sign of life after which a run that nobody is known to hold counts as lost."""
+ENDED = ("done", "failed", "preempted")
 
 
 @dataclass(frozen=True)
 class Standing:
-    """One rank's place when the run hung."""
+    """A run now."""
 
-    rank: int
-    """Number in the job."""
-    host: str
-    """Name of its machine."""
-    pid: int
-    """Process number there."""
+    condition: Condition
+    """In one word."""
     step: int
-    """The step that it trains, or after which it does something else."""
-    phase: str
-    """What it is in, in words."""
-    seconds: float
-    """For how long it has reported nothing."""
-    place: str
-    """`file:line in function`: the innermost frame of its main thread that is neither torch's nor Python's own."""
-    collective: str | None
-    """The collective that its main thread waits in, by torch's name; None outside of one."""
-    issued: dict[str, int] = field(default_factory=dict)
-    """Collectives issued so far by process group, where the flight recorder knows."""
+    """Optimizer steps done."""
+    reason: str | None
+    """Why, where there is something to say."""
+    attempt: int
+    """Number of the last start; 0 before the first."""
+    job_id: str | None = None
+    """The scheduler's number of it."""
+
+    @property
+    def active(self) -> bool:
+        """Whether it waits or runs."""
+        return self.condition in ("queued", "running")
 
 
-def standing(position: Position, *, rank: int, host: str, pid: int, recorder: dict[str, Any] | None) -> Standing:
-    """Where the main thread of this process stands now.
-
-    Args:
-        position: what it last reported.
-        rank: number in the job.
-        host: name of this machine.
-        pid: number of this process.
-        recorder: what `flight_recorder` returned.
-    """
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    frames = list(_outwards(frame))
-    here = next((each for each in frames if _is_telling(each.f_code)), frames[0] if frames else None)
-    place = "unknown" if here is None else f"{_short(here.f_code)}:{here.f_lineno} in {here.f_code.co_name}"
-    # Those frames only that this place called: above it may be a collective that has called something else.
-    called = frames[: frames.index(here)] if here is not None else frames
-    return Standing(
-        rank, host, pid, position.at, position.phase, position.seconds, place, _collective(called),
-        _issued(recorder),
-    )  # fmt: skip
-
-
-def flight_recorder() -> dict[str, Any] | None:
-    """What torch remembers of this process's collectives; None where it is not loaded or does not tell."""
-    if "torch.distributed" not in sys.modules:
-        return None
-    from torch._C import _distributed_c10d as c10d
-
-    # The first is NCCL's, where torch was built with it, and knows what runs on the device; the other is of any kind.
-    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
-        dump = getattr(c10d, name, None)
-        if dump is None:
-            continue
+def standings(folders: Sequence[RunFolder]) -> dict[Path, Standing]:
+    """How each run stands, by its folder's path. Files first; a scheduler is asked once for all that need it."""
+    found: dict[Path, Standing] = {}
+    ask: dict[str, list[RunFolder]] = {}
+    for folder in folders:
         try:
-            found = json.loads(dump())
-        except Exception:  # a diagnosis must not fail the diagnosed in another way
-            continue
-        if found.get("entries"):
-            return found
-    return None
+            standing, kind = _by_files(folder)
+        except UserError as error:
+            standing, kind = Standing("unreadable", 0, str(error), 0), "local"
+        found[folder.path] = standing
+        if kind != "local" and standing.condition != "done":
+            ask.setdefault(kind, []).append(folder)
+    for kind, unsure in ask.items():
+        looks = _ask(kind, unsure)
+        for folder in unsure:
+            found[folder.path] = _with_look(found[folder.path], looks.get(folder.path))
+    return found
 
 
-def as_json(each: Standing) -> str:
-    """For the file that other ranks read."""
-    return json.dumps(asdict(each), indent=2) + "\n"
+def standing(folder: RunFolder) -> Standing:
+    """How one run stands."""
+    return standings([folder])[folder.path]
 
 
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+def _by_files(folder: RunFolder) -> tuple[Standing, str]:
+    """What files and locks say, and who carried the last start out."""
+    state = folder.read_state()
+    if state is None:
+        return Standing("new", 0, None, 0), "local"
+    attempts = folder.read_attempts() if state.state != "done" else []
+    kind = attempts[-1].launched_by if attempts else "local"
+    job_id = attempts[-1].job_id if attempts else None
+    if state.state in ENDED:
+        return Standing(state.state, state.step, state.reason, state.attempt, job_id), kind
+    beat = folder.read_heartbeat()
+    step = max(state.step, beat.step if beat and beat.time >= state.time else 0)
+    if folder.holder() is not None:
+        return Standing("running", step, None, state.attempt, job_id), kind
+    if not attempts:
+        return Standing("new", 0, None, 0), kind
+    elsewhere = attempts[-1].hosts != (socket.gethostname(),)
+    seen = max(state.time, attempts[-1].intent, beat.time if beat else 0.0)
+    age = time.time() - seen
+    if elsewhere and age < OLD:  # locks are not seen across every network disk
+        return Standing("running", step, None, state.attempt, job_id), kind
+    return Standing("lost", step, _lost(state, age), state.attempt, job_id), kind
 
 
-def _is_telling(code: CodeType) -> bool:
-    """Whether a function is the project's, or the user's."""
-    path = code.co_filename
-    library = sysconfig.get_paths()
-    if path.startswith("<") or "titan_exp" in path.split("/"):
-        return not path.startswith("<")
-    return not any(path.startswith(library[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+def _lost(state: RunState, age: float) -> str:
+    died = "died without a word (killed, or the machine went down)"
+    return f"attempt {state.attempt} {died}; last sign of life {_ago(age)} ago" if state.attempt else died
 
 
-def _short(code: CodeType) -> str:
-    path = code.co_filename
-    return path[path.rindex("titan_exp/") :] if "titan_exp/" in path else path
+def _ago(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
 
 
-def _collective(frames: list[FrameType]) -> str | None:
-    """The outermost call into torch's collectives among the frames that a place called, innermost first."""
-    for frame in reversed(frames):
-        if frame.f_code.co_filename.endswith(COLLECTIVES) and not frame.f_code.co_name.startswith("_"):
-            return frame.f_code.co_name
-    waits = [each.f_code.co_name for each in frames if "/torch/" in each.f_code.co_filename]
-    return next((name for name in waits if name in WAITING), None)
+def _ask(kind: str, folders: Iterable[RunFolder]) -> Mapping[Path, Look]:
+    try:
+        return backend_for(kind).look(list(folders))
+    except UserError:
+        return {}  # who is not here, such as a scheduler looked for on a laptop, knows nothing
 
 
-def _issued(recorder: dict[str, Any] | None) -> dict[str, int]:
-    """The number of the last collective of every process group that has issued one."""
-    last: dict[str, int] = {}
-    for entry in (recorder or {}).get("entries", []):
-        if not entry.get("is_p2p"):
-            group = str(entry["process_group"][0])
-            last[group] = max(last.get(group, 0), int(entry["collective_seq_id"]))
-    return last
+def _with_look(standing: Standing, look: Look | None) -> Standing:
+    """What the scheduler says, laid over what the files say."""
+    if look is None or look.state == "unknown":
+        return standing
+    step, attempt, job_id = standing.step, standing.attempt, look.job_id or standing.job_id
+    if look.state in ("queued", "running"):
+        # Before a requeued run begins anew, its files tell of the end of the attempt before.
+        return Standing(look.state, step, look.reason, attempt, job_id)
+    if standing.condition in ("new", "running"):
+        return Standing("lost", step, look.reason or "the scheduler has ended or forgotten it", attempt, job_id)
+    return Standing(standing.condition, step, standing.reason or look.reason, attempt, job_id)

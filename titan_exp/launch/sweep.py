@@ -1,43 +1,27 @@
-"""A sweep: every point is composed and checked before any is started, then they run one after another.
+"""A sweep: every point is composed and checked before any is started, then they are carried out, each by its backend.
 
 A point that is done already is not run again, so a sweep that was interrupted goes on where it was.
 """
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from hydra.core.override_parser.types import Override
-from rich.console import Console
-from rich.table import Table
 
-from titan_exp.config.errors import UserError
 from titan_exp.config.experiment import Experiment
-from titan_exp.launch.commit import Plan, plan
-from titan_exp.launch.run import INTERRUPTED, run
+from titan_exp.config.layout import device_type
+from titan_exp.config.study_points import values_of
+from titan_exp.launch.asked import Asked
+from titan_exp.launch.backend import Submission, backend_for
+from titan_exp.launch.local_backend import LocalBackend
 from titan_exp.launch.screen import Screen
-from titan_exp.launch.summary import Summary
-from titan_exp.tracking.sink import Value
+from titan_exp.launch.study import OpenStudy
+from titan_exp.launch.sweep_plan import Planned, Point, SweepPlan, plan_points
+from titan_exp.launch.sweep_table import show_outcomes, show_plan
 
-
-@dataclass(frozen=True)
-class Point:
-    """One combination of values."""
-
-    overrides: tuple[str, ...]
-    """Everything that was typed, with one value for each swept key."""
-    label: str
-    """The swept ones alone, which is what tells points apart."""
-
-
-@dataclass
-class Row:
-    """A line of the table at the end."""
-
-    point: Point
-    run_id: str
-    state: str
-    summary: Summary | None = None
+__all__ = ["Point", "points", "sweep"]
 
 
 def points(overrides: Sequence[Override]) -> list[Point]:
@@ -48,16 +32,7 @@ def points(overrides: Sequence[Override]) -> list[Point]:
     """
     choices: dict[str, list[tuple[str, bool]]] = {}
     for override in overrides:
-        key = override.get_key_element()
-        if not override.is_sweep_override():
-            choices[key] = [(override.input_line or "", False)]
-        elif override.is_discrete_sweep():
-            choices[key] = [(f"{key}={value}", True) for value in override.sweep_string_iterator()]
-        else:
-            raise UserError(
-                f"{override.input_line}: an interval has no end of values, and this sweep tries all. "
-                f"List them: {key}=1,2,3 or {key}=range(1,4)."
-            )
+        choices[override.get_key_element()] = [(text, override.is_sweep_override()) for text in values_of(override)]
     found = []
     for combination in itertools.product(*choices.values()):
         swept = " ".join(text for text, is_swept in combination if is_swept)
@@ -66,98 +41,83 @@ def points(overrides: Sequence[Override]) -> list[Point]:
 
 
 def sweep(
-    points: Sequence[Point], compose: Callable[[Point], Experiment], *, run: Callable[[Plan], tuple[int, Summary]]
+    points: Sequence[Point],
+    compose: Callable[[Point], Experiment],
+    asked: Asked | None = None,
+    *,
+    study: OpenStudy | None = None,
 ) -> int:
-    """Run every point, one after another, and show what became of them. Returns the exit code.
+    """Carry every point out and show what became of them, or print the plan. Returns the exit code.
 
     Args:
         points: the combinations.
         compose: makes a point's configuration; raises UserError where it cannot.
-        run: runs one; returns its exit code and summary.
+        asked: how.
+        study: the study that the points are of, which is written down before anything is started.
 
     Returns:
-        0 where all are done, 130 after Ctrl-C, which leaves the rest alone, 1 where one failed, 85 where one stopped.
+        0 where all are done or submitted, 130 after Ctrl-C, which leaves the rest alone, 1 where one failed, 85 where
+        one stopped.
 
     Raises:
         UserError: points cannot run. It names all of them, and none was started.
     """
-    plans = _plan_all(points, compose)
-    if all(planned.experiment.cluster.kind == "slurm" for _, planned in plans):
-        from titan_exp.launch.slurm.report import submit
+    asked = asked or Asked()
+    where = "of the sweep" if study is None else f"of {study.study.path}"
+    made = plan_points(points, compose, skip=asked.skip or study is not None, where=where)
+    if study is not None:
+        study.plan(made)
+    if asked.dry_run:
+        show_plan(made, study)
+        return 0
+    screen = Screen()
+    if study is not None:
+        study.commit(made, screen.say)
+        if asked.prune:
+            study.prune(screen.say, ask=not asked.yes)
+    found, code = _carry_out(made, asked, screen, study)
+    show_outcomes(made, found, study)
+    return code
 
-        return submit([planned for _, planned in plans], [point.label for point, _ in plans])
-    screen, codes, rows = Screen(), [], []
-    for number, (point, planned) in enumerate(plans, 1):
-        rows.append(Row(point, planned.run_id, "not started"))
-        if INTERRUPTED in codes:
+
+def _carry_out(
+    made: SweepPlan, asked: Asked, screen: Screen, study: OpenStudy | None
+) -> tuple[dict[Path, Submission], int]:
+    """What became of each run that was come to, by its folder's path, and the exit code.
+
+    Schedulers first: they do not make one wait.
+    """
+    titles = {one.plan.folder.path: one.point.label for one in made.planned}
+    by_kind: dict[str, list[Planned]] = {}
+    for one in made.planned:
+        by_kind.setdefault(one.plan.experiment.cluster.kind, []).append(one)
+    found: list[Submission] = []
+    code = 0
+    for kind in sorted(by_kind, key=lambda kind: kind == "local"):
+        plans = [one.plan for one in by_kind[kind]]
+        if kind != "local":
+            submitted = backend_for(kind).submit(plans, say=screen.say)
+            found += submitted
+            code = max(code, int(any(one.outcome in ("refused", "failed") for one in submitted)))
             continue
-        screen.say(f"\n[{number}/{len(plans)}] {point.label}")
-        code, state, summary = _run_one(planned, run, screen)
-        codes.append(code)
-        rows[-1].state, rows[-1].summary = state, summary
-    _show(rows, len(points))
-    for code in (INTERRUPTED, *(code for code in codes if code in (1, 2))):
-        if code in codes:
-            return INTERRUPTED if code == INTERRUPTED else 1
-    return max(codes, default=0)
+        on_cpu = all(device_type(plan.experiment.cluster) == "cpu" for plan in plans)
+        if asked.jobs > 1 and not on_cpu:
+            screen.say("On GPUs every run may use all of them, so one runs after another.")
+        with _held(study):
+            backend = LocalBackend(
+                jobs=asked.jobs if on_cpu else 1,
+                title=lambda plan: titles[plan.folder.path],
+                stopped=(lambda: False) if study is None else study.stop_requested,
+            )
+            found += backend.submit(plans, say=screen.say)
+            code = backend.worst or code
+    return {one.plan.folder.path: one for one in found}, code
 
 
-def run_locally(plan: Plan) -> tuple[int, Summary]:
-    """Run one point of a sweep on this machine."""
-    outcome = run(plan)
-    return outcome.exit_code, outcome.summary
-
-
-def _run_one(
-    planned: Plan, run: Callable[[Plan], tuple[int, Summary]], screen: Screen
-) -> tuple[int, str, Summary | None]:
-    try:
-        code, summary = run(planned)
-    except UserError as error:
-        screen.complain(str(error))
-        return error.exit_code, "refused", None
-    return code, summary.state, summary
-
-
-def _plan_all(points: Iterable[Point], compose: Callable[[Point], Experiment]) -> list[tuple[Point, Plan]]:
-    """A plan for every point that is not the same run as one before it."""
-    plans: dict[object, tuple[Point, Plan]] = {}
-    refused: dict[str, list[Point]] = {}
-    for point in points:
-        try:
-            planned = plan(compose(point), point.overrides)
-        except UserError as error:
-            refused.setdefault(str(error), []).append(point)
-        else:
-            plans.setdefault(planned.folder.path, (point, planned))
-    if refused:
-        blocks = [
-            "\n".join([*(f"[{point.label}]" for point in refused[text]), *(f"  {line}" for line in text.splitlines())])
-            for text in refused
-        ]
-        count = sum(map(len, refused.values()))
-        raise UserError("\n".join([f"{count} point(s) of the sweep cannot run, so none was started.", *blocks]))
-    return list(plans.values())
-
-
-def _show(rows: Sequence[Row], point_count: int) -> None:
-    table = Table(box=None, pad_edge=False)
-    for heading in ("point", "run", "state"):
-        table.add_column(heading, overflow="fold")
-    for heading in ("loss", "validation loss"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        loss = None if row.summary is None else row.summary.loss
-        validation = None if row.summary is None else row.summary.validation_loss
-        table.add_row(row.point.label, row.run_id, row.state, _number(loss), _number(validation))
-    console = Console(highlight=False, markup=False)
-    if not console.is_terminal:
-        console = Console(highlight=False, markup=False, width=200)  # a file has no edge to fold lines at
-    console.print()
-    console.print(table)
-    if point_count > len(rows):
-        console.print(f"{point_count - len(rows)} more point(s) are the same run as one of these.")
-
-
-def _number(value: Value) -> str:
-    return "-" if value is None else f"{value:.4f}"
+@contextlib.contextmanager
+def _held(study: OpenStudy | None) -> Iterator[None]:
+    if study is None:
+        yield
+        return
+    with study.held():
+        yield

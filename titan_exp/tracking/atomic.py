@@ -35,6 +35,17 @@ def write_atomically(path: str | Path, text: str, *, durable: bool = True) -> No
         sync_folder(path.parent)
 
 
+def sync_all(folder: Path) -> None:
+    """Wait until the disk has every file in `folder`, and their names: one wait for what was written without."""
+    for path in folder.iterdir():
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    sync_folder(folder)
+
+
 def sync_folder(folder: Path) -> None:
     """Wait until the disk knows the names in `folder`; file systems that cannot do that are let be."""
     descriptor = os.open(folder, os.O_RDONLY)

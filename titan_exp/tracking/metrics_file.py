@@ -15,6 +15,9 @@ from titan_exp.config.errors import UserError
 from titan_exp.tracking.log import get_logger
 from titan_exp.tracking.sink import Row, Value
 
+TAIL = 16384
+"""Bytes from the end that hold the newest rows, dozens of them."""
+
 
 class JsonlSink:
     """Appends rows to `path`; a line torn by an earlier death is removed first.
@@ -92,6 +95,22 @@ def read_metrics(path: Path) -> list[dict[str, Value]]:
         elif number < lines[-1][0]:
             raise UserError(f"{path}, line {number}: not a row of metrics. Remove that line; the others are kept.")
     return [rows[step] for step in sorted(rows)]
+
+
+def read_last_values(path: Path) -> dict[str, Value]:
+    """The newest value of every key, from the end of the file alone: quick however long the run was."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL))
+            lines = file.read().split(b"\n")
+    except FileNotFoundError:
+        return {}
+    values: dict[str, Value] = {}
+    for line in lines:
+        row = _parse(line)  # None where the file was entered in the middle of a line
+        values |= {} if row is None else {key: value for key, value in row.items() if value is not None}
+    return values
 
 
 def decode(row: Mapping[str, Any]) -> dict[str, Value]:

@@ -70,9 +70,9 @@ class RunFolder:
         """What the run is doing; None before it was committed."""
         return parse_state(self.state)
 
-    def write_state(self, state: RunState) -> None:
-        """Replace state.json."""
-        write_atomically(self.state, json.dumps(asdict(state)) + "\n")
+    def write_state(self, state: RunState, *, durable: bool = True) -> None:
+        """Replace state.json; without `durable` somebody else waits until the disk has it."""
+        write_atomically(self.state, json.dumps(asdict(state)) + "\n", durable=durable)
 
     def beat(self, step: int, *, force: bool = False) -> None:
         """Say that rank 0 lives and has done `step` steps; between two writes lies a second unless `force`."""

@@ -1,0 +1,46 @@
+"""Every shipped study at every size: each point is composed and keeps every rule."""
+
+from pathlib import Path
+
+import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from titan_exp.config.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION, standing_overrides
+from titan_exp.config.convert import to_experiment
+from titan_exp.config.resolvers import register_resolvers
+from titan_exp.config.rules import violations
+from titan_exp.config.study_file import SWEEPS_DIR, read_study
+from titan_exp.config.study_points import baseline_of, study_points
+from titan_exp.launch.composing import Composer
+
+STUDIES = sorted(SWEEPS_DIR.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_every_point_can_run_at_every_size(path: Path, tmp_path: Path):
+    study = read_study(path)
+    assert list(study.sizes) == ["laptop", "cluster"]
+    register_resolvers()
+    with initialize_config_dir(str(CONF_DIR), **HYDRA_VERSION):
+        compose = Composer(
+            lambda overrides: hydra_compose(CONFIG_NAME, [*standing_overrides(), *overrides]), OverridesParser.create()
+        )
+        for size in study.sizes:
+            # A machine without GPUs is a laptop; what SLURM's nodes have is in the study.
+            points = study_points(
+                study, size, [f"paths.runs={tmp_path}", *(["cluster.device=cpu"] * (size == "laptop"))]
+            )
+            assert baseline_of(study, points) in {point.variant for point in points if not point.excluded}
+            for point in points:
+                experiment = to_experiment(compose(point.overrides))
+                assert violations(experiment) == [], (size, point.label)
+                assert experiment.cluster.kind == ("local" if size == "laptop" else "slurm")
+
+
+def test_the_studies_there_are():
+    assert {path.stem for path in STUDIES} == {
+        *("activation_checkpointing", "context_parallel_methods", "learning_rate_batch_size", "optimizers"),
+        *("parallelism_degrees", "pipeline_schedules"),
+    }

@@ -1,0 +1,231 @@
+"""Studies: what a file may say, every mistake in words, and which points it means."""
+
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from titan_exp.config.errors import UserError
+from titan_exp.config.study import Study
+from titan_exp.config.study_file import find_study, read_study, study_files
+from titan_exp.config.study_points import StudyPoint, baseline_of, folder_name, narrowed, study_points
+from titan_exp.config.time_limit import hours
+
+HEAD = "question: Why?\n"
+
+
+@pytest.fixture
+def study(tmp_path: Path):
+    """Read a study from text."""
+
+    def read(text: str) -> Study:
+        (tmp_path / "mine.yaml").write_text(text if text.startswith("question") else HEAD + text)
+        return read_study(tmp_path / "mine.yaml")
+
+    return read
+
+
+def labels(points: list[StudyPoint]) -> list[str]:
+    return [point.label for point in points if point.excluded is None]
+
+
+def test_a_grid_is_every_combination(study):
+    read = study("axes:\n  - grid: {optimizer.lr: [1e-3, 0.002], model.dim: [64, 128]}\n")
+    assert labels(study_points(read, "")) == [
+        "lr=1e-3 dim=64",
+        "lr=1e-3 dim=128",
+        "lr=0.002 dim=64",
+        "lr=0.002 dim=128",
+    ]
+    first = study_points(read, "")[0]
+    assert first.overrides == ("experiment.name=mine", "optimizer.lr=1e-3", "model.dim=64")
+
+
+def test_a_zip_goes_side_by_side_and_a_list_has_names(study):
+    read = study(
+        "axes:\n  - zip: {model.dim: [64, 96], model.heads: [4, 6]}\n"
+        "  - list: {plain: [], betas: ['optimizer.betas=[0.9,0.99]', optimizer.eps=1e-5]}\n"
+    )
+    points = study_points(read, "")
+    assert labels(points) == [
+        "dim=64 heads=4 plain",
+        "dim=64 heads=4 betas",
+        "dim=96 heads=6 plain",
+        "dim=96 heads=6 betas",
+    ]
+    assert points[1].overrides[1:] == (
+        "model.dim=64",
+        "model.heads=4",
+        "optimizer.betas=[0.9,0.99]",
+        "optimizer.eps=1e-5",
+    )
+
+
+def test_an_axis_is_there_only_where_its_conditions_hold(study):
+    read = study(
+        "held_fixed: [compile=none]\naxes:\n"
+        "  - {name: how, list: {off: [], every: [activation_checkpoint=every_n]}}\n"
+        "  - {grid: {activation_checkpoint.every: [2, 4]}, when: {how: every}}\n"
+        "  - {grid: {training.steps: [5]}, unless: {activation_checkpoint.every: 4.0}}\n"
+        "  - {grid: {training.seq_len: [64]}, when: {compile: blocks}}\n"
+    )
+    assert labels(study_points(read, "")) == ["how=off steps=5", "how=every every=2 steps=5", "how=every every=4"]
+
+
+def test_values_become_overrides_that_hydra_reads(study):
+    read = study(
+        "axes:\n  - grid: {data.paths: [[a, b c], []], checkpoint.every: [null, 5], compile.enabled: [true], "
+        "experiment.notes: ['it''s, so', plain]}\n"
+    )
+    parser = OverridesParser.create()
+    values = [[parser.parse_override(text).value() for text in point.overrides[1:]] for point in study_points(read, "")]
+    assert values[0] == [["a", "b c"], None, True, "it's, so"]
+    assert values[-1] == [[], 5, True, "plain"]
+
+
+def test_seeds_repeat_every_point(study):
+    read = study("axes:\n  - grid: {optimizer.lr: [1, 2]}\nseeds: 2\n")
+    points = study_points(read, "")
+    assert labels(points) == ["lr=1 seed=0", "lr=1 seed=1", "lr=2 seed=0", "lr=2 seed=1"]
+    assert [(point.variant, point.seed) for point in points[:2]] == [("lr=1", 0), ("lr=1", 1)]
+    assert points[1].overrides[-1] == "experiment.seed=1"
+    assert study("axes:\n  - grid: {a: [1]}\nseeds: [7, 9]\n").seeds == (7, 9)
+
+
+def test_what_is_excluded_says_why(study):
+    read = study(
+        "axes:\n  - grid: {a.b: [1, 2], c.d: [1, 2]}\n"
+        "exclude:\n  - {a.b: 2, c.d: 2, reason: too large}\n  - {a.b: 1, c.d: [1, 3e0]}\n".replace("3e0", "2")
+    )
+    points = study_points(read, "")
+    assert [point.excluded for point in points] == [
+        *["excluded by the study: a.b=1 c.d=1,2"] * 2,
+        None,
+        "excluded by the study: too large",
+    ]
+
+
+def test_sizes_have_folders_of_their_own(study):
+    read = study("axes:\n  - grid: {a: [1]}\nsizes: {small: [b=1], large: [b=2, a.x=3]}\n")
+    assert (folder_name(read, "small"), folder_name(read, "large")) == ("mine", "mine_large")
+    assert study_points(read, "large")[0].overrides == ("experiment.name=mine_large", "b=2", "a.x=3", "a=1")
+
+
+def test_typed_overrides_narrow_add_and_win(study):
+    read = study("held_fixed: [model=llama_debug]\naxes:\n  - grid: {optimizer.lr: [1, 2]}\nseeds: 2\n")
+    typed = OverridesParser.create().parse_overrides(
+        ["optimizer.lr=3,4", "training.steps=5,6", "model=x", "experiment.seed=9"]
+    )
+    varied, fixed = narrowed(read, typed)
+    points = study_points(varied, "", fixed)
+    assert labels(points) == [f"lr={lr} steps={steps} seed=9" for lr in (3, 4) for steps in (5, 6)]
+    assert points[0].overrides == (
+        *("experiment.name=mine", "optimizer.lr=3", "training.steps=5", "experiment.seed=9", "model=x"),
+    )
+    zipped = study("axes:\n  - zip: {a.b: [1, 2], c.d: [3, 4]}\n")
+    with pytest.raises(UserError, match=r"varies a\.b together with others"):
+        narrowed(zipped, OverridesParser.create().parse_overrides(["a.b=1"]))
+
+
+@pytest.mark.parametrize(
+    ("baseline", "expected"),
+    [("{a.b: 2.0, how: x}", "b=2 how=x"), ("b=1 how=y", "b=1 how=y")],
+)
+def test_the_baseline_is_one_of_the_points(study, baseline: str, expected: str):
+    axes = "axes:\n  - grid: {a.b: [1, 2]}\n  - {name: how, list: {x: [], y: [c=1]}}\n"
+    read = study(f"{axes}baseline: {baseline}\nseeds: 2\n")
+    assert baseline_of(read, study_points(read, "")) == expected
+
+
+@pytest.mark.parametrize(
+    ("baseline", "says"),
+    [("{a.b: 2}", "means 2 points"), ("b=3 how=x", "did you mean|none of"), ("x", "means 2 points")],
+)
+def test_a_baseline_that_is_no_point_is_refused(study, baseline: str, says: str):
+    axes = "axes:\n  - grid: {a.b: [1, 2]}\n  - {name: how, list: {x: [], y: [c=1]}}\n"
+    read = study(f"{axes}baseline: {baseline}\n")
+    with pytest.raises(UserError, match=says):
+        baseline_of(read, study_points(read, ""))
+
+
+GRID = "axes:\n  - grid: {optimizer.lr: [1, 2]}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("qestion: x\n" + GRID, "did you mean question?"),
+        (GRID.replace("axes", "axis"), "did you mean axes?"),
+        ("seeds: 2\n", "a list of axes is meant"),
+        ("axes:\n  - gird: {a: [1]}\n", "did you mean grid?"),
+        ("axes:\n  - {grid: {a: [1]}, zip: {b: [1]}}\n", "an axis is one of grid, zip or list"),
+        ("axes:\n  - {grid: {a: [1]}, whn: {b: 1}}\n", "did you mean when?"),
+        ("axes:\n  - grid: {optimizer.lr: 1e-3}\n", "optimizer.lr: [1e-3]"),
+        ("axes:\n  - zip: {a: [1, 2], b: [1]}\n", "a has 2 and b has 1"),
+        ("axes:\n  - list: {one: model=x}\n", "a list of overrides is meant"),
+        ("axes:\n  - list: {one: [model]}\n", "write model=..."),
+        ("held_fixed: [{model: x}]\n" + GRID, "write model=x"),
+        ("held_fixed: {model: x}\n" + GRID, "a list of overrides is meant"),
+        (GRID + "  - {grid: {a: [1]}, when: {optimizer.lrr: 1}}\n", "did you mean optimizer.lr?"),
+        (GRID + "  - {grid: {a: [1]}, when: {optimizer.lr: 3}}\n", "this axis has no such value"),
+        ("axes:\n  - {grid: {a: [1]}, when: {b: 1}}\n  - grid: {b: [1]}\n", "neither an axis (above this one)"),
+        (GRID + "exclude: [{optimizer.l: 1}]\n", "neither an axis"),
+        (GRID + "exclude: {optimizer.lr: 1}\n", "a list is meant"),
+        (GRID + "seeds: many\n", "a number of seeds"),
+        (GRID + "seeds: [-1]\n", "a number of seeds"),
+        (GRID + "baseline: {optimizer.lr: 3}\n", "this axis has no such value"),
+        (GRID + "metrics: {los: min}\n", "did you mean loss?"),
+        (GRID + "metrics: {loss: down}\n", "min or max"),
+        (GRID + "sizes: [a]\n", "names with values"),
+        (GRID + GRID, "axes stands here twice"),
+        ("[]", "is not YAML|holds no study"),
+    ],
+)
+def test_every_mistake_is_said_in_words(study, text: str, says: str):
+    with pytest.raises(UserError) as caught:
+        study(text)
+    assert any(part in str(caught.value) for part in says.split("|")), str(caught.value)
+
+
+def test_all_mistakes_are_said_at_once(study):
+    with pytest.raises(UserError) as caught:
+        study("seeds: many\nmetrics: {los: min}\naxes: 3\n")
+    assert len(caught.value.violations) == 3
+
+
+def test_a_question_is_asked(tmp_path: Path):
+    (tmp_path / "mine.yaml").write_text(GRID)
+    with pytest.raises(UserError, match="a study asks something"):
+        read_study(tmp_path / "mine.yaml")
+
+
+def test_the_readmes_study_is_one(study):
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    text = readme[readme.index("question: Does a warm-up") :]
+    read = study(text[: text.index("```")])
+    points = study_points(read, "laptop")
+    assert len(labels(points)) == 3 * (2 + 3)
+    assert baseline_of(read, points) == "lr=1e-3 warmup_steps=20 decay_steps=180"
+
+
+def test_ones_own_studies_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    shipped = find_study("optimizers")
+    (tmp_path / "sweeps").mkdir()
+    (tmp_path / "sweeps" / "optimizers.yaml").write_text(HEAD + GRID)
+    (tmp_path / "sweeps" / "mine.yaml").write_text(HEAD + GRID)
+    assert find_study("optimizers") != shipped
+    assert find_study("sweeps/mine.yaml") == find_study("mine") == Path("sweeps/mine.yaml")
+    assert {"mine", "pipeline_schedules"} <= set(study_files())
+    with pytest.raises(UserError, match=r"Did you mean optimizers\?"):
+        find_study("optimisers")
+    with pytest.raises(UserError, match="no such file"):
+        find_study("sweeps/nope.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("90", 1.5), ("30:00", 0.5), ("2:30:00", 2.5), ("1-0", 24), ("1-12:30", 36.5), ("2-0:0:36", 48.01)],
+)
+def test_time_limits_in_hours(text: str, expected: float):
+    assert hours(text) == pytest.approx(expected)

@@ -1,0 +1,97 @@
+"""A study: one question, the axes that answer it, and what is held fixed. `sweeps/NAME.yaml` holds one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+Direction = Literal["min", "max"]
+"""Which end of a metric is the better one."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """A key, or a named axis, and the values of it that are meant."""
+
+    key: str
+    """`parallelism.tp`, or the `name` of a list."""
+    values: tuple[str, ...]
+    """As overrides write them; any one of them fulfils the condition."""
+
+    def holds(self, facts: Mapping[str, str]) -> bool:
+        """Whether a point has one of the values. `facts` are the values that it has, by key; numbers count as such."""
+        return self.key in facts and any(_same(facts[self.key], value) for value in self.values)
+
+    def __str__(self) -> str:
+        return f"{self.key}={','.join(self.values)}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One place on an axis."""
+
+    overrides: tuple[str, ...]
+    """What it sets, as typed on the command line."""
+    label: str
+    """What tables call it: the overrides themselves, or the name that the file gives."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Something that varies. The points of a study are the product of its axes."""
+
+    name: str
+    """The key, of a grid; of a list the name that the file gives; else empty."""
+    keys: tuple[str, ...]
+    """The keys that it sets everywhere; empty for a list, where each point sets its own."""
+    choices: tuple[Choice, ...]
+    """Its places, in the order of the file."""
+    when: tuple[Condition, ...] = ()
+    """The axis is there only at points that fulfil all of these on the axes above it."""
+    unless: tuple[Condition, ...] = ()
+    """The axis is left out at points that fulfil one of these."""
+
+
+@dataclass(frozen=True)
+class Exclusion:
+    """Points that are left out on purpose."""
+
+    conditions: tuple[Condition, ...]
+    """A point that fulfils all of them is left out."""
+    reason: str
+    """Why, in words, as the plan prints it."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """The content of a study's file."""
+
+    name: str
+    """The file's name without its ending; also the folder of its runs."""
+    path: Path
+    """The file."""
+    question: str
+    """What the study is to answer, in a sentence."""
+    held_fixed: tuple[str, ...]
+    """Overrides of every point."""
+    sizes: Mapping[str, tuple[str, ...]]
+    """Further overrides by the name of a size; the first is the default, `size=NAME` chooses another."""
+    axes: tuple[Axis, ...]
+    """What varies."""
+    exclude: tuple[Exclusion, ...]
+    """Points left out on purpose."""
+    seeds: tuple[int, ...]
+    """Every point runs once with each; empty leaves `experiment.seed` alone."""
+    baseline: tuple[Condition, ...] | str | None
+    """The point that the others are compared with: its label, a list's point by name, or values that only it has."""
+    metrics: Mapping[str, Direction]
+    """What is compared, and which end of it is the better one."""
+
+
+def _same(one: str, other: str) -> bool:
+    if one == other:
+        return True
+    try:
+        return float(one) == float(other)
+    except ValueError:
+        return False

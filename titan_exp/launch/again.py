@@ -1,0 +1,46 @@
+"""A run folder carried out again, as it says itself: by `retry`, and in a process of its own beside others.
+
+`python -m titan_exp.launch.again RUN_FOLDER` launches its ranks on this machine and waits for them.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from titan_exp.config.convert import load_experiment
+from titan_exp.config.errors import UserError
+from titan_exp.launch.commit import Plan, plan
+from titan_exp.tracking.run_folder import RunFolder
+
+
+def plan_again(folder: RunFolder) -> Plan:
+    """The plan of a run that has a folder, wherever that lies now.
+
+    Raises:
+        UserError: the folder is no run, or the run could not be started here today.
+    """
+    import yaml
+
+    experiment = load_experiment(folder.config)
+    typed = yaml.safe_load(folder.overrides.read_text(encoding="utf-8")) if folder.overrides.exists() else []
+    return replace(plan(experiment, typed), folder=RunFolder(os.path.abspath(folder.path)))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Launch the ranks of a run folder, wait for them and return the run's exit code."""
+    from titan_exp.launch.run import run
+
+    if len(arguments) != 1:
+        print("usage: python -m titan_exp.launch.again RUN_FOLDER", file=sys.stderr)
+        return UserError.exit_code
+    try:
+        return run(plan_again(RunFolder(Path(arguments[0])))).exit_code
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,74 @@
+"""Composing many points: Hydra composes once for each choice of groups, and plain values are laid over copies of that.
+
+Composing anew takes Hydra tens of milliseconds, nearly all of it for groups that points share.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+Compose = Callable[[list[str]], DictConfig]
+"""Hydra's own composition of overrides."""
+
+
+class Composer:
+    """Composes points as `compose` does, faster.
+
+    Args:
+        compose: Hydra's own composition.
+        parser: of the overrides.
+    """
+
+    def __init__(self, compose: Compose, parser: OverridesParser) -> None:
+        self._compose, self._parser = compose, parser
+        self._composed: dict[tuple[str, ...], DictConfig] = {}
+        self._parsed: dict[str, Override] = {}
+
+    def __call__(self, overrides: Sequence[str]) -> DictConfig:
+        """The configuration that the overrides make.
+
+        Raises:
+            HydraException: an override names no key or no option.
+        """
+        parsed = [self._parse(text) for text in overrides]
+        later = [override for override in parsed if _is_plain_value(override)]
+        first = [override for override in parsed if not _is_plain_value(override)]
+        if _overlap(first, later):
+            return self._compose(list(overrides))
+        chosen = tuple(str(override.input_line) for override in first)
+        if chosen not in self._composed:
+            self._composed[chosen] = self._compose(list(chosen))
+        cfg = copy.deepcopy(self._composed[chosen])
+        try:
+            for override in later:
+                OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True)
+        except OmegaConfBaseException:
+            return self._compose(list(overrides))  # which says what is wrong
+        return cfg
+
+    def _parse(self, text: str) -> Override:
+        if text not in self._parsed:
+            self._parsed[text] = self._parser.parse_override(text)
+        return self._parsed[text]
+
+
+def _is_plain_value(override: Override) -> bool:
+    """Whether it gives one key one value, after groups are chosen: `optimizer.lr=1e-3`."""
+    key = override.key_or_group
+    changes = override.is_add() or override.is_force_add() or override.is_delete() or override.is_hydra_override()
+    return not changes and override.package is None and "." in key and not isinstance(override.value(), dict)
+
+
+def _overlap(first: Sequence[Override], later: Sequence[Override]) -> bool:
+    """Whether the order between the two kinds could matter, because both set the same key."""
+    set_first = {override.key_or_group for override in first if "." in override.key_or_group}
+    set_first |= {override.key_or_group for override in first if isinstance(override.value(), dict)}
+    return any(
+        key == other or key.startswith(f"{other}.") or other.startswith(f"{key}.")
+        for key in (override.key_or_group for override in later)
+        for other in set_first
+    )

@@ -1,0 +1,120 @@
+"""What a sweep prints: its plan before, and what became of every point after."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from titan_exp.config.layout import device_type, nodes_needed, world_size
+from titan_exp.config.time_limit import hours
+from titan_exp.launch.backend import Submission
+from titan_exp.launch.commit import Plan
+from titan_exp.launch.standing import standings
+from titan_exp.launch.study import OpenStudy
+from titan_exp.launch.summary import summarize
+from titan_exp.launch.sweep_plan import Skipped, SweepPlan
+from titan_exp.tracking.sink import Value
+
+
+def plain_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> None:
+    """Print rows under headings, the first `left` columns to the left and the others to the right."""
+    table = Table(box=None, pad_edge=False)
+    for place, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if place < left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    plain_console().print(table)
+
+
+def plain_console() -> Console:
+    """A console for tables: as wide as the terminal; a file has no edge to fold lines at."""
+    console = Console(highlight=False, markup=False)
+    return console if console.is_terminal else Console(highlight=False, markup=False, width=240)
+
+
+def show_plan(made: SweepPlan, study: OpenStudy | None) -> None:
+    """Print every point: what it would be, what it would ask for, and how its run stands now."""
+    if study is not None:
+        print(f"{study.folder.path.name}: {study.study.question}\n")
+    now = standings([one.plan.folder for one in made.planned])
+    labels = {one.plan.folder.path: one.point.label for one in made.planned}
+    asked = {one.plan.folder.path: _gpu_hours(one.plan) for one in made.planned}
+    headings = ["point", "run", "experiment", "state", "processes", "nodes"]
+    with_hours = any(value is not None for value in asked.values())
+    rows = []
+    for one in (*made.planned, *made.doubles):
+        path = one.plan.folder.path
+        same = labels[path] != one.point.label
+        state = f"same run as {labels[path]}" if same else now[path].condition
+        row = [one.point.label, one.plan.run_id, one.plan.experiment_id, state]
+        row += [str(world_size(one.plan.experiment)), str(nodes_needed(one.plan.experiment))]
+        value = asked[path]
+        rows.append([*row, "-" if value is None else f"{value:,.1f}"] if with_hours else row)
+    plain_table([*headings, "GPU-hours asked"] if with_hours else headings, rows, left=4)
+    _show_skipped(made.skipped)
+    waiting = [one.plan.folder.path for one in made.planned if now[one.plan.folder.path].condition not in _LEFT_ALONE]
+    alone = [now[one.plan.folder.path].condition for one in made.planned]
+    said = [f"{alone.count(state)} {state}" for state in _LEFT_ALONE if state in alone]
+    said += [f"{len(made.skipped)} skipped"] if made.skipped else []
+    total = sum(asked[path] or 0.0 for path in waiting)
+    hours_asked = f", {total:,.1f} GPU-hours asked" if with_hours and waiting else ""
+    print(f"\n{len(waiting)} to start{hours_asked}{''.join(f', {text}' for text in said)}.")
+    if study is not None:
+        study.tell(made, print)
+
+
+def show_outcomes(made: SweepPlan, found: Mapping[Path, Submission], study: OpenStudy | None) -> None:
+    """Print what became of every run, and what to type next."""
+    rows = []
+    for one in made.planned:
+        submission = found.get(one.plan.folder.path)
+        loss = validation = None
+        state = "not started" if submission is None else submission.outcome
+        if submission is not None and one.plan.folder.path.exists():
+            summary = summarize(one.plan.folder)
+            loss, validation = summary.loss, summary.validation_loss
+        rows.append([one.point.label, one.plan.run_id, state, _number(loss), _number(validation)])
+    print()
+    plain_table(["point", "run", "state", "loss", "validation loss"], rows, left=3)
+    if made.doubles:
+        print(f"{len(made.doubles)} more point(s) are the same run as one of these.")
+    if made.skipped:
+        _show_skipped(made.skipped)
+    if study is not None:
+        name = study.words
+        states = [row[2] for row in rows]
+        if "failed" in states or "refused" in states:
+            print(f"\nWhy: titan-exp logs {name}. The same command starts again what is missing or failed.")
+        elif any(state in ("submitted", "queued") for state in states):
+            print(f"\nHow it goes: titan-exp status {name}")
+        elif "not started" in states or "preempted" in states:
+            print("\nThe same command goes on where this one stopped.")
+
+
+_LEFT_ALONE = ("done", "queued", "running")
+"""Conditions in which a run is not started again."""
+
+
+def _show_skipped(skipped: Sequence[Skipped]) -> None:
+    if not skipped:
+        return
+    reasons: dict[str, list[str]] = {}
+    for one in skipped:
+        reasons.setdefault(one.reason, []).append(one.point.label)
+    print(f"\n{len(skipped)} point(s) are skipped:")
+    for reason, labels in reasons.items():
+        print("\n".join(f"  {label}" for label in labels))
+        print("\n".join(f"    {line}" for line in reason.splitlines()))
+
+
+def _gpu_hours(plan: Plan) -> float | None:
+    """Time limit times GPUs; None where no limit is asked for, or no GPU."""
+    cluster = plan.experiment.cluster
+    if cluster.kind == "local" or cluster.time_limit is None or device_type(cluster) != "cuda":
+        return None
+    return hours(cluster.time_limit) * world_size(plan.experiment)
+
+
+def _number(value: Value) -> str:
+    return "-" if value is None else f"{value:.4f}"

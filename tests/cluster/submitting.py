@@ -17,7 +17,7 @@ from titan_exp.launch.slurm.backend import SlurmBackend
 from titan_exp.tracking.attempts import Attempt
 from titan_exp.tracking.run_folder import RunFolder
 
-LIMIT = 45.0
+LIMIT = 90.0
 """Seconds that anything may take, on a busy machine, before the test fails."""
 SMALL = ["model=llama_debug", "+experiment=smoke", "experiment.name=x", "cluster=slurm", "cluster.device=cpu"]
 

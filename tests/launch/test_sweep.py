@@ -76,7 +76,7 @@ def test_a_scheduler_gets_all_points_at_once(
     assert {len(others), world_size(first.experiment), nodes_needed(first.experiment)} == {6, 16, 2}
     assert (len({plan.run_id for plan in submitted[0]}), len({plan.experiment_id for plan in submitted[0]})) == (7, 1)
     assert {plan.run_id in plan.folder.code.read_text() for plan in submitted[0]} == {True}
-    assert "How it goes: titan-exp status parallelism_degrees_cluster" in capsys.readouterr().out
+    assert "titan-exp status parallelism_degrees_cluster" in capsys.readouterr().out
     monkeypatch.setattr("titan_exp.launch.standing.backend_for", lambda kind: {}[kind])
     words = ["cluster.nodes=2", "cluster.time_limit=1:30:00", "--dry-run"]
     assert main(["sweep", "parallelism_degrees", "size=cluster", *words]) == 0

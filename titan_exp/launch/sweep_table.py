@@ -1,5 +1,6 @@
 """What a sweep prints: its plan before, and what became of every point after."""
 
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def show_plan(made: SweepPlan, study: OpenStudy | None) -> None:
 
 def show_outcomes(made: SweepPlan, found: Mapping[Path, Submission], study: OpenStudy | None) -> None:
     """Print what became of every run, and what to type next."""
-    rows = []
+    rows, told = [], []
     for one in made.planned:
         submission = found.get(one.plan.folder.path)
         loss = validation = None
@@ -75,21 +76,37 @@ def show_outcomes(made: SweepPlan, found: Mapping[Path, Submission], study: Open
             summary = summarize(one.plan.folder)
             loss, validation = summary.loss, summary.validation_loss
         rows.append([one.point.label, one.plan.run_id, state, _number(loss), _number(validation)])
+        told.append("-" if submission is None or submission.job_id is None else submission.job_id)
     print()
-    plain_table(["point", "run", "state", "loss", "validation loss"], rows, left=3)
+    if any(job != "-" for job in told):
+        with_jobs = [[*row[:3], job, *row[3:]] for row, job in zip(rows, told, strict=True)]
+        plain_table(["point", "run", "state", "job", "loss", "validation loss"], with_jobs, left=4)
+    else:
+        plain_table(["point", "run", "state", "loss", "validation loss"], rows, left=3)
     if made.doubles:
         print(f"{len(made.doubles)} more point(s) are the same run as one of these.")
-    if made.skipped:
-        _show_skipped(made.skipped)
-    if study is not None:
-        name = study.words
-        states = [row[2] for row in rows]
-        if "failed" in states or "refused" in states:
-            print(f"\nWhy: titan-exp logs {name}. The same command starts again what is missing or failed.")
-        elif any(state in ("submitted", "queued") for state in states):
-            print(f"\nHow it goes: titan-exp status {name}")
-        elif "not started" in states or "preempted" in states:
-            print("\nThe same command goes on where this one stopped.")
+    _show_skipped(made.skipped)
+    for one in made.planned:
+        submission = found.get(one.plan.folder.path)
+        if submission is not None and submission.outcome == "refused" and one.plan.experiment.cluster.kind != "local":
+            print(f"[{one.point.label}]\n  {submission.reason}", file=sys.stderr)
+    states = [row[2] for row in rows]
+    print(", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)))
+    for line in _next(states, made, study):
+        print(line)
+
+
+def _next(states: Sequence[str], made: SweepPlan, study: OpenStudy | None) -> list[str]:
+    """What to type next."""
+    name = made.planned[0].plan.folder.path.parent if study is None else study.words
+    if any(state in ("submitted", "queued") for state in states):
+        first = made.planned[0].plan.folder.path
+        return [f"  titan-exp status {name}", f"  titan-exp logs -f {first}", f"  titan-exp cancel {name}"]
+    if study is not None and ("failed" in states or "refused" in states):
+        return [f"Why: titan-exp logs {name}. The same command starts again what is missing or failed."]
+    if study is not None and ("not started" in states or "preempted" in states):
+        return ["The same command goes on where this one stopped."]
+    return []
 
 
 _LEFT_ALONE = ("done", "queued", "running")

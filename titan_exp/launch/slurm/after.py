@@ -15,15 +15,14 @@ from titan_exp.config.cluster import ClusterConfig
 from titan_exp.config.convert import load_experiment
 from titan_exp.launch import verdict as verdicts
 from titan_exp.launch.ending import close_attempt
+from titan_exp.launch.hang import HangFiles
 from titan_exp.launch.rank_record import RankRecord, read_record
 from titan_exp.launch.slurm.place import TOKEN
 from titan_exp.launch.verdict import Verdict
 from titan_exp.tracking.attempts import Attempt
 from titan_exp.tracking.run_folder import RunFolder
-from titan_exp.tracking.run_state import DONE, FAILED, STOPPED
+from titan_exp.tracking.run_state import DONE, FAILED, HUNG, STOPPED
 
-HUNG = 86
-"""Exit code of a rank that its watchdog ended, because nothing moved any more."""
 CANCELLED = "cancelled"
 """Begins the reason of a stop after which the run shall not go on by itself."""
 ENDED_BY_HAND = 130
@@ -54,9 +53,9 @@ def main(arguments: Sequence[str]) -> int:
 def _verdict(folder: RunFolder, row: Attempt, job: str) -> Verdict:
     records = {rank: read_record(folder, row.attempt, rank) for rank in range(row.world_size)}
     known = [record for record in records.values() if record is not None]
-    hung = [record for record in known if record.exit == HUNG]
-    if hung:
-        return Verdict("preempted", HUNG, verdicts.failed([verdicts.death_by_error(hung[0])]).reason)
+    hang = HangFiles(folder.attempt_logs(row.attempt), row.world_size).conclude()
+    if hang is not None:
+        return replace(verdicts.hung(hang), state="preempted")
     died = [verdicts.death_by_error(record) for record in known if record.failed]
     if died:
         return verdicts.failed(died)

@@ -22,6 +22,7 @@ from titan_exp.optim.build import build_optimizer
 from titan_exp.optim.schedule import LRSchedule
 from titan_exp.parallel.mesh import build_mesh
 from titan_exp.parallel.tensor import vocabulary_part
+from titan_exp.quantization.weight_scales import WeightScales
 from titan_exp.tracking.log import get_logger
 from titan_exp.tracking.run_folder import RunFolder
 from titan_exp.trainer.build import BuiltModel
@@ -79,6 +80,9 @@ class Trainer:
         self.checkpointer = Checkpointer(experiment.checkpoint, folder.checkpoints)
         self.step = self.tokens = 0
         self._restore()
+        low = torch.bfloat16 if training.mixed_precision == "bf16" else torch.float32
+        self.weight_scales = WeightScales(self.model.parts, self.mesh.weight_groups, low)
+        self.weight_scales.refresh()
         self.report = Report(experiment, folder, self.mesh, flops_per_token=built.flops_per_token, first_step=self.step)
         self.profile = ProfileWindow(experiment.profiling, folder.traces, rank=dist.get_rank(), first_step=self.step)
 
@@ -121,6 +125,7 @@ class Trainer:
             max_grad_norm=experiment.training.max_grad_norm,
             mesh=self.mesh,
         )
+        self.weight_scales.refresh()
         self.step, self.tokens = step, self.tokens + tokens
         self.profile.after(step)
         self.report.step(step, tokens)

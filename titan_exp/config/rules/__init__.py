@@ -21,6 +21,7 @@ from titan_exp.config.rules import (
     pipeline,
     places,
     precision,
+    quantization,
     shape,
     steps,
     tensor,
@@ -35,6 +36,7 @@ RULES: tuple[Rule, ...] = (
     *shape.RULES,
     *attention.RULES,
     *precision.RULES,
+    *quantization.RULES,
     *memory.RULES,
     *tensor.RULES,
     *context.RULES,
@@ -47,7 +49,7 @@ RULES: tuple[Rule, ...] = (
 )
 """Rules that hold in every layout, and those about the layout itself."""
 
-LAYOUT_RULES: tuple[Rule, ...] = (*batch.RULES, *pipeline.LAYOUT_RULES)
+LAYOUT_RULES: tuple[Rule, ...] = (*batch.RULES, *pipeline.LAYOUT_RULES, *quantization.LAYOUT_RULES)
 """Rules that divide something by the layout, asked where there is one."""
 
 
@@ -68,7 +70,7 @@ def violations(experiment: Experiment) -> list[Violation]:
     try:
         resolved = resolve_layout(experiment, offered_devices(experiment.cluster))
     except UserError as error:
-        single = replace(experiment, parallelism=replace(experiment.parallelism, dp_shard=1))
+        single = resolve_layout(replace(experiment, parallelism=replace(experiment.parallelism, dp_shard=1)), 1)
         return [*error.violations, *_asked(RULES, single)]
     return _asked((*RULES, *LAYOUT_RULES), resolved)
 

@@ -1,0 +1,3 @@
+"""Rules about numeric recipes."""
+RULES = ()
+LAYOUT_RULES = ()

@@ -32,7 +32,7 @@ def offered_devices(cluster: ClusterConfig) -> int:
 
 def resolve_layout(experiment: Experiment, offered: int) -> Experiment:
     """The experiment with `parallelism.dp_shard=-1` replaced by the number of offered devices that are left, and
-    `quantization.smallest_gemm=auto` by a number.
+    `quantization.smallest_gemm=null` by a number.
 
     Where fewer are offered than the other degrees ask for, nothing is left to shard over and it becomes 1: on a CPU
     machine explicit degrees ask for that many processes.
@@ -52,7 +52,7 @@ def resolve_layout(experiment: Experiment, offered: int) -> Experiment:
 
 def _resolve_smallest_gemm(experiment: Experiment) -> Experiment:
     quantization = experiment.quantization
-    if quantization.smallest_gemm != "auto":
+    if quantization.smallest_gemm is not None:
         return experiment
     emulated = quantization.emulate is True or device_type(experiment.cluster) == "cpu"
     smallest = 0 if emulated or quantization.recipe == "none" else SMALLEST_GEMM

@@ -45,7 +45,7 @@ def is_quantized(config: QuantizationConfig, layers: int, name: str, inputs: int
         inputs: columns of its whole weight.
         outputs: rows of its whole weight.
     """
-    assert config.smallest_gemm != "auto", "the recipe is not resolved"
+    assert config.smallest_gemm is not None, "the recipe is not resolved"
     numbered = re.match(r"blocks\.(\d+)\.", name)
     layer = int(numbered[1]) if numbered else None
     return (

@@ -19,9 +19,9 @@ class QuantizationConfig:
     same with weight gradients in high precision; `mxfp8` one for every 32 numbers (OCP Microscaling)."""
     filter: list[str]
     """Names or patterns of projections that stay in high precision, as in `blocks.*.attention.*`."""
-    smallest_gemm: Literal["auto"] | Count
+    smallest_gemm: Count | None
     """A projection stays in high precision where its inputs or its outputs, of the whole weight, are fewer: casting
-    costs more than a small matmul gains. `auto` is 4096 on GPUs, and 0 where the recipe is emulated anyway; the run's
+    costs more than a small matmul gains. null is 4096 on GPUs, and 0 where the recipe is emulated anyway; the run's
     config.yaml has the number."""
     high_precision_first: Count
     """So many blocks at the beginning stay in high precision."""
@@ -37,7 +37,7 @@ class QuantizationConfig:
     precomputed_scales: bool
     """Of recipes with one scale for a whole weight: compute those of all weights together after each optimizer step,
     with one message, instead of each where it is used. The numbers are the same."""
-    emulate: Literal["auto"] | bool
+    emulate: Literal["auto", True, False]
     """Round as the recipe says and multiply in fp32, which any device can and none is faster by. `auto` does so where
     the device lacks the instructions, and the log says it."""
 

@@ -39,6 +39,9 @@ LAYOUT = {
     "training.micro_batch_size": "how the global batch is cut",
     "training.loss_chunk_tokens": "how many logits are held at a time",
     "model.attention_backend": "which kernel computes attention",
+    "quantization.emulate": "whether instructions of the device compute the same products",
+    "quantization.fsdp_float8_all_gather": "whether weights are rounded before or after they are gathered",
+    "quantization.precomputed_scales": "when the same scales are computed",
 }
 """Keys left out of the experiment id as well: they change rounding at most."""
 
@@ -77,6 +80,9 @@ def canonical(value: object, key: str = "") -> str:
 
 def _digest(experiment: Experiment, without: Iterable[str]) -> str:
     config = to_dict(experiment)
+    if experiment.quantization.recipe == "none":
+        # Its other keys have no effect, and the id is that of a run from before there were recipes.
+        config["quantization"] = {"recipe": "none"}
     begins_with = {key: _get(config, key.split(".")) for key in WITH_EFFECT}
     for key in without:
         _remove(config, key.split("."))
@@ -95,7 +101,7 @@ def _get(config: dict[str, Any], path: Sequence[str]) -> Any:
 def _remove(config: dict[str, Any], path: list[str]) -> None:
     for part in path[:-1]:
         config = config[part]
-    del config[path[-1]]
+    config.pop(path[-1], None)
 
 
 def _require_stable(value: object, key: str) -> None:

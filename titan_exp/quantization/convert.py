@@ -12,7 +12,6 @@ from titan_exp.config.quantization import QuantizationConfig
 from titan_exp.config.suggest import did_you_mean
 from titan_exp.models.blocks import Linear
 from titan_exp.quantization.instructions import is_emulated
-from titan_exp.quantization.recipe_product import product_of
 
 
 def quantize(model: nn.Module, config: QuantizationConfig, *, layers: int, device: torch.device) -> None:
@@ -29,6 +28,8 @@ def quantize(model: nn.Module, config: QuantizationConfig, *, layers: int, devic
     """
     if config.recipe == "none":
         return
+    from titan_exp.quantization.recipe_product import product_of
+
     emulated = is_emulated(config, device)
     if config.recipe.startswith("float8_row") and not emulated:
         # Else inductor keeps what eager rounds to bf16 between operators, and a row's scale is of other numbers.

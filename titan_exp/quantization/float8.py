@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torchao.float8.float8_ops import addmm_float8_unwrapped
-from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
+
+from titan_exp.quantization.engine import addmm_float8_unwrapped, amax_to_scale, to_fp8_saturated
 
 Greatest = Callable[[Tensor], Tensor]
 """The largest of several ranks' values, element by element."""
@@ -72,6 +72,4 @@ def multiply(
         right_scale = right_scale.expand(1, right.shape[1]).contiguous()
     # The instructions want rows of the one and columns of the other to be contiguous.
     columns = right.t().contiguous().t()
-    return addmm_float8_unwrapped(
-        left.contiguous(), left_scale, columns, right_scale, dtype, use_fast_accum=fast
-    )
+    return addmm_float8_unwrapped(left.contiguous(), left_scale, columns, right_scale, dtype, use_fast_accum=fast)

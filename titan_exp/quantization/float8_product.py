@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchao.float8.float8_training_tensor import Float8TrainingTensor
 
+from titan_exp.quantization.engine import Float8TrainingTensor
 from titan_exp.quantization.float8 import E4M3, E5M2, Greatest, cast, multiply, scale_of
 from titan_exp.quantization.wanted import wanted_gradients
 
@@ -71,9 +71,7 @@ class _Float8Product(torch.autograd.Function):
         else:
             right, right_scale = _whole(weight, scale, recipe)
             ctx.save_for_backward(left, weight, scale, left_scale)
-        output = multiply(
-            left, left_scale, right.t(), right_scale.t(), x.dtype, emulated=recipe.emulated, fast=True
-        )
+        output = multiply(left, left_scale, right.t(), right_scale.t(), x.dtype, emulated=recipe.emulated, fast=True)
         return output.unflatten(0, x.shape[:-1]) if x.dim() != 2 else output
 
     @staticmethod

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
+from titan_exp.quantization.engine import Float8TrainingTensor, GemmInputRole
 from titan_exp.quantization.float8 import E4M3, cast
 from titan_exp.quantization.recipe_product import Float8Product
 

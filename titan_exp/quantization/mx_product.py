@@ -8,10 +8,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torchao.prototype.mx_formats.config import MXFP8Dim0CastKernelChoice, ScaleCalculationMode
-from torchao.prototype.mx_formats.mx_tensor import MXTensor, to_dtype, to_mx
-from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 
+from titan_exp.quantization.engine import (
+    KernelPreference,
+    MXFP8Dim0CastKernelChoice,
+    MXTensor,
+    ScaleCalculationMode,
+    to_dtype,
+    to_mx,
+)
 from titan_exp.quantization.wanted import wanted_gradients
 
 BLOCK = 32

@@ -22,7 +22,6 @@ from titan_exp.parallel.orders import training_orders
 from titan_exp.parallel.pipeline import Hidden, Pipeline
 from titan_exp.parallel.stage import Stage, keep_compiled_buffers
 from titan_exp.quantization.convert import describe, quantize
-from titan_exp.quantization.gather import float8_form
 from titan_exp.tracking.log import get_logger
 
 
@@ -51,9 +50,7 @@ class BuiltModel:
         self.flops_per_token = flops_per_token(model, experiment.training.seq_len)
         """Operations of a training step per token."""
         require_modules(model, experiment.training.fp32_modules)
-        recipe = describe(
-            model, experiment.quantization, layers=experiment.model.layers, device=mesh.device
-        )
+        recipe = describe(model, experiment.quantization, layers=experiment.model.layers, device=mesh.device)
         self.module: nn.Module = model
         """The whole model; with a pipeline, on the meta device."""
         self.pipeline: Pipeline | None = None
@@ -125,6 +122,8 @@ def _make_real(module: nn.Module, build: Callable[[], nn.Module], experiment: Ex
     parallelize(module, experiment, mesh)
     materialize(module, mesh.device, cpu_offload=experiment.parallelism.cpu_offload)
     if experiment.quantization.fsdp_float8_all_gather:
+        from titan_exp.quantization.gather import float8_form
+
         gather_otherwise(module, float8_form)
     if table is not None:
         draw_initial_weights(module, table, experiment.experiment.seed)

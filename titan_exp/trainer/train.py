@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from titan_exp.optim.build import build_optimizer
 from titan_exp.optim.schedule import LRSchedule
 from titan_exp.parallel.mesh import build_mesh
 from titan_exp.parallel.tensor import vocabulary_part
-from titan_exp.quantization.weight_scales import WeightScales
 from titan_exp.tracking.log import get_logger
 from titan_exp.tracking.run_folder import RunFolder
 from titan_exp.trainer.build import BuiltModel
@@ -80,9 +80,8 @@ class Trainer:
         self.checkpointer = Checkpointer(experiment.checkpoint, folder.checkpoints)
         self.step = self.tokens = 0
         self._restore()
-        low = torch.bfloat16 if training.mixed_precision == "bf16" else torch.float32
-        self.weight_scales = WeightScales(self.model.parts, self.mesh.weight_groups, low)
-        self.weight_scales.refresh()
+        self.refresh_scales = self._weight_scales()
+        self.refresh_scales()
         self.report = Report(experiment, folder, self.mesh, flops_per_token=built.flops_per_token, first_step=self.step)
         self.profile = ProfileWindow(experiment.profiling, folder.traces, rank=dist.get_rank(), first_step=self.step)
 
@@ -125,7 +124,7 @@ class Trainer:
             max_grad_norm=experiment.training.max_grad_norm,
             mesh=self.mesh,
         )
-        self.weight_scales.refresh()
+        self.refresh_scales()
         self.step, self.tokens = step, self.tokens + tokens
         self.profile.after(step)
         self.report.step(step, tokens)
@@ -182,6 +181,15 @@ class Trainer:
         if changed:
             get_logger().info("changed since that checkpoint; what holds is the new one:%s", "".join(changed))
 
+    def _weight_scales(self) -> Callable[[], None]:
+        """What computes the scales of quantized weights anew once those have changed."""
+        if not self.experiment.quantization.precomputed_scales:
+            return _nothing
+        from titan_exp.quantization.weight_scales import WeightScales
+
+        low = torch.bfloat16 if self.experiment.training.mixed_precision == "bf16" else torch.float32
+        return WeightScales(self.model.parts, self.mesh.weight_groups, low).refresh
+
     def _begin_with_weights(self) -> None:
         """Where the configuration says so, replace the weights that were drawn by those of another run or tool."""
         config = self.experiment.checkpoint
@@ -202,3 +210,7 @@ class Trainer:
                 "A lower optimizer.lr or a longer lr_schedule.warmup_steps may help; "
                 "training.stop_on_nonfinite=false trains on."
             )
+
+
+def _nothing() -> None:
+    """There are no scales to compute."""

@@ -14,9 +14,10 @@ class QuantizationConfig:
     """A recipe for the matmuls of the blocks' projections. Embedding, head, norms and attention are never quantized."""
 
     recipe: Literal["none", "float8_tensorwise", "float8_rowwise", "float8_rowwise_gw_hp", "mxfp8"]
-    """`none` multiplies in the type of `training.mixed_precision`. `float8_tensorwise` has one scale for a whole tensor,
-    gradients in e5m2; `float8_rowwise` one for every token and every output, all in e4m3; `float8_rowwise_gw_hp` the
-    same with weight gradients in high precision; `mxfp8` one for every 32 numbers (OCP Microscaling)."""
+    """`none` multiplies in the type of `training.mixed_precision`. `float8_tensorwise` has one scale for a whole
+    tensor, gradients in e5m2; `float8_rowwise` one for every token and every output, all in e4m3;
+    `float8_rowwise_gw_hp` the same with weight gradients in high precision; `mxfp8` one for every 32 numbers (OCP
+    Microscaling)."""
     filter: list[str]
     """Names or patterns of projections that stay in high precision, as in `blocks.*.attention.*`."""
     smallest_gemm: Count | None

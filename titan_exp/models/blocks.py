@@ -28,9 +28,9 @@ class Linear(nn.Linear):
         self.std = std
         self.product = Product()
 
-    def forward(self, x: Float[Tensor, "*any fan_in"]) -> Float[Tensor, "*any fan_out"]:
-        """x · weightᵀ, as the product computes it."""
-        return self.product(x, self.weight)
+    def forward(self, input: Float[Tensor, "*any fan_in"]) -> Float[Tensor, "*any fan_out"]:
+        """input · weightᵀ, as the product computes it."""
+        return self.product(input, self.weight)
 
     def initial(self) -> dict[str, Init]:
         """How the parameters of this block start, by name."""

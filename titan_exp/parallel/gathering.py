@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
-
 Gathering = tuple[Callable[[Tensor, torch.dtype], Tensor], Callable[[Tensor, torch.dtype], Tensor]]
 """Another form of a weight. The first makes of a shard what is sent, of the same shape, given the type that the weight
 is computed in. The second, called once, makes the weight of what was gathered, sharing its memory."""

@@ -26,6 +26,7 @@ class WeightScales:
 
     def __init__(self, parts: Sequence[nn.Module], groups: Sequence[dist.ProcessGroup], dtype: torch.dtype) -> None:
         self._weights = list(_weights(parts))
+        self._scales = [it.weight_scale for _, it in self._weights if it.weight_scale is not None]
         self._groups, self._dtype = groups, dtype
 
     @torch.no_grad()
@@ -34,15 +35,14 @@ class WeightScales:
         if not self._weights:
             return
         first = self._weights[0][1]
-        assert first.weight_scale is not None, "chosen below"
         # A rank may hold nothing of a weight that is divided unevenly.
         shards = (_local(weight) for weight, _ in self._weights)
         largest = [it.abs().amax() if it.numel() else it.new_zeros(()) for it in shards]
-        amax = torch.stack(largest).to(first.weight_scale.device)
+        amax = torch.stack(largest).to(self._scales[0].device)
         for group in self._groups:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
         scales = scale_of_amax(amax.to(self._dtype), E4M3, power_of_two=first.recipe.power_of_two)
-        torch._foreach_copy_([it.weight_scale for _, it in self._weights], list(scales.unbind()))
+        torch._foreach_copy_(self._scales, list(scales.unbind()))
 
 
 def _weights(parts: Sequence[nn.Module]) -> Iterator[tuple[nn.Parameter, Float8Product]]:

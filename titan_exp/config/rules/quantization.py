@@ -97,7 +97,7 @@ def tokens_are_multiples(experiment: Experiment) -> Iterator[Violation]:
 
 
 def keys_are_whole(experiment: Experiment) -> Iterator[Violation]:
-    """Where ranks share a key's head, each has a part of its gradient, which float8 would round before they are added."""
+    """Where ranks share a key's head each has a part of its gradient, which would be rounded before parts are added."""
     model, degree = experiment.model, experiment.parallelism.tp
     if not _is_known(experiment) or model.kv_heads % degree == 0:
         return
@@ -146,14 +146,14 @@ def emulation_is_possible(experiment: Experiment) -> Iterator[Violation]:
     if config.emulate is False and device == "cpu":
         reason = f"a CPU has no instructions for {config.recipe}"
         yield Violation("quantization.emulate", False, reason, "quantization.emulate=auto")
-    if config.recipe == "mxfp8" and config.emulate is not True and device == "cuda":
-        if experiment.training.mixed_precision != "bf16":
-            yield Violation(
-                "training.mixed_precision",
-                experiment.training.mixed_precision,
-                "the matmuls of mxfp8 have results in bf16",
-                "training.mixed_precision=bf16, or quantization.emulate=true",
-            )
+    precision = experiment.training.mixed_precision
+    if config.recipe == "mxfp8" and config.emulate is not True and device == "cuda" and precision != "bf16":
+        yield Violation(
+            "training.mixed_precision",
+            precision,
+            "the matmuls of mxfp8 have results in bf16",
+            "training.mixed_precision=bf16, or quantization.emulate=true",
+        )
 
 
 def one_precision_for_a_module(experiment: Experiment) -> Iterator[Violation]:

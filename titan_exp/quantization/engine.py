@@ -15,7 +15,7 @@ try:
     from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
     from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated
     from torchao.prototype.mx_formats.config import MXFP8Dim0CastKernelChoice, ScaleCalculationMode
-    from torchao.prototype.mx_formats.mx_tensor import MXTensor, to_dtype, to_mx
+    from torchao.prototype.mx_formats.mx_tensor import MXTensor
     from torchao.quantization.quantize_.common.kernel_preference import KernelPreference
 finally:
     for _logger, _level in zip(_TALKATIVE, _LEVELS, strict=True):
@@ -30,7 +30,5 @@ __all__ = [
     "ScaleCalculationMode",
     "addmm_float8_unwrapped",
     "amax_to_scale",
-    "to_dtype",
     "to_fp8_saturated",
-    "to_mx",
 ]

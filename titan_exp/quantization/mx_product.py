@@ -14,13 +14,13 @@ from titan_exp.quantization.engine import (
     MXFP8Dim0CastKernelChoice,
     MXTensor,
     ScaleCalculationMode,
-    to_dtype,
-    to_mx,
 )
 from titan_exp.quantization.wanted import wanted_gradients
 
 BLOCK = 32
 """Numbers that share a scale."""
+
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 def mx_product(x: Tensor, weight: Tensor, *, emulated: bool) -> Tensor:
@@ -65,9 +65,16 @@ def _multiply(left: Tensor, right: Tensor, emulated: bool) -> Tensor:
 
 
 def _rounded(tensor: Tensor) -> Tensor:
-    """What is left of numbers, in their own type, which holds all that e4m3 and a power of two do."""
-    scale, data = to_mx(tensor, torch.float8_e4m3fn, BLOCK, ScaleCalculationMode.RCEIL)
-    return to_dtype(data, scale, torch.float8_e4m3fn, BLOCK, tensor.dtype)
+    """What is left of numbers, in their own type, which holds all that e4m3 and a power of two do.
+
+    torchao's own function for this cannot be compiled within a memory budget.
+    """
+    blocks = tensor.float().unflatten(-1, (-1, BLOCK))
+    exponent = (blocks.abs().amax(-1, keepdim=True) / LARGEST).log2().ceil().clamp(-127, 127)
+    # Of a block of zeros, or nearly so, the scale is 1.
+    scale = exponent.exp2().where(exponent > -127, 1.0)
+    rounded = (blocks / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float() * scale
+    return rounded.flatten(-2).to(tensor.dtype)
 
 
 def _quantized(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Every recipe on one device is torchao's own module, bit by bit: output, gradient of the input, gradient of the weight."""
+"""Every recipe on one device is torchao's own module, bit by bit: output, gradients of input and of weight."""
 
 import dataclasses
 import logging

@@ -81,8 +81,10 @@ def canonical(value: object, key: str = "") -> str:
 def _digest(experiment: Experiment, without: Iterable[str]) -> str:
     config = to_dict(experiment)
     if experiment.quantization.recipe == "none":
-        # Its other keys have no effect, and the id is that of a run from before there were recipes.
+        # Other keys have no effect then, and the id is that of a run from before there were recipes.
         config["quantization"] = {"recipe": "none"}
+    if experiment.optimizer.state_precision == "fp32":
+        del config["optimizer"]["state_precision"]
     begins_with = {key: _get(config, key.split(".")) for key in WITH_EFFECT}
     for key in without:
         _remove(config, key.split("."))

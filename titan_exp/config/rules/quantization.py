@@ -1,4 +1,4 @@
-"""Rules about numeric recipes: what they can take, and what no device or layout can do."""
+"""Rules about numbers in few bits: what recipes and moments can be, and what no device or layout can do."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -8,6 +8,7 @@ from titan_exp.config.builtins import ARCHITECTURES
 from titan_exp.config.errors import Violation
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import device_type, micro_batch_size
+from titan_exp.config.optimizer import MOMENT_BLOCK
 from titan_exp.config.projections import Projection, is_quantized, projections
 from titan_exp.config.quantization import BLOCK
 from titan_exp.config.suggest import did_you_mean, listed, multiples_near
@@ -172,6 +173,35 @@ def one_precision_for_a_module(experiment: Experiment) -> Iterator[Violation]:
             )
 
 
+def moments_are_adamws(experiment: Experiment) -> Iterator[Violation]:
+    """Only of the built-in optimizer is it known which moments it has."""
+    optimizer, field = experiment.optimizer, "optimizer.state_precision"
+    precision = optimizer.state_precision
+    if precision == "fp32":
+        return
+    if optimizer.name != "adamw":
+        reason = f"it is about AdamW's moments, and optimizer.name is {optimizer.name}"
+        yield Violation(field, precision, reason, f"{field}=fp32, or optimizer.name=adamw")
+    elif precision != "bf16" and importlib.util.find_spec("torchao") is None:
+        yield Violation(field, precision, "torchao is not installed", f"pip install torchao, or {field}=bf16")
+    degree = experiment.parallelism.tp
+    if precision == "bf16" or experiment.model.architecture not in ARCHITECTURES:
+        return
+    for each in projections(experiment.model):
+        inputs = each.inputs
+        blocks, rest = divmod(inputs, MOMENT_BLOCK)
+        if each.divided == "inputs" and rest == 0 == inputs % degree and blocks % degree:
+            kind = each.name.split(".", 2)[2]
+            yield Violation(
+                field,
+                precision,
+                f"moments are kept in blocks of {MOMENT_BLOCK} numbers of a row, and of the {inputs} inputs of {kind} "
+                f"each of parallelism.tp={degree} ranks has {inputs // degree}",
+                f"{field}=bf16, or a smaller parallelism.tp",
+            )
+            return
+
+
 RULES = (
     engine_is_installed,
     filter_names_projections,
@@ -181,6 +211,7 @@ RULES = (
     options_are_of_the_recipe,
     emulation_is_possible,
     one_precision_for_a_module,
+    moments_are_adamws,
 )
 LAYOUT_RULES = (tokens_are_multiples,)
 """Asked where there is a layout."""

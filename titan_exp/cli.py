@@ -107,6 +107,13 @@ def download(words: Sequence[str]) -> int:
     return download_command(list(words))
 
 
+def doctor(words: Sequence[str]) -> int:
+    """Which layers a numeric recipe harms: --numerics."""
+    from titan_exp.trainer.doctor_command import doctor_command
+
+    return doctor_command(list(words))
+
+
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "generate": generate,
@@ -114,6 +121,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "convert": convert,
     "download": download,
     "tokenize": tokenize,
+    "doctor": doctor,
 }
 """What the command line can do."""
 

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 BASE = [
     *("model=llama_debug", "training.seq_len=128", "training.global_batch_size=16", "training.evaluate_every=0"),
     *("training.mixed_precision=bf16", "tracking.log_every=1", "checkpoint=none", "parallelism.dp_shard=1"),
-    *("lr_schedule.warmup_steps=20", "lr_schedule.decay_steps=50"),
+    *("optimizer.lr=1e-3", "lr_schedule.warmup_steps=20", "lr_schedule.decay_steps=50"),
 ]
 
 CASES = {

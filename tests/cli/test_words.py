@@ -100,7 +100,7 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
     ("words", "says"),
     [
         (["tran"], "Did you mean titan-exp train?"),
-        (["launch"], "The verbs are train, generate, evaluate, convert, download and tokenize"),
+        (["launch"], "The verbs are train, generate, evaluate, convert, download, tokenize and doctor"),
         (["model=llama3_8b"], "titan-exp train model=llama3_8b"),
         (["--cfg", "job"], "titan-exp train --cfg job"),
         (["train", "training.stesp=4"], "training.stesp=4: there is no such key\n    did you mean training.steps?"),

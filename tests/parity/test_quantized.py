@@ -115,7 +115,7 @@ def test_gathered_in_float8_it_is_the_same_to_the_bit(tmp_path: Path):
     recipe = RECIPES["any scale"].split()
     layout = f"{FSDP2} training.mixed_precision=bf16 training.micro_batch_size=2".split()
     bytes_sent = train(tmp_path / "bytes", *recipe, *layout)
-    off = ["quantization.fsdp_float8_all_gather=false", "quantization.precomputed_scales=false"]
+    off = ["quantization.float8_all_gather=false", "quantization.precomputed_scales=false"]
     whole = train(tmp_path / "whole", *recipe, *layout, *off)
     assert bytes_sent.loss == whole.loss
     assert bytes_sent.grad_norm == whole.grad_norm

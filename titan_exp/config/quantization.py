@@ -32,7 +32,7 @@ class QuantizationConfig:
     """Round scales down to powers of two. Then a number is rounded to the same value whichever tensor it shares its
     scale with, unless it is smaller than about 2^-14 of the largest there: so the curve does not depend on the layout.
     Without, one device's results are those of torchao's default, and depend on the micro-batch size, dp and cp."""
-    fsdp_float8_all_gather: bool
+    float8_all_gather: bool
     """Of `float8_tensorwise`: quantize a shard before it is gathered, so that half the bytes are sent and no rank
     quantizes the whole weight. The numbers are the same. Without effect where nothing is sharded."""
     precomputed_scales: bool

@@ -40,7 +40,7 @@ LAYOUT = {
     "training.loss_chunk_tokens": "how many logits are held at a time",
     "model.attention_backend": "which kernel computes attention",
     "quantization.emulate": "whether instructions of the device compute the same products",
-    "quantization.fsdp_float8_all_gather": "whether weights are rounded before or after they are gathered",
+    "quantization.float8_all_gather": "whether weights are rounded before or after they are gathered",
     "quantization.precomputed_scales": "when the same scales are computed",
 }
 """Keys left out of the experiment id as well: they change rounding at most."""

@@ -121,7 +121,7 @@ def _make_real(module: nn.Module, build: Callable[[], nn.Module], experiment: Ex
     quantize(module, experiment.quantization, layers=experiment.model.layers, device=mesh.device)
     parallelize(module, experiment, mesh)
     materialize(module, mesh.device, cpu_offload=experiment.parallelism.cpu_offload)
-    if experiment.quantization.fsdp_float8_all_gather:
+    if experiment.quantization.float8_all_gather:
         from titan_exp.quantization.gather import float8_form
 
         gather_otherwise(module, float8_form)

@@ -63,7 +63,7 @@ def report_numerics(model: nn.Module, experiment: Experiment, batch: Batch) -> N
         experiment: its `quantization` is the recipe, resolved.
         batch: on the model's device.
     """
-    config = replace(experiment.quantization, emulate=True, precomputed_scales=False, fsdp_float8_all_gather=False)
+    config = replace(experiment.quantization, emulate=True, precomputed_scales=False, float8_all_gather=False)
     assert isinstance(config, QuantizationConfig)
     names = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
     plain = {name: projection.product for name, projection in names.items()}

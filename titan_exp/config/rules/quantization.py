@@ -124,9 +124,9 @@ def options_are_of_the_recipe(experiment: Experiment) -> Iterator[Violation]:
         field = "quantization.precomputed_scales"
         reason = f"{config.recipe} has no scale for a whole weight"
         yield Violation(field, True, reason, f"{field}=false, or quantization=float8_tensorwise")
-    if not config.fsdp_float8_all_gather:
+    if not config.float8_all_gather:
         return
-    field, reason, remedy = "quantization.fsdp_float8_all_gather", "", "quantization.fsdp_float8_all_gather=false"
+    field, reason, remedy = "quantization.float8_all_gather", "", "quantization.float8_all_gather=false"
     if config.recipe != "float8_tensorwise":
         reason = f"{config.recipe} needs a weight's rows or columns whole to quantize it"
         remedy += ", or quantization=float8_tensorwise"

@@ -161,6 +161,13 @@ def compare(words: Sequence[str]) -> int:
     return compare_command(list(words))
 
 
+def doctor(words: Sequence[str]) -> int:
+    """Which layers a numeric recipe harms: --numerics."""
+    from titan_exp.trainer.doctor_command import doctor_command
+
+    return doctor_command(list(words))
+
+
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "sweep": sweep,
@@ -174,6 +181,7 @@ VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "download": download,
     "tokenize": tokenize,
     "compare": compare,
+    "doctor": doctor,
 }
 """What the command line can do."""
 NAMING = ("sweep", "status", "logs", "cancel", "retry", "compare")

@@ -55,6 +55,7 @@ def test_nothing_heavy_is_imported(words: str):
                 "download",
                 "tokenize",
                 "compare",
+                "doctor",
             ],
         ),
         ("titan-exp sweep opt", ["optimizers"]),

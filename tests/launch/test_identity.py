@@ -39,6 +39,8 @@ def experiment(*overrides: str) -> Experiment:
         "data.prefetch=9",
         "data.preview=2",
         "training.gc_every=0",
+        "quantization.smallest_gemm=4096",
+        "quantization.filter=[a]",
     ],
 )
 def test_keys_without_effect_change_no_id(override: str) -> None:
@@ -64,9 +66,19 @@ def test_the_layout_changes_the_run_and_not_the_experiment(override: str) -> Non
     assert experiment_id(experiment(override)) == experiment_id(experiment())
 
 
+@pytest.mark.parametrize("key", ["emulate=true", "float8_all_gather=false", "precomputed_scales=false"])
+def test_where_and_when_the_same_numbers_are_rounded_is_layout(key: str) -> None:
+    recipe = "quantization=float8_tensorwise"
+    assert run_id(experiment(recipe, f"quantization.{key}")) != run_id(experiment(recipe))
+    assert experiment_id(experiment(recipe, f"quantization.{key}")) == experiment_id(experiment(recipe))
+    assert experiment_id(experiment(recipe)) != experiment_id(experiment())
+
+
 @pytest.mark.parametrize(
     "override",
     [
+        "quantization=mxfp8",
+        "optimizer.state_precision=bf16",
         "experiment.seed=1",
         "training.steps=601",
         "training.global_batch_size=32",

@@ -15,6 +15,7 @@ ADAMW = OptimizerConfig(
     eps=1e-8,
     decay_vectors=False,
     implementation="fused",
+    state_precision="fp32",
 )
 
 

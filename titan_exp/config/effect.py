@@ -25,6 +25,9 @@ LAYOUT = {
     "training.micro_batch_size": "how the global batch is cut",
     "training.loss_chunk_tokens": "how many logits are held at a time",
     "model.attention_backend": "which kernel computes attention",
+    "quantization.emulate": "whether instructions of the device compute the same products",
+    "quantization.float8_all_gather": "whether weights are rounded before or after they are gathered",
+    "quantization.precomputed_scales": "when the same scales are computed",
 }
 """Keys that say how it is computed and change rounding at most."""
 

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from titan_exp.config.checkpoint import CheckpointConfig
 from titan_exp.config.cluster import ClusterConfig
 from titan_exp.config.data import DataConfig
-from titan_exp.config.memory import ActivationCheckpointConfig, CompileConfig, QuantizationConfig
+from titan_exp.config.memory import ActivationCheckpointConfig, CompileConfig
 from titan_exp.config.model import ModelConfig
 from titan_exp.config.naming import NamingConfig, PathsConfig
 from titan_exp.config.optimizer import LRScheduleConfig, OptimizerConfig
 from titan_exp.config.parallelism import ParallelismConfig
+from titan_exp.config.quantization import QuantizationConfig
 from titan_exp.config.tracking import ProfilingConfig, TrackingConfig
 from titan_exp.config.training import TrainingConfig
 

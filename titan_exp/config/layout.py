@@ -12,6 +12,9 @@ from titan_exp.config.pipeline import chosen_microbatches
 from titan_exp.config.schedule import is_file, microbatches_of, read_orders
 from titan_exp.config.suggest import divisors, listed
 
+SMALLEST_GEMM = 4096
+"""Inputs and outputs from which on float8 has been seen to pay for its casts (measured on an H200)."""
+
 
 def device_type(cluster: ClusterConfig) -> Literal["cpu", "cuda"]:
     """The kind of device that processes compute on: what was asked for, or CUDA where this machine has a GPU.
@@ -44,7 +47,8 @@ def nodes_needed(experiment: Experiment) -> int:
 
 
 def resolve_layout(experiment: Experiment, offered: int) -> Experiment:
-    """The experiment with `parallelism.dp_shard=-1` replaced by the number of offered devices that are left.
+    """The experiment with `parallelism.dp_shard=-1` replaced by the number of offered devices that are left, and
+    `quantization.smallest_gemm=null` by a number.
 
     Where fewer are offered than the other degrees ask for, nothing is left to shard over and it becomes 1: on a CPU
     machine explicit degrees ask for that many processes.
@@ -52,6 +56,7 @@ def resolve_layout(experiment: Experiment, offered: int) -> Experiment:
     Raises:
         UserError: the other degrees do not divide the offered devices.
     """
+    experiment = _resolve_smallest_gemm(experiment)
     parallelism = experiment.parallelism
     if parallelism.dp_shard != -1:
         return experiment
@@ -59,6 +64,15 @@ def resolve_layout(experiment: Experiment, offered: int) -> Experiment:
     if offered > others and offered % others:
         raise UserError("The layout does not fit.", [undivided(experiment, offered)])
     return replace(experiment, parallelism=replace(parallelism, dp_shard=max(1, offered // others)))
+
+
+def _resolve_smallest_gemm(experiment: Experiment) -> Experiment:
+    quantization = experiment.quantization
+    if quantization.smallest_gemm is not None:
+        return experiment
+    emulated = quantization.emulate is True or device_type(experiment.cluster) == "cpu"
+    smallest = 0 if emulated or quantization.recipe == "none" else SMALLEST_GEMM
+    return replace(experiment, quantization=replace(quantization, smallest_gemm=smallest))
 
 
 def undivided(experiment: Experiment, offered: int) -> Violation:

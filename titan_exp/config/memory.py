@@ -1,17 +1,9 @@
-"""Groups that trade time, memory and precision: `quantization`, `activation_checkpoint`, `compile`."""
+"""Groups that trade time and memory: `activation_checkpoint`, `compile`."""
 
 from dataclasses import dataclass
 from typing import Literal
 
 from titan_exp.config.bounds import PositiveInt, Ratio
-
-
-@dataclass(frozen=True)
-class QuantizationConfig:
-    """Low-precision matmuls."""
-
-    recipe: Literal["none"]
-    """`none` multiplies in the type of `training.mixed_precision`."""
 
 
 @dataclass(frozen=True)

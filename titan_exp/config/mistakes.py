@@ -98,7 +98,7 @@ _WORDS = {
 
 
 def _choice(field: str, value: Any) -> tuple[str, str]:
-    options = choices_of(annotation_of(field))
+    options = [shown(option) for option in choices_of(annotation_of(field))]
     offer = did_you_mean(str(value), options)
     return (
         "there is no such choice",

@@ -7,6 +7,9 @@ from annotated_types import Interval, Len
 
 from titan_exp.config.bounds import Count, NonNegativeFloat, PositiveFloat, Ratio
 
+MOMENT_BLOCK = 32
+"""Numbers of a row of AdamW's moments that share a scale, where those are kept in 8 bits."""
+
 
 @dataclass(frozen=True)
 class OptimizerConfig:
@@ -27,6 +30,11 @@ class OptimizerConfig:
     """Apply weight decay to one-dimensional parameters (norms, biases) as well."""
     implementation: Literal["fused", "foreach", "for_loop"]
     """Kernel of torch's own optimizers; `fused` is the fastest on CPU and CUDA."""
+    state_precision: Literal["fp32", "bf16", "int8", "fp8"]
+    """How AdamW's moments are kept; it computes in fp32 all the same. 4 bytes each in `fp32`; 2 in `bf16`, which loses
+    changes of the second moment below 2^-9 of it, so that betas near 1 learn it late; 1.125 in `int8` (256 values
+    denser around zero) and in `fp8` (e4m3; of the second moment its root), with a scale for every 32 numbers of a row,
+    norms staying in fp32. Other than `fp32` goes one parameter after the other, whatever `implementation` says."""
     options: dict[str, Any] = field(default_factory=dict)
     """Extra keyword arguments for the optimizer class."""
 

@@ -48,6 +48,11 @@ def canonical(value: object, key: str = "") -> str:
 
 def _digest(experiment: Experiment, without: Iterable[str]) -> str:
     config = to_dict(experiment)
+    if experiment.quantization.recipe == "none":
+        # Other keys have no effect then, and the id is that of a run from before there were recipes.
+        config["quantization"] = {"recipe": "none"}
+    if experiment.optimizer.state_precision == "fp32":
+        del config["optimizer"]["state_precision"]
     begins_with = {key: _get(config, key.split(".")) for key in WITH_EFFECT}
     for key in without:
         _remove(config, key.split("."))
@@ -66,7 +71,7 @@ def _get(config: dict[str, Any], path: Sequence[str]) -> Any:
 def _remove(config: dict[str, Any], path: list[str]) -> None:
     for part in path[:-1]:
         config = config[part]
-    del config[path[-1]]
+    config.pop(path[-1], None)
 
 
 def _require_stable(value: object, key: str) -> None:

@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from titan_exp.models.initialization import Init
+from titan_exp.models.product import Product
 from titan_exp.models.tensor_style import Columns, Common, Logits, Lookup, Rows, Style, Tokens
 from titan_exp.ops.attention import Backend, CausalAttention
 from titan_exp.ops.cross_entropy import LossSum
@@ -25,6 +26,11 @@ class Linear(nn.Linear):
     def __init__(self, fan_in: int, fan_out: int, std: float) -> None:
         super().__init__(fan_in, fan_out, bias=False)
         self.std = std
+        self.product = Product()
+
+    def forward(self, input: Float[Tensor, "*any fan_in"]) -> Float[Tensor, "*any fan_out"]:
+        """input · weightᵀ, as the product computes it."""
+        return self.product(input, self.weight)
 
     def initial(self) -> dict[str, Init]:
         """How the parameters of this block start, by name."""

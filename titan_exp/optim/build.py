@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_exp.config.dotted import import_dotted, is_dotted
 from titan_exp.config.optimizer import OptimizerConfig
+from titan_exp.optim.low_precision_adamw import LowPrecisionAdamW
 
 
 def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -19,7 +20,7 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter])
     `Class(groups, lr=lr, **options)`.
 
     Raises:
-        UserError: the dotted name cannot be imported.
+        UserError: the dotted name cannot be imported; moments in 8 bits cannot be divided so.
     """
     # Fused and foreach kernels take tensors of one mesh at a time.
     by_kind: dict[tuple[bool, object], list[nn.Parameter]] = defaultdict(list)
@@ -35,6 +36,14 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter])
     if is_dotted(config.name):
         return import_dotted(config.name, "optimizer.name")(groups, lr=config.lr, **config.options)
     assert config.name == "adamw", "checked by the configuration's rules"
+    if config.state_precision != "fp32":
+        return LowPrecisionAdamW(
+            groups,
+            lr=config.lr,
+            betas=(config.betas[0], config.betas[1]),
+            eps=config.eps,
+            precision=config.state_precision,
+        )
     return torch.optim.AdamW(
         groups,
         lr=config.lr,

@@ -65,6 +65,11 @@ class Mesh:
             return self.sharding["dp_replicate", "fsdp"]
         return self.sharding["fsdp"]
 
+    @property
+    def weight_groups(self) -> list[dist.ProcessGroup]:
+        """The ranks that have other parts of the same weights, group by group."""
+        return [self.sharding.get_group(axis) for axis in ("fsdp", "tp") if self.sharding[axis].size() > 1]
+
 
 def build_mesh(config: ParallelismConfig, device: torch.device) -> Mesh:
     """Lay the axes over the default process group.

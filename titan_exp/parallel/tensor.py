@@ -103,17 +103,18 @@ def sum_partial_gradients(parts: Iterable[nn.Module], mesh: Mesh) -> None:
 
 
 def _share_projection(block: nn.Module, name: str, style: object, axis: DeviceMesh, region: TensorRegion) -> None:
-    weight = block.get_parameter(f"{name}.weight")
+    weight, product = block.get_parameter(f"{name}.weight"), getattr(block, name).product
+    product.divide(inputs=isinstance(style, Rows), greatest=partial(all_reduce, operation="max", group=region.group))
     if isinstance(style, Rows):
-        setattr(block, name, RowLinear(_divided(weight, axis, dim=1), region))
+        setattr(block, name, RowLinear(_divided(weight, axis, dim=1), region, product))
         return
     assert isinstance(style, Columns), "a projection is divided by columns or by rows"
     if style.units % region.degree == 0:
-        setattr(block, name, ColumnLinear(_divided(weight, axis, dim=0), region))
+        setattr(block, name, ColumnLinear(_divided(weight, axis, dim=0), region, product))
         return
     assert style.common is not None, "checked by the rules"
     rows = tuple(_rows_of(region, weight.shape[0] // style.units, style.units, style.common))
-    shared = ColumnLinear(weight, region, rows)
+    shared = ColumnLinear(weight, region, product, rows)
     _mark_partial(shared)
     setattr(block, name, shared)
     setattr(block, style.common.count, style.common.pieces * style.units // region.degree)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from titan_exp.models.blocks import HeadLoss
+from titan_exp.models.product import Product
 from titan_exp.ops.cross_entropy import LossSum
 from titan_exp.parallel.tensor_region import TensorRegion
 
@@ -22,19 +23,22 @@ class ColumnLinear(nn.Module):
     Args:
         weight: its rows divided among ranks; or whole, where `rows` chooses this rank's.
         region: the ranks.
+        product: how it multiplies.
         rows: slices of the weight's rows, which other ranks may use as well.
     """
 
-    def __init__(self, weight: nn.Parameter, region: TensorRegion, rows: tuple[slice, ...] | None = None) -> None:
+    def __init__(
+        self, weight: nn.Parameter, region: TensorRegion, product: Product, rows: tuple[slice, ...] | None = None
+    ) -> None:
         super().__init__()
-        self.weight, self.region, self.rows = weight, region, rows
+        self.weight, self.region, self.product, self.rows = weight, region, product, rows
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, seq of this rank, dim] to [batch, seq, outputs of this rank]."""
         weight = local(self.weight)
         if self.rows is not None:
             weight = torch.cat([weight[rows] for rows in self.rows])
-        return F.linear(self.region.enter(x), weight)
+        return self.product(self.region.enter(x), weight)
 
 
 class RowLinear(nn.Module):
@@ -43,15 +47,16 @@ class RowLinear(nn.Module):
     Args:
         weight: its columns divided among ranks.
         region: the ranks.
+        product: how it multiplies.
     """
 
-    def __init__(self, weight: nn.Parameter, region: TensorRegion) -> None:
+    def __init__(self, weight: nn.Parameter, region: TensorRegion, product: Product) -> None:
         super().__init__()
-        self.weight, self.region = weight, region
+        self.weight, self.region, self.product = weight, region, product
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, seq, inputs of this rank] to [batch, seq of this rank, dim]."""
-        return self.region.leave(F.linear(x, local(self.weight)))
+        return self.region.leave(self.product(x, local(self.weight)))
 
 
 class PartedEmbedding(nn.Module):

@@ -15,11 +15,13 @@ from titan_exp.ops.attention import choose_backend
 from titan_exp.parallel.apply import parallelize
 from titan_exp.parallel.cut import cut, shared_parameters
 from titan_exp.parallel.data import require_modules
+from titan_exp.parallel.gathering import gather_otherwise
 from titan_exp.parallel.materialize import copy_initial_weights, draw_initial_weights, materialize
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.orders import training_orders
 from titan_exp.parallel.pipeline import Hidden, Pipeline
 from titan_exp.parallel.stage import Stage, keep_compiled_buffers
+from titan_exp.quantization.convert import describe, quantize
 from titan_exp.tracking.log import get_logger
 
 
@@ -48,6 +50,7 @@ class BuiltModel:
         self.flops_per_token = flops_per_token(model, experiment.training.seq_len)
         """Operations of a training step per token."""
         require_modules(model, experiment.training.fp32_modules)
+        recipe = describe(model, experiment.quantization, layers=experiment.model.layers, device=mesh.device)
         self.module: nn.Module = model
         """The whole model; with a pipeline, on the meta device."""
         self.pipeline: Pipeline | None = None
@@ -59,6 +62,8 @@ class BuiltModel:
             backend,
             mesh.device.type,
         )
+        if recipe is not None:
+            get_logger().info("quantization: %s", recipe)
         if mesh.stages is None:
             _make_real(model, build, experiment, mesh)
         else:
@@ -113,8 +118,13 @@ def _build_pipeline(whole: nn.Module, build: Callable[[], nn.Module], experiment
 def _make_real(module: nn.Module, build: Callable[[], nn.Module], experiment: Experiment, mesh: Mesh) -> None:
     """Make a whole model, or a stage of one, parallel, and give it its initial weights."""
     table = initial_table(module)
+    quantize(module, experiment.quantization, layers=experiment.model.layers, device=mesh.device)
     parallelize(module, experiment, mesh)
     materialize(module, mesh.device, cpu_offload=experiment.parallelism.cpu_offload)
+    if experiment.quantization.float8_all_gather:
+        from titan_exp.quantization.gather import float8_form
+
+        gather_otherwise(module, float8_form)
     if table is not None:
         draw_initial_weights(module, table, experiment.experiment.seed)
     else:

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -90,6 +91,8 @@ class Trainer:
         self.exports = RunExports(experiment, folder.export, self.mesh)
         self.step = self.tokens = 0
         self._restore()
+        self.refresh_scales = self._weight_scales()
+        self.refresh_scales()
         self.report = Report(experiment, folder, self.mesh, flops_per_token=built.flops_per_token, first_step=self.step)
         self.profile = ProfileWindow(experiment.profiling, folder.traces, rank=dist.get_rank(), first_step=self.step)
 
@@ -142,6 +145,7 @@ class Trainer:
             max_grad_norm=experiment.training.max_grad_norm,
             mesh=self.mesh,
         )
+        self.refresh_scales()
         self.step, self.tokens = step, self.tokens + tokens
         self.profile.after(step)
         self.report.step(step, tokens)
@@ -205,6 +209,15 @@ class Trainer:
         if changed:
             get_logger().info("changed since that checkpoint; what holds is the new one:%s", "".join(changed))
 
+    def _weight_scales(self) -> Callable[[], None]:
+        """What computes the scales of quantized weights anew once those have changed."""
+        if not self.experiment.quantization.precomputed_scales:
+            return _nothing
+        from titan_exp.quantization.weight_scales import WeightScales
+
+        low = torch.bfloat16 if self.experiment.training.mixed_precision == "bf16" else torch.float32
+        return WeightScales(self.model.parts, self.mesh.weight_groups, low).refresh
+
     def _begin_with_weights(self) -> None:
         """Where the configuration says so, replace the weights that were drawn by those of another run or tool."""
         config = self.experiment.checkpoint
@@ -226,3 +239,7 @@ class Trainer:
                 "A lower optimizer.lr or a longer lr_schedule.warmup_steps may help; "
                 "training.stop_on_nonfinite=false trains on."
             )
+
+
+def _nothing() -> None:
+    """There are no scales to compute."""

@@ -22,6 +22,7 @@ from titan_exp.config.rules import (
     pipeline,
     places,
     precision,
+    quantization,
     shape,
     steps,
     tensor,
@@ -36,6 +37,7 @@ RULES: tuple[Rule, ...] = (
     *shape.RULES,
     *attention.RULES,
     *precision.RULES,
+    *quantization.RULES,
     *memory.RULES,
     *tensor.RULES,
     *context.RULES,
@@ -49,7 +51,12 @@ RULES: tuple[Rule, ...] = (
 )
 """Rules that hold in every layout, and those about the layout itself."""
 
-LAYOUT_RULES: tuple[Rule, ...] = (*batch.RULES, *pipeline.LAYOUT_RULES, *cluster.LAYOUT_RULES)
+LAYOUT_RULES: tuple[Rule, ...] = (
+    *batch.RULES,
+    *pipeline.LAYOUT_RULES,
+    *cluster.LAYOUT_RULES,
+    *quantization.LAYOUT_RULES,
+)
 """Rules that divide something by the layout, asked where there is one."""
 
 
@@ -78,7 +85,7 @@ def violations(experiment: Experiment, has_begun: Callable[[Experiment], bool] =
     try:
         resolved = resolve_layout(experiment, offered_devices(experiment.cluster))
     except UserError as error:
-        single = replace(experiment, parallelism=replace(experiment.parallelism, dp_shard=1))
+        single = resolve_layout(replace(experiment, parallelism=replace(experiment.parallelism, dp_shard=1)), 1)
         return [*error.violations, *_asked((*RULES, *checkpoint.BEGINNING_RULES), single)]
     found = _asked((*RULES, *LAYOUT_RULES), resolved)
     missing = _asked(checkpoint.BEGINNING_RULES, resolved)

@@ -1,0 +1,95 @@
+"""What numeric recipes cost in loss: each trained for some hundred steps from the same weights on the same data.
+
+python benchmarks/recipes.py [steps=200] [key=value ...]
+
+Recipes are emulated where the device lacks their instructions, so this says something about numbers and nothing about
+speed. Compared is the mean loss of the last sixth of the steps. The first row beside the baseline, bf16 with its sums
+in another order, shows which differences mean nothing; single steps differ more.
+"""
+
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import time
+from importlib.metadata import version
+from pathlib import Path
+from statistics import mean
+
+os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+BASE = [
+    *("model=llama_debug", "training.seq_len=128", "training.global_batch_size=16", "training.evaluate_every=0"),
+    *("training.mixed_precision=bf16", "tracking.log_every=1", "checkpoint=none", "parallelism.dp_shard=1"),
+    *("optimizer.lr=1e-3", "lr_schedule.warmup_steps=20", "lr_schedule.decay_steps=50"),
+]
+
+CASES = {
+    "bf16": [],
+    "bf16, sums in another order": ["training.micro_batch_size=4"],
+    "fp32": ["training.mixed_precision=fp32"],
+    "float8_tensorwise": ["quantization=float8_tensorwise"],
+    "float8_rowwise": ["quantization=float8_rowwise"],
+    "float8_rowwise_gw_hp": ["quantization=float8_rowwise_gw_hp"],
+    "mxfp8": ["quantization=mxfp8"],
+    "mxfp8, first and last block high": [
+        "quantization=mxfp8",
+        "quantization.high_precision_first=1",
+        "quantization.high_precision_last=1",
+    ],
+    "moments in bf16": ["optimizer.state_precision=bf16"],
+    "moments in int8": ["optimizer.state_precision=int8"],
+    "moments in fp8": ["optimizer.state_precision=fp8"],
+}
+
+
+def main(arguments: list[str]) -> None:
+    """Train every case and print the table."""
+    import torch
+
+    words = [word for word in arguments if not word.startswith("steps=")]
+    steps = int(next((word.partition("=")[2] for word in arguments if word.startswith("steps=")), "200"))
+    print(f"{platform.processor() or platform.machine()}, {os.environ['OMP_NUM_THREADS']} threads, ", end="")
+    print(f"torch {torch.__version__}, torchao {version('torchao')}, {steps} steps\n")
+    print(f"| {'case':33s} | loss at the end | − bf16 | largest of a step | s |\n|---|--:|--:|--:|--:|")
+    baseline: list[float] = []
+    for name, overrides in CASES.items():
+        begin = time.perf_counter()
+        losses = curve([*BASE, f"training.steps={steps}", *overrides, *words])
+        baseline = baseline or losses
+        end = steps * 5 // 6
+        less = [mine - theirs for mine, theirs in zip(losses, baseline, strict=True)]
+        apart = f"{mean(less[end:]):+.4f} | {max(map(abs, less)):.4f}" if name != "bf16" else " | "
+        print(f"| {name:33s} | {mean(losses[end:]):.4f} | {apart} | {time.perf_counter() - begin:.0f} |", flush=True)
+
+
+def curve(overrides: list[str]) -> list[float]:
+    """Loss of every step of a run on this device."""
+    from titan_exp.config.compose import compose
+    from titan_exp.config.convert import to_experiment, to_yaml
+    from titan_exp.config.layout import resolve_layout
+    from titan_exp.config.rules import check
+    from titan_exp.tracking.metrics_file import read_metrics
+    from titan_exp.tracking.run_folder import RunFolder
+    from titan_exp.trainer.distributed import joined
+    from titan_exp.trainer.train import Trainer
+
+    experiment = check(resolve_layout(to_experiment(compose(overrides)), 1))
+    path = Path(tempfile.mkdtemp())
+    try:
+        folder = RunFolder(path)
+        folder.config.write_text(to_yaml(experiment))
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "TITAN_EXP_RENDEZVOUS": str(path / "meet")}
+        with joined(experiment.cluster) as device:
+            trainer = Trainer(experiment, folder, device)
+            trainer.run()
+            trainer.report.close("done")
+        return [float(row["loss"] or 0) for row in read_metrics(folder.metrics)]
+    finally:
+        shutil.rmtree(path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

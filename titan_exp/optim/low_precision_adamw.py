@@ -1,0 +1,110 @@
+"""AdamW (Loshchilov and Hutter 2019) whose moments are kept in fewer bits; what it computes with is fp32."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titan_exp.config.errors import UserError, Violation
+from titan_exp.config.optimizer import MOMENT_BLOCK
+from titan_exp.optim.moment_formats import MomentFormat, Rounded, formats_of
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class LowPrecisionAdamW(torch.optim.Optimizer):
+    """AdamW for plain tensors and DTensors, one parameter after the other.
+
+    In 8 bits, what is no matrix or has columns that are not a multiple of a block stays in fp32.
+
+    Args:
+        groups: parameter groups with their `weight_decay`.
+        lr: learning rate.
+        betas: decay rates of the moments.
+        eps: added to the denominator.
+        precision: `bf16`, `int8` or `fp8`; `fp32` is torch's AdamW.
+
+    Raises:
+        UserError: a block of a weight lies on two ranks.
+    """
+
+    def __init__(
+        self, groups: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float, precision: str
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self._formats, self._in_blocks = formats_of(precision), precision in ("int8", "fp8")
+        if self._in_blocks:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    _require_whole_blocks(parameter, precision)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        return loss
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state, formats = self.state[parameter], self._formats_of(parameter)
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            for name, moment in zip(MOMENTS, formats, strict=True):
+                empty = moment.empty(_local(parameter))
+                state[name] = _placed_as(parameter, empty[0], parameter.shape)
+                for scales in empty[1:]:
+                    shape = torch.Size((*parameter.shape[:-1], parameter.shape[-1] // MOMENT_BLOCK))
+                    state[f"{name}_scale"] = _placed_as(parameter, scales, shape)
+        state["step"] += 1
+        step, (beta1, beta2) = float(state["step"]), group["betas"]
+        weight, gradient = _local(parameter), _local(parameter.grad).float()  # type: ignore[arg-type]  # asked above
+        kept = [[_local(state[key]) for key in (name, f"{name}_scale") if key in state] for name in MOMENTS]
+        # The update takes the moments before they are rounded.
+        first = formats[0].read(kept[0]).lerp(gradient, 1 - beta1)
+        second = formats[1].read(kept[1]).lerp(gradient.square(), 1 - beta2)
+        for moment, tensors, value in zip(formats, kept, (first, second), strict=True):
+            moment.write(tensors, value)
+        weight.mul_(1 - group["lr"] * group["weight_decay"])
+        denominator = second.sqrt_().div_((1 - beta2**step) ** 0.5).add_(group["eps"])
+        weight.addcdiv_(first, denominator, value=-group["lr"] / (1 - beta1**step))
+
+    def _formats_of(self, parameter: Tensor) -> tuple[MomentFormat, MomentFormat]:
+        if self._in_blocks and not _has_blocks(parameter):
+            return Rounded(torch.float32), Rounded(torch.float32)
+        return self._formats
+
+
+def _has_blocks(parameter: Tensor) -> bool:
+    """Asked of the whole parameter, so that every layout keeps the same."""
+    return parameter.dim() >= 2 and parameter.shape[-1] % MOMENT_BLOCK == 0
+
+
+def _require_whole_blocks(parameter: Tensor, precision: str) -> None:
+    columns = _local(parameter).shape[-1] if parameter.dim() else 0
+    if _has_blocks(parameter) and columns % MOMENT_BLOCK:
+        reason = (
+            f"moments are kept in blocks of {MOMENT_BLOCK} numbers of a row, and a rank has {columns} of a row's "
+            f"{parameter.shape[-1]}"
+        )
+        remedy = "optimizer.state_precision=bf16, or a smaller parallelism.tp or parallelism.dp_shard"
+        violation = Violation("optimizer.state_precision", precision, reason, remedy)
+        raise UserError("This run cannot be started.", [violation])
+
+
+def _placed_as(parameter: Tensor, local: Tensor, shape: torch.Size) -> Tensor:
+    """A rank's part of a tensor of a shape, as that of one that is divided like the parameter."""
+    if not isinstance(parameter, DTensor):
+        return local
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

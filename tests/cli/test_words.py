@@ -1,5 +1,6 @@
 """What the command line says: help, versions, and every way of typing something wrong."""
 
+import importlib
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,8 @@ Launched = list[tuple[Experiment, list[str]]]
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     """What reaches the launcher, which is not started."""
+    # Imported for the first time under the stand-ins, it would keep them.
+    importlib.import_module("titan_exp.launch.study")
     calls: Launched = []
 
     def run(call: tuple[Experiment, list[str]]) -> SimpleNamespace:

@@ -3,8 +3,8 @@
 python benchmarks/recipes.py [steps=200] [key=value ...]
 
 Recipes are emulated where the device lacks their instructions, so this says something about numbers and nothing about
-speed. Compared is the mean loss of the last sixth of the steps. The rows after the baseline, bf16 with its sums in other
-orders, show which differences mean nothing; single steps differ more.
+speed. Compared is the mean loss of the last sixth of the steps. The rows after the baseline, bf16 with its sums in
+other orders, show which differences mean nothing; single steps differ more.
 """
 
 import os

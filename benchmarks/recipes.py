@@ -3,8 +3,8 @@
 python benchmarks/recipes.py [steps=200] [key=value ...]
 
 Recipes are emulated where the device lacks their instructions, so this says something about numbers and nothing about
-speed. Compared is the mean loss of the last sixth of the steps. The first row beside the baseline, bf16 with its sums
-in another order, shows which differences mean nothing; single steps differ more.
+speed. Compared is the mean loss of the last sixth of the steps. The rows after the baseline, bf16 with its sums in
+other orders, show which differences mean nothing; single steps differ more.
 """
 
 import os
@@ -29,6 +29,8 @@ BASE = [
 CASES = {
     "bf16": [],
     "bf16, sums in another order": ["training.micro_batch_size=4"],
+    "bf16, sums in a third order": ["training.micro_batch_size=2"],
+    "bf16, another attention kernel": ["model.attention_backend=math"],
     "fp32": ["training.mixed_precision=fp32"],
     "float8_tensorwise": ["quantization=float8_tensorwise"],
     "float8_rowwise": ["quantization=float8_rowwise"],

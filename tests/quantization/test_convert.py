@@ -64,7 +64,7 @@ def test_names_layers_and_sizes_are_left_out():
     assert quantized("quantization=none") == []
 
 
-def test_without_a_number_small_ones_are_left_out_on_gpus_alone(monkeypatch: pytest.MonkeyPatch):
+def test_without_a_number_small_ones_are_left_out_on_gpus_alone():
     assert made("quantization=mxfp8").quantization.smallest_gemm == 0
     assert made("quantization=mxfp8", "cluster.device=cuda").quantization.smallest_gemm == 4096
     assert (
@@ -80,8 +80,8 @@ def test_the_log_says_what_is_done():
     assert describe(model_of(), made().quantization, layers=4, device=CPU) is None
     with pytest.raises(UserError, match="it takes no projection"):
         describe(nn.Linear(4, 4), made("quantization=mxfp8").quantization, layers=4, device=CPU)
+    config = dataclasses.replace(made("quantization=mxfp8").quantization, filter=["blocks.*.experts"])
     with pytest.raises(UserError, match="no such projection"):
-        config = dataclasses.replace(made("quantization=mxfp8").quantization, filter=["blocks.*.experts"])
         describe(model_of(), config, layers=4, device=CPU)
 
 

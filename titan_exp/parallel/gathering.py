@@ -29,7 +29,9 @@ def gather_otherwise(model: nn.Module, choose: Callable[[nn.Module], Gathering |
             info = parameter._module_info
             gathering = choose(info.module) if info.param_name == "weight" else None
             shard = parameter._sharded_local_tensor
-            even = shard.size() == parameter.padded_sharded_param_size and parameter.fsdp_placement.dim == 0
+            # Asked of all shards: they are gathered in one form by every rank.
+            even = parameter._orig_size[0] % parameter.mesh_info.shard_mesh_size == 0
+            even = even and parameter.fsdp_placement.dim == 0
             if gathering is None or not even:
                 continue
             _attach(shard, gathering)

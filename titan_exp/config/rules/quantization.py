@@ -64,6 +64,8 @@ def dims_are_multiples(experiment: Experiment) -> Iterator[Violation]:
         return
     block, said = BLOCK[recipe], set()
     for taken in _taken(experiment):
+        if taken.name.endswith(".qkv") and experiment.model.kv_heads % degree:
+            continue  # which is refused below
         for dim, size in (("inputs", taken.inputs), ("outputs", taken.outputs)):
             shared = degree if taken.divided == dim else 1
             kind = taken.name.split(".", 2)[2]

@@ -17,6 +17,7 @@ CHECKPOINTING = [
     f"{HSDP} activation_checkpoint=selective activation_checkpoint.save=[aten.mm]",
     f"{FSDP2} activation_checkpoint=selective training.micro_batch_size=2 {AOT}",
     f"{FSDP2} activation_checkpoint=budget training.micro_batch_size=2 {AOT}",
+    f"parallelism.tp=2 activation_checkpoint=budget {AOT}",
 ]
 CHUNKED = [
     "training.loss_chunk_tokens=1000",

@@ -38,6 +38,9 @@ def recompute_blocks(model: nn.Module, config: ActivationCheckpointConfig) -> No
         case "budget":
             # Read where a graph is divided into forward and backward, at its first call.
             functorch_config.activation_memory_budget = config.budget
+            if hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):
+                # Tensor-parallel blocks hold process groups; that no tensor is in them, the compiler cannot know.
+                functorch_config.unsafe_treat_script_objects_as_zero_size = True
 
 
 def is_traced(config: ActivationCheckpointConfig) -> bool:

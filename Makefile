@@ -11,8 +11,10 @@ train: $(STAMP)
 	$(BIN)/titan-exp train $(ARGS)
 	$(BIN)/titan-exp generate
 
-# Two tests at a time: ranks wait for each other much of theirs. Those that share a SLURM stay together, in one process.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadgroup
+# A test for every core, and one more: ranks wait for each other much of their time. Those that share a SLURM, and wait
+# for it, stay together in one process.
+WORKERS := $(shell cores=$$(nproc); echo $$((cores > 4 ? 5 : cores + 1)))
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --durations 15
 
 ## Format, lint, types and every test.
 test: $(STAMP) check slurm

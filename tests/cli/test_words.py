@@ -118,6 +118,11 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
         (["--cfg", "job"], "titan-exp train --cfg job"),
         (["train", "training.stesp=4"], "training.stesp=4: there is no such key\n    did you mean training.steps?"),
         (["train", "lr=3e-4"], "lr=3e-4: there is no such key\n    did you mean optimizer.lr?"),
+        (
+            ["train", "cluster.partition=gpu"],
+            "cluster=local does not have this key\n    it comes with cluster=slurm or",
+        ),
+        (["train", "cluster.partitoin=gpu"], "did you mean cluster.partition? It comes with cluster=slurm or"),
         (["train", "training.nonsense=4"], "training has steps, seq_len"),
         (["train", "modle=llama3_8b"], "did you mean model=llama3_8b?"),
         (["train", "model=llama9_8b"], "did you mean llama3_8b"),

@@ -196,7 +196,8 @@ def _cancel(folder: RunFolder, look: Look, job: str, reason: str) -> str:
             folder.update_attempt(row.attempt, end=time.time(), reason=f"{CANCELLED}: {reason}")
         state = folder.read_state()
         if state is not None:
-            folder.write_state(RunState(state.state, state.step, time.time(), state.attempt, f"{CANCELLED}: {reason}"))
+            # As if stopped while it ran: it is not lost, and the command that submitted it continues it.
+            folder.write_state(RunState("preempted", state.step, time.time(), state.attempt, f"{CANCELLED}: {reason}"))
         return f"job {job}: taken out of the queue"
     folder.request_stop(f"{CANCELLED}: {reason}")
     # The script, not the ranks: it looks at the clock while they save.

@@ -1,5 +1,8 @@
 """What SLURM says of jobs: one question for many of them, answered in bounded time or not at all."""
 
+import contextlib
+import pwd
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -69,7 +72,20 @@ def accounted(job_ids: Sequence[str]) -> Mapping[str, str]:
     except UnreachableError:
         return {}
     rows = [line.split("|") for line in text.splitlines()]
-    return {row[0]: f"{row[1].lower()} (exit code {row[2]})" for row in rows if len(row) == 3}
+    return {row[0]: ended_as(row[1], row[2]) for row in rows if len(row) == 3}
+
+
+def ended_as(state: str, code: str) -> str:
+    """How a job ended, from sacct's words for it: `CANCELLED by 1000` and `0:0`, exit code and signal."""
+    words = state.lower().replace("_", " ")
+    by = re.fullmatch(r"(.* by )(\d+)", words)
+    if by:
+        with contextlib.suppress(KeyError):  # a user whom this machine does not know keeps the number
+            words = by[1] + pwd.getpwuid(int(by[2])).pw_name
+    exit_code, _, signal = code.partition(":")
+    told = [f"exit code {exit_code}"] if exit_code not in ("", "0") else []
+    told += [f"signal {signal}"] if signal not in ("", "0") else []
+    return f"{words} ({', '.join(told)})" if told else words
 
 
 def ask(*command: str, timeout: float = TIMEOUT) -> str:

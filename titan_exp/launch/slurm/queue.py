@@ -41,7 +41,16 @@ class Job:
 
 
 class UnreachableError(Exception):
-    """SLURM cannot be asked now; its own words."""
+    """SLURM cannot be asked now; its own words.
+
+    Args:
+        words: what it said.
+        silent: it said nothing in the time it had, and asking again would take as long.
+    """
+
+    def __init__(self, words: str, *, silent: bool = False) -> None:
+        super().__init__(words)
+        self.silent = silent
 
 
 def listed_jobs(owners: Sequence[int]) -> list[Job]:
@@ -99,7 +108,7 @@ def ask(*command: str, timeout: float = TIMEOUT) -> str:
     except FileNotFoundError:
         raise UnreachableError(f"{command[0]} is not installed on this machine") from None
     except subprocess.TimeoutExpired:
-        raise UnreachableError(f"{command[0]} did not answer within {timeout:.0f} s") from None
+        raise UnreachableError(f"{command[0]} did not answer within {timeout:.0f} s", silent=True) from None
     if answer.returncode:
         raise UnreachableError(answer.stderr.strip() or f"{command[0]} ended with exit code {answer.returncode}")
     return answer.stdout

@@ -7,9 +7,9 @@ import pytest
 
 from tests.cluster import accounting
 from tests.cluster.slurm import Slurm, missing_programs
-from tests.cluster.submitting import cluster, stand_in
+from tests.cluster.submitting import accounted, cluster, stand_in
 
-__all__ = ["cluster", "stand_in"]
+__all__ = ["accounted", "cluster", "stand_in"]
 
 HERE = Path(__file__).parent
 INSTALL = "apt-get install slurm-wlm munge"

@@ -176,6 +176,14 @@ class Slurm:
         time.sleep(down)
         self.start_controller()
 
+    def forget_ended_jobs(self) -> None:
+        """Have slurmctld know of no job any more, as it is minutes after their end; none may wait or run."""
+        assert not self.queue()
+        self.stop_controller()
+        for path in (self.folder / "controller").glob("job_state*"):
+            path.unlink()
+        self.start_controller()
+
     def stop_controller(self) -> None:
         """Stop slurmctld; jobs that run go on."""
         assert self._controller is not None

@@ -32,3 +32,16 @@ def hang(path: str) -> None:
     open(f"{path}/hanging", "w").close()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     time.sleep(120)
+
+
+def train_second_time(path: str) -> None:
+    """The trainer; the first attempt with seed 1 at the lower learning rate fails."""
+    from titan_exp.config.convert import load_experiment
+    from titan_exp.tracking.run_folder import RunFolder
+    from titan_exp.trainer.rank import main
+
+    folder = RunFolder(path)
+    experiment = load_experiment(folder.config)
+    if (experiment.experiment.seed, experiment.optimizer.lr) == (1, 1e-3) and len(folder.read_attempts()) == 1:
+        raise RuntimeError("out of luck")
+    main(path)

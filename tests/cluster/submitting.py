@@ -87,6 +87,13 @@ def cluster(slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Su
 
 
 @pytest.fixture
+def accounted(accounted_slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Submitting:
+    """The same where SLURM keeps accounts."""
+    monkeypatch.setenv("SLURM_CONF", str(accounted_slurm.config))
+    return Submitting(accounted_slurm, tmp_path / "runs")
+
+
+@pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Lets ranks run something of stand_ins.py, or of tests/launch/fake_ranks.py, in the place of the trainer."""
 

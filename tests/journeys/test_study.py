@@ -2,11 +2,14 @@
 
 import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
 
 from tests.journeys.command import titan_exp
+from titan_exp.tracking.metrics_file import read_last_values
+from titan_exp.tracking.run_folder import RunFolder
 
 STUDY = """\
 question: Does this model learn faster at a higher rate?
@@ -59,3 +62,22 @@ def test_a_study_of_six_runs(tmp_path: Path):
     assert (again.returncode, again.stdout.count("done already")) == (0, 6)
     table = titan_exp("status", folder=tmp_path)
     assert table.stdout.count("20/20") == 6
+
+    compared = titan_exp("compare", "rates", folder=tmp_path)
+    assert compared.returncode == 0, compared.stderr
+    assert "2 rows, 6 runs" in compared.stdout
+    assert "Does this model learn faster" in compared.stdout
+    assert "better than the baseline (3 seeds, paired)" in " ".join(compared.stdout.split())
+    assert compared.stdout.endswith("page: runs/rates/compare.html\n")
+    numbers = json.loads(titan_exp("compare", "rates", "--json", "--html=none", folder=tmp_path).stdout)
+    lower, higher = numbers["rows"]
+    assert (lower["baseline"], lower["seeds"], higher["seeds"]) == (True, 3, 3)
+    folders = {row["run_id"]: RunFolder(tmp_path / row["folder"]) for row in rows}
+    for row in numbers["rows"]:
+        newest = {run["run_id"]: read_last_values(folders[run["run_id"]].metrics)["loss"] for run in row["runs"]}
+        assert {run["run_id"]: run["loss"] for run in row["runs"]} == newest
+        assert row["loss"] == pytest.approx(statistics.fmean(newest.values()))
+    assert higher["loss.delta"] == pytest.approx(higher["loss"] - lower["loss"])
+    page = (tmp_path / "runs" / "rates" / "compare.html").read_text()
+    assert all(run_id in page for run_id in folders)
+    assert f"{higher['loss']:.4f}" in page

@@ -87,7 +87,8 @@ class _Reader:
         self.groups, self.sweeping = groups, sweeping
         self.names = groups.names()
         composed = groups.compose()
-        self.chosen = {key.partition("@")[0] for key in composed.hydra.runtime.choices}
+        self.chosen = _chosen(composed)
+        """The option of every group that has one without overrides."""
         self.tree = _tree(composed)
 
     def choose(self, parsed: Sequence[Override]) -> None:
@@ -98,7 +99,10 @@ class _Reader:
             if override.key_or_group in self.names and not override.is_sweep_override() and not any(self.read(override))
         ]
         with suppress(*UNREADABLE):
-            self.tree = _tree(self.groups.compose(rightly))
+            composed = self.groups.compose(rightly)
+            options = _chosen(composed)
+            self.tree = _tree(composed)
+            self.chosen = {group: options[group] for group in self.chosen}
 
     def read(self, override: Override) -> Iterator[Violation]:
         """What is wrong with one override."""
@@ -156,8 +160,28 @@ class _Reader:
         else:
             inside = f"{parent} has {listed(node, 'and')}" if parents and isinstance(node, dict) else ""
             general = "titan-exp train --cfg job prints every key"
-            offer = did_you_mean(key, dict.fromkeys([*_leaves(self.tree), *value_keys()]))
+            found = nearest(key, dict.fromkeys([*_leaves(self.tree), *value_keys()]))
+            homes = self._homes(found[0]) if found and found[0] not in _leaves(self.tree) else []
+            if homes and found[0] == key:
+                group, chosen = parents[0], self.chosen[parents[0]]
+                yield Violation(
+                    key, value, f"{group}={chosen} does not have this key", f"it comes with {listed(homes)}"
+                )
+                return
+            offer = f"did you mean {found[0]}? It comes with {listed(homes)}." if homes else did_you_mean(key, found)
             yield Violation(key, value, "there is no such key", offer or inside or general)
+
+    def _homes(self, key: str) -> list[str]:
+        """The options of a key's group that have the key, where the chosen one does not: `cluster=slurm`."""
+        group, _, name = key.rpartition(".")
+        if group not in self.chosen:
+            return []
+        found = []
+        for option in self.groups.options(group):
+            with suppress(*UNREADABLE):
+                if name in (_tree(self.groups.compose([f"{group}={option}"])).get(group) or {}):
+                    found.append(f"{group}={option}")
+        return found
 
 
 def _unreadable(text: str) -> Violation:
@@ -192,6 +216,11 @@ def _tree(cfg: DictConfig) -> dict[str, Any]:
     tree: Any = OmegaConf.to_container(cfg, resolve=False)
     tree.pop("hydra", None)
     return tree
+
+
+def _chosen(cfg: DictConfig) -> dict[str, str]:
+    """The option of every group."""
+    return {str(key).partition("@")[0]: str(option) for key, option in cfg.hydra.runtime.choices.items()}
 
 
 def _leaves(tree: dict[str, Any], prefix: str = "") -> Iterator[str]:

@@ -6,7 +6,7 @@ environment variable of this process holds.
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from titan_exp.config.errors import UserError, Violation
 
@@ -48,7 +48,11 @@ _SECRET_VARIABLE = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASS|CRED
 
 def mask(text: str, environment: Mapping[str, str] = os.environ) -> str:
     """The text with every credential in it replaced by `***`."""
-    for value in _secret_values(environment):
+    return _masked(text, _secret_values(environment))
+
+
+def _masked(text: str, secrets: Sequence[str]) -> str:
+    for value in secrets:
         text = text.replace(value, MASK)
     text = _PRIVATE_KEY.sub(rf"\1{MASK}\2", text)
     text = _SHAPES.sub(MASK, text)
@@ -81,10 +85,11 @@ def require_none(config: Mapping[str, object]) -> None:
     Raises:
         UserError: naming every key that does, without its value.
     """
+    secrets = _secret_values(os.environ)
     found = [
         Violation(key, MASK, "looks like a credential, and config.yaml would keep it", _REMEDY)
         for key, value in _leaves(config)
-        if isinstance(value, str) and value and (is_secret_key(key) or mask(value) != value)
+        if isinstance(value, str) and value and (is_secret_key(key) or _masked(value, secrets) != value)
     ]
     if found:
         raise UserError("The configuration holds credentials.", found)

@@ -23,6 +23,8 @@ VARIABLES = re.compile(
 )
 """The environment variables that are written down, as far as they are set."""
 
+_FIELD = re.compile(r"^(Name|Version):[ \t]*(\S+)[ \t\r]*$", re.MULTILINE)
+
 
 def read_surroundings() -> dict[str, Any]:
     """Versions, hardware, host and chosen environment variables, as JSON values. Imports no torch."""
@@ -62,9 +64,11 @@ def _packages() -> dict[str, str]:
     """Every installed distribution; the first on the path is the one that is imported."""
     found: dict[str, str] = {}
     for distribution in metadata.distributions():
-        name = distribution.metadata["Name"]
-        if name:
-            found.setdefault(name.lower().replace("_", "-"), distribution.version)
+        # Parsing all of it, as `distribution.metadata` does, takes a second for a hundred packages.
+        text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+        fields = dict(_FIELD.findall(text.partition("\n\n")[0]))
+        if "Name" in fields and "Version" in fields:
+            found.setdefault(fields["Name"].lower().replace("_", "-"), fields["Version"])
     return dict(sorted(found.items()))
 
 

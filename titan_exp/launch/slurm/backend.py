@@ -3,7 +3,7 @@
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from titan_exp.config.errors import UserError
@@ -11,6 +11,7 @@ from titan_exp.launch.backend import Look, Submission
 from titan_exp.launch.commit import Plan, commit, refresh, writable
 from titan_exp.launch.ending import close_dead_attempts
 from titan_exp.launch.frozen import freeze
+from titan_exp.launch.overlapped import overlapped
 from titan_exp.launch.scene import Scene, read_scene
 from titan_exp.launch.slurm.after import CANCELLED
 from titan_exp.launch.slurm.queue import Job, UnreachableError, accounted, ask, listed_jobs
@@ -26,6 +27,8 @@ from titan_exp.tracking.attempts import Attempt
 from titan_exp.tracking.lock import FileLock, LockedError
 from titan_exp.tracking.run_folder import RunFolder, RunState
 
+SCANCEL_JOBS = 500
+"""Jobs of one call of scancel."""
 SUBMITTER_LIMIT = 120.0
 """Seconds to wait for another process that submits to the same folder of runs."""
 
@@ -75,15 +78,23 @@ class SlurmBackend:
         Returns at once: a job that does not end in cluster.stop_limit seconds is killed by its own script.
         """
         looks, said = self.look(folders), {}
+        queued: dict[str, RunFolder] = {}
+        running: dict[str, RunFolder] = {}
         for folder in folders:
             look = looks[folder.path]
             if look.state in ("gone", "unknown") or look.job_id is None:
                 said[folder.path] = f"nothing done: {look.reason or look.state}"
                 continue
-            try:
-                said[folder.path] = _cancel(folder, look, look.job_id, reason)
-            except UnreachableError as error:
-                said[folder.path] = f"not cancelled: {error}"
+            (queued if look.state == "queued" else running)[look.job_id] = folder
+        for folder in running.values():
+            folder.request_stop(f"{CANCELLED}: {reason}")
+        failures = _scancel([], queued)
+        # The script, not the ranks: it looks at the clock while they save.
+        failures |= _scancel(["--batch", "--signal=USR2"], running)
+        overlapped(lambda job: _dequeued(queued[job], reason), [job for job in queued if job not in failures])
+        for job, folder in (queued | running).items():
+            done = "taken out of the queue" if job in queued else "asked to save and stop"
+            said[folder.path] = f"not cancelled: {failures[job]}" if job in failures else f"job {job}: {done}"
         return said
 
 
@@ -92,7 +103,8 @@ def _submit(runs: Path, plans: Sequence[Plan], say: Callable[[str], None]) -> It
     for name in frozen.loose:
         say(f"{name} is in no repository of the current folder, so it is not frozen: edits count until the job starts.")
     scene = read_scene(frozen)
-    there = {plan.folder.path for plan in plans if commit(plan, scene)}
+    were_there = overlapped(lambda plan: commit(plan, scene), plans)
+    there = {plan.folder.path for plan, was_there in zip(plans, were_there, strict=True) if was_there}
     looks = SlurmBackend().look([plan.folder for plan in plans if plan.folder.path in there])
     ready = []
     for plan in plans:
@@ -156,12 +168,16 @@ def _submit_group(batch: Batch) -> Iterable[Submission]:
         for plan in batch.plans:
             yield Submission(plan, "refused", None, f"{error}; the same command asks whether there is a job")
         return
-    for plan, attempt, job in zip(batch.plans, attempts, jobs, strict=True):
-        state = plan.folder.read_state()
-        row = plan.folder.update_attempt(attempt, job_id=job)
-        if state is not None and row.start is None and state.state != "pending":
-            plan.folder.write_state(RunState("pending", state.step, time.time(), attempt, None))
-        yield Submission(plan, "submitted", job)
+    yield from overlapped(_submitted, zip(batch.plans, attempts, jobs, strict=True))
+
+
+def _submitted(made: tuple[Plan, int, str]) -> Submission:
+    plan, attempt, job = made
+    state = plan.folder.read_state()
+    row = plan.folder.update_attempt(attempt, job_id=job)
+    if state is not None and row.start is None and state.state != "pending":
+        plan.folder.write_state(RunState("pending", state.step, time.time(), attempt, None))
+    return Submission(plan, "submitted", job)
 
 
 def _look(row: Attempt, job: Job | None, ends: Mapping[str, str]) -> Look:
@@ -188,20 +204,40 @@ def _slurm_row(folder: RunFolder) -> Attempt | None:
     return rows[-1] if rows and rows[-1].launched_by == "slurm" else None
 
 
-def _cancel(folder: RunFolder, look: Look, job: str, reason: str) -> str:
-    if look.state == "queued":
-        ask("scancel", job)
-        row = _slurm_row(folder)
-        if row is not None and row.start is None and row.end is None:
-            folder.update_attempt(row.attempt, end=time.time(), reason=f"{CANCELLED}: {reason}")
-        state = folder.read_state()
-        if state is not None:
-            folder.write_state(RunState(state.state, state.step, time.time(), state.attempt, f"{CANCELLED}: {reason}"))
-        return f"job {job}: taken out of the queue"
-    folder.request_stop(f"{CANCELLED}: {reason}")
-    # The script, not the ranks: it looks at the clock while they save.
-    ask("scancel", "--batch", "--signal=USR2", job)
-    return f"job {job}: asked to save and stop"
+def _scancel(options: Sequence[str], jobs: Collection[str]) -> dict[str, str]:
+    """Call scancel for many jobs at a time; returns those that it failed for, each with its words."""
+    failures: dict[str, str] = {}
+    names = list(jobs)
+    for first in range(0, len(names), SCANCEL_JOBS):
+        some = names[first : first + SCANCEL_JOBS]
+        try:
+            ask("scancel", *options, *some)
+        except UnreachableError as error:
+            alone = len(some) == 1 or error.silent
+            failures |= dict.fromkeys(some, str(error)) if alone else _one_by_one(options, some)
+    return failures
+
+
+def _one_by_one(options: Sequence[str], jobs: Sequence[str]) -> dict[str, str]:
+    """The same where scancel failed for some of them and does not say which."""
+    failures: dict[str, str] = {}
+    for job in jobs:
+        try:
+            ask("scancel", *options, job)
+        except UnreachableError as error:
+            failures[job] = str(error)
+    return failures
+
+
+def _dequeued(folder: RunFolder, reason: str) -> None:
+    """Write down that a run was taken out of the queue."""
+    row = _slurm_row(folder)
+    if row is not None and row.start is None and row.end is None:
+        folder.update_attempt(row.attempt, end=time.time(), reason=f"{CANCELLED}: {reason}")
+    state = folder.read_state()
+    if state is not None:
+        # As if stopped while it ran: it is not lost, and the command that submitted it continues it.
+        folder.write_state(RunState("preempted", state.step, time.time(), state.attempt, f"{CANCELLED}: {reason}"))
 
 
 def _require_slurm(plans: Sequence[Plan]) -> None:

@@ -1,5 +1,8 @@
 """What SLURM says of jobs: one question for many of them, answered in bounded time or not at all."""
 
+import contextlib
+import pwd
+import re
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -38,7 +41,16 @@ class Job:
 
 
 class UnreachableError(Exception):
-    """SLURM cannot be asked now; its own words."""
+    """SLURM cannot be asked now; its own words.
+
+    Args:
+        words: what it said.
+        silent: it said nothing in the time it had, and asking again would take as long.
+    """
+
+    def __init__(self, words: str, *, silent: bool = False) -> None:
+        super().__init__(words)
+        self.silent = silent
 
 
 def listed_jobs(owners: Sequence[int]) -> list[Job]:
@@ -69,7 +81,20 @@ def accounted(job_ids: Sequence[str]) -> Mapping[str, str]:
     except UnreachableError:
         return {}
     rows = [line.split("|") for line in text.splitlines()]
-    return {row[0]: f"{row[1].lower()} (exit code {row[2]})" for row in rows if len(row) == 3}
+    return {row[0]: ended_as(row[1], row[2]) for row in rows if len(row) == 3}
+
+
+def ended_as(state: str, code: str) -> str:
+    """How a job ended, from sacct's words for it: `CANCELLED by 1000` and `0:0`, exit code and signal."""
+    words = state.lower().replace("_", " ")
+    by = re.fullmatch(r"(.* by )(\d+)", words)
+    if by:
+        with contextlib.suppress(KeyError):  # a user whom this machine does not know keeps the number
+            words = by[1] + pwd.getpwuid(int(by[2])).pw_name
+    exit_code, _, signal = code.partition(":")
+    told = [f"exit code {exit_code}"] if exit_code not in ("", "0") else []
+    told += [f"signal {signal}"] if signal not in ("", "0") else []
+    return f"{words} ({', '.join(told)})" if told else words
 
 
 def ask(*command: str, timeout: float = TIMEOUT) -> str:
@@ -83,7 +108,7 @@ def ask(*command: str, timeout: float = TIMEOUT) -> str:
     except FileNotFoundError:
         raise UnreachableError(f"{command[0]} is not installed on this machine") from None
     except subprocess.TimeoutExpired:
-        raise UnreachableError(f"{command[0]} did not answer within {timeout:.0f} s") from None
+        raise UnreachableError(f"{command[0]} did not answer within {timeout:.0f} s", silent=True) from None
     if answer.returncode:
         raise UnreachableError(answer.stderr.strip() or f"{command[0]} ended with exit code {answer.returncode}")
     return answer.stdout

@@ -19,6 +19,7 @@ from submitit.slurm.slurm import SlurmExecutor
 from titan_exp.config.layout import node_size, nodes_needed, world_size
 from titan_exp.launch.commit import Plan
 from titan_exp.launch.frozen import Frozen
+from titan_exp.launch.overlapped import overlapped
 from titan_exp.launch.rank_environment import environment
 from titan_exp.launch.slurm.script import Resources, Script, render
 from titan_exp.tracking.lock import is_held
@@ -108,12 +109,14 @@ class Batch:
 
     def intend(self) -> list[int]:
         """Write down in every run that it is about to be submitted; returns the numbers of the attempts."""
-        return [
-            plan.folder.add_attempt(
+
+        def intend(index: int) -> int:
+            plan = self.plans[index]
+            return plan.folder.add_attempt(
                 world_size=world_size(plan.experiment), hosts=(), launched_by="slurm", token=self.token_of(index)
             ).attempt
-            for index, plan in enumerate(self.plans)
-        ]
+
+        return overlapped(intend, range(len(self.plans)))
 
     def submit(self) -> list[str]:
         """Call sbatch; returns the job number of each run.

@@ -94,7 +94,9 @@ class Trainer:
         self.refresh_scales = self._weight_scales()
         self.refresh_scales()
         self.report = Report(experiment, folder, self.mesh, flops_per_token=built.flops_per_token, first_step=self.step)
-        self.profile = ProfileWindow(experiment.profiling, folder.traces, rank=dist.get_rank(), first_step=self.step)
+        self.profile = ProfileWindow(
+            experiment.profiling, folder.traces, rank=dist.get_rank(), first_step=self.step, device=device
+        )
 
     def run(self) -> bool:
         """Train to the last step. Returns False where a stop was asked for; the state is saved either way.
@@ -130,23 +132,28 @@ class Trainer:
     def _one_step(self) -> bool:
         """Train, and do what is due after the step; returns whether to stop."""
         experiment, step = self.experiment, self.step + 1
+        times = self.report.times
+        times.begin()
         self.profile.before(step)
         seed_step(experiment.experiment.seed, step, self.mesh.data_rank, self.mesh.device)
-        batches = [next(self.loader) for _ in range(self.accumulation)]
+        with times.loading():
+            batches = [next(self.loader) for _ in range(self.accumulation)]
         tokens, stop, save = agree(
             batches, self.mesh, stop=self.folder.stop_requested(), save=self.checkpointer.time_is_up()
         )
-        result = train_step(
-            self.model,
-            self.optimizer,
-            batches,
-            tokens=tokens,
-            lr=self.schedule(step),
-            max_grad_norm=experiment.training.max_grad_norm,
-            mesh=self.mesh,
-        )
+        with times.computing():
+            result = train_step(
+                self.model,
+                self.optimizer,
+                batches,
+                tokens=tokens,
+                lr=self.schedule(step),
+                max_grad_norm=experiment.training.max_grad_norm,
+                mesh=self.mesh,
+            )
         self.refresh_scales()
         self.step, self.tokens = step, self.tokens + tokens
+        times.end()
         self.profile.after(step)
         self.report.step(step, tokens)
         PROGRESS.step(step)

@@ -23,7 +23,7 @@ class OwnTimes:
     """A rank's times since the row before, in seconds per step but for the last."""
 
     step: float
-    """From the end of a step to the end of the next, waiting included; evaluation, checkpoints and exports are not."""
+    """Of a step by the host's clock, waiting included; logging, evaluation, checkpoints and exports are not."""
     own: float
     """Waiting for data, and processor time of the main thread in the training step."""
     data: float

@@ -35,6 +35,7 @@ from titan_exp.trainer.determinism import seed_step, set_deterministic
 from titan_exp.trainer.evaluate import evaluate_sources
 from titan_exp.trainer.garbage import GarbageCollection
 from titan_exp.trainer.loss import TokenLoss
+from titan_exp.trainer.memory_snapshot import MemorySnapshot
 from titan_exp.trainer.model import Model, WholeModel
 from titan_exp.trainer.pipelined import PipelinedModel
 from titan_exp.trainer.profile import ProfileWindow
@@ -62,6 +63,8 @@ class Trainer:
         training = experiment.training
         self.experiment, self.folder = experiment, folder
         set_deterministic(training.deterministic)
+        watched: dict[str, Any] = {"rank": dist.get_rank(), "device": device}
+        self.memory = MemorySnapshot(experiment.profiling.memory_step, folder.traces, **watched)
         self.mesh = build_mesh(experiment.parallelism, device)
         built = BuiltModel(experiment, self.mesh)
         divided = experiment.parallelism.loss_parallel
@@ -94,9 +97,7 @@ class Trainer:
         self.refresh_scales = self._weight_scales()
         self.refresh_scales()
         self.report = Report(experiment, folder, self.mesh, flops_per_token=built.flops_per_token, first_step=self.step)
-        self.profile = ProfileWindow(
-            experiment.profiling, folder.traces, rank=dist.get_rank(), first_step=self.step, device=device
-        )
+        self.profile = ProfileWindow(experiment.profiling, folder.traces, first_step=self.step, **watched)
 
     def run(self) -> bool:
         """Train to the last step. Returns False where a stop was asked for; the state is saved either way.
@@ -135,6 +136,7 @@ class Trainer:
         times = self.report.times
         times.begin()
         self.profile.before(step)
+        self.memory.before(step)
         seed_step(experiment.experiment.seed, step, self.mesh.data_rank, self.mesh.device)
         with times.loading():
             batches = [next(self.loader) for _ in range(self.accumulation)]
@@ -155,6 +157,7 @@ class Trainer:
         self.step, self.tokens = step, self.tokens + tokens
         times.end()
         self.profile.after(step)
+        self.memory.after(step, self.model.parts, self.optimizer, self.report.memory.read)
         self.report.step(step, tokens)
         PROGRESS.step(step)
         self._after_step(result, stop=stop, save=save or self.checkpointer.due(step))

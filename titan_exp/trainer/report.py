@@ -11,10 +11,12 @@ from titan_exp.config.errors import UserError
 from titan_exp.config.experiment import Experiment
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.build import build_sinks
-from titan_exp.tracking.device import PeakMemory, peak_tflops
+from titan_exp.tracking.device import PeakMemory
 from titan_exp.tracking.log import get_logger
+from titan_exp.tracking.measured import mfu_peak
 from titan_exp.tracking.run_folder import RunFolder
 from titan_exp.tracking.throughput import Throughput
+from titan_exp.trainer.compile_cache import cache_of
 from titan_exp.trainer.compile_report import CompileReport
 from titan_exp.trainer.step import StepResult
 from titan_exp.trainer.step_times import OwnTimes, StepTimes
@@ -42,10 +44,12 @@ class Report:
         self._silent = False
         attempts = folder.read_attempts()
         self.attempt = attempts[-1].attempt if attempts else 1
+        cache = cache_of(folder, experiment)
+        self.peak = mfu_peak(mesh.device, experiment.cluster.peak_tflops, cache) if self.leader else None
         self.throughput = Throughput(
             devices=dist.get_world_size(),
             flops_per_token=flops_per_token,
-            peak_tflops=peak_tflops(mesh.device, experiment.cluster.peak_tflops) if self.leader else None,
+            peak_tflops=None if self.peak is None else self.peak.tflops,
             synchronize=torch.cuda.synchronize if mesh.device.type == "cuda" else _nothing,
         )
         self.memory = PeakMemory(mesh.device)

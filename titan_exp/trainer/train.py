@@ -40,6 +40,7 @@ from titan_exp.trainer.model import Model, WholeModel
 from titan_exp.trainer.pipelined import PipelinedModel
 from titan_exp.trainer.profile import ProfileWindow
 from titan_exp.trainer.report import Report
+from titan_exp.trainer.roofline import note_roofline
 from titan_exp.trainer.step import StepResult, agree, train_step
 
 
@@ -96,7 +97,8 @@ class Trainer:
         self._restore()
         self.refresh_scales = self._weight_scales()
         self.refresh_scales()
-        self.report = Report(experiment, folder, self.mesh, flops_per_token=built.flops_per_token, first_step=self.step)
+        self.flops_per_token = built.flops_per_token
+        self.report = Report(experiment, folder, self.mesh, flops_per_token=self.flops_per_token, first_step=self.step)
         self.profile = ProfileWindow(experiment.profiling, folder.traces, first_step=self.step, **watched)
 
     def run(self) -> bool:
@@ -118,6 +120,7 @@ class Trainer:
                 self.checkpointer.wait()
                 exported = not self._is_over or self._export()
                 self.checkpointer.finish_uploads(stopped=not self._is_over)
+        note_roofline(self.experiment, self.folder, self.report, self.flops_per_token, self.optimizer)
         if self.experiment.checkpoint.mode != "off" and self.checkpointer.durable != self.step:
             raise UserError(
                 f"The state after step {self.step} could not be saved; the log says why. Make room and start the run "

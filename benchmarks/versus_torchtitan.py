@@ -26,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -182,10 +183,10 @@ class Clock:
         marks = self._marks[self._warmup - 1 :]
         if self._cuda:
             torch.cuda.synchronize()
-            seconds = [begin.elapsed_time(end) / 1e3 for begin, end in zip(marks, marks[1:], strict=False)]
+            seconds = [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(marks)]
             memory = torch.cuda.max_memory_reserved() / 2**30
         else:
-            seconds, memory = [end - begin for begin, end in zip(marks, marks[1:], strict=False)], None
+            seconds, memory = [end - begin for begin, end in pairwise(marks)], None
         return {
             "tokens_per_second": tokens / statistics.median(seconds),
             "memory": memory,
@@ -269,7 +270,7 @@ def peer_options(job: Job, dump: str) -> list[str]:
         # The same learning rate at every step: no warm-up, and a decay to all of it.
         *("--lr_scheduler.warmup_steps=0", "--lr_scheduler.min_lr_factor=1.0"),
         *("--checkpoint.enable", "--checkpoint.load_only", f"--checkpoint.initial_load_path={job.weights}"),
-        "--checkpoint.initial_load_in_hf",
+        *("--checkpoint.initial_load_in_hf", f"--model.hf_assets_path={job.weights}"),
         *(() if "--activation_checkpoint.mode=selective" in job.what.peer else ("--activation_checkpoint.mode=none",)),
         *job.what.peer,
     ]
@@ -348,7 +349,9 @@ def what_is_missing() -> list[str]:
     """What the comparison needs and this environment lacks, in words."""
     missing = []
     if importlib.util.find_spec("torchtitan") is None:
-        missing.append(f"torchtitan is not importable: pip install torchtitan=={PEER}, in an environment with its torch")
+        missing.append(
+            f"torchtitan is not importable: pip install torchtitan=={PEER}, in an environment with its torch"
+        )
     elif (version := importlib.metadata.version("torchtitan")) != PEER:
         missing.append(f"torchtitan is {version}; the goals are about {PEER}, and so are the option names used here")
     if not torch.cuda.is_available():
@@ -381,7 +384,7 @@ def run_in_turn(job: Job, sides: tuple[str, str], rounds: int) -> dict[str, list
 def row(case: Case, found: dict[str, list[dict[str, Any]]], sides: tuple[str, str]) -> str:
     """A line of the table."""
     them, us = (statistics.median(run["tokens_per_second"] for run in found[side]) for side in sides)
-    sizes = [max((run["memory"] or 0.0 for run in found[side])) for side in sides]
+    sizes = [max(run["memory"] or 0.0 for run in found[side]) for side in sides]
     memory = "| – | – | – " if not all(sizes) else f"| {sizes[0]:.1f} | {sizes[1]:.1f} | {sizes[1] / sizes[0]:.2f} "
     pairs = zip(*(found[side][0]["losses"] for side in sides), strict=True)
     apart = max(abs(mine - theirs) for theirs, mine in pairs)

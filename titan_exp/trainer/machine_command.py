@@ -78,9 +78,7 @@ def machine_command(arguments: Sequence[str], spread: Spread) -> int:
     return 0
 
 
-def measure(
-    device: torch.device, runs: Path, seconds: float, spread: Spread, say: Callable[[str], None]
-) -> Measured:
+def measure(device: torch.device, runs: Path, seconds: float, spread: Spread, say: Callable[[str], None]) -> Measured:
     """Measure everything in about `seconds`.
 
     Args:
@@ -140,7 +138,9 @@ def _read(arguments: Sequence[str]) -> tuple[list[str], float, bool]:
 
 
 def _best(rates: Iterable[Rate], kind: str, beginning: str) -> float | None:
-    return max((it.value for it in rates if it.kind == kind and it.name.startswith(beginning) and it.value), default=None)
+    return max(
+        (it.value for it in rates if it.kind == kind and it.name.startswith(beginning) and it.value), default=None
+    )
 
 
 def _table(measured: Measured) -> Table:
@@ -177,12 +177,15 @@ def _mfu_line(device: torch.device, configured: float | None, measured: Measured
     if configured is not None:
         return f"MFU is over {configured:g} TFLOP/s, as cluster.peak_tflops says"
     if device.type != "cuda":
-        return "MFU: none is reported on a CPU unless cluster.peak_tflops is given; the note after a run uses these rates"
+        return (
+            "MFU: none is reported on a CPU unless cluster.peak_tflops is given; the note after a run uses these rates"
+        )
     known = peak_tflops(device)
     if known is not None:
         return f"MFU is over {known:g} TFLOP/s, the data sheet's dense bf16 peak"
     if "bf16" in measured.tflops:
-        return f"MFU is over {measured.tflops['bf16']:.1f} TFLOP/s, the best bf16 matmul measured here: no data sheet is known"
+        best = measured.tflops["bf16"]
+        return f"MFU is over {best:.1f} TFLOP/s, the best bf16 matmul measured here: no data sheet is known"
     return "MFU: no peak is known; give cluster.peak_tflops"
 
 

@@ -72,9 +72,7 @@ def memory_account(
     buffers = {name: buffer for part in parts for name, buffer in part.named_buffers()}
     known = [
         _consumer("weights", {**named, **buffers}, device),
-        _consumer(
-            "gradients", {name: each.grad for name, each in named.items() if each.grad is not None}, device
-        ),
+        _consumer("gradients", {name: each.grad for name, each in named.items() if each.grad is not None}, device),
         _consumer("optimizer state", states, device),
     ]
     used, reserved, capacity = _in_use(device)

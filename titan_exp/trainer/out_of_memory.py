@@ -56,7 +56,9 @@ def memory_explained(
             get_logger().error("%s: memory cannot be written down (%s)", traces, failed.strerror or failed)
             written = ""
         step = f"in step {there.step + 1}" if there is not None else "while the model was built"
-        raise OutOfMemory(f"{_words(error)}\n{explanation(account, experiment, rank=rank, when=step)}{written}") from error
+        raise OutOfMemory(
+            f"{_words(error)}\n{explanation(account, experiment, rank=rank, when=step)}{written}"
+        ) from error
 
 
 def is_out_of_memory(error: BaseException) -> bool:

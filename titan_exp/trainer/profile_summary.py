@@ -59,7 +59,9 @@ class ProfileSummary:
         """The shares on one line."""
         parts = [f"{TITLES[kind]} {_percent(self.shares[kind])}" for kind in KINDS]
         hidden = f", and {_percent(self.hidden_communication)} hidden" if self.hidden_communication else ""
-        return f"{', '.join(parts)} (communication exposed{hidden}), {IDLE[self.device]} {_percent(self.shares['idle'])}"
+        return (
+            f"{', '.join(parts)} (communication exposed{hidden}), {IDLE[self.device]} {_percent(self.shares['idle'])}"
+        )
 
     def text(self) -> str:
         """For reading: the shares, then the longest names."""
@@ -107,7 +109,9 @@ def summarize_profile(profiler: profile, *, device: str, first_step: int, last_s
         if on_device != (device == "cuda"):
             continue
         # What is asynchronous on a CPU (gloo's transfers) lies within nothing: a lane of its own.
-        lane = number if event.is_async else (event.device_index, event.device_resource_id if on_device else event.thread)
+        lane = (
+            number if event.is_async else (event.device_index, event.device_resource_id if on_device else event.thread)
+        )
         annotation = on_device and bool(getattr(event, "is_user_annotation", False))
         spans.append(Span(event.name, kind_of(event.name), start, stop, lane, runs=not annotation))
     window = (begin, end) if spans else (0.0, 0.0)

@@ -50,7 +50,9 @@ class Roofline:
 
     def text(self) -> str:
         """The whole note."""
-        against = f", {self.short}" if self.short else "; what the device can do is unknown: titan-exp doctor measures it"
+        against = (
+            f", {self.short}" if self.short else "; what the device can do is unknown: titan-exp doctor measures it"
+        )
         lines = [
             f"roofline: {_flops(self.tflops)} per device (the model's operations, computed from its shapes, over "
             f"{self.seconds:.1f} s of steps, measured){against}",
@@ -59,7 +61,9 @@ class Roofline:
         if self.copy_rate:
             needed = self.optimizer_bytes / 1e9 / self.copy_rate
             share = f"{100 * needed / self.step_seconds:.1f} % of a step of {self.step_seconds:.3g} s (measured)"
-            traffic += f", which take {1e3 * needed:.3g} ms at the measured {self.copy_rate:.3g} GB/s of a copy: {share}"
+            traffic += (
+                f", which take {1e3 * needed:.3g} ms at the measured {self.copy_rate:.3g} GB/s of a copy: {share}"
+            )
         return "; ".join([*lines, traffic])
 
 

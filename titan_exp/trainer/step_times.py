@@ -88,7 +88,7 @@ class StepTimes:
             matrix, seconds = torch.ones(size, size), []
             for _ in range(PROBES):
                 begin = time.perf_counter()
-                matrix @ matrix
+                torch.mm(matrix, matrix)
                 seconds.append(time.perf_counter() - begin)
             return min(seconds)
         found = 0.0
@@ -96,10 +96,10 @@ class StepTimes:
             found = self._events[0].elapsed_time(self._events[1]) / 1e3 / (PROBES - 1)
         matrix = torch.ones(size, size, device=self._device, dtype=torch.bfloat16)
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        matrix @ matrix
+        torch.mm(matrix, matrix)
         begin.record()
         for _ in range(PROBES - 1):
-            matrix @ matrix
+            torch.mm(matrix, matrix)
         end.record()
         self._events = begin, end
         return found

@@ -81,7 +81,7 @@ def _slow_device(mine: OwnTimes, others: Sequence[OwnTimes]) -> bool:
 
 def _by_itself(mine: OwnTimes, usual: float) -> str:
     return (
-        f"by itself it takes {mine.own:.3f} s a step, {mine.own / max(usual, 1e-9):.1f} times as long as the ranks that "
-        f"do the same work ({usual:.3f} s); of that it waits {mine.data:.3f} s for data. Measured is data and the "
+        f"by itself it takes {mine.own:.3f} s a step, {mine.own / max(usual, 1e-9):.1f} times as long as the ranks "
+        f"that do the same work ({usual:.3f} s); of that it waits {mine.data:.3f} s for data. Measured is data and the "
         "processor time of its main thread, without waiting for other ranks"
     )

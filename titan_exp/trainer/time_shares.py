@@ -63,8 +63,9 @@ def time_shares(spans: Iterable[Span], window: tuple[float, float]) -> TimeShare
     for segment in innermost(spans):
         begin, end = max(segment.begin, first), min(segment.end, last)
         if begin < end:
-            events += [(begin, 1, segment.kind), (end, -1, segment.kind)]
-    running = dict.fromkeys(KINDS, 0)
+            events.append((begin, 1, segment.kind))
+            events.append((end, -1, segment.kind))
+    running: dict[Kind, int] = dict.fromkeys(KINDS, 0)
     spent: dict[Kind, float] = dict.fromkeys(KINDS, 0.0)
     hidden = idle = 0.0
     now = first

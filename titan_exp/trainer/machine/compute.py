@@ -1,6 +1,5 @@
 """Rates of one device by itself: matmuls, attention forward and backward, copies within it and to the host."""
 
-
 from collections.abc import Callable, Iterator
 
 import torch
@@ -117,9 +116,7 @@ def copy_rates(device: torch.device, limit: float) -> Iterator[Rate]:
         }
         for way, call in calls.items():
             full = f"{way}, {how} memory"
-            yield timed_rate(
-                "host copy", full, call, amount=size / 4e9, unit="GB/s", device=device, limit=limit / 6
-            )
+            yield timed_rate("host copy", full, call, amount=size / 4e9, unit="GB/s", device=device, limit=limit / 6)
 
 
 def _gemm(dtype: str, rows: int, inner: int, columns: int, device: torch.device) -> Callable[[], object]:
@@ -141,5 +138,3 @@ def _peak(device: torch.device) -> float | None:
 
 def _capability(device: torch.device) -> tuple[int, int]:
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-
-

@@ -57,8 +57,8 @@ def timed_rate(
     try:
         seconds = median_seconds(call, device, limit)
     except (RuntimeError, NotImplementedError, ValueError, ImportError, TypeError) as error:
-        words = (str(error).strip() or type(error).__name__).splitlines()[0]
-        return Rate(kind, name, None, unit, note=f"not here: {words[:100]}")
+        words = (str(error).strip() or type(error).__name__).splitlines()[0].partition(". ")[0]
+        return Rate(kind, name, None, unit, note=f"not here: {words[:80]}")
     return Rate(kind, name, amount / seconds, unit, seconds, expected)
 
 

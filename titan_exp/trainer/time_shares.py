@@ -71,7 +71,9 @@ def time_shares(spans: Iterable[Span], window: tuple[float, float]) -> TimeShare
     now = first
     for when, change, kind in sorted(events):
         length, now = when - now, when
-        computing = {each: count for each, count in running.items() if count and each != "communication"}
+        computing: dict[Kind, int] = {
+            each: count for each, count in running.items() if count and each != "communication"
+        }
         total = sum(computing.values())
         for each, count in computing.items():
             spent[each] += length * count / total

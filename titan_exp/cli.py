@@ -162,10 +162,17 @@ def compare(words: Sequence[str]) -> int:
 
 
 def doctor(words: Sequence[str]) -> int:
-    """Which layers a numeric recipe harms: --numerics."""
-    from titan_exp.trainer.doctor_command import doctor_command
+    """What this machine can do, measured; with --numerics, which layers a numeric recipe harms."""
+    if "--numerics" in words:
+        from titan_exp.trainer.doctor_command import doctor_command
 
-    return doctor_command(list(words))
+        return doctor_command(list(words))
+    # As the launcher has it for ranks; torch reads it when it is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from titan_exp.launch.together import together
+    from titan_exp.trainer.machine_command import machine_command
+
+    return machine_command(list(words), together)
 
 
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {

@@ -26,7 +26,7 @@ class TrackingConfig:
 
 @dataclass(frozen=True)
 class ProfilingConfig:
-    """A torch profiler window, written to `traces/`."""
+    """A torch profiler window and a look at memory, written to `traces/`."""
 
     enabled: bool
     """Record a trace on every rank."""
@@ -34,3 +34,7 @@ class ProfilingConfig:
     """Step after which recording starts."""
     steps: PositiveInt
     """Steps recorded."""
+    memory_step: PositiveInt | None = None
+    """Step after whose optimizer update every rank writes down what its memory holds, the peak of that step included;
+    null never. On CUDA with a snapshot for torch's viewer, and where each block was allocated, which makes steps up to
+    that one a little slower."""

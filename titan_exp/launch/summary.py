@@ -6,6 +6,7 @@ from itertools import pairwise
 
 from titan_exp.tracking.metrics_file import read_metrics
 from titan_exp.tracking.run_folder import RunFolder
+from titan_exp.tracking.run_state import read_json
 from titan_exp.tracking.sink import Value
 
 
@@ -23,6 +24,8 @@ class Summary:
     """The last one found."""
     tokens_per_second: Value
     """Median over the logged rows without each attempt's first, which holds compilation and warm-up."""
+    roofline: str | None = None
+    """What the newest attempt that came to an end achieved of what its devices can do, in a few words."""
 
 
 def summarize(folder: RunFolder) -> Summary:
@@ -40,6 +43,7 @@ def summarize(folder: RunFolder) -> Summary:
         loss=_last(rows, "loss"),
         validation_loss=_last(rows, "validation_loss"),
         tokens_per_second=statistics.median(speeds) if speeds else None,
+        roofline=str((read_json(folder.roofline) or {}).get("short") or "") or None,
     )
 
 
@@ -52,6 +56,8 @@ def describe(summary: Summary, total_steps: int) -> str:
         parts.append(f"validation loss {summary.validation_loss:.4f}")
     if summary.tokens_per_second is not None:
         parts.append(f"{summary.tokens_per_second:,.0f} tokens/s")
+    if summary.roofline is not None and summary.state == "done":
+        parts.append(summary.roofline)
     return ", ".join(parts)
 
 

@@ -1,5 +1,7 @@
 """What a device can do and how much memory it used: dense bf16 peaks by the name torch gives, and peak memory."""
 
+import os
+import platform
 import re
 import resource
 import sys
@@ -61,6 +63,18 @@ def peak_tflops(device: "torch.device", configured: float | None = None) -> floa
     if peak is None:
         _warn_unknown(name)
     return peak
+
+
+def device_name(device: "torch.device") -> str:
+    """What a GPU is called by torch, a CPU by the system, with the number of cores of the machine."""
+    if device.type == "cuda":
+        import torch
+
+        return torch.cuda.get_device_name(device)
+    with suppress(OSError):
+        if found := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return f"{found[1]}, {os.cpu_count()} cores"
+    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
 def peak_by_name(name: str) -> float | None:

@@ -47,6 +47,8 @@ class RunFolder:
         """One row per logged step."""
         self.logs = self.path / "logs"
         """What processes printed, one folder per attempt."""
+        self.roofline = self.path / "roofline.json"
+        """What the newest attempt achieved of what its devices can do."""
         self.traces = self.path / "traces"
         """Profiler traces."""
         self.checkpoints = self.path / "checkpoints"

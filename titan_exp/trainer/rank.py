@@ -13,6 +13,7 @@ from titan_exp.tracking.run_folder import RunFolder, RunState
 from titan_exp.tracking.run_state import STOPPED
 from titan_exp.trainer.compile_cache import keep_compiled_code
 from titan_exp.trainer.distributed import joined
+from titan_exp.trainer.out_of_memory import memory_explained
 from titan_exp.trainer.train import Trainer
 
 
@@ -27,18 +28,20 @@ def main(run_folder: str) -> None:
     configure(int(os.environ.get("RANK", "0")), folder.logs)
     keep_compiled_code(folder, experiment)
     with joined(experiment.cluster) as device:
-        trainer = Trainer(experiment, folder, device)
-        if dist.get_rank() == 0:
+        trainer: Trainer | None = None
+        with memory_explained(experiment, folder.traces, device, lambda: trainer):
+            trainer = Trainer(experiment, folder, device)
+            if dist.get_rank() == 0:
+                try:
+                    folder.write_state(RunState("running", trainer.step, time.time(), trainer.report.attempt, None))
+                except OSError as error:
+                    get_logger().error("%s cannot be written (%s)", folder.state, error.strerror or error)
+            state = "failed"
             try:
-                folder.write_state(RunState("running", trainer.step, time.time(), trainer.report.attempt, None))
-            except OSError as error:
-                get_logger().error("%s cannot be written (%s)", folder.state, error.strerror or error)
-        state = "failed"
-        try:
-            state = "done" if trainer.run() else "preempted"
-        finally:
-            with PROGRESS.phase("the end"):
-                trainer.report.close(state)
+                state = "done" if trainer.run() else "preempted"
+            finally:
+                with PROGRESS.phase("the end"):
+                    trainer.report.close(state)
     if state == "preempted":
         get_logger().info("stopped after step %d, saved", trainer.step)
         sys.exit(STOPPED)

@@ -1,6 +1,8 @@
 """What a run says of itself while it trains: rows of metrics, heartbeat, speed and memory."""
 
-from collections.abc import Mapping
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -9,12 +11,16 @@ from titan_exp.config.errors import UserError
 from titan_exp.config.experiment import Experiment
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.build import build_sinks
-from titan_exp.tracking.device import PeakMemory, peak_tflops
+from titan_exp.tracking.device import PeakMemory
 from titan_exp.tracking.log import get_logger
+from titan_exp.tracking.measured import mfu_peak
 from titan_exp.tracking.run_folder import RunFolder
 from titan_exp.tracking.throughput import Throughput
+from titan_exp.trainer.compile_cache import cache_of
 from titan_exp.trainer.compile_report import CompileReport
 from titan_exp.trainer.step import StepResult
+from titan_exp.trainer.step_times import OwnTimes, StepTimes
+from titan_exp.trainer.stragglers import ROWS, Stragglers
 
 
 class Report:
@@ -38,14 +44,18 @@ class Report:
         self._silent = False
         attempts = folder.read_attempts()
         self.attempt = attempts[-1].attempt if attempts else 1
+        cache = cache_of(folder, experiment)
+        self.peak = mfu_peak(mesh.device, experiment.cluster.peak_tflops, cache) if self.leader else None
         self.throughput = Throughput(
             devices=dist.get_world_size(),
             flops_per_token=flops_per_token,
-            peak_tflops=peak_tflops(mesh.device, experiment.cluster.peak_tflops) if self.leader else None,
+            peak_tflops=None if self.peak is None else self.peak.tflops,
             synchronize=torch.cuda.synchronize if mesh.device.type == "cuda" else _nothing,
         )
         self.memory = PeakMemory(mesh.device)
         self.compilation = CompileReport()
+        self.times = StepTimes(mesh.device)
+        self._stragglers = Stragglers(dist.get_world_size() // mesh.world["pp"].size())
         self.sinks = build_sinks(experiment, folder.path, folder.path.name, self.attempt) if self.leader else []
 
     def step(self, step: int, tokens: int) -> None:
@@ -69,9 +79,7 @@ class Report:
         if "validation_loss" in also:
             self.compilation.after("evaluation", step)
         # Over the CPU, in fp64: the order of ranks does not show in the last digits that are logged.
-        loss = result.loss.double().cpu()
-        if dist.get_world_size() > 1:
-            dist.all_reduce(loss, group=self.mesh.control)
+        loss, times = self._gather(result.loss.double().cpu())
         loss /= self.mesh.copies_of_tokens
         if self.leader:
             row = {
@@ -82,6 +90,7 @@ class Report:
                 "lr": lr,
                 **self.throughput.read(),
                 **self.memory.read(),
+                **self._step_times(step, times),
                 **also,
                 "attempt": self.attempt,
             }
@@ -89,6 +98,28 @@ class Report:
                 sink.log(row)
             self.memory.reset()
         return float(loss)
+
+    def _gather(self, loss: torch.Tensor) -> tuple[torch.Tensor, list[OwnTimes]]:
+        """The sum of the ranks' losses, and the times of each of them, in one message: every rank fills in its own
+        place, and adds zeros to the others'."""
+        rank, size, fields = dist.get_rank(), dist.get_world_size(), len(dataclasses.fields(OwnTimes))
+        message = torch.zeros(1 + size * fields, dtype=torch.float64)
+        message[0] = loss
+        message[1 + rank * fields :][:fields] = torch.tensor(dataclasses.astuple(self.times.take()))
+        if size > 1:
+            dist.all_reduce(message, group=self.mesh.control)
+        return message[0], [OwnTimes(*times) for times in message[1:].view(size, fields).tolist()]
+
+    def _step_times(self, step: int, times: Sequence[OwnTimes]) -> dict[str, float]:
+        """Keys of a row: seconds of a step over the ranks, waiting included, and of what a rank does by itself."""
+        for straggler in self._stragglers.judge(times):
+            get_logger().warning(
+                "rank %d is slow, for %d rows up to step %d: %s", straggler.rank, ROWS, step, straggler.reason
+            )
+        row = {}
+        for name, values in (("step_time", [each.step for each in times]), ("own_time", [each.own for each in times])):
+            row |= {f"{name}_max": max(values), f"{name}_median": statistics.median(values)}
+        return row
 
     def close(self, state: str) -> None:
         """Finish all sinks, saying how the run ended.

@@ -35,10 +35,12 @@ from titan_exp.trainer.determinism import seed_step, set_deterministic
 from titan_exp.trainer.evaluate import evaluate_sources
 from titan_exp.trainer.garbage import GarbageCollection
 from titan_exp.trainer.loss import TokenLoss
+from titan_exp.trainer.memory_snapshot import MemorySnapshot
 from titan_exp.trainer.model import Model, WholeModel
 from titan_exp.trainer.pipelined import PipelinedModel
 from titan_exp.trainer.profile import ProfileWindow
 from titan_exp.trainer.report import Report
+from titan_exp.trainer.roofline import note_roofline
 from titan_exp.trainer.step import StepResult, agree, train_step
 
 
@@ -62,6 +64,8 @@ class Trainer:
         training = experiment.training
         self.experiment, self.folder = experiment, folder
         set_deterministic(training.deterministic)
+        watched: dict[str, Any] = {"rank": dist.get_rank(), "device": device}
+        self.memory = MemorySnapshot(experiment.profiling.memory_step, folder.traces, **watched)
         self.mesh = build_mesh(experiment.parallelism, device)
         built = BuiltModel(experiment, self.mesh)
         divided = experiment.parallelism.loss_parallel
@@ -93,8 +97,9 @@ class Trainer:
         self._restore()
         self.refresh_scales = self._weight_scales()
         self.refresh_scales()
-        self.report = Report(experiment, folder, self.mesh, flops_per_token=built.flops_per_token, first_step=self.step)
-        self.profile = ProfileWindow(experiment.profiling, folder.traces, rank=dist.get_rank(), first_step=self.step)
+        self.flops_per_token = built.flops_per_token
+        self.report = Report(experiment, folder, self.mesh, flops_per_token=self.flops_per_token, first_step=self.step)
+        self.profile = ProfileWindow(experiment.profiling, folder.traces, first_step=self.step, **watched)
 
     def run(self) -> bool:
         """Train to the last step. Returns False where a stop was asked for; the state is saved either way.
@@ -115,6 +120,7 @@ class Trainer:
                 self.checkpointer.wait()
                 exported = not self._is_over or self._export()
                 self.checkpointer.finish_uploads(stopped=not self._is_over)
+        note_roofline(self.experiment, self.folder, self.report, self.flops_per_token, self.optimizer)
         if self.experiment.checkpoint.mode != "off" and self.checkpointer.durable != self.step:
             raise UserError(
                 f"The state after step {self.step} could not be saved; the log says why. Make room and start the run "
@@ -130,24 +136,31 @@ class Trainer:
     def _one_step(self) -> bool:
         """Train, and do what is due after the step; returns whether to stop."""
         experiment, step = self.experiment, self.step + 1
+        times = self.report.times
+        times.begin()
         self.profile.before(step)
+        self.memory.before(step)
         seed_step(experiment.experiment.seed, step, self.mesh.data_rank, self.mesh.device)
-        batches = [next(self.loader) for _ in range(self.accumulation)]
+        with times.loading():
+            batches = [next(self.loader) for _ in range(self.accumulation)]
         tokens, stop, save = agree(
             batches, self.mesh, stop=self.folder.stop_requested(), save=self.checkpointer.time_is_up()
         )
-        result = train_step(
-            self.model,
-            self.optimizer,
-            batches,
-            tokens=tokens,
-            lr=self.schedule(step),
-            max_grad_norm=experiment.training.max_grad_norm,
-            mesh=self.mesh,
-        )
+        with times.computing():
+            result = train_step(
+                self.model,
+                self.optimizer,
+                batches,
+                tokens=tokens,
+                lr=self.schedule(step),
+                max_grad_norm=experiment.training.max_grad_norm,
+                mesh=self.mesh,
+            )
         self.refresh_scales()
         self.step, self.tokens = step, self.tokens + tokens
+        times.end()
         self.profile.after(step)
+        self.memory.after(step, self.model.parts, self.optimizer, self.report.memory.read)
         self.report.step(step, tokens)
         PROGRESS.step(step)
         self._after_step(result, stop=stop, save=save or self.checkpointer.due(step))

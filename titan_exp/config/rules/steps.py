@@ -39,6 +39,13 @@ def trace_fits(experiment: Experiment) -> Iterator[Violation]:
             f"a window of {profiling.steps} steps after it does not end within the run of {steps}",
             f"at most profiling.start={max(0, steps - profiling.steps)}, with profiling.steps at most {steps}",
         )
+    if profiling.memory_step is not None and profiling.memory_step > steps:
+        yield Violation(
+            "profiling.memory_step",
+            profiling.memory_step,
+            f"the run has {steps} steps",
+            f"at most profiling.memory_step={steps}",
+        )
 
 
 def something_to_evaluate(experiment: Experiment) -> Iterator[Violation]:

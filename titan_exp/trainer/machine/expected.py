@@ -1,0 +1,47 @@
+"""What data sheets say of devices beside their bf16 peak: memory bandwidth, and how other types relate to bf16."""
+
+import re
+
+# Memory bandwidth in GB/s, 10⁹ bytes, by the name torch gives one device; from the data sheets named in
+# `tracking.device.PEAKS`, where a name must match as a whole as well.
+BANDWIDTHS: tuple[tuple[str, float], ...] = (
+    (r"(NVIDIA )?A100-SXM4-40GB", 1555.0),
+    (r"(NVIDIA )?A100-SXM4-80GB", 2039.0),
+    (r"(NVIDIA )?A100(-PCIE-40GB| 40GB PCIe)", 1555.0),
+    (r"(NVIDIA )?A100 80GB PCIe", 1935.0),
+    (r"NVIDIA H100 80GB HBM3", 3350.0),
+    (r"NVIDIA H100 PCIe", 2000.0),
+    (r"NVIDIA H100 NVL", 3900.0),
+    (r"NVIDIA H800", 3350.0),
+    (r"NVIDIA H200( NVL)?", 4800.0),
+    (r"NVIDIA H20", 4000.0),
+    (r"NVIDIA (B200|GB200)", 8000.0),
+    (r"NVIDIA L40S?", 864.0),
+    (r"NVIDIA L4", 300.0),
+    (r"NVIDIA A10", 600.0),
+    (r"NVIDIA A40", 696.0),
+    (r"NVIDIA RTX A6000", 768.0),
+    (r"NVIDIA RTX 6000 Ada Generation", 960.0),
+    (r"NVIDIA GeForce RTX 3090", 936.0),
+    (r"NVIDIA GeForce RTX 4090", 1008.0),
+    (r"NVIDIA GeForce RTX 5090", 1792.0),
+    (r"AMD Instinct MI300[AX]", 5300.0),
+    (r"AMD Instinct MI325X", 6000.0),
+)
+
+
+def bandwidth(name: str) -> float | None:
+    """Memory bandwidth in GB/s of the device that torch calls `name`; None where unknown."""
+    return next((rate for pattern, rate in BANDWIDTHS if re.fullmatch(pattern, name)), None)
+
+
+def peak_of_type(bf16: float | None, dtype: str, capability: tuple[int, int]) -> float | None:
+    """Dense peak in TFLOP/s of `bf16` or `fp8` matmuls, from the bf16 peak; None for fp32, which no table here has.
+
+    Tensor cores that have fp8 (compute capability 8.9 and later) do it at twice their bf16 rate.
+    """
+    if bf16 is None or dtype == "fp32":
+        return None
+    if dtype == "fp8":
+        return 2 * bf16 if capability >= (8, 9) else None
+    return bf16

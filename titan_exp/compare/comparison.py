@@ -201,8 +201,9 @@ def _row(
     label = " ".join(f"{columns.short[key]}={value_text(values[key])}" for key in said)
     # A name that the study's author gave says more than the values behind it; the overrides themselves do not.
     given = {names.get(run.run_id, "") for run in runs}
-    if len(given) == 1 and (name := given.pop()) and "=" not in name:
-        label = name
+    if len(given) == 1 and (name := given.pop()):
+        axes = {word.partition("=")[0] for word in name.split()}
+        label = label if "=" in name and axes <= set(columns.short.values()) else name
     return Row(label or "(nothing differs)", values, tuple(runs), numbers, estimates, {})
 
 

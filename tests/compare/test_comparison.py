@@ -161,6 +161,25 @@ def test_a_study_brings_question_baseline_and_metrics(tmp_path: Path):
     assert len(compared(tmp_path, "made", extra.name).runs) == 5
 
 
+def test_labels_say_what_the_study_varies_and_columns_what_differs(tmp_path: Path):
+    paths = [
+        make_run(tmp_path, {"training.steps": steps, "lr_schedule.decay_steps": steps - 10}, metrics=rows(3.0))
+        for steps in (50, 60)
+    ]
+    points = [
+        {"run_id": path.name, "label": f"steps={steps}", "variant": f"steps={steps}"}
+        for path, steps in zip(paths, (50, 60), strict=True)
+    ]
+    (tmp_path / "made" / "study.json").write_text(json.dumps({"name": "made", "points": points}))
+    found = compared(tmp_path, baseline="decay_steps=50")
+    assert [row.label for row in found.rows] == ["steps=50", "steps=60"]
+    assert found.differences.keys == ("training.steps", "lr_schedule.decay_steps")
+    assert found.baseline == 1
+    # Without a study nothing says which key matters.
+    (tmp_path / "made" / "study.json").unlink()
+    assert compared(tmp_path).rows[0].label == "steps=50 decay_steps=40"
+
+
 @pytest.mark.parametrize("metrics", [["loss"], [{"name": "loss", "direction": "min"}], {"loss": "min"}, None])
 def test_a_study_s_metrics_in_any_form(tmp_path: Path, metrics: Any):
     folder = make_study(tmp_path, {0.001: [3.0]})

@@ -114,7 +114,8 @@ def compare(
     wanted = [(name, None) for name in metrics] or (selection.study.metrics if selection.study else ())
     chosen = choose(wanted, runs, target)
     names = selection.study.points if selection.study else {}
-    rows = [_row(values, members, columns, chosen, point=point, names=names) for values, members in groups]
+    said = _said(columns, [values for values, _ in groups], names)
+    rows = [_row(values, members, columns, chosen, point=point, names=names, said=said) for values, members in groups]
     asked = metrics or (selection.study is not None and selection.study.metrics)
     if not asked:
         chosen = [metric for metric in chosen if any(row.numbers[metric.name] for row in rows)] or chosen[:1]
@@ -170,6 +171,16 @@ def _order(value: Any) -> tuple[int, float, str]:
     return (0, float(value), "") if is_number else (1, 0.0, str(value))
 
 
+def _said(columns: Differences, rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> Sequence[str]:
+    """Columns that a row's label says: those that the study names, where they tell all rows apart, and else all.
+
+    Others follow from these: steps of the decay from those of the run, a group's further keys from its option.
+    """
+    words = {word.partition("=")[0] for name in names.values() for word in name.split()}
+    said = [key for key in columns.keys if columns.short[key] in words]
+    return said if len({repr([row[key] for key in said]) for row in rows}) == len(rows) else columns.keys
+
+
 def _row(
     values: dict[str, Any],
     runs: list[Run],
@@ -178,6 +189,7 @@ def _row(
     *,
     point: Point,
     names: Mapping[str, str],
+    said: Sequence[str],
 ) -> Row:
     numbers: dict[str, dict[object, float]] = {}
     for metric in metrics:
@@ -186,11 +198,12 @@ def _row(
         }
         numbers[metric.name] = {seed: number for seed, number in read.items() if number is not None}
     estimates = {name: estimate(list(_finite(found).values())) for name, found in numbers.items()}
-    label = " ".join(f"{columns.short[key]}={value_text(values[key])}" for key in columns.keys)
+    label = " ".join(f"{columns.short[key]}={value_text(values[key])}" for key in said)
     # A name that the study's author gave says more than the values behind it; the overrides themselves do not.
     given = {names.get(run.run_id, "") for run in runs}
-    if len(given) == 1 and (name := given.pop()) and "=" not in name:
-        label = name
+    if len(given) == 1 and (name := given.pop()):
+        axes = {word.partition("=")[0] for word in name.split()}
+        label = label if "=" in name and axes <= set(columns.short.values()) else name
     return Row(label or "(nothing differs)", values, tuple(runs), numbers, estimates, {})
 
 

@@ -113,6 +113,14 @@ def test_the_scheduler_is_what_sinfo_says(tmp_path: Path, monkeypatch: pytest.Mo
     assert scheduler() == []
 
 
+def test_links_that_fail_do_not_end_the_rest():
+    def broken(*_: object) -> None:
+        raise RuntimeError("a traceback\nrank 1: it died")
+
+    (rate,) = links.link_rates(broken, ranks=2, device="cpu", limit=1.0)
+    assert (rate.value, rate.note) == (None, "failed: rank 1: it died")
+
+
 def test_data_sheets():
     assert bandwidth("NVIDIA H200") == 4800
     assert bandwidth("NVIDIA A100-SXM4-80GB") == 2039

@@ -18,7 +18,7 @@ def times(*own: float, probe: tuple[float, ...] | None = None) -> list[OwnTimes]
 
 
 def test_a_rank_is_named_once_when_it_has_been_slow_for_some_rows():
-    judge = Stragglers(4)
+    judge = Stragglers(4, "cpu")
     slow = times(1.0, 1.0, 1.5, 1.1)
     named = [[found.rank for found in judge.judge(slow)] for _ in range(ROWS + 2)]
     assert named == [[], [], [2], [], []]
@@ -27,31 +27,31 @@ def test_a_rank_is_named_once_when_it_has_been_slow_for_some_rows():
 
 
 def test_a_row_in_which_it_was_as_quick_as_the_others_begins_anew():
-    judge = Stragglers(2)
+    judge = Stragglers(2, "cpu")
     rows = [times(1.0, 2.0), times(1.0, 2.0), times(1.0, 1.1), times(1.0, 2.0), times(1.0, 2.0)]
     assert [judge.judge(row) for row in rows] == [[]] * 5
 
 
 def test_a_little_slower_and_microseconds_are_nothing():
-    judge = Stragglers(4)
+    judge = Stragglers(4, "cpu")
     for _ in range(5):
         assert judge.judge(times(1.0, 1.0, 1.25, 1.0)) == []
         assert judge.judge(times(1e-4, 1e-4, 1e-3, 1e-4)) == []
 
 
 def test_stages_of_a_pipeline_are_not_compared_with_each_other():
-    judge = Stragglers(2)
+    judge = Stragglers(2, "cpu")
     for _ in range(ROWS + 1):
         assert judge.judge(times(1.0, 1.0, 3.0, 3.0)) == []
     found = [judge.judge(times(1.0, 1.0, 3.0, 6.0)) for _ in range(ROWS)][-1]
     assert [each.rank for each in found] == [3]
-    alone = Stragglers(1)
+    alone = Stragglers(1, "cpu")
     for _ in range(ROWS + 1):
         assert alone.judge(times(1.0, 5.0)) == []
 
 
 def test_a_slow_device_is_named_in_every_layout():
-    judge = Stragglers(1)
+    judge = Stragglers(1, "cpu")
     row = times(1.0, 5.0, 1.0, probe=(1e-4, 1e-4, 2e-4))
     found = [judge.judge(row) for _ in range(ROWS)][-1]
     assert [each.rank for each in found] == [2]

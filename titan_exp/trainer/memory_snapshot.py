@@ -10,6 +10,9 @@ from titan_exp.tracking.atomic import write_atomically
 from titan_exp.tracking.log import get_logger
 from titan_exp.trainer.memory_account import MemoryAccount, memory_account
 
+MOST = 500_000
+"""Allocations of the step that a snapshot remembers; torch's viewer is slow with more."""
+
 
 class MemorySnapshot:
     """Writes down what this rank's memory holds after one step; costs nothing where none is asked for.
@@ -30,7 +33,7 @@ class MemorySnapshot:
     def before(self, step: int) -> None:
         """Called before each step."""
         if step == self._step and self._device.type == "cuda":
-            torch.cuda.memory._record_memory_history("all", stacks="python")
+            torch.cuda.memory._record_memory_history("all", stacks="python", max_entries=MOST)
 
     def after(
         self,

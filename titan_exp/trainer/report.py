@@ -55,7 +55,7 @@ class Report:
         self.memory = PeakMemory(mesh.device)
         self.compilation = CompileReport()
         self.times = StepTimes(mesh.device)
-        self._stragglers = Stragglers(dist.get_world_size() // mesh.world["pp"].size())
+        self._stragglers = Stragglers(dist.get_world_size() // mesh.world["pp"].size(), mesh.device.type)
         self.sinks = build_sinks(experiment, folder.path, folder.path.name, self.attempt) if self.leader else []
 
     def step(self, step: int, tokens: int) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-PROBE_SIZE = {"cpu": 256, "cuda": 2048}
+PROBE_SIZE = {"cpu": 128, "cuda": 2048}
 """Rows and columns of the matrices that the probe multiplies: well under a millisecond."""
 PROBES = 4
 """How often the probe multiplies; the quickest counts on a CPU, all but the first on a GPU."""

@@ -8,8 +8,8 @@ from titan_exp.trainer.step_times import OwnTimes
 
 SLOWER = 1.3
 """A rank that takes so many times as long by itself as the median of its peers is slow."""
-SLOWER_PROBE = 1.5
-"""Of the small matmul, which is so short that other processes show in it."""
+SLOWER_PROBE = {"cpu": 1.5, "cuda": 1.2}
+"""Of the small matmul, by device; on a CPU it is so short that other processes show in it."""
 LEAST = 2e-3
 """Seconds per step that a rank's own part must be longer, too: less holds up nobody."""
 ROWS = 3
@@ -33,10 +33,11 @@ class Stragglers:
         stage_size: ranks of a pipeline stage, which do the same work and have consecutive numbers; all of them where
             there is no pipeline. Stages differ by nature and are never compared, but by the small matmul, which is
             the same everywhere.
+        device: `cpu` or `cuda`.
     """
 
-    def __init__(self, stage_size: int) -> None:
-        self._stage_size = stage_size
+    def __init__(self, stage_size: int, device: str) -> None:
+        self._stage_size, self._margin = stage_size, SLOWER_PROBE[device]
         self._rows: dict[tuple[int, str], int] = {}
 
     def judge(self, times: Sequence[OwnTimes]) -> list[Straggler]:
@@ -50,7 +51,7 @@ class Stragglers:
             if self._lasts(rank, "own", _slow_by_itself(mine, peers)):
                 usual = statistics.median(each.own for each in peers)
                 found.append(Straggler(rank, _by_itself(mine, usual)))
-            if self._lasts(rank, "probe", _slow_device(mine, others)):
+            if self._lasts(rank, "probe", _slow_device(mine, others, self._margin)):
                 usual = statistics.median(each.probe for each in others)
                 found.append(
                     Straggler(
@@ -74,9 +75,9 @@ def _slow_by_itself(mine: OwnTimes, peers: Sequence[OwnTimes]) -> bool:
     return mine.own > max(SLOWER * usual, usual + LEAST)
 
 
-def _slow_device(mine: OwnTimes, others: Sequence[OwnTimes]) -> bool:
+def _slow_device(mine: OwnTimes, others: Sequence[OwnTimes], margin: float) -> bool:
     known = [each.probe for each in others if each.probe > 0]
-    return bool(known) and mine.probe > SLOWER_PROBE * statistics.median(known)
+    return bool(known) and mine.probe > margin * statistics.median(known)
 
 
 def _by_itself(mine: OwnTimes, usual: float) -> str:

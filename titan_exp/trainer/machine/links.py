@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from titan_exp.config.compose import compose
 from titan_exp.config.convert import to_experiment
+from titan_exp.config.errors import UserError
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import resolve_layout
 from titan_exp.trainer.asked import Spread, answer
@@ -30,8 +31,14 @@ def link_rates(spread: Spread, *, ranks: int, device: str, limit: float) -> list
         limit: seconds that measuring may take; starting the ranks takes some more.
     """
     layout = [f"parallelism.dp_shard={ranks}", f"training.global_batch_size={ranks}", f"cluster.device={device}"]
+    # Nothing here takes a step: what hangs is ended after three times as long.
+    layout += ["cluster.hang_warn_minutes=null", "cluster.hang_kill_minutes=1"]
     experiment = resolve_layout(to_experiment(compose([*layout, "model=llama_debug"])), ranks)
-    return [Rate(**each) for each in spread(f"{__name__}.on_rank", experiment, {"limit": limit})]
+    try:
+        return [Rate(**each) for each in spread(f"{__name__}.on_rank", experiment, {"limit": limit})]
+    except (RuntimeError, UserError) as error:
+        last = (str(error).strip() or type(error).__name__).splitlines()[-1]
+        return [Rate("link", f"between {ranks} {device} devices", None, "GB/s", note=f"failed: {last[:200]}")]
 
 
 def on_rank(run_folder: str) -> None:

@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TESTS := $(VENV)/.installed-for-tests
 
 .PHONY: train test quick night tools check slurm golden clean
 
@@ -17,15 +18,15 @@ WORKERS := $(shell cores=$$(nproc); echo $$((cores > 4 ? 5 : cores + 1)))
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --durations 15
 
 ## Format, lint, types and every test.
-test: $(STAMP) check slurm
+test: $(TESTS) check slurm
 	$(PYTEST) -m "slow or not slow"
 
 ## The tests without the minutes-long ones.
-quick: $(STAMP)
+quick: $(TESTS)
 	$(PYTEST) -m "not slow"
 
 ## Hundreds of layouts drawn at random against one device, and things broken on purpose that must be noticed.
-night: $(STAMP)
+night: $(TESTS)
 	$(PYTEST) tests/parity/mutations.py tests/parity/test_drawn.py --layouts 300
 	$(MAKE) tools
 
@@ -37,7 +38,7 @@ tools:
 	.venv-tools/bin/python -m pip install --quiet torchtune==0.6.1 'torchao==0.15.*' 'lm-eval[hf]'
 	OMP_NUM_THREADS=1 .venv-tools/bin/python -m pytest -m slow tests/checkpoint/test_other_tools.py
 
-check: $(STAMP)
+check: $(TESTS)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
@@ -47,15 +48,19 @@ slurm:
 	.ci/slurm
 
 ## Rewrite the golden texts of the shipped configurations.
-golden: $(STAMP)
+golden: $(TESTS)
 	$(BIN)/python -m pytest tests/config tests/test_readme.py --update-golden
 
 $(STAMP): pyproject.toml .ci/constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "titan_exp needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable '.[test]'
+	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable .
 	touch $(STAMP)
+
+$(TESTS): $(STAMP)
+	$(BIN)/python -m pip install --quiet --constraint .ci/constraints.txt --editable '.[test]'
+	touch $(TESTS)
 
 clean:
 	rm -rf $(VENV) .venv-tools

@@ -66,5 +66,5 @@ def test_a_wheel_brings_configurations_and_the_plugin(tmp_path):
     assert swept.returncode == 0, swept.stdout + swept.stderr
     assert len(list(Path(away, "runs", "first").iterdir())) == 3
     plan = run([command, "sweep", "optimizers", "--dry-run"], away, environment=needs)
-    assert "21 to start." in plan.stdout, plan.stderr
+    assert "24 to start." in plan.stdout, plan.stderr
     assert os.listdir(away) == ["runs"]

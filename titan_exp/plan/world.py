@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed._tools.fake_collectives  # noqa: F401  # gives collectives on shapes alone
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -37,13 +38,15 @@ class PretendedRank:
     """The run, its layout resolved."""
     parts: Assembly
     """What the trainer has put together for this rank."""
+    batches: list[Batch]
+    """Micro-batches as the loader would hand them over."""
 
     def step(self) -> None:
         """One optimizer step of the trainer."""
         train_step(
             self.parts.model,
             self.parts.optimizer,
-            _batches(self.experiment),
+            self.batches,
             tokens=self.experiment.training.global_batch_size * self.experiment.training.seq_len,
             lr=self.experiment.optimizer.lr,
             max_grad_norm=self.experiment.training.max_grad_norm,
@@ -65,20 +68,28 @@ def pretended_rank(experiment: Experiment, rank: int) -> Iterator[PretendedRank]
     assert not dist.is_initialized(), "a rank of a real job cannot pretend to be another"
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size(experiment))
     try:
-        # Buffers and rank tables are real; what they are mixed with need not be.
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        mode = _mode()
         with _meshes_answer():
             parts = assemble(experiment, DEVICE, pretending=mode)
             with mode:
-                yield PretendedRank(experiment, parts)
+                yield PretendedRank(experiment, parts, _batches(experiment))
     finally:
         dist.destroy_process_group()
+        # Remembered layouts name process groups of this world; the next one has others.
+        _clear_sharding_prop_cache()
 
 
 def ranks_of_pipeline(experiment: Experiment) -> list[int]:
     """The first rank of each pipeline rank's group: ranks that differ in pp alone."""
     degree = experiment.parallelism.pp
     return [rank * world_size(experiment) // degree for rank in range(degree)]
+
+
+@functools.cache
+def _mode() -> FakeTensorMode:
+    """One for all worlds of this process: a constant that code keeps from one of them serves the next."""
+    # Buffers and rank tables are real; what they are mixed with need not be.
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def _batches(experiment: Experiment) -> list[Batch]:

@@ -1,5 +1,6 @@
 """Small layouts whose prediction is compared with what real ranks do, and the comparison itself."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -68,21 +69,34 @@ def experiment_of(overrides: str) -> Experiment:
     return check(resolve_layout(to_experiment(compose([*SMALL, *overrides.split()])), 1))
 
 
-def predicted(experiment: Experiment) -> list[Numbers]:
-    """Of each pipeline rank, without any rank."""
+def predicted(experiment: Experiment, path: Path, mutate: Callable[[], None] | None = None) -> list[Numbers]:
+    """Of each pipeline rank, by one process, whose annotations of shapes are not checked: they know no sharding."""
+    _write(experiment, path)
+    (found,) = run_ranks(1, _foretell, str(path), mutate)
+    return [Numbers(**numbers) for numbers in found]
+
+
+def measured(experiment: Experiment, path: Path, mutate: Callable[[], None] | None = None) -> list[Numbers]:
+    """Of each pipeline rank, on as many processes as the layout has. `mutate` is called first in each of them."""
+    _write(experiment, path)
+    results = run_ranks(world_size(experiment), _on_rank, str(path), mutate)
+    return [Numbers(**results[rank]) for rank in ranks_of_pipeline(experiment)]
+
+
+def _write(experiment: Experiment, path: Path) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    RunFolder(path).config.write_text(to_yaml(experiment))
+
+
+def _foretell(path: str, mutate: Callable[[], None] | None) -> list[dict[str, Any]]:
+    if mutate is not None:
+        mutate()
+    experiment = load_experiment(RunFolder(path).config)
     found = []
     for rank in ranks_of_pipeline(experiment):
         with pretended_rank(experiment, rank) as it:
-            found.append(_numbers(trace_step(it.parts, it.step)))
+            found.append(asdict(_numbers(trace_step(it.parts, it.step))))
     return found
-
-
-def measured(experiment: Experiment, path: Path) -> list[Numbers]:
-    """Of each pipeline rank, on as many processes as the layout has."""
-    path.mkdir(parents=True, exist_ok=True)
-    RunFolder(path).config.write_text(to_yaml(experiment))
-    results = run_ranks(world_size(experiment), _on_rank, str(path))
-    return [Numbers(**results[rank]) for rank in ranks_of_pipeline(experiment)]
 
 
 def _numbers(trace: Trace) -> Numbers:
@@ -98,8 +112,10 @@ def _numbers(trace: Trace) -> Numbers:
     )
 
 
-def _on_rank(path: str) -> dict[str, Any]:
+def _on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, Any]:
     """The trainer itself, its steps watched."""
+    if mutate is not None:
+        mutate()
     from titan_exp.trainer.assemble import Assembly
     from titan_exp.trainer.distributed import joined
     from titan_exp.trainer.step import agree, train_step

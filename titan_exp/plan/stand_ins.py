@@ -4,28 +4,29 @@ Each takes the place of a call of torch's while a step is traced for CUDA, and m
 kernel makes; values are never computed. Compared with real GPUs elsewhere, one kernel at a time.
 """
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch._subclasses.fake_tensor import FakeTensor
 
 FLASH_ROWS, FLASH_WIDTH = 128, 32
 """What flash attention's backward pass rounds rows and head_dim up to."""
 
 
-class CudaCalls(TorchFunctionMode):
-    """While it is entered, calls that CUDA answers by a kernel of its own are answered by its sizes."""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Make the call, or what stands in for it."""
-        if func is F.rms_norm:
-            return _rms_norm(*args, **(kwargs or {}))
-        if func is torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
-            return True
-        return func(*args, **(kwargs or {}))
+@contextmanager
+def cuda_calls() -> Iterator[None]:
+    """For the time of the block, let calls that CUDA answers by a kernel of its own be answered by its sizes."""
+    with (
+        patch.object(F, "rms_norm", _rms_norm),
+        # Code that asks has a kernel in mind that only CUDA has.
+        patch.object(FakeTensor, "is_cuda", property(lambda _: True), create=True),
+    ):
+        yield
 
 
 def workspace(operator: Any, args: tuple[Any, ...]) -> int:
@@ -59,6 +60,3 @@ class _Norm(torch.autograd.Function):
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), torch.empty_like(weight)
 
-
-Workspace = Callable[[Any, tuple[Any, ...]], int]
-"""Bytes that a call takes for a moment beyond what its tensors hold."""

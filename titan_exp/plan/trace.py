@@ -1,12 +1,17 @@
 """One rank's step, traced: memory over time, operations, messages. On a pretended rank or a real one alike."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from titan_exp.plan.memory import Ledger, Moment
 from titan_exp.plan.phases import phases_told
-from titan_exp.plan.watch import Watch, Work
+from titan_exp.plan.stand_ins import cuda_calls, workspace
+from titan_exp.plan.watch import Watch, Work, ranks_by_axis
 from titan_exp.trainer.assemble import Assembly
+
+ALLOCATION = 512
+"""Bytes to which torch's allocator on CUDA rounds up."""
 
 
 @dataclass(frozen=True)
@@ -21,25 +26,31 @@ class Trace:
     """Bytes of this rank's reduced gradients, as the optimizer takes them."""
     work: Work
     """Operations, bytes and messages of the step."""
+    axes: dict[str, list[int]]
+    """Ranks of this rank's group along every axis that it sends messages on."""
     timeline: list[tuple[int, str]]
     """Bytes alive after each change of them, and what was being computed."""
 
 
-def trace_step(parts: Assembly, step: Callable[[], object], *, granularity: int = 1) -> Trace:
+def trace_step(parts: Assembly, step: Callable[[], object], *, cuda: bool = False) -> Trace:
     """Run two steps and watch the second.
 
     Args:
         parts: this rank's part of the run.
         step: runs one optimizer step.
-        granularity: bytes to which the device's allocator rounds up.
+        cuda: whether a step on CUDA is pretended, with the sizes that its kernels and its allocator have.
 
     Raises:
         UserError: the step calls an operator that the planner does not know.
     """
-    ledger = Ledger(granularity)
-    with phases_told(ledger, parts.model.parts, parts.optimizer) as phases, Watch(ledger, parts.mesh) as watch:
+    ledger = Ledger(ALLOCATION if cuda else 1)
+    with (
+        phases_told(ledger, parts.model.parts, parts.optimizer) as phases,
+        Watch(ledger, parts.mesh, workspace if cuda else None) as watch,
+        cuda_calls() if cuda else nullcontext(),
+    ):
         step()
         ledger.begin()
         watch.work = Work()
         step()
-        return Trace(ledger.peak(), ledger.held(), phases.gradients, watch.work, ledger.timeline())
+        return Trace(ledger.peak(), ledger.held(), phases.gradients, watch.work, ranks_by_axis(parts.mesh), ledger.timeline())

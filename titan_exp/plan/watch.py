@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, UnsupportedOperatorException
@@ -16,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from titan_exp.parallel.mesh import Mesh
+from titan_exp.parallel.process_group import group_named
 from titan_exp.plan.memory import Ledger
 from titan_exp.plan.operators import message, operations, refusal
 
@@ -40,11 +42,14 @@ class Watch(TorchDispatchMode):
     Args:
         ledger: where memory is entered.
         mesh: whose groups have the axes' names.
+        workspace: bytes that a call takes for a moment beyond what its tensors hold.
     """
 
-    def __init__(self, ledger: Ledger, mesh: Mesh) -> None:
+    def __init__(
+        self, ledger: Ledger, mesh: Mesh, workspace: Callable[[Any, tuple[Any, ...]], int] | None = None
+    ) -> None:
         super().__init__()
-        self.ledger, self.work = ledger, Work()
+        self.ledger, self.work, self._workspace = ledger, Work(), workspace
         self._axes, self._paused = axes_by_group(mesh), 0
 
     def __enter__(self) -> "Watch":
@@ -79,6 +84,8 @@ class Watch(TorchDispatchMode):
         except (UnsupportedOperatorException, DynamicOutputShapeException) as error:
             raise refusal(str(func)) from error
         self._note(func, args, kwargs, out)
+        if self._workspace is not None and (size := self._workspace(func, args)):
+            self.ledger.pressure(size, self.ledger.category)
         return out
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -142,6 +149,11 @@ class Watch(TorchDispatchMode):
 
         with patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", asked):
             yield
+
+
+def ranks_by_axis(mesh: Mesh) -> dict[str, list[int]]:
+    """The ranks of this rank's group along every axis that messages are booked on."""
+    return {axis: dist.get_process_group_ranks(group_named(name)) for name, axis in axes_by_group(mesh).items()}
 
 
 def axes_by_group(mesh: Mesh) -> dict[str, str]:

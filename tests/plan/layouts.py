@@ -95,7 +95,7 @@ def _foretell(path: str, mutate: Callable[[], None] | None) -> list[dict[str, An
     found = []
     for rank in ranks_of_pipeline(experiment):
         with pretended_rank(experiment, rank) as it:
-            found.append(asdict(_numbers(trace_step(it.parts, it.step))))
+            found.append(asdict(_numbers(trace_step(it.parts, it.step, first_step=it.shortest_step))))
     return found
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from titan_exp.plan.devices import Device
 
 HELP = """\
-titan-exp plan [--device NAME] [--json] [key=value ...]
+titan-exp plan [--device NAME] [--ranks LIST] [--json] [key=value ...]
   for example: titan-exp plan model=llama3_8b cluster=slurm_h100 parallelism.dp_shard=64 compile=none \\
       training.global_batch_size=64 training.seq_len=8192 training.mixed_precision=bf16
 
@@ -22,6 +22,7 @@ titan-exp plan [--device NAME] [--json] [key=value ...]
   of train. Needs no GPU, and no machine of the cluster.
 
   --device NAME  what it runs on: a100, h100, h200, b200, mi300x; without, cluster.gpu_type
+  --ranks LIST   pipeline ranks to look at, as in --ranks 0,15; without, all, one after the other
   --json         the same for programs, in bytes and seconds"""
 
 
@@ -31,6 +32,8 @@ class Options:
 
     device: str | None = None
     """What it runs on."""
+    ranks: tuple[int, ...] | None = None
+    """Pipeline ranks to look at; None is all."""
     json: bool = False
     """Print JSON."""
     help: bool = False
@@ -44,16 +47,20 @@ def options_among(words: Sequence[str]) -> tuple[Options, list[str]]:
         UserError: an option has no value.
     """
     rest, given = list(words), dict[str, Any]()
-    if "--device" in rest:
-        place = rest.index("--device")
-        if place + 1 == len(rest):
-            raise UserError("--device takes a name, as in --device h100")
-        given["device"] = rest[place + 1]
-        del rest[place : place + 2]
-    for flag in ("--json",):
-        if flag in rest:
-            rest.remove(flag)
-            given["json"] = True
+    for name, example in (("device", "h100"), ("ranks", "0,15")):
+        if f"--{name}" in rest:
+            place = rest.index(f"--{name}")
+            if place + 1 == len(rest):
+                raise UserError(f"--{name} takes a value, as in --{name} {example}")
+            given[name] = rest[place + 1]
+            del rest[place : place + 2]
+    if "ranks" in given:
+        if not all(number.isdecimal() for number in given["ranks"].split(",")):
+            raise UserError(f"--ranks {given['ranks']}: it takes numbers with commas between, as in --ranks 0,15")
+        given["ranks"] = tuple(map(int, given["ranks"].split(",")))
+    if "--json" in rest:
+        rest.remove("--json")
+        given["json"] = True
     if {"--help", "-h"} & set(rest):
         given["help"] = True
     return Options(**given), rest
@@ -72,11 +79,15 @@ def plan_command(cfg: Any, options: Options) -> int:
     experiment = to_experiment(cfg)
     experiment = resolve_layout(check(experiment), offered_devices(experiment.cluster))
     device = _device(experiment, options.device)
+    if options.ranks is not None and max(options.ranks) >= experiment.parallelism.pp:
+        raise UserError(
+            f"--ranks {max(options.ranks)}: there is no such pipeline rank; parallelism.pp={experiment.parallelism.pp}"
+        )
 
     from titan_exp.plan.predict import predict
     from titan_exp.plan.report import as_json, print_plan
 
-    plan = predict(experiment, device)
+    plan = predict(experiment, device, options.ranks)
     if options.json:
         print(json.dumps(as_json(plan), indent=2))
     else:

@@ -40,7 +40,7 @@ def phases_told(ledger: Ledger, parts: Sequence[nn.Module], optimizer: torch.opt
         gradients = [weight.grad for part in parts for weight in part.parameters() if weight.grad is not None]
         ledger.is_for(gradients, "gradients")
         phases.gradients = ledger.sizes(gradients)
-        ledger.category, ledger.where = "optimizer", "the optimizer"
+        ledger.category, ledger.where = "optimizer", "optimizer"
 
     def after(*_: Any) -> None:
         state = [value for its in optimizer.state.values() for value in its.values() if isinstance(value, Tensor)]
@@ -58,7 +58,7 @@ def phases_told(ledger: Ledger, parts: Sequence[nn.Module], optimizer: torch.opt
 def _on_part(ledger: Ledger, part: nn.Module) -> list[Any]:
     blocks = list(numbered_blocks(part))
     head = getattr(part, "head", None)
-    ends = "the head and the loss" if head is not None else "the ends of the stage"
+    ends = "head and loss" if head is not None else "the stage's ends"
 
     def at(category: str, where: str) -> Callable[..., None]:
         def tell(*_: Any) -> None:
@@ -66,7 +66,7 @@ def _on_part(ledger: Ledger, part: nn.Module) -> list[Any]:
 
         return tell
 
-    hooks = [part.register_forward_pre_hook(at("activations", "forward, before the first block"), prepend=True)]
+    hooks = [part.register_forward_pre_hook(at("activations", "forward, embedding"), prepend=True)]
     after_blocks = at("loss" if head is not None else "activations", f"backward, {ends}")
     for place, (number, block) in enumerate(blocks):
         hooks.append(block.register_forward_pre_hook(at("activations", f"forward, block {number}"), prepend=True))
@@ -83,7 +83,7 @@ def _backward_of(begins: Callable[[], None], ends: Callable[[], None] | None) ->
     def hook(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if isinstance(output, Tensor) and output.requires_grad:
             output.register_hook(lambda _: begins())
-            if ends is not None and isinstance(inputs[0], Tensor) and inputs[0].requires_grad:
-                inputs[0].register_hook(lambda _: ends())
+            if isinstance(inputs[0], Tensor) and inputs[0].requires_grad:
+                inputs[0].register_hook(lambda _: ends() if ends else None)
 
     return hook

@@ -1,6 +1,7 @@
-"""From an experiment to what it will take: every pipeline rank pretended in turn, its step traced, its time estimated."""
+"""From an experiment to what it will take: pipeline ranks pretended in turn, their steps traced, the time estimated."""
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from titan_exp.config.errors import UserError, Violation
@@ -33,7 +34,7 @@ class Plan:
     device: Device | None
     """What it would run on; None is a CPU."""
     ranks: list[RankPlan]
-    """Every pipeline rank."""
+    """The pipeline ranks that were looked at."""
     bubble: float
     """Share of the time in which ranks of the pipeline wait for each other."""
     step_seconds: float | None
@@ -69,12 +70,13 @@ class Plan:
         return seconds and seconds * self.experiment.training.steps * world_size(self.experiment) / 3600
 
 
-def predict(experiment: Experiment, device: Device | None) -> Plan:
+def predict(experiment: Experiment, device: Device | None, pipeline_ranks: Collection[int] | None = None) -> Plan:
     """Predict a run.
 
     Args:
         experiment: the run, its layout resolved.
         device: what it runs on; None is a CPU, of which no speed is known.
+        pipeline_ranks: those that are looked at; None looks at all.
 
     Raises:
         UserError: something of it is not modelled.
@@ -87,8 +89,10 @@ def predict(experiment: Experiment, device: Device | None) -> Plan:
     plans, whole = [], 0.0
     parameters = held = state = 0
     for number, rank in enumerate(ranks_of_pipeline(traced)):
+        if pipeline_ranks is not None and number not in pipeline_ranks:
+            continue
         with pretended_rank(traced, rank) as it:
-            trace = trace_step(it.parts, it.step, cuda=cuda)
+            trace = trace_step(it.parts, it.step, first_step=it.shortest_step, cuda=cuda)
             whole, parameters = it.parts.built.flops_per_token, it.parts.built.parameters
         bf16 = experiment.training.mixed_precision == "bf16"
         seconds = None if device is None or not bf16 else rank_time(trace, device, node)
@@ -135,4 +139,3 @@ def require_modelled(experiment: Experiment, *, cuda: bool) -> None:
 def _on_cpu(experiment: Experiment) -> Experiment:
     """The same run where torch has no CUDA: the one attention kernel that keeps what flash and cuDNN's keep."""
     return replace(experiment, model=replace(experiment.model, attention_backend="flash"))
-

@@ -11,7 +11,7 @@ from titan_exp.config.layout import gradient_accumulation, micro_batch_size, wor
 from titan_exp.plan.memory import CATEGORIES
 from titan_exp.plan.predict import Plan, RankPlan
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 _SHORT = {
     "parameters": "params",
     "gradients": "grads",
@@ -27,10 +27,10 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     console = console or Console()
     experiment, largest = plan.experiment, max(plan.ranks, key=lambda rank: rank.trace.peak.bytes)
     processes = world_size(experiment)
-    sequences = micro_batch_size(experiment)
+    sequences = f"{micro_batch_size(experiment)} x {experiment.training.seq_len} tokens a micro-batch"
     console.print(
         f"{experiment.model.name} on {processes} x {plan.device.name if plan.device else 'CPU process'}: "
-        f"{sequences} x {experiment.training.seq_len} tokens a micro-batch, {gradient_accumulation(experiment)} of them a step",
+        f"{sequences}, {gradient_accumulation(experiment)} of them a step",
         highlight=False,
     )
     console.print(_memory(plan))
@@ -77,15 +77,18 @@ def _rank_json(rank: RankPlan) -> dict[str, Any]:
 
 
 def _memory(plan: Plan) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, title="Peak of allocated memory, GiB", title_justify="left", pad_edge=False)
+    largest = max(rank.trace.peak.bytes for rank in plan.ranks)
+    unit, word = (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
+    title = f"Peak of allocated memory, {word}"
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
     shown = [name for name in CATEGORIES if any(rank.trace.peak.by_category[name] for rank in plan.ranks)]
     table.add_column("pp")
     for name in (*shown, "in all"):
-        table.add_column(_SHORT.get(name, name), justify="right", min_width=5)
+        table.add_column(_SHORT.get(name, name), justify="right", no_wrap=True)
     table.add_column("during")
     for rank in plan.ranks:
         peak = rank.trace.peak
-        sizes = [_gib(size) for size in (*(peak.by_category[name] for name in shown), peak.bytes)]
+        sizes = [f"{size / unit:.2f}" for size in (*(peak.by_category[name] for name in shown), peak.bytes)]
         table.add_row(str(rank.pipeline_rank), *sizes, peak.where)
     return table
 
@@ -110,24 +113,26 @@ def _messages(plan: Plan, largest: RankPlan) -> Table:
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
     for name in ("axis", "message"):
         table.add_column(name)
-    for name in ("calls", "GiB"):
+    for name in ("calls", "MiB"):
         table.add_column(name, justify="right")
     work = largest.trace.work
     for (axis, kind), size in sorted(work.messages.items(), key=lambda item: -item[1]):
-        table.add_row(axis, kind, str(work.calls[axis, kind]), _gib(size))
+        table.add_row(axis, kind, str(work.calls[axis, kind]), f"{size / MIB:,.2f}")
     return table
 
 
 def _speed(plan: Plan) -> list[str]:
     training, petaflops = plan.experiment.training, sum(rank.trace.work.flops for rank in plan.ranks) / 1e15
-    lines = [f"{petaflops / len(plan.ranks):.3g} PFLOP a rank and step; a checkpoint is {plan.checkpoint_bytes / 1e9:.3g} GB"]
+    lines = [
+        f"{petaflops / len(plan.ranks):.3g} PFLOP a rank and step; a checkpoint is {plan.checkpoint_bytes / 1e9:.3g} GB"
+    ]
     slowest = max((rank.time for rank in plan.ranks if rank.time is not None), key=lambda it: it.total, default=None)
     if slowest is None or plan.step_seconds is None:
         return lines
     lines.append(
         f"{plan.step_seconds:.3g} s a step, estimated: matmuls {slowest.matmuls:.3g}, elementwise "
-        f"{slowest.elementwise:.3g}, messages {slowest.exposed:.3g} waited for and {slowest.behind:.3g} behind compute; "
-        f"bubble {plan.bubble:.0%}"
+        f"{slowest.elementwise:.3g}, messages {slowest.exposed:.3g} waited for and {slowest.behind:.3g} behind "
+        f"compute; bubble {plan.bubble:.0%}"
     )
     lines.append(
         f"{plan.tokens_per_second:,.0f} tokens/s a device, MFU {plan.mfu:.0%}; {training.steps} steps: "
@@ -137,4 +142,4 @@ def _speed(plan: Plan) -> list[str]:
 
 
 def _gib(size: float) -> str:
-    return f"{size / GIB:.2f}" if size >= GIB / 100 else f"{size / GIB:.2g}"
+    return f"{size / GIB:.2f}"

@@ -59,4 +59,3 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), torch.empty_like(weight)
-

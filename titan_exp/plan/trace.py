@@ -32,12 +32,15 @@ class Trace:
     """Bytes alive after each change of them, and what was being computed."""
 
 
-def trace_step(parts: Assembly, step: Callable[[], object], *, cuda: bool = False) -> Trace:
+def trace_step(
+    parts: Assembly, step: Callable[[], object], *, first_step: Callable[[], object] | None = None, cuda: bool = False
+) -> Trace:
     """Run two steps and watch the second.
 
     Args:
         parts: this rank's part of the run.
         step: runs one optimizer step.
+        first_step: runs one after which the optimizer has its state; None is `step`.
         cuda: whether a step on CUDA is pretended, with the sizes that its kernels and its allocator have.
 
     Raises:
@@ -49,8 +52,10 @@ def trace_step(parts: Assembly, step: Callable[[], object], *, cuda: bool = Fals
         Watch(ledger, parts.mesh, workspace if cuda else None) as watch,
         cuda_calls() if cuda else nullcontext(),
     ):
-        step()
+        (first_step or step)()
         ledger.begin()
         watch.work = Work()
         step()
-        return Trace(ledger.peak(), ledger.held(), phases.gradients, watch.work, ranks_by_axis(parts.mesh), ledger.timeline())
+        return Trace(
+            ledger.peak(), ledger.held(), phases.gradients, watch.work, ranks_by_axis(parts.mesh), ledger.timeline()
+        )

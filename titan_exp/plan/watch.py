@@ -67,7 +67,9 @@ class Watch(TorchDispatchMode):
         """Call the operator, and note what it did."""
         kwargs = kwargs or {}
         # Of tensors made of tensors, the operators on their parts are what counts.
-        if any(hasattr(kind, "__tensor_flatten__") and kind.__module__.startswith("torch.distributed") for kind in types):
+        if any(
+            hasattr(kind, "__tensor_flatten__") and kind.__module__.startswith("torch.distributed") for kind in types
+        ):
             return NotImplemented
         if self._paused or func.namespace in ("prim", "profiler"):
             return func(*args, **kwargs)

@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.distributed._tools.fake_collectives  # noqa: F401  # gives collectives on shapes alone
+import torch.distributed._tools.fake_collectives  # gives collectives on shapes alone
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -43,10 +43,18 @@ class PretendedRank:
 
     def step(self) -> None:
         """One optimizer step of the trainer."""
+        self._step(self.batches)
+
+    def shortest_step(self) -> None:
+        """One of as few micro-batches as the model takes, which leaves the optimizer with the same state."""
+        model = self.parts.model
+        self._step(self.batches[: model.together if self.parts.mesh.stages is not None else 1])
+
+    def _step(self, batches: list[Batch]) -> None:
         train_step(
             self.parts.model,
             self.parts.optimizer,
-            self.batches,
+            batches,
             tokens=self.experiment.training.global_batch_size * self.experiment.training.seq_len,
             lr=self.experiment.optimizer.lr,
             max_grad_norm=self.experiment.training.max_grad_norm,

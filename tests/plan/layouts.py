@@ -1,11 +1,15 @@
 """Small layouts whose prediction is compared with what real ranks do, and the comparison itself."""
 
+import itertools
+import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from tests.ranks import run_ranks
 from titan_exp.config.compose import compose
@@ -62,6 +66,10 @@ class Numbers:
     peak: int
     passing: int
     """Of the peak, what is neither parameter nor optimizer state."""
+    standing: int
+    """Of that, what stands there between steps: buffers and the batch."""
+    allocated: int = 0
+    """Most that torch's own allocator has handed out in a step beyond what it had before; measured only."""
 
 
 def experiment_of(overrides: str) -> Experiment:
@@ -109,6 +117,7 @@ def _numbers(trace: Trace) -> Numbers:
         trace.work.flops,
         trace.peak.bytes,
         trace.peak.bytes - settled,
+        trace.kept["other"],
     )
 
 
@@ -138,6 +147,17 @@ def _on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, Any]:
 
         # The parts are handed on, not put together again.
         parts = Assembly(trainer.mesh, None, trainer.model, trainer.optimizer)  # type: ignore[arg-type]
-        numbers = asdict(_numbers(trace_step(parts, step)))
+        numbers = asdict(_numbers(trace_step(parts, step))) | {"allocated": _allocated(step, Path(path))}
         trainer.report.close("done")
         return numbers
+
+
+def _allocated(step: Callable[[], None], path: Path) -> int:
+    """The largest sum of allocations and frees of a step, as torch's profiler reports them."""
+    trace = path / f"trace-{os.environ['RANK']}.json"
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        step()
+    profiler.export_chrome_trace(str(trace))
+    events = [event for event in json.loads(trace.read_text())["traceEvents"] if event.get("name") == "[memory]"]
+    changes = [event["args"]["Bytes"] for event in sorted(events, key=lambda event: event["ts"])]
+    return max(itertools.accumulate(changes))

@@ -75,9 +75,11 @@ def plan_command(cfg: Any, options: Options) -> int:
     from titan_exp.config.convert import to_experiment
     from titan_exp.config.layout import offered_devices, resolve_layout
     from titan_exp.config.rules import check
+    from titan_exp.plan.modelled import require_modelled
 
     experiment = to_experiment(cfg)
     experiment = resolve_layout(check(experiment), offered_devices(experiment.cluster))
+    require_modelled(experiment)
     device = _device(experiment, options.device)
     if options.ranks is not None and max(options.ranks) >= experiment.parallelism.pp:
         raise UserError(

@@ -4,10 +4,10 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from titan_exp.config.errors import UserError, Violation
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import device_type, node_size, world_size
 from titan_exp.plan.devices import Device
+from titan_exp.plan.modelled import require_modelled
 from titan_exp.plan.roofline import RankTime, rank_time, step_time
 from titan_exp.plan.trace import Trace, trace_step
 from titan_exp.plan.world import pretended_rank, ranks_of_pipeline
@@ -83,7 +83,7 @@ def predict(experiment: Experiment, device: Device | None, pipeline_ranks: Colle
     """
     began = time.perf_counter()
     cuda = device_type(experiment.cluster) == "cuda"
-    require_modelled(experiment, cuda=cuda)
+    require_modelled(experiment)
     traced = _on_cpu(experiment) if cuda else experiment
     node = node_size(experiment.cluster, world_size(experiment)) if cuda else world_size(experiment)
     plans, whole = [], 0.0
@@ -103,37 +103,6 @@ def predict(experiment: Experiment, device: Device | None, pipeline_ranks: Colle
     checkpoint = round(parameters * 4 * (1 + state / held))
     took = time.perf_counter() - began
     return Plan(experiment, device, plans, bubble, step, whole, checkpoint, took)
-
-
-def require_modelled(experiment: Experiment, *, cuda: bool) -> None:
-    """Every option of a run is one whose memory is known.
-
-    Raises:
-        UserError: one is not.
-    """
-    found = []
-    if experiment.compile.enabled:
-        reason = "what compiled code keeps is not modelled yet"
-        found.append(Violation("compile.enabled", True, reason, "compile=none plans the same run without"))
-    if cuda and experiment.quantization.recipe != "none":
-        reason = "what this recipe's CUDA kernels keep is not modelled yet"
-        remedy = "quantization=none plans the same run without"
-        found.append(Violation("quantization.recipe", experiment.quantization.recipe, reason, remedy))
-    if cuda and experiment.parallelism.cpu_offload:
-        reason = "which memory is the GPU's and which the CPU's is not told apart yet"
-        found.append(Violation("parallelism.cpu_offload", True, reason, "parallelism.cpu_offload=false"))
-    if cuda and experiment.model.attention_backend not in ("auto", "flash", "cudnn"):
-        reason = "what this kernel keeps on CUDA is not modelled yet"
-        backend = experiment.model.attention_backend
-        found.append(Violation("model.attention_backend", backend, reason, "model.attention_backend=flash"))
-    if cuda and experiment.data.document_mask:
-        reason = "what attention with a document mask keeps on CUDA is not modelled yet"
-        found.append(Violation("data.document_mask", True, reason, "data.document_mask=false"))
-    if cuda and experiment.training.mixed_precision != "bf16":
-        reason = "in fp32 attention is another kernel on CUDA, which is not modelled yet"
-        found.append(Violation("training.mixed_precision", "fp32", reason, "training.mixed_precision=bf16"))
-    if found:
-        raise UserError("This run cannot be planned.", found)
 
 
 def _on_cpu(experiment: Experiment) -> Experiment:

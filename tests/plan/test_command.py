@@ -43,7 +43,16 @@ def test_json_adds_up():
 def test_a_table_for_people():
     said = planned(*SMALL, "parallelism.dp_shard=64", "--device", "mi300x")
     assert "llama-debug on 64 x MI300X 192GB" in said
-    for word in ("params", "optim", "activ", "dp_shard=fsdp", "reduce-scatter", "MFU", "GPU-hours", "not predicted yet"):
+    for word in (
+        "params",
+        "optim",
+        "activ",
+        "dp_shard=fsdp",
+        "reduce-scatter",
+        "MFU",
+        "GPU-hours",
+        "not predicted yet",
+    ):
         assert word in said
 
 

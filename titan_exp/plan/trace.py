@@ -1,7 +1,8 @@
 """One rank's step, traced: memory over time, operations, messages. On a pretended rank or a real one alike."""
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 from titan_exp.plan.memory import Ledger, Moment
@@ -48,6 +49,7 @@ def trace_step(
     """
     ledger = Ledger(ALLOCATION if cuda else 1)
     with (
+        _garbage_stays(),
         phases_told(ledger, parts.model.parts, parts.optimizer) as phases,
         Watch(ledger, parts.mesh, workspace if cuda else None) as watch,
         cuda_calls() if cuda else nullcontext(),
@@ -59,3 +61,16 @@ def trace_step(
         return Trace(
             ledger.peak(), ledger.held(), phases.gradients, watch.work, ranks_by_axis(parts.mesh), ledger.timeline()
         )
+
+
+@contextmanager
+def _garbage_stays() -> Iterator[None]:
+    """As the trainer has it: nothing is collected within a step, so that what refers to itself lives on."""
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()

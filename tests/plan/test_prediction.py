@@ -7,7 +7,6 @@ import pytest
 
 from tests.plan.layouts import LAYOUTS, experiment_of, measured, predicted
 
-
 BY_NIGHT = (
     "hsdp 2x2",
     "tp 2, no sequence parallelism, bf16",

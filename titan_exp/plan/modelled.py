@@ -1,4 +1,4 @@
-"""Which options of a run the planner knows the memory of; asked before torch is imported, so that a refusal is quick."""
+"""Which options of a run the planner knows the memory of; asked before torch is imported, to refuse at once."""
 
 from titan_exp.config.errors import UserError, Violation
 from titan_exp.config.experiment import Experiment

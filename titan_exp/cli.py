@@ -43,22 +43,22 @@ def train(words: Sequence[str]) -> int:
     def launch_run(cfg: Any, overrides: Sequence[str]) -> int:
         from titan_exp.compare.curve import draw
         from titan_exp.config.convert import to_experiment
-        from titan_exp.launch.commit import plan
+        from titan_exp.launch.commit import plan as planned
         from titan_exp.launch.run import run
 
         experiment = to_experiment(cfg)
         if experiment.data.preview is not None:
             from titan_exp.data.preview import preview
 
-            plan(experiment, overrides)  # which refuses what could not be trained either
+            planned(experiment, overrides)  # which refuses what could not be trained either
             for line in preview(experiment, experiment.data.preview):
                 print(line)
             return 0
         if experiment.cluster.kind == "slurm":
             from titan_exp.launch.slurm.report import submit
 
-            return submit([plan(experiment, overrides)])
-        outcome = run(plan(experiment, overrides))
+            return submit([planned(experiment, overrides)])
+        outcome = run(planned(experiment, overrides))
         # A done run that came back from checkpoint.remote has no rows here, nor has one of no steps.
         if outcome.exit_code == 0 and experiment.training.steps and outcome.folder.metrics.exists():
             print(f"loss curve: {draw(outcome.folder.path)}")
@@ -75,6 +75,17 @@ def sweep(words: Sequence[str]) -> int:
 
     found = sweep_words(words)
     return 0 if found is None else _sweeping(found, lambda *_: 0)
+
+
+def plan(words: Sequence[str]) -> int:
+    """Memory and speed of a run, predicted before anything is launched."""
+    from titan_exp.plan.command import HELP, options_among, plan_command
+
+    options, others = options_among(words)
+    if options.help:
+        print(HELP)
+        return 0
+    return _with_hydra(others, lambda cfg, _: plan_command(cfg, options))
 
 
 def status(words: Sequence[str]) -> int:
@@ -178,6 +189,7 @@ def doctor(words: Sequence[str]) -> int:
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": train,
     "sweep": sweep,
+    "plan": plan,
     "status": status,
     "logs": logs,
     "cancel": cancel,

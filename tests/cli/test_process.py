@@ -45,6 +45,7 @@ def test_nothing_heavy_is_imported(words: str):
             [
                 "train",
                 "sweep",
+                "plan",
                 "status",
                 "logs",
                 "cancel",

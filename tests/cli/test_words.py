@@ -112,7 +112,7 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
         (["tran"], "Did you mean titan-exp train?"),
         (
             ["launch"],
-            "The verbs are train, sweep, status, logs, cancel, retry, generate, evaluate",
+            "The verbs are train, sweep, plan, status, logs, cancel, retry, generate, evaluate",
         ),
         (["model=llama3_8b"], "titan-exp train model=llama3_8b"),
         (["--cfg", "job"], "titan-exp train --cfg job"),

@@ -22,6 +22,7 @@ OPTIONS: dict[str, type] = {
 
 GROUPS = {
     "train": ("",),
+    "plan": ("",),
     "tokenize": ("data=", "data.", "experiment.seed"),
     "evaluate": ("data=", "data.", "training.", "parallelism.", "model.attention_backend"),
 }

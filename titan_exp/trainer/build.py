@@ -2,6 +2,8 @@
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,11 +30,18 @@ from titan_exp.tracking.log import get_logger
 class BuiltModel:
     """A parallel model with its initial weights, and what is known of the whole of it.
 
+    Args:
+        experiment: the run, its layout resolved.
+        mesh: where this process stands among all of them.
+        pretending: within it parameters get their memory, and no values; None makes real ones.
+
     Raises:
         UserError: a dotted name cannot be imported; a module that is named does not exist.
     """
 
-    def __init__(self, experiment: Experiment, mesh: Mesh) -> None:
+    def __init__(
+        self, experiment: Experiment, mesh: Mesh, *, pretending: AbstractContextManager[Any] | None = None
+    ) -> None:
         backend = choose_backend(
             experiment.model.attention_backend,
             mesh.device,
@@ -65,12 +74,18 @@ class BuiltModel:
         if recipe is not None:
             get_logger().info("quantization: %s", recipe)
         if mesh.stages is None:
-            _make_real(model, build, experiment, mesh)
+            _make_real(model, build, experiment, mesh, pretending)
         else:
-            self.pipeline = _build_pipeline(model, build, experiment, mesh)
+            self.pipeline = _build_pipeline(model, build, experiment, mesh, pretending)
 
 
-def _build_pipeline(whole: nn.Module, build: Callable[[], nn.Module], experiment: Experiment, mesh: Mesh) -> Pipeline:
+def _build_pipeline(
+    whole: nn.Module,
+    build: Callable[[], nn.Module],
+    experiment: Experiment,
+    mesh: Mesh,
+    pretending: AbstractContextManager[Any] | None,
+) -> Pipeline:
     parallelism = experiment.parallelism
     layers, placement = stage_layers(experiment), stage_placement(experiment)
     microbatches, last = pipeline_microbatches(experiment), len(layers) - 1
@@ -84,7 +99,7 @@ def _build_pipeline(whole: nn.Module, build: Callable[[], nn.Module], experiment
         with torch.device("meta"):
             module = build()
         cut(module, layers[number], first=number == 0, last=number == last)
-        _make_real(module, build, experiment, mesh)
+        _make_real(module, build, experiment, mesh, pretending)
         stages.append(
             Stage(
                 number,
@@ -115,16 +130,25 @@ def _build_pipeline(whole: nn.Module, build: Callable[[], nn.Module], experiment
     )
 
 
-def _make_real(module: nn.Module, build: Callable[[], nn.Module], experiment: Experiment, mesh: Mesh) -> None:
+def _make_real(
+    module: nn.Module,
+    build: Callable[[], nn.Module],
+    experiment: Experiment,
+    mesh: Mesh,
+    pretending: AbstractContextManager[Any] | None,
+) -> None:
     """Make a whole model, or a stage of one, parallel, and give it its initial weights."""
     table = initial_table(module)
     quantize(module, experiment.quantization, layers=experiment.model.layers, device=mesh.device)
     parallelize(module, experiment, mesh)
-    materialize(module, mesh.device, cpu_offload=experiment.parallelism.cpu_offload)
+    with pretending or nullcontext():
+        materialize(module, mesh.device, cpu_offload=experiment.parallelism.cpu_offload)
     if experiment.quantization.float8_all_gather:
         from titan_exp.quantization.gather import float8_form
 
         gather_otherwise(module, float8_form)
+    if pretending is not None:
+        return
     if table is not None:
         draw_initial_weights(module, table, experiment.experiment.seed)
     else:

@@ -22,22 +22,17 @@ from titan_exp.config.layout import gradient_accumulation, micro_batch_size
 from titan_exp.config.saved import huggingface_folder
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.data.validation_loader import ValidationLoader
-from titan_exp.optim.build import build_optimizer
 from titan_exp.optim.schedule import LRSchedule
-from titan_exp.parallel.mesh import build_mesh
-from titan_exp.parallel.tensor import vocabulary_part
 from titan_exp.tracking.log import get_logger
 from titan_exp.tracking.progress import PROGRESS
 from titan_exp.tracking.run_folder import RunFolder
-from titan_exp.trainer.build import BuiltModel
+from titan_exp.trainer.assemble import assemble
 from titan_exp.trainer.compile_cache import cache_of
 from titan_exp.trainer.determinism import seed_step, set_deterministic
 from titan_exp.trainer.evaluate import evaluate_sources
 from titan_exp.trainer.garbage import GarbageCollection
-from titan_exp.trainer.loss import TokenLoss
 from titan_exp.trainer.memory_snapshot import MemorySnapshot
-from titan_exp.trainer.model import Model, WholeModel
-from titan_exp.trainer.pipelined import PipelinedModel
+from titan_exp.trainer.model import Model
 from titan_exp.trainer.profile import ProfileWindow
 from titan_exp.trainer.report import Report
 from titan_exp.trainer.roofline import note_roofline
@@ -66,17 +61,9 @@ class Trainer:
         set_deterministic(training.deterministic)
         watched: dict[str, Any] = {"rank": dist.get_rank(), "device": device}
         self.memory = MemorySnapshot(experiment.profiling.memory_step, folder.traces, **watched)
-        self.mesh = build_mesh(experiment.parallelism, device)
-        built = BuiltModel(experiment, self.mesh)
-        divided = experiment.parallelism.loss_parallel
-        words = vocabulary_part(self.mesh, experiment.model.vocab_size) if divided else None
-        token_loss = TokenLoss.of(training, experiment.compile, words)
-        self.model: Model = (
-            WholeModel(built.module, token_loss, self.mesh)
-            if built.pipeline is None
-            else PipelinedModel(built.pipeline, token_loss, self.mesh)
-        )
-        self.optimizer = build_optimizer(experiment.optimizer, self.model.parameters())
+        parts = assemble(experiment, device)
+        self.mesh, built, self.optimizer = parts.mesh, parts.built, parts.optimizer
+        self.model: Model = parts.model
         self.schedule = LRSchedule(experiment.lr_schedule, peak=experiment.optimizer.lr, steps=training.steps)
         shares: dict[str, Any] = {
             "dp_rank": self.mesh.data_rank,

@@ -1,0 +1,81 @@
+"""The verb as it is typed, and what it says of what it cannot plan."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from titan_exp.config.errors import UserError
+from titan_exp.plan.command import options_among
+from titan_exp.plan.devices import DEVICES, device_named
+from titan_exp.tracking.device import PEAKS
+
+CLUSTER = ["cluster=slurm_h100", "training.seq_len=512", "training.mixed_precision=bf16"]
+SMALL = ["model=llama_debug", *CLUSTER, "training.global_batch_size=64"]
+
+
+def planned(*words: str, code: int = 0) -> str:
+    """What the verb prints, on standard output or, where it fails, as its error."""
+    command = [sys.executable, "-m", "titan_exp", "plan", *words]
+    environment = {**os.environ, "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
+    assert done.returncode == code, done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+def test_json_adds_up():
+    found = json.loads(planned(*SMALL, "parallelism.dp_shard=8", "parallelism.pp=4", "--ranks", "1,3", "--json"))
+    assert found["world_size"] == 32
+    assert [rank["pipeline_rank"] for rank in found["ranks"]] == [1, 3]
+    for rank in found["ranks"]:
+        assert rank["peak_allocated_bytes"] == sum(rank["peak_by_category"].values()) > 0
+        assert rank["peak_by_category"]["optimizer"] > rank["peak_by_category"]["parameters"] > 0
+    kinds = {(message["axis"], message["kind"]) for message in found["ranks"][0]["messages"]}
+    assert {("pp", "send"), ("pp", "receive"), ("fsdp", "all-gather"), ("fsdp", "reduce-scatter")} <= kinds
+    # 1F1B of 4 ranks and m micro-batches waits for 3 of m + 3 turns.
+    microbatches = 8
+    assert found["bubble"] == pytest.approx(3 / (microbatches + 3))
+    assert found["step_seconds"] > max(rank["seconds"]["matmuls"] for rank in found["ranks"])
+
+
+def test_a_table_for_people():
+    said = planned(*SMALL, "parallelism.dp_shard=64", "--device", "mi300x")
+    assert "llama-debug on 64 x MI300X 192GB" in said
+    for word in (
+        "params",
+        "optim",
+        "activ",
+        "dp_shard=fsdp",
+        "reduce-scatter",
+        "MFU",
+        "GPU-hours",
+        "not predicted yet",
+    ):
+        assert word in said
+
+
+def test_what_is_not_modelled_is_refused_all_at_once():
+    said = planned(*SMALL, "parallelism.dp_shard=8", "compile=blocks", "data.document_mask=true", code=2)
+    assert "This run cannot be planned." in said
+    assert "compile.enabled=true" in said
+    assert "compile=none" in said
+    assert "data.document_mask=true" in said
+    assert "Traceback" not in said
+
+
+def test_options_are_told_from_overrides():
+    options, rest = options_among(["--ranks", "0,15", "model=llama3_8b", "--device", "h200", "--json"])
+    assert (options.ranks, options.device, options.json, rest) == ((0, 15), "h200", True, ["model=llama3_8b"])
+    with pytest.raises(UserError, match="as in --ranks 0,15"):
+        options_among(["--ranks", "first"])
+    with pytest.raises(UserError, match="--device takes a value"):
+        options_among(["--device"])
+
+
+def test_devices_are_those_that_mfu_is_counted_by():
+    with pytest.raises(UserError, match="did you mean h100"):
+        device_named("h10")
+    peaks = {peak for _, peak in PEAKS}
+    assert {device.bf16_tflops for device in DEVICES.values()} <= peaks

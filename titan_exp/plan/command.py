@@ -1,0 +1,114 @@
+"""The verb `titan-exp plan [overrides]`: what a run will take, before anything is launched."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from titan_exp.config.errors import UserError
+from titan_exp.config.experiment import Experiment
+from titan_exp.config.suggest import listed
+
+if TYPE_CHECKING:
+    from titan_exp.plan.devices import Device
+
+HELP = """\
+titan-exp plan [--device NAME] [--ranks LIST] [--json] [key=value ...]
+  for example: titan-exp plan model=llama3_8b cluster=slurm_h100 parallelism.dp_shard=64 compile=none \\
+      training.global_batch_size=64 training.seq_len=8192 training.mixed_precision=bf16
+
+  Runs the trainer's own build and two of its steps on tensors without data, for every pipeline rank, and prints the
+  peak of memory and what it is made of, operations, messages, and an estimate of the step's time. Overrides are those
+  of train. Needs no GPU, and no machine of the cluster.
+
+  --device NAME  what it runs on: a100, h100, h200, b200, mi300x; without, cluster.gpu_type
+  --ranks LIST   pipeline ranks to look at, as in --ranks 0,15; without, all, one after the other
+  --json         the same for programs, in bytes and seconds"""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is typed besides overrides."""
+
+    device: str | None = None
+    """What it runs on."""
+    ranks: tuple[int, ...] | None = None
+    """Pipeline ranks to look at; None is all."""
+    json: bool = False
+    """Print JSON."""
+    help: bool = False
+    """Print what there is."""
+
+
+def options_among(words: Sequence[str]) -> tuple[Options, list[str]]:
+    """What of the words is for this verb, and the rest.
+
+    Raises:
+        UserError: an option has no value.
+    """
+    rest, given = list(words), dict[str, Any]()
+    for name, example in (("device", "h100"), ("ranks", "0,15")):
+        if f"--{name}" in rest:
+            place = rest.index(f"--{name}")
+            if place + 1 == len(rest):
+                raise UserError(f"--{name} takes a value, as in --{name} {example}")
+            given[name] = rest[place + 1]
+            del rest[place : place + 2]
+    if "ranks" in given:
+        if not all(number.isdecimal() for number in given["ranks"].split(",")):
+            raise UserError(f"--ranks {given['ranks']}: it takes numbers with commas between, as in --ranks 0,15")
+        given["ranks"] = tuple(map(int, given["ranks"].split(",")))
+    if "--json" in rest:
+        rest.remove("--json")
+        given["json"] = True
+    if {"--help", "-h"} & set(rest):
+        given["help"] = True
+    return Options(**given), rest
+
+
+def plan_command(cfg: Any, options: Options) -> int:
+    """Predict a composed run and print it; returns the exit code.
+
+    Raises:
+        UserError: the run cannot be started, or not planned.
+    """
+    from titan_exp.config.convert import to_experiment
+    from titan_exp.config.layout import offered_devices, resolve_layout
+    from titan_exp.config.rules import check
+    from titan_exp.plan.modelled import require_modelled
+
+    experiment = to_experiment(cfg)
+    experiment = resolve_layout(check(experiment), offered_devices(experiment.cluster))
+    require_modelled(experiment)
+    device = _device(experiment, options.device)
+    if options.ranks is not None and max(options.ranks) >= experiment.parallelism.pp:
+        raise UserError(
+            f"--ranks {max(options.ranks)}: there is no such pipeline rank; parallelism.pp={experiment.parallelism.pp}"
+        )
+
+    from titan_exp.plan.predict import predict
+    from titan_exp.plan.report import as_json, print_plan
+
+    plan = predict(experiment, device, options.ranks)
+    if options.json:
+        print(json.dumps(as_json(plan), indent=2))
+    else:
+        print_plan(plan)
+    return 0
+
+
+def _device(experiment: Experiment, asked: str | None) -> "Device | None":
+    from titan_exp.config.layout import device_type
+    from titan_exp.plan.devices import DEVICES, device_named
+
+    if asked is not None:
+        return device_named(asked)
+    if device_type(experiment.cluster) == "cpu":
+        return None
+    kind = (experiment.cluster.gpu_type or "").lower()
+    if kind not in DEVICES:
+        raise UserError(
+            f"plan: which GPU? cluster.gpu_type={experiment.cluster.gpu_type or 'null'} is none that is known here. "
+            f"--device takes {listed(DEVICES)}."
+        )
+    return DEVICES[kind]

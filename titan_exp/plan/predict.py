@@ -1,0 +1,110 @@
+"""From an experiment to what it will take: pipeline ranks pretended in turn, their steps traced, the time estimated."""
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+
+from titan_exp.config.experiment import Experiment
+from titan_exp.config.layout import device_type, node_size, world_size
+from titan_exp.plan.devices import Device
+from titan_exp.plan.modelled import require_modelled
+from titan_exp.plan.roofline import RankTime, rank_time, step_time
+from titan_exp.plan.trace import Trace, trace_step
+from titan_exp.plan.world import pretended_rank, ranks_of_pipeline
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What is predicted of one pipeline rank; the ranks that differ from it in other axes alone have the same."""
+
+    pipeline_rank: int
+    """Its number along pp."""
+    trace: Trace
+    """Memory, operations, messages."""
+    time: RankTime | None
+    """Of its step; None where nothing is known of the device's speed."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is predicted of a run."""
+
+    experiment: Experiment
+    """The run, its layout resolved."""
+    device: Device | None
+    """What it would run on; None is a CPU."""
+    ranks: list[RankPlan]
+    """The pipeline ranks that were looked at."""
+    bubble: float
+    """Share of the time in which ranks of the pipeline wait for each other."""
+    step_seconds: float | None
+    """Time of a step; None where nothing is known of the device's speed."""
+    flops_per_token: float
+    """Operations of a training step per token, by which MFU is counted."""
+    checkpoint_bytes: int
+    """A checkpoint with the optimizer's state."""
+    planning_seconds: float
+    """What predicting took."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of a global batch."""
+        return self.experiment.training.global_batch_size * self.experiment.training.seq_len
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of one device."""
+        return self.step_seconds and self.tokens_per_step / self.step_seconds / world_size(self.experiment)
+
+    @property
+    def mfu(self) -> float | None:
+        """Model operations over what the device's bf16 peak allows."""
+        if self.device is None or self.tokens_per_second is None:
+            return None
+        return self.tokens_per_second * self.flops_per_token / (self.device.bf16_tflops * 1e12)
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """Of the whole run."""
+        seconds = self.step_seconds
+        return seconds and seconds * self.experiment.training.steps * world_size(self.experiment) / 3600
+
+
+def predict(experiment: Experiment, device: Device | None, pipeline_ranks: Collection[int] | None = None) -> Plan:
+    """Predict a run.
+
+    Args:
+        experiment: the run, its layout resolved.
+        device: what it runs on; None is a CPU, of which no speed is known.
+        pipeline_ranks: those that are looked at; None looks at all.
+
+    Raises:
+        UserError: something of it is not modelled.
+    """
+    began = time.perf_counter()
+    cuda = device_type(experiment.cluster) == "cuda"
+    require_modelled(experiment)
+    traced = _on_cpu(experiment) if cuda else experiment
+    node = node_size(experiment.cluster, world_size(experiment)) if cuda else world_size(experiment)
+    plans, whole = [], 0.0
+    parameters = held = state = 0
+    for number, rank in enumerate(ranks_of_pipeline(traced)):
+        if pipeline_ranks is not None and number not in pipeline_ranks:
+            continue
+        with pretended_rank(traced, rank) as it:
+            trace = trace_step(it.parts, it.step, first_step=it.shortest_step, cuda=cuda)
+            whole, parameters = it.parts.built.flops_per_token, it.parts.built.parameters
+        bf16 = experiment.training.mixed_precision == "bf16"
+        seconds = None if device is None or not bf16 else rank_time(trace, device, node)
+        plans.append(RankPlan(number, trace, seconds))
+        held, state = held + trace.kept["parameters"], state + trace.kept["optimizer"]
+    bubble, step = step_time(experiment, [plan.time for plan in plans])
+    # The optimizer's state is in the same proportion to the weights, whoever holds them.
+    checkpoint = round(parameters * 4 * (1 + state / held))
+    took = time.perf_counter() - began
+    return Plan(experiment, device, plans, bubble, step, whole, checkpoint, took)
+
+
+def _on_cpu(experiment: Experiment) -> Experiment:
+    """The same run where torch has no CUDA: the one attention kernel that keeps what flash and cuDNN's keep."""
+    return replace(experiment, model=replace(experiment.model, attention_backend="flash"))

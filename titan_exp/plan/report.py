@@ -1,0 +1,145 @@
+"""A plan in print: a table of pipeline ranks and the lines below it, or JSON."""
+
+from dataclasses import asdict
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from titan_exp.config.layout import gradient_accumulation, micro_batch_size, world_size
+from titan_exp.plan.memory import CATEGORIES
+from titan_exp.plan.predict import Plan, RankPlan
+
+GIB, MIB = 2**30, 2**20
+_SHORT = {
+    "parameters": "params",
+    "gradients": "grads",
+    "optimizer": "optim",
+    "activations": "activ",
+    "gathered parameters": "gathrd",
+    "communication": "messg",
+}
+
+
+def print_plan(plan: Plan, console: Console | None = None) -> None:
+    """Print a plan for people."""
+    console = console or Console()
+    experiment, largest = plan.experiment, max(plan.ranks, key=lambda rank: rank.trace.peak.bytes)
+    processes = world_size(experiment)
+    sequences = f"{micro_batch_size(experiment)} x {experiment.training.seq_len} tokens a micro-batch"
+    console.print(
+        f"{experiment.model.name} on {processes} x {plan.device.name if plan.device else 'CPU process'}: "
+        f"{sequences}, {gradient_accumulation(experiment)} of them a step",
+        highlight=False,
+    )
+    console.print(_memory(plan))
+    console.print(_verdict(plan, largest), highlight=False, soft_wrap=True)
+    console.print(_messages(plan, largest))
+    for line in _speed(plan):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(f"planned in {plan.planning_seconds:.1f} s", style="dim", highlight=False)
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """A plan for programs: bytes, seconds, operations."""
+    return {
+        "device": None if plan.device is None else asdict(plan.device),
+        "world_size": world_size(plan.experiment),
+        "ranks": [_rank_json(rank) for rank in plan.ranks],
+        "bubble": plan.bubble,
+        "step_seconds": plan.step_seconds,
+        "tokens_per_second_per_device": plan.tokens_per_second,
+        "mfu": plan.mfu,
+        "gpu_hours": plan.gpu_hours,
+        "tokens": plan.tokens_per_step * plan.experiment.training.steps,
+        "checkpoint_bytes": plan.checkpoint_bytes,
+        "planning_seconds": plan.planning_seconds,
+    }
+
+
+def _rank_json(rank: RankPlan) -> dict[str, Any]:
+    trace = rank.trace
+    messages = [
+        {"axis": axis, "kind": kind, "bytes": size, "calls": trace.work.calls[axis, kind]}
+        for (axis, kind), size in trace.work.messages.items()
+    ]
+    return {
+        "pipeline_rank": rank.pipeline_rank,
+        "peak_allocated_bytes": trace.peak.bytes,
+        "peak_by_category": trace.peak.by_category,
+        "peak_during": trace.peak.where,
+        "gradient_bytes": trace.gradients,
+        "flops": trace.work.flops,
+        "messages": messages,
+        "seconds": None if rank.time is None else asdict(rank.time),
+    }
+
+
+def _memory(plan: Plan) -> Table:
+    largest = max(rank.trace.peak.bytes for rank in plan.ranks)
+    unit, word = (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
+    title = f"Peak of allocated memory, {word}"
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    shown = [name for name in CATEGORIES if any(rank.trace.peak.by_category[name] for rank in plan.ranks)]
+    table.add_column("pp")
+    for name in (*shown, "in all"):
+        table.add_column(_SHORT.get(name, name), justify="right", no_wrap=True)
+    table.add_column("during")
+    for rank in plan.ranks:
+        peak = rank.trace.peak
+        sizes = [f"{size / unit:.2f}" for size in (*(peak.by_category[name] for name in shown), peak.bytes)]
+        table.add_row(str(rank.pipeline_rank), *sizes, peak.where)
+    return table
+
+
+def _verdict(plan: Plan, largest: RankPlan) -> str:
+    needed = largest.trace.peak.bytes
+    if plan.device is None:
+        return "Storages of tensors, as a CPU run holds them; what the process holds besides is not among them."
+    room = plan.device.memory_gb * 1e9
+    if needed > room:
+        return f"Does not fit: {_gib(needed)} GiB of tensors, and the device has {_gib(room)}."
+    return (
+        f"{_gib(needed)} of the device's {_gib(room)} GiB ({needed / room:.0%}). The other {_gib(room - needed)} must "
+        "hold what is not predicted yet: what torch's allocator reserves beyond tensors, CUDA's context, cuBLAS's "
+        "workspaces, NCCL's buffers."
+    )
+
+
+def _messages(plan: Plan, largest: RankPlan) -> Table:
+    which = f" of pipeline rank {largest.pipeline_rank}" if len(plan.ranks) > 1 else ""
+    title = f"Messages{which} in a step"
+    table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    for name in ("axis", "message"):
+        table.add_column(name)
+    for name in ("calls", "MiB"):
+        table.add_column(name, justify="right")
+    work = largest.trace.work
+    for (axis, kind), size in sorted(work.messages.items(), key=lambda item: -item[1]):
+        table.add_row(axis, kind, str(work.calls[axis, kind]), f"{size / MIB:,.2f}")
+    return table
+
+
+def _speed(plan: Plan) -> list[str]:
+    training, petaflops = plan.experiment.training, sum(rank.trace.work.flops for rank in plan.ranks) / 1e15
+    lines = [
+        f"{petaflops / len(plan.ranks):.3g} PFLOP a rank and step; a checkpoint is {plan.checkpoint_bytes / 1e9:.3g} GB"
+    ]
+    slowest = max((rank.time for rank in plan.ranks if rank.time is not None), key=lambda it: it.total, default=None)
+    if slowest is None or plan.step_seconds is None:
+        return lines
+    lines.append(
+        f"{plan.step_seconds:.3g} s a step, estimated: matmuls {slowest.matmuls:.3g}, elementwise "
+        f"{slowest.elementwise:.3g}, messages {slowest.exposed:.3g} waited for and {slowest.behind:.3g} behind "
+        f"compute; bubble {plan.bubble:.0%}"
+    )
+    lines.append(
+        f"{plan.tokens_per_second:,.0f} tokens/s a device, MFU {plan.mfu:.0%}; {training.steps} steps: "
+        f"{plan.tokens_per_step * training.steps:,} tokens, {plan.gpu_hours:,.0f} GPU-hours"
+    )
+    return lines
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.2f}"

@@ -1,0 +1,85 @@
+"""How long a traced step takes: each kind of work at the rate that bounds it, sharding's messages behind compute.
+
+Kernels that wait for the host, slow ranks and crowded networks are not in it: runs are slower, rarely faster.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from titan_exp.config.experiment import Experiment
+from titan_exp.config.layout import pipeline_microbatches
+from titan_exp.config.pipeline import stage_layers
+from titan_exp.config.timeline import timeline
+from titan_exp.parallel.orders import training_orders
+from titan_exp.plan.devices import BANDWIDTH_SHARE, LINK_SHARE, MATMUL_SHARE, Device
+from titan_exp.plan.trace import Trace
+
+BEHIND_COMPUTE = ("fsdp", "dp_replicate")
+"""Axes whose messages travel while something is computed."""
+
+
+@dataclass(frozen=True)
+class RankTime:
+    """Seconds of a rank's step, waiting for other pipeline ranks left out."""
+
+    matmuls: float
+    """Matmuls and attention."""
+    elementwise: float
+    """Everything that memory's bandwidth bounds."""
+    exposed: float
+    """Messages that compute waits for: tensor, context and pipeline parallelism's."""
+    behind: float
+    """Messages of sharding and replication, which travel behind compute."""
+
+    @property
+    def total(self) -> float:
+        """Of the step."""
+        return max(self.matmuls + self.elementwise + self.exposed, self.behind)
+
+
+def rank_time(trace: Trace, device: Device, node: int) -> RankTime:
+    """Estimate a traced step.
+
+    Args:
+        trace: of the step.
+        device: what it runs on.
+        node: devices of a node.
+    """
+    work, exposed, behind = trace.work, 0.0, 0.0
+    for (axis, kind), size in work.messages.items():
+        seconds = _message_seconds(kind, size, trace.axes.get(axis, [0]), device, node)
+        # An axis that shares all its ranks with others is theirs too: "dp_shard=fsdp".
+        if set(axis.split("=")) & set(BEHIND_COMPUTE):
+            behind += seconds
+        else:
+            exposed += seconds
+    return RankTime(
+        work.flops / (device.bf16_tflops * 1e12 * MATMUL_SHARE),
+        work.bytes_moved / (device.bandwidth_tbs * 1e12 * BANDWIDTH_SHARE),
+        exposed,
+        behind,
+    )
+
+
+def step_time(experiment: Experiment, times: Sequence[RankTime | None]) -> tuple[float, float | None]:
+    """The pipeline's bubble, and the seconds of a step; the slowest rank has the word."""
+    known = [time.total for time in times if time is not None]
+    if experiment.parallelism.pp == 1:
+        return 0.0, max(known, default=None)
+    parallelism, stages = experiment.parallelism, len(stage_layers(experiment))
+    orders = training_orders(parallelism.pp_schedule, parallelism.pp, stages, pipeline_microbatches(experiment))
+    bubble = timeline(orders).bubble
+    return bubble, max(known) / (1 - bubble) if known else None
+
+
+def _message_seconds(kind: str, size: int, ranks: Sequence[int], device: Device, node: int) -> float:
+    """Of one rank's messages of a kind, by rings: each rank sends its share on until all have what they need."""
+    if kind == "receive" or len(ranks) < 2:
+        return 0.0  # counted where it is sent
+    nodes = len({rank // node for rank in ranks})
+    # Between nodes, all adapters of the group's ranks carry a part of what a node needs.
+    rate = device.link_gbs if nodes == 1 else min(device.link_gbs, device.network_gbs * len(ranks) / nodes)
+    rate *= 1e9 * LINK_SHARE
+    others = (len(ranks) - 1) / len(ranks)
+    share = {"all-gather": others, "reduce-scatter": others, "all-to-all": others, "all-reduce": 2 * others}
+    return size * share.get(kind, 1.0) / rate

@@ -1,0 +1,61 @@
+"""What CUDA's kernels keep and take for a moment where the CPU's do otherwise, for tensors that only pretend.
+
+Each takes the place of a call of torch's while a step is traced for CUDA, and makes tensors of the sizes that the
+kernel makes; values are never computed. Compared with real GPUs elsewhere, one kernel at a time.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+FLASH_ROWS, FLASH_WIDTH = 128, 32
+"""What flash attention's backward pass rounds rows and head_dim up to."""
+
+
+@contextmanager
+def cuda_calls() -> Iterator[None]:
+    """For the time of the block, let calls that CUDA answers by a kernel of its own be answered by its sizes."""
+    with (
+        patch.object(F, "rms_norm", _rms_norm),
+        # Code that asks has a kernel in mind that only CUDA has.
+        patch.object(FakeTensor, "is_cuda", property(lambda _: True), create=True),
+    ):
+        yield
+
+
+def workspace(operator: Any, args: tuple[Any, ...]) -> int:
+    """Bytes that CUDA's kernel of a call takes and gives back, and the CPU's does not."""
+    if operator is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+        query, key = args[1], args[2]
+        batch, heads, rows, width = query.shape
+        rows, wide = -(-rows // FLASH_ROWS) * FLASH_ROWS, -(-width // FLASH_WIDTH) * FLASH_WIDTH
+        # Sums of the queries' gradient and of each row in fp32; keys' gradients for every head of a group.
+        sums = batch * heads * rows * (wide + 1) * 4
+        shared = 0 if key.shape[1] == heads else 2 * batch * heads * key.shape[2] * width * query.element_size()
+        return sums + shared
+    return 0
+
+
+def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    assert weight is not None, "the models' norms have weights"
+    return _Norm.apply(x, weight)  # type: ignore[return-value]  # a Tensor
+
+
+class _Norm(torch.autograd.Function):
+    """One kernel forward, which keeps its input and a number for each row; one backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight)

@@ -1,0 +1,76 @@
+"""One rank's step, traced: memory over time, operations, messages. On a pretended rank or a real one alike."""
+
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+from titan_exp.plan.memory import Ledger, Moment
+from titan_exp.plan.phases import phases_told
+from titan_exp.plan.stand_ins import cuda_calls, workspace
+from titan_exp.plan.watch import Watch, Work, ranks_by_axis
+from titan_exp.trainer.assemble import Assembly
+
+ALLOCATION = 512
+"""Bytes to which torch's allocator on CUDA rounds up."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a step of one rank takes once it runs in its stride: the second one, when the optimizer has its state."""
+
+    peak: Moment
+    """When most memory is held."""
+    kept: dict[str, int]
+    """Bytes held between steps, by what they are for."""
+    gradients: int
+    """Bytes of this rank's reduced gradients, as the optimizer takes them."""
+    work: Work
+    """Operations, bytes and messages of the step."""
+    axes: dict[str, list[int]]
+    """Ranks of this rank's group along every axis that it sends messages on."""
+    timeline: list[tuple[int, str]]
+    """Bytes alive after each change of them, and what was being computed."""
+
+
+def trace_step(
+    parts: Assembly, step: Callable[[], object], *, first_step: Callable[[], object] | None = None, cuda: bool = False
+) -> Trace:
+    """Run two steps and watch the second.
+
+    Args:
+        parts: this rank's part of the run.
+        step: runs one optimizer step.
+        first_step: runs one after which the optimizer has its state; None is `step`.
+        cuda: whether a step on CUDA is pretended, with the sizes that its kernels and its allocator have.
+
+    Raises:
+        UserError: the step calls an operator that the planner does not know.
+    """
+    ledger = Ledger(ALLOCATION if cuda else 1)
+    with (
+        _garbage_stays(),
+        phases_told(ledger, parts.model.parts, parts.optimizer) as phases,
+        Watch(ledger, parts.mesh, workspace if cuda else None) as watch,
+        cuda_calls() if cuda else nullcontext(),
+    ):
+        (first_step or step)()
+        ledger.begin()
+        watch.work = Work()
+        step()
+        return Trace(
+            ledger.peak(), ledger.held(), phases.gradients, watch.work, ranks_by_axis(parts.mesh), ledger.timeline()
+        )
+
+
+@contextmanager
+def _garbage_stays() -> Iterator[None]:
+    """As the trainer has it: nothing is collected within a step, so that what refers to itself lives on."""
+    collecting = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()

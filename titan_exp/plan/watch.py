@@ -1,0 +1,179 @@
+"""Watching a rank's step operator by operator: memory, operations and messages, on real tensors or pretended ones."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._library.custom_ops import OPDEFS
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, UnsupportedOperatorException
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from titan_exp.parallel.mesh import Mesh
+from titan_exp.parallel.process_group import group_named
+from titan_exp.plan.memory import Ledger
+from titan_exp.plan.operators import message, operations, refusal
+
+
+@dataclass
+class Work:
+    """What a part of a step computes and sends."""
+
+    flops: int = 0
+    """Floating-point operations of matmuls and attention."""
+    bytes_moved: int = 0
+    """Bytes that all operators but those read and write."""
+    messages: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
+    """Bytes by mesh axis and kind of message."""
+    calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
+    """How many messages those are."""
+
+
+class Watch(TorchDispatchMode):
+    """While it is entered, enters into its books what every operator makes, computes and sends.
+
+    Args:
+        ledger: where memory is entered.
+        mesh: whose groups have the axes' names.
+        workspace: bytes that a call takes for a moment beyond what its tensors hold.
+    """
+
+    def __init__(
+        self, ledger: Ledger, mesh: Mesh, workspace: Callable[[Any, tuple[Any, ...]], int] | None = None
+    ) -> None:
+        super().__init__()
+        self.ledger, self.work, self._workspace = ledger, Work(), workspace
+        self._axes, self._paused = axes_by_group(mesh), 0
+
+    def __enter__(self) -> "Watch":
+        self._stack = ExitStack()
+        self._stack.enter_context(patch.object(torch.UntypedStorage, "resize_", self._resizing()))
+        self._stack.enter_context(self._blind_to_layouts())
+        super().__enter__()
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)
+        self._stack.close()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Call the operator, and note what it did."""
+        kwargs = kwargs or {}
+        # Of tensors made of tensors, the operators on their parts are what counts.
+        if any(
+            hasattr(kind, "__tensor_flatten__") and kind.__module__.startswith("torch.distributed") for kind in types
+        ):
+            return NotImplemented
+        if self._paused or func.namespace in ("prim", "profiler"):
+            return func(*args, **kwargs)
+        body = _body(func)
+        if body is not None:
+            # Opaque to the compiler, but not to us: what is inside counts.
+            with self, torch.no_grad():
+                return body(*args, **kwargs)
+        if func is torch.ops.aten._local_scalar_dense.default and self.ledger.category == "optimizer":
+            # An optimizer reads how many steps it has made, which no size depends on.
+            return func(*args) if type(args[0]) is Tensor else 1.0
+        try:
+            out = func(*args, **kwargs)
+        except (UnsupportedOperatorException, DynamicOutputShapeException) as error:
+            raise refusal(str(func)) from error
+        self._note(func, args, kwargs, out)
+        if self._workspace is not None and (size := self._workspace(func, args)):
+            self.ledger.pressure(size, self.ledger.category)
+        return out
+
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        before = {tensor.untyped_storage()._cdata for tensor in given}
+        new = False
+        for tensor in made:
+            alias = tensor.untyped_storage()._cdata in before
+            new = new or not alias
+            # What Python makes of a number is a constant, not part of what is being computed.
+            self.ledger.see(tensor, "other" if alias or func is torch.ops.aten.lift_fresh.default else None)
+        sent = message(func, args, out)
+        if sent is not None:
+            kind, group, size = sent
+            axis = self._axes.get(group, "itself")
+            self.work.messages[axis, kind] += size
+            self.work.calls[axis, kind] += 1
+            self.ledger.is_for([tensor for tensor in (*given, *made) if self._is_buffer(kind, tensor)], "communication")
+        elif func.namespace == "fsdp":
+            self._note_sharding(str(func._overloadpacket), args, kwargs, out)
+        flops = operations(func, args, kwargs, out)
+        self.work.flops += flops
+        if not flops and not sent and not func.is_view and (new or func._schema.is_mutable):
+            self.work.bytes_moved += sum(tensor.numel() * tensor.element_size() for tensor in (*given, *made))
+
+    def _is_buffer(self, kind: str, tensor: Tensor) -> bool:
+        return kind in ("receive", "all-gather", "reduce-scatter") and self.ledger.know(tensor)
+
+    def _note_sharding(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Of FSDP2's own operators: what goes into messages and what comes out of them."""
+        if name.endswith("split_with_sizes_copy"):
+            self.ledger.is_for(tree_leaves(kwargs["out"]), "gathered parameters")
+        elif name.endswith("all_gather_copy_in"):
+            self.ledger.is_for([leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)], "communication")
+        elif name.endswith("chunk_cat"):
+            self.ledger.is_for(args[0], "gradients")
+            self.ledger.is_for([kwargs["out"]], "communication")
+
+    def _resizing(self) -> Callable[..., Any]:
+        resize, ledger = torch.UntypedStorage.resize_, self.ledger
+
+        def resized(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            ledger.resize(storage)
+            return result
+
+        return resized
+
+    @contextmanager
+    def _blind_to_layouts(self) -> Iterator[None]:
+        """Torch asks what an operator makes of whole tensors to see how its result is divided: nothing is computed."""
+        ask = ShardingPropagator._propagate_tensor_meta_non_cached
+
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            self._paused += 1
+            try:
+                return ask(*args, **kwargs)
+            finally:
+                self._paused -= 1
+
+        with patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", asked):
+            yield
+
+
+def ranks_by_axis(mesh: Mesh) -> dict[str, list[int]]:
+    """The ranks of this rank's group along every axis that messages are booked on."""
+    return {axis: dist.get_process_group_ranks(group_named(name)) for name, axis in axes_by_group(mesh).items()}
+
+
+def axes_by_group(mesh: Mesh) -> dict[str, str]:
+    """The mesh axis of every process group, by the group's name; axes that share all their ranks are named together."""
+    axes: dict[str, list[str]] = defaultdict(list)
+    for table in (mesh.world, mesh.sharding):
+        for axis in table.mesh_dim_names or ():
+            if table[axis].size() > 1:
+                name = table.get_group(axis).group_name
+                axes[name] += [axis] if axis not in axes[name] else []
+    return {name: "=".join(its) for name, its in axes.items()}
+
+
+def _body(func: Any) -> Callable[..., Any] | None:
+    """What an operator of ours does, where it is written in Python."""
+    if func.namespace != "titan_exp":
+        return None
+    definition = OPDEFS.get(f"{func.namespace}::{func._schema.name.partition('::')[2]}")
+    if definition is None:
+        raise refusal(str(func))
+    return definition._init_fn

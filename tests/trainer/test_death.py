@@ -132,7 +132,9 @@ def test_killed_at_random_moments(tmp_path, undisturbed, mode, world):
         finally:
             ranks.kill()
         folder = CheckpointFolder(disturbed.checkpoints)
-        assert [problem(folder.at(step)) for step in folder.complete()] == [None] * len(folder.complete())
+        # Asked once: a writing process may outlive its rank by the moment in which it publishes what it has written.
+        for step in folder.complete():
+            assert problem(folder.at(step)) is None
     assert kills == 3, "the run was over before it could be killed"
     finished(disturbed, world)
 

@@ -1,6 +1,7 @@
 """What the command line says: help, versions, and every way of typing something wrong."""
 
 import importlib
+import pkgutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+import titan_exp.launch
 from titan_exp.cli import main
 from titan_exp.config.experiment import Experiment
 
@@ -17,8 +19,9 @@ Launched = list[tuple[Experiment, list[str]]]
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
     """What reaches the launcher, which is not started."""
-    # Imported for the first time under the stand-ins, it would keep them.
-    importlib.import_module("titan_exp.launch.study")
+    # Imported for the first time under the stand-ins, a module would keep them.
+    for module in pkgutil.walk_packages(titan_exp.launch.__path__, "titan_exp.launch."):
+        importlib.import_module(module.name)
     calls: Launched = []
 
     def run(call: tuple[Experiment, list[str]]) -> SimpleNamespace:

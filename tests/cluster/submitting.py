@@ -1,6 +1,5 @@
 """Runs as jobs of the tests' SLURM, submitted from here, with a stand-in for the trainer unless a test trains."""
 
-import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -61,12 +60,6 @@ class Submitting:
     def running(self, folder: RunFolder, *names: str) -> None:
         """Wait until the run's folder holds these files, which its ranks write."""
         self.wait_until(lambda: all((folder.path / name).exists() for name in names), lambda: self.story(folder))
-
-    def now(self, job: str) -> None:
-        """Start a job that waits for a while after it was queued again."""
-        with contextlib.suppress(AssertionError):
-            self.slurm.wait_for(job, "PENDING", limit=10)
-            self.slurm.run("scontrol", "update", f"JobId={job}", "StartTime=now")
 
     def story(self, folder: RunFolder) -> str:
         texts = [path.read_text(errors="replace") for path in sorted(folder.path.rglob("logs/*.*"))]

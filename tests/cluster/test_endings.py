@@ -54,7 +54,6 @@ def test_a_budget_of_going_on(cluster: Submitting, stand_in: StandIn):
     stand_in("stop_always")
     folder, job = cluster.submitted("cluster.max_requeues=1")
     cluster.wait_until(lambda: len(ends(folder)) == 2, lambda: cluster.story(folder))
-    cluster.now(job)
     # Preempted is what it is after the first start as well.
     cluster.wait_until(lambda: ends(folder) == [85, 85], lambda: cluster.story(folder))
     cluster.ended(folder, "preempted")
@@ -124,7 +123,6 @@ def test_nodes_that_are_drained_and_nodes_that_die(cluster: Submitting, stand_in
     assert cluster.look(folder).state == "queued"
     for node in ("node1", "node2"):
         cluster.slurm.resume(node)
-    cluster.now(job)
     cluster.running(folder, "seen-0.json", "seen-1.json")
     assert last(folder).job_id == job
     cluster.slurm.fail(last(folder).hosts[0])
@@ -136,7 +134,6 @@ def test_nodes_that_are_drained_and_nodes_that_die(cluster: Submitting, stand_in
             cluster.slurm.run("scontrol", "release", job)
         return len(ends(folder)) == 2
 
-    cluster.now(job)
     cluster.wait_until(started_again, lambda: cluster.story(folder))
     cluster.ended(folder, "done")
     first, second = folder.read_attempts()
@@ -158,7 +155,6 @@ def test_queued_again_by_hand_in_the_middle_of_training(cluster: Submitting, und
     folder, job = cluster.submitted(*TRAINING)
     cluster.wait_until(lambda: len(read_metrics(folder.metrics)) > 2, lambda: cluster.story(folder))
     cluster.slurm.run("scontrol", "requeue", job)
-    cluster.now(job)
     cluster.ended(folder, "done")
     first, second = folder.read_attempts()
     assert (first.exit, second.exit, second.restarts, second.job_id) == (85, 0, 1, job)
@@ -175,7 +171,6 @@ def test_the_time_limit_in_the_middle_of_training(cluster: Submitting, stand_in:
     cluster.slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=1")
     cluster.wait_until(lambda: len(ends(folder)) == 2, lambda: cluster.story(folder))
     cluster.slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=600")
-    cluster.now(job)
     cluster.ended(folder, "done")
     first, second = folder.read_attempts()
     assert (first.exit, second.exit, second.restarts) == (85, 0, 1)

@@ -3,6 +3,7 @@
 Run folders are the truth: what W&B lost (the last rows of a killed run, the times of attempts) is lost here too.
 """
 
+import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from titan_exp.compare.selection import Selection
 from titan_exp.config.errors import UserError
 from titan_exp.tracking.metrics_file import decode
 from titan_exp.tracking.sink import Row, Value
+from titan_exp.tracking.wandb_service import end_service
 
 STATES = {"finished": "done", "running": "running", "preempted": "preempted", "preempting": "preempted"}
 """W&B's states in our words; `pending` is the same, and any other is a failure."""
@@ -98,6 +100,8 @@ def from_wandb(run: WandbApiRun) -> Run:
 def explained(place: str) -> Iterator[None]:
     """Turns what wandb says into words for the user: no package, no account, no network, no such project.
 
+    The service that wandb started for it is ended, in bounded time, whatever came of it.
+
     Raises:
         UserError: anything of that.
     """
@@ -117,6 +121,9 @@ def explained(place: str) -> Iterator[None]:
             "or WANDB_API_KEY) and connected, and is that the right ENTITY/PROJECT? Run folders need neither: "
             "titan-exp compare STUDY reads them."
         ) from error
+    finally:
+        if "wandb" in sys.modules:
+            end_service()
 
 
 def _is_of_wandb(error: Exception) -> bool:

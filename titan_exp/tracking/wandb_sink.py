@@ -11,6 +11,7 @@ from titan_exp.tracking.log import get_logger
 from titan_exp.tracking.metrics_file import read_metrics
 from titan_exp.tracking.sink import Row
 from titan_exp.tracking.wandb_run import WandbRun
+from titan_exp.tracking.wandb_service import end_service
 
 if TYPE_CHECKING:
     import wandb
@@ -48,10 +49,11 @@ class WandbSink:
         self._run.log(_known(row))
 
     def close(self, state: str) -> None:
-        """End the W&B run with the exit code of `state`."""
+        """End the W&B run with the exit code of `state`, and wandb's service in this process with it."""
         if state == "preempted":
             self._run.mark_preempting()
         self._run.finish(exit_code=EXIT_CODES.get(state, 1))
+        end_service()
 
 
 def logged_in() -> bool:
@@ -79,15 +81,13 @@ def _start(run: WandbRun, folder: Path) -> "wandb.Run":
     try:
         return _init(run, folder, mode)
     except Exception as error:  # a key, but no way to the server: usual on compute nodes
-        import wandb
-
         get_logger().warning(
             "W&B cannot be reached (%s), so it is kept offline in %s; `wandb sync` uploads it. "
             "tracking.wandb_mode=offline does not try.",
             str(error).strip().partition("\n")[0],
             folder / "wandb",
         )
-        wandb.teardown()  # the service still holds the id of the attempt that failed
+        end_service()  # it still holds the id of the attempt that failed
         return _init(run, folder, "offline")
 
 

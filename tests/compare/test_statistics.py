@@ -9,7 +9,7 @@ from scipy import stats
 
 from titan_exp.compare.statistics import Delta, difference, estimate, holm
 
-ROUNDS = 2000
+ROUNDS = 600
 
 
 def by_seed(values: np.ndarray | list[float]) -> dict[object, float]:
@@ -125,3 +125,13 @@ def test_equal_numbers_differ_by_nothing_and_a_constant_shift_is_certain():
     shifted = difference({0: 2.0, 1: 3.0}, {0: 1.0, 1: 2.0})
     assert shifted is not None
     assert (shifted.low, shifted.high, shifted.is_distinguishable) == (1.0, 1.0, True)
+
+
+def test_numbers_equal_but_for_rounding_are_no_trouble():
+    found = difference({0: 3.1, 1: 4.1, 2: 5.1}, {0: 2.1, 1: 3.1, 2: 4.1})
+    assert found is not None
+    assert (found.low, found.high) == pytest.approx((1.0, 1.0))
+    assert found.is_distinguishable
+    alone = estimate([0.3, 0.1 + 0.2, 0.3])
+    assert alone is not None
+    assert (alone.low, alone.high) == pytest.approx((0.3, 0.3))

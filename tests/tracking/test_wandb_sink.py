@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,7 @@ def test_the_run_is_told_as_wandb_wants_it(tmp_path: Path) -> None:
 
 def test_the_newest_directory_holds_the_whole_run_after_a_resume(tmp_path: Path) -> None:
     train(tmp_path, steps=[1, 2, 3, 4], state="preempted")
+    time.sleep(1)  # a directory is named by the second of its start
     train(tmp_path, steps=[3, 4, 5], attempt=2)
     latest = (tmp_path / "run" / "wandb" / "latest-run").resolve()
     assert latest in directories(tmp_path)

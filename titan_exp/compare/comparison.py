@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from titan_exp.compare.differing import ABSENT, LABEL_OF_MODEL, Differences, differences, flatten, value_text
@@ -217,7 +217,7 @@ def _with_deltas(rows: Sequence[Row], place: int, metrics: Sequence[Metric]) -> 
         ]
         for index, delta in enumerate(holm(found)):
             deltas[index][metric.name] = delta
-    return [Row(**{**row.__dict__, "deltas": found}) for row, found in zip(rows, deltas, strict=True)]
+    return [replace(row, deltas=found) for row, found in zip(rows, deltas, strict=True)]
 
 
 def _finite(numbers: Mapping[object, float]) -> dict[object, float]:

@@ -1,5 +1,6 @@
 """Every rule: something that breaks it and only it, and what keeps it."""
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -501,6 +502,7 @@ def test_the_default_run_keeps_every_rule():
         (["parallelism.cp=2", "model.architecture=tests.models.own_model.Bigram"], "parallelism.cp", "dp_shard=2"),
         (["parallelism.ep=2"], "parallelism.ep", "parallelism.ep=1"),
         (["parallelism.etp=2"], "parallelism.etp", "parallelism.etp=1"),
+        (["optimizer.implementation=triton"], "optimizer.implementation", "implementation=fused"),
         (["cluster.nodes=2"], "cluster.nodes", "cluster.nodes=1"),
         (["cluster.device=cuda"], "cluster.device", "cluster.device=cpu"),
         (["cluster.gpus_per_node=8"], "cluster.gpus_per_node", "parallelism.dp_shard=8"),
@@ -556,6 +558,23 @@ def test_on_a_machine_without_gpus(overrides: list[str], field: str, remedy: str
             "parallelism.async_tp",
             "sequence_parallel=true",
         ),
+        (["optimizer.implementation=triton"], "", ""),
+        (["optimizer.implementation=triton", "optimizer.state_precision=bf16", "parallelism.tp=2"], "", ""),
+        (
+            ["optimizer.implementation=triton", "optimizer.state_precision=int8"],
+            "optimizer.implementation",
+            "state_precision=bf16",
+        ),
+        (
+            ["optimizer.implementation=triton", "parallelism.cpu_offload=true"],
+            "optimizer.implementation",
+            "cpu_offload=false",
+        ),
+        (
+            ["optimizer.implementation=triton", "optimizer.name=torch.optim.SGD"],
+            "optimizer.implementation",
+            "name=adamw",
+        ),
         (["parallelism.cp=2", "model.attention_backend=flex"], "model.attention_backend", "cp_method=ulysses"),
         (["parallelism.cp=2", "model.attention_backend=efficient"], "", ""),
         (["parallelism.cp=2", "model.head_dim=36"], "model.head_dim", "32 or 40"),
@@ -571,6 +590,12 @@ def test_on_a_machine_with_eight_gpus(overrides: list[str], field: str, remedy: 
     violation = only(*overrides)
     assert violation.field == field
     assert remedy in violation.remedy
+
+
+def test_our_kernels_take_triton(monkeypatch: pytest.MonkeyPatch):
+    give_gpus(monkeypatch, 8)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install triton" in only("optimizer.implementation=triton").remedy
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -504,6 +504,8 @@ def test_the_default_run_keeps_every_rule():
         (["parallelism.etp=2"], "parallelism.etp", "parallelism.etp=1"),
         (["optimizer.implementation=triton"], "optimizer.implementation", "implementation=fused"),
         (["model.attention_backend=fa3"], "model.attention_backend", "auto, flash or math"),
+        (["quantization=float8_rowwise", "quantization.fused_casts=true"], "quantization.fused_casts", "casts=false"),
+        (["quantization=mxfp8", "quantization.fused_casts=true"], "quantization.fused_casts", "float8_rowwise"),
         (["cluster.nodes=2"], "cluster.nodes", "cluster.nodes=1"),
         (["cluster.device=cuda"], "cluster.device", "cluster.device=cpu"),
         (["cluster.gpus_per_node=8"], "cluster.gpus_per_node", "parallelism.dp_shard=8"),
@@ -573,6 +575,12 @@ def test_on_a_machine_without_gpus(overrides: list[str], field: str, remedy: str
             "sequence_parallel=true",
         ),
         (["optimizer.implementation=triton"], "", ""),
+        (["quantization=float8_rowwise", "quantization.fused_casts=true", "quantization.smallest_gemm=0"], "", ""),
+        (
+            ["quantization=float8_rowwise", "quantization.fused_casts=true", "quantization.emulate=true"],
+            "quantization.fused_casts",
+            "emulate=auto",
+        ),
         (["optimizer.implementation=triton", "optimizer.state_precision=bf16", "parallelism.tp=2"], "", ""),
         (
             ["optimizer.implementation=triton", "optimizer.state_precision=int8"],

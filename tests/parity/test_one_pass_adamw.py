@@ -1,12 +1,11 @@
 """The kernel that clips and updates in one pass, in the trainer: the curve is that of torch's fused AdamW."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.interpreted import needs_triton
+from tests.interpreted import interpret, needs_triton
 from tests.parity.runs import assert_same_curve, train
 
 CLIPPED = ("training.max_grad_norm=0.3", "training.steps=4")
@@ -14,7 +13,7 @@ CLIPPED = ("training.max_grad_norm=0.3", "training.steps=4")
 
 def use_it() -> None:
     """Triton's interpreter in the place of a GPU, which the configuration's rules ask for."""
-    os.environ["TRITON_INTERPRET"] = "1"
+    interpret()
     from titan_exp.trainer import assemble
 
     build = assemble.build_optimizer

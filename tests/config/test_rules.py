@@ -1,5 +1,6 @@
 """Every rule: something that breaks it and only it, and what keeps it."""
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -501,6 +502,10 @@ def test_the_default_run_keeps_every_rule():
         (["parallelism.cp=2", "model.architecture=tests.models.own_model.Bigram"], "parallelism.cp", "dp_shard=2"),
         (["parallelism.ep=2"], "parallelism.ep", "parallelism.ep=1"),
         (["parallelism.etp=2"], "parallelism.etp", "parallelism.etp=1"),
+        (["optimizer.implementation=triton"], "optimizer.implementation", "implementation=fused"),
+        (["model.attention_backend=fa3"], "model.attention_backend", "auto, flash or math"),
+        (["quantization=float8_rowwise", "quantization.fused_casts=true"], "quantization.fused_casts", "casts=false"),
+        (["quantization=mxfp8", "quantization.fused_casts=true"], "quantization.fused_casts", "float8_rowwise"),
         (["cluster.nodes=2"], "cluster.nodes", "cluster.nodes=1"),
         (["cluster.device=cuda"], "cluster.device", "cluster.device=cpu"),
         (["cluster.gpus_per_node=8"], "cluster.gpus_per_node", "parallelism.dp_shard=8"),
@@ -542,6 +547,19 @@ def test_on_a_machine_without_gpus(overrides: list[str], field: str, remedy: str
         ),
         (["model.attention_backend=cudnn", "training.mixed_precision=bf16", "data.document_mask=true"], "", ""),
         (["model.attention_backend=flex"], "", ""),
+        (["model.attention_backend=fa3", "training.mixed_precision=bf16"], "model.attention_backend", "hopper"),
+        (["model.attention_backend=fa4", "training.mixed_precision=bf16"], "model.attention_backend", "flash-attn-4"),
+        (
+            ["model.attention_backend=flash", "training.mixed_precision=bf16", "model.head_dim=288"],
+            "model.attention_backend",
+            "auto, efficient or flex",
+        ),
+        (
+            ["model.attention_backend=cudnn", "training.mixed_precision=bf16", "model.head_dim=36"],
+            "model.attention_backend",
+            "auto, flash, efficient or flex",
+        ),
+        (["model.attention_backend=cudnn", "training.mixed_precision=bf16", "model.head_dim=64"], "", ""),
         (["compile=blocks", "compile.backend=cudagraphs"], "", ""),
         (["compile=all", "compile.backend=cudagraphs"], "compile.components", "compile.backend=inductor"),
         (["compile=all", "compile.components=[loss]", "parallelism.cp=2"], "", ""),
@@ -555,6 +573,29 @@ def test_on_a_machine_without_gpus(overrides: list[str], field: str, remedy: str
             ["compile=blocks", "parallelism.tp=2", "parallelism.async_tp=true", "parallelism.sequence_parallel=false"],
             "parallelism.async_tp",
             "sequence_parallel=true",
+        ),
+        (["optimizer.implementation=triton"], "", ""),
+        (["quantization=float8_rowwise", "quantization.fused_casts=true", "quantization.smallest_gemm=0"], "", ""),
+        (
+            ["quantization=float8_rowwise", "quantization.fused_casts=true", "quantization.emulate=true"],
+            "quantization.fused_casts",
+            "emulate=auto",
+        ),
+        (["optimizer.implementation=triton", "optimizer.state_precision=bf16", "parallelism.tp=2"], "", ""),
+        (
+            ["optimizer.implementation=triton", "optimizer.state_precision=int8"],
+            "optimizer.implementation",
+            "state_precision=bf16",
+        ),
+        (
+            ["optimizer.implementation=triton", "parallelism.cpu_offload=true"],
+            "optimizer.implementation",
+            "cpu_offload=false",
+        ),
+        (
+            ["optimizer.implementation=triton", "optimizer.name=torch.optim.SGD"],
+            "optimizer.implementation",
+            "name=adamw",
         ),
         (["parallelism.cp=2", "model.attention_backend=flex"], "model.attention_backend", "cp_method=ulysses"),
         (["parallelism.cp=2", "model.attention_backend=efficient"], "", ""),
@@ -571,6 +612,29 @@ def test_on_a_machine_with_eight_gpus(overrides: list[str], field: str, remedy: 
     violation = only(*overrides)
     assert violation.field == field
     assert remedy in violation.remedy
+
+
+def test_flash_attention_3_and_4_where_they_are_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    give_gpus(monkeypatch, 8)
+    (tmp_path / "flash_attn_interface.py").touch()
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    bf16 = "training.mixed_precision=bf16"
+    for name in ("fa3", "fa4"):
+        backend = f"model.attention_backend={name}"
+        assert broken(backend, bf16) == []
+        assert "mixed_precision=bf16" in only(backend).remedy
+        assert "document_mask=false" in only(backend, bf16, "data.document_mask=true").remedy
+        assert "cp_method=ulysses" in only(backend, bf16, "parallelism.cp=2").remedy
+        assert broken(backend, bf16, "parallelism.cp=2", "parallelism.cp_method=ulysses") == []
+    assert "fa3" in only("model.attention_backend=fa4", bf16, "model.head_dim=192").remedy
+    assert broken("model.attention_backend=fa3", bf16, "model.head_dim=192") == []
+
+
+def test_our_kernels_take_triton(monkeypatch: pytest.MonkeyPatch):
+    give_gpus(monkeypatch, 8)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install triton" in only("optimizer.implementation=triton").remedy
 
 
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -51,8 +51,8 @@ def test_document_mask_gradients_stay_within_the_document():
 
 def test_backend_is_what_was_asked_for_or_the_devices_best():
     cpu = torch.device("cpu")
-    assert choose_backend("auto", cpu, bf16=True, documents=True) == "flash"
-    assert choose_backend("math", cpu, bf16=False, documents=False) == "math"
+    assert choose_backend("auto", cpu, head_dim=64, bf16=True, documents=True) == "flash"
+    assert choose_backend("math", cpu, head_dim=64, bf16=False, documents=False) == "math"
 
 
 @pytest.mark.cuda
@@ -72,6 +72,6 @@ def test_cuda_backends_agree_with_the_reference(backend):
 def test_cuda_has_a_kernel_for_whatever_auto_chooses(bf16, documents):
     device = torch.device("cuda")
     q, k, v = (head.to(device, torch.bfloat16 if bf16 else torch.float32) for head in heads())
-    core = CausalAttention(choose_backend("auto", device, bf16=bf16, documents=documents))
+    core = CausalAttention(choose_backend("auto", device, head_dim=16, bf16=bf16, documents=documents))
     core(q.requires_grad_(), k, v, core.mask(DOCUMENTS.to(device) if documents else None)).sum().backward()
     assert q.grad is not None

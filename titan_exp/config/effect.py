@@ -28,6 +28,7 @@ LAYOUT = {
     "quantization.emulate": "whether instructions of the device compute the same products",
     "quantization.float8_all_gather": "whether weights are rounded before or after they are gathered",
     "quantization.precomputed_scales": "when the same scales are computed",
+    "quantization.fused_casts": "whether the same casts are made in one pass",
 }
 """Keys that say how it is computed and change rounding at most."""
 

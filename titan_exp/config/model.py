@@ -56,7 +56,8 @@ class ModelConfig:
     """Rotary position embedding."""
     init_std: PositiveFloat
     """Standard deviation of initial weights; residual outputs are scaled down by sqrt(2 · layers)."""
-    attention_backend: Literal["auto", "cudnn", "flash", "efficient", "math", "flex"]
-    """Kernel behind attention; `auto` takes the fastest that this device has. The log says which one ran."""
+    attention_backend: Literal["auto", "cudnn", "flash", "fa3", "fa4", "efficient", "math", "flex"]
+    """Kernel behind attention. `auto` takes the fastest that torch brings along for this device; `fa3` and `fa4` are
+    FlashAttention 3 and 4, from packages of their own; `flex` is FlexAttention. The log says which one runs."""
     options: dict[str, Any] = field(default_factory=dict)
     """Extra keyword arguments for an architecture of your own."""

@@ -28,13 +28,15 @@ class OptimizerConfig:
     """Added to AdamW's denominator."""
     decay_vectors: bool
     """Apply weight decay to one-dimensional parameters (norms, biases) as well."""
-    implementation: Literal["fused", "foreach", "for_loop"]
-    """Kernel of torch's own optimizers; `fused` is the fastest on CPU and CUDA."""
+    implementation: Literal["fused", "foreach", "for_loop", "triton"]
+    """Kernel of AdamW: torch's `fused`, the fastest of torch's own on CPU and CUDA, `foreach` or `for_loop`; or ours,
+    `triton`, for CUDA, which clips and updates in one pass over memory. What that gains has not been measured."""
     state_precision: Literal["fp32", "bf16", "int8", "fp8"]
     """How AdamW's moments are kept; it computes in fp32 all the same. 4 bytes each in `fp32`; 2 in `bf16`, which loses
     changes of the second moment below 2^-9 of it, so that betas near 1 learn it late; 1.125 in `int8` (256 values
     denser around zero) and in `fp8` (e4m3; of the second moment its root), with a scale for every 32 numbers of a row,
-    norms staying in fp32. Other than `fp32` goes one parameter after the other, whatever `implementation` says."""
+    norms staying in fp32. Other than `fp32` goes one parameter after the other, whatever `implementation` says, but for
+    `bf16` with `triton`."""
     options: dict[str, Any] = field(default_factory=dict)
     """Extra keyword arguments for the optimizer class."""
 

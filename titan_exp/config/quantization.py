@@ -38,6 +38,10 @@ class QuantizationConfig:
     precomputed_scales: bool
     """Of recipes with one scale for a whole weight: compute those of all weights together after each optimizer step,
     with one message, instead of each where it is used. The numbers are the same."""
+    fused_casts: bool
+    """Of `float8_tensorwise` and `float8_rowwise`, on GPUs: a kernel of ours reads an activation, or a gradient, once
+    and casts it for both products that it is in, as it is and transposed. The numbers are the same; what it gains has
+    not been measured. Without effect where the recipe is emulated."""
     emulate: Literal["auto", True, False]
     """Round as the recipe says and multiply in fp32, which any device can and none is faster by. `auto` does so where
     the device lacks the instructions, and the log says it."""

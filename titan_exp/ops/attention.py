@@ -1,4 +1,4 @@
-"""Causal attention with the kernel chosen explicitly: torch's SDPA backends, or FlexAttention.
+"""Causal attention with the kernel chosen explicitly: torch's SDPA backends, FlashAttention 3 and 4, or FlexAttention.
 
 Grouped-query attention runs on the shared keys and values as they are, where the kernel can.
 """
@@ -13,37 +13,48 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-Backend = Literal["cudnn", "flash", "efficient", "math", "flex"]
+from titan_exp.config.attention import CUDNN_EVERYWHERE, HEAD_SIZES
+from titan_exp.ops.flash_packages import activate
+
+Backend = Literal["cudnn", "flash", "fa3", "fa4", "efficient", "math", "flex"]
 
 SDPA_BACKENDS: dict[str, SDPBackend] = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
+    "fa3": SDPBackend.FLASH_ATTENTION,
+    "fa4": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
 
 
 def choose_backend(
-    requested: str, device: torch.device, *, bf16: bool, documents: bool, parts: bool = False
+    requested: str, device: torch.device, *, head_dim: int, bf16: bool, documents: bool, parts: bool = False
 ) -> Backend:
-    """Name the kernel that will run.
+    """Name the kernel that will run; where it takes the place of torch's own in the process, it does so now.
 
     Args:
-        requested: a backend's name, or `auto` for the fastest that this device has: on CUDA cuDNN from Hopper on and
-            flash before, efficient in fp32 or where documents are masked (the others take neither); flash on CPU.
+        requested: a backend's name, or `auto` for the fastest that torch brings along for this device: on CUDA cuDNN
+            from Hopper on and flash before, efficient in fp32, where documents are masked and for heads wider than 256
+            (the others take none of them); flash on CPU.
         device: where attention will run.
+        head_dim: width of a head.
         bf16: whether it will run in bf16, else fp32.
         documents: whether a document mask will be given.
         parts: whether it will attend to parts of the keys and merge them (`ops.partial_attention`); cuDNN is not used
             for that.
+
+    Raises:
+        UserError: the device, or what is installed, cannot run the one that was asked for.
     """
+    activate(requested, device)
     if requested != "auto":
         return requested  # type: ignore[return-value]  # one of Backend, checked by the configuration
     if device.type != "cuda":
         return "flash"
-    if documents or not bf16:
+    if documents or not bf16 or not HEAD_SIZES["flash"].takes(head_dim):
         return "efficient"
-    if parts:
+    if parts or not CUDNN_EVERYWHERE.takes(head_dim):
         return "flash"
     hopper = torch.cuda.get_device_capability(device) >= (9, 0)
     return "cudnn" if hopper and torch.backends.cudnn.is_available() else "flash"

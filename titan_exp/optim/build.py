@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from titan_exp.config.dotted import import_dotted, is_dotted
 from titan_exp.config.optimizer import OptimizerConfig
 from titan_exp.optim.low_precision_adamw import LowPrecisionAdamW
+from titan_exp.optim.one_pass_adamw import OnePassAdamW
 
 
 def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -36,6 +37,15 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter])
     if is_dotted(config.name):
         return import_dotted(config.name, "optimizer.name")(groups, lr=config.lr, **config.options)
     assert config.name == "adamw", "checked by the configuration's rules"
+    if config.implementation == "triton":
+        assert config.state_precision in ("fp32", "bf16"), "checked by the configuration's rules"
+        return OnePassAdamW(
+            groups,
+            lr=config.lr,
+            betas=(config.betas[0], config.betas[1]),
+            eps=config.eps,
+            moments=torch.float32 if config.state_precision == "fp32" else torch.bfloat16,
+        )
     if config.state_precision != "fp32":
         return LowPrecisionAdamW(
             groups,

@@ -48,10 +48,15 @@ def global_grad_norm(parameters: Iterable[Tensor], stages: dist.ProcessGroup | N
     return total.sqrt()
 
 
+def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
+    """min(1, max_norm / norm), a scalar that stays on the device."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
+
+
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients by min(1, max_norm / norm), in place and without asking the device for the norm."""
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    """Scale all gradients by `clip_factor`, in place and without asking the device for the norm."""
+    factor = clip_factor(norm, max_norm)
     gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor)

@@ -59,7 +59,10 @@ def describe(model: nn.Module, config: QuantizationConfig, *, layers: int, devic
         violation = Violation("quantization.recipe", config.recipe, "it takes no projection", "quantization=none")
         raise UserError("This run cannot be started.", [violation])
     share = sum(it.weight.numel() for it in taken.values()) / sum(it.numel() for it in model.parameters())
-    how = f"emulated on {device.type}" if is_emulated(config, device) else f"by the instructions of {device.type}"
+    emulated = is_emulated(config, device)
+    how = f"emulated on {device.type}" if emulated else f"by the instructions of {device.type}"
+    if config.fused_casts:
+        how += ", torch's casts" if emulated else ", casts both ways in one pass"
     return (
         f"{config.recipe}, {how}: {len(taken)} of {len(found)} projections, {100 * share:.0f} % of the parameters; "
         "embedding and head stay in high precision, and MFU is of the bf16 peak"

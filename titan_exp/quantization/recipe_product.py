@@ -62,5 +62,6 @@ def product_of(config: QuantizationConfig, *, emulated: bool) -> Product:
         high_precision_weight_gradient=config.recipe == "float8_rowwise_gw_hp",
         power_of_two=config.power_of_two_scales,
         emulated=emulated,
+        both_ways=config.fused_casts and not emulated,
     )
     return Float8Product(recipe, precomputed=config.precomputed_scales)

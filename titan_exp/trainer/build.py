@@ -45,6 +45,7 @@ class BuiltModel:
         backend = choose_backend(
             experiment.model.attention_backend,
             mesh.device,
+            head_dim=experiment.model.head_dim,
             bf16=experiment.training.mixed_precision == "bf16",
             documents=experiment.data.document_mask,
             parts=experiment.parallelism.cp > 1 and experiment.parallelism.cp_method != "ulysses",

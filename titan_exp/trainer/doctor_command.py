@@ -77,8 +77,13 @@ def examine(experiment: Experiment, source: Source | None) -> NumericsReport:
 
 
 def _initial(experiment: Experiment, device: torch.device) -> nn.Module:
+    # Everything here is in fp32, which few kernels of GPUs take.
     backend = choose_backend(
-        experiment.model.attention_backend, device, bf16=False, documents=experiment.data.document_mask
+        "auto" if device.type == "cuda" else experiment.model.attention_backend,
+        device,
+        head_dim=experiment.model.head_dim,
+        bf16=False,
+        documents=experiment.data.document_mask,
     )
 
     def build() -> nn.Module:

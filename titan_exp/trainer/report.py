@@ -18,6 +18,7 @@ from titan_exp.tracking.run_folder import RunFolder
 from titan_exp.tracking.throughput import Throughput
 from titan_exp.trainer.compile_cache import cache_of
 from titan_exp.trainer.compile_report import CompileReport
+from titan_exp.trainer.slower import MemoryToSpare
 from titan_exp.trainer.step import StepResult
 from titan_exp.trainer.step_times import OwnTimes, StepTimes
 from titan_exp.trainer.stragglers import ROWS, Stragglers
@@ -53,6 +54,7 @@ class Report:
             synchronize=torch.cuda.synchronize if mesh.device.type == "cuda" else _nothing,
         )
         self.memory = PeakMemory(mesh.device)
+        self._to_spare = MemoryToSpare(experiment, mesh.device)
         self.compilation = CompileReport()
         self.times = StepTimes(mesh.device)
         self._stragglers = Stragglers(dist.get_world_size() // mesh.world["pp"].size(), mesh.device.type)
@@ -82,6 +84,7 @@ class Report:
         loss, times = self._gather(result.loss.double().cpu())
         loss /= self.mesh.copies_of_tokens
         if self.leader:
+            memory = self.memory.read()
             row = {
                 "step": step,
                 "tokens": tokens,
@@ -89,13 +92,14 @@ class Report:
                 "grad_norm": float(result.grad_norm),
                 "lr": lr,
                 **self.throughput.read(),
-                **self.memory.read(),
+                **memory,
                 **self._step_times(step, times),
                 **also,
                 "attempt": self.attempt,
             }
             for sink in self.sinks:
                 sink.log(row)
+            self._to_spare.see(memory["memory_reserved"])
             self.memory.reset()
         return float(loss)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_exp.config.experiment import Experiment
+from titan_exp.optim.one_pass_adamw import OnePassAdamW
 from titan_exp.tracking.atomic import write_atomically
 from titan_exp.tracking.device import device_name
 from titan_exp.tracking.log import get_logger
@@ -100,7 +101,9 @@ def note_roofline(
         tflops=rate * flops_per_token / 1e12,
         peak_tflops=None if peak is None else peak.tflops,
         peak_source=None if peak is None else peak.source,
-        optimizer_bytes=optimizer_traffic(optimizer, clipped=experiment.training.max_grad_norm is not None),
+        optimizer_bytes=optimizer_traffic(
+            optimizer, clipped=experiment.training.max_grad_norm is not None and not isinstance(optimizer, OnePassAdamW)
+        ),
         copy_rate=None if measured is None else measured.copy,
     )
     get_logger().info("%s", note.text())
@@ -112,7 +115,7 @@ def note_roofline(
 
 def optimizer_traffic(optimizer: torch.optim.Optimizer, *, clipped: bool) -> int:
     """Bytes on this rank that an update must move: weights and states read and written, gradients read, once for the
-    norm and once for the update, and, where they are clipped, read and written in between."""
+    norm and once for the update, and, where they are clipped in a pass of its own, read and written in between."""
     total = 0
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from titan_exp.data.batch import Batch
 from titan_exp.ops.cross_entropy import IGNORE_INDEX
-from titan_exp.optim.clip import global_grad_norm, scale_gradients
+from titan_exp.optim.clip import clip_factor, global_grad_norm, scale_gradients
+from titan_exp.optim.one_pass_adamw import OnePassAdamW
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.tensor import sum_partial_gradients
 from titan_exp.trainer.model import Model
@@ -53,7 +54,9 @@ def train_step(
 
     sum_partial_gradients(model.parts, mesh)
     grad_norm = global_grad_norm(model.counted(), mesh.stages)
-    if max_grad_norm is not None:
+    if max_grad_norm is not None and isinstance(optimizer, OnePassAdamW):
+        optimizer.factor = clip_factor(grad_norm, max_grad_norm)
+    elif max_grad_norm is not None:
         scale_gradients(list(model.parameters()), grad_norm, max_grad_norm)
 
     for group in optimizer.param_groups:

@@ -36,6 +36,7 @@ from titan_exp.trainer.model import Model
 from titan_exp.trainer.profile import ProfileWindow
 from titan_exp.trainer.report import Report
 from titan_exp.trainer.roofline import note_roofline
+from titan_exp.trainer.slower import note_slower
 from titan_exp.trainer.step import StepResult, agree, train_step
 
 
@@ -62,6 +63,7 @@ class Trainer:
         watched: dict[str, Any] = {"rank": dist.get_rank(), "device": device}
         self.memory = MemorySnapshot(experiment.profiling.memory_step, folder.traces, **watched)
         parts = assemble(experiment, device)
+        note_slower(experiment)
         self.mesh, built, self.optimizer = parts.mesh, parts.built, parts.optimizer
         self.model: Model = parts.model
         self.schedule = LRSchedule(experiment.lr_schedule, peak=experiment.optimizer.lr, steps=training.steps)

@@ -7,11 +7,13 @@ import torch
 from torch import nn
 
 from titan_exp.checkpoint.source import Source
+from titan_exp.config.attention import ON_CPU
 from titan_exp.config.convert import load_experiment
 from titan_exp.config.errors import UserError
 from titan_exp.data.tokenizer import ByteTokenizer, Tokenizer
 from titan_exp.models.build import build_model
 from titan_exp.ops.attention import choose_backend
+from titan_exp.ops.flash_packages import runs_here
 from titan_exp.parallel.materialize import local, materialize, part_of
 
 Rows = Mapping[str, Sequence[slice]]
@@ -41,8 +43,16 @@ def load_source(
             that are no DTensors but parts nevertheless.
         parts: whether ranks will share sequences by exchanging keys and values.
     """
+    # Weights do not depend on the kernel that they were trained with, which may not run here.
+    trained_with = source.model.attention_backend
+    here = runs_here(trained_with, device) and (device.type != "cpu" or trained_with in ON_CPU)
     backend = choose_backend(
-        source.model.attention_backend, device, bf16=dtype == torch.bfloat16, documents=documents, parts=parts
+        trained_with if here else "auto",
+        device,
+        head_dim=source.model.head_dim,
+        bf16=dtype == torch.bfloat16,
+        documents=documents,
+        parts=parts,
     )
     with torch.device("meta"):
         model = build_model(source.model, seq_len=seq_len, attention_backend=backend)

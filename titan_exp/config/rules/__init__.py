@@ -27,6 +27,7 @@ from titan_exp.config.rules import (
     steps,
     tensor,
     tokens,
+    triton,
 )
 
 Rule = Callable[[Experiment], Iterator[Violation]]
@@ -38,6 +39,7 @@ RULES: tuple[Rule, ...] = (
     *attention.RULES,
     *precision.RULES,
     *quantization.RULES,
+    *triton.RULES,
     *memory.RULES,
     *tensor.RULES,
     *context.RULES,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from titan_exp.ops.attention import SDPA_BACKENDS, CausalAttention
+from titan_exp.ops.flash_packages import activate, runs_here
 from titan_exp.tracking.device import peak_by_name
 from titan_exp.trainer.machine.expected import bandwidth, peak_of_type
 from titan_exp.trainer.machine.rate import Rate, timed_rate
@@ -55,13 +56,15 @@ def attention_rates(device: torch.device, limit: float) -> Iterator[Rate]:
     """Causal attention in bf16, forward and backward, by every backend; the FLOPs are those of the causal half."""
     batch, heads, kv_heads, seq, channels = ATTENTIONS[device.type]
     work = 2.0 * batch * heads * seq * seq * channels  # two matmuls, of which the causal half
-    backends = (*SDPA_BACKENDS, *(("flex",) if device.type == "cuda" else ()))
+    backends = [name for name in SDPA_BACKENDS if runs_here(name, device)]
+    backends += ["flex"] if device.type == "cuda" else []
 
     def made(count: int) -> Tensor:
         shape = (batch, count, seq, channels)
         return torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
 
     for backend in backends:
+        activate(backend, device)
         core = CausalAttention(backend)  # type: ignore[arg-type]  # one of Backend
         query, key, value = made(heads), made(kv_heads), made(kv_heads)
         name = f"{backend}, {heads} heads ({kv_heads} of keys), {seq} tokens, {channels} channels"
@@ -86,6 +89,7 @@ def attention_rates(device: torch.device, limit: float) -> Iterator[Rate]:
             yield rate
             if rate.value is None:
                 break
+    activate("auto", device)
 
 
 def copy_rates(device: torch.device, limit: float) -> Iterator[Rate]:

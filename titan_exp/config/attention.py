@@ -1,0 +1,72 @@
+"""What is known of attention kernels on GPUs without asking one: head sizes, and packages that they are in."""
+
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
+
+ON_CPU = ("auto", "flash", "math")
+"""Kernels that a CPU can train with; FlexAttention has no backward there."""
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """Values of `model.head_dim` that a kernel trains with."""
+
+    largest: int
+    """The largest."""
+    multiple: int = 1
+    """All are multiples of this."""
+
+    def takes(self, head_dim: int) -> bool:
+        """Whether it is one of them."""
+        return head_dim <= self.largest and head_dim % self.multiple == 0
+
+
+HEAD_SIZES = {
+    "cudnn": HeadSizes(256, 8),
+    "flash": HeadSizes(256),
+    "fa3": HeadSizes(256, 8),
+    "fa4": HeadSizes(128, 8),
+}
+"""By `model.attention_backend`; others take any. From 129 on cuDNN takes them on Hopper only, which `auto` leaves to
+flash."""
+
+CUDNN_EVERYWHERE = HeadSizes(128, 8)
+"""What cuDNN takes on every GPU that has it."""
+
+
+@dataclass(frozen=True)
+class FlashPackage:
+    """A newer FlashAttention than torch's own, which takes its place where it is installed."""
+
+    title: str
+    """What people call it."""
+    implementation: str
+    """What `torch.nn.attention.activate_flash_attention_impl` calls it."""
+    module: str
+    """The module, or the package and what is in it."""
+    majors: tuple[int, ...]
+    """Major CUDA compute capabilities that torch calls it on: 9 is Hopper, 10 Blackwell."""
+    install: str
+    """How it is had."""
+
+    def is_installed(self) -> bool:
+        """Whether it is here; asked without importing it, which would import torch."""
+        package, _, inner = self.module.partition(".")
+        found = importlib.util.find_spec(package)
+        if found is None or not inner:
+            return found is not None
+        return any((Path(place) / inner).is_dir() for place in found.submodule_search_locations or ())
+
+
+FLASH_PACKAGES = {
+    "fa3": FlashPackage(
+        "FlashAttention 3",
+        "FA3",
+        "flash_attn_interface",
+        (9,),
+        "it is built from the folder hopper of github.com/Dao-AILab/flash-attention",
+    ),
+    "fa4": FlashPackage("FlashAttention 4", "FA4", "flash_attn.cute", (9, 10), "pip install flash-attn-4"),
+}
+"""By `model.attention_backend`."""

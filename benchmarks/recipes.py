@@ -1,6 +1,8 @@
 """What numeric recipes cost in loss: each trained for some hundred steps from the same weights on the same data.
 
-python benchmarks/recipes.py [steps=200] [key=value ...]
+python benchmarks/recipes.py [steps=200] [only=CASE] [key=value ...]
+
+`only` leaves the baseline and the cases whose names begin so.
 
 Recipes are emulated where the device lacks their instructions, so this says something about numbers and nothing about
 speed. Compared is the mean loss of the last sixth of the steps. The rows after the baseline, bf16 with its sums in
@@ -41,6 +43,13 @@ CASES = {
         "quantization.high_precision_first=1",
         "quantization.high_precision_last=1",
     ],
+    "nvfp4": ["quantization=nvfp4"],
+    "nvfp4, stochastic rounding": ["quantization=nvfp4", "quantization.stochastic_rounding=true"],
+    "nvfp4, first and last block high": [
+        "quantization=nvfp4",
+        "quantization.high_precision_first=1",
+        "quantization.high_precision_last=1",
+    ],
     "moments in bf16": ["optimizer.state_precision=bf16"],
     "moments in int8": ["optimizer.state_precision=int8"],
     "moments in fp8": ["optimizer.state_precision=fp8"],
@@ -51,13 +60,17 @@ def main(arguments: list[str]) -> None:
     """Train every case and print the table."""
     import torch
 
-    words = [word for word in arguments if not word.startswith("steps=")]
-    steps = int(next((word.partition("=")[2] for word in arguments if word.startswith("steps=")), "200"))
+    own = {"steps": "200", "only": ""}
+    words = [word for word in arguments if word.partition("=")[0] not in own]
+    own |= {key: value for key, _, value in (word.partition("=") for word in arguments) if key in own}
+    steps = int(own["steps"])
     print(f"{platform.processor() or platform.machine()}, {os.environ['OMP_NUM_THREADS']} threads, ", end="")
     print(f"torch {torch.__version__}, torchao {version('torchao')}, {steps} steps\n")
     print(f"| {'case':33s} | loss at the end | − bf16 | largest of a step | s |\n|---|--:|--:|--:|--:|")
     baseline: list[float] = []
     for name, overrides in CASES.items():
+        if name != "bf16" and not name.startswith(own["only"]):
+            continue
         begin = time.perf_counter()
         losses = curve([*BASE, f"training.steps={steps}", *overrides, *words])
         baseline = baseline or losses

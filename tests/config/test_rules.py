@@ -47,6 +47,13 @@ def test_the_default_run_keeps_every_rule():
     assert broken() == []
 
 
+TILES = [
+    *("quantization=nvfp4", "quantization.smallest_gemm=0", "model.dim=256", "model.heads=4", "model.kv_heads=2"),
+    *("model.head_dim=64", "model.ffn_dim=512"),
+]
+"""Every dim a multiple of 128, as torchao's NVFP4 kernels want it."""
+
+
 @pytest.mark.parametrize(
     ("overrides", "field", "remedy"),
     [
@@ -124,6 +131,30 @@ def test_the_default_run_keeps_every_rule():
             "training.seq_len",
             "32 or 64",
         ),
+        (["quantization=nvfp4", "parallelism.tp=2"], "", ""),
+        (
+            [
+                "quantization=nvfp4",
+                "model.heads=4",
+                "model.kv_heads=2",
+                "model.head_dim=36",
+                "quantization.filter=['*.out']",
+            ],
+            "",
+            "",
+        ),
+        (
+            ["quantization=nvfp4", "model.head_dim=36", "quantization.filter=['*.out']"],
+            "quantization.recipe",
+            "'*.attention.qkv'",
+        ),
+        # Pairs of sequences would be whole blocks, but sixteen tokens of two sequences are not transformed together.
+        (["quantization=nvfp4", "training.seq_len=40", "training.micro_batch_size=2"], "training.seq_len", "32 or 48"),
+        (["quantization=nvfp4", "training.seq_len=96", "parallelism.cp=4"], "training.seq_len", "=128"),
+        (["quantization=nvfp4", "training.seq_len=128", "parallelism.cp=4"], "", ""),
+        (["quantization=nvfp4", "quantization.power_of_two_scales=false"], "", ""),
+        (["quantization=nvfp4", "quantization.stochastic_rounding=true"], "", ""),
+        (["quantization=mxfp8", "quantization.stochastic_rounding=true"], "quantization.stochastic_rounding", "=false"),
         (["quantization=float8_rowwise_gw_hp", "training.seq_len=41", "training.micro_batch_size=1"], "", ""),
         (
             ["quantization=float8_rowwise", "parallelism.tp=4", "model.heads=8", "model.head_dim=32"],
@@ -602,6 +633,25 @@ def test_on_a_machine_without_gpus(overrides: list[str], field: str, remedy: str
         (["parallelism.cp=2", "model.head_dim=36"], "model.head_dim", "32 or 40"),
         (["parallelism.cp=2", "parallelism.cp_method=ulysses", "model.head_dim=36"], "", ""),
         (["parallelism.cp=2", "parallelism.cp_method=ulysses", "model.attention_backend=flex"], "", ""),
+        # torchao's kernels of NVFP4 want more than its format
+        (
+            [
+                "quantization=nvfp4",
+                "training.mixed_precision=bf16",
+                "quantization.smallest_gemm=0",
+                "quantization.filter=['*.attention.*', '*.down']",
+            ],
+            "quantization.recipe",
+            "or quantization.emulate=true, with multiples of 16",
+        ),
+        (["quantization=nvfp4", "quantization.emulate=true"], "", ""),
+        ([*TILES], "training.mixed_precision", "quantization.emulate=true"),
+        ([*TILES, "training.mixed_precision=bf16"], "", ""),
+        (
+            [*TILES, "training.mixed_precision=bf16", "training.seq_len=192", "training.micro_batch_size=1"],
+            "training.seq_len",
+            "128 or 256",
+        ),
     ],
 )
 def test_on_a_machine_with_eight_gpus(overrides: list[str], field: str, remedy: str, monkeypatch: pytest.MonkeyPatch):

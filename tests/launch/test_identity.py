@@ -74,6 +74,11 @@ def test_where_and_when_the_same_numbers_are_rounded_is_layout(key: str) -> None
     assert experiment_id(experiment(recipe)) != experiment_id(experiment())
 
 
+def test_noise_is_another_experiment() -> None:
+    key = "quantization.stochastic_rounding=true"
+    assert experiment_id(experiment("quantization=nvfp4", key)) != experiment_id(experiment("quantization=nvfp4"))
+
+
 @pytest.mark.parametrize(
     "override",
     [

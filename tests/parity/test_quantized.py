@@ -23,6 +23,8 @@ RECIPES = {
     "mx": f"{SHORT} quantization=mxfp8",
     "any scale": f"{SHORT} quantization=float8_tensorwise quantization.power_of_two_scales=false",
     "any scales": f"{SHORT} quantization=float8_rowwise quantization.power_of_two_scales=false",
+    "nvfp4": f"{SHORT} quantization=nvfp4",
+    "nvfp4, any scales": f"{SHORT} quantization=nvfp4 quantization.power_of_two_scales=false",
     "some": f"{SHORT} quantization=mxfp8 quantization.high_precision_first=1 quantization.high_precision_last=1 "
     "quantization.filter=[*.qkv]",
 }
@@ -56,6 +58,9 @@ def assert_same_recipe(found: Curve, expected: Curve) -> None:
         ("gw_hp", f"{TP2} parallelism.cp=2"),
         ("mx", f"{TP2} parallelism.sequence_parallel=false activation_checkpoint=selective"),
         ("mx", "parallelism=ddp parallelism.pp=2 parallelism.pp_schedule=DualPipeV training.micro_batch_size=1"),
+        ("nvfp4", f"{TP2} {FSDP2} activation_checkpoint=full {COMPILED}"),
+        ("nvfp4", "parallelism.cp=2 activation_checkpoint=selective quantization.precomputed_scales=false"),
+        ("nvfp4", "parallelism.pp=2 parallelism.pp_schedule=ZBVZeroBubble training.micro_batch_size=1"),
         ("some", "parallelism.pp=2"),
     ],
 )
@@ -66,7 +71,7 @@ def test_layout_does_not_change_the_curve(tmp_path: Path, one_device, recipe: st
 def test_every_recipe_is_another_curve(one_device):
     """What all of them agreed on would show nothing."""
     plain = train_plain = one_device("tensorwise").grad_norm[0]
-    for recipe in ("gw_hp", "mx", "any scales", "some"):
+    for recipe in ("gw_hp", "mx", "any scales", "nvfp4", "some"):
         assert one_device(recipe).grad_norm[0] != pytest.approx(train_plain, rel=5e-4), recipe
     assert plain == pytest.approx(one_device("mx").grad_norm[0], rel=2e-2)
 
@@ -75,6 +80,12 @@ def scales_are_of_a_rank_s_part() -> None:
     from titan_exp.quantization.recipe_product import Float8Product
 
     Float8Product.divide = lambda self, **_: None  # type: ignore[method-assign]
+
+
+def scales_are_of_a_rank_s_part_of_a_tensor() -> None:
+    from titan_exp.quantization.recipe_product import NVFP4Product
+
+    NVFP4Product.divide = lambda self, **_: None  # type: ignore[method-assign]
 
 
 def weights_have_scales_of_their_shards() -> None:
@@ -94,6 +105,8 @@ def weights_have_scales_of_their_shards() -> None:
     [
         ("any scales", TP2, None),
         ("any scales", TP2, scales_are_of_a_rank_s_part),
+        ("nvfp4, any scales", TP2, None),
+        ("nvfp4, any scales", TP2, scales_are_of_a_rank_s_part_of_a_tensor),
         (
             "any scale",
             f"{FSDP2} quantization.precomputed_scales=true",

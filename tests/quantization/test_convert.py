@@ -16,7 +16,7 @@ from titan_exp.quantization import instructions
 from titan_exp.quantization.convert import describe, quantize
 from titan_exp.quantization.float8 import E4M3, scale_of
 from titan_exp.quantization.instructions import is_emulated
-from titan_exp.quantization.recipe_product import Float8Product
+from titan_exp.quantization.recipe_product import Float8Product, NVFP4Product
 from titan_exp.quantization.weight_scales import WeightScales
 
 CPU = torch.device("cpu")
@@ -94,11 +94,12 @@ def test_what_a_gpu_lacks_is_emulated_or_refused(monkeypatch: pytest.MonkeyPatch
     assert is_emulated(made("quantization=mxfp8").quantization, hopper)
     with pytest.raises(UserError, match=r"NVIDIA H200 lacks the instructions of mxfp8.*capability 10.0"):
         is_emulated(made("quantization=mxfp8", "quantization.emulate=false").quantization, hopper)
-    assert set(instructions.LEAST) == {"float8_tensorwise", "float8_rowwise", "float8_rowwise_gw_hp", "mxfp8"}
+    assert set(instructions.LEAST) == {"float8_tensorwise", "float8_rowwise", "float8_rowwise_gw_hp", "mxfp8", "nvfp4"}
 
 
-def test_scales_are_those_of_the_weights_as_they_are_now():
-    run = made("quantization=float8_tensorwise", "quantization.power_of_two_scales=false")
+@pytest.mark.parametrize("recipe", ["float8_tensorwise", "nvfp4"])
+def test_scales_are_those_of_the_weights_as_they_are_now(recipe: str):
+    run = made(f"quantization={recipe}", "quantization.power_of_two_scales=false")
     model = build_model(run.model, seq_len=64, attention_backend="flash")
     quantize(model, run.quantization, layers=4, device=CPU)
     for module in model.modules():
@@ -112,7 +113,11 @@ def test_scales_are_those_of_the_weights_as_they_are_now():
     for name in ("blocks.2.feed_forward.down", "blocks.0.attention.qkv"):
         module = model.get_submodule(name)
         assert isinstance(module, Linear)
-        assert isinstance(module.product, Float8Product)
-        expected = scale_of(module.weight.bfloat16(), E4M3, over=None, power_of_two=False)
+        assert isinstance(module.product, Float8Product | NVFP4Product)
+        rounded = module.weight.bfloat16()
+        if isinstance(module.product, NVFP4Product):
+            expected = module.product.recipe.scale_of_weight(rounded)
+        else:
+            expected = scale_of(rounded, E4M3, over=None, power_of_two=False)
         assert module.product.weight_scale is not None
         assert torch.equal(module.product.weight_scale, expected)

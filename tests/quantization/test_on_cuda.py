@@ -1,28 +1,49 @@
 """A device's own instructions against the emulated recipe: the same rounding, sums in another order."""
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
+from torch import Tensor
 
 from titan_exp.quantization.float8_product import Float8, float8_product
 from titan_exp.quantization.instructions import LEAST
 from titan_exp.quantization.mx_product import mx_product
+from titan_exp.quantization.nvfp4_product import NVFP4, nvfp4_product
 
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 
-RECIPES = {
-    "float8_tensorwise": (False, False),
-    "float8_rowwise": (True, False),
-    "float8_rowwise_gw_hp": (True, True),
-    "mxfp8": None,
+
+def eight(rowwise: bool, high_precision: bool, x: Tensor, weight: Tensor, *, emulated: bool) -> Tensor:
+    return float8_product(x, weight, None, Float8(rowwise, high_precision, power_of_two=True, emulated=emulated))
+
+
+def four(power_of_two: bool, x: Tensor, weight: Tensor, *, emulated: bool) -> Tensor:
+    recipe = NVFP4(power_of_two=power_of_two, stochastic=False)
+    if emulated:
+        return nvfp4_product(x, weight, None, recipe)
+    from titan_exp.quantization.nvfp4_instructions import nvfp4_instructed
+
+    return nvfp4_instructed(x, weight, None, recipe)
+
+
+RECIPES: dict[str, Callable[..., Tensor]] = {
+    "float8_tensorwise": partial(eight, False, False),
+    "float8_rowwise": partial(eight, True, False),
+    "float8_rowwise_gw_hp": partial(eight, True, True),
+    "mxfp8": mx_product,
+    "nvfp4": partial(four, True),
+    "nvfp4, any scales": partial(four, False),
 }
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_instructions_compute_what_is_emulated(name: str):
-    if torch.cuda.get_device_capability() < LEAST[name]:
+    if torch.cuda.get_device_capability() < LEAST[name.partition(",")[0]]:
         pytest.skip(f"{torch.cuda.get_device_name()} lacks the instructions of {name}")
     random = torch.Generator("cuda").manual_seed(0)
     x, weight, gradient = (
@@ -32,11 +53,7 @@ def test_instructions_compute_what_is_emulated(name: str):
 
     def passes(emulated: bool) -> list[torch.Tensor]:
         ours, its_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
-        kind = RECIPES[name]
-        if kind is None:
-            output = mx_product(ours, its_weight, emulated=emulated)
-        else:
-            output = float8_product(ours, its_weight, None, Float8(*kind, power_of_two=True, emulated=emulated))
+        output = RECIPES[name](ours, its_weight, emulated=emulated)
         return [output.detach(), *torch.autograd.grad(output, [ours, its_weight], gradient)]
 
     for real, emulated in zip(passes(False), passes(True), strict=True):

@@ -5,19 +5,24 @@ from typing import Literal
 
 from titan_exp.config.bounds import Count
 
-BLOCK = {"float8_tensorwise": 16, "float8_rowwise": 16, "float8_rowwise_gw_hp": 16, "mxfp8": 32}
-"""What every dim of a quantized matmul is a multiple of, by recipe: 16 bytes of float8, a block of MX."""
+BLOCK = {"float8_tensorwise": 16, "float8_rowwise": 16, "float8_rowwise_gw_hp": 16, "mxfp8": 32, "nvfp4": 16}
+"""What every dim of a quantized matmul is a multiple of, by recipe: 16 bytes of float8, a block of MX or NVFP4."""
+
+NVFP4_TILE = 128
+"""What torchao's NVFP4 kernels want in its place: they lay out scales in tiles."""
 
 
 @dataclass(frozen=True)
 class QuantizationConfig:
     """A recipe for the matmuls of the blocks' projections. Embedding, head, norms and attention are never quantized."""
 
-    recipe: Literal["none", "float8_tensorwise", "float8_rowwise", "float8_rowwise_gw_hp", "mxfp8"]
+    recipe: Literal["none", "float8_tensorwise", "float8_rowwise", "float8_rowwise_gw_hp", "mxfp8", "nvfp4"]
     """`none` multiplies in the type of `training.mixed_precision`. `float8_tensorwise` has one scale for a whole
     tensor, gradients in e5m2; `float8_rowwise` one for every token and every output, all in e4m3;
     `float8_rowwise_gw_hp` the same with weight gradients in high precision; `mxfp8` one for every 32 numbers (OCP
-    Microscaling)."""
+    Microscaling). `nvfp4` has numbers of 4 bits, e2m1, with an e4m3 scale for every 16 and an fp32 one for the tensor,
+    weights in blocks of 16 by 16, and weight gradients from Hadamard-transformed tokens (NVIDIA 2025,
+    arXiv:2509.25149)."""
     filter: list[str]
     """Names or patterns of projections that stay in high precision, as in `blocks.*.attention.*`."""
     smallest_gemm: Count | None
@@ -29,9 +34,15 @@ class QuantizationConfig:
     high_precision_last: Count
     """So many blocks at the end stay in high precision."""
     power_of_two_scales: bool
-    """Round scales down to powers of two. Then a number is rounded to the same value whichever tensor it shares its
-    scale with, unless it is smaller than about 2^-14 of the largest there: so the curve does not depend on the layout.
-    Without, one device's results are those of torchao's default, and depend on the micro-batch size, dp and cp."""
+    """Round scales to powers of two, of NVFP4 the tensor's. Then a number is rounded to the same value whichever tensor
+    it shares its scale with, unless it, or of NVFP4 all of its block, is smaller than about 2^-14 of the largest there:
+    so the curve does not depend on the layout. Without, one device's results are those of torchao's default, and depend
+    on the micro-batch size, dp and cp."""
+    stochastic_rounding: bool
+    """Of `nvfp4`: round gradients of outputs up or down at random, so that they are right on average; false rounds to
+    the nearest. What is drawn depends on the seed, the step and the data rank, and on how tokens and outputs are
+    divided: a resumed run repeats it to the bit, another layout draws otherwise, and its curve differs as another
+    seed's would. So it is off unless asked for."""
     float8_all_gather: bool
     """Of `float8_tensorwise`: quantize a shard before it is gathered, so that half the bytes are sent and no rank
     quantizes the whole weight. The numbers are the same. Without effect where nothing is sharded."""
@@ -49,4 +60,4 @@ class QuantizationConfig:
     @property
     def whole_weight_scales(self) -> bool:
         """Whether the recipe has one scale for a whole weight."""
-        return self.recipe in ("float8_tensorwise", "float8_rowwise_gw_hp")
+        return self.recipe in ("float8_tensorwise", "float8_rowwise_gw_hp", "nvfp4")

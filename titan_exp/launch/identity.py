@@ -51,6 +51,8 @@ def _digest(experiment: Experiment, without: Iterable[str]) -> str:
     if experiment.quantization.recipe == "none":
         # Other keys have no effect then, and the id is that of a run from before there were recipes.
         config["quantization"] = {"recipe": "none"}
+    elif not experiment.quantization.stochastic_rounding:
+        del config["quantization"]["stochastic_rounding"]
     if experiment.optimizer.state_precision == "fp32":
         del config["optimizer"]["state_precision"]
     begins_with = {key: _get(config, key.split(".")) for key in WITH_EFFECT}

@@ -1,4 +1,5 @@
-"""What is used of torchao, imported here alone: its casts and matmuls are the engine of every recipe.
+"""What is used of torchao, imported here alone: its casts and matmuls are the engine of every recipe. (NVFP4's kernels,
+which only Blackwell has the instructions of, are imported where they are used.)
 
 Importing it takes a second, so only who has a recipe imports this.
 """

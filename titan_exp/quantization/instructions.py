@@ -10,6 +10,7 @@ LEAST = {
     "float8_rowwise": (9, 0),
     "float8_rowwise_gw_hp": (9, 0),
     "mxfp8": (10, 0),
+    "nvfp4": (10, 0),
 }
 """Least CUDA compute capability of each recipe: 8.9 is Ada, 9.0 Hopper, 10.0 Blackwell."""
 

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan_exp.quantization.float8 import E4M3, scale_of_amax
-from titan_exp.quantization.recipe_product import Float8Product
+from titan_exp.quantization.recipe_product import ScaledProduct
 
 
 class WeightScales:
@@ -41,15 +40,15 @@ class WeightScales:
         amax = torch.stack(largest).to(self._scales[0].device)
         for group in self._groups:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
-        scales = scale_of_amax(amax.to(self._dtype), E4M3, power_of_two=first.recipe.power_of_two)
+        scales = first.scales_of(amax.to(self._dtype))
         torch._foreach_copy_(self._scales, list(scales.unbind()))
 
 
-def _weights(parts: Sequence[nn.Module]) -> Iterator[tuple[nn.Parameter, Float8Product]]:
+def _weights(parts: Sequence[nn.Module]) -> Iterator[tuple[nn.Parameter, ScaledProduct]]:
     for part in parts:
         for module in part.modules():
             product = getattr(module, "product", None)
-            if isinstance(product, Float8Product) and product.weight_scale is not None:
+            if isinstance(product, ScaledProduct) and product.weight_scale is not None:
                 yield module.get_parameter("weight"), product
 
 

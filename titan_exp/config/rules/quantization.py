@@ -10,7 +10,8 @@ from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import device_type, micro_batch_size
 from titan_exp.config.optimizer import MOMENT_BLOCK
 from titan_exp.config.projections import Projection, is_quantized, projections
-from titan_exp.config.quantization import BLOCK
+from titan_exp.config.quantization import BLOCK, NVFP4_TILE
+from titan_exp.config.rules.context import chunks_of_a_sequence
 from titan_exp.config.suggest import did_you_mean, listed, multiples_near
 
 RECIPE = "quantization.recipe"
@@ -62,7 +63,7 @@ def dims_are_multiples(experiment: Experiment) -> Iterator[Violation]:
     recipe, degree = experiment.quantization.recipe, experiment.parallelism.tp
     if not _is_known(experiment):
         return
-    block, said = BLOCK[recipe], set()
+    block, said = _multiple(experiment), set()
     for taken in _taken(experiment):
         if taken.name.endswith(".qkv") and experiment.model.kv_heads % degree:
             continue  # which is refused below
@@ -78,7 +79,12 @@ def dims_are_multiples(experiment: Experiment) -> Iterator[Violation]:
                 recipe,
                 f"its dims are multiples of {block}, and {kind} has {size} {dim}{part}",
                 f"quantization.filter=['*.{kind}'] leaves it in high precision; or another shape"
-                + (" or parallelism.tp" if shared > 1 else ""),
+                + (" or parallelism.tp" if shared > 1 else "")
+                + (
+                    f"; or quantization.emulate=true, with multiples of {BLOCK[recipe]}"
+                    if block > BLOCK[recipe]
+                    else ""
+                ),
             )
 
 
@@ -87,8 +93,19 @@ def tokens_are_multiples(experiment: Experiment) -> Iterator[Violation]:
     recipe, training = experiment.quantization.recipe, experiment.training
     if recipe in ("none", "float8_rowwise_gw_hp"):
         return
-    block, parts = BLOCK[recipe], experiment.parallelism.cp
+    block, parts = _multiple(experiment), experiment.parallelism.cp
     tokens = micro_batch_size(experiment) * training.seq_len
+    run, rest = divmod(training.seq_len, chunks_of_a_sequence(experiment))
+    if recipe == "nvfp4" and rest == 0 and run % BLOCK[recipe]:
+        among = f", of which a rank of parallelism.cp={parts} has runs of {run}" if parts > 1 else ""
+        works = multiples_near(training.seq_len, BLOCK[recipe] * chunks_of_a_sequence(experiment))
+        yield Violation(
+            "training.seq_len",
+            training.seq_len,
+            f"nvfp4 transforms {BLOCK[recipe]} consecutive tokens of a sequence together{among}",
+            f"nearest: training.seq_len={listed(works)}",
+        )
+        return
     if tokens and tokens % parts == 0 and tokens // parts % block:
         among = f" on each of parallelism.cp={parts} ranks" if parts > 1 else ""
         yield Violation(
@@ -122,6 +139,9 @@ def options_are_of_the_recipe(experiment: Experiment) -> Iterator[Violation]:
     if config.recipe == "mxfp8" and not config.power_of_two_scales:
         field = "quantization.power_of_two_scales"
         yield Violation(field, False, "a scale of the MX format is a power of two", f"{field}=true")
+    if config.stochastic_rounding and config.recipe != "nvfp4":
+        field = "quantization.stochastic_rounding"
+        yield Violation(field, True, f"{config.recipe} rounds to the nearest", f"{field}=false, or quantization=nvfp4")
     if config.precomputed_scales and not config.whole_weight_scales:
         field = "quantization.precomputed_scales"
         reason = f"{config.recipe} has no scale for a whole weight"
@@ -150,11 +170,11 @@ def emulation_is_possible(experiment: Experiment) -> Iterator[Violation]:
         reason = f"a CPU has no instructions for {config.recipe}"
         yield Violation("quantization.emulate", False, reason, "quantization.emulate=auto")
     precision = experiment.training.mixed_precision
-    if config.recipe == "mxfp8" and config.emulate is not True and device == "cuda" and precision != "bf16":
+    if config.recipe in ("mxfp8", "nvfp4") and config.emulate is not True and device == "cuda" and precision != "bf16":
         yield Violation(
             "training.mixed_precision",
             precision,
-            "the matmuls of mxfp8 have results in bf16",
+            f"the matmuls of {config.recipe} have results in bf16",
             "training.mixed_precision=bf16, or quantization.emulate=true",
         )
 
@@ -229,6 +249,13 @@ def _taken(experiment: Experiment) -> Iterator[Projection]:
     for each in projections(experiment.model):
         if is_quantized(config, layers, each.name, each.inputs, each.outputs):
             yield each
+
+
+def _multiple(experiment: Experiment) -> int:
+    """What dims and tokens are multiples of; of a GPU it is not known yet whether it has the instructions."""
+    config = experiment.quantization
+    instructed = config.emulate is not True and device_type(experiment.cluster) == "cuda"
+    return NVFP4_TILE if config.recipe == "nvfp4" and instructed else BLOCK[config.recipe]
 
 
 def _modules_around(name: str) -> Iterator[str]:

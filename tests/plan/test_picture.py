@@ -234,6 +234,21 @@ def test_a_browser_draws_it(pages: dict[str, Path], browser: Any, width: int, sc
     assert view.locator("#rank h2").inner_text() == "Rank 12"
     view.locator("#pipeline canvas").hover(position={"x": 75, "y": 12})
     assert "micro-batch" in view.locator("#tip").inner_text()
+    # Dragging zooms in, a double click out again.
+    canvas = view.locator("#pipeline canvas")
+    view.mouse.move(0, 0)
+    all_of_it = canvas.evaluate("(it) => it.toDataURL()")
+    place = canvas.bounding_box()
+    view.mouse.move(place["x"] + 100, place["y"] + 12)
+    view.mouse.down()
+    view.mouse.move(place["x"] + 150, place["y"] + 12)
+    view.mouse.move(place["x"] + 200, place["y"] + 12)
+    view.mouse.up()
+    view.mouse.move(0, 0)
+    assert canvas.evaluate("(it) => it.toDataURL()") != all_of_it
+    canvas.dblclick(position={"x": 2, "y": 40})  # its own row
+    view.mouse.move(0, 0)
+    assert canvas.evaluate("(it) => it.toDataURL()") == all_of_it
     view.locator("#memory .story svg rect").last.hover()
     assert "in all" in view.locator("#tip").inner_text()
     ground = "getComputedStyle(document.body).backgroundColor"

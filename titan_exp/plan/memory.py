@@ -143,8 +143,8 @@ class Ledger:
 
         The first moment is where the story begins; the peak is among them.
         """
-        told = max(len(self._changes) - self._standing, 1)
-        current, moments, largest = dict.fromkeys(CATEGORIES, 0), list[Moment](), -1
+        told, moments, largest = max(len(self._changes) - self._standing, 1), list[Moment](), -1
+        current: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         for number, (storage, delta, where) in enumerate(self._changes, 1 - self._standing):
             if storage is not None:
                 current[storage.category] += delta

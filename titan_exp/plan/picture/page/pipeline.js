@@ -6,6 +6,8 @@ function drawPipeline() {
   const section = document.getElementById("pipeline");
   section.hidden = false;
   const plot = section.querySelector(".plot");
+  const canvas = element("canvas", { role: "img" });
+  plot.append(canvas);
   const state = { way: data.passes.ways[0], range: null, near: null };
   const rowsOf = new Map();
   // Actions as [stage, kind, micro-batch, start, end], and idle times with kind "~".
@@ -28,11 +30,10 @@ function drawPipeline() {
   const idle = (row) => sum(row.filter((it) => it[1] === "~").map((it) => it[4] - it[3]));
   let geometry = null;
 
-  function paint(box, width) {
+  function paint(_, width) {
     const all = rows(state.way), left = stagesHere ? 58 : 12, right = stagesHere && width > 520 ? 62 : 8;
     const high = Math.max(16, Math.min(30, 420 / all.length)), height = all.length * high + 40;
-    const canvas = element("canvas", { role: "img", "aria-label": section.querySelector(".said").textContent });
-    box.replaceChildren(canvas);
+    canvas.setAttribute("aria-label", section.querySelector(".said").textContent);
     const sharp = Math.max(1, devicePixelRatio || 1);
     canvas.width = width * sharp;
     canvas.height = height * sharp;
@@ -97,7 +98,6 @@ function drawPipeline() {
     }
     pen.fillText(state.way.name === "units" ? "time, in forward passes of a stage" : "time", (left + width - right) / 2, base + 30);
     if (right > 40) { pen.textAlign = "left"; pen.fillText("idle", width - right + 8, base + 14); }
-    pointing(canvas);
   }
   function hatch(pen, a, y, b, tall, color) {
     if (b - a < 2) return;
@@ -113,7 +113,7 @@ function drawPipeline() {
     pen.stroke();
     pen.restore();
   }
-  function pointing(canvas) {
+  function pointing() {
     let from = null;
     const time = (place) => geometry.from + ((place - geometry.left) / (geometry.width - geometry.left - geometry.right)) * (geometry.to - geometry.from);
     const at = (event) => {
@@ -137,7 +137,7 @@ function drawPipeline() {
       ]);
     });
     canvas.addEventListener("pointerup", (event) => {
-      const dragged = from !== null && Math.abs(event.offsetX - from) > 8;
+      const dragged = from !== null && Math.abs(event.offsetX - from) > 8 && time(Math.max(from, event.offsetX)) > 0;
       if (dragged) {
         state.range = [Math.max(0, time(Math.min(from, event.offsetX))), Math.min(state.way.end, time(Math.max(from, event.offsetX)))];
         again();
@@ -179,6 +179,7 @@ function drawPipeline() {
   const names = { own: "each stage its own time", alike: "all as the slowest" };
   if (data.passes.ways.length > 1) section.querySelector(".controls").append(choice(data.passes.ways.map((way, k) => [k, names[way.name]]), 0, (k) => { state.way = data.passes.ways[k]; state.range = null; say(); again(); }));
   say();
+  pointing();
   const again = drawn(plot, paint);
   chosen.listeners.push(again);
   themed.push(again);

@@ -29,7 +29,7 @@ function drawRank() {
     const mine = new Set(stagesOf(pipelineRank(chosen.rank)));
     const stageOf = [];
     data.stages.forEach((ranges, stage) => ranges.forEach(([first, last]) => { for (let k = first; k <= last; k++) stageOf[k] = stage; }));
-    const end = 30, height = 44, each = (width - 2 * end - 8) / data.layers;
+    const end = 30, height = 48, each = (width - 2 * end - 8) / data.layers;
     const svg = picture(box, width, height, "which layers this rank holds");
     const block = (x, wide, stage, name) => {
       const has = mine.has(stage);
@@ -39,8 +39,8 @@ function drawRank() {
     block(0, end, 0, "embedding");
     for (let k = 0; k < data.layers; k++) block(end + 4 + k * each, each - (each > 4 ? 1.5 : each > 2 ? 0.5 : 0), stageOf[k], `layer ${k}`);
     block(width - end, end, data.stages.length - 1, "head and loss");
-    draw(svg, "text", { x: 0, y: height - 1 }, "embedding");
-    draw(svg, "text", { x: width, y: height - 1, "text-anchor": "end" }, "head, loss");
+    draw(svg, "text", { x: 0, y: height - 4 }, "embedding");
+    draw(svg, "text", { x: width, y: height - 4, "text-anchor": "end" }, "head, loss");
     const held = [...mine];
     const ends = [...(mine.has(0) ? ["the embedding"] : []), ...(mine.has(data.stages.length - 1) ? ["the head and the loss"] : [])];
     const sentence = `${layerWords(layersOf(held))} of ${data.layers}${ends.length ? `, and ${ends.join(" and ")}` : ""}`;

@@ -256,3 +256,21 @@ def test_a_browser_draws_it(pages: dict[str, Path], browser: Any, width: int, sc
     view.locator("#theme").click()
     assert view.evaluate(ground) != before
     assert trouble == []
+
+
+def test_thousands_of_ranks_are_folded(pages: dict[str, Path], browser: Any, tmp_path: Path):
+    path = tmp_path / "large.html"
+    path.write_text(pages["all"].read_text().replace('"dp_shard":2,', '"dp_shard":1024,', 1))
+    view = browser.new_page()
+    view.goto(path.as_uri())
+    view.wait_for_selector("#ranks .fold")
+    # Of 256 nodes of 16 ranks that hold the same stages, three and the last are drawn.
+    assert view.locator("#ranks .cell").count() == 2 * 4 * 16
+    assert "252 nodes alike" in view.locator("#ranks .fold").first.text_content()
+    view.locator("#ranks .fold rect").first.click()
+    assert view.locator("#ranks .cell").count() == (256 + 4) * 16
+    # A rank that is asked for is shown.
+    view.locator("#ranks input").fill("5000")
+    view.locator("#ranks input").press("Enter")
+    assert view.locator("#ranks .cell[data-rank='5000']").count() == 1
+    assert view.locator("#rank h2").inner_text() == "Rank 5,000"

@@ -18,7 +18,7 @@ function drawRanks() {
   function ranksOf(node) {
     return Array.from({ length: Math.min(NODE, WORLD - node * NODE) }, (_, k) => node * NODE + k);
   }
-  const folds = (it) => it.nodes.length > FEW && NODES > 64 && !state.open.has(it.key);
+  const folds = (it) => it.nodes.length > FEW && NODES > 128 && !state.open.has(it.key);
   const hue = (place, many) => `oklch(var(--stage-l) var(--stage-c) ${(255 + (place / many) * 330) % 360})`;
   function colors(rank) {
     if (state.color === "stage") return stagesOf(pipelineRank(rank)).map((stage) => stageColor(stage));
@@ -137,7 +137,7 @@ function drawRanks() {
   chosen.listeners.push(() => {
     field.value = chosen.rank;
     const its = groups.find((it) => it.nodes.includes(nodeOf(chosen.rank)));
-    if (folds(its) && !cells.has(chosen.rank)) { state.open.add(its.key); again(); }
+    if (folds(its) && cells.size && !cells.has(chosen.rank)) { state.open.add(its.key); again(); }
     light();
   });
 }

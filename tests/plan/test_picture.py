@@ -84,7 +84,9 @@ def test_the_page_adds_up_and_loads_nothing(pages: dict[str, Path]):
 
 
 def test_what_a_rank_holds_is_what_torch_gives_it():
-    (found,) = run_ranks(1, _parts, LAYOUT)
+    # Six ranks share weights of 64 rows.
+    uneven = "parallelism.dp_shard=3 data.virtual_shards=48 training.global_batch_size=12"
+    (found,) = run_ranks(1, _parts, f"{LAYOUT} {uneven}")
     assert len({axis for cuts, *_ in found for axis, _ in cuts}) == 2
     divided = 0
     for cuts, shape, degrees, places, local_shape, offset in found:
@@ -226,7 +228,8 @@ def test_a_browser_draws_it(pages: dict[str, Path], browser: Any, width: int, sc
     ]
     # What the script cuts is what was cut above.
     weights = numbers_in(page)["ranks"]["0"]["weights"]
-    for weight in weights:
+    uneven = {"shape": [11, 5], "cuts": [["tp", 0], ["fsdp", 0], ["fsdp", 1]]}
+    for weight in [*weights, uneven]:
         told = view.evaluate("(weight) => partOf(7, weight)", weight)
         cuts = [(axis, dim) for axis, dim in weight["cuts"]]
         assert told == cut(weight["shape"], cuts, {"fsdp": 4, "tp": 2}, {"fsdp": 3, "tp": 1})

@@ -13,7 +13,7 @@ from typing import Any
 from titan_exp.config.layout import world_size
 from titan_exp.plan.picture.holding import Holding
 from titan_exp.plan.picture.numbers import drawn_numbers
-from titan_exp.plan.picture.words import AXES, CATEGORIES, COSTS, KINDS, TERMS, facts, layout_in_words
+from titan_exp.plan.picture.words import AXES, CATEGORIES, COSTS, KINDS, TERMS, device_word, facts, layout_in_words
 from titan_exp.plan.predict import Plan
 
 FOLDER = "page"
@@ -38,6 +38,7 @@ def to_html(plan: Plan, holdings: Mapping[int, Holding]) -> str:
     return environment.from_string(_part("page.html")).render(
         plan=plan,
         processes=world_size(plan.experiment),
+        device=device_word(plan.experiment),
         degrees=degrees,
         facts=list(facts(plan)),
         sentences=list(layout_in_words(plan)),

@@ -9,7 +9,6 @@ import torch
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import (
     data_parallel_degree,
-    device_type,
     exchanging_heads,
     gradient_accumulation,
     micro_batch_size,
@@ -21,6 +20,7 @@ from titan_exp.parallel.sequence import DividedPart, SequencePart
 from titan_exp.plan.memory import CATEGORIES, Moment
 from titan_exp.plan.picture.holding import Holding
 from titan_exp.plan.picture.passes import drawn_passes
+from titan_exp.plan.picture.words import device_word
 from titan_exp.plan.predict import Plan, RankPlan
 
 POINTS = 8000
@@ -43,7 +43,7 @@ def drawn_numbers(plan: Plan, holdings: Mapping[int, Holding]) -> dict[str, Any]
             "axes": holding.axes,
             "sharding": holding.sharding,
             "node": node_size(experiment.cluster, world_size(experiment)),
-            "device": "GPU" if device_type(experiment.cluster) == "cuda" else "process",
+            "device": device_word(experiment),
         },
         "stages": [_ranges(layers) for layers in stage_layers(experiment)],
         "layers": experiment.model.layers,

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import (
     data_parallel_degree,
     device_type,
@@ -109,9 +110,8 @@ def layout_in_words(plan: Plan) -> Iterator[str]:
     """The layout told from the outside in, for somebody who has never seen one."""
     experiment = plan.experiment
     parallelism, training = experiment.parallelism, experiment.training
-    device = "GPU" if device_type(experiment.cluster) == "cuda" else "process"
-    nodes = nodes_needed(experiment)
-    yield f"{experiment.model.name} trains on {_count(world_size(experiment), device)} in {_count(nodes, 'node')}."
+    nodes, processes = nodes_needed(experiment), _count(world_size(experiment), device_word(experiment))
+    yield f"{experiment.model.name} trains on {processes} in {_count(nodes, 'node')}."
     if parallelism.pp > 1:
         yield _stages(plan)
     if parallelism.tp > 1:
@@ -132,6 +132,11 @@ def layout_in_words(plan: Plan) -> Iterator[str]:
     if parallelism.dp_replicate > 1:
         yield f"Of all this there are {parallelism.dp_replicate} copies (dp_replicate)."
     yield _batch(plan)
+
+
+def device_word(experiment: Experiment) -> str:
+    """What a rank computes on, or is."""
+    return "GPU" if device_type(experiment.cluster) == "cuda" else "process"
 
 
 def size(number: float) -> str:

@@ -77,10 +77,10 @@ function drawMemory() {
     if (width > 480) draw(svg, "text", { x: width - right, y: height - 12, "text-anchor": "end" }, "allocations and frees in their order →");
     limit(svg, { x1: left, x2: width - right, y1: y(data.room), y2: y(data.room) });
     if (data.room && data.room <= high()) draw(svg, "text", { x: width - right, y: y(data.room) - 5, "text-anchor": "end" }, `the device: ${bytes(data.room)}`);
-    const px = x(memory.peak), py = y(peak.bytes), side = px > width * 0.55 ? "end" : "start";
+    const px = x(memory.peak), py = y(peak.bytes), words = `peak ${bytes(peak.bytes)} · ${peak.where}`, long = words.length * 6.5;
     draw(svg, "line", { class: "cursor", x1: px, x2: px, y1: py, y2: height - bottom });
     draw(svg, "circle", { cx: px, cy: py, r: 4.5, fill: "var(--card)", stroke: "var(--ink)", "stroke-width": 2 });
-    const label = draw(svg, "text", { class: "name", x: px + (side === "end" ? -9 : 9), y: Math.max(13, py - 8), "text-anchor": side }, `peak ${bytes(peak.bytes)} · ${peak.where}`);
+    const label = draw(svg, "text", { class: "name", textLength: long, lengthAdjust: "spacingAndGlyphs", x: Math.max(4, px > width * 0.55 || px + long > width ? px - 9 - long : px + 9), y: Math.max(13, py - 10) }, words);
     label.style.cssText = "paint-order:stroke;stroke:var(--card);stroke-width:4px;stroke-linejoin:round";
     const cursor = draw(svg, "line", { class: "cursor", y1: top, y2: height - bottom, visibility: "hidden" });
     const field = draw(svg, "rect", { x: left, y: 0, width: width - left - right, height: height - bottom, fill: "transparent" });

@@ -33,16 +33,15 @@ function drawRanks() {
 
   function paint(box, width) {
     cells = new Map();
-    const most = Math.max(...groups.map((it) => (folds(it) ? FEW : it.nodes.length)));
+    const most = Math.max(...groups.map((it) => (folds(it) ? 5 : it.nodes.length)));
     const gap = 10, between = 2, pad = 4;
     // As large as lets a group of nodes stand in one line, within what is legible.
-    const fit = Math.floor((width - most * (gap + 2 * pad)) / (most * NODE)) - between;
-    const across = Math.min(NODE, Math.max(1, Math.floor((width - 2 * pad) / (11 + between))));
-    const size = Math.max(11, Math.min(WORLD <= 16 ? 56 : 34, fit, Math.floor((width - 2 * pad) / across) - between));
-    const rows = Math.ceil(NODE / across);
-    const nodeWidth = across * (size + between) - between + 2 * pad, nodeHeight = rows * (size + between) - between + 2 * pad;
-    const inLine = Math.max(1, Math.floor((width + gap) / (nodeWidth + gap)));
-    const [spots, height] = arranged(inLine, nodeWidth + gap, nodeHeight + gap);
+    const smallest = 11, across = Math.min(NODE, Math.max(1, Math.floor((width - 2 * pad) / (smallest + between)))), rows = Math.ceil(NODE / across);
+    const wide = (size) => across * (size + between) - between + 2 * pad;
+    const inLine = Math.max(1, Math.min(most, Math.floor((width + gap) / (wide(smallest) + gap))));
+    const size = Math.max(smallest, Math.min(WORLD <= 16 ? 56 : 34, Math.floor(((width + gap) / inLine - gap - 2 * pad + between) / across) - between));
+    const nodeWidth = wide(size), nodeHeight = rows * (size + between) - between + 2 * pad;
+    const [spots, height] = arranged(Math.max(inLine, Math.floor((width + gap) / (nodeWidth + gap))), nodeWidth + gap, nodeHeight + gap);
     const svg = picture(box, width, height + 2, `${counted(WORLD, "rank")} in ${counted(NODES, "node")}`);
     for (const spot of spots) {
       if (spot.text) { draw(svg, "text", { class: "name", x: spot.x, y: spot.y + 14 }, spot.text); continue; }
@@ -82,7 +81,7 @@ function drawRanks() {
     const hidden = spot.group.nodes.length - 4;
     const g = draw(svg, "g", { class: "fold" });
     const rect = draw(g, "rect", { x: spot.x + 0.5, y: spot.y + 0.5, width: width - 1, height: height - 1, rx: 5 });
-    draw(g, "text", { x: spot.x + width / 2, y: spot.y + height / 2 + 4 }, width > 150 ? `… ${whole(hidden)} nodes alike: show` : `… +${whole(hidden)}`);
+    draw(g, "text", { x: spot.x + width / 2, y: spot.y + height / 2 + 4 }, width > 100 ? `+ ${whole(hidden)} nodes alike` : `+ ${whole(hidden)}`);
     rect.addEventListener("click", () => { state.open.add(spot.group.key); again(); });
   }
   function rankAt(event) {

@@ -40,7 +40,7 @@ function drawTime() {
     });
   }
   const hidden = known.every((pipeline) => { const it = data.ranks[pipeline].time; return it.behind <= it.matmuls + it.elementwise + it.exposed; });
-  section.querySelector(".said").textContent = `An estimate from the maker's rates, three quarters of which are taken as reached: ${seconds(data.step)} a step. The thin line is messages that travel behind compute${hidden ? ", all of them shorter than it" : "; where it is the longer one, the step waits for it"}.`;
+  section.querySelector(".said").textContent = `An estimate from the maker's rates, less what training does not reach of them: ${seconds(data.step)} a step. The thin line is messages that travel behind compute${hidden ? ", all of them shorter than it" : "; where it is the longer one, the step waits for it"}.`;
   const shown = Object.keys(COST_NAMES).filter((name) => (name === "bubble" ? data.mesh.axes.pp > 1 : known.some((pipeline) => data.ranks[pipeline].time[name] > 0)));
   fillTerms(section.querySelector("dl"), shown.map((name) => [COST_COLORS[name], COST_NAMES[name], data.words.costs[name]]));
   chosen.listeners.push(drawn(section.querySelector(".plot"), paint));
@@ -53,8 +53,14 @@ function drawSent() {
   const color = (axis) => AXIS_COLORS[axis.split("=")[0]] || (axis.startsWith("cp") ? AXIS_COLORS.cp : AXIS_COLORS.dp_shard);
   chosen.listeners.push(() => {
     const pipeline = shownPipelineRank(), { messages } = data.ranks[pipeline];
+    const named = messages.flatMap((it) => it.axis.split("="));
+    const folded = [
+      ...(named.includes("fsdp") ? ["fsdp is dp_shard and cp taken together, along which weights are sharded."] : []),
+      ...(named.includes("cp_across") ? ["cp_across are the cp ranks that exchange keys and values."] : []),
+      ...(named.includes("cp_within") ? ["cp_within are the cp ranks that exchange heads."] : []),
+    ].join(" ");
     section.querySelector(".said").textContent = messages.length
-      ? `What a rank${data.mesh.axes.pp > 1 ? ` of pipeline rank ${pipeline}` : ""} exchanges in a step, by mesh axis. ${bytes(sum(messages.map((it) => it.bytes)))} in all; bytes are those of the whole tensor on the side where it is larger. fsdp is dp_shard and cp taken together, along which weights are sharded.`
+      ? `What a rank${data.mesh.axes.pp > 1 ? ` of pipeline rank ${pipeline}` : ""} exchanges in a step, by mesh axis. ${bytes(sum(messages.map((it) => it.bytes)))} in all; bytes are those of the whole tensor on the side where it is larger. ${folded}`
       : "One rank alone sends nothing.";
     section.querySelector("table").hidden = !messages.length;
     section.querySelector("tbody").replaceChildren(...messages.map((it) => {

@@ -13,13 +13,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tests.plan.layouts import experiment_of
+from tests.plan.layouts import SMALL, experiment_of
+from tests.plan.test_command import planned
 from tests.ranks import run_ranks
 from titan_exp.config.errors import UserError
 from titan_exp.config.layout import world_size
 from titan_exp.config.schedule import Action
 from titan_exp.config.timeline import COST, timeline
 from titan_exp.parallel.orders import training_orders
+from titan_exp.plan.command import options_among
 from titan_exp.plan.devices import DEVICES
 from titan_exp.plan.memory import CATEGORIES, Ledger
 from titan_exp.plan.picture.draw import Picture
@@ -196,6 +198,17 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_plan(tmp_path: Path
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
         Picture(tmp_path / "file" / "plan.html")
+
+
+def test_the_verb_writes_a_page_beside_what_it_prints(tmp_path: Path):
+    path = tmp_path / "plan.html"
+    found = json.loads(planned(*SMALL, "--json", "--html", str(path)))
+    told = numbers_in(path.read_text())["ranks"]["0"]
+    assert told["peak"]["bytes"] == found["ranks"][0]["peak_allocated_bytes"]
+    assert told["messages"] == []
+    assert [row.name for row in tmp_path.iterdir()] == ["plan.html"]
+    with pytest.raises(UserError, match=r"--html takes a value, as in --html plan\.html"):
+        options_among(["model=llama_debug", "--html"])
 
 
 def test_both_pages_have_the_same_colours():

@@ -90,11 +90,14 @@ def plan_command(cfg: Any, options: Options) -> int:
             f"--ranks {max(options.ranks)}: there is no such pipeline rank; parallelism.pp={experiment.parallelism.pp}"
         )
 
-    from titan_exp.plan.picture.draw import Picture
     from titan_exp.plan.predict import predict
     from titan_exp.plan.report import as_json, print_plan
 
-    picture = None if options.html is None else Picture(options.html)
+    picture = None
+    if options.html is not None:
+        from titan_exp.plan.picture.draw import Picture
+
+        picture = Picture(options.html)
     plan = predict(experiment, device, options.ranks, look=picture and picture.look)
     if options.json:
         print(json.dumps(as_json(plan), indent=2))

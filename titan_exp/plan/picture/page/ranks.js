@@ -94,7 +94,7 @@ function drawRanks() {
     showTip(event, `rank ${whole(rank)}`, [
       [null, `node ${whole(nodeOf(rank))}, ${data.mesh.device} ${rank % NODE}`, ""],
       [colors(rank)[0], stageWords(stagesOf(pipelineRank(rank))), ""],
-      ...USED.map(([name, axes]) => [AXIS_COLORS[name], `${name}, with ${listed(group(rank, axes).filter((it) => it !== rank))}`, `${placeAlong(rank, axes)} of ${degree(axes)}`]),
+      ...USED.map(([name, axes]) => [AXIS_COLORS[name], `${name}, with ${listed(group(rank, axes).filter((it) => it !== rank))}`, `${placeAlong(rank, axes)} of 0–${degree(axes) - 1}`]),
     ]);
   }
   // Its groups are outlined, each axis in its colour; all others step back.

@@ -15,7 +15,8 @@ from titan_exp.config.layout import (
 from titan_exp.config.pipeline import layer_counts, stage_placement
 from titan_exp.plan.predict import Plan
 
-GIB, MIB = 2**30, 2**20
+UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (1024, "KiB"))
+"""Of bytes."""
 
 AXES = {
     "tp": "Tensor parallelism: every matrix is cut into parts. Each rank of the group multiplies with its part, and "
@@ -141,7 +142,7 @@ def device_word(experiment: Experiment) -> str:
 
 def size(number: float) -> str:
     """Bytes in words."""
-    for unit, word in ((GIB, "GiB"), (MIB, "MiB"), (1024, "KiB")):
+    for unit, word in UNITS:
         if number >= unit:
             return f"{number / unit:.3g} {word}" if number < 1000 * unit else f"{number / unit:,.0f} {word}"
     return f"{number:.0f} B"

@@ -123,8 +123,9 @@ function drawRank() {
     const pipeline = pipelineRank(chosen.rank), looked = LOOKED.includes(pipeline);
     const rows = (looked ? data.ranks[pipeline].messages : []).map((it) => {
       const others = partners(it.axis, it.kind);
-      const near = new Set(others.map(nodeOf)).size === 1 && others.every((rank) => nodeOf(rank) === nodeOf(chosen.rank));
-      const who = others.length ? [listed(others), element("small", {}, near ? "in its node" : "also in other nodes")] : ["—"];
+      const near = others.filter((rank) => nodeOf(rank) === nodeOf(chosen.rank)).length;
+      const where = near === others.length ? "in its node" : near ? "in its and other nodes" : "in other nodes";
+      const who = others.length ? [listed(others), element("small", {}, where)] : ["—"];
       return element("tr", {}, element("td", { class: "key" }, it.axis), element("td", {}, it.kind), element("td", {}, ...who), element("td", { class: "number" }, whole(it.calls)), element("td", { class: "number" }, bytes(it.bytes)));
     });
     part("messages").querySelector("tbody").replaceChildren(...rows);

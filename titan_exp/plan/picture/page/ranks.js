@@ -108,7 +108,11 @@ function drawRanks() {
       for (const other of group(rank, axes)) {
         bright.add(other);
         const at = cells.get(other);
-        if (at && other !== rank) draw(marks, "rect", { class: "mark", x: at.x - 1, y: at.y - 1, width: at.size + 2, height: at.size + 2, rx: 4, stroke: AXIS_COLORS[name] });
+        if (!at || other === rank) continue;
+        // On a ring of the ground, so that it is seen on a stage of the same colour.
+        for (const [color, width] of [["var(--card)", 5.5], [AXIS_COLORS[name], 3]]) {
+          draw(marks, "rect", { class: "mark", x: at.x - 1, y: at.y - 1, width: at.size + 2, height: at.size + 2, rx: 4, stroke: color, "stroke-width": width });
+        }
       }
     }
     for (const [it, at] of cells) {

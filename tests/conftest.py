@@ -1,8 +1,11 @@
 """Set-up of the whole test run: threads, no overlay of this machine, what is slow, and golden texts."""
 
+import functools
 import os
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jaxtyping import install_import_hook
@@ -41,3 +44,24 @@ def golden(request: pytest.FixtureRequest) -> Callable[[Path, str], None]:
         assert text == path.read_text(encoding="utf-8"), "changed on purpose? pytest --update-golden writes it anew"
 
     return compare
+
+
+@functools.cache
+def _chromium() -> str | None:
+    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+    return next((path for name in names if (path := shutil.which(name))), None)
+
+
+@pytest.fixture
+def browser() -> Iterator[Any]:
+    """A headless Chromium: of this machine, or the one that `playwright install chromium` fetched."""
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: pip install playwright"
+    )
+    with playwright.sync_playwright() as started:
+        try:
+            launched = started.chromium.launch(executable_path=_chromium(), args=["--no-sandbox"])
+        except playwright.Error:
+            pytest.skip("no Chromium here: apt-get install chromium, or playwright install chromium")
+        yield launched
+        launched.close()

@@ -1,7 +1,5 @@
-import functools
 import json
 import re
-import shutil
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -75,27 +73,6 @@ def test_very_long_runs_are_thinned_and_a_gap_stays_a_gap(tmp_path: Path):
     assert len(tokens) == len(steps) == len(values) == 100
     assert values[0] == pytest.approx(5.5)
     assert [place for place, value in enumerate(values) if value is None] == [50]
-
-
-@functools.cache
-def chromium() -> str | None:
-    names = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-    return next((path for name in names if (path := shutil.which(name))), None)
-
-
-@pytest.fixture
-def browser():
-    """A headless Chromium: of this machine, or the one that `playwright install chromium` fetched."""
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="playwright is not installed: pip install playwright"
-    )
-    with playwright.sync_playwright() as started:
-        try:
-            launched = started.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
-        except playwright.Error:
-            pytest.skip("no Chromium here: apt-get install chromium, or playwright install chromium")
-        yield launched
-        launched.close()
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1360, "light"), (390, "dark")])

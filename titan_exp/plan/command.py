@@ -1,6 +1,7 @@
 """The verb `titan-exp plan [overrides]`: what a run will take, before anything is launched."""
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     from titan_exp.plan.devices import Device
 
 HELP = """\
-titan-exp plan [--device NAME] [--ranks LIST] [--json] [key=value ...]
+titan-exp plan [--device NAME] [--ranks LIST] [--html FILE] [--json] [key=value ...]
   for example: titan-exp plan model=llama3_8b cluster=slurm_h100 parallelism.dp_shard=64 compile=none \\
       training.global_batch_size=64 training.seq_len=8192 training.mixed_precision=bf16
 
@@ -23,6 +24,7 @@ titan-exp plan [--device NAME] [--ranks LIST] [--json] [key=value ...]
 
   --device NAME  what it runs on: a100, h100, h200, b200, mi300x; without, cluster.gpu_type
   --ranks LIST   pipeline ranks to look at, as in --ranks 0,15; without, all, one after the other
+  --html FILE    also write a page to look at: which rank holds what, the pipeline's and the memory's timeline
   --json         the same for programs, in bytes and seconds"""
 
 
@@ -34,6 +36,8 @@ class Options:
     """What it runs on."""
     ranks: tuple[int, ...] | None = None
     """Pipeline ranks to look at; None is all."""
+    html: str | None = None
+    """File of the page to look at."""
     json: bool = False
     """Print JSON."""
     help: bool = False
@@ -47,7 +51,7 @@ def options_among(words: Sequence[str]) -> tuple[Options, list[str]]:
         UserError: an option has no value.
     """
     rest, given = list(words), dict[str, Any]()
-    for name, example in (("device", "h100"), ("ranks", "0,15")):
+    for name, example in (("device", "h100"), ("ranks", "0,15"), ("html", "plan.html")):
         if f"--{name}" in rest:
             place = rest.index(f"--{name}")
             if place + 1 == len(rest):
@@ -89,11 +93,19 @@ def plan_command(cfg: Any, options: Options) -> int:
     from titan_exp.plan.predict import predict
     from titan_exp.plan.report import as_json, print_plan
 
-    plan = predict(experiment, device, options.ranks)
+    picture = None
+    if options.html is not None:
+        from titan_exp.plan.picture.draw import Picture
+
+        picture = Picture(options.html)
+    plan = predict(experiment, device, options.ranks, look=picture and picture.look)
     if options.json:
         print(json.dumps(as_json(plan), indent=2))
     else:
         print_plan(plan)
+    if picture is not None:
+        picture.write(plan)
+        print(f"page: {picture.path}", file=sys.stderr if options.json else sys.stdout)
     return 0
 
 

@@ -26,6 +26,8 @@ CATEGORIES = (
 )
 """What a storage may be for. `loss` is what the head and the loss keep, logits among it; `communication` are buffers
 of messages; `optimizer` is its state, and what an update needs for a moment."""
+MOMENTS = 400
+"""Into how many moments a step's memory is told, at most, unless somebody asks for more."""
 SETTLED = ("parameters", "optimizer")
 """What never becomes anything else."""
 
@@ -69,6 +71,7 @@ class Ledger:
     """What is being made, unless something else is said of it."""
     _alive: dict[int, tuple[Storage, weakref.ref[torch.UntypedStorage]]] = field(default_factory=dict)
     _changes: list[tuple[Storage | None, int, str]] = field(default_factory=list)
+    _standing: int = 0
 
     def see(self, tensor: Tensor, category: str | None = None) -> None:
         """Enter a tensor's storage unless it is there, as made for `category`, else for what is being made."""
@@ -111,6 +114,7 @@ class Ledger:
     def begin(self) -> None:
         """Forget what was; what is alive now is where the story begins."""
         self._changes = [(storage, storage.size, self.where) for storage, _ in self._alive.values()]
+        self._standing = len(self._changes)
 
     def peak(self) -> Moment:
         """The moment since `begin` at which most was alive; the first of equal ones."""
@@ -134,13 +138,25 @@ class Ledger:
             held[storage.category] += storage.size
         return held
 
-    def timeline(self) -> list[tuple[int, str]]:
-        """Bytes alive after each change since `begin`, and what was being computed."""
-        total, points = 0, []
-        for _, delta, where in self._changes:
-            total += delta
-            points.append((total, where))
-        return points
+    def timeline(self, most: int = MOMENTS) -> list[Moment]:
+        """The story since `begin` in at most so many moments: of as many equal spans of changes, the largest of each.
+
+        The first moment is where the story begins; the peak is among them.
+        """
+        told, moments, largest = max(len(self._changes) - self._standing, 1), list[Moment](), -1
+        current: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+        for number, (storage, delta, where) in enumerate(self._changes, 1 - self._standing):
+            if storage is not None:
+                current[storage.category] += delta
+            if number < 0:
+                continue
+            span = 1 + (number - 1) * (most - 1) // told if number else 0
+            total = sum(current.values())
+            if span >= len(moments) or total > largest:
+                del moments[span:]
+                largest = total
+                moments.append(Moment(total, dict(current), where))
+        return moments
 
     def _enter(self, storage: torch.UntypedStorage, category: str | None) -> None:
         key = storage._cdata

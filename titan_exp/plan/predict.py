@@ -1,7 +1,7 @@
 """From an experiment to what it will take: pipeline ranks pretended in turn, their steps traced, the time estimated."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from titan_exp.config.experiment import Experiment
@@ -10,7 +10,7 @@ from titan_exp.plan.devices import Device
 from titan_exp.plan.modelled import require_modelled
 from titan_exp.plan.roofline import RankTime, rank_time, step_time
 from titan_exp.plan.trace import Trace, trace_step
-from titan_exp.plan.world import pretended_rank, ranks_of_pipeline
+from titan_exp.plan.world import PretendedRank, pretended_rank, ranks_of_pipeline
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,19 @@ class Plan:
         return seconds and seconds * self.experiment.training.steps * world_size(self.experiment) / 3600
 
 
-def predict(experiment: Experiment, device: Device | None, pipeline_ranks: Collection[int] | None = None) -> Plan:
+def predict(
+    experiment: Experiment,
+    device: Device | None,
+    pipeline_ranks: Collection[int] | None = None,
+    look: Callable[[int, PretendedRank], None] | None = None,
+) -> Plan:
     """Predict a run.
 
     Args:
         experiment: the run, its layout resolved.
         device: what it runs on; None is a CPU, of which no speed is known.
         pipeline_ranks: those that are looked at; None looks at all.
+        look: is shown each of them and its number, before its step.
 
     Raises:
         UserError: something of it is not modelled.
@@ -92,6 +98,8 @@ def predict(experiment: Experiment, device: Device | None, pipeline_ranks: Colle
         if pipeline_ranks is not None and number not in pipeline_ranks:
             continue
         with pretended_rank(traced, rank) as it:
+            if look is not None:
+                look(number, it)
             trace = trace_step(it.parts, it.step, first_step=it.shortest_step, cuda=cuda)
             whole, parameters = it.parts.built.flops_per_token, it.parts.built.parameters
         bf16 = experiment.training.mixed_precision == "bf16"

@@ -29,8 +29,8 @@ class Trace:
     """Operations, bytes and messages of the step."""
     axes: dict[str, list[int]]
     """Ranks of this rank's group along every axis that it sends messages on."""
-    timeline: list[tuple[int, str]]
-    """Bytes alive after each change of them, and what was being computed."""
+    timeline: list[Moment]
+    """The step from its beginning to its end, told in moments."""
 
 
 def trace_step(

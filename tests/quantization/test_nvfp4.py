@@ -60,6 +60,15 @@ def test_a_tensor_s_scale_is_torchaos_or_the_next_power_of_two():
     assert torch.equal(rounded(zeros, tensor_scale(zeros.amax(), power_of_two=True)), zeros)
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("power_of_two", [True, False])
+def test_what_is_not_finite_is_not_hidden(power_of_two: bool, bad: float):
+    numbers = matrix(32, 32)
+    numbers[1, 20] = bad
+    scale = tensor_scale(numbers.abs().amax(), power_of_two=power_of_two)
+    assert not (rounded(numbers, scale) * scale)[1, 16:].isfinite().any()
+
+
 def test_square_blocks_are_the_same_from_both_sides():
     numbers = matrix(64, 96)
     scale = tensor_scale(numbers.abs().amax(), power_of_two=True)

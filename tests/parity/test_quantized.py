@@ -58,7 +58,7 @@ def assert_same_recipe(found: Curve, expected: Curve) -> None:
         ("gw_hp", f"{TP2} parallelism.cp=2"),
         ("mx", f"{TP2} parallelism.sequence_parallel=false activation_checkpoint=selective"),
         ("mx", "parallelism=ddp parallelism.pp=2 parallelism.pp_schedule=DualPipeV training.micro_batch_size=1"),
-        ("nvfp4", f"{TP2} {FSDP2} activation_checkpoint=full {COMPILED}"),
+        ("nvfp4", f"{TP2} activation_checkpoint=full {COMPILED}"),
         ("nvfp4", "parallelism.cp=2 activation_checkpoint=selective quantization.precomputed_scales=false"),
         ("nvfp4", "parallelism.pp=2 parallelism.pp_schedule=ZBVZeroBubble training.micro_batch_size=1"),
         ("some", "parallelism.pp=2"),

@@ -60,6 +60,15 @@ def test_a_tensor_s_scale_is_torchaos_or_the_next_power_of_two():
     assert torch.equal(rounded(zeros, tensor_scale(zeros.amax(), power_of_two=True)), zeros)
 
 
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("power_of_two", [True, False])
+def test_what_is_not_finite_is_not_hidden(power_of_two: bool, bad: float):
+    numbers = matrix(32, 32)
+    numbers[1, 20] = bad
+    scale = tensor_scale(numbers.abs().amax(), power_of_two=power_of_two)
+    assert not (rounded(numbers, scale) * scale)[1, 16:].isfinite().any()
+
+
 def test_square_blocks_are_the_same_from_both_sides():
     numbers = matrix(64, 96)
     scale = tensor_scale(numbers.abs().amax(), power_of_two=True)
@@ -195,6 +204,7 @@ def test_torchaos_kernels_take_what_they_are_given(monkeypatch: pytest.MonkeyPat
     # torchao defines its operators only where Triton has a GPU.
     for name in [name for name in sys.modules if name.startswith("torchao.prototype.moe_training.nvfp4_training")]:
         monkeypatch.delitem(sys.modules, name)
+    monkeypatch.delitem(sys.modules, "titan_exp.quantization.nvfp4_instructions", raising=False)
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
     from titan_exp.quantization.nvfp4_instructions import nvfp4_instructed
 
@@ -206,3 +216,35 @@ def test_torchaos_kernels_take_what_they_are_given(monkeypatch: pytest.MonkeyPat
             of_x, of_weight = torch.autograd.grad(output, [x, weight], torch.empty_like(output))
         assert (output.shape, of_x.shape, of_weight.shape) == ((2, 128, 512), x.shape, weight.shape)
         assert output.dtype == of_x.dtype == of_weight.dtype == torch.bfloat16
+
+
+def test_the_path_of_the_instructions_pairs_numbers_with_their_scales(monkeypatch: pytest.MonkeyPatch):
+    """With what torchao's kernels compute, by their documentation, in place of them: they run on Blackwell alone."""
+    from titan_exp.quantization import nvfp4_instructions as instructions
+
+    def tokens(rows: Tensor, of_columns: Tensor, of_rows: Tensor, signs: list[int], **_: object) -> tuple[Tensor, ...]:
+        assert signs == list(SIGNS)
+        none = torch.empty(0)
+        return rounded(transformed(rows), of_columns / 2688), none, rounded(rows, of_rows / 2688), none
+
+    def square(weight: Tensor, largest: Tensor) -> tuple[Tensor, ...]:
+        codes = rounded(weight, largest / 2688, square=True)
+        return codes, torch.empty(0), codes.t(), torch.empty(0)
+
+    monkeypatch.setattr(
+        instructions, "triton_rht_amax", lambda rows, _: (transformed(rows).abs().amax(), rows.abs().amax())
+    )
+    monkeypatch.setattr(instructions, "triton_rht_quantize_row_col", tokens)
+    monkeypatch.setattr(instructions, "triton_weight_quantize_2d", square)
+    monkeypatch.setattr(
+        instructions, "_multiply", lambda left, right: (left[0] @ right[0].t() * left[2] * right[2]).bfloat16()
+    )
+    random = torch.Generator().manual_seed(0)
+    x, weight, gradient = (
+        (torch.randn(*shape, generator=random) * size).bfloat16()
+        for shape, size in (((2, 32, 64), 1), ((48, 64), 1e-2), ((2, 32, 48), 1e-5))
+    )
+    expected = passes(x, weight, gradient, RECIPE)
+    monkeypatch.setattr(sys.modules[__name__], "nvfp4_product", instructions.nvfp4_instructed)
+    for mine, their in zip(passes(x, weight, gradient, RECIPE), expected, strict=True):
+        assert torch.equal(mine, their)

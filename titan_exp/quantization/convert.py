@@ -31,7 +31,7 @@ def quantize(model: nn.Module, config: QuantizationConfig, *, layers: int, devic
     from titan_exp.quantization.recipe_product import product_of
 
     emulated = is_emulated(config, device)
-    if config.recipe.startswith("float8_row"):
+    if config.recipe.startswith("float8_row") or (config.recipe == "nvfp4" and emulated):
         # Else inductor keeps what eager rounds to bf16 between operators, and a row's scale is of other numbers.
         import torch._inductor.config as inductor
 

@@ -150,7 +150,8 @@ def options_are_of_the_recipe(experiment: Experiment) -> Iterator[Violation]:
         return
     field, reason, remedy = "quantization.float8_all_gather", "", "quantization.float8_all_gather=false"
     if config.recipe != "float8_tensorwise":
-        reason = f"{config.recipe} needs a weight's rows or columns whole to quantize it"
+        whole = "blocks of 16 by 16" if config.recipe == "nvfp4" else "rows or columns"
+        reason = f"{config.recipe} needs a weight's {whole} whole to quantize it"
         remedy += ", or quantization=float8_tensorwise"
     elif not config.precomputed_scales:
         reason = "a shard alone does not know the scale of the whole weight"

@@ -60,18 +60,19 @@ def waited_for(path: str) -> list[str]:
     from titan_exp.trainer import train as module
     from titan_exp.trainer.distributed import joined
 
-    step, steps, said = module.train_step, [], []
+    step, steps, said = module.train_step, [], list[str]()
 
     def watched(*args: Any, **kwargs: Any) -> Any:
         steps.append(1)
-        torch.cuda.set_sync_debug_mode("warn" if len(steps) > 2 else "default")
-        try:
-            with warnings.catch_warnings(record=True) as caught:
-                warnings.simplefilter("always")
-                return step(*args, **kwargs)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-            said.extend(str(it.message) for it in caught if "synchronizing" in str(it.message))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn" if len(steps) > 2 else "default")
+            try:
+                result = step(*args, **kwargs)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        said.extend(str(it.message) for it in caught if "synchronizing" in str(it.message))
+        return result
 
     module.train_step = watched
     folder = RunFolder(path)

@@ -85,7 +85,7 @@ def sum_partial_gradients(parts: Iterable[nn.Module], mesh: Mesh) -> None:
 
     Once for each optimizer step, after the last backward pass, in one message; `parts` are this rank's of the model.
     """
-    if mesh.sharding["tp"].size() == 1:
+    if mesh.tensor_group is None:
         return
     gradients = [
         gradient.to_local() if isinstance(gradient, DTensor) else gradient
@@ -97,7 +97,7 @@ def sum_partial_gradients(parts: Iterable[nn.Module], mesh: Mesh) -> None:
     ]
     if gradients:
         together = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(together, group=mesh.sharding.get_group("tp"))
+        dist.all_reduce(together, group=mesh.tensor_group)
         for gradient, summed in zip(gradients, together.split([it.numel() for it in gradients]), strict=True):
             gradient.copy_(summed.view_as(gradient))
 

@@ -31,6 +31,12 @@ def test_json_adds_up():
     assert [rank["pipeline_rank"] for rank in found["ranks"]] == [1, 3]
     for rank in found["ranks"]:
         assert rank["peak_allocated_bytes"] == sum(rank["peak_by_category"].values()) > 0
+        segments, expandable = (rank["reserved"][way] for way in ("segments", "expandable"))
+        assert rank["peak_allocated_bytes"] <= segments["allocated"] <= segments["reserved"]
+        assert expandable["allocated"] <= expandable["reserved"]
+        assert rank["allocator_bytes"] == segments["reserved"] - rank["peak_allocated_bytes"] > 0
+        # cuBLAS has one on Hopper for each thread: forward and backward.
+        assert rank["peak_by_category"]["workspaces"] == 2 * 32 * 2**20
         assert rank["peak_by_category"]["optimizer"] > rank["peak_by_category"]["parameters"] > 0
     kinds = {(message["axis"], message["kind"]) for message in found["ranks"][0]["messages"]}
     assert {("pp", "send"), ("pp", "receive"), ("fsdp", "all-gather"), ("fsdp", "reduce-scatter")} <= kinds
@@ -51,9 +57,21 @@ def test_a_table_for_people():
         "reduce-scatter",
         "MFU",
         "GPU-hours",
-        "not predicted yet",
+        "reserved",
+        "expandable_segments:True",
+        "must hold what is not predicted",
     ):
         assert word in said
+
+
+def test_what_the_allocator_reserves_decides():
+    """8B on 8 GPUs: its tensors fit into 80 GB, and what is reserved for them does not."""
+    said = planned(
+        *("model=llama3_8b", "cluster=slurm_h100", "training.mixed_precision=bf16", "training.seq_len=8192"),
+        *("training.global_batch_size=8", "parallelism.dp_shard=8", "model.layers=31"),
+    )
+    assert "Does not fit: torch's allocator reserves" in said
+    assert "With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it" in said
 
 
 def test_what_is_not_modelled_is_refused_all_at_once():

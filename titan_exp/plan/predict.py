@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import device_type, node_size, world_size
+from titan_exp.plan.allocator import Reservations, reservations
 from titan_exp.plan.devices import Device
 from titan_exp.plan.modelled import require_modelled
 from titan_exp.plan.roofline import RankTime, rank_time, step_time
@@ -23,6 +24,13 @@ class RankPlan:
     """Memory, operations, messages."""
     time: RankTime | None
     """Of its step; None where nothing is known of the device's speed."""
+    reserved: Reservations | None = None
+    """What torch's allocator takes from the device for it; None on a CPU, where it keeps nothing."""
+
+    @property
+    def bytes(self) -> int:
+        """Of the device's memory: what is reserved, else what is allocated."""
+        return self.trace.peak.bytes if self.reserved is None else self.reserved.segments.reserved
 
 
 @dataclass(frozen=True)
@@ -92,11 +100,17 @@ def predict(experiment: Experiment, device: Device | None, pipeline_ranks: Colle
         if pipeline_ranks is not None and number not in pipeline_ranks:
             continue
         with pretended_rank(traced, rank) as it:
-            trace = trace_step(it.parts, it.step, first_step=it.shortest_step, cuda=cuda)
+            trace = trace_step(
+                it.parts,
+                it.step,
+                first_step=it.shortest_step,
+                cuda=cuda,
+                matmul_workspace=device.matmul_workspace if cuda and device is not None else 0,
+            )
             whole, parameters = it.parts.built.flops_per_token, it.parts.built.parameters
         bf16 = experiment.training.mixed_precision == "bf16"
         seconds = None if device is None or not bf16 else rank_time(trace, device, node)
-        plans.append(RankPlan(number, trace, seconds))
+        plans.append(RankPlan(number, trace, seconds, reservations(trace.before, trace.step) if cuda else None))
         held, state = held + trace.kept["parameters"], state + trace.kept["optimizer"]
     bubble, step = step_time(experiment, [plan.time for plan in plans])
     # The optimizer's state is in the same proportion to the weights, whoever holds them.

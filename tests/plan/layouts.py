@@ -20,6 +20,7 @@ from titan_exp.config.convert import load_experiment, to_experiment, to_yaml
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import resolve_layout, world_size
 from titan_exp.config.rules import check
+from titan_exp.plan.compiled import by_inductor
 from titan_exp.plan.trace import Trace, trace_step
 from titan_exp.plan.world import DEVICE, PretendedRank, pretended_batches, pretended_rank, ranks_of_pipeline
 from titan_exp.tracking.run_folder import RunFolder
@@ -108,6 +109,21 @@ LAYOUTS = {
 }
 """Overrides by name."""
 
+COMPILED = {
+    "blocks and loss, fsdp 2": "compile=all parallelism.dp_shard=2",
+    "full recompute": "compile=blocks activation_checkpoint=full",
+    "selective": "compile=blocks activation_checkpoint=selective",
+    "budget": "compile=blocks activation_checkpoint=budget",
+    "every second, chunked loss": "compile=all activation_checkpoint=every_n training.loss_chunk_tokens=37",
+    "fsdp 2 x tp 2": "compile=blocks parallelism.dp_shard=2 parallelism.tp=2",
+    "cp 2 x tp 2": "compile=blocks parallelism.cp=2 parallelism.tp=2",
+    "pp 2, ZBV": "compile=blocks parallelism.pp=2 parallelism.pp_schedule=ZBVZeroBubble parallelism.pp_microbatches=4",
+    "fsdp 2, float8 tensorwise": "compile=blocks parallelism.dp_shard=2 quantization=float8_tensorwise",
+    "tp 2, float8 rowwise": "compile=blocks parallelism.tp=2 quantization=float8_rowwise",
+}
+"""Overrides by name, of runs that inductor compiles parts of. Its code takes memory past everything that watches
+operators; torch's own allocator sees it."""
+
 
 @dataclass(frozen=True)
 class Numbers:
@@ -133,7 +149,7 @@ def experiment_of(overrides: str) -> Experiment:
 def predicted(experiment: Experiment, path: Path, mutate: Callable[[], None] | None = None) -> list[Numbers]:
     """Of each pipeline rank, by one process, whose annotations of shapes are not checked: they know no sharding."""
     _write(experiment, path)
-    (found,) = run_ranks(1, _foretell, str(path), mutate)
+    (found,) = run_ranks(1, _foretell, str(path), mutate, limit=300)
     return [Numbers(**numbers) for numbers in found]
 
 
@@ -150,7 +166,7 @@ def handed_out(experiment: Experiment, path: Path) -> list[int]:
     By one process on real tensors, whose messages go nowhere: gloo's threads would allocate copies of their own.
     """
     _write(experiment, path)
-    (found,) = run_ranks(1, _alone, str(path))
+    (found,) = run_ranks(1, _alone, str(path), limit=300)
     return found
 
 
@@ -166,7 +182,8 @@ def _foretell(path: str, mutate: Callable[[], None] | None) -> list[dict[str, An
     found = []
     for rank in ranks_of_pipeline(experiment):
         with pretended_rank(experiment, rank) as it:
-            found.append(asdict(_numbers(trace_step(it.parts, it.step, first_step=it.shortest_step))))
+            trace = trace_step(it.parts, it.step, first_step=it.shortest_step, inductor=by_inductor(experiment))
+            found.append(asdict(_numbers(trace)))
     return found
 
 
@@ -228,6 +245,7 @@ def _alone(path: str) -> list[int]:
         found.append(_allocated(it.step, Path(path)))
         dist.destroy_process_group()
         _clear_sharding_prop_cache()
+        torch._dynamo.reset()
     return found
 
 

@@ -75,10 +75,10 @@ def test_what_the_allocator_reserves_decides():
 
 
 def test_what_is_not_modelled_is_refused_all_at_once():
-    said = planned(*SMALL, "parallelism.dp_shard=8", "compile=blocks", "data.document_mask=true", code=2)
+    said = planned(*SMALL, "parallelism.dp_shard=8", "parallelism.cpu_offload=true", "data.document_mask=true", code=2)
     assert "This run cannot be planned." in said
-    assert "compile.enabled=true" in said
-    assert "compile=none" in said
+    assert "parallelism.cpu_offload=true" in said
+    assert "bounds it from above" in said
     assert "data.document_mask=true" in said
     assert "Traceback" not in said
 

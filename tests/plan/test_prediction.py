@@ -1,11 +1,12 @@
 """What is predicted without any rank is what real ranks do, byte by byte."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.plan.layouts import LAYOUTS, experiment_of, handed_out, measured, predicted
+from tests.plan.layouts import COMPILED, LAYOUTS, experiment_of, handed_out, measured, predicted
 
 BY_DAY = (
     "one device",
@@ -46,6 +47,23 @@ def test_prediction_is_what_ranks_do(name: str, tmp_path: Path):
         # In bf16 the CPU's matmuls take memory for a moment, as much as activations of a model as small as this.
         if experiment.training.mixed_precision == "fp32":
             assert guess.passing - guess.standing == pytest.approx(most, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "selective" else [pytest.mark.slow]) for name in COMPILED]
+)
+def test_compiled_code_is_predicted_without_a_compiler(name: str, tmp_path: Path):
+    experiment = experiment_of(COMPILED[name])
+    foretold = predicted(experiment, tmp_path / "plan", no_compiler_is_there)
+    found = handed_out(experiment, tmp_path / "alone")
+    assert len(foretold) == len(found) == experiment.parallelism.pp
+    for guess, most in zip(foretold, found, strict=True):
+        # Seen were equal bytes, but where attention's kernel takes some for a moment.
+        assert guess.passing - guess.standing == pytest.approx(most, rel=0.02)
+
+
+def no_compiler_is_there() -> None:
+    os.environ["PATH"] = os.environ["CXX"] = "/nowhere"
 
 
 def every_block_keeps_a_copy_of_its_feed_forward() -> None:

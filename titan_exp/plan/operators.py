@@ -30,6 +30,7 @@ _NAMES = {
     "reduce_scatter_tensor": "reduce-scatter",
     "allreduce_": "all-reduce",
     "all_reduce": "all-reduce",
+    "all_reduce_": "all-reduce",
     "broadcast_": "broadcast",
     "alltoall_base_": "all-to-all",
     "all_to_all_single": "all-to-all",

@@ -2,14 +2,17 @@
 
 import time
 from collections.abc import Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import device_type, node_size, world_size
 from titan_exp.plan.allocator import Reservations, reservations
+from titan_exp.plan.compiled import by_inductor
 from titan_exp.plan.devices import Device
 from titan_exp.plan.modelled import require_modelled
 from titan_exp.plan.roofline import RankTime, rank_time, step_time
+from titan_exp.plan.stand_ins import cuda_instructions
 from titan_exp.plan.trace import Trace, trace_step
 from titan_exp.plan.world import pretended_rank, ranks_of_pipeline
 
@@ -99,12 +102,13 @@ def predict(experiment: Experiment, device: Device | None, pipeline_ranks: Colle
     for number, rank in enumerate(ranks_of_pipeline(traced)):
         if pipeline_ranks is not None and number not in pipeline_ranks:
             continue
-        with pretended_rank(traced, rank) as it:
+        with _instructions(device), pretended_rank(traced, rank) as it:
             trace = trace_step(
                 it.parts,
                 it.step,
                 first_step=it.shortest_step,
                 cuda=cuda,
+                inductor=by_inductor(experiment),
                 matmul_workspace=device.matmul_workspace if cuda and device is not None else 0,
             )
             whole, parameters = it.parts.built.flops_per_token, it.parts.built.parameters
@@ -117,6 +121,10 @@ def predict(experiment: Experiment, device: Device | None, pipeline_ranks: Colle
     checkpoint = round(parameters * 4 * (1 + state / held))
     took = time.perf_counter() - began
     return Plan(experiment, device, plans, bubble, step, whole, checkpoint, took)
+
+
+def _instructions(device: Device | None) -> AbstractContextManager[None]:
+    return nullcontext() if device is None else cuda_instructions(device.capability)
 
 
 def _on_cpu(experiment: Experiment) -> Experiment:

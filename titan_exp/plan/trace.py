@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from titan_exp.plan.allocator import GRANULE, Event
+from titan_exp.plan.compiled import kernels_left_out
 from titan_exp.plan.memory import Ledger, Moment
 from titan_exp.plan.phases import phases_told
 from titan_exp.plan.stand_ins import cuda_calls, workspace
@@ -43,6 +44,7 @@ def trace_step(
     *,
     first_step: Callable[[], object] | None = None,
     cuda: bool = False,
+    inductor: bool = False,
     matmul_workspace: int = 0,
 ) -> Trace:
     """Run two steps and watch the second.
@@ -52,6 +54,7 @@ def trace_step(
         step: runs one optimizer step.
         first_step: runs one after which the optimizer has its state; None is `step`.
         cuda: whether a step on CUDA is pretended, with the sizes that its kernels and its allocator have.
+        inductor: whether some of it is compiled by inductor, whose kernels do nothing then.
         matmul_workspace: bytes that the library of matmuls keeps for each thread that calls it.
 
     Raises:
@@ -63,6 +66,7 @@ def trace_step(
         phases_told(ledger, parts.model.parts, parts.optimizer) as phases,
         Watch(ledger, parts.mesh, workspace if cuda else None, matmul_workspace) as watch,
         cuda_calls() if cuda else nullcontext(),
+        kernels_left_out(watch.kernel) if inductor else nullcontext(),
     ):
         (first_step or step)()
         ledger.begin()

@@ -97,7 +97,8 @@ def ranks_of_pipeline(experiment: Experiment) -> list[int]:
 def _mode() -> FakeTensorMode:
     """One for all worlds of this process: a constant that code keeps from one of them serves the next."""
     # Buffers and rank tables are real; what they are mixed with need not be.
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    # An operator that torch cannot pretend is refused, not computed.
+    return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
 
 def pretended_batches(experiment: Experiment) -> list[Batch]:

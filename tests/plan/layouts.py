@@ -147,7 +147,7 @@ def experiment_of(overrides: str) -> Experiment:
 
 
 def predicted(experiment: Experiment, path: Path, mutate: Callable[[], None] | None = None) -> list[Numbers]:
-    """Of each pipeline rank, by one process, whose annotations of shapes are not checked: they know no sharding."""
+    """Of each pipeline rank, by one process."""
     _write(experiment, path)
     (found,) = run_ranks(1, _foretell, str(path), mutate, limit=300)
     return [Numbers(**numbers) for numbers in found]

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from titan_exp.config.experiment import Experiment
-from titan_exp.config.layout import device_type, node_size, world_size
+from titan_exp.config.layout import device_type, node_size, nodes_needed, world_size
 from titan_exp.plan.allocator import Reservations, reservations
 from titan_exp.plan.compiled import by_inductor
 from titan_exp.plan.devices import Device
@@ -61,6 +61,11 @@ class Plan:
     def tokens_per_step(self) -> int:
         """Tokens of a global batch."""
         return self.experiment.training.global_batch_size * self.experiment.training.seq_len
+
+    @property
+    def checkpoint_bytes_per_node(self) -> float:
+        """What a node writes of a checkpoint; each of its processes writes its shards."""
+        return self.checkpoint_bytes / nodes_needed(self.experiment)
 
     @property
     def tokens_per_second(self) -> float | None:

@@ -56,6 +56,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "gpu_hours": plan.gpu_hours,
         "tokens": plan.tokens_per_step * plan.experiment.training.steps,
         "checkpoint_bytes": plan.checkpoint_bytes,
+        "checkpoint_bytes_per_node": plan.checkpoint_bytes_per_node,
         "planning_seconds": plan.planning_seconds,
     }
 
@@ -148,7 +149,9 @@ def _messages(plan: Plan, largest: RankPlan) -> Table:
 def _speed(plan: Plan) -> list[str]:
     training, petaflops = plan.experiment.training, sum(rank.trace.work.flops for rank in plan.ranks) / 1e15
     lines = [
-        f"{petaflops / len(plan.ranks):.3g} PFLOP a rank and step; a checkpoint is {plan.checkpoint_bytes / 1e9:.3g} GB"
+        f"{petaflops / len(plan.ranks):.3g} PFLOP a rank and step",
+        f"a checkpoint is {plan.checkpoint_bytes / 1e9:.3g} GB: "
+        f"{plan.checkpoint_bytes_per_node / 1e9:.3g} s where each node writes 1 GB/s",
     ]
     slowest = max((rank.time for rank in plan.ranks if rank.time is not None), key=lambda it: it.total, default=None)
     if slowest is None or plan.step_seconds is None:

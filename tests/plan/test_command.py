@@ -1,15 +1,25 @@
 """The verb as it is typed, and what it says of what it cannot plan."""
 
+import io
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
+from titan_exp.config.compose import compose
+from titan_exp.config.convert import to_experiment
 from titan_exp.config.errors import UserError
+from titan_exp.config.layout import offered_devices, resolve_layout
+from titan_exp.config.rules import check
+from titan_exp.plan.allocator import MIB
 from titan_exp.plan.command import options_among
 from titan_exp.plan.devices import DEVICES, device_named
+from titan_exp.plan.predict import Plan, predict
+from titan_exp.plan.report import print_plan
 from titan_exp.tracking.device import PEAKS
 
 CLUSTER = ["cluster=slurm_h100", "training.seq_len=512", "training.mixed_precision=bf16"]
@@ -64,14 +74,37 @@ def test_a_table_for_people():
         assert word in said
 
 
+def verdict(plan: Plan, room: int) -> str:
+    """What is said of a plan on a device of so many bytes."""
+    assert plan.device is not None
+    console = Console(record=True, width=1000, file=io.StringIO())
+    print_plan(replace(plan, device=replace(plan.device, memory_gb=room / 1e9)), console)
+    return next(line for line in console.export_text().splitlines() if " of tensors" in line)
+
+
+def planned_here(*words: str) -> Plan:
+    experiment = to_experiment(compose([*SMALL, "parallelism.dp_shard=4", "training.micro_batch_size=2", *words]))
+    return predict(resolve_layout(check(experiment), offered_devices(experiment.cluster)), device_named("h100"))
+
+
 def test_what_the_allocator_reserves_decides():
-    """8B on 8 GPUs: its tensors fit into 80 GB, and what is reserved for them does not."""
-    said = planned(
-        *("model=llama3_8b", "cluster=slurm_h100", "training.mixed_precision=bf16", "training.seq_len=8192"),
-        *("training.global_batch_size=8", "parallelism.dp_shard=8", "model.layers=31"),
-    )
-    assert "Does not fit: torch's allocator reserves" in said
-    assert "With PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True it" in said
+    plan = planned_here()
+    (rank,) = plan.ranks
+    assert rank.reserved is not None
+    tensors, reserved = rank.trace.peak.bytes, rank.reserved.segments.reserved
+    assert "must hold what is not predicted" in verdict(plan, 2 * reserved)
+    assert "Does not fit: torch's allocator reserves" in verdict(plan, reserved - MIB)
+    assert "Neither does it with PYTORCH_CUDA_ALLOC_CONF" in verdict(plan, tensors + MIB)
+    assert "Does not fit" in verdict(plan, tensors - MIB)
+
+
+def test_a_recipe_is_planned_with_the_instructions_of_the_gpu():
+    recipe = ["quantization=float8_rowwise", "quantization.smallest_gemm=0"]
+    without, with_it = (plan.ranks[0].trace for plan in (planned_here(), planned_here(*recipe)))
+    emulated = planned_here(*recipe, "quantization.emulate=true").ranks[0].trace
+    assert with_it.work.flops == without.work.flops == emulated.work.flops > 0
+    # Emulated products read and write their operands in fp32 too.
+    assert without.work.bytes_moved < with_it.work.bytes_moved < emulated.work.bytes_moved
 
 
 def test_what_is_not_modelled_is_refused_all_at_once():

@@ -67,6 +67,8 @@ def test_sizes_of_blocks_and_segments(sizes: Sequence[int], allocated: int, rese
         ("a30 -a b12 c18", 30, 40),
         # 10 MiB do not fit below b, the end of the segment grows; later what a left serves d.
         ("a8 b8 -a c10 d8", 20 + 10, 40),
+        # The free end of a growing segment, 10 MiB, counts as all that it can become: c gets the 12 of a.
+        ("a12 b18 -a c8 d12", 12 + 18 + 12, 60),
     ],
 )
 def test_stories_by_hand(words: str, segments: int, expandable: int):

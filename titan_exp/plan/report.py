@@ -9,10 +9,12 @@ from rich.table import Table
 
 from titan_exp.config.layout import gradient_accumulation, micro_batch_size, world_size
 from titan_exp.plan.allocator import STEPS, reservations
+from titan_exp.plan.compiled import by_inductor
 from titan_exp.plan.memory import CATEGORIES
 from titan_exp.plan.predict import Plan, RankPlan
 
 GIB, MIB = 2**30, 2**20
+COMPILED = " Compiled parts hold what inductor has them hold on a CPU, which has not been compared with a GPU."
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 _SHORT = {
     "parameters": "params",
@@ -117,6 +119,7 @@ def _verdict(plan: Plan, largest: RankPlan) -> str:
         f"{_gib(tensors)} GiB of tensors, for which torch's allocator reserves {_gib(segments)} of the device's "
         f"{_gib(room)} GiB ({segments / room:.0%}; {_gib(expandable)} with {EXPANDABLE}). The other "
         f"{_gib(room - segments)} must hold what is not predicted: CUDA's context and code, NCCL's buffers{unknown}."
+        f"{COMPILED if by_inductor(plan.experiment) else ''}"
     )
 
 

@@ -1,15 +1,25 @@
 """The verb as it is typed, and what it says of what it cannot plan."""
 
+import io
 import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
+from titan_exp.config.compose import compose
+from titan_exp.config.convert import to_experiment
 from titan_exp.config.errors import UserError
+from titan_exp.config.layout import offered_devices, resolve_layout
+from titan_exp.config.rules import check
+from titan_exp.plan.allocator import MIB
 from titan_exp.plan.command import options_among
 from titan_exp.plan.devices import DEVICES, device_named
+from titan_exp.plan.predict import Plan, predict
+from titan_exp.plan.report import print_plan
 from titan_exp.tracking.device import PEAKS
 
 CLUSTER = ["cluster=slurm_h100", "training.seq_len=512", "training.mixed_precision=bf16"]
@@ -31,6 +41,12 @@ def test_json_adds_up():
     assert [rank["pipeline_rank"] for rank in found["ranks"]] == [1, 3]
     for rank in found["ranks"]:
         assert rank["peak_allocated_bytes"] == sum(rank["peak_by_category"].values()) > 0
+        segments, expandable = (rank["reserved"][way] for way in ("segments", "expandable"))
+        assert rank["peak_allocated_bytes"] <= segments["allocated"] <= segments["reserved"]
+        assert expandable["allocated"] <= expandable["reserved"]
+        assert rank["allocator_bytes"] == segments["reserved"] - rank["peak_allocated_bytes"] > 0
+        # cuBLAS has one on Hopper for each thread: forward and backward.
+        assert rank["peak_by_category"]["workspaces"] == 2 * 32 * 2**20
         assert rank["peak_by_category"]["optimizer"] > rank["peak_by_category"]["parameters"] > 0
     kinds = {(message["axis"], message["kind"]) for message in found["ranks"][0]["messages"]}
     assert {("pp", "send"), ("pp", "receive"), ("fsdp", "all-gather"), ("fsdp", "reduce-scatter")} <= kinds
@@ -51,16 +67,51 @@ def test_a_table_for_people():
         "reduce-scatter",
         "MFU",
         "GPU-hours",
-        "not predicted yet",
+        "reserved",
+        "expandable_segments:True",
+        "must hold what is not predicted",
     ):
         assert word in said
 
 
+def verdict(plan: Plan, room: int) -> str:
+    """What is said of a plan on a device of so many bytes."""
+    assert plan.device is not None
+    console = Console(record=True, width=1000, file=io.StringIO())
+    print_plan(replace(plan, device=replace(plan.device, memory_gb=room / 1e9)), console)
+    return next(line for line in console.export_text().splitlines() if " of tensors" in line)
+
+
+def planned_here(*words: str) -> Plan:
+    experiment = to_experiment(compose([*SMALL, "parallelism.dp_shard=4", "training.micro_batch_size=2", *words]))
+    return predict(resolve_layout(check(experiment), offered_devices(experiment.cluster)), device_named("h100"))
+
+
+def test_what_the_allocator_reserves_decides():
+    plan = planned_here()
+    (rank,) = plan.ranks
+    assert rank.reserved is not None
+    tensors, reserved = rank.trace.peak.bytes, rank.reserved.segments.reserved
+    assert "must hold what is not predicted" in verdict(plan, 2 * reserved)
+    assert "Does not fit: torch's allocator reserves" in verdict(plan, reserved - MIB)
+    assert "Neither does it with PYTORCH_CUDA_ALLOC_CONF" in verdict(plan, tensors + MIB)
+    assert "Does not fit" in verdict(plan, tensors - MIB)
+
+
+def test_a_recipe_is_planned_with_the_instructions_of_the_gpu():
+    recipe = ["quantization=float8_rowwise", "quantization.smallest_gemm=0"]
+    without, with_it = (plan.ranks[0].trace for plan in (planned_here(), planned_here(*recipe)))
+    emulated = planned_here(*recipe, "quantization.emulate=true").ranks[0].trace
+    assert with_it.work.flops == without.work.flops == emulated.work.flops > 0
+    # Emulated products read and write their operands in fp32 too.
+    assert without.work.bytes_moved < with_it.work.bytes_moved < emulated.work.bytes_moved
+
+
 def test_what_is_not_modelled_is_refused_all_at_once():
-    said = planned(*SMALL, "parallelism.dp_shard=8", "compile=blocks", "data.document_mask=true", code=2)
+    said = planned(*SMALL, "parallelism.dp_shard=8", "parallelism.cpu_offload=true", "data.document_mask=true", code=2)
     assert "This run cannot be planned." in said
-    assert "compile.enabled=true" in said
-    assert "compile=none" in said
+    assert "parallelism.cpu_offload=true" in said
+    assert "bounds it from above" in said
     assert "data.document_mask=true" in said
     assert "Traceback" not in said
 

@@ -1,43 +1,69 @@
 """What is predicted without any rank is what real ranks do, byte by byte."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.plan.layouts import LAYOUTS, experiment_of, measured, predicted
+from tests.plan.layouts import COMPILED, LAYOUTS, experiment_of, handed_out, measured, predicted
 
-BY_NIGHT = (
-    "hsdp 2x2",
-    "tp 2, no sequence parallelism, bf16",
-    "pp 2 x fsdp 2, ZBV",
-    "cp 2, all-gather, document mask",
+BY_DAY = (
+    "one device",
+    "fsdp 2, accumulated",
+    "fsdp 4, bf16, full recompute",
+    "fsdp 2, chunked loss",
+    "ddp 2, bf16",
+    "tp 2",
+    "fsdp 2 x tp 2, selective",
+    "pp 2, 1F1B",
+    "cp 2, ring",
+    "cp 2, Ulysses",
+    "pp 2 x cp 2 x tp 2",
+    "8-bit moments, offload",
+    "fsdp 2, float8 tensorwise",
+    "pp 2 x fsdp 2, Interleaved1F1B",
 )
-"""Layouts that are compared where slow tests are asked for."""
-
-ALLOCATOR = ("one device", "fsdp 4, bf16, full recompute", "fsdp 2, chunked loss", "pp 2, 1F1B")
-"""Layouts of which torch's own allocator is asked too. Gloo's threads allocate copies of what tensor and context
-parallelism send, at times of their own."""
+"""Layouts that are compared in every run of the tests; the others where slow ones are asked for."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in BY_NIGHT else []) for name in LAYOUTS]
+    "name", [pytest.param(name, marks=[] if name in BY_DAY else [pytest.mark.slow]) for name in LAYOUTS]
 )
 def test_prediction_is_what_ranks_do(name: str, tmp_path: Path):
     experiment = experiment_of(LAYOUTS[name])
     foretold = predicted(experiment, tmp_path / "plan")
     found = measured(experiment, tmp_path / "run")
-    assert len(foretold) == len(found) == experiment.parallelism.pp
-    for guess, fact in zip(foretold, found, strict=True):
+    allocated = handed_out(experiment, tmp_path / "alone")
+    assert len(foretold) == len(found) == len(allocated) == experiment.parallelism.pp
+    for guess, fact, most in zip(foretold, found, allocated, strict=True):
         assert guess.parameters == fact.parameters > 0
         assert guess.gradients == fact.gradients > 0
         assert guess.optimizer == fact.optimizer > 0
         assert guess.messages == fact.messages
         assert guess.flops == fact.flops > 0
-        # All are a few scalars apart; what is asked for is 2 %.
-        assert guess.passing == pytest.approx(fact.passing, rel=2e-4)
-        if name in ALLOCATOR:
-            assert guess.passing - guess.standing == pytest.approx(fact.allocated, rel=0.02)
+        # All are a few scalars apart, unless one of gloo's threads has held something for longer.
+        assert guess.passing <= fact.passing <= 1.02 * guess.passing
+        # In bf16 the CPU's matmuls take memory for a moment, as much as activations of a model as small as this.
+        if experiment.training.mixed_precision == "fp32":
+            assert guess.passing - guess.standing == pytest.approx(most, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name == "selective" else [pytest.mark.slow]) for name in COMPILED]
+)
+def test_compiled_code_is_predicted_without_a_compiler(name: str, tmp_path: Path):
+    experiment = experiment_of(COMPILED[name])
+    foretold = predicted(experiment, tmp_path / "plan", no_compiler_is_there)
+    found = handed_out(experiment, tmp_path / "alone")
+    assert len(foretold) == len(found) == experiment.parallelism.pp
+    for guess, most in zip(foretold, found, strict=True):
+        # Seen were equal bytes, but where attention's kernel takes some for a moment.
+        assert guess.passing - guess.standing == pytest.approx(most, rel=0.02)
+
+
+def no_compiler_is_there() -> None:
+    os.environ["PATH"] = os.environ["CXX"] = "/nowhere"
 
 
 def every_block_keeps_a_copy_of_its_feed_forward() -> None:
@@ -56,7 +82,7 @@ def test_a_change_of_the_trainer_changes_the_prediction(tmp_path: Path):
     layers, width, tokens = experiment.model.layers, 2 * experiment.model.ffn_dim, 4 * 64
     # Sigmoid's result is kept by its own backward pass and by that of the product, whose result is kept by swiglu.
     assert guess.passing - before.passing == layers * 2 * width * tokens * 4
-    assert guess.passing == pytest.approx(fact.passing, rel=2e-4)
+    assert guess.passing <= fact.passing <= 1.02 * guess.passing
 
 
 def an_operator_of_another_library_comes_in() -> None:

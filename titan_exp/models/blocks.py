@@ -126,11 +126,14 @@ class Attention(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "batch seq dim"],
+        x: Float[Tensor, "batch part dim"],
         rope: tuple[Float[Tensor, "batch_or_1 seq 1 half"], Float[Tensor, "batch_or_1 seq 1 half"]],
         mask: Any,
-    ) -> Float[Tensor, "batch seq dim"]:
-        """Attend to earlier positions that `mask` (from the core) lets through."""
+    ) -> Float[Tensor, "batch part dim"]:
+        """Attend to earlier positions that `mask` (from the core) lets through.
+
+        With sequence parallelism `x` is a rank's part of the tokens, and `rope` and `mask` are of all of them.
+        """
         groups = self.qkv(x).unflatten(-1, (-1, self.group + 2, self.head_dim))
         query, key, value = groups.split((self.group, 1, 1), dim=-2)
         query, key = rotate(query.flatten(2, 3), *rope), rotate(key.flatten(2, 3), *rope)
@@ -168,10 +171,10 @@ class TransformerBlock(nn.Module):
 
     def forward(
         self,
-        x: Float[Tensor, "batch seq dim"],
+        x: Float[Tensor, "batch part dim"],
         rope: tuple[Float[Tensor, "batch_or_1 seq 1 half"], Float[Tensor, "batch_or_1 seq 1 half"]],
         mask: Any,
-    ) -> Float[Tensor, "batch seq dim"]:
+    ) -> Float[Tensor, "batch part dim"]:
         """One layer."""
         x = x + self.attention(self.attention_norm(x), rope, mask)
         return x + self.feed_forward(self.feed_forward_norm(x))

@@ -56,15 +56,16 @@ class Decoder(nn.Module):
 
     def forward(
         self,
-        x: Int[Tensor, "batch seq"] | Float[Tensor, "batch seq dim"],
+        x: Int[Tensor, "batch seq"] | Float[Tensor, "batch part dim"],
         positions: Int[Tensor, "batch seq"] | None = None,
         documents: Int[Tensor, "batch seq"] | None = None,
         loss: HeadLoss | None = None,
-    ) -> Float[Tensor, "batch seq vocab"] | Float[Tensor, "batch seq dim"] | LossSum:
+    ) -> Float[Tensor, "batch seq vocab"] | Float[Tensor, "batch part dim"] | LossSum:
         """Logits of the next token, or what `loss` makes of them; hidden states where the head is another stage's.
 
         Args:
-            x: token ids; the hidden states that a stage before has computed, where the embedding is that stage's.
+            x: token ids; the hidden states that a stage before has computed, where the embedding is that stage's. With
+                sequence parallelism those are a rank's part of the tokens.
             positions: position of each token for RoPE; None counts from the sequence's start.
             documents: document number of each token; tokens see only their own document. None is plainly causal.
             loss: called with the hidden states [batch, seq, dim] and the head's weight [vocab, dim], instead of their

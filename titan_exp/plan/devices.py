@@ -27,19 +27,23 @@ class Device:
     """To its neighbours in a node, GB/s."""
     network_gbs: float = 50.0
     """To other nodes, GB/s: one 400 Gbit/s adapter for each device, as in the makers' reference systems."""
+    capability: tuple[int, int] | None = (9, 0)
+    """CUDA's compute capability; None where it is no CUDA."""
+    matmul_workspace: int = 32 * 2**20
+    """Bytes that torch hands cuBLAS for each thread; 0 where nobody here knows."""
 
 
 DEVICES = {
     # NVIDIA A100 80GB SXM data sheet: 312 bf16, 2,039 GB/s, NVLink 600 GB/s both ways. DGX A100 has 200 Gbit/s each.
-    "a100": Device("A100 80GB SXM", 80, 312.0, None, 2.039, 300, 25),
+    "a100": Device("A100 80GB SXM", 80, 312.0, None, 2.039, 300, 25, (8, 0), 8320 * 2**10),
     # NVIDIA H100 data sheet (SXM) and Hopper white paper: 989.4 bf16, 1,978.9 fp8, 3.35 TB/s, NVLink 900 both ways.
     "h100": Device("H100 80GB SXM", 80, 989.4, 1978.9, 3.35, 450),
     # NVIDIA H200 data sheet (SXM): the H100's rates, 141 GB at 4.8 TB/s.
     "h200": Device("H200 141GB SXM", 141, 989.4, 1978.9, 4.8, 450),
     # NVIDIA HGX B200 data sheet, an eighth of it: 36 / 2 PFLOP/s bf16, 72 / 2 fp8, 1,440 GB, 62 TB/s, NVLink 1.8 TB/s.
-    "b200": Device("B200 180GB SXM", 180, 2250.0, 4500.0, 7.7, 900),
+    "b200": Device("B200 180GB SXM", 180, 2250.0, 4500.0, 7.7, 900, capability=(10, 0)),
     # AMD Instinct MI300X data sheet: 1,307.4 bf16, 2,614.9 fp8, 192 GB, 5.3 TB/s, seven links of 128 GB/s both ways.
-    "mi300x": Device("MI300X 192GB", 192, 1307.4, 2614.9, 5.3, 448),
+    "mi300x": Device("MI300X 192GB", 192, 1307.4, 2614.9, 5.3, 448, capability=None, matmul_workspace=0),
 }
 """By the word that a command line names them with."""
 

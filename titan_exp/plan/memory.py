@@ -6,13 +6,15 @@ the story is told.
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+
+from titan_exp.plan.allocator import Event
 
 CATEGORIES = (
     "parameters",
@@ -22,10 +24,12 @@ CATEGORIES = (
     "gathered parameters",
     "communication",
     "loss",
+    "workspaces",
     "other",
 )
 """What a storage may be for. `loss` is what the head and the loss keep, logits among it; `communication` are buffers
-of messages; `optimizer` is its state, and what an update needs for a moment."""
+of messages; `optimizer` is its state, and what an update needs for a moment; `workspaces` are what libraries of kernels
+take once and keep."""
 MOMENTS = 400
 """Into how many moments a step's memory is told, at most, unless somebody asks for more."""
 SETTLED = ("parameters", "optimizer")
@@ -38,6 +42,8 @@ class Storage:
 
     category: str
     """What it is for; one of `CATEGORIES`."""
+    number: int = 0
+    """Which of all; its name in the story that an allocator is told."""
     size: int = 0
     """Bytes, as an allocator hands them out."""
 
@@ -69,9 +75,17 @@ class Ledger:
     """What is being computed, in words; set by who knows."""
     category: str = "other"
     """What is being made, unless something else is said of it."""
+    stream: Callable[[], int] = int
+    """Tells on which stream memory is taken now; there is one, number 0, unless somebody knows better."""
+    events: list[Event] = field(default_factory=list)
+    """Births and deaths of all storages, from the first on."""
+    begun: int = 0
+    """How many of them were before `begin`."""
     _alive: dict[int, tuple[Storage, weakref.ref[torch.UntypedStorage]]] = field(default_factory=dict)
     _changes: list[tuple[Storage | None, int, str]] = field(default_factory=list)
     _standing: int = 0
+    _made: int = 0
+    _held: list[Storage] = field(default_factory=list)
 
     def see(self, tensor: Tensor, category: str | None = None) -> None:
         """Enter a tensor's storage unless it is there, as made for `category`, else for what is being made."""
@@ -107,14 +121,20 @@ class Ledger:
 
     def pressure(self, size: int, category: str) -> None:
         """Note memory that an operator takes and gives back before it returns."""
-        passing = Storage(category)
+        passing = self._storage(category)
         self._change(passing, self._rounded(size))
         self._change(passing, -self._rounded(size))
 
+    def hold(self, size: int, category: str) -> None:
+        """Note memory that is taken and never given back."""
+        self._held.append(self._storage(category))
+        self._change(self._held[-1], self._rounded(size))
+
     def begin(self) -> None:
-        """Forget what was; what is alive now is where the story begins."""
-        self._changes = [(storage, storage.size, self.where) for storage, _ in self._alive.values()]
+        """Forget what was, but for `events`; what is alive now is where the story begins."""
+        self._changes = [(storage, storage.size, self.where) for storage in self._present()]
         self._standing = len(self._changes)
+        self.begun = len(self.events)
 
     def peak(self) -> Moment:
         """The moment since `begin` at which most was alive; the first of equal ones."""
@@ -134,7 +154,7 @@ class Ledger:
     def held(self) -> dict[str, int]:
         """Bytes alive now, by what they are for."""
         held: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
-        for storage, _ in self._alive.values():
+        for storage in self._present():
             held[storage.category] += storage.size
         return held
 
@@ -158,11 +178,18 @@ class Ledger:
                 moments.append(Moment(total, dict(current), where))
         return moments
 
+    def _present(self) -> list[Storage]:
+        return [*(storage for storage, _ in self._alive.values()), *self._held]
+
+    def _storage(self, category: str) -> Storage:
+        self._made += 1
+        return Storage(category, self._made)
+
     def _enter(self, storage: torch.UntypedStorage, category: str | None) -> None:
         key = storage._cdata
         if key in self._alive:
             return
-        entry = Storage(category or self.category)
+        entry = self._storage(category or self.category)
         self._alive[key] = (entry, weakref.ref(storage, partial(self._gone, key, entry)))
         self._change(entry, self._rounded(storage.nbytes()))
 
@@ -174,7 +201,11 @@ class Ledger:
 
     def _change(self, storage: Storage, delta: int) -> None:
         if delta:
+            if storage.size:
+                self.events.append(Event(storage.number, 0, 0))
             storage.size += delta
+            if storage.size:
+                self.events.append(Event(storage.number, storage.size, self.stream()))
             self.current += delta
             self._changes.append((storage, delta, self.where))
 

@@ -15,6 +15,9 @@ KNOWN_NAMESPACES = ("aten", "c10d", "_c10d_functional", "fsdp", "prims", "titan_
 COMPUTING = ("mm", "bmm", "baddbmm", "addmm", "conv", "attention", "lstm", "gru", "linalg", "fft", "flex")
 """Parts of names of aten's operators whose work is not in proportion to their bytes, and has to be counted."""
 
+MATMULS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten._scaled_mm")
+"""Operators that cuBLAS computes."""
+
 _aten, _c10d, _functional = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
 
 _GROUP_SECOND = ("allreduce_", "broadcast_", "send", "recv_", "barrier", "reduce_")
@@ -27,6 +30,7 @@ _NAMES = {
     "reduce_scatter_tensor": "reduce-scatter",
     "allreduce_": "all-reduce",
     "all_reduce": "all-reduce",
+    "all_reduce_": "all-reduce",
     "broadcast_": "broadcast",
     "alltoall_base_": "all-to-all",
     "all_to_all_single": "all-to-all",

@@ -2,13 +2,17 @@
 
 import time
 from collections.abc import Callable, Collection
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 from titan_exp.config.experiment import Experiment
-from titan_exp.config.layout import device_type, node_size, world_size
+from titan_exp.config.layout import device_type, node_size, nodes_needed, world_size
+from titan_exp.plan.allocator import Reservations, reservations
+from titan_exp.plan.compiled import by_inductor
 from titan_exp.plan.devices import Device
 from titan_exp.plan.modelled import require_modelled
 from titan_exp.plan.roofline import RankTime, rank_time, step_time
+from titan_exp.plan.stand_ins import cuda_instructions
 from titan_exp.plan.trace import Trace, trace_step
 from titan_exp.plan.world import PretendedRank, pretended_rank, ranks_of_pipeline
 
@@ -23,6 +27,13 @@ class RankPlan:
     """Memory, operations, messages."""
     time: RankTime | None
     """Of its step; None where nothing is known of the device's speed."""
+    reserved: Reservations | None = None
+    """What torch's allocator takes from the device for it; None on a CPU, where it keeps nothing."""
+
+    @property
+    def bytes(self) -> int:
+        """Of the device's memory: what is reserved, else what is allocated."""
+        return self.trace.peak.bytes if self.reserved is None else self.reserved.segments.reserved
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,11 @@ class Plan:
     def tokens_per_step(self) -> int:
         """Tokens of a global batch."""
         return self.experiment.training.global_batch_size * self.experiment.training.seq_len
+
+    @property
+    def checkpoint_bytes_per_node(self) -> float:
+        """What a node writes of a checkpoint; each of its processes writes its shards."""
+        return self.checkpoint_bytes / nodes_needed(self.experiment)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -97,20 +113,31 @@ def predict(
     for number, rank in enumerate(ranks_of_pipeline(traced)):
         if pipeline_ranks is not None and number not in pipeline_ranks:
             continue
-        with pretended_rank(traced, rank) as it:
+        with _instructions(device), pretended_rank(traced, rank) as it:
             if look is not None:
                 look(number, it)
-            trace = trace_step(it.parts, it.step, first_step=it.shortest_step, cuda=cuda)
+            trace = trace_step(
+                it.parts,
+                it.step,
+                first_step=it.shortest_step,
+                cuda=cuda,
+                inductor=by_inductor(experiment),
+                matmul_workspace=device.matmul_workspace if cuda and device is not None else 0,
+            )
             whole, parameters = it.parts.built.flops_per_token, it.parts.built.parameters
         bf16 = experiment.training.mixed_precision == "bf16"
         seconds = None if device is None or not bf16 else rank_time(trace, device, node)
-        plans.append(RankPlan(number, trace, seconds))
+        plans.append(RankPlan(number, trace, seconds, reservations(trace.before, trace.step) if cuda else None))
         held, state = held + trace.kept["parameters"], state + trace.kept["optimizer"]
     bubble, step = step_time(experiment, [plan.time for plan in plans])
     # The optimizer's state is in the same proportion to the weights, whoever holds them.
     checkpoint = round(parameters * 4 * (1 + state / held))
     took = time.perf_counter() - began
     return Plan(experiment, device, plans, bubble, step, whole, checkpoint, took)
+
+
+def _instructions(device: Device | None) -> AbstractContextManager[None]:
+    return nullcontext() if device is None else cuda_instructions(device.capability)
 
 
 def _on_cpu(experiment: Experiment) -> Experiment:

@@ -8,10 +8,14 @@ from rich.console import Console
 from rich.table import Table
 
 from titan_exp.config.layout import gradient_accumulation, micro_batch_size, world_size
+from titan_exp.plan.allocator import STEPS, reservations
+from titan_exp.plan.compiled import by_inductor
 from titan_exp.plan.memory import CATEGORIES
 from titan_exp.plan.predict import Plan, RankPlan
 
 GIB, MIB = 2**30, 2**20
+COMPILED = " Compiled parts hold what inductor has them hold on a CPU, which has not been compared with a GPU."
+EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 _SHORT = {
     "parameters": "params",
     "gradients": "grads",
@@ -25,7 +29,7 @@ _SHORT = {
 def print_plan(plan: Plan, console: Console | None = None) -> None:
     """Print a plan for people."""
     console = console or Console()
-    experiment, largest = plan.experiment, max(plan.ranks, key=lambda rank: rank.trace.peak.bytes)
+    experiment, largest = plan.experiment, max(plan.ranks, key=lambda rank: rank.bytes)
     processes = world_size(experiment)
     sequences = f"{micro_batch_size(experiment)} x {experiment.training.seq_len} tokens a micro-batch"
     console.print(
@@ -54,6 +58,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "gpu_hours": plan.gpu_hours,
         "tokens": plan.tokens_per_step * plan.experiment.training.steps,
         "checkpoint_bytes": plan.checkpoint_bytes,
+        "checkpoint_bytes_per_node": plan.checkpoint_bytes_per_node,
         "planning_seconds": plan.planning_seconds,
     }
 
@@ -69,6 +74,8 @@ def _rank_json(rank: RankPlan) -> dict[str, Any]:
         "peak_allocated_bytes": trace.peak.bytes,
         "peak_by_category": trace.peak.by_category,
         "peak_during": trace.peak.where,
+        "reserved": None if rank.reserved is None else asdict(rank.reserved),
+        "allocator_bytes": rank.bytes - trace.peak.bytes,
         "gradient_bytes": trace.gradients,
         "flops": trace.work.flops,
         "messages": messages,
@@ -77,33 +84,54 @@ def _rank_json(rank: RankPlan) -> dict[str, Any]:
 
 
 def _memory(plan: Plan) -> Table:
-    largest = max(rank.trace.peak.bytes for rank in plan.ranks)
+    largest = max(rank.bytes for rank in plan.ranks)
     unit, word = (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
-    title = f"Peak of allocated memory, {word}"
+    title = f"Peak of memory, {word}"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
     shown = [name for name in CATEGORIES if any(rank.trace.peak.by_category[name] for rank in plan.ranks)]
     table.add_column("pp")
-    for name in (*shown, "in all"):
+    reserving = any(rank.reserved is not None for rank in plan.ranks)
+    for name in (*shown, "in all", *(("reserved",) if reserving else ())):
         table.add_column(_SHORT.get(name, name), justify="right", no_wrap=True)
     table.add_column("during")
     for rank in plan.ranks:
         peak = rank.trace.peak
-        sizes = [f"{size / unit:.2f}" for size in (*(peak.by_category[name] for name in shown), peak.bytes)]
-        table.add_row(str(rank.pipeline_rank), *sizes, peak.where)
+        sizes = [*(peak.by_category[name] for name in shown), peak.bytes, *([rank.bytes] if reserving else [])]
+        table.add_row(str(rank.pipeline_rank), *(f"{size / unit:.2f}" for size in sizes), peak.where)
     return table
 
 
 def _verdict(plan: Plan, largest: RankPlan) -> str:
-    needed = largest.trace.peak.bytes
     if plan.device is None:
         return "Storages of tensors, as a CPU run holds them; what the process holds besides is not among them."
-    room = plan.device.memory_gb * 1e9
-    if needed > room:
-        return f"Does not fit: {_gib(needed)} GiB of tensors, and the device has {_gib(room)}."
+    room, tensors = plan.device.memory_gb * 1e9, largest.trace.peak.bytes
+    if largest.reserved is None or tensors > room:
+        fits = "Does not fit: " if tensors > room else ""
+        return f"{fits}{_gib(tensors)} GiB of tensors, and the device has {_gib(room)}."
+    segments, expandable = largest.reserved.segments.reserved, largest.reserved.expandable.reserved
+    if segments > room:
+        return (
+            f"Does not fit: torch's allocator reserves {_gib(segments)} GiB for {_gib(tensors)} of tensors, and the "
+            f"device has {_gib(room)}. {_otherwise(largest, expandable, room)}"
+        )
+    unknown = "" if plan.device.matmul_workspace else ", workspaces of its matmul library"
     return (
-        f"{_gib(needed)} of the device's {_gib(room)} GiB ({needed / room:.0%}). The other {_gib(room - needed)} must "
-        "hold what is not predicted yet: what torch's allocator reserves beyond tensors, CUDA's context, cuBLAS's "
-        "workspaces, NCCL's buffers."
+        f"{_gib(tensors)} GiB of tensors, for which torch's allocator reserves {_gib(segments)} of the device's "
+        f"{_gib(room)} GiB ({segments / room:.0%}; {_gib(expandable)} with {EXPANDABLE}). The other "
+        f"{_gib(room - segments)} must hold what is not predicted: CUDA's context and code, NCCL's buffers{unknown}."
+        f"{COMPILED if by_inductor(plan.experiment) else ''}"
+    )
+
+
+def _otherwise(largest: RankPlan, expandable: int, room: float) -> str:
+    if expandable <= room:
+        return f"With {EXPANDABLE} it reserves {_gib(expandable)}."
+    tried = reservations(largest.trace.before, largest.trace.step, int(room)).expandable
+    if not tried.fits:
+        return f"Neither does it with {EXPANDABLE}."
+    return (
+        f"With {EXPANDABLE} it just runs, giving memory back and taking it anew {tried.retries} times in {STEPS} "
+        "steps, which stops everything each time."
     )
 
 
@@ -124,7 +152,9 @@ def _messages(plan: Plan, largest: RankPlan) -> Table:
 def _speed(plan: Plan) -> list[str]:
     training, petaflops = plan.experiment.training, sum(rank.trace.work.flops for rank in plan.ranks) / 1e15
     lines = [
-        f"{petaflops / len(plan.ranks):.3g} PFLOP a rank and step; a checkpoint is {plan.checkpoint_bytes / 1e9:.3g} GB"
+        f"{petaflops / len(plan.ranks):.3g} PFLOP a rank and step",
+        f"a checkpoint is {plan.checkpoint_bytes / 1e9:.3g} GB: "
+        f"{plan.checkpoint_bytes_per_node / 1e9:.3g} s where each node writes 1 GB/s",
     ]
     slowest = max((rank.time for rank in plan.ranks if rank.time is not None), key=lambda it: it.total, default=None)
     if slowest is None or plan.step_seconds is None:

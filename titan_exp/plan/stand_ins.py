@@ -14,8 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from titan_exp.quantization import instructions
+
 FLASH_ROWS, FLASH_WIDTH = 128, 32
 """What flash attention's backward pass rounds rows and head_dim up to."""
+
+_PLAIN_RMS_NORM = F.rms_norm
 
 
 @contextmanager
@@ -26,6 +30,17 @@ def cuda_calls() -> Iterator[None]:
         # Code that asks has a kernel in mind that only CUDA has.
         patch.object(FakeTensor, "is_cuda", property(lambda _: True), create=True),
     ):
+        yield
+
+
+@contextmanager
+def cuda_instructions(capability: tuple[int, int] | None) -> Iterator[None]:
+    """For the time of the block, let recipes find the instructions of a GPU of this capability; None is no CUDA."""
+
+    def has(recipe: str, _: torch.device) -> bool:
+        return capability is not None and capability >= instructions.LEAST[recipe]
+
+    with patch.object(instructions, "_has_instructions", has):
         yield
 
 
@@ -44,6 +59,8 @@ def workspace(operator: Any, args: tuple[Any, ...]) -> int:
 
 def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     assert weight is not None, "the models' norms have weights"
+    if torch.compiler.is_compiling():
+        return _PLAIN_RMS_NORM(x, shape, weight, eps)
     return _Norm.apply(x, weight)  # type: ignore[return-value]  # a Tensor
 
 

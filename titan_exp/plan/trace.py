@@ -5,14 +5,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
+import torch
+
+from titan_exp.plan.allocator import GRANULE, Event
+from titan_exp.plan.compiled import kernels_left_out
 from titan_exp.plan.memory import Ledger, Moment
 from titan_exp.plan.phases import phases_told
 from titan_exp.plan.stand_ins import cuda_calls, workspace
 from titan_exp.plan.watch import Watch, Work, ranks_by_axis
 from titan_exp.trainer.assemble import Assembly
-
-ALLOCATION = 512
-"""Bytes to which torch's allocator on CUDA rounds up."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,20 @@ class Trace:
     """Ranks of this rank's group along every axis that it sends messages on."""
     timeline: list[Moment]
     """The step from its beginning to its end, told in moments."""
+    before: list[Event]
+    """Births and deaths of storages from the build to the step."""
+    step: list[Event]
+    """Those of the step."""
 
 
 def trace_step(
-    parts: Assembly, step: Callable[[], object], *, first_step: Callable[[], object] | None = None, cuda: bool = False
+    parts: Assembly,
+    step: Callable[[], object],
+    *,
+    first_step: Callable[[], object] | None = None,
+    cuda: bool = False,
+    inductor: bool = False,
+    matmul_workspace: int = 0,
 ) -> Trace:
     """Run two steps and watch the second.
 
@@ -43,24 +54,44 @@ def trace_step(
         step: runs one optimizer step.
         first_step: runs one after which the optimizer has its state; None is `step`.
         cuda: whether a step on CUDA is pretended, with the sizes that its kernels and its allocator have.
+        inductor: whether some of it is compiled by inductor, whose kernels do nothing then.
+        matmul_workspace: bytes that the library of matmuls keeps for each thread that calls it.
 
     Raises:
         UserError: the step calls an operator that the planner does not know.
     """
-    ledger = Ledger(ALLOCATION if cuda else 1)
+    ledger = Ledger(GRANULE if cuda else 1, stream=_Streams() if cuda else int)
     with (
         _garbage_stays(),
         phases_told(ledger, parts.model.parts, parts.optimizer) as phases,
-        Watch(ledger, parts.mesh, workspace if cuda else None) as watch,
+        Watch(ledger, parts.mesh, workspace if cuda else None, matmul_workspace) as watch,
         cuda_calls() if cuda else nullcontext(),
+        kernels_left_out(watch.kernel) if inductor else nullcontext(),
     ):
         (first_step or step)()
         ledger.begin()
         watch.work = Work()
         step()
         return Trace(
-            ledger.peak(), ledger.held(), phases.gradients, watch.work, ranks_by_axis(parts.mesh), ledger.timeline()
+            ledger.peak(),
+            ledger.held(),
+            phases.gradients,
+            watch.work,
+            ranks_by_axis(parts.mesh),
+            ledger.timeline(),
+            ledger.events[: ledger.begun],
+            ledger.events[ledger.begun :],
         )
+
+
+class _Streams:
+    """Numbers the streams that FSDP2 works on, which it has on a CPU too, where they are names and nothing else."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[object, int] = {torch.cpu.current_stream(): 0}
+
+    def __call__(self) -> int:
+        return self._numbers.setdefault(torch.cpu.current_stream(), len(self._numbers))
 
 
 @contextmanager

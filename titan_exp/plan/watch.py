@@ -1,5 +1,6 @@
 """Watching a rank's step operator by operator: memory, operations and messages, on real tensors or pretended ones."""
 
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -11,15 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._library.custom_ops import OPDEFS
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, UnsupportedOperatorException
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, UnsupportedOperatorException
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass_type,
+)
 from torch.utils._pytree import tree_leaves
 
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.process_group import group_named
 from titan_exp.plan.memory import Ledger
-from titan_exp.plan.operators import message, operations, refusal
+from titan_exp.plan.operators import MATMULS, message, operations, refusal
 
 
 @dataclass
@@ -43,33 +49,50 @@ class Watch(TorchDispatchMode):
         ledger: where memory is entered.
         mesh: whose groups have the axes' names.
         workspace: bytes that a call takes for a moment beyond what its tensors hold.
+        matmul_workspace: bytes that the library of matmuls takes on its first call in each thread, and keeps.
     """
 
     def __init__(
-        self, ledger: Ledger, mesh: Mesh, workspace: Callable[[Any, tuple[Any, ...]], int] | None = None
+        self,
+        ledger: Ledger,
+        mesh: Mesh,
+        workspace: Callable[[Any, tuple[Any, ...]], int] | None = None,
+        matmul_workspace: int = 0,
     ) -> None:
         super().__init__()
+        self._matmul_workspace, self._threads = matmul_workspace, set[bool]()
         self.ledger, self.work, self._workspace = ledger, Work(), workspace
         self._axes, self._paused = axes_by_group(mesh), 0
+        self._owners: tuple[int, ...] | None = None
+        self._stack, self._depth = ExitStack(), 0
 
     def __enter__(self) -> "Watch":
-        self._stack = ExitStack()
-        self._stack.enter_context(patch.object(torch.UntypedStorage, "resize_", self._resizing()))
-        self._stack.enter_context(self._blind_to_layouts())
+        # Entered anew inside operators of ours.
+        if self._depth == 0:
+            self._stack.enter_context(patch.object(torch.UntypedStorage, "resize_", self._resizing()))
+            self._stack.enter_context(self._blind_to_layouts())
+            with _disable_current_modes():
+                self._owners = _owners_where_alone()
+        self._depth += 1
         super().__enter__()
         return self
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code is watched when it runs, not while it is made."""
+        return True
+
     def __exit__(self, *failure: Any) -> None:
         super().__exit__(*failure)
-        self._stack.close()
+        self._depth -= 1
+        if self._depth == 0:
+            self._stack.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Call the operator, and note what it did."""
         kwargs = kwargs or {}
         # Of tensors made of tensors, the operators on their parts are what counts.
-        if any(
-            hasattr(kind, "__tensor_flatten__") and kind.__module__.startswith("torch.distributed") for kind in types
-        ):
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented
         if self._paused or func.namespace in ("prim", "profiler"):
             return func(*args, **kwargs)
@@ -82,13 +105,19 @@ class Watch(TorchDispatchMode):
             # An optimizer reads how many steps it has made, which no size depends on.
             return func(*args) if type(args[0]) is Tensor else 1.0
         try:
-            out = func(*args, **kwargs)
+            # Summing gradients the engine writes into one that nobody else has, unless a mode like this one looks on.
+            alone = self._owners is not None and _owners_of_summand(func, args) == self._owners
+            out = args[0].add_(args[1]) if alone else _call(func, args, kwargs)
         except (UnsupportedOperatorException, DynamicOutputShapeException) as error:
             raise refusal(str(func)) from error
         self._note(func, args, kwargs, out)
         if self._workspace is not None and (size := self._workspace(func, args)):
             self.ledger.pressure(size, self.ledger.category)
         return out
+
+    def kernel(self, args: tuple[Any, ...]) -> None:
+        """Enter a compiled kernel that reads and writes these tensors, among other arguments."""
+        self.work.bytes_moved += sum(it.numel() * it.element_size() for it in args if isinstance(it, Tensor))
 
     def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -110,6 +139,12 @@ class Watch(TorchDispatchMode):
         elif func.namespace == "fsdp":
             self._note_sharding(str(func._overloadpacket), args, kwargs, out)
         flops = operations(func, args, kwargs, out)
+        if self._matmul_workspace and str(func._overloadpacket) in MATMULS:
+            # The backward pass has a thread of its own.
+            thread = torch._C._current_graph_task_id() != -1
+            if thread not in self._threads:
+                self._threads.add(thread)
+                self.ledger.hold(self._matmul_workspace, "workspaces")
         self.work.flops += flops
         if not flops and not sent and not func.is_view and (new or func._schema.is_mutable):
             self.work.bytes_moved += sum(tensor.numel() * tensor.element_size() for tensor in (*given, *made))
@@ -167,6 +202,51 @@ def axes_by_group(mesh: Mesh) -> dict[str, str]:
                 name = table.get_group(axis).group_name
                 axes[name] += [axis] if axis not in axes[name] else []
     return {name: "=".join(its) for name, its in axes.items()}
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # Of this one torch does not know on shapes alone that it returns what it is handed, and would compute it.
+    if func is torch.ops.aten._scaled_mm.out and isinstance(kwargs["out"], FakeTensor):
+        return kwargs["out"]
+    return func(*args, **kwargs)
+
+
+def _owners_of_summand(func: Any, args: tuple[Any, ...]) -> tuple[int, ...] | None:
+    """Where the autograd engine sums two gradients: who holds the first, in counts that mean nothing by themselves.
+
+    None of any other call, and of a tensor that is not written into.
+    """
+    if func is not torch.ops.aten.add.Tensor or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
+        return None
+    caller: Any = sys._getframe(2)
+    while caller.f_code.co_filename != torch.autograd.graph.__file__:
+        # Between the engine and here there is nothing but how a mode is called.
+        if "_dynamo" not in caller.f_code.co_filename and caller.f_code.co_name not in ("_fn", "inner"):
+            return None
+        caller = caller.f_back
+    first, second = args[0], args[1]
+    if type(first) is not type(second) or first.shape != second.shape or first.dtype != second.dtype:
+        return None
+    if not is_non_overlapping_and_dense_or_false(first):
+        return None
+    storage = torch._C._storage_Use_Count(first.untyped_storage()._cdata)
+    return first._use_count(), sys.getrefcount(first), storage
+
+
+def _owners_where_alone() -> tuple[int, ...] | None:
+    """What those counts are where the engine alone holds the tensor: of a case in which it does."""
+    found: list[tuple[int, ...] | None] = []
+
+    class Look(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+            if func is torch.ops.aten.add.Tensor and torch._C._current_graph_task_id() != -1:
+                found.append(_owners_of_summand(func, args))
+            return func(*args, **(kwargs or {}))
+
+    with Look(), torch.enable_grad():
+        once = torch.ones(2, requires_grad=True) * 2
+        (once.sin() * once.cos()).sum().backward()
+    return found[0] if found else None
 
 
 def _body(func: Any) -> Callable[..., Any] | None:

@@ -80,7 +80,7 @@ def pretended_rank(experiment: Experiment, rank: int) -> Iterator[PretendedRank]
         with _meshes_answer():
             parts = assemble(experiment, DEVICE, pretending=mode)
             with mode:
-                yield PretendedRank(experiment, parts, _batches(experiment))
+                yield PretendedRank(experiment, parts, pretended_batches(experiment))
     finally:
         dist.destroy_process_group()
         # Remembered layouts name process groups of this world; the next one has others.
@@ -97,10 +97,11 @@ def ranks_of_pipeline(experiment: Experiment) -> list[int]:
 def _mode() -> FakeTensorMode:
     """One for all worlds of this process: a constant that code keeps from one of them serves the next."""
     # Buffers and rank tables are real; what they are mixed with need not be.
-    return FakeTensorMode(allow_non_fake_inputs=True)
+    # An operator that torch cannot pretend is refused, not computed.
+    return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
 
-def _batches(experiment: Experiment) -> list[Batch]:
+def pretended_batches(experiment: Experiment) -> list[Batch]:
     """The micro-batches of one data rank, as the loader would hand them over."""
     shape = (micro_batch_size(experiment), experiment.training.seq_len)
     data = experiment.data

@@ -44,7 +44,9 @@ def train(words: Sequence[str]) -> int:
         from titan_exp.compare.curve import draw
         from titan_exp.config.convert import to_experiment
         from titan_exp.launch.commit import plan as planned
+        from titan_exp.launch.gate import pass_gate
         from titan_exp.launch.run import run
+        from titan_exp.launch.screen import Screen
 
         experiment = to_experiment(cfg)
         if experiment.data.preview is not None:
@@ -54,11 +56,12 @@ def train(words: Sequence[str]) -> int:
             for line in preview(experiment, experiment.data.preview):
                 print(line)
             return 0
+        screen = Screen()
         if experiment.cluster.kind == "slurm":
             from titan_exp.launch.slurm.report import submit
 
-            return submit([planned(experiment, overrides)])
-        outcome = run(planned(experiment, overrides))
+            return submit([pass_gate(planned(experiment, overrides), screen.say)])
+        outcome = run(pass_gate(planned(experiment, overrides), screen.say), screen=screen)
         # A done run that came back from checkpoint.remote has no rows here, nor has one of no steps.
         if outcome.exit_code == 0 and experiment.training.steps and outcome.folder.metrics.exists():
             print(f"loss curve: {draw(outcome.folder.path)}")

@@ -75,7 +75,7 @@ def predict(experiment: Experiment, device: Device | None, pipeline_ranks: Colle
 
     Args:
         experiment: the run, its layout resolved.
-        device: what it runs on; None is a CPU, of which no speed is known.
+        device: what it runs on; None is a CPU of which no speed is known.
         pipeline_ranks: those that are looked at; None looks at all.
 
     Raises:
@@ -95,7 +95,7 @@ def predict(experiment: Experiment, device: Device | None, pipeline_ranks: Colle
             trace = trace_step(it.parts, it.step, first_step=it.shortest_step, cuda=cuda)
             whole, parameters = it.parts.built.flops_per_token, it.parts.built.parameters
         bf16 = experiment.training.mixed_precision == "bf16"
-        seconds = None if device is None or not bf16 else rank_time(trace, device, node)
+        seconds = None if device is None or (cuda and not bf16) else rank_time(trace, device, node)
         plans.append(RankPlan(number, trace, seconds))
         held, state = held + trace.kept["parameters"], state + trace.kept["optimizer"]
     bubble, step = step_time(experiment, [plan.time for plan in plans])

@@ -71,6 +71,7 @@ def _rank_json(rank: RankPlan) -> dict[str, Any]:
         "peak_during": trace.peak.where,
         "gradient_bytes": trace.gradients,
         "flops": trace.work.flops,
+        "operators": trace.work.operators,
         "messages": messages,
         "seconds": None if rank.time is None else asdict(rank.time),
     }

@@ -34,6 +34,8 @@ class Work:
     """Bytes by mesh axis and kind of message."""
     calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     """How many messages those are."""
+    operators: int = 0
+    """Operators that were called."""
 
 
 class Watch(TorchDispatchMode):
@@ -110,6 +112,7 @@ class Watch(TorchDispatchMode):
         elif func.namespace == "fsdp":
             self._note_sharding(str(func._overloadpacket), args, kwargs, out)
         flops = operations(func, args, kwargs, out)
+        self.work.operators += 1
         self.work.flops += flops
         if not flops and not sent and not func.is_view and (new or func._schema.is_mutable):
             self.work.bytes_moved += sum(tensor.numel() * tensor.element_size() for tensor in (*given, *made))

@@ -84,6 +84,10 @@ def plan(words: Sequence[str]) -> int:
     """Memory and speed of a run, predicted before anything is launched."""
     from titan_exp.plan.command import HELP, options_among, plan_command
 
+    if words[:1] == ["calibrate"]:
+        from titan_exp.launch.calibrate import calibrate_command
+
+        return calibrate_command(list(words[1:]))
     options, others = options_among(words)
     if options.help:
         print(HELP)

@@ -58,8 +58,8 @@ class Plan:
 
     @property
     def mfu(self) -> float | None:
-        """Model operations over what the device's bf16 peak allows."""
-        if self.device is None or self.tokens_per_second is None:
+        """Model operations over what the device's bf16 peak allows; a CPU has none worth dividing by."""
+        if self.device is None or self.tokens_per_second is None or device_type(self.experiment.cluster) == "cpu":
             return None
         return self.tokens_per_second * self.flops_per_token / (self.device.bf16_tflops * 1e12)
 

@@ -7,9 +7,10 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from titan_exp.config.layout import gradient_accumulation, micro_batch_size, world_size
+from titan_exp.config.layout import device_type, gradient_accumulation, micro_batch_size, world_size
 from titan_exp.plan.memory import CATEGORIES
 from titan_exp.plan.predict import Plan, RankPlan
+from titan_exp.plan.roofline import RankTime
 
 GIB, MIB = 2**30, 2**20
 _SHORT = {
@@ -96,7 +97,7 @@ def _memory(plan: Plan) -> Table:
 
 def _verdict(plan: Plan, largest: RankPlan) -> str:
     needed = largest.trace.peak.bytes
-    if plan.device is None:
+    if plan.device is None or device_type(plan.experiment.cluster) == "cpu":
         return "Storages of tensors, as a CPU run holds them; what the process holds besides is not among them."
     room = plan.device.memory_gb * 1e9
     if needed > room:
@@ -132,14 +133,20 @@ def _speed(plan: Plan) -> list[str]:
         return lines
     lines.append(
         f"{plan.step_seconds:.3g} s a step, estimated: matmuls {slowest.matmuls:.3g}, elementwise "
-        f"{slowest.elementwise:.3g}, messages {slowest.exposed:.3g} waited for and {slowest.behind:.3g} behind "
+        f"{slowest.elementwise:.3g}, {_by_number(slowest)}messages {slowest.exposed:.3g} waited for and {slowest.behind:.3g} behind "
         f"compute; bubble {plan.bubble:.0%}"
     )
     lines.append(
-        f"{plan.tokens_per_second:,.0f} tokens/s a device, MFU {plan.mfu:.0%}; {training.steps} steps: "
-        f"{plan.tokens_per_step * training.steps:,} tokens, {plan.gpu_hours:,.0f} GPU-hours"
+        f"{plan.tokens_per_second:,.0f} tokens/s a device{'' if plan.mfu is None else f', MFU {plan.mfu:.0%}'}; "
+        f"{training.steps} steps: {plan.tokens_per_step * training.steps:,} tokens, {plan.gpu_hours:,.3g} "
+        f"{'device-hours' if plan.mfu is None else 'GPU-hours'}"
     )
     return lines
+
+
+def _by_number(seconds: RankTime) -> str:
+    """What operators take by their number, where that is known."""
+    return f"operators by their number {seconds.operators:.3g}, " if seconds.operators else ""
 
 
 def _gib(size: float) -> str:

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from titan_exp.config.errors import UserError
-from titan_exp.config.suggest import listed
 from titan_exp.launch.commit import Plan
 from titan_exp.plan.gate import Judgement, gib, judge, record, refusal
 from titan_exp.plan.remedies import Remedy, remedies
@@ -104,7 +103,7 @@ def _remark(judgement: Judgement) -> str:
 
 
 def _refusal(judgement: Judgement, runs: Path, say: Say) -> str:
-    found = remedies(judgement.experiment, runs, say)
+    found = remedies(judgement, runs, say)
     lines = [f"This run does not fit: {refusal(judgement)}"]
     if found:
         lines.append("  What would fit, each of these planned:")
@@ -116,7 +115,7 @@ def _refusal(judgement: Judgement, runs: Path, say: Say) -> str:
 
 
 def _typed(remedy: Remedy) -> str:
-    return " ".join(remedy.change.overrides)
+    return " ".join(remedy.overrides)
 
 
 def _outcome(remedy: Remedy) -> str:
@@ -127,9 +126,7 @@ def _outcome(remedy: Remedy) -> str:
     words = [gib(judgement.prediction.largest.peak + judgement.target.overhead)]
     if judgement.target.sharing > 1:
         words.append(f"{gib(judgement.needed or 0)} together")
-    if judgement.prediction.step_seconds is not None:
-        words.append(f"{judgement.prediction.step_seconds:.3g} s a step")
-    return listed(words, "and") if len(words) < 3 else ", ".join(words)
+    return ", ".join(words)
 
 
 def _runs(plan: Plan) -> Path:

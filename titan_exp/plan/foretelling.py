@@ -17,6 +17,7 @@ from typing import Any
 from titan_exp.config.errors import UserError
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.machine import usable_cores
+from titan_exp.plan.accumulation import plan_rank
 from titan_exp.plan.devices import Device
 from titan_exp.plan.modelled import require_modelled
 from titan_exp.plan.prediction import Prediction, Unpredicted, joined
@@ -85,7 +86,7 @@ def _answers(asked: dict[str, Question]) -> dict[str, Prediction | Unpredicted]:
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_begin) as pool:
         waiting: dict[str, list[Future[dict[str, Any]]]] = {
             key: [
-                pool.submit(_plan_rank, question.experiment, question.device, rank)
+                pool.submit(plan_rank, question.experiment, question.device, rank)
                 for rank in range(question.experiment.parallelism.pp)
             ]
             for key, question in asked.items()
@@ -116,10 +117,3 @@ def _begin() -> None:
     for stream in (1, 2):
         os.dup2(nowhere, stream)
     os.environ["OMP_NUM_THREADS"] = "1"
-
-
-def _plan_rank(experiment: Experiment, device: Device | None, rank: int) -> dict[str, Any]:
-    from titan_exp.plan.predict import predict
-    from titan_exp.plan.report import as_json
-
-    return as_json(predict(experiment, device, (rank,)))

@@ -133,12 +133,12 @@ def _speed(plan: Plan) -> list[str]:
         return lines
     lines.append(
         f"{plan.step_seconds:.3g} s a step, estimated: matmuls {slowest.matmuls:.3g}, elementwise "
-        f"{slowest.elementwise:.3g}, {_by_number(slowest)}messages {slowest.exposed:.3g} waited for and {slowest.behind:.3g} behind "
-        f"compute; bubble {plan.bubble:.0%}"
+        f"{slowest.elementwise:.3g}, {_by_number(slowest)}messages {slowest.exposed:.3g} waited for and "
+        f"{slowest.behind:.3g} behind compute; bubble {plan.bubble:.0%}"
     )
     lines.append(
         f"{plan.tokens_per_second:,.0f} tokens/s a device{'' if plan.mfu is None else f', MFU {plan.mfu:.0%}'}; "
-        f"{training.steps} steps: {plan.tokens_per_step * training.steps:,} tokens, {plan.gpu_hours:,.3g} "
+        f"{training.steps} steps: {plan.tokens_per_step * training.steps:,} tokens, {_hours(plan.gpu_hours)} "
         f"{'device-hours' if plan.mfu is None else 'GPU-hours'}"
     )
     return lines
@@ -147,6 +147,10 @@ def _speed(plan: Plan) -> list[str]:
 def _by_number(seconds: RankTime) -> str:
     """What operators take by their number, where that is known."""
     return f"operators by their number {seconds.operators:.3g}, " if seconds.operators else ""
+
+
+def _hours(hours: float | None) -> str:
+    return "?" if hours is None else f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
 
 
 def _gib(size: float) -> str:

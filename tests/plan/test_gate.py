@@ -21,8 +21,8 @@ from titan_exp.plan.devices import DEVICES
 from titan_exp.plan.foretelling import Question, foretell
 from titan_exp.plan.gate import GIB, Judgement, judge, record, refusal
 from titan_exp.plan.prediction import Prediction, RankPrediction, Unpredicted, from_json, joined, to_json
-from titan_exp.plan.remembered import key_of, recall, remember
 from titan_exp.plan.remedies import remedies
+from titan_exp.plan.remembered import key_of, recall, remember
 
 H100 = ["cluster=slurm_h100", "training.mixed_precision=bf16"]
 
@@ -221,7 +221,10 @@ def test_the_slowest_pipeline_rank_has_the_word():
     def part(rank: int, seconds: float) -> dict:
         peak = {"peak_allocated_bytes": 5, "peak_by_category": {}, "peak_during": "", "seconds": None, "operators": 1}
         return {
-            **{"step_seconds": seconds, "bubble": 0.1, "tokens_per_second_per_device": 1 / seconds, "mfu": None},
+            "step_seconds": seconds,
+            "bubble": 0.1,
+            "tokens_per_second_per_device": 1 / seconds,
+            "mfu": None,
             "ranks": [{"pipeline_rank": rank, **peak}],
         }
 
@@ -250,7 +253,7 @@ def test_the_cheapest_changes_that_fit_are_offered(tmp_path: Path, foretold):
     (judgement,) = judge([large], tmp_path)
     assert judgement.fits is False
     found = remedies(judgement, tmp_path)
-    assert [remedy.overrides for remedy in found][0] == ("training.micro_batch_size=2",)
+    assert found[0].overrides == ("training.micro_batch_size=2",)
     assert all(remedy.judgement.fits for remedy in found)
     assert len(found) == remedies_module.ENOUGH
     # Nothing that is offered has all of what another offer has, and more.

@@ -4,15 +4,12 @@ In processes of their own because the one that launches imports no torch, must o
 does, and plans one rank at a time.
 """
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titan_exp.config.errors import UserError
 from titan_exp.config.experiment import Experiment
@@ -22,6 +19,9 @@ from titan_exp.plan.devices import Device
 from titan_exp.plan.modelled import require_modelled
 from titan_exp.plan.prediction import Prediction, Unpredicted, joined
 from titan_exp.plan.remembered import key_of, recall, remember
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 MOST_PROCESSES = 8
 """At a time; each holds torch, a third of a GiB and more."""
@@ -80,11 +80,15 @@ def foretell(
 
 
 def _answers(asked: dict[str, Question]) -> dict[str, Prediction | Unpredicted]:
+    # Here, because most launches never come to it.
+    import multiprocessing
+    from concurrent.futures import ProcessPoolExecutor
+
     ranks = sum(question.experiment.parallelism.pp for question in asked.values())
     processes = min(usable_cores(), ranks, MOST_PROCESSES)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_begin) as pool:
-        waiting: dict[str, list[Future[dict[str, Any]]]] = {
+        waiting = {
             key: [
                 pool.submit(plan_rank, question.experiment, question.device, rank)
                 for rank in range(question.experiment.parallelism.pp)
@@ -94,7 +98,9 @@ def _answers(asked: dict[str, Question]) -> dict[str, Prediction | Unpredicted]:
         return {key: _answer(parts) for key, parts in waiting.items()}
 
 
-def _answer(parts: Sequence[Future[dict[str, Any]]]) -> Prediction | Unpredicted:
+def _answer(parts: "Sequence[Future[dict[str, Any]]]") -> Prediction | Unpredicted:
+    from concurrent.futures.process import BrokenProcessPool
+
     try:
         return joined([part.result() for part in parts])
     except UserError as error:

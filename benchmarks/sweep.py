@@ -1,4 +1,4 @@
-"""How long a study takes to plan, to look at for its memory and to commit, and `titan-exp status` on a thousand run folders.
+"""How long a study takes to plan, to look at for its memory and to commit; `titan-exp status` on a thousand folders.
 
 `python benchmarks/sweep.py` prints seconds, all measured in this run, with versions and the machine's load. Submission
 to a scheduler is not in it. Start with `--folders 100` for fewer run folders.

@@ -165,7 +165,7 @@ def test_a_gpu_is_held_against_its_own_memory(tmp_path: Path, foretold):
     [
         (["cluster=slurm"], "cluster.gpu_type=null; the planner knows a100"),
         (["cluster=slurm", "cluster.gpu_type=gtx"], "cluster.gpu_type=gtx; the planner knows a100"),
-        (["cluster=slurm", "cluster.device=cpu"], "cluster.memory_gb says how much its nodes have"),
+        (["cluster=slurm", "cluster.device=cpu"], "a node's memory is not known; cluster.memory_gb says it"),
         ([*H100, "compile=blocks"], "compile.enabled=true: what compiled code keeps is not modelled yet"),
     ],
 )

@@ -102,7 +102,9 @@ def _cpu(experiment: Experiment, cache: Path) -> Target:
         overhead = round(CPU_OVERHEAD_GB * 1e9)
         if cluster.memory_gb:
             return Target(None, cluster.memory_gb * 2**30, processes, overhead, "a node's cluster.memory_gb")
-        return Target(None, None, processes, overhead, "a node", "cluster.memory_gb says how much its nodes have")
+        return Target(
+            None, None, processes, overhead, "a node", "a node's memory is not known; cluster.memory_gb says it"
+        )
     name = cpu_name()
     threads = cluster.threads_per_process or max(1, usable_cores() // world)
     device = cpu_device(name, cache, dtype=dtype, threads=threads, processes=processes)

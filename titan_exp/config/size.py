@@ -1,6 +1,6 @@
-"""How many parameters the built-in model has, from its shape alone."""
+"""Sizes of what comes with the package or with torch, from names and shapes alone."""
 
-from titan_exp.config.builtins import ARCHITECTURES
+from titan_exp.config.builtins import ARCHITECTURES, OPTIMIZERS
 from titan_exp.config.model import ModelConfig
 from titan_exp.config.projections import projections
 
@@ -13,3 +13,8 @@ def parameters(model: ModelConfig) -> int | None:
     norms = (2 * model.layers + 1) * model.dim
     ends = model.vocab_size * model.dim * (1 if model.tied_embeddings else 2)
     return matrices + norms + ends
+
+
+def has_known_state(optimizer: str) -> bool:
+    """Whether an optimizer keeps at most three numbers for each parameter: ours, and torch's but for LBFGS."""
+    return optimizer in OPTIMIZERS or (optimizer.startswith("torch.optim.") and not optimizer.endswith("LBFGS"))

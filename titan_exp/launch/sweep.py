@@ -66,7 +66,10 @@ def sweep(
     asked = asked or Asked()
     where = "of the sweep" if study is None else f"of {study.study.path}"
     screen, skip = Screen(), asked.skip or study is not None
-    made = foreseen(plan_points(points, compose, skip=skip, where=where), screen.say, skip=skip, where=where)
+    made = plan_points(points, compose, skip=skip, where=where)
+    if study is not None:
+        study.plan(made)  # what is wrong with it as a whole is said before anything takes seconds
+    made = foreseen(made, screen.say, skip=skip, where=where)
     if study is not None:
         study.plan(made)
     if asked.dry_run:

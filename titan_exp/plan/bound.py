@@ -4,10 +4,9 @@ It supposes the worst of every option: nothing sharded, divided or recomputed, f
 attention kept, every micro-batch of a pipeline held at once. Imports no torch.
 """
 
-from titan_exp.config.builtins import OPTIMIZERS
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import data_parallel_degree, device_type, micro_batch_size
-from titan_exp.config.size import parameters
+from titan_exp.config.size import has_known_state, parameters
 
 FOR_A_PARAMETER = 128
 """Bytes: 16 for weight, gradient and AdamW's moments; 28 for what FSDP gathers and reduces, with its buffers; 20 for an
@@ -24,7 +23,7 @@ def upper_bound(experiment: Experiment) -> int | None:
         experiment: the run, its layout resolved.
     """
     weights = parameters(experiment.model)
-    if weights is None or experiment.optimizer.name not in OPTIMIZERS:
+    if weights is None or not has_known_state(experiment.optimizer.name):
         return None
     model, seq = experiment.model, experiment.training.seq_len
     attention = (model.heads + 2 * model.kv_heads) * model.head_dim

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import titan_exp
-from titan_exp.config.builtins import ARCHITECTURES, OPTIMIZERS
+from titan_exp.config.builtins import ARCHITECTURES
 from titan_exp.config.convert import to_dict
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import device_type, node_size, world_size
 from titan_exp.config.schedule import is_file
+from titan_exp.config.size import has_known_state
 from titan_exp.plan.devices import Device
 from titan_exp.plan.prediction import Prediction, from_json, to_json
 from titan_exp.tracking.atomic import write_atomically
@@ -41,7 +42,7 @@ def key_of(experiment: Experiment, device: Device | None) -> str | None:
         experiment: the run, its layout resolved.
         device: whose rates time is estimated by.
     """
-    if experiment.model.architecture not in ARCHITECTURES or experiment.optimizer.name not in OPTIMIZERS:
+    if experiment.model.architecture not in ARCHITECTURES or not has_known_state(experiment.optimizer.name):
         return None
     return hashlib.sha256(f"{_code()} {profile(experiment, device)}".encode()).hexdigest()[:24]
 

@@ -61,7 +61,7 @@ def train(words: Sequence[str]) -> int:
             from titan_exp.launch.slurm.report import submit
 
             return submit([pass_gate(planned(experiment, overrides), screen.say)])
-        outcome = run(pass_gate(planned(experiment, overrides), screen.say), screen=screen)
+        outcome = run(pass_gate(planned(experiment, overrides), screen.say))
         # A done run that came back from checkpoint.remote has no rows here, nor has one of no steps.
         if outcome.exit_code == 0 and experiment.training.steps and outcome.folder.metrics.exists():
             print(f"loss curve: {draw(outcome.folder.path)}")

@@ -1,4 +1,4 @@
-"""How long a study takes to plan and to commit, and `titan-exp status` on a thousand run folders.
+"""How long a study takes to plan, to look at for its memory and to commit; `titan-exp status` on a thousand folders.
 
 `python benchmarks/sweep.py` prints seconds, all measured in this run, with versions and the machine's load. Submission
 to a scheduler is not in it. Start with `--folders 100` for fewer run folders.
@@ -29,6 +29,7 @@ from titan_exp.launch.composing import Composer
 from titan_exp.launch.find import find
 from titan_exp.launch.scene import read_scene
 from titan_exp.launch.status import status_rows
+from titan_exp.launch.sweep_gate import foreseen
 from titan_exp.launch.sweep_plan import Point, SweepPlan, plan_points
 from titan_exp.tracking.run_folder import RunFolder, RunState
 
@@ -70,6 +71,9 @@ def time_planning(folder: Path, count: int) -> None:
         )
         with timed(f"{count:4d} points: plan"):
             made = planned(file, composer)
+        assert len(made.planned) == count
+        with timed(f"{count:4d} points: memory"):
+            made = foreseen(made, print, skip=True)
         assert len(made.planned) == count
         with timed(f"{count:4d} points: commit"):
             scene = read_scene()

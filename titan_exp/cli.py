@@ -44,7 +44,9 @@ def train(words: Sequence[str]) -> int:
         from titan_exp.compare.curve import draw
         from titan_exp.config.convert import to_experiment
         from titan_exp.launch.commit import plan as planned
+        from titan_exp.launch.gate import pass_gate
         from titan_exp.launch.run import run
+        from titan_exp.launch.screen import Screen
 
         experiment = to_experiment(cfg)
         if experiment.data.preview is not None:
@@ -54,11 +56,12 @@ def train(words: Sequence[str]) -> int:
             for line in preview(experiment, experiment.data.preview):
                 print(line)
             return 0
+        screen = Screen()
         if experiment.cluster.kind == "slurm":
             from titan_exp.launch.slurm.report import submit
 
-            return submit([planned(experiment, overrides)])
-        outcome = run(planned(experiment, overrides))
+            return submit([pass_gate(planned(experiment, overrides), screen.say)])
+        outcome = run(pass_gate(planned(experiment, overrides), screen.say))
         # A done run that came back from checkpoint.remote has no rows here, nor has one of no steps.
         if outcome.exit_code == 0 and experiment.training.steps and outcome.folder.metrics.exists():
             print(f"loss curve: {draw(outcome.folder.path)}")
@@ -81,6 +84,10 @@ def plan(words: Sequence[str]) -> int:
     """Memory and speed of a run, predicted before anything is launched."""
     from titan_exp.plan.command import HELP, options_among, plan_command
 
+    if words[:1] == ["calibrate"]:
+        from titan_exp.launch.calibrate import calibrate_command
+
+        return calibrate_command(list(words[1:]))
     options, others = options_among(words)
     if options.help:
         print(HELP)

@@ -31,6 +31,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
         )
 
     monkeypatch.setattr("titan_exp.launch.commit.plan", lambda experiment, overrides: (experiment, list(overrides)))
+    monkeypatch.setattr("titan_exp.launch.gate.pass_gate", lambda plan, say: plan)
     monkeypatch.setattr("titan_exp.launch.run.run", run)
     monkeypatch.setattr("titan_exp.compare.curve.draw", lambda folder: folder / "loss.png")
     return calls

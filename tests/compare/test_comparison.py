@@ -344,3 +344,15 @@ def test_a_model_s_name_stands_for_its_shape():
     # A name that means two shapes tells nothing apart.
     other = {"model": {"name": "l", "dim": 3, "layers": 3, "heads": 3}, "optimizer": {"lr": 2}}
     assert "model.name" not in differences([small, large, other]).keys
+
+
+def test_predicted_is_shown_against_measured_where_something_was_predicted(tmp_path: Path):
+    one = make_run(tmp_path, {"optimizer.lr": 1e-3}, metrics=rows(3.0, speed=5000.0))
+    make_run(tmp_path, {"optimizer.lr": 2e-3}, metrics=rows(3.0))
+    names = [metric.name for metric in compared(tmp_path).metrics]
+    assert not any("predicted" in name for name in names)
+    (one / "plan.json").write_text(json.dumps({"memory": 1.6, "tokens_per_second": 10000.0}))
+    found = compared(tmp_path)
+    assert value(found, 0, "speed_of_predicted") == pytest.approx(0.5)
+    assert value(found, 0, "memory_of_predicted") == pytest.approx(2.0 / 1.6)
+    assert value(found, 1, "speed_of_predicted") is None

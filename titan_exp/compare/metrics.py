@@ -10,6 +10,7 @@ from titan_exp.compare.run import Run
 from titan_exp.compare.smooth import smooth
 from titan_exp.config.errors import UserError
 from titan_exp.config.suggest import did_you_mean, listed
+from titan_exp.plan.foreseen import Foreseen
 
 Direction = Literal["min", "max"]
 
@@ -125,6 +126,16 @@ def _memory(run: Run, tokens: float) -> float | None:
     return max(run.series("memory", tokens)[1], default=None)
 
 
+def _of_predicted(measured: Reader, predicted: Callable[[Foreseen], float | None]) -> Reader:
+    """What a run has measured over what was predicted of it before it started."""
+
+    def read(run: Run, tokens: float) -> float | None:
+        found, expected = measured(run, tokens), predicted(run.foreseen)
+        return found / expected if found is not None and expected else None
+
+    return read
+
+
 def _hours(run: Run, tokens: float) -> float | None:
     return None if run.seconds is None else run.seconds / 3600 * share(run, tokens)
 
@@ -165,6 +176,24 @@ METRICS = (
     Metric("mfu", "MFU", "", "max", "median over rows", _median("mfu"), needs_point=False),
     Metric("tflops", "TFLOP/s per device", "TFLOP/s", "max", "median over rows", _median("tflops"), needs_point=False),
     Metric("memory", "memory per device", "GiB", "min", "peak of rank 0", _memory, needs_point=False),
+    Metric(
+        "speed_of_predicted",
+        "tokens/s of predicted",
+        "",
+        None,
+        "tokens/s over what was predicted before the start",
+        _of_predicted(_median("tokens_per_second"), lambda foreseen: foreseen.tokens_per_second),
+        needs_point=False,
+    ),
+    Metric(
+        "memory_of_predicted",
+        "memory of predicted",
+        "",
+        None,
+        "peak of rank 0 over the predicted one: of allocated tensors on a GPU, of the process on a CPU",
+        _of_predicted(_memory, lambda foreseen: foreseen.memory),
+        needs_point=False,
+    ),
     Metric("time", "time", "h", "min", "wall clock of all starts, the share up to here", _hours),
     Metric("gpu_hours", "GPU-hours", "h", "min", "wall clock times processes; on CPU a process is one", _device_hours),
 )

@@ -26,7 +26,7 @@ def value(metric: Metric, number: float | None) -> str:
         return "diverged" if metric.is_loss else "not finite"
     if metric.name == "time":
         return duration(3600 * number)
-    if metric.name == "mfu":
+    if metric.name == "mfu" or metric.name.endswith("_of_predicted"):
         return f"{100 * number:.1f} %"
     if metric.unit in ("tokens/s", "tokens"):
         return short(number)

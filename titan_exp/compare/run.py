@@ -4,11 +4,12 @@ import json
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from titan_exp.config.errors import UserError
+from titan_exp.plan.foreseen import Foreseen, read_foreseen
 from titan_exp.tracking.metrics_file import read_metrics
 from titan_exp.tracking.run_folder import Attempt, RunFolder
 from titan_exp.tracking.run_state import read_json
@@ -52,6 +53,8 @@ class Run:
     """What was typed."""
     source: str
     """Where it was read: a folder, or an address."""
+    foreseen: Foreseen = field(default_factory=Foreseen)
+    """What was predicted of it before it started."""
 
     @property
     def seed(self) -> int | None:
@@ -111,6 +114,7 @@ def read_run(path: str | Path) -> Run:
         dirty=code.get("dirty"),
         overrides=_read_overrides(folder.overrides),
         source=str(path),
+        foreseen=read_foreseen(folder),
     )
 
 

@@ -10,6 +10,7 @@ WITHOUT_EFFECT = {
     "paths": "where files lie",
     "tracking": "where numbers go and how often; training does not look at them",
     "profiling": "watches some steps and changes none",
+    "plan": "looks at the run before it starts",
     "cluster": "where processes run; how many there are is in `parallelism`",
     "checkpoint": "how often state is saved; a resumed run equals an undisturbed one (but see WITH_EFFECT)",
     "data.prefetch": "how early batches are ready, not which",

@@ -1,6 +1,6 @@
 """The whole configuration of one run, frozen."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from titan_exp.config.checkpoint import CheckpointConfig
 from titan_exp.config.cluster import ClusterConfig
@@ -10,6 +10,7 @@ from titan_exp.config.model import ModelConfig
 from titan_exp.config.naming import NamingConfig, PathsConfig
 from titan_exp.config.optimizer import LRScheduleConfig, OptimizerConfig
 from titan_exp.config.parallelism import ParallelismConfig
+from titan_exp.config.plan import PlanConfig
 from titan_exp.config.quantization import QuantizationConfig
 from titan_exp.config.tracking import ProfilingConfig, TrackingConfig
 from titan_exp.config.training import TrainingConfig
@@ -49,3 +50,5 @@ class Experiment:
     """Traces."""
     cluster: ClusterConfig
     """The machine."""
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    """The look at memory before a launch; runs of older versions have none."""

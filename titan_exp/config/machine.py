@@ -1,9 +1,12 @@
 """What this machine has, found out without torch."""
 
 import os
+import platform
 import re
 import shutil
 import subprocess
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 DEVICES = Path("/dev")
@@ -11,6 +14,9 @@ DEVICES = Path("/dev")
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
 """Where the driver lists what it found."""
+
+GROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+"""Where a container's limit of memory is."""
 
 
 def visible_gpus() -> int:
@@ -26,6 +32,47 @@ def visible_gpus() -> int:
             break
         chosen += 1
     return chosen if present else 0
+
+
+@cache
+def gpu_names() -> list[str]:
+    """What the driver calls the GPUs of this machine, as torch does; empty where it does not tell."""
+    found = []
+    for path in sorted(DRIVER.glob("*/information")):
+        try:
+            name = re.search(r"^Model:[ \t]*(.+?)[ \t]*$", path.read_text(), re.MULTILINE)
+        except OSError:
+            continue
+        found += [name[1]] if name else []
+    return found
+
+
+@cache
+def cpu_name() -> str:
+    """What the system calls the CPU, with the number of cores of the machine."""
+    with suppress(OSError):
+        if found := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return f"{found[1]}, {os.cpu_count()} cores"
+    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+
+
+def host_memory() -> int | None:
+    """Bytes of memory that processes here may use together, a container's limit honoured; None where unknown."""
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None
+    for path in GROUP_LIMITS:
+        with suppress(OSError, ValueError):
+            total = min(total, int(path.read_text()))
+    return total
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def _gpus_present() -> int:

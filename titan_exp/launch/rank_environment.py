@@ -11,9 +11,9 @@ import psutil
 import titan_exp
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import device_type, world_size
+from titan_exp.config.machine import usable_cores
 from titan_exp.launch.rank_record import SPARE
 from titan_exp.launch.seat import ATTEMPT, IMPORT_PATH, LAUNCHER, VISIBLE_GPUS
-from titan_exp.launch.surroundings import usable_cores
 
 
 def rank_environment(experiment: Experiment, attempt: int, meeting: Path) -> dict[str, str | None]:

@@ -6,6 +6,7 @@ from titan_exp.launch.again import plan_again
 from titan_exp.launch.backend import Backend, backend_for
 from titan_exp.launch.commit import Plan
 from titan_exp.launch.find import Found, find, runs_among
+from titan_exp.launch.gate import pass_gate_together
 from titan_exp.launch.local_backend import LocalBackend
 from titan_exp.launch.screen import Screen
 from titan_exp.launch.standing import standings
@@ -55,6 +56,7 @@ def _start(again: list[Found]) -> int:
         plan = plan_again(one.folder)
         by_kind.setdefault(plan.experiment.cluster.kind, []).append(plan)
     screen, code = Screen(), 0
+    by_kind = {kind: pass_gate_together(plans, screen.say) for kind, plans in by_kind.items()}
     for kind, plans in sorted(by_kind.items(), key=lambda pair: pair[0] == "local"):
         if kind == "local":
             local = LocalBackend(title=lambda plan: labels[plan.folder.path])

@@ -15,6 +15,7 @@ from titan_exp.config.flags import take_flags
 from titan_exp.launch.find import Found, find, runs_among, study_of
 from titan_exp.launch.standing import Standing, standings
 from titan_exp.launch.sweep_table import plain_console
+from titan_exp.plan.foreseen import read_foreseen
 from titan_exp.tracking.metrics_file import read_last_values
 from titan_exp.tracking.run_folder import RunFolder
 from titan_exp.tracking.sink import Value
@@ -30,7 +31,9 @@ titan-exp status: how runs stand. Nothing is changed.
   titan-exp status paths.runs=FOLDER  runs that lie elsewhere
 
 A run is new, queued, running, done, failed, preempted (it saved and stopped, and may go on), or lost (it died and
-nobody lived to say so). GPU-hours are those that its starts took so far.
+nobody lived to say so). GPU-hours are those that its starts took so far. Where a run was planned before it started,
+"/predicted" is its speed over the predicted one, and "GiB/predicted" the memory of rank 0 (tensors on a GPU, the whole
+process on a CPU) beside the predicted peak of the same.
 """
 _STEPS = re.compile(r"^training:\n(?:  .*\n)*?  steps: (\d+)$", re.MULTILINE)
 _DEVICE = re.compile(r"^cluster:\n(?:  .*\n)*?  device: (\w+)$", re.MULTILINE)
@@ -72,6 +75,12 @@ class StatusRow:
     """Why it failed, stopped, waits or was lost."""
     removed: bool
     """Whether the study no longer holds it."""
+    memory: Value = None
+    """Newest, in GiB: the peak of rank 0, of allocated tensors on a GPU, of the process on a CPU."""
+    memory_predicted: Value = None
+    """The same, predicted before the start; None where it was not."""
+    tokens_per_second_predicted: Value = None
+    """Of the whole job, predicted before the start; None where it was not."""
 
 
 def status_command(words: list[str]) -> int:
@@ -110,7 +119,7 @@ def status_rows(found: Sequence[Found]) -> list[StatusRow]:
 
 
 def _row(one: Found, standing: Standing) -> StatusRow:
-    values = read_last_values(one.folder.metrics)
+    values, foreseen = read_last_values(one.folder.metrics), read_foreseen(one.folder)
     # The newest row may be newer than state.json, which is written at the end.
     logged = int(values.get("step") or 0) if values.get("attempt") == standing.attempt else 0
     step = max(standing.step, logged)
@@ -134,6 +143,9 @@ def _row(one: Found, standing: Standing) -> StatusRow:
         job_id=standing.job_id,
         reason=standing.reason,
         removed=one.removed,
+        memory=values.get("memory"),
+        memory_predicted=foreseen.memory,
+        tokens_per_second_predicted=foreseen.tokens_per_second,
     )
 
 
@@ -199,12 +211,20 @@ def _table(rows: Sequence[StatusRow], *, in_full: bool) -> Table:
         "step": lambda row: f"{row.step}/{'?' if row.steps is None else row.steps}",
         "loss": lambda row: _number(row.loss, ".4f"),
         "tokens/s": lambda row: _number(row.tokens_per_second, ",.0f"),
+        "/predicted": lambda row: _share(row.tokens_per_second, row.tokens_per_second_predicted),
         "MFU": lambda row: _number(row.mfu, ".1%"),
+        "GiB/predicted": lambda row: _beside(row.memory, row.memory_predicted),
         "left": lambda row: "-" if row.seconds_left is None else _duration(row.seconds_left),
         "GPU-hours": lambda row: _number(row.gpu_hours, ",.2f"),
         "reason": lambda row: (row.reason or "").partition("\n")[0],
     }
-    hidden = {"MFU": with_mfu, "GPU-hours": with_hours, "reason": any(row.reason for row in rows)}
+    hidden = {
+        "/predicted": any(row.tokens_per_second_predicted is not None for row in rows),
+        "GiB/predicted": any(row.memory_predicted is not None for row in rows),
+        "MFU": with_mfu,
+        "GPU-hours": with_hours,
+        "reason": any(row.reason for row in rows),
+    }
     shown = [name for name in headings if hidden.get(name, True)]
     table = Table(box=None, pad_edge=False)
     for name in shown:
@@ -241,6 +261,14 @@ def _watch(named: Sequence[str], runs: Path) -> None:
 
 def _number(value: Value, form: str) -> str:
     return "-" if value is None else format(value, form)
+
+
+def _share(measured: Value, predicted: Value) -> str:
+    return "-" if not measured or not predicted else f"{measured / predicted:.0%}"
+
+
+def _beside(measured: Value, predicted: Value) -> str:
+    return "-" if predicted is None else f"{_number(measured, '.2f')}/{predicted:.2f}"
 
 
 def _duration(seconds: float) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 
+from titan_exp.config.machine import usable_cores
 from titan_exp.launch.credentials import is_secret_variable, mask
 
 VARIABLES = re.compile(
@@ -43,13 +44,6 @@ def read_surroundings() -> dict[str, Any]:
         "environment": _environment(),
         "packages": packages,
     }
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _environment() -> dict[str, str]:

@@ -18,6 +18,7 @@ from titan_exp.launch.backend import Submission, backend_for
 from titan_exp.launch.local_backend import LocalBackend
 from titan_exp.launch.screen import Screen
 from titan_exp.launch.study import OpenStudy
+from titan_exp.launch.sweep_gate import foreseen
 from titan_exp.launch.sweep_plan import Planned, Point, SweepPlan, plan_points
 from titan_exp.launch.sweep_table import show_outcomes, show_plan
 
@@ -64,13 +65,16 @@ def sweep(
     """
     asked = asked or Asked()
     where = "of the sweep" if study is None else f"of {study.study.path}"
-    made = plan_points(points, compose, skip=asked.skip or study is not None, where=where)
+    screen, skip = Screen(), asked.skip or study is not None
+    made = plan_points(points, compose, skip=skip, where=where)
+    if study is not None:
+        study.plan(made)  # what is wrong with it as a whole is said before anything takes seconds
+    made = foreseen(made, screen.say, skip=skip, where=where)
     if study is not None:
         study.plan(made)
     if asked.dry_run:
         show_plan(made, study)
         return 0
-    screen = Screen()
     if study is not None:
         study.commit(made, screen.say)
         if asked.prune:

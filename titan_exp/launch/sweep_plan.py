@@ -1,11 +1,12 @@
 """The plan of a sweep: every point composed, checked and named before any is started. Nothing is written."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_exp.config.errors import UserError
 from titan_exp.config.experiment import Experiment
 from titan_exp.launch.commit import Plan, plan
+from titan_exp.plan.gate import Judgement
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,8 @@ class Planned:
     """The first point of this run."""
     plan: Plan
     """What would run."""
+    judgement: Judgement | None = None
+    """What is known of its memory; None before anybody looked, and of runs that are done."""
 
 
 @dataclass(frozen=True)
@@ -96,17 +99,18 @@ def plan_points(
             doubles.append(made)
     if refused:
         count = sum(map(len, refused.values()))
-        lines = [f"{count} point(s) {where} cannot run, so none was started.", *_blocks(refused)]
+        lines = [f"{count} point(s) {where} cannot run, so none was started.", *blocks(refused)]
         raise UserError("\n".join(lines))
     if not planned:
         reasons: dict[str, list[Point]] = {}
         for one in skipped:
             reasons.setdefault(one.reason, []).append(one.point)
-        raise UserError("\n".join([f"None of the {len(points)} points {where} can run here.", *_blocks(reasons)]))
+        raise UserError("\n".join([f"None of the {len(points)} points {where} can run here.", *blocks(reasons)]))
     return SweepPlan(tuple(planned.values()), tuple(doubles), tuple(skipped))
 
 
-def _blocks(reasons: dict[str, list[Point]]) -> list[str]:
+def blocks(reasons: Mapping[str, Sequence[Point]]) -> list[str]:
+    """Points under each reason, for people."""
     return [
         "\n".join([*(f"[{point.label}]" for point in reasons[text]), *(f"  {line}" for line in text.splitlines())])
         for text in reasons

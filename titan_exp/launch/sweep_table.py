@@ -15,6 +15,7 @@ from titan_exp.launch.standing import standings
 from titan_exp.launch.study import OpenStudy
 from titan_exp.launch.summary import summarize
 from titan_exp.launch.sweep_plan import Skipped, SweepPlan
+from titan_exp.plan.gate import GIB, Judgement
 from titan_exp.tracking.sink import Value
 
 
@@ -42,6 +43,8 @@ def show_plan(made: SweepPlan, study: OpenStudy | None) -> None:
     labels = {one.plan.folder.path: one.point.label for one in made.planned}
     asked = {one.plan.folder.path: _gpu_hours(one.plan) for one in made.planned}
     headings = ["point", "run", "experiment", "state", "processes", "nodes"]
+    predicted = {one.plan.folder.path: _predicted(one.judgement) for one in made.planned}
+    shown = [name for name in _PREDICTED if any(cells[name] != "-" for cells in predicted.values())]
     with_hours = any(value is not None for value in asked.values())
     rows = []
     for one in (*made.planned, *made.doubles):
@@ -50,9 +53,13 @@ def show_plan(made: SweepPlan, study: OpenStudy | None) -> None:
         state = f"same run as {labels[path]}" if same else now[path].condition
         row = [one.point.label, one.plan.run_id, one.plan.experiment_id, state]
         row += [str(world_size(one.plan.experiment)), str(nodes_needed(one.plan.experiment))]
+        row += [predicted[path][name] for name in shown]
         value = asked[path]
         rows.append([*row, "-" if value is None else f"{value:,.1f}"] if with_hours else row)
+    headings += shown
     plain_table([*headings, "GPU-hours asked"] if with_hours else headings, rows, left=4)
+    if shown:
+        print(PREDICTED)
     _show_skipped(made.skipped)
     waiting = [one.plan.folder.path for one in made.planned if now[one.plan.folder.path].condition not in _LEFT_ALONE]
     alone = [now[one.plan.folder.path].condition for one in made.planned]
@@ -107,6 +114,29 @@ def _next(states: Sequence[str], made: SweepPlan, study: OpenStudy | None) -> li
     if study is not None and ("not started" in states or "preempted" in states):
         return ["The same command goes on where this one stopped."]
     return []
+
+
+_PREDICTED = ("GiB", "s/step", "tokens/s")
+PREDICTED = (
+    "GiB is the predicted peak of a process' memory, < an upper bound that decides without planning "
+    "(plan.predict=always plans); s/step and tokens/s are predicted where the rates of the device are known."
+)
+"""Below a table with predictions."""
+
+
+def _predicted(judgement: Judgement | None) -> dict[str, str]:
+    """Cells of a point."""
+    cells: dict[str, str] = dict.fromkeys(_PREDICTED, "-")
+    if judgement is None or judgement.target is None:
+        return cells
+    if judgement.prediction is None:
+        return cells if judgement.bound is None else cells | {"GiB": f"< {judgement.bound / GIB:.1f}"}
+    cells["GiB"] = f"{(judgement.prediction.largest.peak + judgement.target.overhead) / GIB:.2f}"
+    if judgement.prediction.step_seconds is not None:
+        experiment, seconds = judgement.experiment, judgement.prediction.step_seconds
+        tokens = experiment.training.global_batch_size * experiment.training.seq_len
+        cells |= {"s/step": f"{seconds:.3g}", "tokens/s": f"{tokens / seconds:,.0f}"}
+    return cells
 
 
 _LEFT_ALONE = ("done", "queued", "running")

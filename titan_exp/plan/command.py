@@ -4,6 +4,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titan_exp.config.errors import UserError
@@ -25,7 +26,9 @@ titan-exp plan [--device NAME] [--ranks LIST] [--html FILE] [--json] [key=value 
   --device NAME  what it runs on: a100, h100, h200, b200, mi300x; without, cluster.gpu_type
   --ranks LIST   pipeline ranks to look at, as in --ranks 0,15; without, all, one after the other
   --html FILE    also write a page to look at: which rank holds what, the pipeline's and the memory's timeline
-  --json         the same for programs, in bytes and seconds"""
+  --json         the same for programs, in bytes and seconds
+
+titan-exp plan calibrate [STUDY|RUN ...]   fit what a device reaches to finished runs; --help says more"""
 
 
 @dataclass(frozen=True)
@@ -111,16 +114,18 @@ def plan_command(cfg: Any, options: Options) -> int:
 
 def _device(experiment: Experiment, asked: str | None) -> "Device | None":
     from titan_exp.config.layout import device_type
+    from titan_exp.plan.constants import read_constants
     from titan_exp.plan.devices import DEVICES, device_named
+    from titan_exp.plan.target import target_of
 
+    runs = Path(experiment.paths.runs).expanduser()
     if asked is not None:
-        return device_named(asked)
-    if device_type(experiment.cluster) == "cpu":
-        return None
-    kind = (experiment.cluster.gpu_type or "").lower()
-    if kind not in DEVICES:
+        device = device_named(asked)
+        return read_constants(runs / ".cache", device.name).over(device)
+    target = target_of(experiment, runs)
+    if target.device is None and device_type(experiment.cluster) == "cuda":
         raise UserError(
             f"plan: which GPU? cluster.gpu_type={experiment.cluster.gpu_type or 'null'} is none that is known here. "
             f"--device takes {listed(DEVICES)}."
         )
-    return DEVICES[kind]
+    return target.device

@@ -8,6 +8,13 @@ from dataclasses import dataclass
 from titan_exp.config.errors import UserError
 from titan_exp.config.suggest import did_you_mean, listed
 
+MATMUL_SHARE = 0.75
+"""Of the peak rate, what large matmuls reach. A round number, not fitted to this trainer."""
+BANDWIDTH_SHARE = 0.8
+"""Of memory bandwidth, what elementwise operators reach. A round number, likewise."""
+LINK_SHARE = 0.75
+"""Of a link's rate, what large messages reach. A round number, likewise."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -31,6 +38,16 @@ class Device:
     """CUDA's compute capability; None where it is no CUDA."""
     matmul_workspace: int = 32 * 2**20
     """Bytes that torch hands cuBLAS for each thread; 0 where nobody here knows."""
+    matmul_share: float = MATMUL_SHARE
+    """Of the peak rate, what matmuls and attention reach. `titan-exp plan calibrate` fits this and what follows."""
+    bandwidth_share: float = BANDWIDTH_SHARE
+    """Of memory bandwidth, what elementwise operators reach."""
+    link_share: float = LINK_SHARE
+    """Of a link's rate, what messages reach."""
+    operator_us: float = 0.0
+    """What every operator takes besides, in microseconds: its launch, and on a CPU Python and torch's dispatch."""
+    overhead_gb: float = 0.0
+    """Memory of a process beside what is predicted of it, in GB (10^9 bytes)."""
 
 
 DEVICES = {
@@ -46,13 +63,6 @@ DEVICES = {
     "mi300x": Device("MI300X 192GB", 192, 1307.4, 2614.9, 5.3, 448, capability=None, matmul_workspace=0),
 }
 """By the word that a command line names them with."""
-
-MATMUL_SHARE = 0.75
-"""Of the peak rate, what large matmuls reach. A round number, not fitted to this trainer."""
-BANDWIDTH_SHARE = 0.8
-"""Of memory bandwidth, what elementwise operators reach. A round number, likewise."""
-LINK_SHARE = 0.75
-"""Of a link's rate, what large messages reach. A round number, likewise."""
 
 
 def device_named(name: str) -> Device:

@@ -74,8 +74,8 @@ class Plan:
 
     @property
     def mfu(self) -> float | None:
-        """Model operations over what the device's bf16 peak allows."""
-        if self.device is None or self.tokens_per_second is None:
+        """Model operations over what the device's bf16 peak allows; a CPU has none worth dividing by."""
+        if self.device is None or self.tokens_per_second is None or device_type(self.experiment.cluster) == "cpu":
             return None
         return self.tokens_per_second * self.flops_per_token / (self.device.bf16_tflops * 1e12)
 
@@ -96,7 +96,7 @@ def predict(
 
     Args:
         experiment: the run, its layout resolved.
-        device: what it runs on; None is a CPU, of which no speed is known.
+        device: what it runs on; None is a CPU of which no speed is known.
         pipeline_ranks: those that are looked at; None looks at all.
         look: is shown each of them and its number, before its step.
 
@@ -126,7 +126,7 @@ def predict(
             )
             whole, parameters = it.parts.built.flops_per_token, it.parts.built.parameters
         bf16 = experiment.training.mixed_precision == "bf16"
-        seconds = None if device is None or not bf16 else rank_time(trace, device, node)
+        seconds = None if device is None or (cuda and not bf16) else rank_time(trace, device, node)
         plans.append(RankPlan(number, trace, seconds, reservations(trace.before, trace.step) if cuda else None))
         held, state = held + trace.kept["parameters"], state + trace.kept["optimizer"]
     bubble, step = step_time(experiment, [plan.time for plan in plans])

@@ -7,11 +7,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from titan_exp.config.layout import gradient_accumulation, micro_batch_size, world_size
+from titan_exp.config.layout import device_type, gradient_accumulation, micro_batch_size, world_size
 from titan_exp.plan.allocator import STEPS, reservations
 from titan_exp.plan.compiled import by_inductor
 from titan_exp.plan.memory import CATEGORIES
 from titan_exp.plan.predict import Plan, RankPlan
+from titan_exp.plan.roofline import RankTime
 
 GIB, MIB = 2**30, 2**20
 COMPILED = " Compiled parts hold what inductor has them hold on a CPU, which has not been compared with a GPU."
@@ -74,10 +75,12 @@ def _rank_json(rank: RankPlan) -> dict[str, Any]:
         "peak_allocated_bytes": trace.peak.bytes,
         "peak_by_category": trace.peak.by_category,
         "peak_during": trace.peak.where,
+        "peak_reserved_bytes": None if rank.reserved is None else rank.bytes,
         "reserved": None if rank.reserved is None else asdict(rank.reserved),
         "allocator_bytes": rank.bytes - trace.peak.bytes,
         "gradient_bytes": trace.gradients,
         "flops": trace.work.flops,
+        "operators": trace.work.operators,
         "messages": messages,
         "seconds": None if rank.time is None else asdict(rank.time),
     }
@@ -102,7 +105,7 @@ def _memory(plan: Plan) -> Table:
 
 
 def _verdict(plan: Plan, largest: RankPlan) -> str:
-    if plan.device is None:
+    if plan.device is None or device_type(plan.experiment.cluster) == "cpu":
         return "Storages of tensors, as a CPU run holds them; what the process holds besides is not among them."
     room, tensors = plan.device.memory_gb * 1e9, largest.trace.peak.bytes
     if largest.reserved is None or tensors > room:
@@ -161,14 +164,24 @@ def _speed(plan: Plan) -> list[str]:
         return lines
     lines.append(
         f"{plan.step_seconds:.3g} s a step, estimated: matmuls {slowest.matmuls:.3g}, elementwise "
-        f"{slowest.elementwise:.3g}, messages {slowest.exposed:.3g} waited for and {slowest.behind:.3g} behind "
-        f"compute; bubble {plan.bubble:.0%}"
+        f"{slowest.elementwise:.3g}, {_by_number(slowest)}messages {slowest.exposed:.3g} waited for and "
+        f"{slowest.behind:.3g} behind compute; bubble {plan.bubble:.0%}"
     )
     lines.append(
-        f"{plan.tokens_per_second:,.0f} tokens/s a device, MFU {plan.mfu:.0%}; {training.steps} steps: "
-        f"{plan.tokens_per_step * training.steps:,} tokens, {plan.gpu_hours:,.0f} GPU-hours"
+        f"{plan.tokens_per_second:,.0f} tokens/s a device{'' if plan.mfu is None else f', MFU {plan.mfu:.0%}'}; "
+        f"{training.steps} steps: {plan.tokens_per_step * training.steps:,} tokens, {_hours(plan.gpu_hours)} "
+        f"{'device-hours' if plan.mfu is None else 'GPU-hours'}"
     )
     return lines
+
+
+def _by_number(seconds: RankTime) -> str:
+    """What operators take by their number, where that is known."""
+    return f"operators by their number {seconds.operators:.3g}, " if seconds.operators else ""
+
+
+def _hours(hours: float | None) -> str:
+    return "?" if hours is None else f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
 
 
 def _gib(size: float) -> str:

@@ -11,7 +11,7 @@ from titan_exp.config.layout import pipeline_microbatches
 from titan_exp.config.pipeline import stage_layers
 from titan_exp.config.timeline import timeline
 from titan_exp.parallel.orders import training_orders
-from titan_exp.plan.devices import BANDWIDTH_SHARE, LINK_SHARE, MATMUL_SHARE, Device
+from titan_exp.plan.devices import Device
 from titan_exp.plan.trace import Trace
 
 BEHIND_COMPUTE = ("fsdp", "dp_replicate")
@@ -30,11 +30,13 @@ class RankTime:
     """Messages that compute waits for: tensor, context and pipeline parallelism's."""
     behind: float
     """Messages of sharding and replication, which travel behind compute."""
+    operators: float = 0.0
+    """What operators take by their number, whatever they do."""
 
     @property
     def total(self) -> float:
         """Of the step."""
-        return max(self.matmuls + self.elementwise + self.exposed, self.behind)
+        return max(self.matmuls + self.elementwise + self.operators + self.exposed, self.behind)
 
 
 def rank_time(trace: Trace, device: Device, node: int) -> RankTime:
@@ -54,10 +56,11 @@ def rank_time(trace: Trace, device: Device, node: int) -> RankTime:
         else:
             exposed += seconds
     return RankTime(
-        work.flops / (device.bf16_tflops * 1e12 * MATMUL_SHARE),
-        work.bytes_moved / (device.bandwidth_tbs * 1e12 * BANDWIDTH_SHARE),
+        work.flops / (device.bf16_tflops * 1e12 * device.matmul_share),
+        work.bytes_moved / (device.bandwidth_tbs * 1e12 * device.bandwidth_share),
         exposed,
         behind,
+        work.operators * device.operator_us / 1e6,
     )
 
 
@@ -79,7 +82,7 @@ def _message_seconds(kind: str, size: int, ranks: Sequence[int], device: Device,
     nodes = len({rank // node for rank in ranks})
     # Between nodes, all adapters of the group's ranks carry a part of what a node needs.
     rate = device.link_gbs if nodes == 1 else min(device.link_gbs, device.network_gbs * len(ranks) / nodes)
-    rate *= 1e9 * LINK_SHARE
+    rate *= 1e9 * device.link_share
     others = (len(ranks) - 1) / len(ranks)
     share = {"all-gather": others, "reduce-scatter": others, "all-to-all": others, "all-reduce": 2 * others}
     return size * share.get(kind, 1.0) / rate

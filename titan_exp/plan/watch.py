@@ -40,6 +40,8 @@ class Work:
     """Bytes by mesh axis and kind of message."""
     calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     """How many messages those are."""
+    operators: int = 0
+    """Operators that were called."""
 
 
 class Watch(TorchDispatchMode):
@@ -145,6 +147,7 @@ class Watch(TorchDispatchMode):
             if thread not in self._threads:
                 self._threads.add(thread)
                 self.ledger.hold(self._matmul_workspace, "workspaces")
+        self.work.operators += 1
         self.work.flops += flops
         if not flops and not sent and not func.is_view and (new or func._schema.is_mutable):
             self.work.bytes_moved += sum(tensor.numel() * tensor.element_size() for tensor in (*given, *made))

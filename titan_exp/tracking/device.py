@@ -1,7 +1,5 @@
 """What a device can do and how much memory it used: dense bf16 peaks by the name torch gives, and peak memory."""
 
-import os
-import platform
 import re
 import resource
 import sys
@@ -10,6 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titan_exp.config.machine import cpu_name
 from titan_exp.tracking.log import get_logger
 
 if TYPE_CHECKING:
@@ -71,10 +70,7 @@ def device_name(device: "torch.device") -> str:
         import torch
 
         return torch.cuda.get_device_name(device)
-    with suppress(OSError):
-        if found := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
-            return f"{found[1]}, {os.cpu_count()} cores"
-    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    return cpu_name()
 
 
 def peak_by_name(name: str) -> float | None:

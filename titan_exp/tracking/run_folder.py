@@ -37,6 +37,8 @@ class RunFolder:
         """What differs from the commit."""
         self.env = self.path / "env.json"
         """Versions and hardware."""
+        self.plan = self.path / "plan.json"
+        """What was predicted of it before its newest start."""
         self.attempts = self.path / "attempts.jsonl"
         """One row per start."""
         self.state = self.path / "state.json"

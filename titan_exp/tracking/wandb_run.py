@@ -16,7 +16,7 @@ from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import world_size
 from titan_exp.tracking.run_folder import RunFolder
 
-VOLATILE = ("paths", "cluster", "tracking", "profiling")
+VOLATILE = ("paths", "cluster", "tracking", "profiling", "plan")
 """Groups that do not change what is computed."""
 
 NAME_LENGTH = 128

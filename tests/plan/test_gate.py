@@ -1,0 +1,272 @@
+"""What is known of a run's memory before it starts: bounds, predictions, what is remembered, and what would fit."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.plan.layouts import LAYOUTS, experiment_of, predicted
+from tests.ranks import run_ranks
+from titan_exp.config.compose import compose
+from titan_exp.config.convert import load_experiment, to_experiment, to_yaml
+from titan_exp.config.experiment import Experiment
+from titan_exp.config.layout import offered_devices, resolve_layout
+from titan_exp.config.size import parameters
+from titan_exp.models.build import build_model
+from titan_exp.plan import gate as gate_module
+from titan_exp.plan import remedies as remedies_module
+from titan_exp.plan.accumulation import plan_rank, shortened
+from titan_exp.plan.bound import upper_bound
+from titan_exp.plan.devices import DEVICES
+from titan_exp.plan.foretelling import Question, foretell
+from titan_exp.plan.gate import GIB, Judgement, judge, record, refusal
+from titan_exp.plan.prediction import Prediction, RankPrediction, Unpredicted, from_json, joined, to_json
+from titan_exp.plan.remedies import remedies
+from titan_exp.plan.remembered import key_of, recall, remember
+
+H100 = ["cluster=slurm_h100", "training.mixed_precision=bf16"]
+
+
+def resolved(*overrides: str) -> Experiment:
+    experiment = to_experiment(compose(overrides))
+    return resolve_layout(experiment, offered_devices(experiment.cluster))
+
+
+def made_up(*allocated: float, category: str = "activations", reserved: float | None = None) -> Prediction:
+    """A prediction of pipeline ranks with peaks in GiB."""
+    ranks = [
+        RankPrediction(
+            number,
+            round(size * GIB),
+            None if reserved is None else round(reserved * GIB),
+            {category: round(size * GIB)},
+            "forward, block 3",
+            None,
+            100,
+        )
+        for number, size in enumerate(allocated)
+    ]
+    return Prediction(tuple(ranks), 0.0, None, None, None)
+
+
+@pytest.fixture
+def foretold(monkeypatch: pytest.MonkeyPatch):
+    """Answers in place of planning: a function from an experiment to a prediction, and how often it was asked."""
+
+    def stand(answer):
+        asked = []
+
+        def foretell(questions, cache, say=print):
+            asked.extend(question.experiment for question in questions)
+            return [answer(question.experiment) for question in questions]
+
+        monkeypatch.setattr(gate_module, "foretell", foretell)
+        return asked
+
+    return stand
+
+
+@pytest.mark.parametrize("model", ["llama_debug", "llama_laptop", "llama3_2_1b", "llama3_8b"])
+def test_parameters_are_counted_from_the_shape(model: str):
+    import torch
+
+    config = resolved(f"model={model}").model
+    with torch.device("meta"):
+        built = build_model(config, seq_len=64, attention_backend="math")
+    assert parameters(config) == sum(each.numel() for each in built.parameters())
+
+
+@pytest.mark.parametrize("name", ["one device", "fsdp 2, accumulated", "tp 2", "pp 2, 1F1B", "cp 2, ring"])
+def test_the_bound_is_above_what_is_predicted(name: str, tmp_path: Path):
+    experiment = experiment_of(LAYOUTS[name])
+    bound = upper_bound(experiment)
+    assert bound is not None
+    peak = max(numbers.peak for numbers in predicted(experiment, tmp_path))
+    # The process' own share is not what makes it one.
+    assert peak < bound - GIB
+
+
+def test_the_bound_is_above_a_large_attention_without_a_fused_kernel(tmp_path: Path):
+    experiment = experiment_of("model.attention_backend=math training.seq_len=512 model.layers=2")
+    bound = upper_bound(experiment)
+    assert bound is not None
+    assert GIB / 20 < max(numbers.peak for numbers in predicted(experiment, tmp_path)) < bound - GIB
+
+
+def _both(path: str) -> list[dict]:
+    whole = load_experiment(Path(path) / "config.yaml")
+    from titan_exp.plan.predict import predict
+    from titan_exp.plan.report import as_json
+
+    return [plan_rank(whole, DEVICES["h100"], 0), as_json(predict(whole, DEVICES["h100"], (0,)))]
+
+
+def test_many_micro_batches_are_planned_by_few_exactly(tmp_path: Path):
+    experiment = experiment_of("parallelism.dp_shard=2 training.micro_batch_size=1 training.global_batch_size=16")
+    assert shortened(experiment).training.global_batch_size == 6
+    (tmp_path / "config.yaml").write_text(to_yaml(experiment))
+    ((few, all_of_them),) = run_ranks(1, _both, str(tmp_path))
+    (here,), (there,) = few["ranks"], all_of_them["ranks"]
+    for name in ("peak_allocated_bytes", "peak_by_category", "flops", "operators", "messages"):
+        assert here[name] == there[name], name
+    assert here["seconds"] == pytest.approx(there["seconds"])
+    assert few["step_seconds"] == pytest.approx(all_of_them["step_seconds"])
+    assert few["tokens_per_second_per_device"] == pytest.approx(all_of_them["tokens_per_second_per_device"])
+
+
+def test_small_models_are_not_planned(tmp_path: Path, foretold):
+    asked = foretold(lambda _: made_up(1.0))
+    small = resolved("model=llama_debug", "cluster.device=cpu")
+    (judgement,) = judge([small], tmp_path)
+    assert (judgement.fits, judgement.prediction, asked) == (True, None, [])
+    always = replace(small, plan=replace(small.plan, predict="always"))
+    (judgement,) = judge([always], tmp_path)
+    assert (judgement.fits, judgement.prediction) == (True, made_up(1.0))
+    off = replace(small, plan=replace(small.plan, gate="off", predict="always"))
+    (judgement,) = judge([off], tmp_path)
+    assert (judgement.fits, record(judgement), len(asked)) == (None, None, 1)
+
+
+def test_all_processes_of_a_machine_share_its_memory(tmp_path: Path, foretold, monkeypatch: pytest.MonkeyPatch):
+    foretold(lambda _: made_up(4.0, 2.0))
+    monkeypatch.setattr("titan_exp.plan.target.host_memory", lambda: 14 * GIB)
+    four = resolved(
+        *("model=llama_debug", "cluster.device=cpu", "parallelism.dp_shard=2", "parallelism.pp=2"),
+        *("plan.predict=always", "parallelism.pp_microbatches=2"),
+    )
+    (judgement,) = judge([four], tmp_path)
+    # Two of each pipeline rank, and 0.45 GB for each process.
+    assert judgement.needed == 2 * (4 + 2) * GIB + 4 * 450_000_000
+    assert judgement.fits
+    monkeypatch.setattr("titan_exp.plan.target.host_memory", lambda: 13 * GIB)
+    (judgement,) = judge([four], tmp_path)
+    assert judgement.fits is False
+    said = refusal(judgement)
+    assert "pipeline rank 0 of 2 needs 4.42 GiB at its peak (forward, block 3), the 4 that share its memory" in said
+    assert "activations 4.00 GiB, the process beside them 0.42 GiB" in said
+
+
+def test_a_gpu_is_held_against_its_own_memory(tmp_path: Path, foretold):
+    large = resolved("model=llama3_8b", *H100, "parallelism.dp_shard=8")
+    foretold(lambda _: made_up(70.0))
+    (judgement,) = judge([large], tmp_path)
+    assert (judgement.fits, judgement.tight) == (True, True)
+    foretold(lambda _: made_up(60.0, reserved=74.0))
+    (judgement,) = judge([large], tmp_path)
+    assert (judgement.fits, judgement.tight) == (True, False)
+    foretold(lambda _: made_up(70.0, reserved=75.0))
+    (judgement,) = judge([large], tmp_path)
+    assert judgement.fits is False
+    assert "what the allocator keeps beyond them 5.00 GiB" in refusal(judgement)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "why"),
+    [
+        (["cluster=slurm"], "cluster.gpu_type=null; the planner knows a100"),
+        (["cluster=slurm", "cluster.gpu_type=gtx"], "cluster.gpu_type=gtx; the planner knows a100"),
+        (["cluster=slurm", "cluster.device=cpu"], "a node's memory is not known; cluster.memory_gb says it"),
+        ([*H100, "compile=blocks"], "compile.enabled=true: what compiled code keeps is not modelled yet"),
+    ],
+)
+def test_what_is_not_known_is_said_and_stops_nothing(overrides: list[str], why: str, tmp_path: Path):
+    (judgement,) = judge([resolved("model=llama3_8b", *overrides, "parallelism.dp_shard=8")], tmp_path)
+    assert judgement.fits is None
+    assert why in judgement.why_not
+    found = record(judgement)
+    assert found is not None
+    assert found["why_not_predicted"] == judgement.why_not
+
+
+def test_what_decides_a_prediction_and_what_does_not(tmp_path: Path):
+    first = resolved("model=llama_debug", "cluster.device=cpu")
+    same = resolved(
+        *("model=llama_debug", "cluster.device=cpu", "optimizer.lr=1e-5", "lr_schedule=cosine", "experiment.seed=3"),
+        *("training.steps=77", "optimizer.weight_decay=0.3", "experiment.name=y", "training.max_grad_norm=2"),
+    )
+    assert key_of(first, None) == key_of(same, None)
+    assert key_of(first, DEVICES["h100"]) != key_of(first, None)
+    for other in (
+        *("training.seq_len=128", "training.max_grad_norm=null", "parallelism.dp_shard=2"),
+        *("optimizer.state_precision=int8", "activation_checkpoint=full", "data.document_mask=true"),
+    ):
+        assert key_of(resolved("model=llama_debug", "cluster.device=cpu", other), None) != key_of(first, None), other
+    assert key_of(replace(first, optimizer=replace(first.optimizer, name="mine.Lion")), None) is None
+    assert recall(tmp_path, "x") is None
+    remember(tmp_path, "x", made_up(1.0, 2.0))
+    assert recall(tmp_path, "x") == made_up(1.0, 2.0)
+    assert from_json(to_json(made_up(3.0))) == made_up(3.0)
+
+
+def test_each_memory_profile_is_planned_once(tmp_path: Path):
+    rates = [
+        resolved("model=llama_debug", "training.seq_len=64", "cluster.device=cpu", f"optimizer.lr={rate}")
+        for rate in (1e-3, 2e-3, 3e-3)
+    ]
+    broken = replace(rates[0], model=replace(rates[0].model, architecture="nowhere.Model"))
+    said: list[str] = []
+    found = foretell([Question(one, None) for one in (*rates, broken)], tmp_path, said.append)
+    assert said == ["Predicting the memory of 2 runs ..."]
+    assert isinstance(found[0], Prediction)
+    assert found[0] == found[1] == found[2]
+    assert isinstance(found[3], Unpredicted)
+    assert "nowhere" in found[3].reason
+    assert foretell([Question(rates[1], None)], tmp_path, said.append) == [found[0]]
+    assert len(said) == 1
+    (numbers,) = predicted(rates[0], tmp_path / "here")
+    assert found[0].ranks[0].allocated == numbers.peak
+
+
+def test_the_slowest_pipeline_rank_has_the_word():
+    def part(rank: int, seconds: float) -> dict:
+        peak = {"peak_allocated_bytes": 5, "peak_by_category": {}, "peak_during": "", "seconds": None, "operators": 1}
+        return {
+            "step_seconds": seconds,
+            "bubble": 0.1,
+            "tokens_per_second_per_device": 1 / seconds,
+            "mfu": None,
+            "ranks": [{"pipeline_rank": rank, **peak}],
+        }
+
+    found = joined([part(1, 2.0), part(0, 3.0)])
+    assert [rank.pipeline_rank for rank in found.ranks] == [0, 1]
+    assert (found.step_seconds, found.tokens_per_second_per_device) == (3.0, 1 / 3.0)
+
+
+def memory_like(experiment: Experiment) -> Prediction:
+    """A made-up model of memory with the shape of the real one: 16 GiB a sequence, halved by selective, 20 GiB more."""
+    rows = experiment.training.micro_batch_size or 8
+    kept = {"none": 16.0, "selective": 8.0, "full": 1.0}[experiment.activation_checkpoint.mode]
+    kept += 0.0 if experiment.training.loss_chunk_tokens else 2.0
+    size = round((rows * kept + 20) * GIB)
+    found = made_up(size / GIB)
+    parts = {"activations": size - 20 * GIB, "optimizer": 20 * GIB}
+    return replace(found, ranks=(replace(found.ranks[0], by_category=parts),))
+
+
+def test_the_cheapest_changes_that_fit_are_offered(tmp_path: Path, foretold):
+    large = resolved(
+        *("model=llama3_8b", *H100, "parallelism.dp_shard=8", "training.seq_len=8192", "training.global_batch_size=64"),
+        "paths.runs=runs",
+    )
+    asked = foretold(memory_like)
+    (judgement,) = judge([large], tmp_path)
+    assert judgement.fits is False
+    found = remedies(judgement, tmp_path)
+    assert found[0].overrides == ("training.micro_batch_size=2",)
+    assert all(remedy.judgement.fits for remedy in found)
+    assert len(found) == remedies_module.ENOUGH
+    # Nothing that is offered has all of what another offer has, and more.
+    assert not any(set(one.overrides) < set(other.overrides) for one in found for other in found)
+    assert len(asked) < 20
+
+
+def test_nothing_is_offered_that_would_not_fit(tmp_path: Path, foretold):
+    large = resolved("model=llama3_8b", *H100, "parallelism.dp_shard=8")
+    foretold(lambda _: made_up(500.0, category="other"))
+    (judgement,) = judge([large], tmp_path)
+    assert remedies(judgement, tmp_path) == []
+
+
+def test_a_judgement_of_nothing_says_nothing():
+    assert Judgement(resolved("model=llama_debug"), None).fits is None

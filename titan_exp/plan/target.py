@@ -1,0 +1,115 @@
+"""What a run would be on: a device with its rates, and how much memory there is for how many of its processes.
+
+Of a GPU the table knows both; of this machine's CPU `titan-exp doctor` has measured the rates. What `titan-exp plan
+calibrate` has fitted is laid over either. Imports no torch.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from titan_exp.config.experiment import Experiment
+from titan_exp.config.layout import device_type, node_size, world_size
+from titan_exp.config.machine import cpu_name, gpu_names, host_memory, usable_cores
+from titan_exp.config.suggest import listed
+from titan_exp.plan.constants import read_constants
+from titan_exp.plan.devices import DEVICES, Device
+from titan_exp.tracking.measured import read_measured
+
+CPU_OVERHEAD_GB = 0.45
+"""What Python, torch and its allocator hold beside tensors in a rank's process on a CPU, as seen with torch 2.13, until
+that is calibrated."""
+NAMES = {
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+    "AMD Instinct MI300X": "mi300x",
+}
+"""Words of the device table by what drivers and torch call the device."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a run would be."""
+
+    device: Device | None
+    """Its rates; None where nothing is known of them."""
+    capacity: int | None
+    """Bytes of memory that `sharing` processes have together; None where that is not known."""
+    sharing: int
+    """Processes that share it: one on a GPU, those of a node on a CPU."""
+    overhead: int
+    """Bytes of each process beside what is predicted of it."""
+    name: str
+    """What has the memory, in words: `H100 80GB SXM`, `this machine`."""
+    unknown: str = ""
+    """Why the capacity is not known, and what would tell."""
+
+
+def target_of(experiment: Experiment, runs: Path) -> Target:
+    """Where an experiment would be.
+
+    Args:
+        experiment: the run, its layout resolved.
+        runs: `paths.runs`, beside whose runs measured and fitted numbers are kept.
+    """
+    if device_type(experiment.cluster) == "cuda":
+        return _gpu(experiment, runs / ".cache")
+    return _cpu(experiment, runs / ".cache")
+
+
+def cpu_device(name: str, cache: Path, *, dtype: str, threads: int, processes: int) -> Device | None:
+    """A CPU as one process of several sees it; None where `titan-exp doctor` has not measured it.
+
+    Args:
+        name: of the CPU, as `cpu_name` has it.
+        cache: `.cache` of the runs.
+        dtype: of matmuls: `fp32` or `bf16`.
+        threads: cores that the process computes on.
+        processes: those of the machine, which share its bandwidth.
+    """
+    measured = read_measured(cache, name)
+    if measured is None or dtype not in measured.tflops or measured.copy is None:
+        return None
+    cores = int(name.rpartition(", ")[2].partition(" ")[0])
+    bandwidth = measured.copy / 1e3 / processes
+    link = measured.link or measured.copy / 2
+    memory = (host_memory() or 0) / 1e9
+    device = Device(name, memory, measured.tflops[dtype] * min(1.0, threads / cores), None, bandwidth, link, link)
+    # What doctor measured is reached, not promised.
+    device = replace(device, matmul_share=1.0, bandwidth_share=1.0, link_share=1.0, overhead_gb=CPU_OVERHEAD_GB)
+    return read_constants(cache, name).over(device)
+
+
+def _gpu(experiment: Experiment, cache: Path) -> Target:
+    kind, asked = experiment.cluster.gpu_type, (experiment.cluster.gpu_type or "").lower()
+    names = gpu_names() if experiment.cluster.kind == "local" and kind is None else []
+    found = NAMES.get(names[0], "") if names and len(set(names)) == 1 else asked
+    if found not in DEVICES:
+        said = f"cluster.gpu_type={kind or 'null'}"
+        if names:
+            said = f"{listed(sorted(set(names)), 'and')} here, {said}"
+        return Target(None, None, 1, 0, "the GPU", f"{said}; the planner knows {listed(DEVICES, 'and')}")
+    device = read_constants(cache, DEVICES[found].name).over(DEVICES[found])
+    return Target(device, round(device.memory_gb * 1e9), 1, round(device.overhead_gb * 1e9), device.name)
+
+
+def _cpu(experiment: Experiment, cache: Path) -> Target:
+    world, cluster = world_size(experiment), experiment.cluster
+    processes, dtype = min(world, node_size(cluster, world)), experiment.training.mixed_precision
+    if cluster.kind != "local":
+        # The nodes are others than this machine.
+        overhead = round(CPU_OVERHEAD_GB * 1e9)
+        if cluster.memory_gb:
+            return Target(None, cluster.memory_gb * 2**30, processes, overhead, "a node's cluster.memory_gb")
+        return Target(
+            None, None, processes, overhead, "a node", "a node's memory is not known; cluster.memory_gb says it"
+        )
+    name = cpu_name()
+    threads = cluster.threads_per_process or max(1, usable_cores() // world)
+    device = cpu_device(name, cache, dtype=dtype, threads=threads, processes=processes)
+    constants = read_constants(cache, name)
+    overhead = CPU_OVERHEAD_GB if constants.overhead_gb is None else constants.overhead_gb
+    capacity = host_memory()
+    unknown = "" if capacity else "the system does not say how much memory it has"
+    return Target(device, capacity, processes, round(overhead * 1e9), "this machine", unknown)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from titan_exp.plan.memory import Ledger, Moment
 from titan_exp.plan.phases import phases_told
 from titan_exp.plan.stand_ins import cuda_calls, workspace
+from titan_exp.plan.tape import Tape
 from titan_exp.plan.watch import Watch, Work, ranks_by_axis
 from titan_exp.trainer.assemble import Assembly
 
@@ -34,7 +35,12 @@ class Trace:
 
 
 def trace_step(
-    parts: Assembly, step: Callable[[], object], *, first_step: Callable[[], object] | None = None, cuda: bool = False
+    parts: Assembly,
+    step: Callable[[], object],
+    *,
+    first_step: Callable[[], object] | None = None,
+    cuda: bool = False,
+    tape: Tape | None = None,
 ) -> Trace:
     """Run two steps and watch the second.
 
@@ -43,21 +49,27 @@ def trace_step(
         step: runs one optimizer step.
         first_step: runs one after which the optimizer has its state; None is `step`.
         cuda: whether a step on CUDA is pretended, with the sizes that its kernels and its allocator have.
+        tape: an empty ledger that also cuts the step into pieces; None keeps one that does not.
 
     Raises:
         UserError: the step calls an operator that the planner does not know.
     """
-    ledger = Ledger(ALLOCATION if cuda else 1)
+    ledger = Ledger() if tape is None else tape
+    ledger.granularity = ALLOCATION if cuda else 1
     with (
         _garbage_stays(),
         phases_told(ledger, parts.model.parts, parts.optimizer) as phases,
         Watch(ledger, parts.mesh, workspace if cuda else None) as watch,
         cuda_calls() if cuda else nullcontext(),
     ):
+        if tape is not None:
+            tape.follow(watch)
         (first_step or step)()
         ledger.begin()
         watch.work = Work()
         step()
+        if tape is not None:
+            tape.cut("after the step")
         return Trace(
             ledger.peak(), ledger.held(), phases.gradients, watch.work, ranks_by_axis(parts.mesh), ledger.timeline()
         )

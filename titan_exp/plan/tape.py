@@ -10,6 +10,7 @@ from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from titan_exp.plan.memory import CATEGORIES, Ledger
 from titan_exp.plan.watch import Watch, Work
@@ -70,6 +71,13 @@ class Tape(Ledger):
     def base(self) -> Amounts:
         """What was held where the story begins, by what it turned out to be for."""
         return _sum_of(self._changes[: self._cuts[0][0]])
+
+    def amount(self, tensor: Tensor) -> Amounts:
+        """What a tensor's storage holds; nothing where it is not entered."""
+        if not self.know(tensor):
+            return amounts({})
+        storage, _ = self._alive[tensor.untyped_storage()._cdata]
+        return amounts({storage.category: storage.size})
 
     def pieces(self) -> list[Piece]:
         """All pieces since `begin` that have ended."""

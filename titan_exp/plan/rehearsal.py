@@ -1,5 +1,6 @@
-"""A pipeline rank's schedule, rehearsed: the trainer's own `Pipeline` over stages that compute nothing, to see which hidden
-states are held when. How long they live follows from the schedule alone, not from what the stages are."""
+"""A pipeline rank's schedule, rehearsed: the trainer's own `Pipeline` over stages that compute nothing.
+
+It shows which hidden states are held when. How long they live follows from the schedule alone, not from what the stages are."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -98,24 +99,12 @@ class _Stage:
 
     def backward(self, microbatch: int, gradient: Any) -> Any:
         with self._turn("B", microbatch):
+            # What is looked at here must be gone when the turn is over.
             return self._backward(microbatch)
 
-    def backward_input(self, microbatch: int, gradient: Any) -> Any:
-        with self._turn("I", microbatch):
-            kept = self._passes[microbatch]
-            kept.append(gradient)
-            if kept[0] is None:
-                return None
-            kept.append(_Hidden(self._tally, 1))
-            return kept[-1]
-
-    def backward_weights(self, microbatch: int) -> None:
-        with self._turn("W", microbatch):
-            self._backward(microbatch)
-
     def _backward(self, microbatch: int) -> Any:
-        kept = self._passes.pop(microbatch)
-        return _Hidden(self._tally, 1) if kept[0] is not None and len(kept) == 2 else None
+        hidden, _ = self._passes.pop(microbatch)
+        return None if hidden is None else _Hidden(self._tally, 1)
 
     @contextmanager
     def _turn(self, kind: str, microbatch: int) -> Iterator[None]:

@@ -29,8 +29,8 @@ from titan_exp.plan.trace import trace_step
 from titan_exp.plan.watch import Work
 from titan_exp.plan.world import DEVICE, PretendedRank, pretended_rank
 
-FIRST, MIDDLE, SHORT, LAST = "first", "middle", "short", "last"
-"""Kinds of stages: with the embedding; in between; in between, with a block less; with the head."""
+FIRST, MIDDLE, LAST = "first", "middle", "last"
+"""Kinds of stages: with the embedding; in between; with the head."""
 PASSES = 2
 _CATEGORY = {"received": "communication", "made": "activations", "objective": "loss"}
 _TURN, _OVER, _REDUCE, _GROUP, _FINAL = "turn", "over", "reduce", "group", "final"
@@ -43,7 +43,7 @@ class Window:
     before: list[Piece]
     """Up to the first block."""
     blocks: list[Piece]
-    """Of each block, in order of execution; empty where blocks cannot be told apart."""
+    """Of each block, in order of execution."""
     after: list[Piece]
     """The rest."""
     handed: Amounts
@@ -77,30 +77,26 @@ class StageSample:
     """Of sending and of receiving hidden states once."""
 
 
-def sampled_layers(*, split: bool, lone: bool) -> dict[str, int]:
+def sampled_layers(*, lone: bool) -> dict[str, int]:
     """Blocks of each stage of the sampled rank, by kind, in order.
 
     Args:
-        split: whether backward passes are in two; what the second part takes is seen from one block more.
         lone: whether stages of a single block are wanted, whose first block is also their last.
     """
-    if lone:
-        return {FIRST: 1, MIDDLE: 1, LAST: 1}
-    return {FIRST: 3, MIDDLE: 3, SHORT: 2, LAST: 2} if split else {FIRST: 2, MIDDLE: 3, LAST: 2}
+    return {FIRST: 1, MIDDLE: 1, LAST: 1} if lone else {FIRST: 2, MIDDLE: 3, LAST: 2}
 
 
-def sample_stages(experiment: Experiment, mode: str, *, split: bool, lone: bool, cuda: bool) -> StageSample:
+def sample_stages(experiment: Experiment, mode: str, *, lone: bool, cuda: bool) -> StageSample:
     """Trace the rank in the place of one of this run's.
 
     Args:
         experiment: the run, its layout resolved.
         mode: how every block is recomputed.
-        split: whether backward passes are in two.
         lone: as of `sampled_layers`.
         cuda: as of `trace_step`.
     """
-    layers = sampled_layers(split=split, lone=lone)
-    kinds, placement, orders = _pipeline(layers, split=split)
+    layers = sampled_layers(lone=lone)
+    kinds, placement, orders = _pipeline(layers)
     tape = Tape()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "everything.csv"
@@ -160,21 +156,15 @@ def _sorted(
     )
 
 
-def _pipeline(layers: Collection[str], *, split: bool) -> tuple[list[str], list[int], Orders]:
-    """Kinds of the stages, their ranks, and one pass: each stage's passes after each other, W right after its I."""
+def _pipeline(layers: Collection[str]) -> tuple[list[str], list[int], Orders]:
+    """Kinds of the stages, their ranks, and one pass: forward through all of them, and back."""
     *own_kinds, last = layers
     kinds = [*own_kinds, "other", last]
     placement = [int(kind == "other") for kind in kinds]
-    backward = "IW" if split else "B"
     orders: Orders = []
     for rank in (0, 1):
         own = [stage for stage, its in enumerate(placement) if its == rank]
-        orders.append(
-            [
-                *(Action(stage, "F", 0) for stage in own),
-                *(Action(stage, kind, 0) for stage in reversed(own) for kind in backward),
-            ]
-        )
+        orders.append([*(Action(stage, "F", 0) for stage in own), *(Action(stage, "B", 0) for stage in reversed(own))])
     return kinds, placement, orders
 
 
@@ -227,26 +217,18 @@ def _marked_actions(tape: Tape, it: PretendedRank) -> Iterator[None]:
     """Cut a tape at the beginning and the end of every action, and where gradients are reduced."""
     pipeline = it.parts.built.pipeline
     assert pipeline is not None, "there are stages"
-    depth = 0
 
     def marked(call: Any, label: str) -> Any:
         def cut(*args: Any) -> Any:
-            nonlocal depth
-            # The first stage's weights come with a whole backward pass.
-            depth += 1
-            if depth == 1:
-                tape.cut(label)
-            try:
-                return call(*args)
-            finally:
-                depth -= 1
-                if depth == 0:
-                    tape.cut(_OVER)
+            tape.cut(label)
+            result = call(*args)
+            tape.cut(_OVER)
+            return result
 
         return cut
 
     for stage in pipeline.stages:
-        for name in ("forward", "backward", "backward_input", "backward_weights"):
+        for name in ("forward", "backward"):
             setattr(stage, name, marked(getattr(stage, name), f"{_TURN} {stage.number}"))
     numbers = {id(stage.module): stage.number for stage in pipeline.stages}
     reduce, group = parallel_pipeline.reduce_gradients, FSDPParamGroup.post_backward

@@ -8,7 +8,7 @@ import numpy as np
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import data_parallel_degree, micro_batch_size, world_size
 from titan_exp.plan.rehearsal import Rehearsal
-from titan_exp.plan.stage_sample import FIRST, LAST, MIDDLE, SHORT, StageSample, Window
+from titan_exp.plan.stage_sample import FIRST, LAST, MIDDLE, StageSample, Window
 from titan_exp.plan.tails import Tail, combined, trace_tail
 from titan_exp.plan.tape import Amounts, Piece, added, amounts, joined
 from titan_exp.plan.watch import Work
@@ -81,7 +81,9 @@ def trace_stage_tails(experiment: Experiment, *, cuda: bool) -> StageTails:
 
     first, one, last = (tail(rank, (1, 1, 1)) for rank in range(3))
     block = combined([(-1, one), (1, tail(1, (1, 2, 1)))])
-    return StageTails(combined([(1, one), (-1, block)]), block, combined([(-1, one), (1, first)]), combined([(-1, one), (1, last)]))
+    return StageTails(
+        combined([(1, one), (-1, block)]), block, combined([(-1, one), (1, first)]), combined([(-1, one), (1, last)])
+    )
 
 
 def action_piece(samples: Sequence[StageSample], stage: StageShape, kind: str, first: bool) -> Piece:
@@ -89,17 +91,9 @@ def action_piece(samples: Sequence[StageSample], stage: StageShape, kind: str, f
     own = [sample.windows[stage.kind, kind, first] for sample in samples]
     middle = [sample.windows[MIDDLE, kind, first] for sample in samples]
     modes = stage.modes if kind == "F" else stage.modes[::-1]
-    if own[0].blocks:
-        pieces = [*own[modes[0]].before, *_blocks(own, middle, modes), *own[modes[-1]].after]
-        whole = joined(kind, pieces)
-        return replace(whole, net=whole.net - own[0].handed)
-    layers = samples[0].layers
-    if len(modes) == 1:
-        return _grown(own[modes[0]], [], modes, 1)
-    short = [sample.windows[SHORT, kind, first] for sample in samples]
-    blocks = [_per_block(*pair) for pair in zip(short, middle, strict=True)]
-    smallest = short if stage.kind == MIDDLE else own
-    return _grown(smallest[modes[0]], blocks, modes, layers[SHORT if stage.kind == MIDDLE else stage.kind])
+    pieces = [*own[modes[0]].before, *_blocks(own, middle, modes), *own[modes[-1]].after]
+    whole = joined(kind, pieces)
+    return replace(whole, net=whole.net - own[0].handed)
 
 
 def reduction_pieces(sample: StageSample, stage: StageShape) -> Iterator[Piece]:
@@ -111,14 +105,16 @@ def reduction_pieces(sample: StageSample, stage: StageShape) -> Iterator[Piece]:
     yield rest[0]
     if groups:
         ends = sample.layers[stage.kind]
-        *head, last = groups if ends > 1 else (*groups, None)
-        yield from head if ends < 3 else head[:-1]
-        yield from [more[1]] * (len(stage.modes) - 2) if ends > 1 else ()
-        yield from [last] if last is not None else ()
+        # Before the blocks' groups comes that of what else a stage has.
+        yield from groups[: len(groups) - ends + 1]
+        yield from more[1:2] * (len(stage.modes) - 2)
+        yield from groups[len(groups) - ends + 1 :][-1:]
     yield from rest[1:]
 
 
-def base_of(sample: StageSample, tails: StageTails, stages: Sequence[StageShape], batches: int, *, shared: bool) -> Amounts:
+def base_of(
+    sample: StageSample, tails: StageTails, stages: Sequence[StageShape], batches: int, *, shared: bool
+) -> Amounts:
     """What a rank holds before a step.
 
     Args:
@@ -138,10 +134,8 @@ def base_of(sample: StageSample, tails: StageTails, stages: Sequence[StageShape]
     return sample.base + kept + len(stages) * sample.buffers + batches * sum(seen, amounts({}))
 
 
-def played(
-    sample: StageSample, rehearsal: Rehearsal, actions: dict[tuple[int, str, bool], Piece]
-) -> tuple[Piece, Work]:
-    """All actions of a step as one piece, and their work with that of messages."""
+def played(sample: StageSample, rehearsal: Rehearsal, actions: dict[tuple[int, str, bool], Piece]) -> Piece:
+    """All actions of a step, with the messages between them, as one piece."""
     sizes = np.stack(sample.sizes)
     keys = [(turn.action.stage, turn.action.kind, turn.first) for turn in rehearsal.turns]
     names = list(dict.fromkeys(keys))
@@ -162,7 +156,7 @@ def played(
         work = added([work, added([actions[name].work], int(count))])
     work = added([work, added([sample.message], rehearsal.sent)])
     most = moments[at] if totals[at] > 0 else amounts({})
-    return Piece("actions", ends[-1], most, where, work), work
+    return Piece("actions", ends[-1], most, where, work)
 
 
 def _blocks(own: Sequence[Window], middle: Sequence[Window], modes: Sequence[int]) -> Iterator[Piece]:
@@ -171,17 +165,3 @@ def _blocks(own: Sequence[Window], middle: Sequence[Window], modes: Sequence[int
             yield own[mode].blocks[0 if place == 0 else -1]
         else:
             yield (own[mode].blocks if len(own[mode].blocks) > 2 else middle[mode].blocks)[1]
-
-
-def _per_block(short: Window, middle: Window) -> Piece:
-    less, more = joined("less", short.before), joined("more", middle.before)
-    net = (more.net - middle.handed) - (less.net - short.handed)
-    return Piece("block", net, more.most - less.most, less.where, added([more.work, added([less.work], -1)]))
-
-
-def _grown(window: Window, blocks: Sequence[Piece], modes: Sequence[int], few: int) -> Piece:
-    """What an action takes whose blocks cannot be told apart, from one of a stage with `few` of them."""
-    whole, extra = joined("weights", window.before), [blocks[mode] for mode in modes[few:]]
-    net = whole.net - window.handed + sum((piece.net for piece in extra), amounts({}))
-    most = whole.most + sum((piece.most for piece in extra), amounts({}))
-    return Piece("weights", net, most, whole.where, added([whole.work, *(piece.work for piece in extra)]))

@@ -14,7 +14,6 @@ from unittest.mock import patch
 import torch
 
 from titan_exp.config.experiment import Experiment
-from titan_exp.plan.memory import CATEGORIES
 from titan_exp.plan.tape import Amounts, Piece, Tape, amounts, joined
 from titan_exp.plan.trace import trace_step
 from titan_exp.plan.watch import Work
@@ -105,6 +104,3 @@ def _end(it: PretendedRank) -> None:
         max_grad_norm=it.experiment.training.max_grad_norm,
         mesh=parts.mesh,
     )
-
-
-assert CATEGORIES, "what amounts are ordered by"

@@ -4,7 +4,7 @@ From the pieces of a small run those of a large one are put together (`plan/shor
 what was alive before it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -19,7 +19,7 @@ Amounts = NDArray[np.int64]
 """Bytes by what they are for, in the order of `CATEGORIES`."""
 
 
-def amounts(by_category: dict[str, int]) -> Amounts:
+def amounts(by_category: Mapping[str, int]) -> Amounts:
     """Bytes by category as a vector."""
     return np.array([by_category.get(name, 0) for name in CATEGORIES], dtype=np.int64)
 
@@ -125,7 +125,7 @@ def _piece(label: str, changes: Sequence[tuple[object, int, str]], before: Work,
 
 
 def _sum_of(changes: Sequence[tuple[object, int, str]]) -> Amounts:
-    found = dict.fromkeys(CATEGORIES, 0)
+    found: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     for storage, delta, _ in changes:
         found[storage.category] += delta  # type: ignore[attr-defined]  # a Storage
     return amounts(found)

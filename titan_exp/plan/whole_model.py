@@ -18,7 +18,7 @@ from titan_exp.plan.world import pretended_rank
 from titan_exp.trainer import model as trainer_model
 
 LAYERS = 5
-"""Of the small model: two, one that is repeated, and two more, since a block's piece gathers and reduces for its neighbours."""
+"""Of the small model: the third is repeated, since what a block computes gathers and reduces for its neighbours."""
 MICRO_BATCHES = 3
 """Of its step: the first, one that is repeated, and the last."""
 _MICRO_BATCH = "micro-batch"

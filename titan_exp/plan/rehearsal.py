@@ -1,6 +1,7 @@
 """A pipeline rank's schedule, rehearsed: the trainer's own `Pipeline` over stages that compute nothing.
 
-It shows which hidden states are held when. How long they live follows from the schedule alone, not from what the stages are."""
+It shows which hidden states are held when: how long they live follows from the schedule alone, not from the stages.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -148,8 +148,19 @@ class Search:
         guesses = [guess for guess in guesses if guess.peak_bytes <= self._room]
         while guesses and len(rows) < self._limit:
             wave, guesses = guesses[: self._limit - len(rows)], guesses[self._limit - len(rows) :]
-            self._tell(f"tracing the {len(wave)} fastest that fit, as they are")
-            exact = pool.map(_exactly, [(its.experiment, self._device, its.bubble) for its in wave])
+            by_profile: dict[Key, list[LayoutPlan]] = {}
+            for its in wave:
+                sampled = _shards(self._parts[_key(its.experiment)][0])
+                if _shards(its.experiment) != sampled:
+                    by_profile.setdefault((*_key(its.experiment), *_shards(its.experiment)), []).append(its)
+            self._tell(f"tracing the fastest that fit with their own number of shards: {len(by_profile)} profiles")
+            exact = [
+                its
+                for group in pool.map(_exactly, [(its, self._device) for its in by_profile.values()])
+                for its in group
+            ]
+            known = {id(its.experiment) for group in by_profile.values() for its in group}
+            exact += [its for its in wave if id(its.experiment) not in known]
             rows += [its for its in exact if its.peak_bytes <= self._room]
         return sorted(rows, key=lambda row: row.step_seconds)
 
@@ -227,6 +238,13 @@ def _traced(experiment: Experiment) -> Parts:
     return trace_parts(with_attention(experiment), cuda=device_type(experiment.cluster) == "cuda")
 
 
-def _exactly(given: tuple[Experiment, Device, float]) -> LayoutPlan:
-    experiment, device, bubble = given
-    return plan_layout(experiment, experiment, _traced(experiment), device, bubble)
+def _shards(experiment: Experiment) -> tuple[int, int]:
+    return experiment.parallelism.dp_replicate, experiment.parallelism.dp_shard
+
+
+def _exactly(given: tuple[list[LayoutPlan], Device]) -> list[LayoutPlan]:
+    """Layouts of one profile anew, from a trace with their own number of shards."""
+    plans, device = given
+    sampled = plans[0].experiment
+    parts = _traced(sampled)
+    return [plan_layout(its.experiment, sampled, parts, device, its.bubble) for its in plans]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_exp.config.errors import UserError
 from titan_exp.config.experiment import Experiment
-from titan_exp.config.layout import offered_devices, resolve_layout
+from titan_exp.config.layout import device_type, offered_devices, resolve_layout
 from titan_exp.config.suggest import listed
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from titan_exp.plan.search import Found
 
 HELP = """\
-titan-exp plan search [--gpus N] [--tokens N] [--global-batch-size N] [--limit K] [--device NAME] [--json] [key=value ..]
+titan-exp plan search [--gpus N] [--tokens N] [--global-batch-size N] [--limit K] [--device NAME] [--json] ...
   for example: titan-exp plan search model=llama3_405b cluster=slurm_h100 --gpus 512 --global-batch-size 512 \\
       training.seq_len=8192 training.mixed_precision=bf16 --tokens 15e12
 
@@ -88,7 +88,7 @@ def search_command(cfg: Any, options: SearchOptions, typed: Sequence[str]) -> in
 
     experiment = to_experiment(cfg)
     device = device_for(experiment, options.device)
-    if device is None:
+    if device is None or device_type(experiment.cluster) == "cpu":
         raise UserError(
             "plan search: layouts are ranked by speed, and nothing is known of a CPU's. cluster=slurm_h100 is one of "
             "GPUs, and cluster=slurm with --device names any."
@@ -138,10 +138,15 @@ def _require_shortcut(experiment: Experiment) -> None:
 
 def _nothing_fits(result: "Found", device: "Device", gpus: int) -> str:
     room = f"{device.memory_gb * 1e9 / 2**30:.1f} GiB"
+    if result.smallest is None and result.unknown and not result.floor:
+        return (
+            f"plan search: no layout is known by a few of its layers, because {result.unknown[0][0]}. "
+            "titan-exp plan takes one of them."
+        )
     if result.smallest is None:
         return (
-            f"plan search: nothing fits on {gpus} x {device.name}: parameters, gradients and the optimizer's state alone "
-            f"are more than its {room} in every layout. More GPUs (--gpus), or optimizer.state_precision=bf16."
+            f"plan search: nothing fits on {gpus} x {device.name}: what layers keep and gather "
+            f"is more than its {room} in every layout. More GPUs (--gpus), or optimizer.state_precision=bf16."
         )
     smallest = result.smallest.experiment
     names = ("dp_replicate", "dp_shard", "tp", "cp", "pp")

@@ -130,10 +130,14 @@ class Search:
             if self._bound(self._left[0]) > worst:
                 return
             wave = self._left[: 8 * width]
+            if any(_turns(its) not in self._bubbles for its in wave):
+                # Bubbles are had for less than traces, and make bounds much better.
+                self._time(pool, wave)
+                self._left.sort(key=self._bound)
+                continue
             keys = list(dict.fromkeys(_key(its) for its in wave))[:width]
             wave = [its for its in wave if _key(its) in keys and self._bound(its) <= worst]
             self._trace(pool, wave)
-            self._time(pool, wave)
             taken = set(map(id, wave))
             self._left = sorted((its for its in self._left if id(its) not in taken), key=self._bound)
             for its in wave:

@@ -80,8 +80,13 @@ def test_options_are_told_from_overrides():
 
 
 def test_the_ranking_is_what_plan_predicts():
-    words = [*TYPED, "training.global_batch_size=16", "parallelism.cp=1", "parallelism.tp=2", "activation_checkpoint=full"]
-    words += ["training.micro_batch_size=2", "parallelism.pp_schedule=1F1B", "parallelism.dp_replicate=1"]
+    words = [*TYPED, "training.global_batch_size=16", "activation_checkpoint=full", "parallelism.cp=1"]
+    words += [
+        "parallelism.tp=2",
+        "training.micro_batch_size=2",
+        "parallelism.pp_schedule=1F1B",
+        "parallelism.dp_replicate=1",
+    ]
     found = json.loads(planned("search", "--gpus", "8", "--tokens", "1e9", "--limit", "2", "--json", *words))
     rows = found["layouts"]
     assert len(rows) == 2

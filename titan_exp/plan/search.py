@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import data_parallel_degree, device_type, gradient_accumulation
-from titan_exp.config.pipeline import layer_counts
+from titan_exp.config.pipeline import layer_counts, stage_count
 from titan_exp.plan.candidates import Candidates
 from titan_exp.plan.devices import Device
 from titan_exp.plan.layout_plan import BlockCost, LayoutPlan, block_cost, bubble_of, plan_layout, with_attention
@@ -130,14 +130,10 @@ class Search:
             if self._bound(self._left[0]) > worst:
                 return
             wave = self._left[: 8 * width]
-            if any(_turns(its) not in self._bubbles for its in wave):
-                # Bubbles are had for less than traces, and make bounds much better.
-                self._time(pool, wave)
-                self._left.sort(key=self._bound)
-                continue
             keys = list(dict.fromkeys(_key(its) for its in wave))[:width]
             wave = [its for its in wave if _key(its) in keys and self._bound(its) <= worst]
             self._trace(pool, wave)
+            self._time(pool, wave)
             taken = set(map(id, wave))
             self._left = sorted((its for its in self._left if id(its) not in taken), key=self._bound)
             for its in wave:
@@ -185,7 +181,7 @@ class Search:
         tokens = training.global_batch_size // data_parallel_degree(experiment) * training.seq_len / parallelism.cp
         flops = self._flops[experiment.activation_checkpoint.mode] / parallelism.tp
         seconds = tokens * experiment.model.layers / parallelism.pp * (flops / cost.rate + cost.exposed)
-        return seconds / (1 - self._bubbles.get(_turns(experiment), 0.0))
+        return seconds / (1 - self._bubbles.get(_turns(experiment), _least_bubble(experiment)))
 
     def _floor(self, experiment: Experiment) -> float:
         """Bytes that the rank with the most layers holds at least, of its parameters and what belongs to them."""
@@ -229,6 +225,17 @@ def _key(experiment: Experiment) -> Key:
 def _turns(experiment: Experiment) -> Key:
     parallelism = experiment.parallelism
     return parallelism.pp, parallelism.pp_schedule, gradient_accumulation(experiment) if parallelism.pp > 1 else 0
+
+
+def _least_bubble(experiment: Experiment) -> float:
+    """What no schedule is below whose stages go round the ranks.
+
+    The last rank waits until the first micro-batch has come through a stage of every other, and after its last one
+    they are not done.
+    """
+    ranks, stages = experiment.parallelism.pp, stage_count(experiment) if experiment.parallelism.pp > 1 else 1
+    waits = (ranks - 1) * ranks / stages
+    return waits / (gradient_accumulation(experiment) + waits)
 
 
 def _quiet() -> None:

@@ -27,6 +27,9 @@ HEADROOM = 0.88
 """Of a device's memory, what tensors may fill: the rest is for what the allocator reserves beyond them, CUDA's context,
 cuBLAS's workspaces and NCCL's buffers. A round number from a few runs on one kind of GPU, not a prediction."""
 
+LONGEST_SCHEDULE = 2**13
+"""Stages times micro-batches of the longest schedule that is gone through; longer ones take many seconds each."""
+
 Key = tuple[object, ...]
 
 
@@ -68,7 +71,7 @@ class Search:
 
     def __init__(self, found: Candidates, device: Device, limit: int, tell: Callable[[str], None]) -> None:
         self._device, self._limit, self._tell = device, limit, tell
-        reasons = [why_not(its) for its in found.experiments]
+        reasons = [_too_long(its) or why_not(its) for its in found.experiments]
         self._unknown = Counter(reason for reason in reasons if reason is not None).most_common()
         self._left = [its for its, reason in zip(found.experiments, reasons, strict=True) if reason is None]
         self._room = device.memory_gb * 1e9 * HEADROOM
@@ -225,6 +228,15 @@ def _key(experiment: Experiment) -> Key:
 def _turns(experiment: Experiment) -> Key:
     parallelism = experiment.parallelism
     return parallelism.pp, parallelism.pp_schedule, gradient_accumulation(experiment) if parallelism.pp > 1 else 0
+
+
+def _too_long(experiment: Experiment) -> str | None:
+    if (
+        experiment.parallelism.pp == 1
+        or stage_count(experiment) * gradient_accumulation(experiment) <= LONGEST_SCHEDULE
+    ):
+        return None
+    return f"their schedules have more than {LONGEST_SCHEDULE:,} forward passes"
 
 
 def _least_bubble(experiment: Experiment) -> float:

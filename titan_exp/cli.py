@@ -81,7 +81,16 @@ def sweep(words: Sequence[str]) -> int:
 
 
 def plan(words: Sequence[str]) -> int:
-    """Memory and speed of a run, predicted before anything is launched."""
+    """Memory and speed of a run, predicted before anything is launched; or the best layouts for a cluster."""
+    if words and words[0] == "search":
+        from titan_exp.plan.search_command import HELP as SEARCH_HELP
+        from titan_exp.plan.search_command import search_command, search_options
+
+        sought, rest = search_options(words[1:])
+        if sought.help:
+            print(SEARCH_HELP)
+            return 0
+        return _with_hydra(rest, lambda cfg, typed: search_command(cfg, sought, typed))
     from titan_exp.plan.command import HELP, options_among, plan_command
 
     if words[:1] == ["calibrate"]:

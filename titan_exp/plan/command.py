@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 HELP = """\
 titan-exp plan [--device NAME] [--ranks LIST] [--html FILE] [--json] [key=value ...]
+titan-exp plan search ...   all layouts of a cluster, the fastest that fit first; see titan-exp plan search --help
   for example: titan-exp plan model=llama3_8b cluster=slurm_h100 parallelism.dp_shard=64 compile=none \\
       training.global_batch_size=64 training.seq_len=8192 training.mixed_precision=bf16
 
@@ -87,7 +88,7 @@ def plan_command(cfg: Any, options: Options) -> int:
     experiment = to_experiment(cfg)
     experiment = resolve_layout(check(experiment), offered_devices(experiment.cluster))
     require_modelled(experiment)
-    device = _device(experiment, options.device)
+    device = device_for(experiment, options.device)
     if options.ranks is not None and max(options.ranks) >= experiment.parallelism.pp:
         raise UserError(
             f"--ranks {max(options.ranks)}: there is no such pipeline rank; parallelism.pp={experiment.parallelism.pp}"
@@ -112,7 +113,12 @@ def plan_command(cfg: Any, options: Options) -> int:
     return 0
 
 
-def _device(experiment: Experiment, asked: str | None) -> "Device | None":
+def device_for(experiment: Experiment, asked: str | None) -> "Device | None":
+    """What a run would run on: the device that is asked for, else the cluster's; None is a CPU.
+
+    Raises:
+        UserError: it is not known.
+    """
     from titan_exp.config.layout import device_type
     from titan_exp.plan.constants import read_constants
     from titan_exp.plan.devices import DEVICES, device_named

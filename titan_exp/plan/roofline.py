@@ -5,6 +5,7 @@ Kernels that wait for the host, slow ranks and crowded networks are not in it: r
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import pipeline_microbatches
@@ -12,7 +13,7 @@ from titan_exp.config.pipeline import stage_layers
 from titan_exp.config.timeline import timeline
 from titan_exp.parallel.orders import training_orders
 from titan_exp.plan.devices import Device
-from titan_exp.plan.trace import Trace
+from titan_exp.plan.watch import Work
 
 BEHIND_COMPUTE = ("fsdp", "dp_replicate")
 """Axes whose messages travel while something is computed."""
@@ -39,7 +40,21 @@ class RankTime:
         return max(self.matmuls + self.elementwise + self.operators + self.exposed, self.behind)
 
 
-def rank_time(trace: Trace, device: Device, node: int) -> RankTime:
+class Traced(Protocol):
+    """What is known of a step's work."""
+
+    @property
+    def work(self) -> Work:
+        """Operations, bytes and messages of the step."""
+        ...
+
+    @property
+    def axes(self) -> dict[str, list[int]]:
+        """Ranks of this rank's group along every axis that it sends messages on."""
+        ...
+
+
+def rank_time(trace: Traced, device: Device, node: int) -> RankTime:
     """Estimate a traced step.
 
     Args:

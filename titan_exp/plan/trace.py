@@ -12,6 +12,7 @@ from titan_exp.plan.compiled import kernels_left_out
 from titan_exp.plan.memory import Ledger, Moment
 from titan_exp.plan.phases import phases_told
 from titan_exp.plan.stand_ins import cuda_calls, workspace
+from titan_exp.plan.tape import Tape
 from titan_exp.plan.watch import Watch, Work, ranks_by_axis
 from titan_exp.trainer.assemble import Assembly
 
@@ -46,6 +47,7 @@ def trace_step(
     cuda: bool = False,
     inductor: bool = False,
     matmul_workspace: int = 0,
+    tape: Tape | None = None,
 ) -> Trace:
     """Run two steps and watch the second.
 
@@ -56,11 +58,15 @@ def trace_step(
         cuda: whether a step on CUDA is pretended, with the sizes that its kernels and its allocator have.
         inductor: whether some of it is compiled by inductor, whose kernels do nothing then.
         matmul_workspace: bytes that the library of matmuls keeps for each thread that calls it.
+        tape: an empty ledger that also cuts the step into pieces; None keeps one that does not.
 
     Raises:
         UserError: the step calls an operator that the planner does not know.
     """
-    ledger = Ledger(GRANULE if cuda else 1, stream=_Streams() if cuda else int)
+    ledger = Ledger() if tape is None else tape
+    ledger.granularity = GRANULE if cuda else 1
+    if cuda:
+        ledger.stream = _Streams()
     with (
         _garbage_stays(),
         phases_told(ledger, parts.model.parts, parts.optimizer) as phases,
@@ -68,10 +74,14 @@ def trace_step(
         cuda_calls() if cuda else nullcontext(),
         kernels_left_out(watch.kernel) if inductor else nullcontext(),
     ):
+        if tape is not None:
+            tape.follow(watch)
         (first_step or step)()
         ledger.begin()
         watch.work = Work()
         step()
+        if tape is not None:
+            tape.cut("after the step")
         return Trace(
             ledger.peak(),
             ledger.held(),

@@ -1,0 +1,203 @@
+"""What a layout takes, from profiles that were traced for it or for one that differs in the number of shards alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+
+from titan_exp.config.experiment import Experiment
+from titan_exp.config.layout import exchanging_heads, node_size, pipeline_microbatches, world_size
+from titan_exp.config.pipeline import stage_count, stage_placement
+from titan_exp.config.schedule import Orders
+from titan_exp.config.timeline import timeline
+from titan_exp.parallel.orders import training_orders
+from titan_exp.plan.devices import Device
+from titan_exp.plan.rehearsal import Rehearsal, rehearse, timed_once
+from titan_exp.plan.roofline import rank_time
+from titan_exp.plan.shortcut import Parts, extended
+from titan_exp.plan.tape import added
+from titan_exp.plan.watch import Work
+
+
+@dataclass(frozen=True)
+class LayoutPlan:
+    """A layout, and what it takes."""
+
+    experiment: Experiment
+    """With this layout."""
+    step_seconds: float
+    """Of a step."""
+    bubble: float
+    """Share of the time in which pipeline ranks wait for each other."""
+    peak_bytes: int
+    """Allocated, of the rank that needs most."""
+    peak_rank: int
+    """Its number along pp."""
+    peak_where: str
+    """What it computes then."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one device."""
+        training = self.experiment.training
+        return training.global_batch_size * training.seq_len / self.step_seconds / world_size(self.experiment)
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    """What a block takes whatever the rest of a layout is."""
+
+    flops: float
+    """Operations for a token, forward and backward, on all ranks that share it."""
+    rate: float
+    """Operations a second that large matmuls reach."""
+    exposed: float
+    """Seconds for a token in which tensor-parallel messages are waited for."""
+    kept: int
+    """Bytes of parameters and the optimizer's state."""
+    gathered: int
+    """Bytes that stay from the first micro-batch of a pipeline on: gathered parameters and their gradients."""
+    shards: int
+    """Into how many `kept` is divided here."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Work of a rank, as the roofline reads it."""
+
+    work: Work
+    """Operations, bytes and messages of a step."""
+    axes: dict[str, list[int]]
+    """Ranks of its group along every axis that it sends messages on."""
+
+
+def plan_layout(experiment: Experiment, sampled: Experiment, parts: Parts, device: Device, bubble: float) -> LayoutPlan:
+    """What a layout takes.
+
+    Args:
+        experiment: with this layout.
+        sampled: the one that the parts were traced for.
+        parts: its profile.
+        device: what it runs on.
+        bubble: of its pipeline.
+    """
+    node, seconds, most = node_size(experiment.cluster, world_size(experiment)), 0.0, (-1, 0, "")
+    for rank in ranks_that_matter(experiment.parallelism.pp):
+        step = extended(experiment, rank, parts, _rehearsal(experiment, rank, parts))
+        time = rank_time(Traced(step.work, axes_of(experiment, rank, step.work)), device, node)
+        seconds = max(seconds, time.total)
+        peak = step.peak.bytes + round(sum(step.kept.values()) * (_shards(sampled) / _shards(experiment) - 1))
+        most = max(most, (peak, rank, step.peak.where))
+    return LayoutPlan(experiment, seconds / (1 - bubble), bubble, *most)
+
+
+def ranks_that_matter(degree: int) -> list[int]:
+    """Pipeline ranks of which one needs the most memory and one the most time.
+
+    Those in between hold fewer micro-batches than the second, and no more layers.
+    """
+    return sorted({0, min(1, degree - 1), degree - 1})
+
+
+def block_cost(sampled: Experiment, parts: Parts, device: Device) -> BlockCost:
+    """What a block takes, from a profile."""
+    parallelism, rate = sampled.parallelism, device.bf16_tflops * 1e12 * device.matmul_share
+    micro_batch = sampled.training.micro_batch_size or 1
+    tokens = micro_batch * sampled.training.seq_len / parallelism.cp
+    gathered = 0
+    if parts.stage_tails is not None:
+        sample = next(iter(parts.stages.values()))[0]
+        windows = [sample.windows["middle", kind, False].blocks for kind in "FB"]
+        pieces = [blocks[len(blocks) // 2] for blocks in windows]
+        kept = int(parts.stage_tails.block.kept.sum())
+        for kind, later in zip("FB", pieces, strict=True):
+            blocks = sample.windows["middle", kind, True].blocks
+            gathered += int((blocks[len(blocks) // 2].net - later.net).sum())
+    else:
+        assert parts.whole_tails is not None, "one of them is there"
+        passes = parts.whole[0].micro_batches[0]
+        pieces = [passes.forward[2], passes.backward[2]]
+        kept = int((parts.whole_tails[1].kept - parts.whole_tails[0].kept).sum())
+    work = added([piece.work for piece in pieces])
+    only = Work()
+    for (axis, kind), size in work.messages.items():
+        if axis == "tp":
+            only.messages[axis, kind] = size
+    node = node_size(sampled.cluster, world_size(sampled))
+    exposed = rank_time(Traced(only, axes_of(sampled, 0, only)), device, node).exposed
+    return BlockCost(
+        work.flops * parallelism.tp / tokens, rate, exposed / tokens, kept, max(0, gathered), _shards(sampled)
+    )
+
+
+def bubble_of(experiment: Experiment) -> float:
+    """Share of the time in which pipeline ranks wait for each other."""
+    parallelism = experiment.parallelism
+    return (
+        _schedule(parallelism.pp_schedule, parallelism.pp, stage_count(experiment), pipeline_microbatches(experiment))[
+            1
+        ]
+        if parallelism.pp > 1
+        else 0.0
+    )
+
+
+def axes_of(experiment: Experiment, pipeline_rank: int, work: Work) -> dict[str, list[int]]:
+    """Ranks of the first rank's group along every axis that work sends messages on, in the order of `parallel.mesh`."""
+    parallelism = experiment.parallelism
+    within = exchanging_heads(parallelism)
+    shape = (
+        parallelism.pp,
+        parallelism.dp_replicate,
+        parallelism.dp_shard,
+        parallelism.cp // within,
+        within,
+        parallelism.tp,
+    )
+    names = ("pp", "dp_replicate", "dp_shard", "cp_across", "cp_within", "tp")
+    ranks = np.arange(int(np.prod(shape))).reshape(shape)
+    found = {}
+    for axis, _ in work.messages:
+        along = ("dp_shard", "cp_across", "cp_within") if "fsdp" in axis.split("=") else (axis.split("=")[0],)
+        at = tuple(slice(None) if name in along else pipeline_rank if name == "pp" else 0 for name in names)
+        found[axis] = ranks[at].flatten().tolist()
+    return found
+
+
+def with_attention(experiment: Experiment) -> Experiment:
+    """The same run where torch has no CUDA: the one attention kernel that keeps what flash and cuDNN's keep."""
+    return replace(experiment, model=replace(experiment.model, attention_backend="flash"))
+
+
+def _shards(experiment: Experiment) -> int:
+    return experiment.parallelism.dp_shard * experiment.parallelism.cp
+
+
+def _rehearsal(experiment: Experiment, rank: int, parts: Parts) -> Rehearsal | None:
+    if experiment.parallelism.pp == 1:
+        return None
+    sample, parallelism = next(iter(parts.stages.values()))[0], experiment.parallelism
+    return _rehearsed(
+        parallelism.pp_schedule,
+        parallelism.pp,
+        tuple(stage_placement(experiment)),
+        pipeline_microbatches(experiment),
+        rank,
+        sample.delivered,
+    )
+
+
+@cache
+def _rehearsed(  # noqa: PLR0917  # a cache takes arguments by place
+    schedule: str, ranks: int, placement: Sequence[int], microbatches: int, rank: int, delivered: bool
+) -> Rehearsal:
+    orders, _ = _schedule(schedule, ranks, len(placement), microbatches)
+    with timed_once():
+        return rehearse(orders, placement, rank, passes=1, delivered=delivered)
+
+
+@cache
+def _schedule(schedule: str, ranks: int, stages: int, microbatches: int) -> tuple[Orders, float]:
+    orders = training_orders(schedule, ranks, stages, microbatches)
+    return orders, timeline(orders).bubble

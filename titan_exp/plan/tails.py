@@ -1,0 +1,99 @@
+"""The end of a step, from reduced gradients to the next one: clipping, the optimizer, what is freed.
+
+It knows layers by their number alone, so it is traced for one, two and three of them, without any forward or backward
+pass: its gradients are made of nothing.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from titan_exp.config.experiment import Experiment
+from titan_exp.plan.tape import Amounts, Piece, Tape, added, amounts, joined
+from titan_exp.plan.trace import trace_step
+from titan_exp.plan.world import PretendedRank, pretended_rank
+from titan_exp.trainer import step as trainer_step
+
+TAIL = "the end of the step"
+
+
+@dataclass(frozen=True)
+class Tail:
+    """The end of a step of one rank."""
+
+    piece: Piece
+    """All of it."""
+    kept: Amounts
+    """Parameters and the optimizer's state."""
+    gradients: int
+    """Bytes of reduced gradients, which the first part of the step has left and this one frees."""
+
+
+def trace_tail(experiment: Experiment, rank: int, *, cuda: bool) -> Tail:
+    """Trace the end of a rank's step.
+
+    Args:
+        experiment: the run, its layout resolved.
+        rank: of all processes.
+        cuda: as of `trace_step`.
+    """
+    tape = Tape()
+    with pretended_rank(experiment, rank) as it, marked_tail(tape):
+        trace = trace_step(it.parts, lambda: _end(it), cuda=cuda, tape=tape)
+    pieces = tape.pieces()
+    first = next(place for place, piece in enumerate(pieces) if piece.label == TAIL)
+    kept = {name: trace.kept[name] for name in ("parameters", "optimizer")}
+    return Tail(joined(TAIL, pieces[first:]), amounts(kept), trace.gradients)
+
+
+@contextmanager
+def marked_tail(tape: Tape) -> Iterator[None]:
+    """Cut a tape where a step's passes are over."""
+    original = trainer_step.sum_partial_gradients
+
+    def marked(*args: Any) -> None:
+        tape.cut(TAIL)
+        original(*args)
+
+    with patch.object(trainer_step, "sum_partial_gradients", marked):
+        yield
+
+
+def combined(terms: list[tuple[int, Tail]]) -> Tail:
+    """A sum of tails, each so many times, where negative numbers take away."""
+    net = sum((times * tail.piece.net for times, tail in terms), amounts({}))
+    most = sum((times * tail.piece.most for times, tail in terms), amounts({}))
+    kept = sum((times * tail.kept for times, tail in terms), amounts({}))
+    work = added([added([tail.piece.work], times) for times, tail in terms])
+    last = terms[-1][1].piece
+    return Tail(Piece(TAIL, net, most, last.where, work), kept, sum(times * tail.gradients for times, tail in terms))
+
+
+def _end(it: PretendedRank) -> None:
+    parts = it.parts
+
+    def no_passes(*_: Any) -> torch.Tensor:
+        for weight in parts.model.parameters():
+            weight.grad = torch.empty_like(weight)
+        return torch.zeros(())
+
+    model: Any = SimpleNamespace(
+        parts=parts.model.parts,
+        parameters=parts.model.parameters,
+        counted=parts.model.counted,
+        forward_backward=no_passes,
+    )
+    trainer_step.train_step(
+        model,
+        parts.optimizer,
+        [],
+        tokens=1,
+        lr=it.experiment.optimizer.lr,
+        max_grad_norm=it.experiment.training.max_grad_norm,
+        mesh=parts.mesh,
+    )

@@ -1,0 +1,132 @@
+"""A step cut into pieces: of each what it leaves behind, the most that it held on the way, and its work.
+
+From the pieces of a small run those of a large one are put together (`plan/shortcut.py`), so a piece says nothing of
+what was alive before it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from titan_exp.plan.memory import CATEGORIES, Ledger
+from titan_exp.plan.watch import Watch, Work
+
+Amounts = NDArray[np.int64]
+"""Bytes by what they are for, in the order of `CATEGORIES`."""
+
+
+def amounts(by_category: Mapping[str, int]) -> Amounts:
+    """Bytes by category as a vector."""
+    return np.array([by_category.get(name, 0) for name in CATEGORIES], dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a step."""
+
+    label: str
+    """What is being computed, in words, or what somebody called it."""
+    net: Amounts
+    """What it leaves behind, less what it frees."""
+    most: Amounts
+    """What it had added at the moment when that was the most, the first of equal ones; zeros where it only frees."""
+    where: str
+    """What was being computed at that moment, in words."""
+    work: Work
+    """Operations, bytes and messages."""
+
+
+class Tape(Ledger):
+    """A ledger that remembers where it was told that something else is being computed."""
+
+    _watch: Watch | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._cuts: list[tuple[int, str, Work]] = []
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if name == "where":
+            self.cut(str(value))
+
+    def follow(self, watch: Watch) -> None:
+        """Take note of the work that is watched."""
+        self._watch = watch
+
+    def begin(self) -> None:
+        """Forget what was; here the first piece begins."""
+        super().begin()
+        self._cuts = [(len(self._changes), self.where, Work())]
+
+    def cut(self, label: str) -> None:
+        """A piece ends here, and one of this name begins."""
+        if self._watch is not None and self._cuts:
+            self._cuts.append((len(self._changes), label, added([self._watch.work])))
+
+    def base(self) -> Amounts:
+        """What was held where the story begins, by what it turned out to be for."""
+        return _sum_of(self._changes[: self._cuts[0][0]])
+
+    def amount(self, tensor: Tensor) -> Amounts:
+        """What a tensor's storage holds; nothing where it is not entered."""
+        if not self.know(tensor):
+            return amounts({})
+        storage, _ = self._alive[tensor.untyped_storage()._cdata]
+        return amounts({storage.category: storage.size})
+
+    def pieces(self) -> list[Piece]:
+        """All pieces since `begin` that have ended."""
+        return [
+            _piece(label, self._changes[start:end], work, after)
+            for (start, label, work), (end, _, after) in pairwise(self._cuts)
+        ]
+
+
+def added(works: Iterable[Work], times: int = 1) -> Work:
+    """The sum of works, so many times."""
+    total = Work()
+    for work in works:
+        total.flops += times * work.flops
+        total.bytes_moved += times * work.bytes_moved
+        total.operators += times * work.operators
+        for key, calls in work.calls.items():
+            if calls:
+                total.messages[key] += times * work.messages[key]
+                total.calls[key] += times * calls
+    return total
+
+
+def joined(label: str, pieces: Sequence[Piece]) -> Piece:
+    """Pieces that follow each other, as one."""
+    net, most, height = amounts({}), amounts({}), 0
+    where = pieces[0].where if pieces else label
+    for piece in pieces:
+        if net.sum() + piece.most.sum() > height:
+            most, where = net + piece.most, piece.where
+            height = int(most.sum())
+        net = net + piece.net
+    return Piece(label, net, most, where, added([piece.work for piece in pieces]))
+
+
+def _piece(label: str, changes: Sequence[tuple[object, int, str]], before: Work, after: Work) -> Piece:
+    total, height, at = 0, 0, -1
+    for number, (_, delta, _) in enumerate(changes):
+        total += delta
+        if total > height:
+            height, at = total, number
+    where = changes[at][2] if at >= 0 else label
+    # Nothing that a piece does not send is among its messages.
+    work = added([added([after, added([before], -1)])])
+    return Piece(label, _sum_of(changes), _sum_of(changes[: at + 1]), where, work)
+
+
+def _sum_of(changes: Sequence[tuple[object, int, str]]) -> Amounts:
+    found: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+    for storage, delta, _ in changes:
+        found[storage.category] += delta  # type: ignore[attr-defined]  # a Storage
+    return amounts(found)

@@ -54,6 +54,8 @@ class BlockCost:
     """Operations a second that large matmuls reach."""
     exposed: float
     """Seconds for a token in which tensor-parallel messages are waited for."""
+    context: float
+    """Seconds for a token of a rank in which context-parallel ones are; 0 where they are not booked by themselves."""
     kept: int
     """Bytes of parameters and the optimizer's state."""
     gathered: int
@@ -120,14 +122,24 @@ def block_cost(sampled: Experiment, parts: Parts, device: Device) -> BlockCost:
         pieces = [passes.forward[2], passes.backward[2]]
         kept = int((parts.whole_tails[1].kept - parts.whole_tails[0].kept).sum())
     work = added([piece.work for piece in pieces])
-    only = Work()
-    for (axis, kind), size in work.messages.items():
-        if axis == "tp":
-            only.messages[axis, kind] = size
     node = node_size(sampled.cluster, world_size(sampled))
-    exposed = rank_time(Traced(only, axes_of(sampled, 0, only)), device, node).exposed
+
+    def waited(*names: str) -> float:
+        """Seconds of the messages along axes of these names."""
+        only = Work()
+        for (axis, kind), size in work.messages.items():
+            if axis in names:
+                only.messages[axis, kind] = size
+        return rank_time(Traced(only, axes_of(sampled, 0, only)), device, node).exposed / tokens
+
     return BlockCost(
-        work.flops * parallelism.tp / tokens, rate, exposed / tokens, kept, max(0, gathered), _shards(sampled)
+        flops=work.flops * parallelism.tp / tokens,
+        rate=rate,
+        exposed=waited("tp"),
+        context=waited("cp_across", "cp_within"),
+        kept=kept,
+        gathered=max(0, gathered),
+        shards=_shards(sampled),
     )
 
 

@@ -1,7 +1,7 @@
 """All layouts of a cluster, the fastest that fit first: a bound for each, and the traces that the best of them need.
 
 A layout is looked at only while its bound says that it may be among the fastest. The bound is the time of its blocks'
-matmuls and tensor-parallel messages alone, so nothing that is left out could have been faster.
+matmuls and of the messages that they wait for, so nothing that is left out could have been faster.
 """
 
 import gc
@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
 from titan_exp.config.experiment import Experiment
-from titan_exp.config.layout import data_parallel_degree, device_type, gradient_accumulation
+from titan_exp.config.layout import data_parallel_degree, device_type, exchanging_heads, gradient_accumulation
 from titan_exp.config.pipeline import layer_counts, stage_count
 from titan_exp.plan.candidates import Candidates
 from titan_exp.plan.devices import Device
@@ -50,7 +50,7 @@ class Found:
     floor: int
     """Layouts left out because parameters, gradients and the optimizer's state alone do not fit."""
     slower: int
-    """Layouts left out because their matmuls and tensor-parallel messages alone take longer than the last row."""
+    """Layouts left out because their blocks' matmuls and messages alone take longer than the last row."""
     unknown: list[tuple[str, int]]
     """Layouts left out because layers or micro-batches cannot be traced once, by the reason."""
     traces: int
@@ -78,6 +78,7 @@ class Search:
         self._parts: dict[Key, tuple[Experiment, Parts]] = {}
         self._costs: dict[int, BlockCost] = {}
         self._flops: dict[str, float] = {}
+        self._context: tuple[Experiment, float] | None = None
         self._bubbles: dict[Key, float] = {}
         self._guesses: list[LayoutPlan] = []
         self._exact: dict[int, LayoutPlan] = {}
@@ -118,11 +119,17 @@ class Search:
         for candidate in sorted(self._left, key=_simplicity):
             by_tp.setdefault(candidate.parallelism.tp, candidate)
             by_mode.setdefault(candidate.activation_checkpoint.mode, candidate)
-        self._trace(pool, [*by_tp.values(), *by_mode.values()])
+        # Two ranks that share a sequence, whose messages are not also those of sharding.
+        shared = (its for its in self._left if its.parallelism.cp == 2 and its.parallelism.dp_shard > 1)
+        pair = min(shared, key=_simplicity, default=None)
+        self._trace(pool, [*by_tp.values(), *by_mode.values(), *([] if pair is None else [pair])])
         for tp, experiment in by_tp.items():
             self._costs[tp] = block_cost(*self._parts[_key(experiment)], self._device)
         for mode, experiment in by_mode.items():
             self._flops[mode] = block_cost(*self._parts[_key(experiment)], self._device).flops
+        if pair is not None:
+            sampled, parts = self._parts[_key(pair)]
+            self._context = sampled, block_cost(sampled, parts, self._device).context
 
     def _look(self, pool: ProcessPoolExecutor, width: int) -> None:
         """Look at layouts, those with the best bounds first, until no other can be among the fastest."""
@@ -183,8 +190,22 @@ class Search:
         cost = self._costs[parallelism.tp]
         tokens = training.global_batch_size // data_parallel_degree(experiment) * training.seq_len / parallelism.cp
         flops = self._flops[experiment.activation_checkpoint.mode] / parallelism.tp
-        seconds = tokens * experiment.model.layers / parallelism.pp * (flops / cost.rate + cost.exposed)
+        waited = cost.exposed + self._context_bound(experiment)
+        seconds = tokens * experiment.model.layers / parallelism.pp * (flops / cost.rate + waited)
         return seconds / (1 - self._bubbles.get(_turns(experiment), _least_bubble(experiment)))
+
+    def _context_bound(self, experiment: Experiment) -> float:
+        """Seconds for a token of a rank in which it waits for those that share its sequence, at least.
+
+        From two such ranks on one link. Among more, a token's keys and values make at least half as many hops as there
+        are ranks; heads that are exchanged leave their rank but for the share that stays.
+        """
+        parallelism = experiment.parallelism
+        if self._context is None or parallelism.cp == 1 or parallelism.dp_shard == 1:
+            return 0.0
+        sampled, seconds = self._context
+        hops = parallelism.cp / 2 if exchanging_heads(parallelism) == 1 else 2 * (1 - 1 / parallelism.cp)
+        return seconds * hops * min(1.0, sampled.parallelism.tp / parallelism.tp)
 
     def _floor(self, experiment: Experiment) -> float:
         """Bytes that the rank with the most layers holds at least, of its parameters and what belongs to them."""

@@ -138,5 +138,5 @@ def _left_out(found: Found, tried: Candidates) -> list[str]:
         ),
         f"  {found.floor:,} do not fit with parameters, gradients and the optimizer's state alone, "
         f"{found.too_large:,} of {found.looked_at:,} that were looked at do not fit with all else;",
-        f"  {found.slower:,} cannot be faster than the last row, by their matmuls and tensor-parallel messages alone.",
+        f"  {found.slower:,} cannot be faster than the last row, by their matmuls and awaited messages alone.",
     ]

@@ -1,7 +1,7 @@
 """What a layout takes, from profiles that were traced for it or for one that differs in the number of shards alone."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
@@ -175,11 +175,6 @@ def axes_of(experiment: Experiment, pipeline_rank: int, work: Work) -> dict[str,
         at = tuple(slice(None) if name in along else pipeline_rank if name == "pp" else 0 for name in names)
         found[axis] = ranks[at].flatten().tolist()
     return found
-
-
-def with_attention(experiment: Experiment) -> Experiment:
-    """The same run where torch has no CUDA: the one attention kernel that keeps what flash and cuDNN's keep."""
-    return replace(experiment, model=replace(experiment.model, attention_backend="flash"))
 
 
 def _shards(experiment: Experiment) -> int:

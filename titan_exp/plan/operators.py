@@ -91,7 +91,9 @@ def refusal(operator: str) -> UserError:
 
 
 def _computes(name: str) -> bool:
-    return any(part in name.split("_") or name.startswith(part) for part in COMPUTING) or "attention" in name
+    return (
+        name != "linalg_vector_norm" and any(part in name.split("_") or name.startswith(part) for part in COMPUTING)
+    ) or "attention" in name
 
 
 def _bytes(tensors: Any) -> int:

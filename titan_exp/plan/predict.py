@@ -106,7 +106,7 @@ def predict(
     began = time.perf_counter()
     cuda = device_type(experiment.cluster) == "cuda"
     require_modelled(experiment)
-    traced = _on_cpu(experiment) if cuda else experiment
+    traced = on_cpu(experiment) if cuda else experiment
     node = node_size(experiment.cluster, world_size(experiment)) if cuda else world_size(experiment)
     plans, whole = [], 0.0
     parameters = held = state = 0
@@ -140,6 +140,6 @@ def _instructions(device: Device | None) -> AbstractContextManager[None]:
     return nullcontext() if device is None else cuda_instructions(device.capability)
 
 
-def _on_cpu(experiment: Experiment) -> Experiment:
+def on_cpu(experiment: Experiment) -> Experiment:
     """The same run where torch has no CUDA: the one attention kernel that keeps what flash and cuDNN's keep."""
     return replace(experiment, model=replace(experiment.model, attention_backend="flash"))

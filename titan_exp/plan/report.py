@@ -1,5 +1,6 @@
 """A plan in print: a table of pipeline ranks and the lines below it, or JSON."""
 
+import math
 from dataclasses import asdict
 from typing import Any
 
@@ -153,11 +154,11 @@ def _messages(plan: Plan, largest: RankPlan) -> Table:
 
 
 def _speed(plan: Plan) -> list[str]:
-    training, petaflops = plan.experiment.training, sum(rank.trace.work.flops for rank in plan.ranks) / 1e15
+    training, flops = plan.experiment.training, sum(rank.trace.work.flops for rank in plan.ranks) / len(plan.ranks)
     lines = [
-        f"{petaflops / len(plan.ranks):.3g} PFLOP a rank and step",
-        f"a checkpoint is {plan.checkpoint_bytes / 1e9:.3g} GB: "
-        f"{plan.checkpoint_bytes_per_node / 1e9:.3g} s where each node writes 1 GB/s",
+        f"{_metric(flops)}FLOP a rank and step",
+        f"a checkpoint is {_metric(plan.checkpoint_bytes)}B: "
+        f"{plan.checkpoint_bytes_per_node / 1e9:.2g} s where each node writes 1 GB/s",
     ]
     slowest = max((rank.time for rank in plan.ranks if rank.time is not None), key=lambda it: it.total, default=None)
     if slowest is None or plan.step_seconds is None:
@@ -182,6 +183,12 @@ def _by_number(seconds: RankTime) -> str:
 
 def _hours(hours: float | None) -> str:
     return "?" if hours is None else f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
+
+
+def _metric(number: float) -> str:
+    """Three digits and a prefix: `8.77 M`."""
+    power = max(0, min(5, int(math.log10(max(number, 1)) // 3)))
+    return f"{number / 1000**power:.3g} {' kMGTP'[power].strip()}"
 
 
 def _gib(size: float) -> str:

@@ -20,7 +20,8 @@ from titan_exp.config.layout import data_parallel_degree, device_type, exchangin
 from titan_exp.config.pipeline import layer_counts, stage_count
 from titan_exp.plan.candidates import Candidates
 from titan_exp.plan.devices import Device
-from titan_exp.plan.layout_plan import BlockCost, LayoutPlan, block_cost, bubble_of, plan_layout, with_attention
+from titan_exp.plan.layout_plan import BlockCost, LayoutPlan, block_cost, bubble_of, plan_layout
+from titan_exp.plan.predict import on_cpu
 from titan_exp.plan.shortcut import Parts, trace_parts, why_not
 
 HEADROOM = 0.88
@@ -279,7 +280,7 @@ def _quiet() -> None:
 
 
 def _traced(experiment: Experiment) -> Parts:
-    return trace_parts(with_attention(experiment), cuda=device_type(experiment.cluster) == "cuda")
+    return trace_parts(on_cpu(experiment), cuda=device_type(experiment.cluster) == "cuda")
 
 
 def _shards(experiment: Experiment) -> tuple[int, int]:

@@ -105,7 +105,7 @@ class Watch(TorchDispatchMode):
                 return body(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default and self.ledger.category == "optimizer":
             # An optimizer reads how many steps it has made, which no size depends on.
-            return func(*args) if type(args[0]) is Tensor else 1.0
+            return func(*args) if type(args[0]) is Tensor else 2.0
         try:
             # Summing gradients the engine writes into one that nobody else has, unless a mode like this one looks on.
             alone = self._owners is not None and _owners_of_summand(func, args) == self._owners

@@ -25,8 +25,10 @@ test: $(TESTS) check slurm
 quick: $(TESTS)
 	$(PYTEST) -m "not slow"
 
-## Hundreds of layouts drawn at random against one device, and things broken on purpose that must be noticed.
+## Hundreds of layouts drawn at random against one device, things broken on purpose that must be noticed, and cases that
+## the tests by day leave out.
 night: $(TESTS)
+	$(PYTEST) -m night
 	$(PYTEST) tests/parity/mutations.py tests/parity/test_drawn.py --layouts 300
 	$(MAKE) tools
 

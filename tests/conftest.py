@@ -30,6 +30,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("slow") is not None:
                 item.add_marker(pytest.mark.skip(reason="slow: pytest -m slow runs it, and make test does"))
+    if "night" not in config.option.markexpr:
+        # Left out, not skipped: a list of some dozens would hide what was skipped for a reason.
+        kept = [item for item in items if item.get_closest_marker("night") is None]
+        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+        items[:] = kept
 
 
 @pytest.fixture

@@ -166,7 +166,10 @@ def test_a_gpu_is_held_against_its_own_memory(tmp_path: Path, foretold):
         (["cluster=slurm"], "cluster.gpu_type=null; the planner knows a100"),
         (["cluster=slurm", "cluster.gpu_type=gtx"], "cluster.gpu_type=gtx; the planner knows a100"),
         (["cluster=slurm", "cluster.device=cpu"], "a node's memory is not known; cluster.memory_gb says it"),
-        ([*H100, "compile=blocks"], "compile.enabled=true: what compiled code keeps is not modelled yet"),
+        (
+            [*H100, "data.document_mask=true"],
+            "data.document_mask=true: attention with a document mask is the efficient",
+        ),
     ],
 )
 def test_what_is_not_known_is_said_and_stops_nothing(overrides: list[str], why: str, tmp_path: Path):

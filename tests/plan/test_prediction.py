@@ -24,11 +24,11 @@ BY_DAY = (
     "fsdp 2, float8 tensorwise",
     "pp 2 x fsdp 2, Interleaved1F1B",
 )
-"""Layouts that are compared in every run of the tests; the others where slow ones are asked for."""
+"""Layouts that are compared in every run of the tests; the others by `make night`."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in BY_DAY else [pytest.mark.slow]) for name in LAYOUTS]
+    "name", [pytest.param(name, marks=[] if name in BY_DAY else [pytest.mark.night]) for name in LAYOUTS]
 )
 def test_prediction_is_what_ranks_do(name: str, tmp_path: Path):
     experiment = experiment_of(LAYOUTS[name])
@@ -50,7 +50,7 @@ def test_prediction_is_what_ranks_do(name: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name == "selective" else [pytest.mark.slow]) for name in COMPILED]
+    "name", [pytest.param(name, marks=[] if name == "selective" else [pytest.mark.night]) for name in COMPILED]
 )
 def test_compiled_code_is_predicted_without_a_compiler(name: str, tmp_path: Path):
     experiment = experiment_of(COMPILED[name])

@@ -101,7 +101,7 @@ def test_the_ranking_is_what_plan_predicts():
         assert alone["step_seconds"] == pytest.approx(row["step_seconds"], rel=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.night
 def test_where_nothing_fits_the_smallest_is_named():
     fixed = ["parallelism.tp=1", "parallelism.cp=1", "parallelism.pp=1", "parallelism.dp_replicate=1"]
     words = ["model=llama3_8b", "model.layers=6", *TYPED[1:], "training.micro_batch_size=8", "training.seq_len=8192"]

@@ -52,11 +52,11 @@ PIPELINES = {
 """Overrides with one, by name."""
 
 QUICK = ("hsdp, every third recomputed, bf16", "fsdp x tp on CUDA, full", "1F1B x fsdp, full, bf16")
-"""What is compared each time; the others where slow tests are asked for."""
+"""What is compared each time; the others by `make night`."""
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in {**WHOLE, **PIPELINES}]
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.night]) for name in {**WHOLE, **PIPELINES}]
 )
 def test_shortcut_is_the_whole_trace(name: str, tmp_path: Path):
     experiment = experiment_of({**WHOLE, **PIPELINES}[name])

@@ -72,7 +72,8 @@ def _diff(top: Path, base: str) -> tuple[str, list[str]]:
         index = {"GIT_INDEX_FILE": str(Path(folder) / "index")}
         original = top / (_git(top, "rev-parse", "--git-path", "index") or "").strip()
         if original.is_file():
-            shutil.copy(original, index["GIT_INDEX_FILE"])
+            # With its time: git reads a file again that is as new as the index, and only such a one.
+            shutil.copy2(original, index["GIT_INDEX_FILE"])
         names = "\0".join(taken)
         _git(top, "add", "--intent-to-add", "--pathspec-from-file=-", "--pathspec-file-nul", given=names, **index)
         return _git(top, "diff", "--no-color", "--no-ext-diff", "--binary", base, **index) or "", left_out

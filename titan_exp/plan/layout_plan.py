@@ -90,7 +90,8 @@ def plan_layout(experiment: Experiment, sampled: Experiment, parts: Parts, devic
         time = rank_time(Traced(step.work, axes_of(experiment, rank, step.work)), device, node)
         seconds = max(seconds, time.total)
         peak = step.peak.bytes + round(sum(step.kept.values()) * (_shards(sampled) / _shards(experiment) - 1))
-        most = max(most, (peak, rank, step.peak.where))
+        # What the matmuls' library keeps for the forward pass's thread and for the backward pass's.
+        most = max(most, (peak + 2 * device.matmul_workspace, rank, step.peak.where))
     return LayoutPlan(experiment, seconds / (1 - bubble), bubble, *most)
 
 

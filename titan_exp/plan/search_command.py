@@ -87,12 +87,13 @@ def search_command(cfg: Any, options: SearchOptions, typed: Sequence[str]) -> in
     from titan_exp.plan.modelled import require_modelled
 
     experiment = to_experiment(cfg)
-    device = device_for(experiment, options.device)
-    if device is None or device_type(experiment.cluster) == "cpu":
+    if device_type(experiment.cluster) == "cpu":
         raise UserError(
             "plan search: layouts are ranked by speed, and nothing is known of a CPU's. cluster=slurm_h100 is one of "
             "GPUs, and cluster=slurm with --device names any."
         )
+    device = device_for(experiment, options.device)
+    assert device is not None, "a GPU is known, or refused"
     gpus = options.gpus or offered_devices(experiment.cluster)
     # What no layout changes is told before any is looked at.
     require_modelled(experiment)

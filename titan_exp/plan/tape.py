@@ -95,7 +95,8 @@ def added(works: Iterable[Work], times: int = 1) -> Work:
         total.bytes_moved += times * work.bytes_moved
         total.operators += times * work.operators
         for key, calls in work.calls.items():
-            if calls:
+            # One more layer may make a message larger, and no further one.
+            if calls or work.messages[key]:
                 total.messages[key] += times * work.messages[key]
                 total.calls[key] += times * calls
     return total

@@ -101,7 +101,8 @@ def facts(plan: Plan) -> Iterator[Fact]:
     if plan.step_seconds is not None:
         yield Fact("step", duration(plan.step_seconds), "estimated from the maker's rates")
         yield Fact("speed", f"{plan.tokens_per_second:,.0f} tokens/s", "of one device")
-        yield Fact("MFU", f"{plan.mfu:.0%}", "of the device's bf16 peak")
+        if plan.mfu is not None:
+            yield Fact("MFU", f"{plan.mfu:.0%}", "of the device's bf16 peak")
     if plan.experiment.parallelism.pp > 1:
         yield Fact("bubble", f"{plan.bubble:.1%}", "of the time, if stages took equally long")
     yield Fact("checkpoint", size(plan.checkpoint_bytes), "weights and the optimizer's state")

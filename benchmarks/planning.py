@@ -26,14 +26,14 @@ def traced(layers: int, shortcut: bool) -> None:
     """A step of one of 64 ranks, with or without the shortcut."""
     from titan_exp.config.compose import compose
     from titan_exp.config.convert import to_experiment
-    from titan_exp.plan.layout_plan import with_attention
+    from titan_exp.plan.predict import on_cpu
     from titan_exp.plan.shortcut import extended, trace_parts
     from titan_exp.plan.trace import trace_step
     from titan_exp.plan.world import pretended_rank
 
     words = [*SMALL, f"model.layers={layers}", "parallelism.dp_shard=64", "activation_checkpoint=full"]
     words += ["training.global_batch_size=256", "training.micro_batch_size=1"]
-    experiment = with_attention(to_experiment(compose(words)))
+    experiment = on_cpu(to_experiment(compose(words)))
     began = time.process_time()
     if shortcut:
         extended(experiment, 0, trace_parts(experiment, cuda=True))

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
 from titan_exp.config.compose import compose
 from titan_exp.config.convert import to_experiment
@@ -19,7 +20,7 @@ from titan_exp.plan.allocator import MIB
 from titan_exp.plan.command import options_among
 from titan_exp.plan.devices import DEVICES, device_named
 from titan_exp.plan.predict import Plan, predict
-from titan_exp.plan.report import print_plan
+from titan_exp.plan.report import print_plan, print_whole
 from titan_exp.tracking.device import PEAKS
 
 CLUSTER = ["cluster=slurm_h100", "training.seq_len=512", "training.mixed_precision=bf16"]
@@ -85,6 +86,16 @@ def verdict(plan: Plan, room: int) -> str:
 def planned_here(*words: str) -> Plan:
     experiment = to_experiment(compose([*SMALL, "parallelism.dp_shard=4", "training.micro_batch_size=2", *words]))
     return predict(resolve_layout(check(experiment), offered_devices(experiment.cluster)), device_named("h100"))
+
+
+def test_no_digit_is_cut_off_where_it_is_narrow():
+    table = Table("parameters", "activations", "in all")
+    table.add_row("123.45", "6789.01", "6912.46")
+    text = io.StringIO()
+    print_whole(Console(file=text, width=12), table)
+    assert "123.45" in text.getvalue()
+    assert "activations" in text.getvalue()
+    assert "\u2026" not in text.getvalue()
 
 
 def test_what_the_allocator_reserves_decides():

@@ -6,6 +6,7 @@ from typing import Any
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 
 from titan_exp.config.layout import device_type, gradient_accumulation, micro_batch_size, world_size
@@ -39,12 +40,19 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         f"{sequences}, {gradient_accumulation(experiment)} of them a step",
         highlight=False,
     )
-    console.print(_memory(plan))
+    print_whole(console, _memory(plan))
     console.print(_verdict(plan, largest), highlight=False, soft_wrap=True)
-    console.print(_messages(plan, largest))
+    print_whole(console, _messages(plan, largest))
     for line in _speed(plan):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"planned in {plan.planning_seconds:.1f} s", style="dim", highlight=False)
+
+
+def print_whole(console: Console, table: Table) -> None:
+    """Print a table with every digit: where it is wider than the terminal or the pipe, its lines are longer."""
+    endless = console.options.update(width=10_000)
+    console.width = max(console.width, Measurement.get(console, endless, table).maximum)
+    console.print(table)
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

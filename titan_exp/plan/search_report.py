@@ -13,6 +13,7 @@ from titan_exp.config.layout import gradient_accumulation, world_size
 from titan_exp.plan.candidates import Candidates, command_line
 from titan_exp.plan.devices import Device
 from titan_exp.plan.layout_plan import LayoutPlan
+from titan_exp.plan.report import print_whole
 from titan_exp.plan.search import HEADROOM, Found
 
 GIB = 2**30
@@ -44,7 +45,7 @@ def print_search(
         f"{training.seq_len} tokens a step",
         highlight=False,
     )
-    console.print(_table(found, tokens))
+    print_whole(console, _table(found, tokens))
     for line in _left_out(found, tried):
         console.print(line, highlight=False, soft_wrap=True)
     console.print("\nTo launch them:", highlight=False)

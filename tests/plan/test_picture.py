@@ -24,6 +24,7 @@ from titan_exp.parallel.orders import training_orders
 from titan_exp.plan.command import options_among
 from titan_exp.plan.devices import DEVICES
 from titan_exp.plan.memory import CATEGORIES, Ledger
+from titan_exp.plan.picture import words as words_module
 from titan_exp.plan.picture.draw import Picture
 from titan_exp.plan.picture.holding import cuts_of, look_at
 from titan_exp.plan.picture.numbers import token_ranges
@@ -211,13 +212,12 @@ def test_the_verb_writes_a_page_beside_what_it_prints(tmp_path: Path):
         options_among(["model=llama_debug", "--html"])
 
 
-def test_both_pages_have_the_same_colours():
-    package = Path(__file__).parents[2] / "titan_exp"
-    pages = [package / "compare" / "page" / "page.css", package / "plan" / "picture" / "page" / "page.css"]
-    colours = [path.read_text().split('\n:root[data-theme="dark"] {')[1].split("}")[0] for path in pages]
-    light = [path.read_text().split("}")[0] for path in pages]
-    assert colours[0] == colours[1]
-    assert light[0] == light[1]
+def test_everything_that_memory_is_for_has_a_sentence_and_a_colour():
+    script = Path(words_module.__file__).parent / "page" / "numbers.js"
+    colours = re.search(r"const CATEGORY_COLORS = \{(.*?)\};", script.read_text(), re.DOTALL)
+    assert colours is not None
+    coloured = {name.strip('"') for name in re.findall(r'("[a-z ]+"|[a-z]+): "var', colours[1])}
+    assert set(words_module.CATEGORIES) == coloured == set(CATEGORIES)
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1360, "light"), (390, "dark")])

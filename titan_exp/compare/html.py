@@ -1,13 +1,10 @@
 """The comparison as one page that needs nothing else: no network, no other file, no library.
 
-The tables are in the page as text and are there without scripts; the plots are drawn by `page/plots.js` from numbers
-that the page carries. Whatever comes from a run is escaped, and the page's own policy lets nothing be loaded.
+The tables are in the page as text and are there without scripts; the plots are drawn by the scripts in `page/` from
+numbers that the page carries.
 """
 
-import json
-import time
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import Any
 
 from titan_exp.compare.comparison import Comparison
@@ -21,20 +18,20 @@ from titan_exp.compare.numbers import short
 from titan_exp.compare.pareto import loss_metric, pareto
 from titan_exp.compare.scaling import scaling
 from titan_exp.compare.words import findings, remarks, stands_for, verdict, where
+from titan_exp.tracking.page import page
 
-FOLDER = "page"
-"""Template, style and script, beside this file."""
+SCRIPTS = ("frame.js", "curves.js", "bars.js", "dots.js", "tables.js", "start.js")
+"""Of the folder `page`, in the order in which they stand in the page."""
 
 
 def to_html(comparison: Comparison) -> str:
     """The page's text."""
-    from jinja2 import Environment, StrictUndefined
-    from markupsafe import Markup
-
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     checks = layout_checks(comparison.runs)
     series = scaling(comparison)
-    return environment.from_string(_part("page.html")).render(
+    return page(
+        "titan_exp.compare",
+        SCRIPTS,
+        plain(_numbers(comparison, series)),
         comparison=comparison,
         grid=grid(comparison),
         title=title,
@@ -47,21 +44,7 @@ def to_html(comparison: Comparison) -> str:
         scaling=series,
         short=short,
         differing=_differing(comparison),
-        drawn_at=time.strftime("%Y-%m-%d %H:%M"),
-        style=Markup(_part("page.css")),  # ours
-        script=Markup(_part("plots.js")),  # ours
-        numbers=Markup(_script_safe(_numbers(comparison, series))),  # made safe
     )
-
-
-def _part(name: str) -> str:
-    return files("titan_exp.compare").joinpath(FOLDER, name).read_text(encoding="utf-8")
-
-
-def _script_safe(value: Any) -> str:
-    """JSON that may stand in a <script>: no character in it can end the element or begin a comment."""
-    text = json.dumps(plain(value), separators=(",", ":"), allow_nan=False)
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _states(comparison: Comparison) -> list[tuple[str, int]]:

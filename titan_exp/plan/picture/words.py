@@ -50,6 +50,7 @@ CATEGORIES = {
     "gathered parameters": "whole weights of layers that compute, put together from the shares of all ranks.",
     "communication": "buffers of messages.",
     "loss": "what the head and the loss keep, logits (a number for every word of the vocabulary) among it.",
+    "workspaces": "what libraries of kernels take once and keep, as that of matmuls does.",
     "other": "the batch, tables of positions, constants.",
 }
 """What memory is for."""

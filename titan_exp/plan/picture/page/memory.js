@@ -3,7 +3,9 @@ function drawMemory() {
   const section = document.getElementById("memory");
   section.hidden = false;
   const state = { full: false };
-  const largest = Math.max(...Object.values(data.ranks).map((it) => it.peak.bytes));
+  const taken = (rank) => rank.reserved ?? rank.peak.bytes; // of the device
+  const largest = Math.max(...Object.values(data.ranks).map(taken));
+  const reserving = Object.values(data.ranks).some((it) => finite(it.reserved));
   const used = data.categories.filter((name) => Object.values(data.ranks).some((it) => name in it.memory.columns));
   const high = () => (state.full && data.room ? Math.max(data.room, largest) : largest) * 1.06;
 
@@ -16,12 +18,16 @@ function drawMemory() {
       draw(svg, "text", { x: x(value), y: height - 6, "text-anchor": "middle" }, value ? bytes(value) : "0");
     }
     LOOKED.forEach((pipeline, place) => {
-      const { peak } = data.ranks[pipeline], y = place * tall;
+      const { peak, reserved } = data.ranks[pipeline], y = place * tall;
       let at = 0;
       for (const name of used) {
         const size = peak.of[name];
         if (size) draw(svg, "rect", { x: x(at), y: y + 3, width: Math.max(0.5, x(at + size) - x(at)), height: tall - 6, fill: CATEGORY_COLORS[name] });
         at += size;
+      }
+      if (reserved > at) {
+        draw(svg, "rect", { class: "reserved", x: x(at), y: y + 3, width: x(reserved) - x(at), height: tall - 6 });
+        at = reserved;
       }
       const here = pipeline === shownPipelineRank();
       const label = draw(svg, "text", { x: 0, y: y + tall / 2 + 4, class: here ? "name" : "" }, `pp ${pipeline}`);
@@ -29,7 +35,7 @@ function drawMemory() {
       draw(svg, "text", { x: x(at) + 6, y: y + tall / 2 + 4 }, bytes(at));
       const field = draw(svg, "rect", { x: 0, y, width, height: tall, fill: "transparent" });
       field.style.cursor = "pointer";
-      field.addEventListener("pointermove", (event) => showTip(event, `pipeline rank ${pipeline}`, [...parts(peak.of), [null, `at: ${peak.where}`, ""]]));
+      field.addEventListener("pointermove", (event) => showTip(event, `pipeline rank ${pipeline}`, [...beyond(data.ranks[pipeline]), ...parts(peak.of), [null, `at: ${peak.where}`, ""]]));
       field.addEventListener("pointerleave", hideTip);
       field.addEventListener("click", () => choose(chosen.rank + (pipeline - pipelineRank(chosen.rank)) * STRIDES[AXIS_NAMES.indexOf("pp")]));
     });
@@ -40,10 +46,12 @@ function drawMemory() {
   }
   const parts = (of) => [...used].reverse().filter((name) => of[name]).map((name) => [CATEGORY_COLORS[name], name, bytes(of[name])]);
 
+  const beyond = ({ peak, reserved }) => (finite(reserved) ? [[null, "reserved", bytes(reserved)], [null, "of it tensors", bytes(peak.bytes)]] : []);
+
   const PHASES = [["forward", "var(--c0)"], ["backward", "var(--c1)"], ["optimizer", "var(--c3)"]];
   const phase = (words) => PHASES.findIndex(([name]) => words.startsWith(name));
   function story(box, width) {
-    const { memory, peak } = data.ranks[shownPipelineRank()], many = memory.where.length;
+    const { memory, peak, reserved } = data.ranks[shownPipelineRank()], many = memory.where.length;
     const left = 62, right = 10, top = 26, strip = 10, height = 340, bottom = 46;
     const svg = picture(box, width, height, "memory over a step, by what it is for");
     const most = high(), y = (value) => height - bottom - (value / most) * (height - bottom - top);
@@ -77,6 +85,10 @@ function drawMemory() {
     if (width > 480) draw(svg, "text", { x: width - right, y: height - 12, "text-anchor": "end" }, "allocations and frees in their order →");
     limit(svg, { x1: left, x2: width - right, y1: y(data.room), y2: y(data.room) });
     if (data.room && data.room <= high()) draw(svg, "text", { x: width - right, y: y(data.room) - 5, "text-anchor": "end" }, `the device: ${bytes(data.room)}`);
+    if (reserved > peak.bytes) {
+      draw(svg, "line", { class: "reserve", x1: left, x2: width - right, y1: y(reserved), y2: y(reserved) });
+      draw(svg, "text", { x: left + 6, y: y(reserved) - 5 }, `reserved: ${bytes(reserved)}`);
+    }
     const px = x(memory.peak), py = y(peak.bytes), words = `peak ${bytes(peak.bytes)} · ${peak.where}`, long = words.length * 6.5;
     draw(svg, "line", { class: "cursor", x1: px, x2: px, y1: py, y2: height - bottom });
     draw(svg, "circle", { cx: px, cy: py, r: 4.5, fill: "var(--card)", stroke: "var(--ink)", "stroke-width": 2 });
@@ -98,9 +110,10 @@ function drawMemory() {
     const pipeline = shownPipelineRank();
     section.querySelector(".story h3").textContent = data.mesh.axes.pp > 1 ? `Pipeline rank ${pipeline}` : "Any rank";
     const missing = data.mesh.axes.pp - LOOKED.length;
-    const room = data.room ? ` The device has ${bytes(data.room)}, of which ${percent(largest / data.room)} is the largest peak; the rest must hold what the allocator reserves beyond tensors, the driver's context and buffers of messages.` : "";
+    const room = data.room ? ` The device has ${bytes(data.room)}, of which ${percent(largest / data.room)} is the largest ${reserving ? "reserve" : "peak"}; the rest must hold ${reserving ? "" : "what the allocator reserves beyond tensors, "}the driver's context and buffers of messages.` : "";
+    const kept = reserving ? " Framed by dots, and the dotted line: what torch's allocator has taken from the device by then, as predicted; no tensor fits into all of its gaps." : "";
     const some = missing ? ` ${counted(missing, "pipeline rank")} ${missing > 1 ? "were" : "was"} not looked at (--ranks).` : "";
-    section.querySelector(".said").textContent = `Bytes of tensors that are alive, from the beginning of a step to its end, as the trainer's own step allocates them; ranks that differ in other axes than pp have the same. Of each span the largest moment is drawn, the peak among them.${room}${some}`;
+    section.querySelector(".said").textContent = `Bytes of tensors that are alive, from the beginning of a step to its end, as the trainer's own step allocates them; ranks that differ in other axes than pp have the same. Of each span the largest moment is drawn, the peak among them.${kept}${room}${some}`;
   }
   fillTerms(section.querySelector("dl"), used.map((name) => [CATEGORY_COLORS[name], name, data.words.categories[name]]));
   section.querySelector(".peaks").hidden = LOOKED.length < 2;

@@ -1,0 +1,8 @@
+// All of it.
+
+for (const mark of document.querySelectorAll("i[data-color]")) mark.style.background = color(Number(mark.dataset.color));
+sortable();
+lossCurves();
+bars();
+pareto();
+scaling();

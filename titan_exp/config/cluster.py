@@ -30,6 +30,11 @@ class ClusterConfig:
     times the median step. null waits for ever."""
     processes_per_node: PositiveInt | None = None
     """Processes of a node without GPUs; null puts all on one. With GPUs every one has a process."""
+    link_gbs: PositiveFloat | None = None
+    """For predictions: GB/s in one direction between a device and its neighbours in a node; null takes the device's."""
+    network_gbs: PositiveFloat | None = None
+    """For predictions: GB/s in one direction from a device to other nodes, its share of the node's adapters; null takes
+    one adapter for each device, as the maker's reference system has."""
     gpu_type: str | None = None
     """Kind of GPU to ask for, as the site calls it; null takes any."""
     partition: str | None = None

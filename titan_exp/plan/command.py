@@ -120,14 +120,12 @@ def device_for(experiment: Experiment, asked: str | None) -> "Device | None":
         UserError: it is not known.
     """
     from titan_exp.config.layout import device_type
-    from titan_exp.plan.constants import read_constants
     from titan_exp.plan.devices import DEVICES, device_named
-    from titan_exp.plan.target import target_of
+    from titan_exp.plan.target import known_gpu, target_of
 
     runs = Path(experiment.paths.runs).expanduser()
     if asked is not None:
-        device = device_named(asked)
-        return read_constants(runs / ".cache", device.name).over(device)
+        return known_gpu(device_named(asked), experiment, runs / ".cache")
     target = target_of(experiment, runs)
     if target.device is None and device_type(experiment.cluster) == "cuda":
         raise UserError(

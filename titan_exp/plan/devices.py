@@ -39,15 +39,30 @@ class Device:
     matmul_workspace: int = 32 * 2**20
     """Bytes that torch hands cuBLAS for each thread; 0 where nobody here knows."""
     matmul_share: float = MATMUL_SHARE
-    """Of the peak rate, what matmuls and attention reach. `titan-exp plan calibrate` fits this and what follows."""
+    """Of the peak rate, what matmuls and attention reach. `titan-exp plan calibrate` fits this and what follows but
+    `fp8_reach`."""
     bandwidth_share: float = BANDWIDTH_SHARE
     """Of memory bandwidth, what elementwise operators reach."""
     link_share: float = LINK_SHARE
     """Of a link's rate, what messages reach."""
+    fp8_reach: float = 1.0
+    """What fp8 matmuls reach of their peak, over what bf16's reach of theirs."""
     operator_us: float = 0.0
     """What every operator takes besides, in microseconds: its launch, and on a CPU Python and torch's dispatch."""
     overhead_gb: float = 0.0
     """Memory of a process beside what is predicted of it, in GB (10^9 bytes)."""
+
+    @property
+    def matmul_rate(self) -> float:
+        """Operations a second that bf16 matmuls and attention reach."""
+        return self.bf16_tflops * 1e12 * self.matmul_share
+
+    @property
+    def fp8_rate(self) -> float:
+        """Operations a second that fp8 matmuls reach; where there are no instructions for them, as bf16's."""
+        if self.fp8_tflops is None:
+            return self.matmul_rate
+        return self.fp8_tflops * 1e12 * self.matmul_share * self.fp8_reach
 
 
 DEVICES = {

@@ -105,7 +105,7 @@ def ranks_that_matter(degree: int) -> list[int]:
 
 def block_cost(sampled: Experiment, parts: Parts, device: Device) -> BlockCost:
     """What a block takes, from a profile."""
-    parallelism, rate = sampled.parallelism, device.bf16_tflops * 1e12 * device.matmul_share
+    parallelism, rate = sampled.parallelism, device.matmul_rate
     micro_batch = sampled.training.micro_batch_size or 1
     tokens = micro_batch * sampled.training.seq_len / parallelism.cp
     gathered = 0

@@ -15,7 +15,9 @@ KNOWN_NAMESPACES = ("aten", "c10d", "_c10d_functional", "fsdp", "prims", "titan_
 COMPUTING = ("mm", "bmm", "baddbmm", "addmm", "conv", "attention", "lstm", "gru", "linalg", "fft", "flex")
 """Parts of names of aten's operators whose work is not in proportion to their bytes, and has to be counted."""
 
-MATMULS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", "aten._scaled_mm")
+SCALED_MATMUL = "aten._scaled_mm"
+"""That of float8 numbers."""
+MATMULS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", SCALED_MATMUL)
 """Operators that cuBLAS computes."""
 
 _aten, _c10d, _functional = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional

@@ -71,7 +71,7 @@ def rank_time(trace: Traced, device: Device, node: int) -> RankTime:
         else:
             exposed += seconds
     return RankTime(
-        work.flops / (device.bf16_tflops * 1e12 * device.matmul_share),
+        (work.flops - work.fp8_flops) / device.matmul_rate + work.fp8_flops / device.fp8_rate,
         work.bytes_moved / (device.bandwidth_tbs * 1e12 * device.bandwidth_share),
         exposed,
         behind,

@@ -92,6 +92,7 @@ def added(works: Iterable[Work], times: int = 1) -> Work:
     total = Work()
     for work in works:
         total.flops += times * work.flops
+        total.fp8_flops += times * work.fp8_flops
         total.bytes_moved += times * work.bytes_moved
         total.operators += times * work.operators
         for key, calls in work.calls.items():

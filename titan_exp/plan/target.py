@@ -1,7 +1,7 @@
 """What a run would be on: a device with its rates, and how much memory there is for how many of its processes.
 
-Of a GPU the table knows both; of this machine's CPU `titan-exp doctor` has measured the rates. What `titan-exp plan
-calibrate` has fitted is laid over either. Imports no torch.
+Of a GPU the table knows both; what `titan-exp doctor` has measured goes before it, and is all that is known of a CPU.
+What `titan-exp plan calibrate` has fitted is laid over either. Imports no torch.
 """
 
 from dataclasses import dataclass, replace
@@ -81,6 +81,32 @@ def cpu_device(name: str, cache: Path, *, dtype: str, threads: int, processes: i
     return read_constants(cache, name).over(device)
 
 
+def known_gpu(device: Device, experiment: Experiment, cache: Path) -> Device:
+    """A GPU of the table with what is known better: the links of `cluster`, measured rates, fitted constants.
+
+    Args:
+        device: of the table.
+        experiment: whose cluster it is in.
+        cache: `.cache` of the runs.
+    """
+    cluster = experiment.cluster
+    given = {name: getattr(cluster, name) for name in ("link_gbs", "network_gbs") if getattr(cluster, name) is not None}
+    device = replace(device, **given)
+    names = [name for name, word in NAMES.items() if DEVICES[word].name == device.name]
+    measured = next((found for name in names if (found := read_measured(cache, name)) is not None), None)
+    if measured is not None:
+        # The peaks stay the maker's, by which MFU is counted.
+        reached = {
+            "matmul_share": measured.tflops.get("bf16", 0) / device.bf16_tflops,
+            "bandwidth_share": (measured.copy or 0) / 1e3 / device.bandwidth_tbs,
+            "link_share": (measured.link or 0) / device.link_gbs,
+        }
+        device = replace(device, **{name: min(1.0, share) for name, share in reached.items() if share})
+        if device.fp8_tflops is not None and {"bf16", "fp8"} <= set(measured.tflops):
+            device = replace(device, fp8_reach=measured.tflops["fp8"] / device.fp8_tflops / device.matmul_share)
+    return read_constants(cache, device.name).over(device)
+
+
 def _gpu(experiment: Experiment, cache: Path) -> Target:
     kind, asked = experiment.cluster.gpu_type, (experiment.cluster.gpu_type or "").lower()
     names = gpu_names() if experiment.cluster.kind == "local" and kind is None else []
@@ -90,7 +116,7 @@ def _gpu(experiment: Experiment, cache: Path) -> Target:
         if names:
             said = f"{listed(sorted(set(names)), 'and')} here, {said}"
         return Target(None, None, 1, 0, "the GPU", f"{said}; the planner knows {listed(DEVICES, 'and')}")
-    device = read_constants(cache, DEVICES[found].name).over(DEVICES[found])
+    device = known_gpu(DEVICES[found], experiment, cache)
     return Target(device, round(device.memory_gb * 1e9), 1, round(device.overhead_gb * 1e9), device.name)
 
 

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.process_group import group_named
 from titan_exp.plan.memory import Ledger
-from titan_exp.plan.operators import MATMULS, message, operations, refusal
+from titan_exp.plan.operators import MATMULS, SCALED_MATMUL, message, operations, refusal
 
 
 @dataclass
@@ -34,6 +34,8 @@ class Work:
 
     flops: int = 0
     """Floating-point operations of matmuls and attention."""
+    fp8_flops: int = 0
+    """Those of them that are matmuls of float8 numbers."""
     bytes_moved: int = 0
     """Bytes that all operators but those read and write."""
     messages: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
@@ -149,6 +151,7 @@ class Watch(TorchDispatchMode):
                 self.ledger.hold(self._matmul_workspace, "workspaces")
         self.work.operators += 1
         self.work.flops += flops
+        self.work.fp8_flops += flops if str(func._overloadpacket) == SCALED_MATMUL else 0
         if not flops and not sent and not func.is_view and (new or func._schema.is_mutable):
             self.work.bytes_moved += sum(tensor.numel() * tensor.element_size() for tensor in (*given, *made))
 

@@ -100,7 +100,7 @@ def facts(plan: Plan) -> Iterator[Fact]:
         note += f"; the device has {size(room)}"
     yield Fact("memory", size(needed), note, bad=room is not None and needed > room)
     if plan.step_seconds is not None:
-        yield Fact("step", duration(plan.step_seconds), "estimated from the maker's rates")
+        yield Fact("step", duration(plan.step_seconds), "estimated from the device's rates")
         yield Fact("speed", f"{plan.tokens_per_second:,.0f} tokens/s", "of one device")
         if plan.mfu is not None:
             yield Fact("MFU", f"{plan.mfu:.0%}", "of the device's bf16 peak")

@@ -40,7 +40,7 @@ function drawTime() {
     });
   }
   const hidden = known.every((pipeline) => { const it = data.ranks[pipeline].time; return it.behind <= it.matmuls + it.elementwise + it.exposed; });
-  section.querySelector(".said").textContent = `An estimate from the maker's rates, less what training does not reach of them: ${seconds(data.step)} a step. The thin line is messages that travel behind compute${hidden ? ", all of them shorter than it" : "; where it is the longer one, the step waits for it"}.`;
+  section.querySelector(".said").textContent = `An estimate from the device's rates, less what training does not reach of them: ${seconds(data.step)} a step. The thin line is messages that travel behind compute${hidden ? ", all of them shorter than it" : "; where it is the longer one, the step waits for it"}.`;
   const shown = Object.keys(COST_NAMES).filter((name) => (name === "bubble" ? data.mesh.axes.pp > 1 : known.some((pipeline) => data.ranks[pipeline].time[name] > 0)));
   fillTerms(section.querySelector("dl"), shown.map((name) => [COST_COLORS[name], COST_NAMES[name], data.words.costs[name]]));
   chosen.listeners.push(drawn(section.querySelector(".plot"), paint));

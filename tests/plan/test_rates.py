@@ -1,0 +1,74 @@
+"""What rates make of a step: fp8 matmuls at theirs, links as the cluster says, measured ones before the table's."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.plan.layouts import experiment_of
+from titan_exp.config.experiment import Experiment
+from titan_exp.plan.command import device_for
+from titan_exp.plan.constants import Constants, write_constants
+from titan_exp.plan.devices import DEVICES
+from titan_exp.plan.layout_plan import Traced
+from titan_exp.plan.roofline import rank_time
+from titan_exp.plan.target import known_gpu
+from titan_exp.plan.watch import Work
+from titan_exp.tracking.measured import Measured, write_measured
+
+H100 = DEVICES["h100"]
+
+
+def in_cluster(**values: float) -> Experiment:
+    experiment = experiment_of("")
+    return replace(experiment, cluster=replace(experiment.cluster, **values))
+
+
+def test_matmuls_of_float8_go_at_their_own_rate():
+    bf16 = rank_time(Traced(Work(flops=10**15), {}), H100, 8)
+    half = rank_time(Traced(Work(flops=10**15, fp8_flops=5 * 10**14), {}), H100, 8)
+    assert H100.fp8_tflops is not None
+    assert half.matmuls == pytest.approx(bf16.matmuls * (0.5 + 0.5 * H100.bf16_tflops / H100.fp8_tflops))
+    # Where there are no such instructions, nothing is gained.
+    a100 = DEVICES["a100"]
+    assert rank_time(Traced(Work(flops=10**15, fp8_flops=10**15), {}), a100, 8) == rank_time(
+        Traced(Work(flops=10**15), {}), a100, 8
+    )
+
+
+def test_links_are_those_that_the_cluster_names(tmp_path: Path):
+    work = Work(messages={("tp", "all-gather"): 2**30}, calls={("tp", "all-gather"): 1})
+
+    def waited(ranks: int, **links: float) -> float:
+        device = known_gpu(H100, in_cluster(**links), tmp_path)
+        return rank_time(Traced(work, {"tp": list(range(ranks))}), device, 8).exposed
+
+    assert waited(8, link_gbs=225.0) == pytest.approx(2 * waited(8))
+    assert waited(8, network_gbs=25.0) == waited(8)
+    assert waited(16, network_gbs=25.0) == pytest.approx(2 * waited(16))
+
+
+def test_what_doctor_measured_of_a_gpu_goes_before_the_table(tmp_path: Path):
+    assert known_gpu(H100, in_cluster(), tmp_path) == H100
+    write_measured(
+        tmp_path,
+        Measured("NVIDIA H100 80GB HBM3", "", "", {"bf16": 700.0, "fp8": 1300.0}, copy=2680.0, link=360.0),
+    )
+    device = known_gpu(H100, in_cluster(), tmp_path)
+    assert device.matmul_rate == pytest.approx(700e12)
+    assert device.fp8_rate == pytest.approx(1300e12)
+    assert device.bandwidth_tbs * device.bandwidth_share == pytest.approx(2.68)
+    assert device.link_gbs * device.link_share == pytest.approx(360)
+    assert device.bf16_tflops == H100.bf16_tflops, "MFU is of the maker's peak"
+    # Fitted constants go before both.
+    write_constants(tmp_path, Constants(H100.name, matmul_share=0.5))
+    fitted = known_gpu(H100, in_cluster(), tmp_path)
+    assert (fitted.matmul_share, fitted.bandwidth_share) == (0.5, device.bandwidth_share)
+
+
+def test_a_device_that_is_asked_for_has_the_cluster_s_links(tmp_path: Path):
+    experiment = in_cluster(network_gbs=12.5)
+    experiment = replace(experiment, paths=replace(experiment.paths, runs=str(tmp_path)))
+    device = device_for(experiment, "b200")
+    assert device is not None
+    assert (device.name, device.network_gbs) == (DEVICES["b200"].name, 12.5)

@@ -39,6 +39,11 @@ class Tape(TorchDispatchMode):
             self.calls.append((None, (), {}, made))
         return found
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Compiled code stays so; what aot_eager makes of it calls operators, and those are seen."""
+        return True
+
     def replay(self) -> None:
         """Every operator again, in order; what it makes goes where it was the first time."""
         with torch.no_grad():
@@ -72,6 +77,31 @@ class TapeRecorder:
             work()
         self.tapes.append(tape)
         return Recording(tape.replay, f"a tape of {len(tape.calls)} operators")
+
+
+class FromHost(TorchDispatchMode):
+    """Fails where an operator on a device takes a tensor of the host, which a recording cannot wait for, or freezes."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func._overloadpacket.__name__ not in ASKING, f"the host waits for {func}"
+        found = func(*args, **(kwargs or {}))
+        devices = {it.device.type for it in _tensors((args, kwargs, found))}
+        assert devices <= {"meta"} or "meta" not in devices, f"{func} takes from the host what it computes with"
+        return found
+
+
+class HostWatch:
+    """A recorder for tensors on the meta device, which stands for a GPU: its operators have no data and no `item()`."""
+
+    def rehearse(self, work: Callable[[], None]) -> None:
+        """Do it and watch."""
+        with FromHost():
+            work()
+
+    def record(self, work: Callable[[], None]) -> Recording:
+        """The same."""
+        self.rehearse(work)
+        return Recording(lambda: None, "nothing")
 
 
 def place(tensor: Tensor) -> int:

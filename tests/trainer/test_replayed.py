@@ -7,19 +7,30 @@ the two, streams and the memory pool, only a GPU shows.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.config.composing import experiment as composed
+from tests.models.shapes import TINY, real_model
 from tests.parity.runs import LINES, SMALL
 from tests.ranks import run_ranks
-from tests.tape_recorder import Tape, TapeRecorder
+from tests.tape_recorder import HostWatch, TapeRecorder
+from tests.trainer.test_no_waiting import refuse
 from titan_exp.config.convert import load_experiment, to_yaml
+from titan_exp.config.errors import UserError
 from titan_exp.config.layout import resolve_layout
+from titan_exp.config.memory import ActivationCheckpointConfig
+from titan_exp.data.batch import Batch
+from titan_exp.models.build import build_model
+from titan_exp.parallel.activation_checkpoint import recompute_blocks
+from titan_exp.parallel.compute_weights import ComputeWeights
 from titan_exp.tracking.metrics_file import read_metrics
 from titan_exp.tracking.run_folder import RunFolder
+from titan_exp.trainer.loss import TokenLoss
+from titan_exp.trainer.replayed import ReplayedModel
 
 CHANGING = [*LINES, "lr_schedule.warmup_steps=4", "lr_schedule.decay_steps=4", "training.max_grad_norm=0.3"]
 """Every micro-batch has positions and documents, and predicts another number of tokens; rates change, and it clips."""
@@ -108,6 +119,7 @@ def assert_same(found: Trained, expected: Trained) -> None:
         (10, "training.mixed_precision=bf16 quantization=float8_tensorwise quantization.precomputed_scales=true"),
         (10, "training.mixed_precision=bf16 quantization=float8_rowwise_gw_hp optimizer.state_precision=bf16"),
         (6, "training.mixed_precision=bf16 compile=all compile.backend=aot_eager activation_checkpoint=full"),
+        (6, "training.mixed_precision=bf16 compile=blocks compile.backend=aot_eager activation_checkpoint=selective"),
     ],
 )
 def test_replays_train_the_same(tmp_path: Path, steps: int, overrides: str):
@@ -120,3 +132,153 @@ def test_replays_train_the_same(tmp_path: Path, steps: int, overrides: str):
     assert found.passes == {"rehearsed": 3, "recorded": 1, "replayed": steps * a_step - 4}
     assert len({row[1] for row in plain.rows}) > 1
     assert_same(found, plain)
+
+
+def test_a_resumed_run_replays_the_same(tmp_path: Path):
+    """Killed after a step that was replayed and before one that is: it rehearses anew, and ends with the same bits."""
+    words = [*CHANGING, "training.mixed_precision=bf16", "training.micro_batch_size=4"]
+    whole = train(tmp_path / "whole", *words)
+    saved = [*words, "checkpoint=sync", "checkpoint.every=6"]
+    train(tmp_path / "parts", *saved, mutate=stop_after_six)
+    found = train(tmp_path / "parts", *saved)
+    assert found.passes == {"rehearsed": 3, "recorded": 1, "replayed": 4}
+    assert_same(found, whole)
+
+
+def test_nothing_waits_in_a_step_of_replays(tmp_path: Path):
+    """Nor in what surrounds them; a rank fails where something does."""
+    words = [*CHANGING, "training.mixed_precision=bf16", "training.steps=6"]
+    assert len(train(tmp_path, *words, mutate=refuse).rows) == 6
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return train(tmp_path_factory.mktemp("unbroken"), *CHANGING, graphs=False)
+
+
+@pytest.mark.parametrize("mutate", ["the_count_is_a_number_of_pythons", "gradients_are_dropped", "inputs_stay"])
+def test_what_would_be_frozen_is_noticed(tmp_path: Path, unbroken: Trained, mutate: str):
+    found = train(tmp_path, *CHANGING, "training.stop_on_nonfinite=false", mutate=globals()[mutate])
+    assert found.passes["replayed"] == 6
+    assert found.rows[0] == unbroken.rows[0]
+    with pytest.raises(AssertionError):
+        assert_same(found, unbroken)
+
+
+def rows(count: int, length: int = 16, *, seed: int = 0) -> Batch:
+    random = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, 64, (count, length + 1), generator=random)
+    places = torch.arange(length).expand(count, length).contiguous()
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), places % 7, places // 7)
+
+
+def replayed(model: torch.nn.Module, recorder: Any, loss: TokenLoss | None = None, **options: Any) -> ReplayedModel:
+    """Of the mesh it is only asked on which device it is."""
+    mesh: Any = SimpleNamespace(device=next(model.parameters()).device)
+    return ReplayedModel(model, loss or TokenLoss(), mesh, recorder, **{"dtype": torch.float32, **options})
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What a step has left, taken away as an optimizer does."""
+    found = {name: it.grad.clone() for name, it in model.named_parameters() if it.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def test_other_shapes_are_computed_without_the_recording():
+    recorder = TapeRecorder(torch.device("cpu"))
+    model = replayed(real_model(vocab_size=64), recorder)
+    module = model.parts[0]
+    model.forward_backward([rows(2)] * 4, 128)
+    gradients(module)
+    assert (recorder.rehearsals, len(recorder.tapes)) == (3, 1)
+    mixed = [rows(2, seed=1), rows(3, seed=2), rows(2, 8, seed=3), rows(2, seed=4)]
+    loss = model.forward_backward(mixed, 100)
+    found = gradients(module)
+    assert (recorder.rehearsals, len(recorder.tapes)) == (5, 1)
+    expected = torch.stack([TokenLoss()(module, batch).objective / 100 for batch in mixed]).sum()
+    expected.backward()
+    assert float(loss) == pytest.approx(expected.item(), rel=1e-6)
+    for name, gradient in gradients(module).items():
+        torch.testing.assert_close(found[name], gradient, atol=1e-7, rtol=1e-4)
+
+
+def test_the_loss_of_a_step_outlives_the_next():
+    model = replayed(real_model(vocab_size=64), TapeRecorder(torch.device("cpu")))
+    losses = [model.forward_backward([rows(2, seed=seed)] * 4, 128) for seed in range(3)]
+    assert len({float(loss) for loss in losses}) == 3
+
+
+def test_weights_that_were_put_elsewhere_are_an_error():
+    model = replayed(real_model(vocab_size=64), TapeRecorder(torch.device("cpu")))
+    model.forward_backward([rows(2)] * 4, 128)
+    weight = next(model.parameters())
+    weight.data = weight.data.clone()
+    with pytest.raises(UserError, match="cuda_graphs=false"):
+        model.forward_backward([rows(2)], 32)
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pass_takes_nothing_from_the_host(chunk: int | None, dtype: torch.dtype):
+    """On the meta device, which has no data: what comes from the host's memory shows, and so does what goes there."""
+    with torch.device("meta"):
+        module = build_model(replace(TINY, vocab_size=64), seq_len=16, attention_backend="math")
+    recompute = ActivationCheckpointConfig("full", 1, [], 0.5)
+    recompute_blocks(module, recompute, random=False)
+    model = replayed(module, HostWatch(), TokenLoss(chunk, 1e-4), dtype=dtype)
+    assert model.forward_backward([rows(2)] * 5, 128).is_meta
+
+
+def test_what_comes_from_the_host_is_seen():
+    """The watch of the test above can fail."""
+    here, there = torch.ones(3), torch.ones(3, device="meta")
+    for work in (lambda: there + torch.ones(()), lambda: here.to("meta"), lambda: there.copy_(here)):
+        with pytest.raises(AssertionError, match="from the host"):
+            HostWatch().rehearse(work)  # type: ignore[arg-type]  # what it returns is left alone
+
+
+def test_rounded_weights_are_put_back_after_an_error():
+    module = real_model(vocab_size=64, tied_embeddings=True)
+    before = dict(module.named_parameters())
+
+    def fail() -> None:
+        assert {it.dtype for it in module.parameters()} == {torch.bfloat16}
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError), ComputeWeights(module, torch.bfloat16).in_use():
+        fail()
+    assert all(it is before[name] for name, it in module.named_parameters())
+
+
+def stop_after_six() -> None:
+    from titan_exp.trainer.train import Trainer
+
+    original = Trainer._one_step
+
+    def one_step(self: Any) -> bool:
+        return original(self) or self.step == 6
+
+    Trainer._one_step = one_step  # type: ignore[method-assign]
+
+
+def the_count_is_a_number_of_pythons() -> None:
+    from titan_exp.trainer import replayed
+
+    original = replayed.per_token
+    replayed.per_token = lambda loss, module, batch, tokens: original(loss, module, batch, int(tokens.tolist()))  # type: ignore[assignment, arg-type]
+    from tests import tape_recorder
+
+    tape_recorder.ASKING = ()  # type: ignore[assignment]  # it asks, as it must to be wrong
+
+
+def gradients_are_dropped() -> None:
+    from titan_exp.trainer.replayed import ReplayedModel
+
+    ReplayedModel._take_gradients_back = lambda self: None  # type: ignore[method-assign]
+
+
+def inputs_stay() -> None:
+    from titan_exp.trainer import replayed
+
+    replayed._tensors = lambda batch: iter(())  # type: ignore[assignment]

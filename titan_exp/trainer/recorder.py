@@ -19,7 +19,7 @@ class Recording:
 
 
 class Recorder(Protocol):
-    """Records work: a function without arguments, which waits for no device and takes nothing from the host's memory."""
+    """Records work: a function without arguments that waits for no device and takes nothing from the host's memory."""
 
     def rehearse(self, work: Callable[[], None]) -> None:
         """Do the work as it will be recorded, so that whatever is set up at a first call is there."""

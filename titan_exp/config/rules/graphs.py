@@ -33,9 +33,7 @@ def passes_can_be_recorded(experiment: Experiment) -> Iterator[Violation]:
     compile_, architecture = experiment.compile, experiment.model.architecture
     if compile_.enabled and compile_.backend not in BACKENDS:
         backend = compile_.backend
-        yield _refused(
-            f"compile.backend={backend} may record graphs of its own", f"compile.backend={listed(BACKENDS)}"
-        )
+        yield _refused(f"compile.backend={backend} may record graphs of its own", f"compile.backend={listed(BACKENDS)}")
     if architecture not in ARCHITECTURES:
         yield _refused(
             f"a recording is right where a pass does the same for all tokens, which is not known of {architecture}",

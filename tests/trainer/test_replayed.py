@@ -21,7 +21,7 @@ from tests.tape_recorder import HostWatch, TapeRecorder
 from tests.trainer.test_no_waiting import refuse
 from titan_exp.config.convert import load_experiment, to_yaml
 from titan_exp.config.errors import UserError
-from titan_exp.config.layout import resolve_layout
+from titan_exp.config.layout import gradient_accumulation, resolve_layout
 from titan_exp.config.memory import ActivationCheckpointConfig
 from titan_exp.data.batch import Batch
 from titan_exp.models.build import build_model
@@ -111,15 +111,27 @@ def assert_same(found: Trained, expected: Trained) -> None:
     [
         (10, ""),
         (10, "training.micro_batch_size=4 training.loss_chunk_tokens=37 training.z_loss=1e-4"),
-        (10, "training.mixed_precision=bf16 training.global_batch_size=9 training.micro_batch_size=3"),
-        (10, "training.mixed_precision=bf16 training.loss_chunk_tokens=37 model.tied_embeddings=true"),
-        (10, "training.mixed_precision=bf16 activation_checkpoint=full training.micro_batch_size=4"),
-        (10, "activation_checkpoint=selective"),
-        (10, "training.mixed_precision=bf16 training.evaluate_every=3 data.validation_fraction=0.1"),
-        (10, "training.mixed_precision=bf16 quantization=float8_tensorwise quantization.precomputed_scales=true"),
-        (10, "training.mixed_precision=bf16 quantization=float8_rowwise_gw_hp optimizer.state_precision=bf16"),
-        (6, "training.mixed_precision=bf16 compile=all compile.backend=aot_eager activation_checkpoint=full"),
-        (6, "training.mixed_precision=bf16 compile=blocks compile.backend=aot_eager activation_checkpoint=selective"),
+        (
+            10,
+            "training.mixed_precision=bf16 training.global_batch_size=9 training.micro_batch_size=3 "
+            "training.evaluate_every=3 data.validation_fraction=0.1 data.validation_documents=40",
+        ),
+        (
+            10,
+            "training.mixed_precision=bf16 training.loss_chunk_tokens=37 model.tied_embeddings=true "
+            "activation_checkpoint=full training.micro_batch_size=4",
+        ),
+        (10, "activation_checkpoint=selective model.layers=2"),
+        (
+            8,
+            "training.mixed_precision=bf16 quantization=float8_tensorwise quantization.precomputed_scales=true "
+            "optimizer.state_precision=bf16 model.layers=2",
+        ),
+        (
+            6,
+            "training.mixed_precision=bf16 compile=all compile.backend=aot_eager activation_checkpoint=selective "
+            "model.layers=2",
+        ),
     ],
 )
 def test_replays_train_the_same(tmp_path: Path, steps: int, overrides: str):
@@ -127,8 +139,7 @@ def test_replays_train_the_same(tmp_path: Path, steps: int, overrides: str):
     plain = train(tmp_path / "plain", *words, graphs=False)
     found = train(tmp_path / "graphs", *words)
     assert plain.passes == {"rehearsed": 0, "recorded": 0, "replayed": 0}
-    a_step = len({it for it in words if "micro_batch_size=4" in it}) + 1
-    a_step = 3 if "training.micro_batch_size=3" in words else a_step
+    a_step = gradient_accumulation(resolve_layout(composed(*SMALL, *words), 1))
     assert found.passes == {"rehearsed": 3, "recorded": 1, "replayed": steps * a_step - 4}
     assert len({row[1] for row in plain.rows}) > 1
     assert_same(found, plain)

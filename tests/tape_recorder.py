@@ -44,6 +44,14 @@ class Tape(TorchDispatchMode):
         """Compiled code stays so; what aot_eager makes of it calls operators, and those are seen."""
         return True
 
+    def taken(self) -> set[int]:
+        """The memory from before the recording that it reads or writes: whatever a replay finds there, it takes."""
+        made, found = set[int](), set[int]()
+        for _, args, kwargs, its in self.calls:
+            found |= {place(it) for it in _tensors((args, kwargs))} - made
+            made |= {place(it) for it in its}
+        return found
+
     def replay(self) -> None:
         """Every operator again, in order; what it makes goes where it was the first time."""
         with torch.no_grad():

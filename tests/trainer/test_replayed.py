@@ -17,7 +17,7 @@ from tests.config.composing import experiment as composed
 from tests.models.shapes import TINY, real_model
 from tests.parity.runs import LINES, SMALL
 from tests.ranks import run_ranks
-from tests.tape_recorder import HostWatch, TapeRecorder
+from tests.tape_recorder import HostWatch, TapeRecorder, place
 from tests.trainer.test_no_waiting import refuse
 from titan_exp.config.convert import load_experiment, to_yaml
 from titan_exp.config.errors import UserError
@@ -239,6 +239,20 @@ def test_a_pass_takes_nothing_from_the_host(chunk: int | None, dtype: torch.dtyp
     recompute_blocks(module, recompute, random=False)
     model = replayed(module, HostWatch(), TokenLoss(chunk, 1e-4), dtype=dtype)
     assert model.forward_backward([rows(2)] * 5, 128).is_meta
+
+
+@pytest.mark.parametrize("chunk", [None, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_recording_takes_nothing_that_somebody_else_may_free(chunk: int | None, dtype: torch.dtype):
+    """A graph knows addresses: those of weights, gradients, buffers, inputs, count and loss, which the model keeps."""
+    recorder = TapeRecorder(torch.device("cpu"))
+    model = replayed(real_model(vocab_size=64), recorder, TokenLoss(chunk, 1e-4), dtype=dtype)
+    model.forward_backward([rows(2)] * 4, 128)
+    inputs, (module,) = model._inputs, model.parts
+    assert inputs is not None
+    kept = [*module.parameters(), *module.buffers(), *(gradient for _, gradient in model._gradients)]
+    kept += [inputs.tokens, inputs.labels, inputs.positions, inputs.documents, model._tokens, model._loss]
+    assert recorder.tapes[0].taken() == {place(it) for it in kept}
 
 
 def test_what_comes_from_the_host_is_seen():

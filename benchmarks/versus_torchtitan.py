@@ -99,6 +99,12 @@ CASES = {
     "8b_float8_tensorwise": Case("8B×8 float8 tensorwise, compile", *LLAMA_8B, *float8("tensorwise"), goal=1.18),
     "8b_float8_rowwise": Case("8B×8 float8 rowwise, compile", *LLAMA_8B, *float8("rowwise"), goal=1.20),
     "1b_bf16_compile": Case("1B bf16 compile", *LLAMA_1B, *COMPILE, goal=1.20),
+    "1b_bf16_graphs": Case(
+        "1B bf16 compile, ours replayed as CUDA graphs",
+        *LLAMA_1B,
+        (*COMPILE[0], "compile.cuda_graphs=true"),
+        COMPILE[1],
+    ),
     "qwen3_30b_a3b": Case("Qwen3-30B-A3B ×8 layers, compile", goal=1.4, missing=NO_EXPERTS),
     "deepseek_v2_lite": Case("DeepSeek-V2-Lite-16B ×6 layers, compile", goal=1.4, missing=NO_EXPERTS),
 }

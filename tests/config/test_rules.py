@@ -534,6 +534,7 @@ TILES = [
         (["parallelism.ep=2"], "parallelism.ep", "parallelism.ep=1"),
         (["parallelism.etp=2"], "parallelism.etp", "parallelism.etp=1"),
         (["optimizer.implementation=triton"], "optimizer.implementation", "implementation=fused"),
+        (["compile.cuda_graphs=true"], "compile.cuda_graphs", "compile.cuda_graphs=false"),
         (["model.attention_backend=fa3"], "model.attention_backend", "auto, flash or math"),
         (["quantization=float8_rowwise", "quantization.fused_casts=true"], "quantization.fused_casts", "casts=false"),
         (["quantization=mxfp8", "quantization.fused_casts=true"], "quantization.fused_casts", "float8_rowwise"),
@@ -661,6 +662,41 @@ def test_on_a_machine_with_eight_gpus(overrides: list[str], field: str, remedy: 
         return
     violation = only(*overrides)
     assert violation.field == field
+    assert remedy in violation.remedy
+
+
+@pytest.mark.parametrize(
+    ("overrides", "remedy"),
+    [
+        ([], ""),
+        (["training.mixed_precision=bf16", "compile=all", "data.document_mask=true", "training.evaluate_every=5"], ""),
+        (["training.micro_batch_size=2", "activation_checkpoint=full", "optimizer.implementation=triton"], ""),
+        (["quantization=float8_rowwise", "quantization.smallest_gemm=0", "activation_checkpoint=selective"], ""),
+        (["parallelism.dp_shard=2"], "parallelism.dp_shard=1"),
+        (["parallelism.dp_shard=-1"], "parallelism.dp_shard=1"),
+        (["parallelism.dp_replicate=2"], "every other degree 1"),
+        (["parallelism.tp=2"], "every other degree 1"),
+        (["parallelism.cp=2"], "every other degree 1"),
+        (["parallelism.pp=2"], "every other degree 1"),
+        (["parallelism.cpu_offload=true"], "parallelism.cpu_offload=false"),
+        (["compile=blocks", "compile.backend=cudagraphs"], "compile.backend=inductor"),
+        (["model.architecture=tests.models.own_model.Bigram"], "model.architecture=decoder"),
+        (["model.attention_backend=flex"], "model.attention_backend=auto, cudnn, flash"),
+        (["quantization=mxfp8", "quantization.smallest_gemm=0", "quantization.emulate=true"], "float8_tensorwise"),
+        (["training.mixed_precision=bf16", "training.fp32_modules=[norm]"], "training.fp32_modules=[]"),
+    ],
+)
+def test_what_can_be_recorded(overrides: list[str], remedy: str, monkeypatch: pytest.MonkeyPatch):
+    """Graphs are of one GPU, and of passes that are known to do the same for all tokens at the same places."""
+    give_gpus(monkeypatch, 8)
+    words = ["parallelism.dp_shard=1", *overrides]
+    assert broken(*words) == []
+    if not remedy:
+        assert broken(*words, "compile.cuda_graphs=true") == []
+        return
+    violation = only(*words, "compile.cuda_graphs=true")
+    assert violation.field == "compile.cuda_graphs"
+    assert violation.remedy.startswith("compile.cuda_graphs=false, or ")
     assert remedy in violation.remedy
 
 

@@ -37,6 +37,7 @@ def test_of_the_default_run_nothing_is_said(gpus: int, monkeypatch: pytest.Monke
         (["model.attention_backend=efficient"], None),
         (["model.attention_backend=efficient", "training.mixed_precision=bf16"], "model.attention_backend=auto"),
         (["compile=blocks", "compile.backend=aot_eager"], "compile.backend=inductor"),
+        (["compile.cuda_graphs=true"], "unless launching kernels takes longer than running them"),
         (["training.deterministic=true"], "training.deterministic=false"),
         (["parallelism.tp=8"], None),
         (["parallelism.tp=16"], "parallelism.tp=8 or fewer stays within one"),

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.config.composing import give_gpus
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SCRIPT = BENCHMARKS / "versus_torchtitan.py"
 sys.path.insert(0, str(BENCHMARKS))
@@ -41,7 +43,8 @@ def test_what_is_missing_is_said():
 
 
 @pytest.mark.parametrize("name", [name for name, case in versus.CASES.items() if not case.missing])
-def test_every_case_is_a_run_that_may_start(name: str):
+def test_every_case_is_a_run_that_may_start(name: str, monkeypatch: pytest.MonkeyPatch):
+    give_gpus(monkeypatch, 1)
     job = versus.Job(name, False, versus.WARMUP, versus.TIMED, None, "bytes")
     experiment = job.experiment()
     shape = job.what.peer_model

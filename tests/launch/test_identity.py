@@ -59,6 +59,7 @@ def test_keys_without_effect_change_no_id(override: str) -> None:
         "training.micro_batch_size=4",
         "training.loss_chunk_tokens=100",
         "model.attention_backend=math",
+        "compile.cuda_graphs=true",
     ],
 )
 def test_the_layout_changes_the_run_and_not_the_experiment(override: str) -> None:

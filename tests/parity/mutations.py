@@ -37,8 +37,8 @@ def the_loss_is_divided_by_local_tokens() -> None:
 
     original = model.per_token
 
-    def per_token(token_loss: Any, module: Any, batch: Any, tokens: int, *rest: Any) -> Any:
-        return original(token_loss, module, batch, int((batch.labels >= 0).sum()) * 8, *rest)
+    def per_token(token_loss: Any, module: Any, batch: Any, tokens: Any, *rest: Any) -> Any:
+        return original(token_loss, module, batch, (batch.labels >= 0).sum() * 8, *rest)
 
     _replace("titan_exp.trainer.model.per_token", per_token)
 

@@ -129,6 +129,13 @@ def test_what_is_not_modelled_is_refused_all_at_once():
     assert "Traceback" not in said
 
 
+def test_a_recorded_pass_is_not_modelled():
+    words = ("parallelism.dp_shard=1", "training.mixed_precision=bf16", "compile.cuda_graphs=true")
+    said = planned(*SMALL, *words, code=2)
+    assert "compile.cuda_graphs=true: a graph keeps the memory of a pass for itself" in said
+    assert "compile.cuda_graphs=false plans the same run without" in said
+
+
 def test_options_are_told_from_overrides():
     options, rest = options_among(["--ranks", "0,15", "model=llama3_8b", "--device", "h200", "--json"])
     assert (options.ranks, options.device, options.json, rest) == ((0, 15), "h200", True, ["model=llama3_8b"])

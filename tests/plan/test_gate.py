@@ -93,6 +93,13 @@ def test_the_bound_is_above_a_large_attention_without_a_fused_kernel(tmp_path: P
     assert GIB / 20 < max(numbers.peak for numbers in predicted(experiment, tmp_path)) < bound - GIB
 
 
+def test_the_bound_of_a_recorded_pass_counts_what_it_keeps_beside_others():
+    plain, recorded = (upper_bound(resolved(f"compile.cuda_graphs={it}")) for it in ("false", "true"))
+    assert plain is not None
+    assert recorded is not None
+    assert plain < recorded < 2 * plain
+
+
 def _both(path: str) -> list[dict]:
     whole = load_experiment(Path(path) / "config.yaml")
     from titan_exp.plan.predict import predict

@@ -52,7 +52,7 @@ def test_a_step_asks_for_nothing(tmp_path: Path, layout: str):
 
 
 def waited_for(path: str) -> list[str]:
-    """Runs on a GPU, where torch itself says so; warm-up allocates, which may wait."""
+    """Runs on a GPU, where torch itself says so; warm-up allocates and may record, which may wait."""
     import warnings
 
     from titan_exp.config.convert import load_experiment
@@ -66,7 +66,7 @@ def waited_for(path: str) -> list[str]:
         steps.append(1)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn" if len(steps) > 2 else "default")
+            torch.cuda.set_sync_debug_mode("warn" if len(steps) > 4 else "default")
             try:
                 result = step(*args, **kwargs)
             finally:
@@ -86,8 +86,11 @@ def waited_for(path: str) -> list[str]:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-@pytest.mark.parametrize("optimizer", ["fused", "triton"])
-def test_a_gpu_is_never_waited_for(tmp_path: Path, optimizer: str):
+@pytest.mark.parametrize(
+    "option",
+    ["optimizer.implementation=fused", "optimizer.implementation=triton", "compile.cuda_graphs=true"],
+)
+def test_a_gpu_is_never_waited_for(tmp_path: Path, option: str):
     from tests.config.composing import experiment
     from tests.ranks import run_ranks
     from titan_exp.config.convert import to_yaml
@@ -95,9 +98,9 @@ def test_a_gpu_is_never_waited_for(tmp_path: Path, optimizer: str):
     from titan_exp.config.rules import check
 
     run = experiment(
-        *("model=llama_debug", "training.steps=5", "training.seq_len=64", "training.global_batch_size=8"),
+        *("model=llama_debug", "training.steps=7", "training.seq_len=64", "training.global_batch_size=8"),
         *("training.mixed_precision=bf16", "training.evaluate_every=0", "checkpoint=none", "cluster.device=cuda"),
-        *("parallelism.dp_shard=1", f"optimizer.implementation={optimizer}"),
+        *("parallelism.dp_shard=1", option),
     )
     (tmp_path / "config.yaml").write_text(to_yaml(check(resolve_layout(run, 1))))
     assert run_ranks(1, waited_for, str(tmp_path)) == [[]]

@@ -33,6 +33,10 @@ class CompileConfig:
     logits of a chunk."""
     backend: str
     """torch.compile backend: `inductor`; `aot_eager` traces without generating code."""
+    cuda_graphs: bool = False
+    """Record forward and backward of a micro-batch once and replay that, compiled or not: for models so small that
+    launching kernels takes longer than running them. One GPU. The pass's activations stay reserved, and gradients are
+    kept between steps. It has not been run on a GPU."""
 
     def compiles(self, component: Literal["blocks", "loss"]) -> bool:
         """Whether this part of a training step is compiled."""

@@ -77,6 +77,11 @@ def _elsewhere(experiment: Experiment) -> Iterator[str]:
     compile_, parallelism = experiment.compile, experiment.parallelism
     if compile_.enabled and compile_.backend in WITHOUT_CODE:
         yield f"compile.backend={compile_.backend} generates no code; compile=none, or compile.backend=inductor"
+    if compile_.cuda_graphs:
+        yield (
+            "compile.cuda_graphs=true, unless launching kernels takes longer than running them: gradients are zeroed "
+            "and added to, one pass over memory more in each step; compile.cuda_graphs=false"
+        )
     if experiment.training.deterministic:
         yield "training.deterministic=true leaves out quicker kernels; training.deterministic=false"
     size = node_size(experiment.cluster, parallelism.tp)

@@ -17,10 +17,15 @@ from titan_exp.config.suggest import did_you_mean
 from titan_exp.parallel.data import blocks_of, numbered_blocks
 
 
-def recompute_blocks(model: nn.Module, config: ActivationCheckpointConfig) -> None:
+def recompute_blocks(model: nn.Module, config: ActivationCheckpointConfig, *, random: bool = True) -> None:
     """Make blocks keep what the configuration says and compute the rest again in backward, in place.
 
     Only `forward` is replaced, so parameter names stay as they are; sharding's hooks gather parameters around it.
+
+    Args:
+        model: its blocks are wrapped.
+        config: what they keep.
+        random: whether blocks may draw random numbers, which are then drawn again.
 
     Raises:
         UserError: an operator to keep does not exist.
@@ -28,13 +33,15 @@ def recompute_blocks(model: nn.Module, config: ActivationCheckpointConfig) -> No
     blocks = list(blocks_of(model))
     match config.mode:
         case "full":
-            _recompute(blocks)
+            _recompute(blocks, preserve_rng_state=random)
         case "every_n":
             # By number in the whole model, of which a pipeline stage has some.
-            _recompute([block for number, block in numbered_blocks(model) if (number + 1) % config.every == 0])
+            every = [block for number, block in numbered_blocks(model) if (number + 1) % config.every == 0]
+            _recompute(every, preserve_rng_state=random)
         case "selective":
             kept = _kept_operators(config.save)
-            _recompute(blocks, context_fn=functools.partial(_selective_contexts, kept))
+            contexts = functools.partial(_selective_contexts, kept)
+            _recompute(blocks, context_fn=contexts, preserve_rng_state=random)
         case "budget":
             # Read where a graph is divided into forward and backward, at its first call.
             functorch_config.activation_memory_budget = config.budget

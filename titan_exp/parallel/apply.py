@@ -27,12 +27,18 @@ def parallelize(model: nn.Module, experiment: Experiment, mesh: Mesh) -> None:
         overlap_exchanges(mesh)
     share_sequences(model, mesh, parallelism.cp_method)
     checkpointing = experiment.activation_checkpoint
+    # Random numbers' state is read by the host; a pass that is recorded draws none.
+    random = not experiment.compile.cuda_graphs
     if is_traced(checkpointing):
-        recompute_blocks(model, checkpointing)
+        recompute_blocks(model, checkpointing, random=random)
     if experiment.compile.compiles("blocks"):
         compile_blocks(model, experiment.compile.backend)
     if not is_traced(checkpointing):
-        recompute_blocks(model, checkpointing)
+        recompute_blocks(model, checkpointing, random=random)
+    if experiment.compile.cuda_graphs:
+        # One rank, whose weights stay where they are: `compute_weights` rounds them.
+        assert mesh.world.size() == 1, "checked by the rules"
+        return
     sharding = Sharding(
         bf16=experiment.training.mixed_precision == "bf16",
         reshard_after_forward=reshard_policy(parallelism),

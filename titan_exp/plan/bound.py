@@ -34,7 +34,9 @@ def upper_bound(experiment: Experiment) -> int | None:
     rows = micro_batch_size(experiment) if experiment.parallelism.pp == 1 else rows
     # Recipes keep what they have rounded beside what it was.
     recipe = 1 if experiment.quantization.recipe == "none" else 2
-    tensors = FOR_A_PARAMETER * weights + 4 * rows * seq * (model.layers * block + ends)
+    # A recorded pass keeps its memory, and evaluation takes its own.
+    passes = 2 if experiment.compile.cuda_graphs else 1
+    tensors = FOR_A_PARAMETER * weights + passes * 4 * rows * seq * (model.layers * block + ends)
     process = FOR_THE_PROCESS[device_type(experiment.cluster)]
     # The compiler, and its processes.
     return recipe * tensors + process + (2**30 if experiment.compile.enabled else 0)

@@ -37,6 +37,11 @@ def _on_cuda(experiment: Experiment) -> Iterator[Violation]:
     if experiment.parallelism.async_tp:
         reason = "symmetric memory lies outside torch's allocator, and its operators are only there with a GPU"
         yield Violation("parallelism.async_tp", True, reason, "parallelism.async_tp=false")
+    if experiment.compile.cuda_graphs:
+        reason = (
+            "a graph keeps the memory of a pass for itself beside what is evaluated and updated, which is not modelled"
+        )
+        yield Violation("compile.cuda_graphs", True, reason, "compile.cuda_graphs=false plans the same run without")
     kernel = "the efficient kernel, whose backward pass takes memory by the GPU's number of processors"
     if experiment.model.attention_backend not in ("auto", "flash", "cudnn"):
         backend = experiment.model.attention_backend

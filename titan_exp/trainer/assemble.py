@@ -15,6 +15,8 @@ from titan_exp.trainer.build import BuiltModel
 from titan_exp.trainer.loss import TokenLoss
 from titan_exp.trainer.model import Model, WholeModel
 from titan_exp.trainer.pipelined import PipelinedModel
+from titan_exp.trainer.recorder import CudaRecorder
+from titan_exp.trainer.replayed import ReplayedModel
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,14 @@ def assemble(
     divided = experiment.parallelism.loss_parallel
     words = vocabulary_part(mesh, experiment.model.vocab_size) if divided else None
     token_loss = TokenLoss.of(experiment.training, experiment.compile, words)
-    model: Model = (
-        WholeModel(built.module, token_loss, mesh)
-        if built.pipeline is None
-        else PipelinedModel(built.pipeline, token_loss, mesh)
-    )
+    model = _model(experiment, built, token_loss, mesh)
     return Assembly(mesh, built, model, build_optimizer(experiment.optimizer, model.parameters()))
+
+
+def _model(experiment: Experiment, built: BuiltModel, token_loss: TokenLoss, mesh: Mesh) -> Model:
+    if built.pipeline is not None:
+        return PipelinedModel(built.pipeline, token_loss, mesh)
+    if experiment.compile.cuda_graphs:
+        dtype = torch.bfloat16 if experiment.training.mixed_precision == "bf16" else torch.float32
+        return ReplayedModel(built.module, token_loss, mesh, CudaRecorder(mesh.device), dtype=dtype)
+    return WholeModel(built.module, token_loss, mesh)

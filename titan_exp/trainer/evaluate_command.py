@@ -177,7 +177,7 @@ def _alone(whole: DictConfig) -> DictConfig:
     alone = {
         "parallelism": {**degrees, "async_tp": False, "cpu_offload": False},
         "activation_checkpoint": {"mode": "none"},
-        "compile": {"enabled": False},
+        "compile": {"enabled": False, "cuda_graphs": False},
         "training": {"mixed_precision": "fp32"},
     }
     merged = OmegaConf.merge(whole, alone)

@@ -55,10 +55,10 @@ class WholeModel:
 
     def forward_backward(self, batches: Sequence[Batch], tokens: int) -> Tensor:
         """Micro-batches one after the other; the last backward pass reduces gradients over ranks."""
-        loss = torch.zeros((), device=self._mesh.device)
+        loss, divisor = torch.zeros((), device=self._mesh.device), predicted(tokens, self._mesh.device)
         for index, batch in enumerate(batches):
             synchronize_gradients(self._module, last=index == len(batches) - 1)
-            objective, cross_entropy = per_token(self._token_loss, self._module, place(batch, self._mesh), tokens)
+            objective, cross_entropy = per_token(self._token_loss, self._module, place(batch, self._mesh), divisor)
             objective.backward()
             loss += cross_entropy
         return loss
@@ -78,12 +78,20 @@ class WholeModel:
 
 
 def per_token(
-    token_loss: TokenLoss, module: nn.Module, batch: Batch, tokens: int, hidden: Tensor | None = None
+    token_loss: TokenLoss, module: nn.Module, batch: Batch, tokens: Tensor, hidden: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """A micro-batch's share of the objective and of the cross-entropy (detached), as means over the global batch.
 
     Dividing by the tokens of the whole global batch here makes every sum of gradients, over micro-batches and over
-    ranks, the gradient of the global mean, however tokens are spread.
+    ranks, the gradient of the global mean, however tokens are spread. `tokens` is what `predicted` makes of them.
     """
     objective, cross_entropy = token_loss(module, batch, hidden)
-    return objective / max(tokens, 1), cross_entropy / max(tokens, 1)
+    return objective / tokens, cross_entropy / tokens
+
+
+def predicted(tokens: int, device: torch.device) -> Tensor:
+    """What losses are divided by: the number of predicted tokens, at least 1, an fp32 scalar on the device.
+
+    A number of Python's is multiplied by as its rounded inverse on CUDA, and would be frozen in a recorded pass.
+    """
+    return torch.full((), max(tokens, 1), dtype=torch.float32, device=device)

@@ -11,7 +11,7 @@ from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.pipeline import Pipeline
 from titan_exp.parallel.stage import Stage
 from titan_exp.trainer.loss import TokenLoss
-from titan_exp.trainer.model import per_token
+from titan_exp.trainer.model import per_token, predicted
 from titan_exp.trainer.place import place
 
 
@@ -25,7 +25,7 @@ class PipelinedModel:
 
     def forward_backward(self, batches: Sequence[Batch], tokens: int) -> Tensor:
         """As many passes through the pipeline as there are micro-batches for; gradients are reduced once."""
-        loss = torch.zeros((), device=self._mesh.device)
+        loss, divisor = torch.zeros((), device=self._mesh.device), predicted(tokens, self._mesh.device)
         size = self._pipeline.microbatches
         assert len(batches) % size == 0, "checked by the rules"
 
@@ -33,7 +33,7 @@ class PipelinedModel:
             batch = place(batches[first + microbatch], self._mesh)
             if not stage.last:
                 return stage.module(batch.tokens if hidden is None else hidden, batch.positions, batch.documents)
-            objective, cross_entropy = per_token(self._token_loss, stage.module, batch, tokens, hidden)
+            objective, cross_entropy = per_token(self._token_loss, stage.module, batch, divisor, hidden)
             loss.add_(cross_entropy)
             return objective
 

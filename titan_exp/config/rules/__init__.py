@@ -16,6 +16,7 @@ from titan_exp.config.rules import (
     cluster,
     context,
     data,
+    graphs,
     layout,
     memory,
     names,
@@ -41,6 +42,7 @@ RULES: tuple[Rule, ...] = (
     *quantization.RULES,
     *triton.RULES,
     *memory.RULES,
+    *graphs.RULES,
     *tensor.RULES,
     *context.RULES,
     *pipeline.RULES,
@@ -58,6 +60,7 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     *pipeline.LAYOUT_RULES,
     *cluster.LAYOUT_RULES,
     *quantization.LAYOUT_RULES,
+    *graphs.LAYOUT_RULES,
 )
 """Rules that divide something by the layout, asked where there is one."""
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titan_exp.ops.wanted import wanted_gradients
 from titan_exp.quantization.float8 import Greatest
 from titan_exp.quantization.hadamard import transformed
 from titan_exp.quantization.nvfp4 import rounded, tensor_scale
-from titan_exp.quantization.wanted import wanted_gradients
 
 
 @dataclass(frozen=True)

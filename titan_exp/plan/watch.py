@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.process_group import group_named
 from titan_exp.plan.memory import Ledger
-from titan_exp.plan.operators import MATMULS, message, operations, refusal
+from titan_exp.plan.operators import GROUPED, MATMULS, message, operations, refusal
 
 
 @dataclass
@@ -253,8 +253,8 @@ def _owners_where_alone() -> tuple[int, ...] | None:
 
 
 def _body(func: Any) -> Callable[..., Any] | None:
-    """What an operator of ours does, where it is written in Python."""
-    if func.namespace != "titan_exp":
+    """What an operator of ours does, where it is written in Python; None where its work is known by itself."""
+    if func.namespace != "titan_exp" or str(func._overloadpacket) in GROUPED:
         return None
     definition = OPDEFS.get(f"{func.namespace}::{func._schema.name.partition('::')[2]}")
     if definition is None:

@@ -1,6 +1,6 @@
 """The products of experts by torchao's kernels: float8 row by row on Hopper and Blackwell, MXFP8 on Blackwell.
 
-They want each expert's rows in whole groups, and make them bf16.
+They want each expert's rows in whole groups, and outputs and their gradients go through bf16.
 """
 
 from collections.abc import Callable

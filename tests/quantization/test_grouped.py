@@ -381,6 +381,6 @@ def test_the_path_of_float8_s_kernels_is_the_emulation(monkeypatch: pytest.Monke
             if dtype == torch.bfloat16:
                 torch.testing.assert_close(mine, emulated, rtol=2**-7, atol=1e-6 * float(emulated.abs().max()))
             else:  # outputs and their gradients go through bf16, where the latter may come to another float8 number
-                assert (mine - emulated).norm() < 2e-2 * emulated.norm()
+                assert (mine - emulated).norm() < 5e-2 * emulated.norm()
         assert not found[0][176:].any()
         assert not found[1][176:].any()

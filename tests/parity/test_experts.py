@@ -1,0 +1,37 @@
+"""A user's own model with experts, through the whole trainer: sharded, replicated, recomputed and compiled, it is the
+curve of one device, without a recipe and with one."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.parity.runs import Curve, assert_same_curve, remembered, train
+from tests.parity.test_quantized import assert_same_recipe
+
+EXPERTS = "model.architecture=tests.models.own_experts.Mixture training.steps=3 optimizer.lr=5e-4"
+RUNS = {
+    "none": EXPERTS,
+    "rowwise": f"{EXPERTS} quantization=float8_rowwise",
+    "mx": f"{EXPERTS} quantization=mxfp8",
+}
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Curve]:
+    return remembered(lambda: tmp_path_factory.mktemp("one"), RUNS)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "layout"),
+    [
+        ("none", "parallelism.dp_shard=2 activation_checkpoint=full"),
+        ("rowwise", "parallelism.dp_shard=2 compile=blocks compile.backend=aot_eager"),
+        ("mx", "parallelism=ddp activation_checkpoint=selective"),
+    ],
+)
+def test_layout_does_not_change_the_curve(tmp_path: Path, one_device, recipe: str, layout: str):
+    found = train(tmp_path, *RUNS[recipe].split(), *layout.split())
+    (assert_same_curve if recipe == "none" else assert_same_recipe)(found, one_device(recipe))
+    assert found.weights["blocks.0.experts.down.weight"].dim() == 3
+    assert recipe == "none" or one_device(recipe).grad_norm != one_device("none").grad_norm

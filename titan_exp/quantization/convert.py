@@ -1,5 +1,6 @@
 """Gives the projections that a recipe takes its product, before anything is divided."""
 
+import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
@@ -86,17 +87,17 @@ def _experts_are_emulated(
     name: str, projection: GroupedLinear, config: QuantizationConfig, device: torch.device
 ) -> bool:
     """Whether they are, which must be allowed, as their dims must."""
-    emulated = is_grouped_emulated(config, device)
+    emulated, pattern = is_grouped_emulated(config, device), re.sub(r"^blocks\.\d+\.", "*.", name)
     if emulated and config.emulate is False:
         scales = "" if config.power_of_two_scales else " with scales that are no powers of two"
         reason = f"torchao has no kernel here for the experts of {name} in {config.recipe}{scales}"
-        offer = f"quantization.emulate=auto emulates those alone, or quantization.filter=['{name}']"
+        offer = f"quantization.emulate=auto emulates those alone, or quantization.filter=['{pattern}']"
         raise UserError("This run cannot be started.", [Violation("quantization.emulate", False, reason, offer)])
     multiple = BLOCK[config.recipe] if emulated else GROUPED_MULTIPLE[config.recipe]
     for size, dim in ((projection.in_features, "inputs"), (projection.out_features, "outputs")):
         if size % multiple:
             reason = f"its dims are multiples of {multiple}, and the experts of {name} have {size} {dim}"
-            offer = f"quantization.filter=['{name}'] leaves them in high precision; or another shape"
+            offer = f"quantization.filter=['{pattern}'] leaves them in high precision; or another shape"
             if multiple > BLOCK[config.recipe]:
                 offer += f"; or quantization.emulate=true, with multiples of {BLOCK[config.recipe]}"
             raise UserError(

@@ -30,8 +30,8 @@ class ProjectionError:
     """Whether the recipe takes it."""
     own: float
     """Of its output, from the input that it has in fp32: its own rounding alone."""
-    output: float
-    """Of its output in the model, where every projection before it rounds too. NaN where for that a router has sent
+    output: float | None
+    """Of its output in the model, where every projection before it rounds too. None where for that a router has sent
     tokens to other experts: rows are those of other tokens then."""
     weight_gradient: float
     """Of its weight's gradient in the model."""
@@ -84,7 +84,7 @@ def report_numerics(model: nn.Module, experiment: Experiment, batch: Batch) -> N
                 name,
                 projection.product is not plain[name],
                 own=decibels(exact.outputs[name], own),
-                output=decibels(exact.outputs[name], rounded.outputs[name]) if same_rows else math.nan,
+                output=decibels(exact.outputs[name], rounded.outputs[name]) if same_rows else None,
                 weight_gradient=decibels(exact.gradients[name], rounded.gradients[name]),
             )
         )

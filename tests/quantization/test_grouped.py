@@ -1,7 +1,6 @@
 """The product of experts under each recipe is that of one projection, expert by expert, bit by bit."""
 
 import inspect
-from functools import partial
 
 import pytest
 import torch
@@ -109,12 +108,15 @@ def test_what_is_nobody_s_is_neither_read_nor_written(name: str):
     assert not dirty[1][176:].any()
     assert not dirty[2][1].any(), "an expert without rows"
     # What is not finite in an expert's rows is seen in them, and in no other's.
-    x[10] = torch.nan
-    output, _, of_weight = passes(product, x, weight, gradient, ends)
-    assert not output[10].isfinite().any()
-    assert not of_weight[2].isfinite().all()
-    assert torch.equal(output[83:], clean[0][83:])
-    assert torch.equal(of_weight[3], clean[2][3])
+    for expert, (row, start, end) in {2: (10, 7, 83), 3: (175, 83, 176)}.items():
+        broken = x.clone()
+        broken[row] = torch.nan
+        output, _, of_weight = passes(product, broken, weight, gradient, ends)
+        assert not output[row].isfinite().any()
+        assert not of_weight[expert].isfinite().all()
+        others, other = [*range(start), *range(end, 224)], 5 - expert
+        assert torch.equal(output[others], clean[0][others])
+        assert torch.equal(of_weight[other], clean[2][other])
 
 
 def compiled() -> dict[str, list[tuple[Tensor, Tensor]]]:
@@ -308,7 +310,13 @@ def test_mxfp8_is_torchao_s():
 def test_the_path_of_mxfp8_s_kernels_is_the_emulation(monkeypatch: pytest.MonkeyPatch):
     """torchao's own emulation in the place of its kernels, which run on Blackwell alone."""
     original = grouped_instructions._to_mxfp8_then_scaled_grouped_mm
-    theirs = partial(original, kernel_preference=KernelPreference.EMULATED)
+
+    def theirs(rows: Tensor, weight: Tensor, offs: Tensor, **how: object) -> Tensor:
+        sizes = offs.diff(prepend=offs.new_zeros(1))
+        assert ((sizes > 0) & (sizes % 128 == 0)).all()
+        assert len(rows) % 128 == 0
+        return original(rows, weight, offs, kernel_preference=KernelPreference.EMULATED, **how)
+
     monkeypatch.setattr(grouped_instructions, "_to_mxfp8_then_scaled_grouped_mm", theirs)
     of = (*operands(torch.bfloat16), torch.tensor(RAGGED, dtype=torch.int32))
     found = passes(InstructedGroupedProduct("mxfp8"), *of)
@@ -323,6 +331,8 @@ def scaled_grouped_mm(  # torch's own arguments
 ) -> Tensor:
     """torch's float8 grouped matmul, by its documentation: rows' scales of the one, columns' of the other."""
     assert how == {"out_dtype": torch.bfloat16, "use_fast_accum": True}
+    sizes = offs.diff(prepend=offs.new_zeros(1))
+    assert ((sizes > 0) & (sizes % 16 == 0)).all()
     assert left.stride(-1) == 1
     assert right.stride(-2) == 1
     starts, experts = [0, *offs.tolist()], len(offs)

@@ -121,18 +121,26 @@ def test_what_is_nobody_s_is_neither_read_nor_written(name: str):
 
 def compiled() -> dict[str, list[tuple[Tensor, Tensor]]]:
     found = {}
-    for name, overrides in RECIPES.items():
-        product = grouped_product_of(config_of(*overrides), emulated=True)
-        of = (*operands(torch.bfloat16), torch.tensor(RAGGED, dtype=torch.int32))
-        torch.compiler.reset()
-        call = torch.compile(product, backend="aot_eager", fullgraph=True)
-        found[name] = list(zip(passes(call, *of), passes(product, *of), strict=True))
+    ends = torch.tensor(RAGGED, dtype=torch.int32)
+    for dtype, names in ((torch.bfloat16, RECIPES), (torch.float32, ("tensorwise", "mx", "nvfp4"))):
+        x, weight, gradient = operands(dtype)
+        for name in names:
+            many = grouped_product_of(config_of(*RECIPES[name]), emulated=True)
+            one = product_of(config_of(*RECIPES[name]), emulated=True)
+            for product, of in ((many, (x, weight, gradient, ends)), (one, (x, weight[2], gradient))):
+                if product is many or dtype == torch.float32:
+                    torch.compiler.reset()
+                    call = torch.compile(product, backend="aot_eager", fullgraph=True)
+                    pairs = zip(passes(call, *of), passes(product, *of), strict=True)
+                    found[f"{name}, {dtype}, {type(product).__name__}"] = list(pairs)
     return found
 
 
 def test_every_recipe_is_compiled_as_one_graph():
+    """In fp32 a product of one projection too, of rows: of what is not converted the compiler of torch 2.11 has lost
+    the gradient."""
     [found] = run_ranks(1, compiled)
-    assert found.keys() == RECIPES.keys()
+    assert len(found) == len(RECIPES) + 2 * 3
     for name, pairs in found.items():
         assert all(torch.equal(mine, eager) for mine, eager in pairs), name
 

@@ -13,6 +13,7 @@ from titan_exp.config.quantization import QuantizationConfig
 from titan_exp.models.product import GroupedProduct
 from titan_exp.ops.grouped_linear import grouped_outer, grouped_rows
 from titan_exp.ops.wanted import wanted_gradients
+from titan_exp.quantization.float8 import in_type
 from titan_exp.quantization.float8_product import Float8
 from titan_exp.quantization.grouped_recipe import GroupedFloat8, GroupedMX, GroupedNVFP4, GroupedRecipe, Operands
 from titan_exp.quantization.nvfp4_product import NVFP4
@@ -108,4 +109,4 @@ def _rows(operands: Operands, dtype: torch.dtype) -> Tensor:
 def _scaled(product: Tensor, operands: Operands, dtype: torch.dtype) -> Tensor:
     for scale in operands.scales:
         product = product * scale
-    return product.to(dtype)
+    return in_type(product, dtype)

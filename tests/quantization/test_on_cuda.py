@@ -59,3 +59,33 @@ def test_instructions_compute_what_is_emulated(name: str):
     for real, emulated in zip(passes(False), passes(True), strict=True):
         error = (real.float() - emulated.float()).norm() / emulated.float().norm()
         assert error < 5e-3  # bf16 rounds results by up to 4e-3, and Hopper adds up in fewer than 24 bits
+
+
+@pytest.mark.parametrize("name", ["float8_rowwise", "mxfp8"])
+def test_kernels_of_experts_compute_what_is_emulated(name: str):
+    from titan_exp.quantization.grouped_product import EmulatedGroupedProduct, InstructedGroupedProduct
+    from titan_exp.quantization.grouped_recipe import GroupedFloat8, GroupedMX
+    from titan_exp.quantization.instructions import _has_grouped_kernels
+
+    if torch.cuda.get_device_capability() < LEAST[name] or not _has_grouped_kernels(name, torch.device("cuda")):
+        pytest.skip(f"torchao has no kernel of {name} for experts on {torch.cuda.get_device_name()}")
+    random = torch.Generator("cuda").manual_seed(0)
+    x, weight, gradient = (
+        torch.randn(*shape, device="cuda", dtype=torch.bfloat16, generator=random)
+        for shape in ((300, 256), (4, 512, 256), (300, 512))
+    )
+    # Uneven, none, and rows that are nobody's.
+    ends = torch.tensor([7, 7, 150, 280], device="cuda", dtype=torch.int32)
+    recipe = GroupedMX() if name == "mxfp8" else GroupedFloat8(Float8(True, False, power_of_two=True, emulated=True))
+
+    def passes(product: Callable[..., Tensor]) -> list[Tensor]:
+        ours, its_weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+        output = product(ours, its_weight, ends)
+        return [output.detach(), *torch.autograd.grad(output, [ours, its_weight], gradient)]
+
+    for real, emulated in zip(
+        passes(InstructedGroupedProduct(name)), passes(EmulatedGroupedProduct(recipe)), strict=True
+    ):
+        error = (real.float() - emulated.float()).norm() / emulated.float().norm()
+        assert error < 5e-3
+    assert not passes(InstructedGroupedProduct(name))[0][280:].any()

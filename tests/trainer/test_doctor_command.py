@@ -65,3 +65,18 @@ def test_decibels():
     assert decibels(ones, ones) == math.inf
     assert decibels(ones, ones * 1.1) == pytest.approx(20)
     assert decibels(ones * 0, ones) == -math.inf
+
+
+def test_projections_of_experts_are_listed_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    words = ["model.architecture=tests.models.own_experts.Mixture", "model.layers=3", "quantization=nvfp4"]
+    assert doctor_command(["--numerics", *SMALL, *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line.split("│")[1].strip(): [it.strip() for it in line.split("│")[2:6]] for line in lines if "│ b" in line}
+    assert len(rows) == 6
+    assert {recipe for recipe, *_ in rows.values()} == {"yes"}
+    assert all(5 < float(own) < 40 and 5 < float(gradient) < 40 for _, own, _, gradient in rows.values())
+    # Of the first block the router sees what it sees without a recipe; of a later one hardly.
+    assert float(rows["blocks.0.experts.gate_up"][2]) == float(rows["blocks.0.experts.gate_up"][1])
+    assert rows["blocks.2.experts.down"][2] == "routed"
+    assert "'routed': what rounds before it has a router send tokens to other experts." in lines

@@ -1,9 +1,11 @@
-"""How a projection multiplies its input by its weight: the one thing that a numeric recipe replaces."""
+"""How a projection, or one of each expert, multiplies its input by its weight: what a numeric recipe replaces."""
 
 from collections.abc import Callable
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from titan_exp.ops.grouped_linear import grouped_linear
 
 
 class Product(nn.Module):
@@ -20,3 +22,12 @@ class Product(nn.Module):
             inputs: whether it is inputs that are divided; the ranks' products are summed afterwards.
             greatest: the largest of the ranks' values, element by element.
         """
+
+
+class GroupedProduct(nn.Module):
+    """The product of experts in the type that input and weight have. A recipe is a subclass."""
+
+    def forward(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+        """x · weight[expert]ᵀ: [tokens, inputs] and [experts, outputs, inputs] to [tokens, outputs] (see
+        `ops.grouped_linear`)."""
+        return grouped_linear(x, weight, ends)

@@ -15,10 +15,13 @@ KNOWN_NAMESPACES = ("aten", "c10d", "_c10d_functional", "fsdp", "prims", "titan_
 COMPUTING = ("mm", "bmm", "baddbmm", "addmm", "conv", "attention", "lstm", "gru", "linalg", "fft", "flex")
 """Parts of names of aten's operators whose work is not in proportion to their bytes, and has to be counted."""
 
-SCALED_MATMUL = "aten._scaled_mm"
-"""That of float8 numbers."""
-MATMULS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", SCALED_MATMUL)
+SCALED_MATMULS = ("aten._scaled_mm", "aten._scaled_grouped_mm")
+"""Those of float8 numbers."""
+MATMULS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", SCALED_MATMULS[0])
 """Operators that cuBLAS computes."""
+
+GROUPED = ("titan_exp.grouped_rows", "titan_exp.grouped_outer", "aten._grouped_mm", "aten._scaled_grouped_mm")
+"""Products of experts, whose rows are sorted. Every row is counted as some expert's: how many are is not known."""
 
 _aten, _c10d, _functional = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
 
@@ -53,6 +56,9 @@ def operations(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], out: 
     packet = operator._overloadpacket
     if packet in _ATTENTION:
         return _attention(args, _ATTENTION[packet])
+    if str(packet) in GROUPED and args[0].dim() == 2:
+        # Each row by one expert's matrix, or by rows of another: how many experts there are plays no part.
+        return 2 * args[0].numel() * args[1].shape[-1]
     namespace, _, name = str(packet).partition(".")
     # In place or not, the work is the same.
     packet = getattr(_aten, name.rstrip("_"), packet) if namespace == "aten" and name.endswith("_") else packet

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from titan_exp.config.errors import UserError, Violation
 from titan_exp.quantization import instructions
 
 FLASH_ROWS, FLASH_WIDTH = 128, 32
@@ -40,8 +41,20 @@ def cuda_instructions(capability: tuple[int, int] | None) -> Iterator[None]:
     def has(recipe: str, _: torch.device) -> bool:
         return capability is not None and capability >= instructions.LEAST[recipe]
 
-    with patch.object(instructions, "_has_instructions", has):
+    with (
+        patch.object(instructions, "_has_instructions", has),
+        patch.object(instructions, "_has_grouped_kernels", _refuse_grouped_kernels),
+    ):
         yield
+
+
+def _refuse_grouped_kernels(recipe: str, _: torch.device) -> bool:
+    """Asked of a model with experts alone, where a GPU has the recipe's instructions."""
+    if recipe not in instructions.GROUPED_MULTIPLE:
+        return False
+    reason = "its products of experts are Triton kernels of torchao's, which are not there without a GPU"
+    violation = Violation("quantization.recipe", recipe, reason, "a quantization.filter that names the experts")
+    raise UserError("This run cannot be planned.", [violation])
 
 
 def workspace(operator: Any, args: tuple[Any, ...]) -> int:

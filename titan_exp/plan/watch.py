@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.process_group import group_named
 from titan_exp.plan.memory import Ledger
-from titan_exp.plan.operators import MATMULS, SCALED_MATMUL, message, operations, refusal
+from titan_exp.plan.operators import GROUPED, MATMULS, SCALED_MATMULS, message, operations, refusal
 
 
 @dataclass
@@ -151,7 +151,7 @@ class Watch(TorchDispatchMode):
                 self.ledger.hold(self._matmul_workspace, "workspaces")
         self.work.operators += 1
         self.work.flops += flops
-        self.work.fp8_flops += flops if str(func._overloadpacket) == SCALED_MATMUL else 0
+        self.work.fp8_flops += flops if str(func._overloadpacket) in SCALED_MATMULS else 0
         if not flops and not sent and not func.is_view and (new or func._schema.is_mutable):
             self.work.bytes_moved += sum(tensor.numel() * tensor.element_size() for tensor in (*given, *made))
 
@@ -256,8 +256,8 @@ def _owners_where_alone() -> tuple[int, ...] | None:
 
 
 def _body(func: Any) -> Callable[..., Any] | None:
-    """What an operator of ours does, where it is written in Python."""
-    if func.namespace != "titan_exp":
+    """What an operator of ours does, where it is written in Python; None where its work is known by itself."""
+    if func.namespace != "titan_exp" or str(func._overloadpacket) in GROUPED:
         return None
     definition = OPDEFS.get(f"{func.namespace}::{func._schema.name.partition('::')[2]}")
     if definition is None:

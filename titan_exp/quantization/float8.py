@@ -65,7 +65,7 @@ def multiply(
         fast: let the tensor cores add up in fewer bits, which is faster on Hopper.
     """
     if emulated:
-        return torch.mm(left.float() / left_scale, right.float() / right_scale).to(dtype)
+        return in_type(torch.mm(left.float() / left_scale, right.float() / right_scale), dtype)
     if left_scale.dim() == 0 and right_scale.dim() > 0:
         left_scale = left_scale.expand(left.shape[0], 1).contiguous()
     if right_scale.dim() == 0 and left_scale.dim() > 0:
@@ -73,3 +73,12 @@ def multiply(
     # The instructions want rows of the one and columns of the other to be contiguous.
     columns = right.t().contiguous().t()
     return addmm_float8_unwrapped(left.contiguous(), left_scale, columns, right_scale, dtype, use_fast_accum=fast)
+
+
+def in_type(product: Tensor, dtype: torch.dtype) -> Tensor:
+    """A product in the type of its operands, with which an autograd function ends.
+
+    Where there is nothing to convert it is not converted: torch 2.11's compiler would hand that function a gradient of
+    zeros.
+    """
+    return product if product.dtype == dtype else product.to(dtype)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from titan_exp.ops.float8_cast import cast_both_ways, largest_both_ways
+from titan_exp.ops.wanted import wanted_gradients
 from titan_exp.quantization.engine import Float8TrainingTensor
 from titan_exp.quantization.float8 import E4M3, E5M2, Greatest, cast, multiply, scale_of, scale_of_amax
-from titan_exp.quantization.wanted import wanted_gradients
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from titan_exp.ops.wanted import wanted_gradients
 from titan_exp.quantization.engine import (
     KernelPreference,
     MXFP8Dim0CastKernelChoice,
     MXTensor,
     ScaleCalculationMode,
 )
-from titan_exp.quantization.wanted import wanted_gradients
 
 BLOCK = 32
 """Numbers that share a scale."""
@@ -60,11 +60,11 @@ def _multiply(left: Tensor, right: Tensor, emulated: bool) -> Tensor:
     """left · rightᵀ, [m, k] and [n, k], quantized along k."""
     left, right = left.contiguous(), right.contiguous()
     if emulated:
-        return torch.mm(_rounded(left), _rounded(right).t())
+        return torch.mm(rounded(left), rounded(right).t())
     return torch.mm(_quantized(left), _quantized(right).t())
 
 
-def _rounded(tensor: Tensor) -> Tensor:
+def rounded(tensor: Tensor) -> Tensor:
     """What is left of numbers, in their own type, which holds all that e4m3 and a power of two do.
 
     torchao's own function for this cannot be compiled within a memory budget.

@@ -11,11 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titan_exp.ops.quiet_import import quiet_import
+from titan_exp.ops.wanted import wanted_gradients
 from titan_exp.quantization.float8 import Greatest
 from titan_exp.quantization.hadamard import SIGNS
 from titan_exp.quantization.nvfp4 import E4M3, LARGEST
 from titan_exp.quantization.nvfp4_product import NVFP4
-from titan_exp.quantization.wanted import wanted_gradients
 
 with quiet_import():
     from torchao.prototype.moe_training.nvfp4_training.hadamard_amax_triton import triton_rht_amax

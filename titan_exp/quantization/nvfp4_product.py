@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_exp.quantization.float8 import Greatest
+from titan_exp.ops.wanted import wanted_gradients
+from titan_exp.quantization.float8 import Greatest, in_type
 from titan_exp.quantization.hadamard import transformed
 from titan_exp.quantization.nvfp4 import rounded, tensor_scale
-from titan_exp.quantization.wanted import wanted_gradients
 
 
 @dataclass(frozen=True)
@@ -95,4 +95,4 @@ def _quantized(
 def _multiply(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
     """left · rightᵀ, [m, k] and [n, k], each with its scale: multiplied in at the end, one after the other, because
     their product may be too small for fp32."""
-    return (torch.mm(left[0], right[0].t()) * left[1] * right[1]).to(dtype)
+    return in_type(torch.mm(left[0], right[0].t()) * left[1] * right[1], dtype)

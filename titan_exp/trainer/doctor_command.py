@@ -144,8 +144,12 @@ def _print(report: NumericsReport, title: str) -> None:
         "Signal over noise in dB, worst gradient first; 20 dB is an error of a tenth, 40 dB of a hundredth. "
         "'own output' is the projection's own rounding, 'output' that of all before it as well."
     )
+    if any(error.output is None for error in report.projections):
+        console.print("'routed': what rounds before it has a router send tokens to other experts.")
     console.print(f"loss {report.loss:.5f}, with the recipe {report.recipe_loss:.5f}")
 
 
-def _shown(value: float) -> str:
+def _shown(value: float | None) -> str:
+    if value is None:
+        return "routed"
     return "exact" if value == math.inf else f"{value:.1f}"

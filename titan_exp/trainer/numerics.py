@@ -4,7 +4,7 @@ Both in fp32 but for the recipe's own rounding, which is emulated on every devic
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -15,6 +15,7 @@ from titan_exp.config.experiment import Experiment
 from titan_exp.config.quantization import QuantizationConfig
 from titan_exp.data.batch import Batch
 from titan_exp.models.blocks import Linear
+from titan_exp.models.grouped_linear import GroupedLinear
 from titan_exp.quantization.convert import quantize
 from titan_exp.trainer.loss import TokenLoss
 
@@ -29,8 +30,9 @@ class ProjectionError:
     """Whether the recipe takes it."""
     own: float
     """Of its output, from the input that it has in fp32: its own rounding alone."""
-    output: float
-    """Of its output in the model, where every projection before it rounds too."""
+    output: float | None
+    """Of its output in the model, where every projection before it rounds too. None where for that a router has sent
+    tokens to other experts: rows are those of other tokens then."""
     weight_gradient: float
     """Of its weight's gradient in the model."""
 
@@ -49,7 +51,7 @@ class NumericsReport:
 
 @dataclass
 class _Pass:
-    inputs: dict[str, Tensor]
+    inputs: dict[str, tuple[Tensor, ...]]
     outputs: dict[str, Tensor]
     gradients: dict[str, Tensor]
     loss: float = math.nan
@@ -59,13 +61,14 @@ def report_numerics(model: nn.Module, experiment: Experiment, batch: Batch) -> N
     """Compare, and leave the model with the recipe.
 
     Args:
-        model: unquantized, in fp32, on its device; its projections are `models.blocks.Linear`.
+        model: unquantized, in fp32, on its device; its projections are `models.blocks.Linear`, or those of
+            experts.
         experiment: its `quantization` is the recipe, resolved.
         batch: on the model's device.
     """
     config = replace(experiment.quantization, emulate=True, precomputed_scales=False, float8_all_gather=False)
     assert isinstance(config, QuantizationConfig)
-    names = {name: module for name, module in model.named_modules() if isinstance(module, Linear)}
+    names = {name: module for name, module in model.named_modules() if isinstance(module, Linear | GroupedLinear)}
     plain = {name: projection.product for name, projection in names.items()}
     exact = _run(model, names, batch)
     quantize(model, config, layers=experiment.model.layers, device=batch.tokens.device)
@@ -73,13 +76,15 @@ def report_numerics(model: nn.Module, experiment: Experiment, batch: Batch) -> N
     found = []
     for name, projection in names.items():
         with torch.no_grad():
-            own = projection(exact.inputs[name])
+            own = projection(*exact.inputs[name])
+        # Of experts there is a second input: where their rows end.
+        same_rows = all(map(torch.equal, exact.inputs[name][1:], rounded.inputs[name][1:]))
         found.append(
             ProjectionError(
                 name,
                 projection.product is not plain[name],
                 own=decibels(exact.outputs[name], own),
-                output=decibels(exact.outputs[name], rounded.outputs[name]),
+                output=decibels(exact.outputs[name], rounded.outputs[name]) if same_rows else None,
                 weight_gradient=decibels(exact.gradients[name], rounded.gradients[name]),
             )
         )
@@ -95,7 +100,7 @@ def decibels(exact: Tensor, found: Tensor) -> float:
     return 20 * math.log10(signal / noise) if signal else -math.inf
 
 
-def _run(model: nn.Module, names: dict[str, Linear], batch: Batch) -> _Pass:
+def _run(model: nn.Module, names: Mapping[str, Linear | GroupedLinear], batch: Batch) -> _Pass:
     found = _Pass({}, {}, {})
     with _recorded(names, found):
         objective, cross_entropy = TokenLoss()(model, batch)
@@ -111,10 +116,10 @@ def _run(model: nn.Module, names: dict[str, Linear], batch: Batch) -> _Pass:
 
 
 @contextmanager
-def _recorded(names: dict[str, Linear], found: _Pass) -> Iterator[None]:
+def _recorded(names: Mapping[str, Linear | GroupedLinear], found: _Pass) -> Iterator[None]:
     def record(name: str) -> object:
         def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            found.inputs[name], found.outputs[name] = inputs[0].detach(), output.detach()
+            found.inputs[name], found.outputs[name] = tuple(it.detach() for it in inputs), output.detach()
 
         return hook
 

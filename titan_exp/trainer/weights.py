@@ -69,7 +69,8 @@ def load_source(
         part = part_of(tensor)
         if 0 not in part.size:
             window = [slice(start, start + size) for start, size in zip(part.start, part.size, strict=True)]
-            local(tensor).copy_(source.parameters.read(name, *window))
+            # Of stacked matrices a store cuts the first two dims.
+            local(tensor).copy_(source.parameters.read(name, *window[:2])[(..., *window[2:])])
     return model.eval()
 
 

@@ -1,0 +1,95 @@
+"""Products of experts are counted: each row once, however many experts there are."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.plan.layouts import experiment_of, measured, predicted
+from titan_exp.config.errors import UserError
+from titan_exp.ops.grouped_linear import grouped_linear
+from titan_exp.plan.operators import operations
+from titan_exp.plan.stand_ins import cuda_calls, cuda_instructions
+from titan_exp.quantization.instructions import is_grouped_emulated
+
+TOKENS, INPUTS, OUTPUTS = 40, 16, 24
+ONE = 2 * TOKENS * INPUTS * OUTPUTS
+
+
+class Count(TorchDispatchMode):
+    """Operations of every operator that has any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        # As the planner does: where a tensor is, is no computation.
+        if func.namespace != "prim" and (flops := operations(func, args, kwargs or {}, out)):
+            self.found.append((str(func._overloadpacket), flops))
+        return out
+
+
+@pytest.mark.parametrize("experts", [1, 4])
+@pytest.mark.parametrize("cuda", [False, True])
+def test_a_row_is_counted_once(cuda: bool, experts: int):
+    def empty(*size: int) -> Tensor:
+        return torch.empty(*size, dtype=torch.bfloat16, requires_grad=True)
+
+    with FakeTensorMode(), Count() as count:
+        ends = torch.empty(experts, dtype=torch.int32)
+        x, weight = empty(TOKENS, INPUTS), empty(experts, OUTPUTS, INPUTS)
+        if cuda:
+            with cuda_calls():
+                torch.autograd.grad(grouped_linear(x, weight, ends).sum(), [x, weight])
+        else:
+            torch.autograd.grad(grouped_linear(x, weight, ends).sum(), [x, weight])
+    names = ["aten._grouped_mm"] * 3 if cuda else ["titan_exp.grouped_rows"] * 2 + ["titan_exp.grouped_outer"]
+    assert count.found == [(name, ONE) for name in names]
+
+
+def test_other_products_of_groups():
+    meta = torch.device("meta")
+    float8 = torch.empty(TOKENS, INPUTS, dtype=torch.float8_e4m3fn, device=meta)
+    right = torch.empty(4, INPUTS, OUTPUTS, dtype=torch.float8_e4m3fn, device=meta)
+    assert operations(torch.ops.aten._scaled_grouped_mm.default, (float8, right), {}, None) == ONE
+    # Groups of the other side are not what we have.
+    with pytest.raises(UserError, match=r"aten\._grouped_mm"):
+        operations(torch.ops.aten._grouped_mm.default, (right, float8.t()), {}, None)
+
+
+def test_torch_itself_counts_as_many_where_it_does():
+    x, weight = torch.randn(TOKENS, INPUTS), torch.randn(4, OUTPUTS, INPUTS)
+    rows = x.unflatten(0, (4, -1))
+    with Count() as count:
+        torch.bmm(rows, weight.mT)
+        F.linear(x, weight[0])
+    assert [flops for _, flops in count.found] == [ONE, ONE]
+
+
+def test_a_model_with_experts_is_predicted_as_ranks_do(tmp_path: Path):
+    experiment = experiment_of(
+        "model.architecture=tests.models.own_experts.Mixture parallelism.dp_shard=2 quantization=mxfp8 "
+        "activation_checkpoint=full"
+    )
+    (guess,) = predicted(experiment, tmp_path / "plan")
+    (fact,) = measured(experiment, tmp_path / "run")
+    assert guess.flops == fact.flops > 0
+    assert (guess.parameters, guess.gradients, guess.messages) == (fact.parameters, fact.gradients, fact.messages)
+    assert guess.passing <= fact.passing <= 1.02 * guess.passing
+
+
+def test_kernels_that_are_not_there_are_not_planned():
+    config = experiment_of("quantization=float8_rowwise").quantization
+    gpu = torch.device("cuda")
+    with cuda_instructions((9, 0)), pytest.raises(UserError, match="Triton kernels of torchao's"):
+        is_grouped_emulated(config, gpu)
+    with cuda_instructions((8, 0)):
+        assert is_grouped_emulated(config, gpu)
+    with cuda_instructions((9, 0)):
+        assert is_grouped_emulated(experiment_of("quantization=float8_tensorwise").quantization, gpu)

@@ -31,9 +31,6 @@ def _on_cuda(experiment: Experiment) -> Iterator[Violation]:
     if experiment.quantization.recipe == "mxfp8":
         reason = "where there are instructions for it, its casts are Triton kernels, which are not there without a GPU"
         yield Violation("quantization.recipe", "mxfp8", reason, "quantization=none, or a float8 recipe")
-    if experiment.parallelism.cpu_offload:
-        reason = "everything is traced as one memory, and copies between the GPU's and the CPU's would be missed"
-        yield Violation("parallelism.cpu_offload", True, reason, "parallelism.cpu_offload=false bounds it from above")
     if experiment.parallelism.async_tp:
         reason = "symmetric memory lies outside torch's allocator, and its operators are only there with a GPU"
         yield Violation("parallelism.async_tp", True, reason, "parallelism.async_tp=false")

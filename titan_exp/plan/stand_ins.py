@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from titan_exp.plan.host import GPU
 from titan_exp.quantization import instructions
 
 FLASH_ROWS, FLASH_WIDTH = 128, 32
@@ -23,12 +24,16 @@ _PLAIN_RMS_NORM = F.rms_norm
 
 
 @contextmanager
-def cuda_calls() -> Iterator[None]:
-    """For the time of the block, let calls that CUDA answers by a kernel of its own be answered by its sizes."""
+def cuda_calls(*, beside: bool = False) -> Iterator[None]:
+    """For the time of the block, let calls that CUDA answers by a kernel of its own be answered by its sizes.
+
+    Args:
+        beside: whether there are tensors of the host's memory too, besides those of the GPU's.
+    """
     with (
         patch.object(F, "rms_norm", _rms_norm),
         # Code that asks has a kernel in mind that only CUDA has.
-        patch.object(FakeTensor, "is_cuda", property(lambda _: True), create=True),
+        patch.object(FakeTensor, "is_cuda", property(lambda it: not beside or it.device == GPU), create=True),
     ):
         yield
 

@@ -64,6 +64,8 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self._matmul_workspace, self._threads = matmul_workspace, set[bool]()
         self.ledger, self.work, self._workspace = ledger, Work(), workspace
+        self.work_elsewhere = Work()
+        """Of operators that neither take nor make anything of the memory that the ledger is of."""
         self._axes, self._paused = axes_by_group(mesh), 0
         self._owners: tuple[int, ...] | None = None
         self._stack, self._depth = ExitStack(), 0
@@ -125,12 +127,22 @@ class Watch(TorchDispatchMode):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         before = {tensor.untyped_storage()._cdata for tensor in given}
+        copied = self.ledger.copied(given, made)
+        its = [*given, *made]
+        work = self.work_elsewhere if its and all(self.ledger.elsewhere(tensor) for tensor in its) else self.work
         new = False
         for tensor in made:
             alias = tensor.untyped_storage()._cdata in before
             new = new or not alias
             # What Python makes of a number is a constant, not part of what is being computed.
-            self.ledger.see(tensor, "other" if alias or func is torch.ops.aten.lift_fresh.default else None)
+            category = "other" if alias or func is torch.ops.aten.lift_fresh.default else None
+            # What is offloaded is asked back as gradients alone.
+            back = copied is not None and self.ledger.elsewhere(tensor) and not alias
+            self.ledger.see(tensor, "gradients" if back else category)
+        if copied is not None:
+            axis, kind, size = copied
+            self.work.messages[axis, kind] += size
+            self.work.calls[axis, kind] += 1
         sent = message(func, args, out)
         if sent is not None:
             kind, group, size = sent
@@ -147,10 +159,10 @@ class Watch(TorchDispatchMode):
             if thread not in self._threads:
                 self._threads.add(thread)
                 self.ledger.hold(self._matmul_workspace, "workspaces")
-        self.work.operators += 1
-        self.work.flops += flops
-        if not flops and not sent and not func.is_view and (new or func._schema.is_mutable):
-            self.work.bytes_moved += sum(tensor.numel() * tensor.element_size() for tensor in (*given, *made))
+        work.operators += 1
+        work.flops += flops
+        if not flops and not sent and not copied and not func.is_view and (new or func._schema.is_mutable):
+            work.bytes_moved += sum(tensor.numel() * tensor.element_size() for tensor in (*given, *made))
 
     def _is_buffer(self, kind: str, tensor: Tensor) -> bool:
         return kind in ("receive", "all-gather", "reduce-scatter") and self.ledger.know(tensor)

@@ -87,11 +87,11 @@ class Ledger:
     _made: int = 0
     _held: list[Storage] = field(default_factory=list)
 
-    def elsewhere(self, tensor: Tensor) -> bool:  # noqa: ARG002  # here there is one memory
+    def elsewhere(self, tensor: Tensor) -> bool:  # here there is one memory
         """Whether a tensor lies in another memory than this ledger is of."""
         return False
 
-    def copied(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> tuple[str, str, int] | None:  # noqa: ARG002
+    def copied(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> tuple[str, str, int] | None:
         """Of a call that copies between memories: axis, which way, and bytes; None of all others."""
         return None
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from titan_exp.plan.allocator import GRANULE, Event
-from titan_exp.plan.compiled import kernels_left_out
+from titan_exp.plan.compiled import compiled_anew, kernels_left_out
 from titan_exp.plan.host import GPU, OnHost, TwoMemories
 from titan_exp.plan.memory import Ledger, Moment
 from titan_exp.plan.phases import phases_told
@@ -76,7 +76,8 @@ def trace_step(
         phases_told(ledger, parts.model.parts, parts.optimizer) as phases,
         Watch(ledger, parts.mesh, workspace if cuda else None, matmul_workspace) as watch,
         cuda_calls(beside=host is not None) if cuda else nullcontext(),
-        kernels_left_out(watch.kernel) if inductor else nullcontext(),
+        compiled_anew() if host is not None else nullcontext(),
+        kernels_left_out(watch.kernel, parts.mesh.device) if inductor else nullcontext(),
     ):
         if tape is not None:
             tape.follow(watch)

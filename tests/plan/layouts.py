@@ -97,6 +97,8 @@ LAYOUTS = {
     "parallelism.pp_last_stage_less=1 activation_checkpoint=full",
     # Documents and context
     "document mask, positions from its start": "data.document_mask=true data.reset_positions=true",
+    "attention by plain operators": "model.attention_backend=math",
+    "attention by plain operators, document mask": "model.attention_backend=math data.document_mask=true",
     "fsdp 2 x cp 2, ring, document mask": "parallelism.dp_shard=2 parallelism.cp=2 data.document_mask=true",
     "cp 4, Ulysses in a ring": "parallelism.cp=4 parallelism.cp_ulysses=2",
     # Mixtures

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from titan_exp.config.attention import HEAD_SIZES
 from titan_exp.config.errors import UserError, Violation
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import device_type
@@ -9,6 +10,13 @@ from titan_exp.config.suggest import listed
 
 BACKENDS = ("inductor", "aot_eager", "eager")
 """Backends of torch.compile whose code runs on tensors without data."""
+
+WHY_NOT = {
+    "fa3": "what it takes is known to its own package alone",
+    "fa4": "what it takes is known to its own package alone",
+    "flex": "FlexAttention's kernels have no backward pass on a CPU, where everything is traced",
+}
+"""Of attention kernels that are not modelled, why."""
 
 
 def require_modelled(experiment: Experiment) -> None:
@@ -34,14 +42,22 @@ def _on_cuda(experiment: Experiment) -> Iterator[Violation]:
     if experiment.parallelism.async_tp:
         reason = "symmetric memory lies outside torch's allocator, and its operators are only there with a GPU"
         yield Violation("parallelism.async_tp", True, reason, "parallelism.async_tp=false")
-    kernel = "the efficient kernel, whose backward pass takes memory by the GPU's number of processors"
-    if experiment.model.attention_backend not in ("auto", "flash", "cudnn"):
-        backend = experiment.model.attention_backend
-        reason = f"what it takes on CUDA is not known{f': it is {kernel}' if backend == 'efficient' else ''}"
-        yield Violation("model.attention_backend", backend, reason, "model.attention_backend=flash")
-    if experiment.data.document_mask:
-        reason = f"attention with a document mask is {kernel}"
-        yield Violation("data.document_mask", True, reason, "data.document_mask=false plans the same run without")
-    if experiment.training.mixed_precision != "bf16":
-        reason = f"attention in fp32 is {kernel}"
-        yield Violation("training.mixed_precision", "fp32", reason, "training.mixed_precision=bf16")
+    backend = experiment.model.attention_backend
+    if backend in WHY_NOT:
+        yield Violation("model.attention_backend", backend, WHY_NOT[backend], "model.attention_backend=auto, or math")
+    if backend == "cudnn" and experiment.data.document_mask:
+        reason = "what cuDNN takes with a mask is not known, and data.document_mask is true"
+        yield Violation("model.attention_backend", backend, reason, "model.attention_backend=auto")
+
+
+def attention_kernel(experiment: Experiment) -> str:
+    """The kernel that a plan for CUDA counts with: `flash` for cuDNN too, which keeps the same; `efficient`; `math`.
+
+    What `auto` is on CUDA is as `ops.attention.choose_backend` has it.
+    """
+    backend, model = experiment.model.attention_backend, experiment.model
+    if backend != "auto":
+        return "flash" if backend == "cudnn" else backend
+    fp32 = experiment.training.mixed_precision == "fp32"
+    takes = HEAD_SIZES["flash"].takes(model.head_dim)
+    return "efficient" if fp32 or experiment.data.document_mask or not takes else "flash"

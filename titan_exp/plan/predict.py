@@ -5,13 +5,14 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
+from titan_exp.config.errors import UserError
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import device_type, node_size, nodes_needed, world_size
 from titan_exp.plan.allocator import Reservations, reservations
 from titan_exp.plan.compiled import by_inductor
 from titan_exp.plan.devices import Device
 from titan_exp.plan.host import GPU
-from titan_exp.plan.modelled import require_modelled
+from titan_exp.plan.modelled import attention_kernel, require_modelled
 from titan_exp.plan.roofline import RankTime, rank_time, step_time
 from titan_exp.plan.stand_ins import cuda_instructions
 from titan_exp.plan.trace import Trace, trace_step
@@ -69,6 +70,11 @@ class Plan:
         return self.checkpoint_bytes / nodes_needed(self.experiment)
 
     @property
+    def at_most(self) -> bool:
+        """Whether tensors take at most what is predicted, since a kernel's workspace is known from above alone."""
+        return device_type(self.experiment.cluster) == "cuda" and attention_kernel(self.experiment) == "efficient"
+
+    @property
     def host_bytes_per_node(self) -> int | None:
         """Of a node's memory, what the tensors of its ranks take at their peaks where parameters are offloaded.
 
@@ -121,6 +127,11 @@ def predict(
     began = time.perf_counter()
     cuda = device_type(experiment.cluster) == "cuda"
     require_modelled(experiment)
+    if cuda and device is not None and device.capability is None and attention_kernel(experiment) == "efficient":
+        raise UserError(
+            f"plan: attention in fp32 or with a document mask is by the efficient kernel, which on {device.name} is "
+            "another than CUDA's; what it takes is not known. model.attention_backend=math plans plain operators."
+        )
     traced = on_cpu(experiment) if cuda else experiment
     where = GPU if cuda and experiment.parallelism.cpu_offload else DEVICE
     node = node_size(experiment.cluster, world_size(experiment)) if cuda else world_size(experiment)
@@ -158,5 +169,5 @@ def _instructions(device: Device | None) -> AbstractContextManager[None]:
 
 
 def on_cpu(experiment: Experiment) -> Experiment:
-    """The same run where torch has no CUDA: the one attention kernel that keeps what flash and cuDNN's keep."""
-    return replace(experiment, model=replace(experiment.model, attention_backend="flash"))
+    """The same run where torch has no CUDA: the CPU's flash kernel keeps what flash and cuDNN's keep."""
+    return replace(experiment, model=replace(experiment.model, attention_backend=attention_kernel(experiment)))

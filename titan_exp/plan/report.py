@@ -20,6 +20,7 @@ from titan_exp.plan.roofline import RankTime
 
 GIB, MIB = 2**30, 2**20
 COMPILED = " Compiled parts hold what inductor has them hold on a CPU, which has not been compared with a GPU."
+AT_MOST = " Of attention's backward pass the kernel with the largest workspace is counted: tensors take at most that."
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 _SHORT = {
     "parameters": "params",
@@ -65,6 +66,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "device": None if plan.device is None else asdict(plan.device),
         "world_size": world_size(plan.experiment),
         "ranks": [_rank_json(rank) for rank in plan.ranks],
+        "at_most": plan.at_most,
         "bubble": plan.bubble,
         "step_seconds": plan.step_seconds,
         "tokens_per_second_per_device": plan.tokens_per_second,
@@ -145,7 +147,7 @@ def _verdict(plan: Plan, largest: RankPlan) -> str:
         f"{_gib(tensors)} GiB of tensors, for which torch's allocator reserves {_gib(segments)} of the device's "
         f"{_gib(room)} GiB ({segments / room:.0%}; {_gib(expandable)} with {EXPANDABLE}). The other "
         f"{_gib(room - segments)} must hold what is not predicted: CUDA's context and code, NCCL's buffers{unknown}."
-        f"{COMPILED if by_inductor(plan.experiment) else ''}"
+        f"{COMPILED if by_inductor(plan.experiment) else ''}{AT_MOST if plan.at_most else ''}"
     )
 
 

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from titan_exp.plan.efficient_attention import passing
 from titan_exp.plan.host import GPU
 from titan_exp.quantization import instructions
 
@@ -59,7 +60,7 @@ def workspace(operator: Any, args: tuple[Any, ...]) -> int:
         sums = batch * heads * rows * (wide + 1) * 4
         shared = 0 if key.shape[1] == heads else 2 * batch * heads * key.shape[2] * width * query.element_size()
         return sums + shared
-    return 0
+    return passing(operator, args)
 
 
 def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:

@@ -9,6 +9,7 @@ import torch
 
 from titan_exp.plan.allocator import GRANULE, Event
 from titan_exp.plan.compiled import compiled_anew, kernels_left_out
+from titan_exp.plan.efficient_attention import efficient_kernel, is_asked_for
 from titan_exp.plan.host import GPU, OnHost, TwoMemories
 from titan_exp.plan.memory import Ledger, Moment
 from titan_exp.plan.phases import phases_told
@@ -76,6 +77,7 @@ def trace_step(
         phases_told(ledger, parts.model.parts, parts.optimizer) as phases,
         Watch(ledger, parts.mesh, workspace if cuda else None, matmul_workspace) as watch,
         cuda_calls(beside=host is not None) if cuda else nullcontext(),
+        efficient_kernel() if cuda and is_asked_for(parts.model.parts) else nullcontext(),
         compiled_anew() if host is not None else nullcontext(),
         kernels_left_out(watch.kernel, parts.mesh.device) if inductor else nullcontext(),
     ):

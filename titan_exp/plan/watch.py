@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.process_group import group_named
 from titan_exp.plan.memory import Ledger
-from titan_exp.plan.operators import MATMULS, message, operations, refusal
+from titan_exp.plan.operators import MATMULS, hidden_memory, message, operations, refusal
 
 
 @dataclass
@@ -115,7 +115,8 @@ class Watch(TorchDispatchMode):
         except (UnsupportedOperatorException, DynamicOutputShapeException) as error:
             raise refusal(str(func)) from error
         self._note(func, args, kwargs, out)
-        if self._workspace is not None and (size := self._workspace(func, args)):
+        size = hidden_memory(func, args) + (0 if self._workspace is None else self._workspace(func, args))
+        if size:
             self.ledger.pressure(size, self.ledger.category)
         return out
 

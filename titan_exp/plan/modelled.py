@@ -7,9 +7,13 @@ from titan_exp.config.errors import UserError, Violation
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import device_type
 from titan_exp.config.suggest import listed
+from titan_exp.plan.devices import Device
 
 BACKENDS = ("inductor", "aot_eager", "eager")
 """Backends of torch.compile whose code runs on tensors without data."""
+
+BLACKWELL = (10, 0)
+"""CUDA's compute capability from which on there are instructions for NVFP4."""
 
 WHY_NOT = {
     "fa3": "what it takes is known to its own package alone",
@@ -36,9 +40,6 @@ def require_modelled(experiment: Experiment) -> None:
 
 
 def _on_cuda(experiment: Experiment) -> Iterator[Violation]:
-    if experiment.quantization.recipe == "mxfp8":
-        reason = "where there are instructions for it, its casts are Triton kernels, which are not there without a GPU"
-        yield Violation("quantization.recipe", "mxfp8", reason, "quantization=none, or a float8 recipe")
     if experiment.parallelism.async_tp:
         reason = "symmetric memory lies outside torch's allocator, and its operators are only there with a GPU"
         yield Violation("parallelism.async_tp", True, reason, "parallelism.async_tp=false")
@@ -48,6 +49,27 @@ def _on_cuda(experiment: Experiment) -> Iterator[Violation]:
     if backend == "cudnn" and experiment.data.document_mask:
         reason = "what cuDNN takes with a mask is not known, and data.document_mask is true"
         yield Violation("model.attention_backend", backend, reason, "model.attention_backend=auto")
+
+
+def require_modelled_on(experiment: Experiment, device: Device) -> None:
+    """What the run does on this GPU is known, too.
+
+    Raises:
+        UserError: it is not.
+    """
+    found = list[Violation]()
+    if device.capability is None and attention_kernel(experiment) == "efficient":
+        reason = f"in fp32 or with a document mask it is the efficient kernel, which {device.name} has another of"
+        backend = experiment.model.attention_backend
+        found.append(Violation("model.attention_backend", backend, reason, "model.attention_backend=math"))
+    quantization = experiment.quantization
+    instructed = device.capability is not None and device.capability >= BLACKWELL and quantization.emulate is not True
+    if quantization.recipe == "nvfp4" and instructed:
+        reason = f"{device.name} has instructions for it, and its kernels are Triton's, which only run with a GPU"
+        remedy = "quantization=mxfp8; or quantization.emulate=true, which is another run, and a slow one"
+        found.append(Violation("quantization.recipe", "nvfp4", reason, remedy))
+    if found:
+        raise UserError("This run cannot be planned.", found)
 
 
 def attention_kernel(experiment: Experiment) -> str:

@@ -5,14 +5,13 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
-from titan_exp.config.errors import UserError
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import device_type, node_size, nodes_needed, world_size
 from titan_exp.plan.allocator import Reservations, reservations
 from titan_exp.plan.compiled import by_inductor
 from titan_exp.plan.devices import Device
 from titan_exp.plan.host import GPU
-from titan_exp.plan.modelled import attention_kernel, require_modelled
+from titan_exp.plan.modelled import attention_kernel, require_modelled, require_modelled_on
 from titan_exp.plan.roofline import RankTime, rank_time, step_time
 from titan_exp.plan.stand_ins import cuda_instructions
 from titan_exp.plan.trace import Trace, trace_step
@@ -127,11 +126,8 @@ def predict(
     began = time.perf_counter()
     cuda = device_type(experiment.cluster) == "cuda"
     require_modelled(experiment)
-    if cuda and device is not None and device.capability is None and attention_kernel(experiment) == "efficient":
-        raise UserError(
-            f"plan: attention in fp32 or with a document mask is by the efficient kernel, which on {device.name} is "
-            "another than CUDA's; what it takes is not known. model.attention_backend=math plans plain operators."
-        )
+    if cuda and device is not None:
+        require_modelled_on(experiment, device)
     traced = on_cpu(experiment) if cuda else experiment
     where = GPU if cuda and experiment.parallelism.cpu_offload else DEVICE
     node = node_size(experiment.cluster, world_size(experiment)) if cuda else world_size(experiment)

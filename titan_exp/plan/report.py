@@ -17,6 +17,7 @@ from titan_exp.plan.host import OnHost
 from titan_exp.plan.memory import CATEGORIES
 from titan_exp.plan.predict import Plan, RankPlan
 from titan_exp.plan.roofline import RankTime
+from titan_exp.quantization.instructions import LEAST
 
 GIB, MIB = 2**30, 2**20
 COMPILED = " Compiled parts hold what inductor has them hold on a CPU, which has not been compared with a GPU."
@@ -48,7 +49,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     for line in _on_host(plan, largest):
         console.print(line, highlight=False, soft_wrap=True)
     print_whole(console, _messages(plan, largest))
-    for line in _speed(plan):
+    for line in (*_emulated(plan), *_speed(plan)):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"planned in {plan.planning_seconds:.1f} s", style="dim", highlight=False)
 
@@ -196,6 +197,19 @@ def _messages(plan: Plan, largest: RankPlan) -> Table:
     for (axis, kind), size in sorted(work.messages.items(), key=lambda item: -item[1]):
         table.add_row(axis, kind, str(work.calls[axis, kind]), f"{size / MIB:,.2f}")
     return table
+
+
+def _emulated(plan: Plan) -> Iterator[str]:
+    """Whether a recipe runs by plain operators, where it would not have to on another GPU."""
+    config, device = plan.experiment.quantization, plan.device
+    if device_type(plan.experiment.cluster) == "cpu" or config.recipe == "none" or device is None:
+        return
+    least = LEAST[config.recipe]
+    if device.capability is None or device.capability < least:
+        yield (
+            f"{config.recipe} is emulated, as the trainer does it on {device.name}: the instructions are those of CUDA "
+            f"capability {least[0]}.{least[1]}."
+        )
 
 
 def _speed(plan: Plan) -> list[str]:

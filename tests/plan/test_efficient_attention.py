@@ -1,11 +1,13 @@
 """The efficient attention kernel on CUDA, which no CPU has: what it keeps, and what it takes for a moment."""
 
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.plan.layouts import allocated_by
 from titan_exp.config.compose import compose
 from titan_exp.config.convert import to_experiment
 from titan_exp.config.errors import UserError
@@ -15,6 +17,7 @@ from titan_exp.config.rules import check
 from titan_exp.plan.devices import device_named
 from titan_exp.plan.efficient_attention import BACKWARD, FORWARD, Kernel, largest_workspace, passing
 from titan_exp.plan.modelled import attention_kernel
+from titan_exp.plan.operators import hidden_memory
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.plan.report import as_json, print_plan
 
@@ -157,3 +160,14 @@ def test_elsewhere_it_is_refused():
 def test_an_upper_bound_is_called_one(capsys: pytest.CaptureFixture[str]):
     print_plan(planned("training.mixed_precision=fp32"))
     assert "tensors take at most that" in capsys.readouterr().out
+
+
+def test_a_softmax_of_several_operators_takes_what_torch_allocates(tmp_path: Path):
+    """What plain attention's softmax takes inside, of which a trace sees the whole alone."""
+    scores = torch.randn(2, 4, 256, 256)
+    operator = torch.ops.aten._safe_softmax.default
+    largest = allocated_by(lambda: operator(scores, -1), tmp_path)
+    inside = hidden_memory(operator, (scores, -1))
+    assert largest == inside + scores.numel() * 4
+    assert inside > scores.numel()
+    assert hidden_memory(torch.ops.aten.softmax.int, (scores, -1)) == 0

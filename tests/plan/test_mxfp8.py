@@ -1,6 +1,7 @@
 """MXFP8 planned for GPUs that have its instructions, and for those that have not."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -45,7 +46,8 @@ def test_the_stand_in_makes_what_torchao_makes(shape: tuple[int, ...]):
             KernelPreference.AUTO,
             mxfp8_dim0_cast_kernel_choice=by,
         )
-        return [(part.shape, part.stride(), part.dtype) for part in (its.qdata, its.scale)]
+        parts: Any = its
+        return [(part.shape, part.stride(), part.dtype) for part in (parts.qdata, parts.scale)]
 
     real = cast(torch.randn(shape, dtype=torch.bfloat16), MXFP8Dim0CastKernelChoice.TORCH)
     with FakeTensorMode(), cuda_calls():

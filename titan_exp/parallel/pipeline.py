@@ -147,8 +147,9 @@ class _Mail:
             tensor = self.take(_named(message.action)).contiguous()
             work = dist.isend(tensor, group=self._group, group_dst=message.peer)
             assert work is not None, "this rank belongs to the group"
-            # What has left may be freed; the others are kept until they have.
-            self._sent = [(kept, its) for kept, its in self._sent if not its.is_completed()]
+            # What has left may be freed; the others are kept until they have. On CUDA that is known late: the host asks
+            # whether the GPU has come to it, and runs ahead of it, at most to the end of the pass.
+            self._sent = [(kept, its) for kept, its in self._sent if not _has_left(its)]
             self._sent.append((tensor, work))
         else:
             tensor = torch.empty(self._hidden.shape, dtype=self._hidden.dtype, device=self._hidden.device)
@@ -160,6 +161,14 @@ class _Mail:
         assert not self._there, "every result is taken"
         for _, work in self._sent:
             work.wait()
+
+
+def _has_left(work: dist.Work) -> bool:
+    if not work.is_completed():
+        return False
+    # NCCL's work holds what it sends as well, until somebody waits for it, or its watchdog comes by.
+    work.wait()
+    return True
 
 
 def _named(action: Action) -> Action:

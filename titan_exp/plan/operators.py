@@ -64,13 +64,13 @@ def operations(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], out: 
 def hidden_memory(operator: Any, args: Sequence[Any]) -> int:
     """Bytes that a call made of several operators takes for a moment, of which only the whole is seen.
 
-    `_safe_softmax` keeps its softmax, where that is -inf, and whether a row is so throughout, until its result is
-    there (aten/src/ATen/native/transformers/attention.cpp); so on every device.
+    `_safe_softmax` looks up where scores are -inf, and whether a row is so throughout, and puts a zero there; so on
+    every device.
     """
     if operator is not _aten._safe_softmax.default:
         return 0
     scores = args[0]
-    return scores.numel() * scores.element_size() + scores.numel() + scores.numel() // scores.shape[-1]
+    return scores.numel() + scores.numel() // scores.shape[-1] + scores.element_size()
 
 
 def message(operator: Any, args: Sequence[Any], out: Any) -> tuple[str, str, int] | None:

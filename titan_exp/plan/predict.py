@@ -32,6 +32,15 @@ class RankPlan:
     """What torch's allocator takes from the device for it; None on a CPU, where it keeps nothing."""
 
     @property
+    def sent(self) -> int:
+        """Bytes of hidden states that are sent in a step.
+
+        All of a pass are counted until it ends, since the host, which frees them, may be that far ahead of the GPU.
+        """
+        messages = self.trace.work.messages.items()
+        return sum(size for (axis, kind), size in messages if kind == "send" and "pp" in axis.split("="))
+
+    @property
     def bytes(self) -> int:
         """Of the device's memory: what is reserved, else what is allocated."""
         return self.trace.peak.bytes if self.reserved is None else self.reserved.segments.reserved

@@ -10,7 +10,13 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from titan_exp.config.layout import device_type, gradient_accumulation, micro_batch_size, world_size
+from titan_exp.config.layout import (
+    device_type,
+    gradient_accumulation,
+    micro_batch_size,
+    pipeline_microbatches,
+    world_size,
+)
 from titan_exp.plan.allocator import STEPS, reservations
 from titan_exp.plan.compiled import by_inductor
 from titan_exp.plan.host import OnHost
@@ -46,7 +52,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     )
     print_whole(console, _memory(plan))
     console.print(_verdict(plan, largest), highlight=False, soft_wrap=True)
-    for line in _on_host(plan, largest):
+    for line in (*_sent(plan, largest), *_on_host(plan, largest)):
         console.print(line, highlight=False, soft_wrap=True)
     print_whole(console, _messages(plan, largest))
     for line in (*_emulated(plan), *_speed(plan)):
@@ -150,6 +156,16 @@ def _verdict(plan: Plan, largest: RankPlan) -> str:
         f"{_gib(room - segments)} must hold what is not predicted: CUDA's context and code, NCCL's buffers{unknown}."
         f"{COMPILED if by_inductor(plan.experiment) else ''}{AT_MOST if plan.at_most else ''}"
     )
+
+
+def _sent(plan: Plan, largest: RankPlan) -> Iterator[str]:
+    """How far a pipeline on GPUs may stay below its peak."""
+    if largest.sent and device_type(plan.experiment.cluster) == "cuda":
+        passes = gradient_accumulation(plan.experiment) // pipeline_microbatches(plan.experiment)
+        yield (
+            f"Of these up to {_size(largest.sent / passes)} are hidden states that were sent: each is counted until "
+            "its pass ends, and is free earlier where the GPU keeps up with its host."
+        )
 
 
 def _on_host(plan: Plan, largest: RankPlan) -> Iterator[str]:

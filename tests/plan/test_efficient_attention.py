@@ -162,6 +162,7 @@ def test_an_upper_bound_is_called_one(capsys: pytest.CaptureFixture[str]):
     assert "tensors take at most that" in capsys.readouterr().out
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11
 def test_a_softmax_of_several_operators_takes_what_torch_allocates(tmp_path: Path):
     """What plain attention's softmax takes inside, of which a trace sees the whole alone."""
     scores = torch.randn(2, 4, 256, 256)

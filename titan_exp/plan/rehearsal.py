@@ -129,7 +129,6 @@ def rehearse(orders: Orders, placement: Sequence[int], rank: int, *, passes: int
         delivered: whether a message is known to have arrived as soon as it is sent. On CUDA it is not: there the host
             asks an event of the GPU (`WorkNCCL::isCompleted`), behind which it has put work of several micro-batches,
             so that what is sent is held until the host knows, at the latest when it waits at the end of the pass.
-            Pretended process groups say the same: none of their messages is ever known to have arrived.
     """
     tally = _Tally()
     stages: Any = [

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from titan_exp.parallel import pipeline
 from titan_exp.plan.efficient_attention import passing
 from titan_exp.plan.host import GPU
 from titan_exp.quantization import instructions
@@ -34,6 +35,8 @@ def cuda_calls(*, beside: bool = False) -> Iterator[None]:
     """
     with (
         _mxfp8_casts(),
+        # Else the answer of a pretended process group, which is no in torch 2.13 and yes in 2.15.
+        patch.object(pipeline, "has_left", lambda _: False),
         patch.object(F, "rms_norm", _rms_norm),
         # Code that asks has a kernel in mind that only CUDA has.
         patch.object(FakeTensor, "is_cuda", property(lambda it: not beside or it.device == GPU), create=True),

@@ -102,6 +102,7 @@ def _rank_json(rank: RankPlan) -> dict[str, Any]:
         "reserved": None if rank.reserved is None else asdict(rank.reserved),
         "allocator_bytes": rank.bytes - trace.peak.bytes,
         "gradient_bytes": trace.gradients,
+        "sent_bytes": rank.sent,
         "host": None if trace.host is None else _host_json(trace.host),
         "flops": trace.work.flops,
         "operators": trace.work.operators,

@@ -97,6 +97,8 @@ LAYOUTS = {
     "parallelism.pp_last_stage_less=1 activation_checkpoint=full",
     # Documents and context
     "document mask, positions from its start": "data.document_mask=true data.reset_positions=true",
+    "attention by plain operators": "model.attention_backend=math",
+    "attention by plain operators, document mask": "model.attention_backend=math data.document_mask=true",
     "fsdp 2 x cp 2, ring, document mask": "parallelism.dp_shard=2 parallelism.cp=2 data.document_mask=true",
     "cp 4, Ulysses in a ring": "parallelism.cp=4 parallelism.cp_ulysses=2",
     # Mixtures
@@ -242,14 +244,14 @@ def _alone(path: str) -> list[int]:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size(experiment))
         it = PretendedRank(experiment, assemble(experiment, DEVICE), pretended_batches(experiment))
         it.step()
-        found.append(_allocated(it.step, Path(path)))
+        found.append(allocated_by(it.step, Path(path)))
         dist.destroy_process_group()
         _clear_sharding_prop_cache()
         torch._dynamo.reset()
     return found
 
 
-def _allocated(step: Callable[[], None], path: Path) -> int:
+def allocated_by(step: Callable[[], None], path: Path) -> int:
     """The largest sum of allocations and frees of a step, as torch's profiler reports them."""
     trace = path / "trace.json"
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

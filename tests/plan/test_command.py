@@ -121,11 +121,18 @@ def test_a_recipe_is_planned_with_the_instructions_of_the_gpu():
 
 
 def test_what_is_not_modelled_is_refused_all_at_once():
-    said = planned(*SMALL, "parallelism.dp_shard=8", "parallelism.cpu_offload=true", "data.document_mask=true", code=2)
+    said = planned(
+        *SMALL,
+        "parallelism.dp_shard=8",
+        "parallelism.tp=2",
+        "parallelism.async_tp=true",
+        "model.attention_backend=flex",
+        "compile=blocks",
+        code=2,
+    )
     assert "This run cannot be planned." in said
-    assert "parallelism.cpu_offload=true" in said
-    assert "bounds it from above" in said
-    assert "data.document_mask=true" in said
+    assert "parallelism.async_tp=true" in said
+    assert "model.attention_backend=flex" in said
     assert "Traceback" not in said
 
 

@@ -174,8 +174,8 @@ def test_a_gpu_is_held_against_its_own_memory(tmp_path: Path, foretold):
         (["cluster=slurm", "cluster.gpu_type=gtx"], "cluster.gpu_type=gtx; the planner knows a100"),
         (["cluster=slurm", "cluster.device=cpu"], "a node's memory is not known; cluster.memory_gb says it"),
         (
-            [*H100, "data.document_mask=true"],
-            "data.document_mask=true: attention with a document mask is the efficient",
+            [*H100, "model.attention_backend=flex"],
+            "model.attention_backend=flex: FlexAttention's kernels have no backward pass",
         ),
     ],
 )

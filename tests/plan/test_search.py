@@ -115,3 +115,8 @@ def test_where_nothing_fits_the_smallest_is_named():
 def test_a_cpu_has_no_speed():
     assert "nothing is known of a CPU's" in planned("search", "model=llama_debug", "cluster.device=cpu", code=2)
     assert "there is no such device" in planned("search", *TYPED, "--device", "h10", code=2)
+
+
+def test_what_has_no_known_speed_is_not_ranked():
+    said = planned("search", *TYPED, "training.mixed_precision=fp32", "--gpus", "8", code=2)
+    assert "ranked by speed" in said

@@ -42,7 +42,7 @@ def attend(
     Returns:
         The attention output in the type of `query`, and the log of its softmax's denominator in fp32.
     """
-    if query.device.type == "cpu":
+    if takes_the_cpus(query, backend):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, attn_mask=bias
         )
@@ -84,7 +84,7 @@ def attend_backward(
     """
     # The kernel's softmax is exp(score - lse): with the lse of the whole, the probabilities of the whole.
     lse = lse.contiguous()
-    if query.device.type == "cpu":
+    if takes_the_cpus(query, backend):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, query, key, value, out, lse, 0.0, causal, attn_mask=bias
         )
@@ -103,6 +103,11 @@ def attend_backward(
     )
     groups = (-1, query.shape[1] // key.shape[1])
     return grads[0], grads[1].unflatten(1, groups).sum(2), grads[2].unflatten(1, groups).sum(2)
+
+
+def takes_the_cpus(query: Heads, _: PartialBackend) -> bool:
+    """Whether it is the CPU's one kernel, whichever was asked for."""
+    return query.device.type == "cpu"
 
 
 def merge(out: Heads, lse: Rows, part: Heads, part_lse: Rows) -> None:

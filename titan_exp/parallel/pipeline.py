@@ -122,6 +122,15 @@ class Pipeline:
         return Action(stage, "F" if action.kind == "F" else "B", action.microbatch)
 
 
+def has_left(work: dist.Work) -> bool:
+    """Whether what is sent is known to have left, and nothing holds it any more."""
+    if not work.is_completed():
+        return False
+    # NCCL's work holds what it sends as well, until somebody waits for it, or its watchdog comes by.
+    work.wait()
+    return True
+
+
 class _Mail:
     """Results of actions on their way to those that take them, on this rank or between ranks."""
 
@@ -147,8 +156,9 @@ class _Mail:
             tensor = self.take(_named(message.action)).contiguous()
             work = dist.isend(tensor, group=self._group, group_dst=message.peer)
             assert work is not None, "this rank belongs to the group"
-            # What has left may be freed; the others are kept until they have.
-            self._sent = [(kept, its) for kept, its in self._sent if not its.is_completed()]
+            # What has left may be freed; the others are kept until they have. On CUDA that is known late: the host asks
+            # whether the GPU has come to it, and runs ahead of it, at most to the end of the pass.
+            self._sent = [(kept, its) for kept, its in self._sent if not has_left(its)]
             self._sent.append((tensor, work))
         else:
             tensor = torch.empty(self._hidden.shape, dtype=self._hidden.dtype, device=self._hidden.device)

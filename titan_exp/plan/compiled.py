@@ -23,13 +23,27 @@ def by_inductor(experiment: Experiment) -> bool:
 
 
 @contextmanager
-def kernels_left_out(called: Callable[[tuple[Any, ...]], None]) -> Iterator[None]:
+def compiled_anew() -> Iterator[None]:
+    """For the time of the block, let nothing that was compiled before it be used, nor afterwards what was in it.
+
+    A device that has another name fails torch's checks of what was compiled for it.
+    """
+    torch._dynamo.reset()
+    try:
+        yield
+    finally:
+        torch._dynamo.reset()
+
+
+@contextmanager
+def kernels_left_out(called: Callable[[tuple[Any, ...]], None], device: torch.device) -> Iterator[None]:
     """For the time of the block, let inductor's code work on tensors without data.
 
     Nothing of it is kept, in memory or on disk.
 
     Args:
         called: told the arguments of each kernel that would run.
+        device: where its buffers are.
 
     Raises:
         UserError: inductor cannot make code of it for a CPU.
@@ -44,6 +58,9 @@ def kernels_left_out(called: Callable[[tuple[Any, ...]], None]) -> Iterator[None
     def kernel(*args: Any) -> None:
         called(args)
 
+    def empty(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
     settings: dict[str, Any] = {"compile_threads": 1, "fx_graph_cache": False}
     torch._dynamo.reset()
     with ExitStack() as stack:
@@ -53,7 +70,7 @@ def kernels_left_out(called: Callable[[tuple[Any, ...]], None]) -> Iterator[None
         stack.enter_context(patch.object(cpu_vec_isa, "valid_vec_isa_list", list))
         stack.enter_context(patch.object(cpp_builder, "is_gcc", lambda: True))
         stack.enter_context(patch.object(cpp_builder, "is_msvc_cl", lambda: False))
-        stack.enter_context(patch.object(guards, "_empty_strided_cpu", _empty))
+        stack.enter_context(patch.object(guards, "_empty_strided_cpu", empty))
         stack.enter_context(patch.object(guards, "_reinterpret_tensor", _reinterpreted))
         stack.enter_context(patch.object(AsyncCompile, "cpp_pybinding", lambda *_: kernel))
         try:
@@ -65,10 +82,6 @@ def kernels_left_out(called: Callable[[tuple[Any, ...]], None]) -> Iterator[None
             ) from error
         finally:
             torch._dynamo.reset()
-
-
-def _empty(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype)
 
 
 def _reinterpreted(tensor: Tensor, size: Any, stride: Any, offset: int) -> Tensor:

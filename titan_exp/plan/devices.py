@@ -34,6 +34,8 @@ class Device:
     """To its neighbours in a node, GB/s."""
     network_gbs: float = 50.0
     """To other nodes, GB/s: one 400 Gbit/s adapter for each device, as in the makers' reference systems."""
+    host_gbs: float = 64.0
+    """To and from the host's memory, GB/s: PCIe 5.0 x16, which the makers give as 128 GB/s both ways."""
     capability: tuple[int, int] | None = (9, 0)
     """CUDA's compute capability; None where it is no CUDA."""
     matmul_workspace: int = 32 * 2**20
@@ -66,8 +68,9 @@ class Device:
 
 
 DEVICES = {
-    # NVIDIA A100 80GB SXM data sheet: 312 bf16, 2,039 GB/s, NVLink 600 GB/s both ways. DGX A100 has 200 Gbit/s each.
-    "a100": Device("A100 80GB SXM", 80, 312.0, None, 2.039, 300, 25, (8, 0), 8320 * 2**10),
+    # NVIDIA A100 80GB SXM data sheet: 312 bf16, 2,039 GB/s, NVLink 600 GB/s and PCIe 4.0 64 GB/s, both ways. DGX A100
+    # has 200 Gbit/s each.
+    "a100": Device("A100 80GB SXM", 80, 312.0, None, 2.039, 300, 25, 32, (8, 0), 8320 * 2**10),
     # NVIDIA H100 data sheet (SXM) and Hopper white paper: 989.4 bf16, 1,978.9 fp8, 3.35 TB/s, NVLink 900 both ways.
     "h100": Device("H100 80GB SXM", 80, 989.4, 1978.9, 3.35, 450),
     # NVIDIA H200 data sheet (SXM): the H100's rates, 141 GB at 4.8 TB/s.

@@ -6,7 +6,7 @@ the story is told.
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -86,6 +86,14 @@ class Ledger:
     _standing: int = 0
     _made: int = 0
     _held: list[Storage] = field(default_factory=list)
+
+    def elsewhere(self, tensor: Tensor) -> bool:  # here there is one memory
+        """Whether a tensor lies in another memory than this ledger is of."""
+        return False
+
+    def copied(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> tuple[str, str, int] | None:
+        """Of a call that copies between memories: axis, which way, and bytes; None of all others."""
+        return None
 
     def see(self, tensor: Tensor, category: str | None = None) -> None:
         """Enter a tensor's storage unless it is there, as made for `category`, else for what is being made."""

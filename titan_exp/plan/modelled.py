@@ -2,13 +2,25 @@
 
 from collections.abc import Iterator
 
+from titan_exp.config.attention import HEAD_SIZES
 from titan_exp.config.errors import UserError, Violation
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import device_type
 from titan_exp.config.suggest import listed
+from titan_exp.plan.devices import Device
 
 BACKENDS = ("inductor", "aot_eager", "eager")
 """Backends of torch.compile whose code runs on tensors without data."""
+
+BLACKWELL = (10, 0)
+"""CUDA's compute capability from which on there are instructions for NVFP4."""
+
+WHY_NOT = {
+    "fa3": "what it takes is known to its own package alone",
+    "fa4": "what it takes is known to its own package alone",
+    "flex": "FlexAttention's kernels have no backward pass on a CPU, where everything is traced",
+}
+"""Of attention kernels that are not modelled, why."""
 
 
 def require_modelled(experiment: Experiment) -> None:
@@ -28,12 +40,6 @@ def require_modelled(experiment: Experiment) -> None:
 
 
 def _on_cuda(experiment: Experiment) -> Iterator[Violation]:
-    if experiment.quantization.recipe == "mxfp8":
-        reason = "where there are instructions for it, its casts are Triton kernels, which are not there without a GPU"
-        yield Violation("quantization.recipe", "mxfp8", reason, "quantization=none, or a float8 recipe")
-    if experiment.parallelism.cpu_offload:
-        reason = "everything is traced as one memory, and copies between the GPU's and the CPU's would be missed"
-        yield Violation("parallelism.cpu_offload", True, reason, "parallelism.cpu_offload=false bounds it from above")
     if experiment.parallelism.async_tp:
         reason = "symmetric memory lies outside torch's allocator, and its operators are only there with a GPU"
         yield Violation("parallelism.async_tp", True, reason, "parallelism.async_tp=false")
@@ -42,14 +48,43 @@ def _on_cuda(experiment: Experiment) -> Iterator[Violation]:
             "a graph keeps the memory of a pass for itself beside what is evaluated and updated, which is not modelled"
         )
         yield Violation("compile.cuda_graphs", True, reason, "compile.cuda_graphs=false plans the same run without")
-    kernel = "the efficient kernel, whose backward pass takes memory by the GPU's number of processors"
-    if experiment.model.attention_backend not in ("auto", "flash", "cudnn"):
+    backend = experiment.model.attention_backend
+    if backend in WHY_NOT:
+        yield Violation("model.attention_backend", backend, WHY_NOT[backend], "model.attention_backend=auto, or math")
+    if backend == "cudnn" and experiment.data.document_mask:
+        reason = "what cuDNN takes with a mask is not known, and data.document_mask is true"
+        yield Violation("model.attention_backend", backend, reason, "model.attention_backend=auto")
+
+
+def require_modelled_on(experiment: Experiment, device: Device) -> None:
+    """What the run does on this GPU is known, too.
+
+    Raises:
+        UserError: it is not.
+    """
+    found = list[Violation]()
+    if device.capability is None and attention_kernel(experiment) == "efficient":
+        reason = f"in fp32 or with a document mask it is the efficient kernel, which {device.name} has another of"
         backend = experiment.model.attention_backend
-        reason = f"what it takes on CUDA is not known{f': it is {kernel}' if backend == 'efficient' else ''}"
-        yield Violation("model.attention_backend", backend, reason, "model.attention_backend=flash")
-    if experiment.data.document_mask:
-        reason = f"attention with a document mask is {kernel}"
-        yield Violation("data.document_mask", True, reason, "data.document_mask=false plans the same run without")
-    if experiment.training.mixed_precision != "bf16":
-        reason = f"attention in fp32 is {kernel}"
-        yield Violation("training.mixed_precision", "fp32", reason, "training.mixed_precision=bf16")
+        found.append(Violation("model.attention_backend", backend, reason, "model.attention_backend=math"))
+    quantization = experiment.quantization
+    instructed = device.capability is not None and device.capability >= BLACKWELL and quantization.emulate is not True
+    if quantization.recipe == "nvfp4" and instructed:
+        reason = f"{device.name} has instructions for it, and its kernels are Triton's, which only run with a GPU"
+        remedy = "quantization=mxfp8; or quantization.emulate=true, which is another run, and a slow one"
+        found.append(Violation("quantization.recipe", "nvfp4", reason, remedy))
+    if found:
+        raise UserError("This run cannot be planned.", found)
+
+
+def attention_kernel(experiment: Experiment) -> str:
+    """The kernel that a plan for CUDA counts with: `flash` for cuDNN too, which keeps the same; `efficient`; `math`.
+
+    What `auto` is on CUDA is as `ops.attention.choose_backend` has it.
+    """
+    backend, model = experiment.model.attention_backend, experiment.model
+    if backend != "auto":
+        return "flash" if backend == "cudnn" else backend
+    fp32 = experiment.training.mixed_precision == "fp32"
+    takes = HEAD_SIZES["flash"].takes(model.head_dim)
+    return "efficient" if fp32 or experiment.data.document_mask or not takes else "flash"

@@ -69,6 +69,18 @@ def operations(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], out: 
     return 0
 
 
+def hidden_memory(operator: Any, args: Sequence[Any]) -> int:
+    """Bytes that a call made of several operators takes for a moment, of which only the whole is seen.
+
+    `_safe_softmax` looks up where scores are -inf, and whether a row is so throughout, and puts a zero there; so on
+    every device.
+    """
+    if operator is not _aten._safe_softmax.default:
+        return 0
+    scores = args[0]
+    return scores.numel() + scores.numel() // scores.shape[-1] + scores.element_size()
+
+
 def message(operator: Any, args: Sequence[Any], out: Any) -> tuple[str, str, int] | None:
     """Of a call that sends or receives: what it does, the name of its group, bytes; None for all other operators.
 
@@ -122,5 +134,7 @@ def _attention(args: Sequence[Any], matmuls: tuple[int, int, int]) -> int:
 _ATTENTION = {
     _aten._scaled_dot_product_flash_attention_for_cpu: (0, 2, 4),
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: (1, 5, 7),
+    _aten._scaled_dot_product_efficient_attention: (0, 2, 6),
+    _aten._scaled_dot_product_efficient_attention_backward: (1, 5, 11),
 }
 """Where the query is among the arguments, matmuls, and where it says that the mask is causal."""

@@ -10,11 +10,12 @@ from titan_exp.config.layout import device_type, node_size, nodes_needed, world_
 from titan_exp.plan.allocator import Reservations, reservations
 from titan_exp.plan.compiled import by_inductor
 from titan_exp.plan.devices import Device
-from titan_exp.plan.modelled import require_modelled
+from titan_exp.plan.host import GPU
+from titan_exp.plan.modelled import attention_kernel, require_modelled, require_modelled_on
 from titan_exp.plan.roofline import RankTime, rank_time, step_time
 from titan_exp.plan.stand_ins import cuda_instructions
 from titan_exp.plan.trace import Trace, trace_step
-from titan_exp.plan.world import PretendedRank, pretended_rank, ranks_of_pipeline
+from titan_exp.plan.world import DEVICE, PretendedRank, pretended_rank, ranks_of_pipeline
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,15 @@ class RankPlan:
     """Of its step; None where nothing is known of the device's speed."""
     reserved: Reservations | None = None
     """What torch's allocator takes from the device for it; None on a CPU, where it keeps nothing."""
+
+    @property
+    def sent(self) -> int:
+        """Bytes of hidden states that are sent in a step.
+
+        All of a pass are counted until it ends, since the host, which frees them, may be that far ahead of the GPU.
+        """
+        messages = self.trace.work.messages.items()
+        return sum(size for (axis, kind), size in messages if kind == "send" and "pp" in axis.split("="))
 
     @property
     def bytes(self) -> int:
@@ -66,6 +76,25 @@ class Plan:
     def checkpoint_bytes_per_node(self) -> float:
         """What a node writes of a checkpoint; each of its processes writes its shards."""
         return self.checkpoint_bytes / nodes_needed(self.experiment)
+
+    @property
+    def at_most(self) -> bool:
+        """Whether tensors take at most what is predicted, since a kernel's workspace is known from above alone."""
+        return device_type(self.experiment.cluster) == "cuda" and attention_kernel(self.experiment) == "efficient"
+
+    @property
+    def host_bytes_per_node(self) -> int | None:
+        """Of a node's memory, what the tensors of its ranks take at their peaks where parameters are offloaded.
+
+        Of the node with the most; None where nothing is offloaded, or some pipeline ranks were not looked at.
+        """
+        world, its = world_size(self.experiment), {rank.pipeline_rank: rank.trace.host for rank in self.ranks}
+        if len(its) < self.experiment.parallelism.pp or None in its.values():
+            return None
+        sizes = [host.peak.bytes for host in its.values() if host is not None]
+        node, copies = node_size(self.experiment.cluster, world), world // self.experiment.parallelism.pp
+        nodes = (range(first, min(first + node, world)) for first in range(0, world, node))
+        return max(sum(sizes[rank // copies] for rank in ranks) for ranks in nodes)
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -106,14 +135,17 @@ def predict(
     began = time.perf_counter()
     cuda = device_type(experiment.cluster) == "cuda"
     require_modelled(experiment)
+    if cuda and device is not None:
+        require_modelled_on(experiment, device)
     traced = on_cpu(experiment) if cuda else experiment
+    where = GPU if cuda and experiment.parallelism.cpu_offload else DEVICE
     node = node_size(experiment.cluster, world_size(experiment)) if cuda else world_size(experiment)
     plans, whole = [], 0.0
     parameters = held = state = 0
     for number, rank in enumerate(ranks_of_pipeline(traced)):
         if pipeline_ranks is not None and number not in pipeline_ranks:
             continue
-        with _instructions(device), pretended_rank(traced, rank) as it:
+        with _instructions(device), pretended_rank(traced, rank, where) as it:
             if look is not None:
                 look(number, it)
             trace = trace_step(
@@ -128,7 +160,8 @@ def predict(
         bf16 = experiment.training.mixed_precision == "bf16"
         seconds = None if device is None or (cuda and not bf16) else rank_time(trace, device, node)
         plans.append(RankPlan(number, trace, seconds, reservations(trace.before, trace.step) if cuda else None))
-        held, state = held + trace.kept["parameters"], state + trace.kept["optimizer"]
+        for kept in (trace.kept, {} if trace.host is None else trace.host.kept):
+            held, state = held + kept.get("parameters", 0), state + kept.get("optimizer", 0)
     bubble, step = step_time(experiment, [plan.time for plan in plans])
     # The optimizer's state is in the same proportion to the weights, whoever holds them.
     checkpoint = round(parameters * 4 * (1 + state / held))
@@ -141,5 +174,5 @@ def _instructions(device: Device | None) -> AbstractContextManager[None]:
 
 
 def on_cpu(experiment: Experiment) -> Experiment:
-    """The same run where torch has no CUDA: the one attention kernel that keeps what flash and cuDNN's keep."""
-    return replace(experiment, model=replace(experiment.model, attention_backend="flash"))
+    """The same run where torch has no CUDA: the CPU's flash kernel keeps what flash and cuDNN's keep."""
+    return replace(experiment, model=replace(experiment.model, attention_backend=attention_kernel(experiment)))

@@ -126,7 +126,9 @@ def rehearse(orders: Orders, placement: Sequence[int], rank: int, *, passes: int
         placement: pipeline rank of each stage.
         rank: of the pipeline.
         passes: how often micro-batches go through it in a step.
-        delivered: whether a message is known to have arrived as soon as it is sent.
+        delivered: whether a message is known to have arrived as soon as it is sent. On CUDA it is not: there the host
+            asks an event of the GPU (`WorkNCCL::isCompleted`), behind which it has put work of several micro-batches,
+            so that what is sent is held until the host knows, at the latest when it waits at the end of the pass.
     """
     tally = _Tally()
     stages: Any = [

@@ -1,6 +1,7 @@
 """A plan in print: a table of pipeline ranks and the lines below it, or JSON."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -9,15 +10,24 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from titan_exp.config.layout import device_type, gradient_accumulation, micro_batch_size, world_size
+from titan_exp.config.layout import (
+    device_type,
+    gradient_accumulation,
+    micro_batch_size,
+    pipeline_microbatches,
+    world_size,
+)
 from titan_exp.plan.allocator import STEPS, reservations
 from titan_exp.plan.compiled import by_inductor
+from titan_exp.plan.host import OnHost
 from titan_exp.plan.memory import CATEGORIES
 from titan_exp.plan.predict import Plan, RankPlan
 from titan_exp.plan.roofline import RankTime
+from titan_exp.quantization.instructions import LEAST
 
 GIB, MIB = 2**30, 2**20
 COMPILED = " Compiled parts hold what inductor has them hold on a CPU, which has not been compared with a GPU."
+AT_MOST = " Of attention's backward pass the kernel with the largest workspace is counted: tensors take at most that."
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 _SHORT = {
     "parameters": "params",
@@ -42,8 +52,10 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     )
     print_whole(console, _memory(plan))
     console.print(_verdict(plan, largest), highlight=False, soft_wrap=True)
+    for line in (*_sent(plan, largest), *_on_host(plan, largest)):
+        console.print(line, highlight=False, soft_wrap=True)
     print_whole(console, _messages(plan, largest))
-    for line in _speed(plan):
+    for line in (*_emulated(plan), *_speed(plan)):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(f"planned in {plan.planning_seconds:.1f} s", style="dim", highlight=False)
 
@@ -61,6 +73,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "device": None if plan.device is None else asdict(plan.device),
         "world_size": world_size(plan.experiment),
         "ranks": [_rank_json(rank) for rank in plan.ranks],
+        "at_most": plan.at_most,
         "bubble": plan.bubble,
         "step_seconds": plan.step_seconds,
         "tokens_per_second_per_device": plan.tokens_per_second,
@@ -69,6 +82,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "tokens": plan.tokens_per_step * plan.experiment.training.steps,
         "checkpoint_bytes": plan.checkpoint_bytes,
         "checkpoint_bytes_per_node": plan.checkpoint_bytes_per_node,
+        "host_bytes_per_node": plan.host_bytes_per_node,
         "planning_seconds": plan.planning_seconds,
     }
 
@@ -88,10 +102,20 @@ def _rank_json(rank: RankPlan) -> dict[str, Any]:
         "reserved": None if rank.reserved is None else asdict(rank.reserved),
         "allocator_bytes": rank.bytes - trace.peak.bytes,
         "gradient_bytes": trace.gradients,
+        "sent_bytes": rank.sent,
+        "host": None if trace.host is None else _host_json(trace.host),
         "flops": trace.work.flops,
         "operators": trace.work.operators,
         "messages": messages,
         "seconds": None if rank.time is None else asdict(rank.time),
+    }
+
+
+def _host_json(host: OnHost) -> dict[str, Any]:
+    return {
+        "peak_bytes": host.peak.bytes,
+        "peak_by_category": host.peak.by_category,
+        "update_bytes_moved": host.work.bytes_moved,
     }
 
 
@@ -131,8 +155,39 @@ def _verdict(plan: Plan, largest: RankPlan) -> str:
         f"{_gib(tensors)} GiB of tensors, for which torch's allocator reserves {_gib(segments)} of the device's "
         f"{_gib(room)} GiB ({segments / room:.0%}; {_gib(expandable)} with {EXPANDABLE}). The other "
         f"{_gib(room - segments)} must hold what is not predicted: CUDA's context and code, NCCL's buffers{unknown}."
-        f"{COMPILED if by_inductor(plan.experiment) else ''}"
+        f"{COMPILED if by_inductor(plan.experiment) else ''}{AT_MOST if plan.at_most else ''}"
     )
+
+
+def _sent(plan: Plan, largest: RankPlan) -> Iterator[str]:
+    """How far a pipeline on GPUs may stay below its peak."""
+    if largest.sent and device_type(plan.experiment.cluster) == "cuda":
+        passes = gradient_accumulation(plan.experiment) // pipeline_microbatches(plan.experiment)
+        yield (
+            f"Of these up to {_size(largest.sent / passes)} are hidden states that were sent: each is counted until "
+            "its pass ends, and is free earlier where the GPU keeps up with its host."
+        )
+
+
+def _on_host(plan: Plan, largest: RankPlan) -> Iterator[str]:
+    """What is offloaded, where something is."""
+    host, node = largest.trace.host, plan.host_bytes_per_node
+    if host is None:
+        return
+    parts = ", ".join(f"{name} {_size(size)}" for name, size in host.peak.by_category.items() if size >= MIB)
+    together = "" if node is None else f", {_size(node)} for the ranks of a node"
+    given = plan.experiment.cluster.memory_gb or 0
+    fits = "does not fit" if node is not None and given and node > given * GIB else "must hold the processes too"
+    room = f"; cluster.memory_gb={given} {fits}" if given else ""
+    yield (
+        f"On the host: {_size(host.peak.bytes)} of tensors{f' ({parts})' if parts else ''}{together}{room}. "
+        "Parameters and gradients lie in pinned memory, whose blocks are powers of two."
+    )
+    if plan.step_seconds is not None:
+        yield (
+            f"The host clips and updates, for which it reads {_metric(host.work.bytes_moved)}B for a rank while the "
+            "GPU waits; that is in no estimate below, since nothing is known of the host's speed."
+        )
 
 
 def _otherwise(largest: RankPlan, expandable: int, room: float) -> str:
@@ -159,6 +214,19 @@ def _messages(plan: Plan, largest: RankPlan) -> Table:
     for (axis, kind), size in sorted(work.messages.items(), key=lambda item: -item[1]):
         table.add_row(axis, kind, str(work.calls[axis, kind]), f"{size / MIB:,.2f}")
     return table
+
+
+def _emulated(plan: Plan) -> Iterator[str]:
+    """Whether a recipe runs by plain operators, where it would not have to on another GPU."""
+    config, device = plan.experiment.quantization, plan.device
+    if device_type(plan.experiment.cluster) == "cpu" or config.recipe == "none" or device is None:
+        return
+    least = LEAST[config.recipe]
+    if device.capability is None or device.capability < least:
+        yield (
+            f"{config.recipe} is emulated, as the trainer does it on {device.name}: the instructions are those of CUDA "
+            f"capability {least[0]}.{least[1]}."
+        )
 
 
 def _speed(plan: Plan) -> list[str]:
@@ -197,6 +265,10 @@ def _metric(number: float) -> str:
     """Three digits and a prefix: `8.77 M`."""
     power = max(0, min(5, int(math.log10(max(number, 1)) // 3)))
     return f"{number / 1000**power:.3g} {' kMGTP'[power].strip()}"
+
+
+def _size(size: float) -> str:
+    return f"{size / GIB:.2f} GiB" if size >= GIB / 100 else f"{size / MIB:.2f} MiB"
 
 
 def _gib(size: float) -> str:

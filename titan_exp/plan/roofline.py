@@ -1,6 +1,7 @@
 """How long a traced step takes: each kind of work at the rate that bounds it, sharding's messages behind compute.
 
-Kernels that wait for the host, slow ranks and crowded networks are not in it: runs are slower, rarely faster.
+Kernels that wait for the host, what the host computes itself where parameters are offloaded, slow ranks and crowded
+networks are not in it: runs are slower, rarely faster.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from titan_exp.config.pipeline import stage_layers
 from titan_exp.config.timeline import timeline
 from titan_exp.parallel.orders import training_orders
 from titan_exp.plan.devices import Device
+from titan_exp.plan.host import AXIS, WAITED_FOR
 from titan_exp.plan.watch import Work
 
 BEHIND_COMPUTE = ("fsdp", "dp_replicate")
@@ -30,7 +32,8 @@ class RankTime:
     exposed: float
     """Messages that compute waits for: tensor, context and pipeline parallelism's."""
     behind: float
-    """Messages of sharding and replication, which travel behind compute."""
+    """Messages of sharding and replication, and what is copied from and to the host for them: all behind compute, one
+    after the other."""
     operators: float = 0.0
     """What operators take by their number, whatever they do."""
 
@@ -64,6 +67,10 @@ def rank_time(trace: Traced, device: Device, node: int) -> RankTime:
     """
     work, exposed, behind = trace.work, 0.0, 0.0
     for (axis, kind), size in work.messages.items():
+        if axis == AXIS:
+            seconds = size / (device.host_gbs * 1e9 * device.link_share)
+            exposed, behind = (exposed + seconds, behind) if kind == WAITED_FOR else (exposed, behind + seconds)
+            continue
         seconds = _message_seconds(kind, size, trace.axes.get(axis, [0]), device, node)
         # An axis that shares all its ranks with others is theirs too: "dp_shard=fsdp".
         if set(axis.split("=")) & set(BEHIND_COMPUTE):

@@ -84,7 +84,7 @@ def search_command(cfg: Any, options: SearchOptions, typed: Sequence[str]) -> in
     from titan_exp.config.convert import to_experiment
     from titan_exp.plan.candidates import candidates, fixed_keys
     from titan_exp.plan.command import device_for
-    from titan_exp.plan.modelled import require_modelled
+    from titan_exp.plan.modelled import require_modelled, require_modelled_on
 
     experiment = to_experiment(cfg)
     if device_type(experiment.cluster) == "cpu":
@@ -97,6 +97,12 @@ def search_command(cfg: Any, options: SearchOptions, typed: Sequence[str]) -> in
     gpus = options.gpus or offered_devices(experiment.cluster)
     # What no layout changes is told before any is looked at.
     require_modelled(experiment)
+    require_modelled_on(experiment, device)
+    if experiment.training.mixed_precision == "fp32":
+        raise UserError(
+            "plan search: layouts are ranked by speed, and of GPUs in fp32 none is known "
+            "(training.mixed_precision=fp32). titan-exp plan says what a layout of it takes."
+        )
     _require_shortcut(experiment)
     found = candidates(experiment, gpus, fixed_keys(typed))
 

@@ -4,8 +4,9 @@ Each takes the place of a call of torch's while a step is traced for CUDA, and m
 kernel makes; values are never computed. Compared with real GPUs elsewhere, one kernel at a time.
 """
 
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +16,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from titan_exp.config.errors import UserError, Violation
+from titan_exp.parallel import pipeline
+from titan_exp.plan.efficient_attention import passing
+from titan_exp.plan.host import GPU
 from titan_exp.quantization import instructions
 
 FLASH_ROWS, FLASH_WIDTH = 128, 32
@@ -24,12 +28,19 @@ _PLAIN_RMS_NORM = F.rms_norm
 
 
 @contextmanager
-def cuda_calls() -> Iterator[None]:
-    """For the time of the block, let calls that CUDA answers by a kernel of its own be answered by its sizes."""
+def cuda_calls(*, beside: bool = False) -> Iterator[None]:
+    """For the time of the block, let calls that CUDA answers by a kernel of its own be answered by its sizes.
+
+    Args:
+        beside: whether there are tensors of the host's memory too, besides those of the GPU's.
+    """
     with (
+        _mxfp8_casts(),
+        # Else the answer of a pretended process group, which is no in torch 2.13 and yes in 2.15.
+        patch.object(pipeline, "has_left", lambda _: False),
         patch.object(F, "rms_norm", _rms_norm),
         # Code that asks has a kernel in mind that only CUDA has.
-        patch.object(FakeTensor, "is_cuda", property(lambda _: True), create=True),
+        patch.object(FakeTensor, "is_cuda", property(lambda it: not beside or it.device == GPU), create=True),
     ):
         yield
 
@@ -67,7 +78,26 @@ def workspace(operator: Any, args: tuple[Any, ...]) -> int:
         sums = batch * heads * rows * (wide + 1) * 4
         shared = 0 if key.shape[1] == heads else 2 * batch * heads * key.shape[2] * width * query.element_size()
         return sums + shared
-    return 0
+    return passing(operator, args)
+
+
+def _mxfp8_casts() -> AbstractContextManager[Any]:
+    """Stands in for torchao's cast kernel, which needs Triton; all else of its products is its own code."""
+    module = sys.modules.get("torchao.prototype.mx_formats.mx_tensor")
+    return nullcontext() if module is None else patch.object(module, "triton_to_mxfp8_dim0", _to_mxfp8)
+
+
+def _to_mxfp8(x: Tensor, inner_block_size: int = 32, scaling_mode: str = "rceil") -> tuple[Tensor, Tensor]:
+    """Numbers and scales, one for every block of a row, as torchao's kernel lays them down."""
+    assert x.is_contiguous(), "as the kernel asks"
+    assert x.dtype == torch.bfloat16, "as the kernel asks"
+    assert scaling_mode in ("floor", "rceil"), "as the kernel asks"
+    rows = x.reshape(-1, x.shape[-1])
+    assert rows.shape[1] % inner_block_size == 0, "blocks are whole"
+    numbers = rows.to(torch.float8_e4m3fn)
+    scales = torch.empty(rows.shape[0], rows.shape[1] // inner_block_size, dtype=torch.uint8, device=x.device)
+    blocks = (*x.shape[:-1], scales.shape[-1])
+    return numbers.reshape(x.shape), scales.reshape(blocks).view(torch.float8_e8m0fnu)
 
 
 def _rms_norm(x: Tensor, shape: Any, weight: Tensor | None = None, eps: float | None = None) -> Tensor:

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 import torch
 
 from titan_exp.plan.allocator import GRANULE, Event
-from titan_exp.plan.compiled import kernels_left_out
+from titan_exp.plan.compiled import compiled_anew, kernels_left_out
+from titan_exp.plan.efficient_attention import efficient_kernel, is_asked_for
+from titan_exp.plan.host import GPU, OnHost, TwoMemories
 from titan_exp.plan.memory import Ledger, Moment
 from titan_exp.plan.phases import phases_told
 from titan_exp.plan.stand_ins import cuda_calls, workspace
@@ -37,6 +39,8 @@ class Trace:
     """Births and deaths of storages from the build to the step."""
     step: list[Event]
     """Those of the step."""
+    host: OnHost | None = None
+    """What is on the host instead, where parameters are offloaded to it."""
 
 
 def trace_step(
@@ -63,7 +67,8 @@ def trace_step(
     Raises:
         UserError: the step calls an operator that the planner does not know.
     """
-    ledger = Ledger() if tape is None else tape
+    host = TwoMemories() if parts.mesh.device == GPU else None
+    ledger = host or (Ledger() if tape is None else tape)
     ledger.granularity = GRANULE if cuda else 1
     if cuda:
         ledger.stream = _Streams()
@@ -71,14 +76,16 @@ def trace_step(
         _garbage_stays(),
         phases_told(ledger, parts.model.parts, parts.optimizer) as phases,
         Watch(ledger, parts.mesh, workspace if cuda else None, matmul_workspace) as watch,
-        cuda_calls() if cuda else nullcontext(),
-        kernels_left_out(watch.kernel) if inductor else nullcontext(),
+        cuda_calls(beside=host is not None) if cuda else nullcontext(),
+        efficient_kernel() if cuda and is_asked_for(parts.model.parts) else nullcontext(),
+        compiled_anew() if host is not None else nullcontext(),
+        kernels_left_out(watch.kernel, parts.mesh.device) if inductor else nullcontext(),
     ):
         if tape is not None:
             tape.follow(watch)
         (first_step or step)()
         ledger.begin()
-        watch.work = Work()
+        watch.work, watch.work_elsewhere = Work(), Work()
         step()
         if tape is not None:
             tape.cut("after the step")
@@ -91,6 +98,7 @@ def trace_step(
             ledger.timeline(),
             ledger.events[: ledger.begun],
             ledger.events[ledger.begun :],
+            None if host is None else OnHost(host.host.peak(), host.host.tensors(), watch.work_elsewhere),
         )
 
 

@@ -25,7 +25,15 @@ from torch.utils._pytree import tree_leaves
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.process_group import group_named
 from titan_exp.plan.memory import Ledger
-from titan_exp.plan.operators import GROUPED, MATMULS, SCALED_MATMULS, message, operations, refusal
+from titan_exp.plan.operators import (
+    GROUPED,
+    MATMULS,
+    SCALED_MATMULS,
+    hidden_memory,
+    message,
+    operations,
+    refusal,
+)
 
 
 @dataclass
@@ -66,6 +74,8 @@ class Watch(TorchDispatchMode):
         super().__init__()
         self._matmul_workspace, self._threads = matmul_workspace, set[bool]()
         self.ledger, self.work, self._workspace = ledger, Work(), workspace
+        self.work_elsewhere = Work()
+        """Of operators that neither take nor make anything of the memory that the ledger is of."""
         self._axes, self._paused = axes_by_group(mesh), 0
         self._owners: tuple[int, ...] | None = None
         self._stack, self._depth = ExitStack(), 0
@@ -115,7 +125,8 @@ class Watch(TorchDispatchMode):
         except (UnsupportedOperatorException, DynamicOutputShapeException) as error:
             raise refusal(str(func)) from error
         self._note(func, args, kwargs, out)
-        if self._workspace is not None and (size := self._workspace(func, args)):
+        size = hidden_memory(func, args) + (0 if self._workspace is None else self._workspace(func, args))
+        if size:
             self.ledger.pressure(size, self.ledger.category)
         return out
 
@@ -127,12 +138,22 @@ class Watch(TorchDispatchMode):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         before = {tensor.untyped_storage()._cdata for tensor in given}
+        copied = self.ledger.copied(given, made)
+        its = [*given, *made]
+        work = self.work_elsewhere if its and all(self.ledger.elsewhere(tensor) for tensor in its) else self.work
         new = False
         for tensor in made:
             alias = tensor.untyped_storage()._cdata in before
             new = new or not alias
             # What Python makes of a number is a constant, not part of what is being computed.
-            self.ledger.see(tensor, "other" if alias or func is torch.ops.aten.lift_fresh.default else None)
+            category = "other" if alias or func is torch.ops.aten.lift_fresh.default else None
+            # What is offloaded is asked back as gradients alone.
+            back = copied is not None and self.ledger.elsewhere(tensor) and not alias
+            self.ledger.see(tensor, "gradients" if back else category)
+        if copied is not None:
+            axis, kind, size = copied
+            self.work.messages[axis, kind] += size
+            self.work.calls[axis, kind] += 1
         sent = message(func, args, out)
         if sent is not None:
             kind, group, size = sent
@@ -149,11 +170,11 @@ class Watch(TorchDispatchMode):
             if thread not in self._threads:
                 self._threads.add(thread)
                 self.ledger.hold(self._matmul_workspace, "workspaces")
-        self.work.operators += 1
-        self.work.flops += flops
-        self.work.fp8_flops += flops if str(func._overloadpacket) in SCALED_MATMULS else 0
-        if not flops and not sent and not func.is_view and (new or func._schema.is_mutable):
-            self.work.bytes_moved += sum(tensor.numel() * tensor.element_size() for tensor in (*given, *made))
+        work.operators += 1
+        work.flops += flops
+        work.fp8_flops += flops if str(func._overloadpacket) in SCALED_MATMULS else 0
+        if not flops and not sent and not copied and not func.is_view and (new or func._schema.is_mutable):
+            work.bytes_moved += sum(tensor.numel() * tensor.element_size() for tensor in (*given, *made))
 
     def _is_buffer(self, kind: str, tensor: Tensor) -> bool:
         return kind in ("receive", "all-gather", "reduce-scatter") and self.ledger.know(tensor)

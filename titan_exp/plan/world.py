@@ -6,7 +6,7 @@ trainer's own `assemble` and `train_step`.
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import gradient_accumulation, micro_batch_size, world_size
 from titan_exp.data.batch import Batch
+from titan_exp.plan.host import GPU, gpu_beside_host
 from titan_exp.trainer.assemble import Assembly, assemble
 from titan_exp.trainer.step import train_step
 
@@ -63,12 +64,13 @@ class PretendedRank:
 
 
 @contextmanager
-def pretended_rank(experiment: Experiment, rank: int) -> Iterator[PretendedRank]:
+def pretended_rank(experiment: Experiment, rank: int, device: torch.device = DEVICE) -> Iterator[PretendedRank]:
     """Be a rank of an experiment's layout for the time of the block, its model built, before its first step.
 
     Args:
         experiment: the run, its layout resolved.
         rank: which rank of `world_size(experiment)`.
+        device: where it computes; `plan.host.GPU` where parameters lie in another memory.
 
     Raises:
         UserError: as the trainer's build.
@@ -77,8 +79,8 @@ def pretended_rank(experiment: Experiment, rank: int) -> Iterator[PretendedRank]
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size(experiment))
     try:
         mode = _mode()
-        with _meshes_answer():
-            parts = assemble(experiment, DEVICE, pretending=mode)
+        with _meshes_answer(), gpu_beside_host() if device == GPU else nullcontext():
+            parts = assemble(experiment, device, pretending=mode)
             with mode:
                 yield PretendedRank(experiment, parts, pretended_batches(experiment))
     finally:

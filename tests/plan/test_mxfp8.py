@@ -1,0 +1,89 @@
+"""MXFP8 planned for GPUs that have its instructions, and for those that have not."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from titan_exp.config.compose import compose
+from titan_exp.config.convert import to_experiment
+from titan_exp.config.errors import UserError
+from titan_exp.config.layout import offered_devices, resolve_layout
+from titan_exp.config.rules import check
+from titan_exp.plan.devices import device_named
+from titan_exp.plan.predict import Plan, predict
+from titan_exp.plan.report import print_plan
+from titan_exp.plan.stand_ins import cuda_calls
+
+SMALL = ["model=llama_debug", "cluster=slurm_h100", "training.mixed_precision=bf16", "training.global_batch_size=1"]
+RECIPE = ["quantization=mxfp8", "quantization.smallest_gemm=0"]
+SEQ = 96
+
+
+def planned(device: str, *words: str) -> Plan:
+    experiment = to_experiment(compose([*SMALL, f"training.seq_len={SEQ}", "parallelism.dp_shard=1", *words]))
+    return predict(resolve_layout(check(experiment), offered_devices(experiment.cluster)), device_named(device))
+
+
+@pytest.mark.parametrize("shape", [(96, 64), (2, 128, 320), (32, 32)])
+def test_the_stand_in_makes_what_torchao_makes(shape: tuple[int, ...]):
+    """Its own function by plain operators makes the numbers and scales that its kernel makes."""
+    from titan_exp.quantization.engine import (
+        KernelPreference,
+        MXFP8Dim0CastKernelChoice,
+        MXTensor,
+        ScaleCalculationMode,
+    )
+
+    def cast(x: torch.Tensor, by: MXFP8Dim0CastKernelChoice) -> list[tuple[object, ...]]:
+        its = MXTensor.to_mx(
+            x,
+            torch.float8_e4m3fn,
+            32,
+            ScaleCalculationMode.RCEIL,
+            KernelPreference.AUTO,
+            mxfp8_dim0_cast_kernel_choice=by,
+        )
+        parts: Any = its
+        return [(part.shape, part.stride(), part.dtype) for part in (parts.qdata, parts.scale)]
+
+    real = cast(torch.randn(shape, dtype=torch.bfloat16), MXFP8Dim0CastKernelChoice.TORCH)
+    with FakeTensorMode(), cuda_calls():
+        assert cast(torch.empty(shape, dtype=torch.bfloat16), MXFP8Dim0CastKernelChoice.TRITON) == real
+
+
+def test_scales_are_laid_out_in_blocks_of_128_rows():
+    """The matmul wants them so, and torchao fills them up: 96 rows are 128, and 64 columns' two scales are four."""
+    with_it, without = (
+        Counter(event.size for event in planned("b200", *words).ranks[0].trace.step if event.size)
+        for words in (RECIPE, ["quantization=none"])
+    )
+    experiment = planned("b200", *RECIPE).experiment
+    # Of x and gradients, each once by row in every linear layer: they have 96 rows, and few enough columns.
+    assert experiment.model.dim == 64
+    numbers = SEQ * experiment.model.dim
+    assert with_it[128 * 4] > without[128 * 4]
+    assert with_it[numbers] > without[numbers]
+
+
+def test_every_product_is_there_and_reads_bytes_for_halves():
+    instructed, emulated, plain = planned("b200", *RECIPE), planned("h100", *RECIPE), planned("b200")
+    works = [plan.ranks[0].trace.work for plan in (instructed, emulated, plain)]
+    assert len({work.flops for work in works}) == 1
+    assert works[2].bytes_moved < works[0].bytes_moved < works[1].bytes_moved
+
+
+def test_where_there_are_no_instructions_it_is_emulated(capsys: pytest.CaptureFixture[str]):
+    print_plan(planned("h100", *RECIPE))
+    assert "mxfp8 is emulated, as the trainer does it on H100" in capsys.readouterr().out
+    print_plan(planned("b200", *RECIPE))
+    assert "emulated" not in capsys.readouterr().out
+
+
+def test_nvfp4s_kernels_are_refused_where_they_would_run():
+    wide = ["quantization=nvfp4", "quantization.smallest_gemm=0", "model.dim=128", "model.ffn_dim=256"]
+    with pytest.raises(UserError, match="quantization=mxfp8"):
+        planned("b200", *wide, "training.seq_len=128")
+    assert planned("h100", *wide, "training.seq_len=128").ranks

@@ -1,0 +1,206 @@
+"""Offloaded parameters on CUDA: what lies in the GPU's memory, what in the host's, and what is copied between."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from titan_exp.config.compose import compose
+from titan_exp.config.convert import to_experiment
+from titan_exp.config.layout import offered_devices, resolve_layout
+from titan_exp.config.rules import check
+from titan_exp.plan.devices import device_named
+from titan_exp.plan.predict import Plan, predict
+from titan_exp.plan.report import as_json, print_plan
+from titan_exp.plan.trace import Trace
+from titan_exp.plan.watch import Work
+
+SMALL = [
+    "model=llama_debug",
+    "cluster=slurm_h100",
+    "training.seq_len=128",
+    "training.mixed_precision=bf16",
+    "training.global_batch_size=8",
+]
+OFFLOADED = "parallelism.cpu_offload=true"
+SHARDS, GRANULE = 2, 512
+
+
+def planned(*words: str) -> Plan:
+    experiment = to_experiment(compose([*SMALL, *words]))
+    return predict(resolve_layout(check(experiment), offered_devices(experiment.cluster)), device_named("h100"))
+
+
+def traced(*words: str) -> Trace:
+    return planned(*words).ranks[0].trace
+
+
+def block_shards() -> list[int]:
+    """Numbers that each parameter of a block has on one rank, in their order, by hand from the model's sizes."""
+    model = to_experiment(compose(SMALL)).model
+    heads, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    whole = [
+        model.dim,
+        (heads + 2 * keys) * model.dim,
+        heads * model.dim,
+        model.dim,
+        2 * model.ffn_dim * model.dim,
+        model.ffn_dim * model.dim,
+    ]
+    return [numbers // SHARDS for numbers in whole]
+
+
+def all_shards() -> list[int]:
+    model = to_experiment(compose(SMALL)).model
+    ends = [model.vocab_size * model.dim, model.dim, model.vocab_size * model.dim]
+    return [*block_shards() * model.layers, *(numbers // SHARDS for numbers in ends)]
+
+
+def power_of_two(size: int) -> int:
+    found = 1
+    while found < size:
+        found *= 2
+    return found
+
+
+def blocks(size: int) -> int:
+    return -(-size // GRANULE) * GRANULE
+
+
+def stream_of_copies(trace: Trace) -> int:
+    size = blocks(4 * block_shards()[-1])
+    return next(event.stream for event in trace.step if event.size == size and event.stream != 0)
+
+
+@pytest.fixture(scope="module")
+def offloaded() -> Trace:
+    return traced(OFFLOADED, f"parallelism.dp_shard={SHARDS}")
+
+
+def test_the_state_is_on_the_host(offloaded: Trace):
+    host, shards = offloaded.host, all_shards()
+    assert host is not None
+    assert offloaded.kept["parameters"] == offloaded.kept["optimizer"] == 0
+    # Two moments, and how many steps were made, of each.
+    assert host.kept["parameters"] == 4 * sum(shards)
+    assert host.kept["optimizer"] == 8 * sum(shards) + 4 * len(shards)
+    assert offloaded.gradients == host.peak.by_category["gradients"]
+    # Pinned blocks are powers of two; the optimizer's state is not pinned.
+    pinned = sum(power_of_two(4 * numbers) for numbers in shards)
+    assert host.peak.by_category["parameters"] == host.peak.by_category["gradients"] == pinned
+    assert host.peak.by_category["optimizer"] >= host.kept["optimizer"]
+
+
+def test_what_is_copied_is_counted(offloaded: Trace):
+    shards, layers = all_shards(), to_experiment(compose(SMALL)).model.layers
+    # Of a step, every parameter is gathered once, and those of all blocks but the last again to go back.
+    gathered = 4 * sum(shards) + 4 * sum(block_shards()) * (layers - 1)
+    assert offloaded.work.messages["host", "to the GPU"] == gathered
+    assert offloaded.work.messages["host", "to the host"] == 4 * sum(shards)
+    # Tokens and labels.
+    assert offloaded.work.messages["host", "to the GPU, waited for"] == 2 * 4 * 128 * 8
+
+
+def test_each_copy_lies_on_the_gpu_until_it_is_cast(offloaded: Trace):
+    """`FSDPParam.all_gather_inputs` copies a parameter in fp32, casts it, and lets the copy go before the next."""
+    shards, births = block_shards(), {event.storage: event for event in offloaded.step if event.size}
+    expected = []
+    for numbers in shards:
+        expected += [blocks(4 * numbers), blocks(2 * numbers), -blocks(4 * numbers)]
+    expected.append(blocks(2 * SHARDS * sum(shards)))
+    copy_in = stream_of_copies(offloaded)
+    story = []
+    for event in offloaded.step:
+        born = births.get(event.storage)
+        if born is not None and born.stream == copy_in:
+            story.append(event.size or -born.size)
+    found = [place for place in range(len(story)) if story[place : place + len(expected)] == expected]
+    layers = to_experiment(compose(SMALL)).model.layers
+    assert len(found) == 2 * layers - 1
+
+
+def test_gradients_leave_the_gpu_as_they_come(offloaded: Trace):
+    """`foreach_reduce` keeps no reference to what it has reduced, since the stream's next use comes after the copy."""
+    births = {event.storage: event for event in offloaded.step if event.size}
+    reduced = blocks(4 * sum(block_shards()))
+    others = (0, stream_of_copies(offloaded))
+    alive = most = times = 0
+    for event in offloaded.step:
+        born = births.get(event.storage)
+        if born is None or born.size != reduced or born.stream in others:
+            continue
+        alive += 1 if event.size else -1
+        most, times = max(most, alive), times + bool(event.size)
+    assert (most, alive, times) == (1, 0, to_experiment(compose(SMALL)).model.layers)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "parallelism.dp_shard=1",
+        "parallelism=hsdp",
+        pytest.param("parallelism=ddp", marks=pytest.mark.night),
+        "parallelism.tp=2 parallelism.dp_shard=2",
+        pytest.param("parallelism.dp_shard=2 optimizer.state_precision=bf16", marks=pytest.mark.night),
+    ],
+)
+def test_offloading_saves_the_state_and_nothing_else(layout: str):
+    here, there = traced(*layout.split()), traced(*layout.split(), OFFLOADED)
+    state = sum(here.kept[name] for name in ("parameters", "optimizer"))
+    assert state > 0
+    # Batches wait on the host too.
+    batch = here.peak.by_category["other"] - there.peak.by_category["other"]
+    assert here.peak.where == there.peak.where == "forward, head and loss"
+    assert here.peak.bytes - there.peak.bytes == state + batch
+    assert 0 <= batch <= 2 * 4096 * 8
+    sent = {key: size for key, size in there.work.messages.items() if key[0] != "host"}
+    assert sent == here.work.messages
+    assert there.work.flops == here.work.flops
+
+
+@pytest.mark.night
+@pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
+def test_compiled_code_finds_the_gpu_under_its_other_name(backend: str):
+    words = [*SMALL, "parallelism.dp_shard=2", "compile=blocks", f"compile.backend={backend}"]
+    here, there = (as_typed(*words, it) for it in ("parallelism.cpu_offload=false", OFFLOADED))
+    state = sum(here["peak_by_category"][name] for name in ("parameters", "optimizer"))
+    batch = here["peak_by_category"]["other"] - there["peak_by_category"]["other"]
+    assert here["peak_allocated_bytes"] - there["peak_allocated_bytes"] == state + batch > 0
+
+
+def as_typed(*words: str) -> dict[str, Any]:
+    """Of one rank, planned in a process of its own: what checks types in tests cannot be compiled."""
+    command = [sys.executable, "-m", "titan_exp", "plan", *words, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    return json.loads(done.stdout)["ranks"][0]
+
+
+def test_the_pipelines_ranks_share_a_nodes_memory():
+    plan = planned(OFFLOADED, "parallelism.pp=2", "parallelism.dp_shard=8", "parallelism.pp_microbatches=1")
+    first, second = (rank.trace.host for rank in plan.ranks)
+    assert first is not None
+    assert second is not None
+    # A node of eight has all ranks of one stage.
+    assert plan.host_bytes_per_node == 8 * max(first.peak.bytes, second.peak.bytes)
+    assert as_json(plan)["ranks"][1]["host"]["peak_bytes"] == second.peak.bytes
+
+
+def test_copies_take_time_and_the_hosts_own_work_does_not(capsys: pytest.CaptureFixture[str]):
+    plan, before = (planned("parallelism.dp_shard=2", word) for word in (OFFLOADED, "parallelism.cpu_offload=false"))
+    (rank,), (its,) = plan.ranks, before.ranks
+    assert rank.time is not None
+    assert its.time is not None
+    copied = sum(rank.trace.work.messages["host", way] for way in ("to the GPU", "to the host"))
+    assert rank.time.behind - its.time.behind == pytest.approx(copied / (64e9 * 0.75))
+    # A lone rank gathers nothing, and waits for its parameters.
+    alone = planned("parallelism.dp_shard=1", OFFLOADED).ranks[0]
+    assert alone.time is not None
+    assert alone.time.exposed > 0
+    assert isinstance(rank.trace.host and rank.trace.host.work, Work)
+    assert rank.trace.work.bytes_moved < its.trace.work.bytes_moved
+    print_plan(plan)
+    said = capsys.readouterr().out
+    assert "On the host: " in said
+    assert "that is in no estimate below" in said

@@ -149,7 +149,7 @@ def _sorted(
             prologue.append(pieces[place])
         place = end
     message = added([piece.work for piece in between])
-    each = Work(0, message.bytes_moved // rehearsal.sent)
+    each = Work(bytes_moved=message.bytes_moved // rehearsal.sent)
     for key, size in message.messages.items():
         each.messages[key], each.calls[key] = size // rehearsal.sent, message.calls[key] // rehearsal.sent
     return StageSample(

@@ -36,7 +36,7 @@ from titan_exp.plan.operators import (
 )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Work:
     """What a part of a step computes and sends."""
 

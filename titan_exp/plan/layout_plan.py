@@ -16,7 +16,6 @@ from titan_exp.plan.devices import Device
 from titan_exp.plan.rehearsal import Rehearsal, rehearse, timed_once
 from titan_exp.plan.roofline import rank_time
 from titan_exp.plan.shortcut import Parts, extended
-from titan_exp.plan.tape import added
 from titan_exp.plan.watch import Work
 
 
@@ -45,26 +44,6 @@ class LayoutPlan:
 
 
 @dataclass(frozen=True)
-class BlockCost:
-    """What a block takes whatever the rest of a layout is."""
-
-    flops: float
-    """Operations for a token, forward and backward, on all ranks that share it."""
-    rate: float
-    """Operations a second that large matmuls reach."""
-    exposed: float
-    """Seconds for a token in which tensor-parallel messages are waited for."""
-    context: float
-    """Seconds for a token of a rank in which context-parallel ones are; 0 where they are not booked by themselves."""
-    kept: int
-    """Bytes of parameters and the optimizer's state."""
-    gathered: int
-    """Bytes that stay from the first micro-batch of a pipeline on: gathered parameters and their gradients."""
-    shards: int
-    """Into how many `kept` is divided here."""
-
-
-@dataclass(frozen=True)
 class Traced:
     """Work of a rank, as the roofline reads it."""
 
@@ -74,7 +53,7 @@ class Traced:
     """Ranks of its group along every axis that it sends messages on."""
 
 
-def plan_layout(experiment: Experiment, sampled: Experiment, parts: Parts, device: Device, bubble: float) -> LayoutPlan:
+def plan_layout(experiment: Experiment, sampled: Experiment, parts: Parts, device: Device) -> LayoutPlan:
     """What a layout takes.
 
     Args:
@@ -82,8 +61,8 @@ def plan_layout(experiment: Experiment, sampled: Experiment, parts: Parts, devic
         sampled: the one that the parts were traced for.
         parts: its profile.
         device: what it runs on.
-        bubble: of its pipeline.
     """
+    bubble = bubble_of(experiment)
     node, seconds, most = node_size(experiment.cluster, world_size(experiment)), 0.0, (-1, 0, "")
     for rank in ranks_that_matter(experiment.parallelism.pp):
         step = extended(experiment, rank, parts, _rehearsal(experiment, rank, parts))
@@ -101,47 +80,6 @@ def ranks_that_matter(degree: int) -> list[int]:
     Those in between hold fewer micro-batches than the second, and no more layers.
     """
     return sorted({0, min(1, degree - 1), degree - 1})
-
-
-def block_cost(sampled: Experiment, parts: Parts, device: Device) -> BlockCost:
-    """What a block takes, from a profile."""
-    parallelism, rate = sampled.parallelism, device.bf16_tflops * 1e12 * device.matmul_share
-    micro_batch = sampled.training.micro_batch_size or 1
-    tokens = micro_batch * sampled.training.seq_len / parallelism.cp
-    gathered = 0
-    if parts.stage_tails is not None:
-        sample = next(iter(parts.stages.values()))[0]
-        windows = [sample.windows["middle", kind, False].blocks for kind in "FB"]
-        pieces = [blocks[len(blocks) // 2] for blocks in windows]
-        kept = int(parts.stage_tails.block.kept.sum())
-        for kind, later in zip("FB", pieces, strict=True):
-            blocks = sample.windows["middle", kind, True].blocks
-            gathered += int((blocks[len(blocks) // 2].net - later.net).sum())
-    else:
-        assert parts.whole_tails is not None, "one of them is there"
-        passes = parts.whole[0].micro_batches[0]
-        pieces = [passes.forward[2], passes.backward[2]]
-        kept = int((parts.whole_tails[1].kept - parts.whole_tails[0].kept).sum())
-    work = added([piece.work for piece in pieces])
-    node = node_size(sampled.cluster, world_size(sampled))
-
-    def waited(*names: str) -> float:
-        """Seconds of the messages along axes of these names."""
-        only = Work()
-        for (axis, kind), size in work.messages.items():
-            if axis in names:
-                only.messages[axis, kind] = size
-        return rank_time(Traced(only, axes_of(sampled, 0, only)), device, node).exposed / tokens
-
-    return BlockCost(
-        flops=work.flops * parallelism.tp / tokens,
-        rate=rate,
-        exposed=waited("tp"),
-        context=waited("cp_across", "cp_within"),
-        kept=kept,
-        gathered=max(0, gathered),
-        shards=_shards(sampled),
-    )
 
 
 def bubble_of(experiment: Experiment) -> float:

@@ -1,13 +1,13 @@
 """What a layout takes, from profiles that were traced for it or for one that differs in the number of shards alone."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 
 from titan_exp.config.experiment import Experiment
-from titan_exp.config.layout import exchanging_heads, node_size, pipeline_microbatches, world_size
+from titan_exp.config.layout import exchanging_heads, micro_batch_size, node_size, pipeline_microbatches, world_size
 from titan_exp.config.pipeline import stage_count, stage_placement
 from titan_exp.config.schedule import Orders
 from titan_exp.config.timeline import timeline
@@ -17,6 +17,9 @@ from titan_exp.plan.rehearsal import Rehearsal, rehearse, timed_once
 from titan_exp.plan.roofline import rank_time
 from titan_exp.plan.shortcut import Parts, extended
 from titan_exp.plan.watch import Work
+
+CAUTION = 0.97
+"""Of what is of tokens, where it follows from a profile of other degrees."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,33 @@ def plan_layout(experiment: Experiment, sampled: Experiment, parts: Parts, devic
         # What the matmuls' library keeps for the forward pass's thread and for the backward pass's.
         most = max(most, (peak + 2 * device.matmul_workspace, rank, step.peak.where))
     return LayoutPlan(experiment, seconds / (1 - bubble), bubble, *most)
+
+
+def least_peak(experiment: Experiment, sampled: Experiment, parts: Parts) -> float:
+    """Bytes that the fullest rank of a layout holds at least, from a profile of smaller degrees or equal ones.
+
+    What is of tokens is divided by tensor and context parallelism and by the micro-batch at most, and what is of
+    parameters by tensor parallelism and sharding.
+    """
+    own, other = experiment.parallelism, sampled.parallelism
+    if own.pp > 1 and False not in parts.stages:
+        return 0.0
+    # A stage of one block has at least what the first of several has.
+    parts = replace(parts, stages={True: parts.stages[False], **parts.stages}) if own.pp > 1 else parts
+    of_parameters = other.tp / own.tp if other.tp <= own.tp else 0.5
+    sharded = of_parameters * _shards(sampled) / _shards(experiment)
+    tokens = of_parameters * other.cp / own.cp * micro_batch_size(experiment) / micro_batch_size(sampled) * CAUTION
+    share = {
+        "parameters": sharded,
+        "optimizer": sharded,
+        "gradients": min(of_parameters, sharded),
+        "gathered parameters": of_parameters,
+    }
+    most = 0.0
+    for rank in ranks_that_matter(own.pp):
+        held = extended(experiment, rank, parts, _rehearsal(experiment, rank, parts)).peak.by_category
+        most = max(most, sum(size * share.get(name, tokens) for name, size in held.items()))
+    return most
 
 
 def ranks_that_matter(degree: int) -> list[int]:

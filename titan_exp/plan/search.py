@@ -22,7 +22,7 @@ from titan_exp.config.layout import device_type, gradient_accumulation
 from titan_exp.config.pipeline import layer_counts, stage_count
 from titan_exp.plan.candidates import MODES, Candidates
 from titan_exp.plan.devices import Device
-from titan_exp.plan.layout_plan import LayoutPlan, plan_layout
+from titan_exp.plan.layout_plan import LayoutPlan, least_peak, plan_layout
 from titan_exp.plan.least import LeastOf, profile_of
 from titan_exp.plan.predict import on_cpu
 from titan_exp.plan.shortcut import Parts, trace_parts, why_not
@@ -182,15 +182,26 @@ class Search:
                 return its
             # More may be known by now, and then other layouts have better bounds.
             least = self._least.of(its)
-            if least.bytes > self._room:
-                self._floor += 1
-                if self._slack is None or least.bytes < self._slack[0]:
-                    self._slack = least.bytes, its
-            elif least.seconds > before * (1 + 1e-9):
+            if least.bytes <= self._room and least.seconds > before * (1 + 1e-9):
                 heapq.heappush(self._left, (least.seconds, number))
-            else:
+                continue
+            held = least.bytes if least.bytes > self._room else self._least_peak(its)
+            if held <= self._room:
                 return its
+            self._floor += 1
+            if self._slack is None or held < self._slack[0]:
+                self._slack = held, its
         return None
+
+    def _least_peak(self, experiment: Experiment) -> float:
+        """Bytes that a layout holds at least, by the profile that is nearest to its own."""
+        if _key(experiment) in self._traced:
+            return 0.0
+        near = [(_distance(sampled, experiment), key) for key, (sampled, _) in self._traced.items()]
+        distance, key = min(near, key=lambda its: its[0], default=(math.inf, None))
+        if key is None or distance == math.inf:
+            return 0.0
+        return least_peak(experiment, *self._traced[key])
 
     def _worst(self) -> float:
         """Seconds of the last row as it is now."""
@@ -254,6 +265,24 @@ def _key(experiment: Experiment) -> Key:
         parallelism.dp_shard > 1,
         parallelism.dp_replicate > 1,
     )
+
+
+def _distance(sampled: Experiment, experiment: Experiment) -> float:
+    """How much smaller the degrees of a profile are; infinite where it tells nothing of a layout's memory."""
+    there, own = sampled.parallelism, experiment.parallelism
+    sizes = sampled.training.micro_batch_size, experiment.training.micro_batch_size
+    few = [min(gradient_accumulation(its), 3) for its in (sampled, experiment)]
+    if (
+        sampled.activation_checkpoint.mode != experiment.activation_checkpoint.mode
+        or (there.pp > 1) != (own.pp > 1)
+        or (own.pp == 1 and few[0] != few[1])
+        or there.tp > own.tp
+        or there.cp > own.cp
+        or sizes[0] < sizes[1]
+        or (sizes[1] == 1 and sizes[0] > 1)
+    ):
+        return math.inf
+    return own.tp / there.tp * own.cp / there.cp * sizes[0] / sizes[1]
 
 
 def _too_long(experiment: Experiment) -> str | None:

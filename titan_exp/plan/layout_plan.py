@@ -18,8 +18,9 @@ from titan_exp.plan.roofline import rank_time
 from titan_exp.plan.shortcut import Parts, extended
 from titan_exp.plan.watch import Work
 
-CAUTION = 0.97
-"""Of what is of tokens, where it follows from a profile of other degrees."""
+CAUTION, MORE_CAUTION = 0.97, 0.85
+"""Of what is of tokens, where it follows from a profile of other degrees; and where that has several heads of keys and
+a rank of the layout only one, so that copies become views."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,17 @@ def plan_layout(experiment: Experiment, sampled: Experiment, parts: Parts, devic
     return LayoutPlan(experiment, seconds / (1 - bubble), bubble, *most)
 
 
+def caution(experiment: Experiment, sampled: Experiment) -> float:
+    """Which part of what follows from a profile a layout takes at least."""
+    views = sampled.parallelism.tp < key_heads(experiment) <= experiment.parallelism.tp
+    return MORE_CAUTION if views else CAUTION
+
+
+def key_heads(experiment: Experiment) -> int:
+    """Heads of keys and values, which ranks of more tensor parallelism share."""
+    return experiment.model.kv_heads or experiment.model.heads
+
+
 def least_peak(experiment: Experiment, sampled: Experiment, parts: Parts) -> float:
     """Bytes that the fullest rank of a layout holds at least, from a profile of smaller degrees or equal ones.
 
@@ -90,12 +102,15 @@ def least_peak(experiment: Experiment, sampled: Experiment, parts: Parts) -> flo
     parts = replace(parts, stages={True: parts.stages[False], **parts.stages}) if own.pp > 1 else parts
     of_parameters = other.tp / own.tp if other.tp <= own.tp else 0.5
     sharded = of_parameters * _shards(sampled) / _shards(experiment)
-    tokens = of_parameters * other.cp / own.cp * micro_batch_size(experiment) / micro_batch_size(sampled) * CAUTION
+    sequences = micro_batch_size(experiment) / micro_batch_size(sampled)
+    tokens = of_parameters * other.cp / own.cp * sequences * caution(experiment, sampled)
     share = {
         "parameters": sharded,
         "optimizer": sharded,
         "gradients": min(of_parameters, sharded),
         "gathered parameters": of_parameters,
+        # Some buffers of messages are of parameters.
+        "communication": tokens / max(1.0, sequences),
     }
     most = 0.0
     for rank in ranks_that_matter(own.pp):

@@ -19,15 +19,12 @@ from titan_exp.config.layout import (
 from titan_exp.config.parallelism import ParallelismConfig
 from titan_exp.config.pipeline import layer_counts, stage_count
 from titan_exp.plan.devices import Device
-from titan_exp.plan.layout_plan import axes_of
+from titan_exp.plan.layout_plan import axes_of, caution, key_heads
 from titan_exp.plan.roofline import message_seconds
 from titan_exp.plan.shortcut import Parts
 from titan_exp.plan.stage_sample import FIRST, LAST, MIDDLE, StageSample
 from titan_exp.plan.tape import Piece, added, joined
 from titan_exp.plan.watch import Work
-
-CAUTION = 0.95
-"""Of the bytes that follow from another trace: where a dimension becomes 1, a copy may become a view."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +145,7 @@ class LeastOf:
             experiment: with this layout.
             bubble: of its pipeline, where it is known.
         """
-        share = _Share.of(experiment)
+        share = _share_of(experiment)
         # Of operations, bytes and messages each by itself, what most is known of.
         most: dict[str, float] = {}
         for profile in self._profiles:
@@ -174,17 +171,40 @@ class LeastOf:
     def _terms(self, experiment: Experiment, share: "_Share", profile: Profile) -> dict[str, float]:
         """What one profile tells of a micro-batch and a block: seconds by unit and kind of work, and bytes held."""
         own, other = experiment.parallelism, profile.experiment.parallelism
-        there = _Share.of(profile.experiment)
+        # Beyond that, weights are divided by less than the degree.
+        if own.tp < other.tp > key_heads(experiment):
+            return {}
+        there = _share_of(profile.experiment)
         found = _held(profile, own, there, share)
         mode = profile.experiment.activation_checkpoint.mode
         # What is computed anew comes on top.
         if mode not in ("none", experiment.activation_checkpoint.mode):
             return found
-        tokens, smaller = share.tokens / there.tokens, min(1.0, other.tp / own.tp)
-        if other.tp <= max(own.tp, experiment.model.kv_heads or experiment.model.heads):
-            rate = self._device.bf16_tflops * 1e12 * self._device.matmul_share
-            found["block flops"] = profile.block.flops * tokens * other.tp / own.tp / rate
-            found["ends flops"] = profile.ends.flops * tokens * other.tp / own.tp / rate
+        tokens = share.tokens / there.tokens
+        rate = self._device.bf16_tflops * 1e12 * self._device.matmul_share
+        found["block flops"] = profile.block.flops * tokens * other.tp / own.tp / rate
+        found["ends flops"] = profile.ends.flops * tokens * other.tp / own.tp / rate
+        found |= self._messages(experiment, profile, tokens)
+        if other.cp > own.cp:
+            return found
+        scale = other.cp / own.cp * (other.tp / own.tp if other.tp <= own.tp else 0.5)
+        scale *= caution(experiment, profile.experiment)
+        if mode == experiment.activation_checkpoint.mode:
+            # What is left is of tokens alone.
+            found["left"] = profile.left * scale * share.sequences / there.sequences
+        if factor := _of_sizes(share, there):
+            if mode == experiment.activation_checkpoint.mode and (other.pp > 1 or own.pp == 1):
+                found["passing"] = profile.passing * scale * factor
+            if _comparable(profile.experiment, experiment):
+                bandwidth = self._device.bandwidth_tbs * 1e12 * self._device.bandwidth_share
+                found["block bytes"] = profile.block.bytes_moved * scale * factor / bandwidth
+                found["ends bytes"] = profile.ends.bytes_moved * scale * factor / bandwidth
+        return found
+
+    def _messages(self, experiment: Experiment, profile: Profile, tokens: float) -> dict[str, float]:
+        """Of these seconds, those of messages."""
+        own, other, found = experiment.parallelism, profile.experiment.parallelism, dict[str, float]()
+        smaller = min(1.0, other.tp / own.tp)
         for (axis, kind), size in profile.block.messages.items():
             factor, unit = 0.0, "block"
             if axis == "tp" and own.tp > 1:
@@ -192,6 +212,7 @@ class LeastOf:
             elif axis.startswith("cp_") and "=" not in axis and 1 < other.cp <= own.cp:
                 factor = tokens * smaller
                 if axis == "cp_across":
+                    # Half of a ring's hops are there for every two ranks, at least.
                     factor *= (own.cp // exchanging_heads(own)) / (other.cp // exchanging_heads(other))
             elif axis == "fsdp" and own.pp == 1 and kind == "all-gather":
                 factor, unit = smaller, "behind"
@@ -203,19 +224,6 @@ class LeastOf:
                 for (axis, kind), size in profile.reduced.messages.items()
                 if axis == "fsdp"
             )
-        if other.cp > own.cp:
-            return found
-        scale = other.cp / own.cp * (other.tp / own.tp if other.tp <= own.tp else 0.5)
-        if mode == experiment.activation_checkpoint.mode:
-            # What is left is of tokens alone.
-            found["left"] = profile.left * scale * share.sequences / there.sequences * CAUTION
-        if factor := _of_sizes(share, there):
-            if mode == experiment.activation_checkpoint.mode:
-                found["passing"] = profile.passing * scale * factor * CAUTION
-            if _comparable(profile.experiment, experiment):
-                bandwidth = self._device.bandwidth_tbs * 1e12 * self._device.bandwidth_share
-                found["block bytes"] = profile.block.bytes_moved * scale * factor * CAUTION / bandwidth
-                found["ends bytes"] = profile.ends.bytes_moved * scale * factor * CAUTION / bandwidth
         return found
 
     def _rate(self, experiment: Experiment, axis: str, kind: str) -> float:
@@ -250,27 +258,6 @@ class _Share:
     chunks: int
     """Blocks that the first one has gone forward through, and not back, when that is the most."""
 
-    @staticmethod
-    def of(experiment: Experiment) -> "_Share":
-        parallelism = experiment.parallelism
-        ranks, counts = parallelism.pp, tuple(layer_counts(experiment)) if parallelism.pp > 1 else ()
-        size, batches = micro_batch_size(experiment), gradient_accumulation(experiment)
-        if parallelism.pp == 1:
-            layers = (experiment.model.layers,) * 3
-            held = experiment.model.layers
-        else:
-            by_rank = [sum(counts[rank::ranks]) for rank in range(ranks)]
-            layers = (max(by_rank), by_rank[0], by_rank[-1])
-            held = in_flight(parallelism.pp_schedule, ranks, counts, batches)
-        return _Share(
-            size * experiment.training.seq_len / parallelism.cp,
-            size,
-            batches,
-            parallelism.dp_shard * parallelism.cp,
-            *layers,
-            held,
-        )
-
 
 @cache
 def in_flight(schedule: str, ranks: int, counts: tuple[int, ...], micro_batches: int) -> int:
@@ -291,6 +278,27 @@ def in_flight(schedule: str, ranks: int, counts: tuple[int, ...], micro_batches:
         turns = [(place // ranks) % len(own) for place in range((len(own) - 1) * ranks + more)]
         return sum(own[turn] for turn in turns)
     return sum(own)
+
+
+def _share_of(experiment: Experiment) -> _Share:
+    parallelism = experiment.parallelism
+    ranks, counts = parallelism.pp, tuple(layer_counts(experiment)) if parallelism.pp > 1 else ()
+    size, batches = micro_batch_size(experiment), gradient_accumulation(experiment)
+    if parallelism.pp == 1:
+        layers = (experiment.model.layers,) * 3
+        held = experiment.model.layers
+    else:
+        by_rank = [sum(counts[rank::ranks]) for rank in range(ranks)]
+        layers = (max(by_rank), by_rank[0], by_rank[-1])
+        held = in_flight(parallelism.pp_schedule, ranks, counts, batches)
+    return _Share(
+        size * experiment.training.seq_len / parallelism.cp,
+        size,
+        batches,
+        parallelism.dp_shard * parallelism.cp,
+        *layers,
+        held,
+    )
 
 
 def _held(profile: Profile, own: ParallelismConfig, there: _Share, share: _Share) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """All layouts of a cluster, the fastest that fit first: a bound for each, and the traces that the best of them need.
 
-A layout is looked at only while its bound says that it may be among the fastest. The bound is the time of its blocks'
-matmuls and of the messages that they wait for, so nothing that is left out could have been faster.
+A layout is looked at only while its bounds say that it may fit and be among the fastest. They come from traces of other
+layouts (`plan/least.py`), so that nothing that is left out could have been a row.
 """
 
 import gc
@@ -12,13 +12,13 @@ import multiprocessing
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from typing import Any
 
 from titan_exp.config.experiment import Experiment
-from titan_exp.config.layout import device_type, gradient_accumulation
+from titan_exp.config.layout import device_type, gradient_accumulation, micro_batch_size
 from titan_exp.config.pipeline import layer_counts, stage_count
 from titan_exp.plan.candidates import MODES, Candidates
 from titan_exp.plan.devices import Device
@@ -52,9 +52,9 @@ class Found:
     too_large: int
     """Those of them that do not fit."""
     floor: int
-    """Layouts left out because parameters, gradients and the optimizer's state alone do not fit."""
+    """Layouts left out because what they hold at least does not fit."""
     slower: int
-    """Layouts left out because their blocks' matmuls and messages alone take longer than the last row."""
+    """Layouts left out because what they take at least is longer than the last row."""
     unknown: list[tuple[str, int]]
     """Layouts left out because layers or micro-batches cannot be traced once, by the reason."""
     traces: int
@@ -81,6 +81,7 @@ class Search:
         reasons = [_too_long(its) or why_not(its) for its in found.experiments]
         self._unknown = Counter(reason for reason in reasons if reason is not None).most_common()
         self._all = [its for its, reason in zip(found.experiments, reasons, strict=True) if reason is None]
+        self._numbers = {id(its): number for number, its in enumerate(self._all)}
         self._room = device.memory_gb * 1e9 * HEADROOM
         self._least = LeastOf(device)
         self._left: list[tuple[float, int]] = []
@@ -135,9 +136,10 @@ class Search:
 
         for mode in MODES:
             alike = [its for its in self._all if its.activation_checkpoint.mode == mode]
-            sizes = {its.training.micro_batch_size for its in alike}
-            for size in sorted({min(sizes), max(sizes)} if sizes else ()):
-                add([its for its in alike if its.training.micro_batch_size == size])
+            sizes = {micro_batch_size(its) for its in alike}
+            # Without recomputation many sequences seldom fit.
+            for size in sorted({min(sizes), max(sizes) if mode != "none" else min(sizes)} if sizes else ()):
+                add([its for its in alike if micro_batch_size(its) == size])
         shared = [its for its in self._all if its.parallelism.cp > 1 and its.parallelism.dp_shard > 1]
         add([its for its in shared if its.parallelism.cp == min(each.parallelism.cp for each in shared)])
         add([its for its in self._all if its.parallelism.pp == 1 and its.parallelism.dp_shard > 1])
@@ -155,15 +157,25 @@ class Search:
         waiting: dict[Key, list[Experiment]] = {}
         running = set[Future[tuple[Experiment, Parts]]]()
         while True:
-            while len(running) < cores and (its := self._next()) is not None:
+            later: list[Experiment] = []
+            # What is faster by its bound may suffice: better to wait for it than to trace what is slower.
+            while len(running) < cores and not (running and self._suffice([*waiting.values(), later])):
+                its = self._next()
+                if its is None:
+                    break
                 key = _key(its)
                 if key in self._traced:
                     self._guess(its)
                 elif key in waiting:
                     waiting[key].append(its)
+                elif any(_alike(key) == _alike(other) for other in waiting):
+                    # What is being traced will tell more of it.
+                    later.append(its)
                 else:
                     waiting[key] = [its]
                     running.add(pool.submit(_traced, its))
+            for its in later:
+                heapq.heappush(self._left, (self._least.of(its).seconds, self._numbers[id(its)]))
             if not running:
                 return
             done, running = wait(running, return_when=FIRST_COMPLETED)
@@ -172,6 +184,11 @@ class Search:
                 self._learn(experiment, parts)
                 for its in waiting.pop(_key(experiment)):
                     self._guess(its)
+
+    def _suffice(self, waiting: Iterable[Collection[Experiment]]) -> bool:
+        """Whether there were enough rows if all that is waited for did fit."""
+        fit = sum(guess.peak_bytes <= self._room for guess in self._guesses)
+        return fit + sum(map(len, waiting)) >= self._limit > fit
 
     def _next(self) -> Experiment | None:
         """Of the layouts that are left and may be among the fastest, that of the best bound; None where none is."""
@@ -245,7 +262,7 @@ def _simplicity(experiment: Experiment) -> tuple[object, ...]:
         # One that sends messages, where there is one.
         parallelism.tp == 1,
         parallelism.tp,
-        experiment.training.micro_batch_size,
+        micro_batch_size(experiment),
         parallelism.pp,
     )
 
@@ -258,7 +275,7 @@ def _key(experiment: Experiment) -> Key:
         parallelism.tp,
         parallelism.cp,
         experiment.activation_checkpoint.mode,
-        experiment.training.micro_batch_size,
+        micro_batch_size(experiment),
         piped,
         frozenset(count == 1 for count in layer_counts(experiment)) if piped else None,
         None if piped else min(gradient_accumulation(experiment), 3),
@@ -270,7 +287,7 @@ def _key(experiment: Experiment) -> Key:
 def _distance(sampled: Experiment, experiment: Experiment) -> float:
     """How much smaller the degrees of a profile are; infinite where it tells nothing of a layout's memory."""
     there, own = sampled.parallelism, experiment.parallelism
-    sizes = sampled.training.micro_batch_size, experiment.training.micro_batch_size
+    sizes = micro_batch_size(sampled), micro_batch_size(experiment)
     few = [min(gradient_accumulation(its), 3) for its in (sampled, experiment)]
     if (
         sampled.activation_checkpoint.mode != experiment.activation_checkpoint.mode
@@ -278,11 +295,15 @@ def _distance(sampled: Experiment, experiment: Experiment) -> float:
         or (own.pp == 1 and few[0] != few[1])
         or there.tp > own.tp
         or there.cp > own.cp
-        or sizes[0] < sizes[1]
         or (sizes[1] == 1 and sizes[0] > 1)
     ):
         return math.inf
-    return own.tp / there.tp * own.cp / there.cp * sizes[0] / sizes[1]
+    return own.tp / there.tp * own.cp / there.cp * max(sizes) / min(sizes)
+
+
+def _alike(key: Key) -> Key:
+    """A profile, whatever parameters are sharded and replicated over."""
+    return key[:-2]
 
 
 def _too_long(experiment: Experiment) -> str | None:

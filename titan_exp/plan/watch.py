@@ -98,13 +98,11 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Call the operator, and note what it did."""
         kwargs = kwargs or {}
-        if func is _DEVICE and type(args[0]) is FakeTensor:
-            return args[0].device
         # Of tensors made of tensors, the operators on their parts are what counts.
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented
         if self._paused or func.namespace in ("prim", "profiler"):
-            return func(*args, **kwargs)
+            return args[0].device if func is _DEVICE and type(args[0]) is FakeTensor else func(*args, **kwargs)
         body = _body(func)
         if body is not None:
             # Opaque to the compiler, but not to us: what is inside counts.

@@ -17,7 +17,7 @@ from titan_exp.config.layout import (
     world_size,
 )
 from titan_exp.config.parallelism import ParallelismConfig
-from titan_exp.config.pipeline import layer_counts, stage_count
+from titan_exp.config.pipeline import layer_counts, stage_count, stage_placement
 from titan_exp.plan.devices import Device
 from titan_exp.plan.layout_plan import axes_of, caution, key_heads
 from titan_exp.plan.roofline import message_seconds
@@ -260,44 +260,42 @@ class _Share:
 
 
 @cache
-def in_flight(schedule: str, ranks: int, counts: tuple[int, ...], micro_batches: int) -> int:
-    """Blocks that the first rank has gone forward through when the first of them goes back, at least.
+def in_flight(schedule: str, ranks: int, own: tuple[int, ...], micro_batches: int) -> int:
+    """Blocks that the first rank has gone forward through before it goes back through the first, at least.
 
     Args:
         schedule: the pipeline's.
         ranks: of it.
-        counts: layers of each stage.
+        own: layers of each stage of that rank.
         micro_batches: of a step.
     """
-    own = counts[::ranks]
     if schedule == "1F1B":
         return own[0] * min(ranks, micro_batches)
     if schedule == "Interleaved1F1B" and micro_batches % ranks == 0:
-        # All stages but the last one for as many micro-batches as there are ranks, and then as plain 1F1B, twice.
-        more = min(2 * (ranks - 1) + 1, micro_batches * len(own) - (len(own) - 1) * ranks)
-        turns = [(place // ranks) % len(own) for place in range((len(own) - 1) * ranks + more)]
-        return sum(own[turn] for turn in turns)
+        # As many micro-batches as there are ranks through each of its stages but the last, and on until one comes back.
+        turns = min((len(own) + 1) * ranks - 1, micro_batches * len(own))
+        return sum(own[(turn // ranks) % len(own)] for turn in range(turns))
     return sum(own)
 
 
 def _share_of(experiment: Experiment) -> _Share:
-    parallelism = experiment.parallelism
-    ranks, counts = parallelism.pp, tuple(layer_counts(experiment)) if parallelism.pp > 1 else ()
-    size, batches = micro_batch_size(experiment), gradient_accumulation(experiment)
-    if parallelism.pp == 1:
-        layers = (experiment.model.layers,) * 3
-        held = experiment.model.layers
-    else:
-        by_rank = [sum(counts[rank::ranks]) for rank in range(ranks)]
-        layers = (max(by_rank), by_rank[0], by_rank[-1])
-        held = in_flight(parallelism.pp_schedule, ranks, counts, batches)
+    parallelism, layers = experiment.parallelism, experiment.model.layers
+    size, batches, ranks = micro_batch_size(experiment), gradient_accumulation(experiment), parallelism.pp
+    by_rank, held = [layers], layers
+    if ranks > 1:
+        placed = list(zip(stage_placement(experiment), layer_counts(experiment), strict=True))
+        by_rank = [sum(count for rank, count in placed if rank == each) for each in range(ranks)]
+        own = tuple(count for rank, count in placed if rank == 0)
+        held = in_flight(parallelism.pp_schedule, ranks, own, batches)
     return _Share(
-        size * experiment.training.seq_len / parallelism.cp,
-        size,
-        batches,
-        parallelism.dp_shard * parallelism.cp,
-        *layers,
-        held,
+        tokens=size * experiment.training.seq_len / parallelism.cp,
+        sequences=size,
+        micro_batches=batches,
+        shards=parallelism.dp_shard * parallelism.cp,
+        layers=max(by_rank),
+        first_layers=by_rank[0],
+        last_layers=by_rank[-1],
+        chunks=held,
     )
 
 

@@ -166,7 +166,7 @@ def _result(args: tuple[Any, ...], made: FakeTensor) -> Made | None:
     viewed = [place for place in tensors if args[place].untyped_storage()._cdata == storage._cdata]
     if which < 0 and viewed and len(tensors) > 1:
         return None
-    shape, stride, offset = tuple(made.shape), made.stride(), made.storage_offset()
+    shape, stride, offset = tuple(made.shape), made.stride(), int(made.storage_offset())
     result = Made(which, viewed[0] if viewed and which < 0 else -1, shape, stride, offset, made.dtype)
     if which < 0 and not viewed:
         # As much memory as the shape says, and no more.

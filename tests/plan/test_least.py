@@ -1,7 +1,6 @@
 """What is left out of a search could not have been a row, and what operators are known to make is what they make."""
 
 import json
-import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -91,7 +90,10 @@ def print_both() -> None:
         return
 
     experiment = replace(composed(*WORDS), model=replace(composed().model, layers=8))
-    found, device = candidates(experiment, 8, {"parallelism.dp_replicate", "training.micro_batch_size"}), device_named("h100")
+    found, device = (
+        candidates(experiment, 8, {"parallelism.dp_replicate", "training.micro_batch_size"}),
+        device_named("h100"),
+    )
     whole = Search(found, device, 10_000, quiet, bounded=False)
     whole.run()
     guesses = sorted(whole._guesses, key=lambda guess: guess.step_seconds)

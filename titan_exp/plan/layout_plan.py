@@ -18,7 +18,7 @@ from titan_exp.plan.roofline import rank_time
 from titan_exp.plan.shortcut import Parts, extended
 from titan_exp.plan.watch import Work
 
-CAUTION, MORE_CAUTION = 0.97, 0.85
+CAUTION, MORE_CAUTION = 0.95, 0.85
 """Of what is of tokens, where it follows from a profile of other degrees; and where that has several heads of keys and
 a rank of the layout only one, so that copies become views."""
 

@@ -27,6 +27,10 @@ from titan_exp.plan.tape import Piece, added, joined
 from titan_exp.plan.watch import Work
 
 
+ROUNDED = 0.985
+"""Of what follows from other traces, what is relied on: sizes are rounded up, and in places copies become views."""
+
+
 @dataclass(frozen=True)
 class Profile:
     """What a trace tells of a micro-batch that is neither the first nor the last, where there is such a one."""
@@ -166,7 +170,7 @@ class LeastOf:
             + share.chunks * most.get("left", 0.0)
             + most.get("passing", 0.0)
         )
-        return Least(seconds, max(share.layers * stays, first))
+        return Least(ROUNDED * seconds, ROUNDED * max(share.layers * stays, first))
 
     def _terms(self, experiment: Experiment, share: "_Share", profile: Profile) -> dict[str, float]:
         """What one profile tells of a micro-batch and a block: seconds by unit and kind of work, and bytes held."""
@@ -189,11 +193,11 @@ class LeastOf:
             return found
         scale = other.cp / own.cp * (other.tp / own.tp if other.tp <= own.tp else 0.5)
         scale *= caution(experiment, profile.experiment)
-        if mode == experiment.activation_checkpoint.mode:
-            # What is left is of tokens alone.
+        alike = mode == experiment.activation_checkpoint.mode and _kept_alike(profile, own, there, share)
+        if alike and share.sequences <= there.sequences:
             found["left"] = profile.left * scale * share.sequences / there.sequences
         if factor := _of_sizes(share, there):
-            if mode == experiment.activation_checkpoint.mode and (other.pp > 1 or own.pp == 1):
+            if alike:
                 found["passing"] = profile.passing * scale * factor
             if _comparable(profile.experiment, experiment):
                 bandwidth = self._device.bandwidth_tbs * 1e12 * self._device.bandwidth_share
@@ -305,10 +309,15 @@ def _held(profile: Profile, own: ParallelismConfig, there: _Share, share: _Share
     smaller = min(1.0, other.tp / own.tp) * 0.999
     kept = smaller * there.shards / share.shards
     found = {"kept": profile.kept * kept}
-    if (own.pp > 1) == (other.pp > 1) and share.micro_batches > 1:
+    if _kept_alike(profile, own, there, share) and share.micro_batches > 1:
         found["gathered"] = profile.gathered * smaller
         found["first"] = profile.first_gathered * smaller + profile.first_kept * kept
     return found
+
+
+def _kept_alike(profile: Profile, own: ParallelismConfig, there: _Share, share: _Share) -> bool:
+    """Whether weights stay as long in one as in the other; what is not sharded is not gathered either."""
+    return (own.pp > 1) == (profile.experiment.parallelism.pp > 1) and (share.shards == 1) == (there.shards == 1)
 
 
 def _grown_outside(sample: StageSample, stage: str) -> int:

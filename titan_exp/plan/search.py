@@ -137,8 +137,7 @@ class Search:
         for mode in MODES:
             alike = [its for its in self._all if its.activation_checkpoint.mode == mode]
             sizes = {micro_batch_size(its) for its in alike}
-            # Without recomputation many sequences seldom fit.
-            for size in sorted({min(sizes), max(sizes) if mode != "none" else min(sizes)} if sizes else ()):
+            for size in sorted({min(sizes), max(sizes)} if sizes else ()):
                 add([its for its in alike if micro_batch_size(its) == size])
         shared = [its for its in self._all if its.parallelism.cp > 1 and its.parallelism.dp_shard > 1]
         add([its for its in shared if its.parallelism.cp == min(each.parallelism.cp for each in shared)])
@@ -295,7 +294,10 @@ def _distance(sampled: Experiment, experiment: Experiment) -> float:
         or (own.pp == 1 and few[0] != few[1])
         or there.tp > own.tp
         or there.cp > own.cp
+        or sizes[0] < sizes[1]
         or (sizes[1] == 1 and sizes[0] > 1)
+        # What is not sharded is not gathered either.
+        or (there.dp_shard * there.cp == 1) != (own.dp_shard * own.cp == 1)
     ):
         return math.inf
     return own.tp / there.tp * own.cp / there.cp * max(sizes) / min(sizes)

@@ -26,7 +26,6 @@ from titan_exp.plan.stage_sample import FIRST, LAST, MIDDLE, StageSample
 from titan_exp.plan.tape import Piece, added, joined
 from titan_exp.plan.watch import Work
 
-
 ROUNDED = 0.985
 """Of what follows from other traces, what is relied on: sizes are rounded up, and in places copies become views."""
 
@@ -193,8 +192,11 @@ class LeastOf:
             return found
         scale = other.cp / own.cp * (other.tp / own.tp if other.tp <= own.tp else 0.5)
         scale *= caution(experiment, profile.experiment)
-        alike = mode == experiment.activation_checkpoint.mode and _kept_alike(profile, own, there, share)
-        if alike and share.sequences <= there.sequences:
+        same = mode == experiment.activation_checkpoint.mode
+        # With a pipeline, sharded weights are gathered before, and no part of what a later micro-batch leaves.
+        tokens_alone = other.pp > 1 and there.shards > 1
+        alike = same and (tokens_alone or _kept_alike(profile, own, there, share))
+        if alike and (tokens_alone or share.sequences <= there.sequences):
             found["left"] = profile.left * scale * share.sequences / there.sequences
         if factor := _of_sizes(share, there):
             if alike:

@@ -71,6 +71,8 @@ class HostLedger(Ledger):
 class TwoMemories(Ledger):
     """The GPU's memory, and beside it the host's, in a ledger of its own."""
 
+    alone = False
+
     host: HostLedger = field(default_factory=HostLedger)
     """What lies there."""
 

@@ -1,13 +1,13 @@
 """What a layout takes, from profiles that were traced for it or for one that differs in the number of shards alone."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
 
 from titan_exp.config.experiment import Experiment
-from titan_exp.config.layout import exchanging_heads, node_size, pipeline_microbatches, world_size
+from titan_exp.config.layout import exchanging_heads, micro_batch_size, node_size, pipeline_microbatches, world_size
 from titan_exp.config.pipeline import stage_count, stage_placement
 from titan_exp.config.schedule import Orders
 from titan_exp.config.timeline import timeline
@@ -16,8 +16,11 @@ from titan_exp.plan.devices import Device
 from titan_exp.plan.rehearsal import Rehearsal, rehearse, timed_once
 from titan_exp.plan.roofline import rank_time
 from titan_exp.plan.shortcut import Parts, extended
-from titan_exp.plan.tape import added
 from titan_exp.plan.watch import Work
+
+CAUTION, MORE_CAUTION = 0.95, 0.85
+"""Of what is of tokens, where it follows from a profile of other degrees; and where that has several heads of keys and
+a rank of the layout only one, so that copies become views."""
 
 
 @dataclass(frozen=True)
@@ -45,26 +48,6 @@ class LayoutPlan:
 
 
 @dataclass(frozen=True)
-class BlockCost:
-    """What a block takes whatever the rest of a layout is."""
-
-    flops: float
-    """Operations for a token, forward and backward, on all ranks that share it."""
-    rate: float
-    """Operations a second that large matmuls reach."""
-    exposed: float
-    """Seconds for a token in which tensor-parallel messages are waited for."""
-    context: float
-    """Seconds for a token of a rank in which context-parallel ones are; 0 where they are not booked by themselves."""
-    kept: int
-    """Bytes of parameters and the optimizer's state."""
-    gathered: int
-    """Bytes that stay from the first micro-batch of a pipeline on: gathered parameters and their gradients."""
-    shards: int
-    """Into how many `kept` is divided here."""
-
-
-@dataclass(frozen=True)
 class Traced:
     """Work of a rank, as the roofline reads it."""
 
@@ -74,7 +57,7 @@ class Traced:
     """Ranks of its group along every axis that it sends messages on."""
 
 
-def plan_layout(experiment: Experiment, sampled: Experiment, parts: Parts, device: Device, bubble: float) -> LayoutPlan:
+def plan_layout(experiment: Experiment, sampled: Experiment, parts: Parts, device: Device) -> LayoutPlan:
     """What a layout takes.
 
     Args:
@@ -82,8 +65,8 @@ def plan_layout(experiment: Experiment, sampled: Experiment, parts: Parts, devic
         sampled: the one that the parts were traced for.
         parts: its profile.
         device: what it runs on.
-        bubble: of its pipeline.
     """
+    bubble = bubble_of(experiment)
     node, seconds, most = node_size(experiment.cluster, world_size(experiment)), 0.0, (-1, 0, "")
     for rank in ranks_that_matter(experiment.parallelism.pp):
         step = extended(experiment, rank, parts, _rehearsal(experiment, rank, parts))
@@ -95,53 +78,53 @@ def plan_layout(experiment: Experiment, sampled: Experiment, parts: Parts, devic
     return LayoutPlan(experiment, seconds / (1 - bubble), bubble, *most)
 
 
+def caution(experiment: Experiment, sampled: Experiment) -> float:
+    """Which part of what follows from a profile a layout takes at least."""
+    views = sampled.parallelism.tp < key_heads(experiment) <= experiment.parallelism.tp
+    return MORE_CAUTION if views else CAUTION
+
+
+def key_heads(experiment: Experiment) -> int:
+    """Heads of keys and values, which ranks of more tensor parallelism share."""
+    return experiment.model.kv_heads or experiment.model.heads
+
+
+def least_peak(experiment: Experiment, sampled: Experiment, parts: Parts) -> float:
+    """Bytes that the fullest rank of a layout holds at least, from a profile of smaller degrees or equal ones.
+
+    What is of tokens is divided by tensor and context parallelism and by the micro-batch at most, and what is of
+    parameters by tensor parallelism and sharding.
+    """
+    own, other = experiment.parallelism, sampled.parallelism
+    if own.pp > 1 and False not in parts.stages:
+        return 0.0
+    # A stage of one block has at least what the first of several has.
+    parts = replace(parts, stages={True: parts.stages[False], **parts.stages}) if own.pp > 1 else parts
+    of_parameters = other.tp / own.tp if other.tp <= own.tp else 0.5
+    sharded = of_parameters * _shards(sampled) / _shards(experiment)
+    sequences = micro_batch_size(experiment) / micro_batch_size(sampled)
+    tokens = of_parameters * other.cp / own.cp * sequences * caution(experiment, sampled)
+    share = {
+        "parameters": sharded,
+        "optimizer": sharded,
+        "gradients": min(of_parameters, sharded),
+        "gathered parameters": of_parameters,
+        # Some buffers of messages are of parameters.
+        "communication": tokens / max(1.0, sequences),
+    }
+    most = 0.0
+    for rank in ranks_that_matter(own.pp):
+        held = extended(experiment, rank, parts, _rehearsal(experiment, rank, parts)).peak.by_category
+        most = max(most, sum(size * share.get(name, tokens) for name, size in held.items()))
+    return most
+
+
 def ranks_that_matter(degree: int) -> list[int]:
     """Pipeline ranks of which one needs the most memory and one the most time.
 
     Those in between hold fewer micro-batches than the second, and no more layers.
     """
     return sorted({0, min(1, degree - 1), degree - 1})
-
-
-def block_cost(sampled: Experiment, parts: Parts, device: Device) -> BlockCost:
-    """What a block takes, from a profile."""
-    parallelism, rate = sampled.parallelism, device.matmul_rate
-    micro_batch = sampled.training.micro_batch_size or 1
-    tokens = micro_batch * sampled.training.seq_len / parallelism.cp
-    gathered = 0
-    if parts.stage_tails is not None:
-        sample = next(iter(parts.stages.values()))[0]
-        windows = [sample.windows["middle", kind, False].blocks for kind in "FB"]
-        pieces = [blocks[len(blocks) // 2] for blocks in windows]
-        kept = int(parts.stage_tails.block.kept.sum())
-        for kind, later in zip("FB", pieces, strict=True):
-            blocks = sample.windows["middle", kind, True].blocks
-            gathered += int((blocks[len(blocks) // 2].net - later.net).sum())
-    else:
-        assert parts.whole_tails is not None, "one of them is there"
-        passes = parts.whole[0].micro_batches[0]
-        pieces = [passes.forward[2], passes.backward[2]]
-        kept = int((parts.whole_tails[1].kept - parts.whole_tails[0].kept).sum())
-    work = added([piece.work for piece in pieces])
-    node = node_size(sampled.cluster, world_size(sampled))
-
-    def waited(*names: str) -> float:
-        """Seconds of the messages along axes of these names."""
-        only = Work()
-        for (axis, kind), size in work.messages.items():
-            if axis in names:
-                only.messages[axis, kind] = size
-        return rank_time(Traced(only, axes_of(sampled, 0, only)), device, node).exposed / tokens
-
-    return BlockCost(
-        flops=work.flops * parallelism.tp / tokens,
-        rate=rate,
-        exposed=waited("tp"),
-        context=waited("cp_across", "cp_within"),
-        kept=kept,
-        gathered=max(0, gathered),
-        shards=_shards(sampled),
-    )
 
 
 def bubble_of(experiment: Experiment) -> float:

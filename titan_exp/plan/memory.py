@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -86,6 +87,9 @@ class Ledger:
     _standing: int = 0
     _made: int = 0
     _held: list[Storage] = field(default_factory=list)
+
+    alone: ClassVar[bool] = True
+    """Whether there is no other memory than this ledger's."""
 
     def elsewhere(self, tensor: Tensor) -> bool:  # here there is one memory
         """Whether a tensor lies in another memory than this ledger is of."""

@@ -71,7 +71,7 @@ def rank_time(trace: Traced, device: Device, node: int) -> RankTime:
             seconds = size / (device.host_gbs * 1e9 * device.link_share)
             exposed, behind = (exposed + seconds, behind) if kind == WAITED_FOR else (exposed, behind + seconds)
             continue
-        seconds = _message_seconds(kind, size, trace.axes.get(axis, [0]), device, node)
+        seconds = message_seconds(kind, size, trace.axes.get(axis, [0]), device, node)
         # An axis that shares all its ranks with others is theirs too: "dp_shard=fsdp".
         if set(axis.split("=")) & set(BEHIND_COMPUTE):
             behind += seconds
@@ -97,7 +97,7 @@ def step_time(experiment: Experiment, times: Sequence[RankTime | None]) -> tuple
     return bubble, max(known) / (1 - bubble) if known else None
 
 
-def _message_seconds(kind: str, size: int, ranks: Sequence[int], device: Device, node: int) -> float:
+def message_seconds(kind: str, size: int, ranks: Sequence[int], device: Device, node: int) -> float:
     """Of one rank's messages of a kind, by rings: each rank sends its share on until all have what they need."""
     if kind == "receive" or len(ranks) < 2:
         return 0.0  # counted where it is sent

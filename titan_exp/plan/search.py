@@ -1,26 +1,29 @@
 """All layouts of a cluster, the fastest that fit first: a bound for each, and the traces that the best of them need.
 
-A layout is looked at only while its bound says that it may be among the fastest. The bound is the time of its blocks'
-matmuls and of the messages that they wait for, so nothing that is left out could have been faster.
+A layout is looked at only while its bounds say that it may fit and be among the fastest. They come from traces of other
+layouts (`plan/least.py`), so that nothing that is left out could have been a row.
 """
 
 import gc
+import heapq
 import logging
 import math
 import multiprocessing
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from typing import Any
 
 from titan_exp.config.experiment import Experiment
-from titan_exp.config.layout import data_parallel_degree, device_type, exchanging_heads, gradient_accumulation
+from titan_exp.config.layout import device_type, gradient_accumulation, micro_batch_size
 from titan_exp.config.pipeline import layer_counts, stage_count
-from titan_exp.plan.candidates import Candidates
+from titan_exp.plan.candidates import MODES, Candidates
 from titan_exp.plan.devices import Device
-from titan_exp.plan.layout_plan import BlockCost, LayoutPlan, block_cost, bubble_of, plan_layout
+from titan_exp.plan.layout_plan import LayoutPlan, least_peak, plan_layout
+from titan_exp.plan.least import LeastOf, profile_of
 from titan_exp.plan.predict import on_cpu
 from titan_exp.plan.shortcut import Parts, trace_parts, why_not
 
@@ -49,9 +52,9 @@ class Found:
     too_large: int
     """Those of them that do not fit."""
     floor: int
-    """Layouts left out because parameters, gradients and the optimizer's state alone do not fit."""
+    """Layouts left out because what they hold at least does not fit."""
     slower: int
-    """Layouts left out because their blocks' matmuls and messages alone take longer than the last row."""
+    """Layouts left out because what they take at least is longer than the last row."""
     unknown: list[tuple[str, int]]
     """Layouts left out because layers or micro-batches cannot be traced once, by the reason."""
     traces: int
@@ -68,21 +71,24 @@ class Search:
         device: what they run on.
         limit: how many rows are wanted.
         tell: is told how it goes, in words.
+        bounded: whether what cannot be among the rows is left out; otherwise everything is looked at.
     """
 
-    def __init__(self, found: Candidates, device: Device, limit: int, tell: Callable[[str], None]) -> None:
-        self._device, self._limit, self._tell = device, limit, tell
+    def __init__(
+        self, found: Candidates, device: Device, limit: int, tell: Callable[[str], None], *, bounded: bool = True
+    ) -> None:
+        self._device, self._limit, self._tell, self._bounded = device, limit, tell, bounded
         reasons = [_too_long(its) or why_not(its) for its in found.experiments]
         self._unknown = Counter(reason for reason in reasons if reason is not None).most_common()
-        self._left = [its for its, reason in zip(found.experiments, reasons, strict=True) if reason is None]
+        self._all = [its for its, reason in zip(found.experiments, reasons, strict=True) if reason is None]
+        self._numbers = {id(its): number for number, its in enumerate(self._all)}
         self._room = device.memory_gb * 1e9 * HEADROOM
-        self._parts: dict[Key, tuple[Experiment, Parts]] = {}
-        self._costs: dict[int, BlockCost] = {}
-        self._flops: dict[str, float] = {}
-        self._context: tuple[Experiment, float] | None = None
-        self._bubbles: dict[Key, float] = {}
+        self._least = LeastOf(device)
+        self._left: list[tuple[float, int]] = []
+        self._traced: dict[Key, tuple[Experiment, Parts]] = {}
         self._guesses: list[LayoutPlan] = []
-        self._exact: dict[int, LayoutPlan] = {}
+        self._floor = 0
+        self._slack: tuple[float, Experiment] | None = None
 
     def run(self) -> Found:
         """Search.
@@ -92,12 +98,15 @@ class Search:
         """
         began = time.perf_counter()
         cores = len(os.sched_getaffinity(0))
-        with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn"), _quiet) as pool:
-            self._seed(pool)
-            before = len(self._left)
-            self._left = [its for its in self._left if self._floor(its) <= self._room]
-            floor = before - len(self._left)
-            self._look(pool, 2 * cores)
+        with ProcessPoolExecutor(cores, _processes(), _quiet) as pool:
+            for future in [pool.submit(_traced, its) for its in self._seeds()]:
+                self._learn(*future.result())
+            self._left = [(self._least.of(its).seconds, number) for number, its in enumerate(self._all)]
+            heapq.heapify(self._left)
+            self._look(pool, cores)
+            if not self._guesses and self._slack is not None:
+                self._learn(*_traced(self._slack[1]))
+                self._guess(self._slack[1])
             rows = self._confirm(pool)
         front = [all(row.peak_bytes < faster.peak_bytes for faster in rows[:place]) for place, row in enumerate(rows)]
         return Found(
@@ -106,51 +115,117 @@ class Search:
             min(self._guesses, key=lambda guess: guess.peak_bytes, default=None),
             len(self._guesses),
             sum(guess.peak_bytes > self._room for guess in self._guesses),
-            floor,
+            self._floor,
             len(self._left),
             self._unknown,
-            len(self._parts),
+            len(self._traced),
             time.perf_counter() - began,
         )
 
-    def _seed(self, pool: ProcessPoolExecutor) -> None:
-        """Costs of a block for every tensor-parallel degree, and the operations of every way of recomputation."""
-        by_tp: dict[int, Experiment] = {}
-        by_mode: dict[str, Experiment] = {}
-        for candidate in sorted(self._left, key=_simplicity):
-            by_tp.setdefault(candidate.parallelism.tp, candidate)
-            by_mode.setdefault(candidate.activation_checkpoint.mode, candidate)
-        # Two ranks that share a sequence, whose messages are not also those of sharding.
-        shared = (its for its in self._left if its.parallelism.cp == 2 and its.parallelism.dp_shard > 1)
-        pair = min(shared, key=_simplicity, default=None)
-        self._trace(pool, [*by_tp.values(), *by_mode.values(), *([] if pair is None else [pair])])
-        for tp, experiment in by_tp.items():
-            self._costs[tp] = block_cost(*self._parts[_key(experiment)], self._device)
-        for mode, experiment in by_mode.items():
-            self._flops[mode] = block_cost(*self._parts[_key(experiment)], self._device).flops
-        if pair is not None:
-            sampled, parts = self._parts[_key(pair)]
-            self._context = sampled, block_cost(sampled, parts, self._device).context
+    def _seeds(self) -> list[Experiment]:
+        """Layouts whose traces tell something of all others: of every way of recomputation, micro-batches of one
+        sequence and of many; of two ranks that share a sequence, whose messages are not also those of sharding; and of
+        one without a pipeline.
+        """
+        seeds: dict[Key, Experiment] = {}
 
-    def _look(self, pool: ProcessPoolExecutor, width: int) -> None:
+        def add(layouts: list[Experiment]) -> None:
+            if layouts:
+                its = min(layouts, key=_simplicity)
+                seeds.setdefault(_key(its), its)
+
+        for mode in MODES:
+            alike = [its for its in self._all if its.activation_checkpoint.mode == mode]
+            sizes = {micro_batch_size(its) for its in alike}
+            for size in sorted({min(sizes), max(sizes)} if sizes else ()):
+                add([its for its in alike if micro_batch_size(its) == size])
+        shared = [its for its in self._all if its.parallelism.cp > 1 and its.parallelism.dp_shard > 1]
+        add([its for its in shared if its.parallelism.cp == min(each.parallelism.cp for each in shared)])
+        add([its for its in self._all if its.parallelism.pp == 1 and its.parallelism.dp_shard > 1])
+        return list(seeds.values())
+
+    def _learn(self, experiment: Experiment, parts: Parts) -> None:
+        self._traced[_key(experiment)] = experiment, parts
+        profile = profile_of(experiment, parts)
+        if profile is not None:
+            self._least.learn(profile)
+        self._tell(f"{len(self._traced)} profiles traced, {len(self._guesses)} layouts looked at")
+
+    def _look(self, pool: ProcessPoolExecutor, cores: int) -> None:
         """Look at layouts, those with the best bounds first, until no other can be among the fastest."""
-        self._left.sort(key=self._bound)
-        while self._left:
-            fits = sorted(guess.step_seconds for guess in self._guesses if guess.peak_bytes <= self._room)
-            worst = fits[self._limit - 1] if len(fits) >= self._limit else math.inf
-            if self._bound(self._left[0]) > worst:
+        waiting: dict[Key, list[Experiment]] = {}
+        running = set[Future[tuple[Experiment, Parts]]]()
+        while True:
+            later: list[Experiment] = []
+            # What is faster by its bound may suffice: better to wait for it than to trace what is slower.
+            while len(running) < cores and not (running and self._suffice([*waiting.values(), later])):
+                its = self._next()
+                if its is None:
+                    break
+                key = _key(its)
+                if key in self._traced:
+                    self._guess(its)
+                elif key in waiting:
+                    waiting[key].append(its)
+                elif any(_alike(key) == _alike(other) for other in waiting):
+                    # What is being traced will tell more of it.
+                    later.append(its)
+                else:
+                    waiting[key] = [its]
+                    running.add(pool.submit(_traced, its))
+            for its in later:
+                heapq.heappush(self._left, (self._least.of(its).seconds, self._numbers[id(its)]))
+            if not running:
                 return
-            wave = self._left[: 8 * width]
-            keys = list(dict.fromkeys(_key(its) for its in wave))[:width]
-            wave = [its for its in wave if _key(its) in keys and self._bound(its) <= worst]
-            self._trace(pool, wave)
-            self._time(pool, wave)
-            taken = set(map(id, wave))
-            self._left = sorted((its for its in self._left if id(its) not in taken), key=self._bound)
-            for its in wave:
-                self._guesses.append(
-                    plan_layout(its, *self._parts[_key(its)], self._device, self._bubbles[_turns(its)])
-                )
+            done, running = wait(running, return_when=FIRST_COMPLETED)
+            for future in done:
+                experiment, parts = future.result()
+                self._learn(experiment, parts)
+                for its in waiting.pop(_key(experiment)):
+                    self._guess(its)
+
+    def _suffice(self, waiting: Iterable[Collection[Experiment]]) -> bool:
+        """Whether there were enough rows if all that is waited for did fit."""
+        fit = sum(guess.peak_bytes <= self._room for guess in self._guesses)
+        return fit + sum(map(len, waiting)) >= self._limit > fit
+
+    def _next(self) -> Experiment | None:
+        """Of the layouts that are left and may be among the fastest, that of the best bound; None where none is."""
+        while self._left and (not self._bounded or self._left[0][0] <= self._worst()):
+            before, number = heapq.heappop(self._left)
+            its = self._all[number]
+            if not self._bounded:
+                return its
+            # More may be known by now, and then other layouts have better bounds.
+            least = self._least.of(its)
+            if least.bytes <= self._room and least.seconds > before * (1 + 1e-9):
+                heapq.heappush(self._left, (least.seconds, number))
+                continue
+            held = least.bytes if least.bytes > self._room else self._least_peak(its)
+            if held <= self._room:
+                return its
+            self._floor += 1
+            if self._slack is None or held < self._slack[0]:
+                self._slack = held, its
+        return None
+
+    def _least_peak(self, experiment: Experiment) -> float:
+        """Bytes that a layout holds at least, by the profile that is nearest to its own."""
+        if _key(experiment) in self._traced:
+            return 0.0
+        near = [(_distance(sampled, experiment), key) for key, (sampled, _) in self._traced.items()]
+        distance, key = min(near, key=lambda its: its[0], default=(math.inf, None))
+        if key is None or distance == math.inf:
+            return 0.0
+        return least_peak(experiment, *self._traced[key])
+
+    def _worst(self) -> float:
+        """Seconds of the last row as it is now."""
+        fits = sorted(guess.step_seconds for guess in self._guesses if guess.peak_bytes <= self._room)
+        return fits[self._limit - 1] if len(fits) >= self._limit else math.inf
+
+    def _guess(self, experiment: Experiment) -> None:
+        self._guesses.append(plan_layout(experiment, *self._traced[_key(experiment)], self._device))
 
     def _confirm(self, pool: ProcessPoolExecutor) -> list[LayoutPlan]:
         """Of the fastest, the layouts that fit when they are put together from traces of their own degrees."""
@@ -161,7 +236,7 @@ class Search:
             wave, guesses = guesses[: self._limit - len(rows)], guesses[self._limit - len(rows) :]
             by_profile: dict[Key, list[LayoutPlan]] = {}
             for its in wave:
-                sampled = _shards(self._parts[_key(its.experiment)][0])
+                sampled = _shards(self._traced[_key(its.experiment)][0])
                 if _shards(its.experiment) != sampled:
                     by_profile.setdefault((*_key(its.experiment), *_shards(its.experiment)), []).append(its)
             self._tell(f"tracing the fastest that fit with their own number of shards: {len(by_profile)} profiles")
@@ -175,47 +250,6 @@ class Search:
             rows += [its for its in exact if its.peak_bytes <= self._room]
         return sorted(rows, key=lambda row: row.step_seconds)
 
-    def _trace(self, pool: ProcessPoolExecutor, experiments: Iterable[Experiment]) -> None:
-        missing = {_key(its): its for its in experiments if _key(its) not in self._parts}
-        for key, parts in zip(missing, pool.map(_traced, missing.values()), strict=True):
-            self._parts[key] = missing[key], parts
-            self._tell(f"{len(self._parts)} profiles traced, {len(self._guesses)} layouts looked at")
-
-    def _time(self, pool: ProcessPoolExecutor, experiments: Iterable[Experiment]) -> None:
-        missing = {_turns(its): its for its in experiments if _turns(its) not in self._bubbles}
-        self._bubbles |= zip(missing, pool.map(bubble_of, missing.values()), strict=True)
-
-    def _bound(self, experiment: Experiment) -> float:
-        """Seconds that a step takes at least."""
-        parallelism, training = experiment.parallelism, experiment.training
-        cost = self._costs[parallelism.tp]
-        tokens = training.global_batch_size // data_parallel_degree(experiment) * training.seq_len / parallelism.cp
-        flops = self._flops[experiment.activation_checkpoint.mode] / parallelism.tp
-        waited = cost.exposed + self._context_bound(experiment)
-        seconds = tokens * experiment.model.layers / parallelism.pp * (flops / cost.rate + waited)
-        return seconds / (1 - self._bubbles.get(_turns(experiment), _least_bubble(experiment)))
-
-    def _context_bound(self, experiment: Experiment) -> float:
-        """Seconds for a token of a rank in which it waits for those that share its sequence, at least.
-
-        From two such ranks on one link. Among more, a token's keys and values make at least half as many hops as there
-        are ranks; heads that are exchanged leave their rank but for the share that stays.
-        """
-        parallelism = experiment.parallelism
-        if self._context is None or parallelism.cp == 1 or parallelism.dp_shard == 1:
-            return 0.0
-        sampled, seconds = self._context
-        hops = parallelism.cp / 2 if exchanging_heads(parallelism) == 1 else 2 * (1 - 1 / parallelism.cp)
-        return seconds * hops * min(1.0, sampled.parallelism.tp / parallelism.tp)
-
-    def _floor(self, experiment: Experiment) -> float:
-        """Bytes that the rank with the most layers holds at least, of its parameters and what belongs to them."""
-        parallelism = experiment.parallelism
-        cost, shards = self._costs[parallelism.tp], parallelism.dp_shard * parallelism.cp
-        counts, ranks = layer_counts(experiment), parallelism.pp
-        layers = max(sum(counts[rank::ranks]) for rank in range(ranks))
-        return layers * (cost.kept * cost.shards / shards + (cost.gathered if ranks > 1 else 0))
-
 
 def _simplicity(experiment: Experiment) -> tuple[object, ...]:
     parallelism = experiment.parallelism
@@ -224,8 +258,10 @@ def _simplicity(experiment: Experiment) -> tuple[object, ...]:
         not pipeline,
         mode != "none",
         parallelism.cp,
+        # One that sends messages, where there is one.
+        parallelism.tp == 1,
         parallelism.tp,
-        experiment.training.micro_batch_size,
+        micro_batch_size(experiment),
         parallelism.pp,
     )
 
@@ -238,7 +274,7 @@ def _key(experiment: Experiment) -> Key:
         parallelism.tp,
         parallelism.cp,
         experiment.activation_checkpoint.mode,
-        experiment.training.micro_batch_size,
+        micro_batch_size(experiment),
         piped,
         frozenset(count == 1 for count in layer_counts(experiment)) if piped else None,
         None if piped else min(gradient_accumulation(experiment), 3),
@@ -247,9 +283,29 @@ def _key(experiment: Experiment) -> Key:
     )
 
 
-def _turns(experiment: Experiment) -> Key:
-    parallelism = experiment.parallelism
-    return parallelism.pp, parallelism.pp_schedule, gradient_accumulation(experiment) if parallelism.pp > 1 else 0
+def _distance(sampled: Experiment, experiment: Experiment) -> float:
+    """How much smaller the degrees of a profile are; infinite where it tells nothing of a layout's memory."""
+    there, own = sampled.parallelism, experiment.parallelism
+    sizes = micro_batch_size(sampled), micro_batch_size(experiment)
+    few = [min(gradient_accumulation(its), 3) for its in (sampled, experiment)]
+    if (
+        sampled.activation_checkpoint.mode != experiment.activation_checkpoint.mode
+        or (there.pp > 1) != (own.pp > 1)
+        or (own.pp == 1 and few[0] != few[1])
+        or there.tp > own.tp
+        or there.cp > own.cp
+        or sizes[0] < sizes[1]
+        or (sizes[1] == 1 and sizes[0] > 1)
+        # What is not sharded is not gathered either.
+        or (there.dp_shard * there.cp == 1) != (own.dp_shard * own.cp == 1)
+    ):
+        return math.inf
+    return own.tp / there.tp * own.cp / there.cp * max(sizes) / min(sizes)
+
+
+def _alike(key: Key) -> Key:
+    """A profile, whatever parameters are sharded and replicated over."""
+    return key[:-2]
 
 
 def _too_long(experiment: Experiment) -> str | None:
@@ -261,15 +317,11 @@ def _too_long(experiment: Experiment) -> str | None:
     return f"their schedules have more than {LONGEST_SCHEDULE:,} forward passes"
 
 
-def _least_bubble(experiment: Experiment) -> float:
-    """What no schedule is below whose stages go round the ranks.
-
-    The last rank waits until the first micro-batch has come through a stage of every other, and after its last one
-    they are not done.
-    """
-    ranks, stages = experiment.parallelism.pp, stage_count(experiment) if experiment.parallelism.pp > 1 else 1
-    waits = (ranks - 1) * ranks / stages
-    return waits / (gradient_accumulation(experiment) + waits)
+def _processes() -> Any:
+    """Processes that are forked from one that has imported torch, and does nothing else."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
 
 
 def _quiet() -> None:
@@ -279,8 +331,8 @@ def _quiet() -> None:
     gc.freeze()
 
 
-def _traced(experiment: Experiment) -> Parts:
-    return trace_parts(on_cpu(experiment), cuda=device_type(experiment.cluster) == "cuda")
+def _traced(experiment: Experiment) -> tuple[Experiment, Parts]:
+    return experiment, trace_parts(on_cpu(experiment), cuda=device_type(experiment.cluster) == "cuda")
 
 
 def _shards(experiment: Experiment) -> tuple[int, int]:
@@ -291,5 +343,5 @@ def _exactly(given: tuple[list[LayoutPlan], Device]) -> list[LayoutPlan]:
     """Layouts of one profile anew, from a trace with their own number of shards."""
     plans, device = given
     sampled = plans[0].experiment
-    parts = _traced(sampled)
-    return [plan_layout(its.experiment, sampled, parts, device, its.bubble) for its in plans]
+    _, parts = _traced(sampled)
+    return [plan_layout(its.experiment, sampled, parts, device) for its in plans]

@@ -137,7 +137,7 @@ def _left_out(found: Found, tried: Candidates) -> list[str]:
             f"  {count:,} are not known, because {reason}: titan-exp plan takes one of them;"
             for reason, count in found.unknown
         ),
-        f"  {found.floor:,} do not fit with parameters, gradients and the optimizer's state alone, "
+        f"  {found.floor:,} do not fit, by what parameters, gradients and activations take at least, "
         f"{found.too_large:,} of {found.looked_at:,} that were looked at do not fit with all else;",
-        f"  {found.slower:,} cannot be faster than the last row, by their matmuls and awaited messages alone.",
+        f"  {found.slower:,} cannot be faster than the last row, by what their blocks compute, move and send at least.",
     ]

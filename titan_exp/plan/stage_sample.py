@@ -103,7 +103,7 @@ def sample_stages(experiment: Experiment, mode: str, *, lone: bool, cuda: bool) 
         path.write_text("\n".join(",".join(map(str, order)) for order in orders) + "\n")
         small = _small_run(experiment, [layers.get(kind, 1) for kind in kinds], str(path), mode)
         with pretended_rank(small, 0) as it, marked_tail(tape), _marked_actions(tape, it):
-            trace_step(it.parts, it.step, cuda=cuda, tape=tape)
+            trace_step(it.parts, it.step, first_step=lambda: _first_step(it, tape), cuda=cuda, tape=tape)
             pieces = tape.pieces()
             batch = {
                 field.name: tape.amount(value)
@@ -117,6 +117,16 @@ def sample_stages(experiment: Experiment, mode: str, *, lone: bool, cuda: bool) 
             delivered = not cuda and _is_delivered()
             sizes = _sizes(tape, small)
     return _sorted(pieces, kinds, placement, orders, (layers, base, buffers, batch, sizes, delivered))
+
+
+def _first_step(it: PretendedRank, tape: Tape) -> None:
+    """A step of one pass, after which all micro-batches lie where its own does."""
+    it.shortest_step()
+    for field in fields(it.batches[0]):
+        first, *others = (getattr(batch, field.name) for batch in it.batches)
+        if first is not None and tape.know(first):
+            for other in others:
+                tape.see(other, "other")
 
 
 def _sorted(

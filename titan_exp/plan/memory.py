@@ -6,7 +6,7 @@ the story is told.
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -87,6 +87,19 @@ class Ledger:
     _made: int = 0
     _held: list[Storage] = field(default_factory=list)
 
+    @classmethod
+    def retold(cls, changes: Sequence[tuple[Storage, int, str]], standing: int, alive: Sequence[Storage]) -> "Ledger":
+        """A ledger of a story that is known already.
+
+        Args:
+            changes: of a step: storages, how much they grow, and where.
+            standing: how many of these, at the beginning, are what was there before.
+            alive: what is there at the end.
+        """
+        ledger = cls()
+        ledger._changes, ledger._standing, ledger._held = list(changes), standing, list(alive)
+        return ledger
+
     def see(self, tensor: Tensor, category: str | None = None) -> None:
         """Enter a tensor's storage unless it is there, as made for `category`, else for what is being made."""
         self._enter(tensor.untyped_storage(), category)
@@ -129,6 +142,9 @@ class Ledger:
         """Note memory that is taken and never given back."""
         self._held.append(self._storage(category))
         self._change(self._held[-1], self._rounded(size))
+
+    def matmul(self, *, backward: bool) -> None:
+        """The library of matmuls is called, in the forward or in the backward pass's thread."""
 
     def begin(self) -> None:
         """Forget what was, but for `events`; what is alive now is where the story begins."""

@@ -76,6 +76,7 @@ def trace_step(
     ):
         if tape is not None:
             tape.follow(watch)
+            tape.next_step()
         (first_step or step)()
         ledger.begin()
         watch.work = Work()

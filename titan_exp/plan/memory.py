@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,10 +72,10 @@ class Ledger:
     granularity: int = 1
     current: int = 0
     """Bytes that are alive."""
-    where: str = "before the first step"
-    """What is being computed, in words; set by who knows."""
     category: str = "other"
     """What is being made, unless something else is said of it."""
+    where: str = "before the first step"
+    """What is being computed, in words; set by who knows, after `category`."""
     stream: Callable[[], int] = int
     """Tells on which stream memory is taken now; there is one, number 0, unless somebody knows better."""
     events: list[Event] = field(default_factory=list)
@@ -142,6 +143,9 @@ class Ledger:
         """Note memory that is taken and never given back."""
         self._held.append(self._storage(category))
         self._change(self._held[-1], self._rounded(size))
+
+    def hidden(self, output: Any) -> None:
+        """A block has made these hidden states."""
 
     def matmul(self, *, backward: bool) -> None:
         """The library of matmuls is called, in the forward or in the backward pass's thread."""

@@ -158,7 +158,7 @@ def _sorted(
             prologue.append(pieces[place])
         place = end
     message = added([piece.work for piece in between])
-    each = Work(0, message.bytes_moved // rehearsal.sent)
+    each = Work(0, message.bytes_moved // rehearsal.sent, operators=message.operators // rehearsal.sent)
     for key, size in message.messages.items():
         each.messages[key], each.calls[key] = size // rehearsal.sent, message.calls[key] // rehearsal.sent
     opening, turns = joined("prologue", prologue), rehearsal.turns

@@ -43,6 +43,7 @@ class Kind(NamedTuple):
     size: int
     role: int
     category: str
+    output: bool
 
 
 class Origin(NamedTuple):
@@ -88,7 +89,7 @@ class SampleStory:
                     roles[spot.stage, it.stream] = used[spot.stage] + 1 if it.stream else 0
                     used[spot.stage] += bool(it.stream)
                 if it.size and it.birth not in gone:
-                    kind = Kind(it.size, roles[spot.stage, it.stream], it.category)
+                    kind = Kind(it.size, roles[spot.stage, it.stream], it.category, it.output)
                     origins[it.birth] = Origin(spot, kind, counts[kind])
                     counts[kind] += 1
         object.__setattr__(self, "roles", roles)
@@ -130,6 +131,7 @@ class Weaver:
         self._made, self._begun, self._standing = 0, 0, 0
         self.where = "before the first step"
         """What is being computed, in words."""
+        self._category = "other"
 
     def play(self, sample: SampleStory, source: Spot, at: Spot, block: int | None = None) -> None:
         """Let happen at a spot what happens in a sample.
@@ -148,7 +150,7 @@ class Weaver:
         roles, origins, handed = sample.roles, sample.origins, sample.handed
         for scene in sample.scenes.get(source, ()):
             if scene.where is not None:
-                self.where = scene.where
+                self.where, self._category = scene.where, scene.category
                 if block is not None and ", block " in scene.where:
                     self.where = f"{scene.where.partition(', block ')[0]}, block {block}"
             for it in scene.told:
@@ -156,7 +158,7 @@ class Weaver:
                     role = roles[source.stage, it.stream]
                     number = here[it.birth] = self.birth(it.size, it.category, at.stage, role)
                     if it.birth in origins:
-                        born[Kind(it.size, role, it.category)].append(number)
+                        born[origins[it.birth].kind].append(number)
                 elif it.birth < 0:
                     self._matmul(it.birth)
                 elif it.birth in here:
@@ -190,7 +192,7 @@ class Weaver:
         """A storage is born; returns its number."""
         stream = self._streams.setdefault((stage, role), len(self._streams) + 1) if role else 0
         self._made += 1
-        self._alive[self._made] = storage = Storage(category, self._made, size)
+        self._alive[self._made] = storage = Storage(category or self._category, self._made, size)
         self._events.append(Event(self._made, size, stream))
         self._changes.append((storage, size, self.where))
         return self._made
@@ -242,7 +244,7 @@ class Weaver:
 
     def _tell(self, scene: Scene, stand_ins: Mapping[int, int], shares: Counter[int] | None = None) -> None:
         if scene.where is not None:
-            self.where = scene.where
+            self.where, self._category = scene.where, scene.category
         for it in scene.told:
             if it.birth < 0:
                 self._matmul(it.birth)

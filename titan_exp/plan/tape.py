@@ -7,11 +7,11 @@ what was alive before it.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 
 from titan_exp.plan.memory import CATEGORIES, Ledger, Storage, local
 from titan_exp.plan.watch import Watch, Work
@@ -53,7 +53,9 @@ class Told(NamedTuple):
     stream: int = 0
     """On which stream; of no meaning where it dies."""
     category: str = ""
-    """What it turned out to be for; likewise."""
+    """What it turned out to be for, empty where that is what was being made; likewise."""
+    output: bool = False
+    """Whether it is what a block hands to the next one; likewise."""
 
 
 FORWARD_MATMUL, BACKWARD_MATMUL = -1, -2
@@ -70,6 +72,8 @@ class Scene:
     """As of a piece."""
     where: str | None
     """What is being computed, in words, from its beginning on; None where that goes on as before."""
+    category: str
+    """What is being made, where `where` says what is computed."""
     told: list[Told]
     """What happens."""
     step: int
@@ -83,12 +87,15 @@ class Tape(Ledger):
 
     def __init__(self) -> None:
         self._cuts: list[tuple[int, str, Work]] = []
-        self._marks: list[tuple[int, str, str | None, int]] = []
+        self._marks: list[tuple[int, str, str | None, str, int]] = []
         self._told: list[tuple[Storage | None, Told]] = []
         self.reduced: list[dict[str, int]] = []
         """Of each step: births of reduced gradients, by the names of their parameters; entered by who knows."""
         self.made: list[int] = []
         """Births of hidden states that passes of stages make, in order; likewise."""
+        self.outputs: set[int] = set()
+        """Births of hidden states that blocks make."""
+        self._as_made: set[int] = set()
         self._births, self._last_birth, self._step = 0, dict[int, int](), -1
         super().__init__()
 
@@ -114,7 +121,7 @@ class Tape(Ledger):
 
     def cut(self, label: str, *, is_where: bool = False) -> None:
         """A piece ends here, and one of this name begins."""
-        self._marks.append((len(self._told), label, label if is_where else None, self._step))
+        self._marks.append((len(self._told), label, label if is_where else None, self.category, self._step))
         if self._watch is not None and self._cuts:
             self._cuts.append((len(self._changes), label, added([self._watch.work])))
 
@@ -124,6 +131,11 @@ class Tape(Ledger):
         start = self._marks[-1][0]
         if all(told.birth != mark for _, told in self._told[start:]):
             self._told.append((None, Told(mark)))
+
+    def hidden(self, output: Any) -> None:
+        """A block has made these hidden states."""
+        if isinstance(output, Tensor):
+            self.outputs.add(self.birth(output))
 
     def birth(self, tensor: Tensor) -> int:
         """Number of the birth of a tensor's storage; `NOTHING` where it is not entered."""
@@ -136,15 +148,24 @@ class Tape(Ledger):
     def scenes(self) -> list[Scene]:
         """All that happened so far."""
         found = []
-        for (start, label, where, step), end in zip(
-            self._marks, [*(mark[0] for mark in self._marks[1:]), len(self._told)], strict=True
-        ):
-            told = [
-                it._replace(category=storage.category) if storage is not None and it.size else it
-                for storage, it in self._told[start:end]
-            ]
-            found.append(Scene(label, where, told, step))
+        ends = [*(mark[0] for mark in self._marks[1:]), len(self._told)]
+        for (start, label, where, category, step), end in zip(self._marks, ends, strict=True):
+            told = [self._turned_out(storage, it) for storage, it in self._told[start:end]]
+            found.append(Scene(label, where, category, told, step))
         return found
+
+    def _turned_out(self, storage: Storage | None, it: Told) -> Told:
+        if storage is None or not it.size:
+            return it
+        as_made = it.category == storage.category and it.birth in self._as_made
+        category = "" if as_made else storage.category
+        return it._replace(category=category, output=it.birth in self.outputs)
+
+    def _enter(self, storage: UntypedStorage, category: str | None) -> None:
+        known = self._births
+        super()._enter(storage, category)
+        if category is None and self._births > known:
+            self._as_made.add(self._births)
 
     def base(self) -> Amounts:
         """What was held where the story begins, by what it turned out to be for."""
@@ -164,7 +185,7 @@ class Tape(Ledger):
             if event.size:
                 self._births += 1
                 self._last_birth[event.storage] = self._births
-            self._told.append((storage, Told(self._last_birth[event.storage], event.size, event.stream)))
+            self._told.append((storage, Told(self._last_birth[event.storage], event.size, event.stream, storage.category)))
 
     def pieces(self) -> list[Piece]:
         """All pieces since `begin` that have ended."""

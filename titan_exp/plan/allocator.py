@@ -142,7 +142,7 @@ def repeated(before: Sequence[Event], step: Sequence[Event], times: int) -> list
         for event in step:
             # What was there before the step goes by the name of what the step before has left.
             name = following[event.storage] if event.storage in inside else names[heirs[event.storage]]
-            story.append(event._replace(storage=name))
+            story.append(Event(name, event.size, event.stream))
         names = following
     return story
 
@@ -160,9 +160,6 @@ class Block:
     before: "Block | None" = None
     after: "Block | None" = None
 
-    def __lt__(self, other: "Block") -> bool:
-        return (self.size, self.address) < (other.size, other.address)
-
 
 @dataclass(eq=False)
 class _Pool:
@@ -171,6 +168,8 @@ class _Pool:
     small: bool
     free: list[Block] = field(default_factory=list)
     """By size, then address."""
+    keys: list[tuple[int, int]] = field(default_factory=list)
+    """Sizes and addresses of those, in their order."""
     unmapped: list[Block] = field(default_factory=list)
     """By address."""
 
@@ -181,15 +180,23 @@ class _Pool:
 
     def put(self, block: Block) -> None:
         if block.mapped:
-            insort(self.free, block)
+            key = (block.size, block.address)
+            place = bisect_left(self.keys, key)
+            self.keys.insert(place, key)
+            self.free.insert(place, block)
         else:
             insort(self.unmapped, block, key=lambda it: it.address)
 
     def take(self, block: Block) -> None:
         if block.mapped:
-            del self.free[bisect_left(self.free, block)]
+            self.pop(bisect_left(self.keys, (block.size, block.address)))
         else:
             del self.unmapped[bisect_left(self.unmapped, block.address, key=lambda it: it.address)]
+
+    def pop(self, place: int) -> Block:
+        """Take the free block at a place."""
+        del self.keys[place]
+        return self.free.pop(place)
 
 
 class CachingAllocator:
@@ -241,14 +248,14 @@ class CachingAllocator:
         return [block for pool in self._pools.values() for block in pool.free]
 
     def _best(self, pool: _Pool, size: int) -> Block | None:
-        place = bisect_left(pool.free, (size, 0), key=lambda block: (block.size, block.address))
+        place = bisect_left(pool.keys, (size, 0))
         if place == len(pool.free):
             return None
         if self._expandable:
             # The end of an expandable segment counts as all that it can become.
             while place + 1 < len(pool.free) and _potential(pool.free[place + 1]) < _potential(pool.free[place]):
                 place += 1
-        return pool.free.pop(place)
+        return pool.pop(place)
 
     def _split(self, block: Block, size: int) -> None:
         """Cut a block to a size, where the rest is worth keeping."""

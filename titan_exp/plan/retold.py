@@ -1,67 +1,101 @@
-"""A rank's trace, put together from those of small runs: equal to the trace of the whole, allocations included."""
+"""Ranks' traces, put together from those of small runs: equal to traces of the whole, allocations included.
+
+Pipeline ranks share the small runs, and those with as many layers the build and the end of a step.
+"""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import gradient_accumulation
-from titan_exp.config.pipeline import stage_layers
+from titan_exp.config.pipeline import stage_layers, stage_placement
 from titan_exp.plan.layout_plan import axes_of
-from titan_exp.plan.shortcut import Parts, recomputation, rehearsed, stages_of, work_of
+from titan_exp.plan.rehearsal import Rehearsal
+from titan_exp.plan.shortcut import Parts, passes_of, recomputation, rehearsed, stages_of, trace_parts
 from titan_exp.plan.stage_story import StagesStory, stages_story, weave_stages
-from titan_exp.plan.story import SampleStory, TailStory
+from titan_exp.plan.story import SampleStory, TailStory, Weaver
+from titan_exp.plan.tails import trace_tail_story
+from titan_exp.plan.tape import added
 from titan_exp.plan.trace import Trace
 from titan_exp.plan.whole_story import weave_whole, whole_story
+from titan_exp.plan.world import ranks_of_pipeline
+
+PAYS = 2
+"""How many times as many passes of blocks the whole must have as the small runs before they are traced instead."""
+_IN_WHOLE = 5 * (1 + 3)
+_IN_STAGES = 8 * 2 * 2
 
 
-@dataclass(frozen=True)
-class Stories:
-    """What traces are put together from."""
-
-    parts: Parts
-    """Traced for this layout, stories told."""
-    whole: list[SampleStory]
-    """Without a pipeline."""
-    stages: Mapping[bool, StagesStory]
-    """With one."""
-
-
-def stories_of(parts: Parts) -> Stories:
-    """What happens where in parts.
-
-    Raises:
-        Unwoven: it is not clear.
-    """
-    stages = {alone: stages_story(samples) for alone, samples in parts.stages.items()}
-    return Stories(parts, [whole_story(sample) for sample in parts.whole], stages)
-
-
-def retold(
-    experiment: Experiment, pipeline_rank: int, stories: Stories, tail: TailStory, matmul_workspace: int = 0
-) -> Trace:
-    """The trace of a rank's step.
+@dataclass
+class Retelling:
+    """Puts traces of one run's ranks together; what they share is traced when it is first needed.
 
     Args:
-        experiment: the run, its layout resolved.
-        pipeline_rank: its number along pp.
-        stories: of its small runs.
-        tail: of a rank with its layers.
+        experiment: the run, its layout resolved, of which `shortcut.why_not` is None.
+        cuda: as of `trace_step`.
         matmul_workspace: bytes that the library of matmuls keeps for each thread that calls it.
-
-    Raises:
-        Unwoven: it cannot be put together.
     """
-    _, modes = recomputation(experiment)
-    rehearsal = None
+
+    experiment: Experiment
+    cuda: bool
+    matmul_workspace: int = 0
+    _parts: Parts | None = None
+    _whole: list[SampleStory] = field(default_factory=list)
+    _stages: Mapping[bool, StagesStory] = field(default_factory=dict)
+    _tails: dict[object, TailStory] = field(default_factory=dict)
+
+    def trace(self, pipeline_rank: int) -> Trace:
+        """The trace of a rank's step.
+
+        Raises:
+            Unwoven: it cannot be put together.
+            UserError: the step calls an operator that the planner does not know.
+        """
+        parts, tail, rehearsal = self._traced(), self.tail(pipeline_rank), None
+        if self.experiment.parallelism.pp > 1:
+            rehearsal = rehearsed(self.experiment, pipeline_rank, parts)
+        weaver, gradients = self._woven(pipeline_rank, tail, rehearsal)
+        ledger, before, step = weaver.told()
+        passes = passes_of(self.experiment, pipeline_rank, parts, rehearsal)
+        work = added([*(piece.work for piece in passes), tail.work])
+        axes = axes_of(self.experiment, pipeline_rank, work)
+        return Trace(ledger.peak(), ledger.held(), gradients, work, axes, ledger.timeline(), before, step)
+
+    def tail(self, pipeline_rank: int) -> TailStory:
+        """Build and ends of the steps of a rank with as many layers."""
+        stages, layers = stages_of(self.experiment, pipeline_rank), stage_layers(self.experiment)
+        shape = tuple((stage.kind, len(stage.modes)) for stage in stages)
+        if shape not in self._tails:
+            rank = ranks_of_pipeline(self.experiment)[pipeline_rank]
+            own = [layer for stage in stages for layer in layers[stage.number]]
+            self._tails[shape] = trace_tail_story(self.experiment, rank, own, cuda=self.cuda)
+        return self._tails[shape]
+
+    def _traced(self) -> Parts:
+        if self._parts is None:
+            parts = self._parts = trace_parts(self.experiment, cuda=self.cuda, told=True)
+            self._whole = [whole_story(sample) for sample in parts.whole]
+            self._stages = {alone: stages_story(samples) for alone, samples in parts.stages.items()}
+        return self._parts
+
+    def _woven(self, pipeline_rank: int, tail: TailStory, rehearsal: Rehearsal | None) -> tuple[Weaver, int]:
+        if rehearsal is not None:
+            stages, layers = stages_of(self.experiment, pipeline_rank), stage_layers(self.experiment)
+            return weave_stages(self._stages, stages, layers, rehearsal, tail, workspace=self.matmul_workspace)
+        _, modes = recomputation(self.experiment)
+        micro_batches = gradient_accumulation(self.experiment)
+        return weave_whole(self._whole, modes, micro_batches, tail, workspace=self.matmul_workspace)
+
+
+def pays(experiment: Experiment, ranks: int) -> bool:
+    """Whether putting traces of so many pipeline ranks together is quicker than tracing them.
+
+    Blocks passed through, forward and backward, stand for the time of either.
+    """
+    ways, micro_batches = len(recomputation(experiment)[0]), gradient_accumulation(experiment)
+    layers = stage_layers(experiment)
     if experiment.parallelism.pp == 1:
-        weaver, gradients = weave_whole(stories.whole, modes, gradient_accumulation(experiment), tail, matmul_workspace)
-    else:
-        stages = stages_of(experiment, pipeline_rank)
-        rehearsal = rehearsed(experiment, pipeline_rank, stories.parts)
-        weaver, gradients = weave_stages(
-            stories.stages, stages, stage_layers(experiment), rehearsal, tail, matmul_workspace
-        )
-    ledger, before, step = weaver.told()
-    work = work_of(experiment, pipeline_rank, stories.parts, rehearsal)
-    axes = axes_of(experiment, pipeline_rank, work)
-    return Trace(ledger.peak(), ledger.held(), gradients, work, axes, ledger.timeline(), before, step)
+        return experiment.model.layers >= 5 and experiment.model.layers * (1 + micro_batches) > PAYS * ways * _IN_WHOLE
+    lone = len({len(its) == 1 for its in layers})
+    per_rank = sum(map(len, layers)) / len(set(stage_placement(experiment)))
+    return ranks * per_rank * 2 * micro_batches > PAYS * ways * lone * _IN_STAGES

@@ -51,7 +51,7 @@ class Parts:
     whole: Sequence[WholeSample]
     """Without a pipeline: a sample for each way of recomputation."""
     whole_tails: tuple[Tail, Tail] | None
-    """Likewise."""
+    """Likewise; None where births and deaths are told, whose ends are those of a rank with all layers."""
     stages: Mapping[bool, Sequence[StageSample]]
     """With one: samples likewise, for stages of several blocks and for those of one."""
     stage_tails: StageTails | None
@@ -101,12 +101,12 @@ def trace_parts(experiment: Experiment, *, cuda: bool, told: bool = False) -> Pa
     modes, _ = recomputation(experiment)
     if experiment.parallelism.pp == 1:
         whole = [sample_whole(experiment, mode, cuda=cuda, told=told) for mode in modes]
-        return Parts(whole, whole_tails(experiment, cuda=cuda), {}, None)
+        return Parts(whole, None if told else whole_tails(experiment, cuda=cuda), {}, None)
     lone = {count == 1 for count in layer_counts(experiment)}
     stages = {
         alone: [sample_stages(experiment, mode, lone=alone, cuda=cuda, told=told) for mode in modes] for alone in lone
     }
-    return Parts((), None, stages, trace_stage_tails(experiment, cuda=cuda))
+    return Parts((), None, stages, None if told else trace_stage_tails(experiment, cuda=cuda))
 
 
 def extended(experiment: Experiment, pipeline_rank: int, parts: Parts, rehearsal: Rehearsal | None = None) -> Extended:
@@ -118,13 +118,36 @@ def extended(experiment: Experiment, pipeline_rank: int, parts: Parts, rehearsal
         parts: traced for this layout.
         rehearsal: of this rank's schedule, where it is known.
     """
-    return _put_together(*_pieces(experiment, pipeline_rank, parts, rehearsal))
+    pieces = passes_of(experiment, pipeline_rank, parts, rehearsal)
+    if parts.stage_tails is None:
+        assert parts.whole_tails is not None, "one of them is there"
+        tail = tail_of(parts.whole_tails, experiment.model.layers)
+        base = parts.whole[0].base - tail_of(parts.whole_tails, LAYERS).kept + tail.kept
+        return _put_together(base, pieces, tail)
+    stages = stages_of(experiment, pipeline_rank)
+    sample = parts.stages[len(stages[0].modes) == 1][0]
+    base = base_of(
+        sample, parts.stage_tails, stages, pipeline_microbatches(experiment), shared=experiment.parallelism.cp > 1
+    )
+    return _put_together(base, pieces, parts.stage_tails.of(stages))
 
 
-def work_of(experiment: Experiment, pipeline_rank: int, parts: Parts, rehearsal: Rehearsal | None = None) -> Work:
-    """Operations, bytes and messages of a rank's step; the arguments are those of `extended`."""
-    _, pieces, tail = _pieces(experiment, pipeline_rank, parts, rehearsal)
-    return added([*(piece.work for piece in pieces), tail.piece.work])
+def passes_of(
+    experiment: Experiment, pipeline_rank: int, parts: Parts, rehearsal: Rehearsal | None = None
+) -> Sequence[Piece]:
+    """The pieces of a rank's step but its end; the arguments are those of `extended`."""
+    if experiment.parallelism.pp == 1:
+        _, of_block = recomputation(experiment)
+        return whole_pieces(parts.whole, of_block, gradient_accumulation(experiment))
+    rehearsal = rehearsal or rehearsed(experiment, pipeline_rank, parts)
+    stages = stages_of(experiment, pipeline_rank)
+    by_number = {stage.number: stage for stage in stages}
+    of_stage = {stage.number: parts.stages[len(stage.modes) == 1] for stage in stages}
+    keys = {(turn.action.stage, turn.action.kind, turn.first) for turn in rehearsal.turns}
+    actions = {(at, kind, first): action_piece(of_stage[at], by_number[at], kind, first) for at, kind, first in keys}
+    sample = of_stage[stages[0].number][0]
+    reduction = [piece for stage in stages for piece in reduction_pieces(of_stage[stage.number][0], stage)]
+    return [sample.prologue, played(sample, rehearsal, actions), *reduction]
 
 
 def rehearsed(experiment: Experiment, pipeline_rank: int, parts: Parts) -> Rehearsal:
@@ -153,31 +176,6 @@ def recomputation(experiment: Experiment) -> tuple[list[str], list[int]]:
     if checkpointing.mode != "every_n":
         return [checkpointing.mode], [0] * layers
     return ["none", "full"], [int((number + 1) % checkpointing.every == 0) for number in range(layers)]
-
-
-def _pieces(
-    experiment: Experiment, pipeline_rank: int, parts: Parts, rehearsal: Rehearsal | None
-) -> tuple[Amounts, Sequence[Piece], Tail]:
-    """What is held before a step, its pieces, and its end."""
-    if parts.stage_tails is None:
-        assert parts.whole_tails is not None, "one of them is there"
-        _, of_block = recomputation(experiment)
-        tail = tail_of(parts.whole_tails, experiment.model.layers)
-        base = parts.whole[0].base - tail_of(parts.whole_tails, LAYERS).kept + tail.kept
-        return base, whole_pieces(parts.whole, of_block, gradient_accumulation(experiment)), tail
-    rehearsal = rehearsal or rehearsed(experiment, pipeline_rank, parts)
-    stages = stages_of(experiment, pipeline_rank)
-    by_number = {stage.number: stage for stage in stages}
-    of_stage = {stage.number: parts.stages[len(stage.modes) == 1] for stage in stages}
-    keys = {(turn.action.stage, turn.action.kind, turn.first) for turn in rehearsal.turns}
-    actions = {(at, kind, first): action_piece(of_stage[at], by_number[at], kind, first) for at, kind, first in keys}
-    sample = of_stage[stages[0].number][0]
-    base = base_of(
-        sample, parts.stage_tails, stages, pipeline_microbatches(experiment), shared=experiment.parallelism.cp > 1
-    )
-    reduction = [piece for stage in stages for piece in reduction_pieces(of_stage[stage.number][0], stage)]
-    pieces = [sample.prologue, played(sample, rehearsal, actions), *reduction]
-    return base, pieces, parts.stage_tails.of(stages)
 
 
 def _put_together(base: Amounts, pieces: Sequence[Piece], tail: Tail) -> Extended:

@@ -125,11 +125,11 @@ def sample_stages(experiment: Experiment, mode: str, *, lone: bool, cuda: bool, 
             delivered = _is_delivered()
             sizes, scenes = _sizes(tape, small), tape.scenes() if told else []
     known = layers, base, buffers, batch, sizes, delivered
-    return _sorted(pieces, kinds, placement, orders, known, (scenes, tape.reduced, tape.made))
+    return _sorted(pieces, kinds, placement, orders, known, scenes, tape.reduced, tape.made)
 
 
 def _sorted(
-    pieces: Sequence[Piece], kinds: Sequence[str], placement: Sequence[int], orders: Orders, known: Any, story: Any
+    pieces: Sequence[Piece], kinds: Sequence[str], placement: Sequence[int], orders: Orders, known: Any, *story: Any
 ) -> StageSample:
     layers, base, buffers, batch, sizes, delivered = known
     rehearsal = rehearse(orders, placement, 0, passes=PASSES, delivered=delivered)

@@ -1,7 +1,7 @@
 """The story of a pipeline rank's step, woven from the sampled rank's along its rehearsed schedule."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from titan_exp.plan.memory import CATEGORIES
 from titan_exp.plan.rehearsal import Rehearsal, Turn
@@ -10,7 +10,7 @@ from titan_exp.plan.staged_model import StageShape
 from titan_exp.plan.story import NOWHERE, SampleStory, Spot, TailStory, Unwoven, Weaver
 from titan_exp.plan.tails import TAIL
 from titan_exp.plan.tape import NOTHING, Scene
-from titan_exp.plan.whole_story import END, PROLOGUE, gradient_named, loss_of, named_block
+from titan_exp.plan.whole_story import END, PROLOGUE, gradient_named, loss_of, named_block, renamed
 
 NUMBERS = {FIRST: 0, MIDDLE: 1, LAST: 3}
 """Stages of the sampled rank, by kind."""
@@ -39,6 +39,7 @@ def weave_stages(
     layers: Sequence[Sequence[int]],
     rehearsal: Rehearsal,
     tail: TailStory,
+    *,
     workspace: int,
 ) -> tuple[Weaver, int]:
     """Weave two steps of a rank; returns them, and the bytes of reduced gradients.
@@ -99,7 +100,9 @@ class _Rank:
                 weaver.death(hidden[heard.which])
         for number in self._stages:
             self._reduce(step, number)
-        gradients = {name: self._gradient(step, name) for name in tail.gradients[step].values()}
+        own = (layer for number in self._stages for layer in self._layers[number])
+        layers = dict(zip(tail.layers, own, strict=True))
+        gradients = {name: self._gradient(step, renamed(name, layers)) for name in tail.gradients[step].values()}
         return weaver.end(tail, step, gradients, loss_of(weaver, story.ways[0], step))
 
     def _act(self, step: int, turn: Turn) -> None:
@@ -109,20 +112,19 @@ class _Rank:
         places = list(range(len(modes)))
         if kind != "F":
             places.reverse()
-        for part, mode in (("before", modes[places[0]]), ("block", 0), ("after", modes[places[-1]])):
-            part = f"{kind} {part}"
-            if not part.endswith("block"):
-                self._weaver.play(ways[mode], Spot(step, own, there, part, None), Spot(step, number, micro, part, None))
-                continue
-            for place in places:
-                way = ways[modes[place]]
-                source, block = self._like(way, stage, place)
-                self._weaver.play(
-                    way,
-                    Spot(step, source, there, part, block),
-                    Spot(step, number, micro, part, place),
-                    self._layers[number][place],
-                )
+        source, at = Spot(step, own, there, f"{kind} before", None), Spot(step, number, micro, f"{kind} before", None)
+        self._weaver.play(ways[modes[places[0]]], source, at)
+        for place in places:
+            way, part = ways[modes[place]], f"{kind} block"
+            like, block = self._like(way, stage, place)
+            self._weaver.play(
+                way,
+                source._replace(stage=like, part=part, block=block),
+                at._replace(part=part, block=place),
+                self._layers[number][place],
+            )
+        part = f"{kind} after"
+        self._weaver.play(ways[modes[places[-1]]], source._replace(part=part), at._replace(part=part))
 
     def _made(self, step: int, turn: Turn) -> int:
         """What a turn that is over has made."""
@@ -130,6 +132,8 @@ class _Rank:
         stage = self._stages[number]
         way = self._stories[number].ways[stage.modes[-1]]
         source = Spot(step, NUMBERS[stage.kind], 0 if turn.first else 1, kind + MADE, None)
+        if source not in way.made:
+            raise Unwoven("an action makes nothing in the small run")
         return self._weaver.find(way, way.made[source], source, Spot(step, number, micro, kind + MADE, None))
 
     def _reduce(self, step: int, number: int) -> None:
@@ -185,52 +189,59 @@ def _layer_of(way: SampleStory, stage: int, block: int) -> int:
 
 def _story(sample: StageSample) -> SampleStory:
     numbers = {NUMBERS[kind]: count for kind, count in sample.layers.items()}
-    scenes: dict[Spot, list[Scene]] = {}
-    made: dict[Spot, int] = {}
-    handed = set(sample.made)
-    births = iter(sample.made)
+    births, found = iter(sample.made), _Found(numbers, handed=set(sample.made))
     for step in (0, 1):
-        turns, micro = iter(sample.turns), 0
-        part, stage, groups, turn = PROLOGUE, NOWHERE, -1, None
-        for scene in sample.scenes:
-            if scene.step != step or part == END:
-                continue
-            if scene.label == TAIL:
-                part = END
-                continue
-            block: int | None = None
-            if scene.label.startswith(TURN):
-                turn = next(turns)
-                stage, micro, part = turn.action.stage, 0 if turn.first else 1, f"{turn.action.kind} before"
-            elif scene.label == OVER:
-                assert turn is not None, "it has begun"
-                birth = next(births)
-                if birth != NOTHING:
-                    made[Spot(step, stage, micro, turn.action.kind + MADE, None)] = birth
-                part = OVER
-                handed.update(it.birth for it in scene.told if it.size)
-                if any(not it.size and it.birth > 0 and it.birth not in handed for it in scene.told):
-                    raise Unwoven("between actions more goes than what is handed over")
-                continue
-            elif scene.label.startswith(REDUCE):
-                part, stage, groups = "reduce", int(scene.label.split()[1]), 0
-            elif scene.label == GROUP:
-                part, groups = GROUP, groups + 1
-            elif groups >= 0:
-                part = "rest"
-            elif turn is not None and ", block " in scene.label:
-                part = f"{turn.action.kind} block"
-                first = sum(numbers.get(number, 1) for number in range(stage))
-                block = int(scene.label.partition(", block ")[2]) - first
-            elif part.endswith("block"):
-                part = f"{part[0]} after"
-            if part == GROUP:
-                block = groups - 1
-            once = part in (PROLOGUE, "reduce", GROUP, "rest")
-            scenes.setdefault(Spot(step, stage, None if once else micro, part, block), []).append(scene)
-    story = SampleStory(_numbered_groups(scenes, numbers), numbers, None, sample.reduced, frozenset(handed), made)
+        scenes = [scene for scene in sample.scenes if scene.step == step]
+        end = next(place for place, scene in enumerate(scenes) if scene.label == TAIL)
+        found.step(step, scenes[:end], iter(sample.turns), births)
+    scenes = _numbered_groups(found.scenes, numbers)
+    story = SampleStory(scenes, numbers, None, sample.reduced, frozenset(found.handed), found.made)
     _require_handed_last(story)
     return story
+
+
+@dataclass
+class _Found:
+    """What happens where in the sampled rank."""
+
+    blocks: Mapping[int, int]
+    handed: set[int]
+    scenes: dict[Spot, list[Scene]] = field(default_factory=dict)
+    made: dict[Spot, int] = field(default_factory=dict)
+
+    def step(self, step: int, scenes: Sequence[Scene], turns: Iterator[Turn], births: Iterator[int]) -> None:
+        """Find the spots of a step's scenes, from its beginning to its end."""
+        at, reducing = Spot(step, NOWHERE, None, PROLOGUE, None), False
+        for scene in scenes:
+            if scene.label.startswith(TURN):
+                turn = next(turns)
+                at = Spot(step, turn.action.stage, 0 if turn.first else 1, f"{turn.action.kind} before", None)
+            elif scene.label == OVER:
+                birth = next(births)
+                if birth != NOTHING:
+                    self.made[at._replace(part=at.part[0] + MADE, block=None)] = birth
+                at = at._replace(part=OVER, block=None)
+            elif scene.label.startswith(REDUCE):
+                at, reducing = Spot(step, int(scene.label.split()[1]), None, "reduce", None), True
+            elif scene.label == GROUP:
+                at = at._replace(part=GROUP, block=0 if at.block is None else at.block + 1)
+            elif reducing:
+                at = at._replace(part="rest", block=None)
+            elif at.micro is not None and ", block " in scene.label:
+                first = sum(self.blocks.get(stage, 1) for stage in range(at.stage))
+                at = at._replace(part=f"{at.part[0]} block", block=int(scene.label.partition(", block ")[2]) - first)
+            elif at.block is not None:
+                at = at._replace(part=f"{at.part[0]} after", block=None)
+            if at.part == OVER:
+                self._between(scene)
+            else:
+                self.scenes.setdefault(at, []).append(scene)
+
+    def _between(self, scene: Scene) -> None:
+        """Between actions, hidden states are received, and go."""
+        self.handed.update(it.birth for it in scene.told if it.size)
+        if any(not it.size and it.birth > 0 and it.birth not in self.handed for it in scene.told):
+            raise Unwoven("between actions more goes than what is handed over")
 
 
 def _numbered_groups(scenes: Mapping[Spot, list[Scene]], blocks: Mapping[int, int]) -> dict[Spot, list[Scene]]:
@@ -242,8 +253,10 @@ def _numbered_groups(scenes: Mapping[Spot, list[Scene]], blocks: Mapping[int, in
     found: dict[Spot, list[Scene]] = {}
     for spot, its in scenes.items():
         if spot.part == GROUP and spot.block is not None:
-            spot = spot._replace(block=spot.block - (counts[spot.step, spot.stage] - blocks[spot.stage]))
-        found[spot] = its
+            ends = counts[spot.step, spot.stage] - blocks[spot.stage]
+            found[spot._replace(block=spot.block - ends)] = its
+        else:
+            found[spot] = its
     return found
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from titan_exp.plan.allocator import GRANULE, Event
 from titan_exp.plan.memory import Ledger, Storage
 from titan_exp.plan.tape import Scene
+from titan_exp.plan.watch import Work
 
 NOWHERE = -1
 """Stage of what belongs to none, such as the loss."""
@@ -108,6 +109,14 @@ class TailStory:
     """Of each step: names of parameters by the births of what stands for their gradients."""
     losses: Sequence[int]
     """Of each step: the birth of what stands for the loss."""
+    layers: Sequence[int]
+    """Numbers of its layers in the whole model, in order."""
+    work: Work
+    """Operations, bytes and messages of the end of a step."""
+    parameters: int
+    """Of the whole model."""
+    flops_per_token: float
+    """Operations of a training step per token, of the whole model."""
 
 
 class Weaver:

@@ -4,7 +4,7 @@ It knows layers by their number alone, so it is traced for one, two and three of
 pass: its gradients are made of nothing.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from titan_exp.config.experiment import Experiment
-from titan_exp.plan.story import TailStory
+from titan_exp.plan.story import TailStory, Unwoven
 from titan_exp.plan.tape import Amounts, Piece, Scene, Tape, added, amounts, joined
 from titan_exp.plan.trace import trace_step
 from titan_exp.plan.world import PretendedRank, pretended_rank
@@ -73,28 +73,35 @@ def births_of_gradients(tape: Tape, parts: Iterable[nn.Module]) -> dict[str, int
     return {name: tape.birth(weight.grad) for name, weight in named if weight.grad is not None}
 
 
-def trace_tail_story(experiment: Experiment, rank: int, *, cuda: bool) -> TailStory:
+def trace_tail_story(experiment: Experiment, rank: int, layers: Sequence[int], *, cuda: bool) -> TailStory:
     """Trace the build of a rank and the ends of two steps of it.
 
     Args:
         experiment: the run, its layout resolved.
         rank: of all processes.
+        layers: numbers of its layers in the whole model.
         cuda: as of `trace_step`.
+
+    Raises:
+        Unwoven: more than gradients and a loss go into the end of a step.
     """
     tape = Tape()
     with pretended_rank(experiment, rank) as it, marked_tail(tape):
         trace_step(it.parts, lambda: _end(it), cuda=cuda, tape=tape)
-        scenes = tape.scenes()
+        scenes, pieces, built = tape.scenes(), tape.pieces(), it.parts.built
     ends, losses = list[list[Scene]](), list[int]()
     for step, gradients in enumerate(tape.reduced):
         own = [scene for scene in scenes if scene.step == step]
         first = next(place for place, scene in enumerate(own) if scene.label == TAIL)
-        made = [it.birth for scene in own[:first] for it in scene.told if it.size]
-        (loss,) = set(made) - set(gradients.values())
-        losses.append(loss)
+        made = {it.birth for scene in own[:first] for it in scene.told if it.size} - set(gradients.values())
+        if len(made) != 1:
+            raise Unwoven("more than gradients and a loss go into the end of a step")
+        losses += made
         ends.append(own[first:])
     names = [{birth: name for name, birth in gradients.items()} for gradients in tape.reduced]
-    return TailStory([scene for scene in scenes if scene.step < 0], ends, names, losses)
+    build = [scene for scene in scenes if scene.step < 0]
+    work = added([piece.work for piece in pieces[[piece.label for piece in pieces].index(TAIL) :]])
+    return TailStory(build, ends, names, losses, layers, work, built.parameters, built.flops_per_token)
 
 
 def combined(terms: list[tuple[int, Tail]]) -> Tail:

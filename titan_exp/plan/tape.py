@@ -185,7 +185,9 @@ class Tape(Ledger):
             if event.size:
                 self._births += 1
                 self._last_birth[event.storage] = self._births
-            self._told.append((storage, Told(self._last_birth[event.storage], event.size, event.stream, storage.category)))
+            self._told.append(
+                (storage, Told(self._last_birth[event.storage], event.size, event.stream, storage.category))
+            )
 
     def pieces(self) -> list[Piece]:
         """All pieces since `begin` that have ended."""

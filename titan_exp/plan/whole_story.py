@@ -40,7 +40,7 @@ def whole_story(sample: WholeSample) -> SampleStory:
 
 
 def weave_whole(
-    samples: Sequence[SampleStory], modes: Sequence[int], micro_batches: int, tail: TailStory, workspace: int
+    samples: Sequence[SampleStory], modes: Sequence[int], micro_batches: int, tail: TailStory, *, workspace: int
 ) -> tuple[Weaver, int]:
     """Weave two steps; returns them, and the bytes of reduced gradients.
 
@@ -117,6 +117,12 @@ def named_block(name: str) -> tuple[int | None, str]:
         return None, name
     place = words.index("blocks") + 1
     return int(words[place]), ".".join([*words[:place], "{}", *words[place + 1 :]])
+
+
+def renamed(name: str, layers: Mapping[int, int]) -> str:
+    """A parameter's name with another number of its layer."""
+    layer, pattern = named_block(name)
+    return name if layer is None else pattern.format(layers[layer])
 
 
 def gradient_named(sample: SampleStory, step: int, name: str) -> int:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import device_type, node_size, nodes_needed, world_size
+from titan_exp.plan.alike import pays, why_not
 from titan_exp.plan.allocator import Reservations, reservations
 from titan_exp.plan.compiled import by_inductor
 from titan_exp.plan.devices import Device
 from titan_exp.plan.modelled import require_modelled
-from titan_exp.plan.retold import Retelling, pays
+from titan_exp.plan.retold import Retelling
 from titan_exp.plan.roofline import RankTime, rank_time, step_time
-from titan_exp.plan.shortcut import why_not
 from titan_exp.plan.stand_ins import cuda_instructions
 from titan_exp.plan.story import Unwoven
 from titan_exp.plan.trace import Trace, trace_step
@@ -179,6 +179,7 @@ class _Tracer:
                 it.parts,
                 it.step,
                 first_step=it.shortest_step,
+                standing=it.standing,
                 cuda=self._cuda,
                 inductor=by_inductor(self._experiment),
                 matmul_workspace=self._workspace,

@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import gradient_accumulation
-from titan_exp.config.pipeline import stage_layers, stage_placement
+from titan_exp.config.pipeline import stage_layers
+from titan_exp.plan.alike import recomputation
 from titan_exp.plan.layout_plan import axes_of
 from titan_exp.plan.rehearsal import Rehearsal
-from titan_exp.plan.shortcut import Parts, passes_of, recomputation, rehearsed, stages_of, trace_parts
+from titan_exp.plan.shortcut import Parts, passes_of, rehearsed, stages_of, trace_parts
 from titan_exp.plan.stage_story import StagesStory, stages_story, weave_stages
 from titan_exp.plan.story import SampleStory, TailStory, Weaver
 from titan_exp.plan.tails import trace_tail_story
@@ -20,10 +21,8 @@ from titan_exp.plan.trace import Trace
 from titan_exp.plan.whole_story import weave_whole, whole_story
 from titan_exp.plan.world import ranks_of_pipeline
 
-PAYS = 2
-"""How many times as many passes of blocks the whole must have as the small runs before they are traced instead."""
-_IN_WHOLE = 5 * (1 + 3)
-_IN_STAGES = 8 * 2 * 2
+MOST_TOLD = 8
+"""Micro-batches that are told one after the other: each in between finds the allocator as the one before has left it."""
 
 
 @dataclass
@@ -83,19 +82,5 @@ class Retelling:
             stages, layers = stages_of(self.experiment, pipeline_rank), stage_layers(self.experiment)
             return weave_stages(self._stages, stages, layers, rehearsal, tail, workspace=self.matmul_workspace)
         _, modes = recomputation(self.experiment)
-        micro_batches = gradient_accumulation(self.experiment)
+        micro_batches = min(gradient_accumulation(self.experiment), MOST_TOLD)
         return weave_whole(self._whole, modes, micro_batches, tail, workspace=self.matmul_workspace)
-
-
-def pays(experiment: Experiment, ranks: int) -> bool:
-    """Whether putting traces of so many pipeline ranks together is quicker than tracing them.
-
-    Blocks passed through, forward and backward, stand for the time of either.
-    """
-    ways, micro_batches = len(recomputation(experiment)[0]), gradient_accumulation(experiment)
-    layers = stage_layers(experiment)
-    if experiment.parallelism.pp == 1:
-        return experiment.model.layers >= 5 and experiment.model.layers * (1 + micro_batches) > PAYS * ways * _IN_WHOLE
-    lone = len({len(its) == 1 for its in layers})
-    per_rank = sum(map(len, layers)) / len(set(stage_placement(experiment)))
-    return ranks * per_rank * 2 * micro_batches > PAYS * ways * lone * _IN_STAGES

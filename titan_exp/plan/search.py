@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import data_parallel_degree, device_type, exchanging_heads, gradient_accumulation
 from titan_exp.config.pipeline import layer_counts, stage_count
+from titan_exp.plan.alike import why_not
 from titan_exp.plan.candidates import Candidates
 from titan_exp.plan.devices import Device
 from titan_exp.plan.layout_plan import BlockCost, LayoutPlan, block_cost, bubble_of, plan_layout
 from titan_exp.plan.predict import on_cpu
-from titan_exp.plan.shortcut import Parts, trace_parts, why_not
+from titan_exp.plan.shortcut import Parts, trace_parts
 
 HEADROOM = 0.88
 """Of a device's memory, what tensors may fill: the rest is for what the allocator reserves beyond them, CUDA's context,

@@ -87,7 +87,7 @@ def trace_tail_story(experiment: Experiment, rank: int, layers: Sequence[int], *
     """
     tape = Tape()
     with pretended_rank(experiment, rank) as it, marked_tail(tape):
-        trace_step(it.parts, lambda: _end(it), cuda=cuda, tape=tape)
+        trace_step(it.parts, lambda: _end(it), standing=it.standing, cuda=cuda, tape=tape)
         scenes, pieces, built = tape.scenes(), tape.pieces(), it.parts.built
     ends, losses = list[list[Scene]](), list[int]()
     for step, gradients in enumerate(tape.reduced):

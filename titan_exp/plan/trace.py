@@ -1,11 +1,12 @@
 """One rank's step, traced: memory over time, operations, messages. On a pretended rank or a real one alike."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from titan_exp.plan.allocator import GRANULE, Event
 from titan_exp.plan.compiled import kernels_left_out
@@ -44,6 +45,7 @@ def trace_step(
     step: Callable[[], object],
     *,
     first_step: Callable[[], object] | None = None,
+    standing: Iterable[Tensor] = (),
     cuda: bool = False,
     inductor: bool = False,
     matmul_workspace: int = 0,
@@ -55,6 +57,7 @@ def trace_step(
         parts: this rank's part of the run.
         step: runs one optimizer step.
         first_step: runs one after which the optimizer has its state; None is `step`.
+        standing: what is there before the first step, besides the model.
         cuda: whether a step on CUDA is pretended, with the sizes that its kernels and its allocator have.
         inductor: whether some of it is compiled by inductor, whose kernels do nothing then.
         matmul_workspace: bytes that the library of matmuls keeps for each thread that calls it.
@@ -74,6 +77,8 @@ def trace_step(
         cuda_calls() if cuda else nullcontext(),
         kernels_left_out(watch.kernel) if inductor else nullcontext(),
     ):
+        for tensor in standing:
+            ledger.see(tensor, "other")
         if tape is not None:
             tape.follow(watch)
             tape.next_step()

@@ -11,16 +11,13 @@ from unittest.mock import patch
 
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import data_parallel_degree, gradient_accumulation, micro_batch_size
+from titan_exp.plan.alike import LAYERS, MICRO_BATCHES
 from titan_exp.plan.tails import TAIL, Tail, combined, marked_tail, trace_tail
-from titan_exp.plan.tape import Amounts, Piece, Scene, Tape
+from titan_exp.plan.tape import Amounts, Piece, Scene, Tape, amounts
 from titan_exp.plan.trace import trace_step
 from titan_exp.plan.world import pretended_rank
 from titan_exp.trainer import model as trainer_model
 
-LAYERS = 5
-"""Of the small model: the third is repeated, since what a block computes gathers and reduces for its neighbours."""
-MICRO_BATCHES = 3
-"""Of its step: the first, one that is repeated, and the last."""
 MICRO_BATCH = "micro-batch"
 
 
@@ -45,7 +42,9 @@ class WholeSample:
     """A step of the small model."""
 
     base: Amounts
-    """What is held before it."""
+    """What is held before it, less batches."""
+    batch: Amounts
+    """What a micro-batch holds."""
     prologue: list[Piece]
     """What comes before the first micro-batch."""
     micro_batches: list[Passes]
@@ -68,9 +67,11 @@ def sample_whole(experiment: Experiment, mode: str, *, cuda: bool, told: bool = 
     small = small_run(experiment, LAYERS, min(gradient_accumulation(experiment), MICRO_BATCHES), mode)
     tape = Tape()
     with pretended_rank(small, 0) as it, marked_tail(tape), _marked_micro_batches(tape):
-        trace_step(it.parts, it.step, first_step=it.shortest_step, cuda=cuda, tape=tape)
+        trace_step(it.parts, it.step, first_step=it.shortest_step, standing=it.standing, cuda=cuda, tape=tape)
         pieces = tape.pieces()
-        base, scenes = tape.base(), tape.scenes() if told else []
+        batches = sum((tape.amount(tensor) for tensor in it.standing), amounts({}))
+        base, scenes = tape.base() - batches, tape.scenes() if told else []
+        batch = batches // len(it.batches)
     prologue, rest = until(pieces, lambda piece: piece.label == MICRO_BATCH)
     rest, _ = until(rest, lambda piece: piece.label == TAIL)
     found = []
@@ -78,7 +79,7 @@ def sample_whole(experiment: Experiment, mode: str, *, cuda: bool, told: bool = 
         first, rest = rest[0], rest[1:]
         one, rest = until(rest, lambda piece: piece.label == MICRO_BATCH)
         found.append(_passes([first, *one]))
-    return WholeSample(base, prologue, found, scenes, tape.reduced)
+    return WholeSample(base, batch, prologue, found, scenes, tape.reduced)
 
 
 def small_run(experiment: Experiment, layers: int, micro_batches: int, mode: str) -> Experiment:

@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
+from titan_exp.plan.alike import LAYERS
 from titan_exp.plan.story import NOWHERE, SampleStory, Spot, TailStory, Unwoven, Weaver
 from titan_exp.plan.tails import TAIL
 from titan_exp.plan.tape import Scene
-from titan_exp.plan.whole_model import LAYERS, MICRO_BATCH, WholeSample
+from titan_exp.plan.whole_model import MICRO_BATCH, WholeSample
 
 PROLOGUE, END = "prologue", "end"
 """Parts of a step: before the passes, and after them."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_exp.config.errors import UserError
 from titan_exp.config.experiment import Experiment
-from titan_exp.config.suggest import listed
+from titan_exp.config.suggest import listed, nearest
 
 if TYPE_CHECKING:
     from titan_exp.plan.devices import Device
@@ -32,6 +32,9 @@ titan-exp plan search ...   all layouts of a cluster, the fastest that fit first
   --json         the same for programs, in bytes and seconds
 
 titan-exp plan calibrate [STUDY|RUN ...]   fit what a device reaches to finished runs; --help says more"""
+
+VERBS = ("search", "calibrate")
+"""What may come first in place of overrides."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,18 @@ def options_among(words: Sequence[str]) -> tuple[Options, list[str]]:
     if {"--help", "-h"} & set(rest):
         given["help"] = True
     return Options(**given), rest
+
+
+def require_no_verb(words: Sequence[str]) -> None:
+    """None of the overrides is a verb of `plan`, or meant to be one.
+
+    Raises:
+        UserError: one is.
+    """
+    for word in words[:1]:
+        meant = nearest(word, VERBS, 1) if word.isalpha() else []
+        if meant:
+            raise UserError(f"titan-exp plan {word}: did you mean titan-exp plan {meant[0]}? An override is key=value.")
 
 
 def plan_command(cfg: Any, options: Options) -> int:

@@ -79,7 +79,7 @@ def _rank_json(rank: RankPlan) -> dict[str, Any]:
     trace = rank.trace
     messages = [
         {"axis": axis, "kind": kind, "bytes": size, "calls": trace.work.calls[axis, kind]}
-        for (axis, kind), size in trace.work.messages.items()
+        for (axis, kind), size in sorted(trace.work.messages.items())
     ]
     return {
         "pipeline_rank": rank.pipeline_rank,

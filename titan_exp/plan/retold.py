@@ -22,7 +22,7 @@ from titan_exp.plan.whole_story import weave_whole, whole_story
 from titan_exp.plan.world import ranks_of_pipeline
 
 MOST_TOLD = 8
-"""Micro-batches that are told one after the other: each in between finds the allocator as the one before has left it."""
+"""Micro-batches that are told one after the other: each in between finds what the one before it found."""
 
 
 @dataclass

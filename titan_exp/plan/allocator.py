@@ -6,7 +6,7 @@ another stream still reads is not held back: the trainer and FSDP2 wait by event
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -76,9 +76,9 @@ def reservations(before: Sequence[Event], step: Sequence[Event], capacity: int |
         step: events of the step.
         capacity: bytes that the driver has to give; None has no end.
     """
-    story = repeated(before, step, STEPS)
     return Reservations(
-        replay(story, expandable=False, capacity=capacity), replay(story, expandable=True, capacity=capacity)
+        _served(_steps(before, step, STEPS), expandable=False, capacity=capacity),
+        _served(_steps(before, step, STEPS), expandable=True, capacity=capacity),
     )
 
 
@@ -90,19 +90,7 @@ def replay(events: Iterable[Event], *, expandable: bool, capacity: int | None = 
         expandable: with expandable segments, which grow by a page at a time, else with segments of fixed size.
         capacity: bytes that the driver has to give; None has no end.
     """
-    allocator = CachingAllocator(expandable=expandable, capacity=capacity)
-    blocks: dict[int, Block] = {}
-    fits = True
-    for event in events:
-        if not event.size:
-            allocator.free(blocks.pop(event.storage))
-            continue
-        block = allocator.allocate(event.size, event.stream)
-        if block is None:
-            fits = False
-            break
-        blocks[event.storage] = block
-    return Reserved(allocator.most_allocated, allocator.most_reserved, allocator.retries, fits)
+    return _served([events], expandable=expandable, capacity=capacity)
 
 
 def repeated(before: Sequence[Event], step: Sequence[Event], times: int) -> list[Event]:
@@ -116,7 +104,29 @@ def repeated(before: Sequence[Event], step: Sequence[Event], times: int) -> list
         step: events of the step.
         times: how often it runs in all.
     """
-    story = [*before, *step]
+    return [event for events in _steps(before, step, times) for event in events]
+
+
+def _steps(before: Sequence[Event], step: Sequence[Event], times: int) -> Iterator[list[Event]]:
+    """That story, step by step; what is before the first belongs to it."""
+    yield [*before, *step]
+    heirs = _heirs(before, step)
+    if heirs is None:
+        return
+    inside = sorted({event.storage for event in step if event.size})
+    names = {storage: storage for storage in inside}
+    fresh = 1 + max((event.storage for event in (*before, *step)), default=0)
+    for _ in range(times - 1):
+        following = {storage: fresh + place for place, storage in enumerate(inside)}
+        fresh += len(following)
+        # What was there before the step goes by the name of what the step before has left.
+        called = following | {storage: names[heir] for storage, heir in heirs.items()}
+        yield [Event(called[event.storage], event.size, event.stream) for event in step]
+        names = following
+
+
+def _heirs(before: Sequence[Event], step: Sequence[Event]) -> dict[int, int] | None:
+    """For each storage that a step finds and lets go of, one that it leaves behind; None where they do not match."""
     born = {event.storage: event for event in before if event.size}
     left = {event.storage: event for event in step if event.size}
     found = [event.storage for event in step if not event.size and event.storage not in left]
@@ -128,23 +138,31 @@ def repeated(before: Sequence[Event], step: Sequence[Event], times: int) -> list
         kind = born[storage][1:]
         heir = next((number for number, event in left.items() if event[1:] == kind), None)
         if heir is None:
-            return story
+            return None
         heirs[storage] = heir
         del left[heir]
-    if left:
-        return story
-    inside = {event.storage for event in step if event.size}
-    names = {storage: storage for storage in inside} | heirs
-    fresh = 1 + max((event.storage for event in story), default=0)
-    for _ in range(times - 1):
-        following = {storage: fresh + place for place, storage in enumerate(sorted(inside))}
-        fresh += len(following)
-        for event in step:
-            # What was there before the step goes by the name of what the step before has left.
-            name = following[event.storage] if event.storage in inside else names[heirs[event.storage]]
-            story.append(Event(name, event.size, event.stream))
-        names = following
-    return story
+    return None if left else heirs
+
+
+def _served(steps: Iterable[Iterable[Event]], *, expandable: bool, capacity: int | None) -> Reserved:
+    """Let an allocator serve steps that are alike until one leaves everything where it has found it."""
+    allocator = CachingAllocator(expandable=expandable, capacity=capacity)
+    blocks: dict[int, Block] = {}
+    found: object = None
+    for events in steps:
+        for event in events:
+            if not event.size:
+                allocator.free(blocks.pop(event.storage))
+                continue
+            block = allocator.allocate(event.size, event.stream)
+            if block is None:
+                return Reserved(allocator.most_allocated, allocator.most_reserved, allocator.retries, False)
+            blocks[event.storage] = block
+        left = ([block.address for _, block in sorted(blocks.items())], allocator.layout())
+        if left == found and capacity is None:
+            break
+        found = left
+    return Reserved(allocator.most_allocated, allocator.most_reserved, allocator.retries, True)
 
 
 @dataclass(eq=False)
@@ -246,6 +264,12 @@ class CachingAllocator:
     def blocks(self) -> list[Block]:
         """All free blocks that have memory behind them."""
         return [block for pool in self._pools.values() for block in pool.free]
+
+    def layout(self) -> list[tuple[list[tuple[int, int]], list[tuple[int, int]]]]:
+        """Of each pool, sizes and addresses of what is free, with memory behind it and without."""
+        return [
+            (list(pool.keys), [(block.size, block.address) for block in pool.unmapped]) for pool in self._pools.values()
+        ]
 
     def _best(self, pool: _Pool, size: int) -> Block | None:
         place = bisect_left(pool.keys, (size, 0))

@@ -112,7 +112,7 @@ def sample_stages(experiment: Experiment, mode: str, *, lone: bool, cuda: bool, 
         path.write_text("\n".join(",".join(map(str, order)) for order in orders) + "\n")
         small = _small_run(experiment, [layers.get(kind, 1) for kind in kinds], str(path), mode)
         with pretended_rank(small, 0) as it, marked_tail(tape), _marked_actions(tape, it):
-            trace_step(it.parts, it.step, cuda=cuda, tape=tape)
+            trace_step(it.parts, it.step, standing=it.standing, cuda=cuda, tape=tape)
             pieces = tape.pieces()
             batch = {
                 field.name: tape.amount(value)

@@ -1,4 +1,4 @@
-"""A step without a pipeline, put together from that of a model of four layers and three micro-batches.
+"""A step without a pipeline, put together from that of a model of five layers and three micro-batches.
 
 Layers between the first and the last are alike, and so are micro-batches: what is traced of one of them is repeated.
 """

@@ -183,7 +183,12 @@ def _foretell(path: str, mutate: Callable[[], None] | None) -> list[dict[str, An
     for rank in ranks_of_pipeline(experiment):
         with pretended_rank(experiment, rank) as it:
             trace = trace_step(
-                it.parts, it.step, first_step=it.shortest_step, standing=it.standing, inductor=by_inductor(experiment)
+                it.parts,
+                it.step,
+                first_step=it.shortest_step,
+                standing=it.standing,
+                batches=it.batches,
+                inductor=by_inductor(experiment),
             )
             found.append(asdict(_numbers(trace)))
     return found

@@ -70,6 +70,7 @@ def both_ways(path: str, left_out: bool) -> list[tuple[dict[str, Any], dict[str,
                 it.step,
                 first_step=it.shortest_step,
                 standing=it.standing,
+                batches=it.batches,
                 cuda=True,
                 matmul_workspace=WORKSPACE,
             )

@@ -80,7 +80,9 @@ def both_ways(path: str) -> list[tuple[dict[str, object], dict[str, object]]]:
     parts, found = trace_parts(experiment, cuda=cuda), []
     for number in ranks_that_matter(experiment.parallelism.pp):
         with pretended_rank(experiment, ranks_of_pipeline(experiment)[number]) as it:
-            whole = trace_step(it.parts, it.step, first_step=it.shortest_step, standing=it.standing, cuda=cuda)
+            whole = trace_step(
+                it.parts, it.step, first_step=it.shortest_step, standing=it.standing, batches=it.batches, cuda=cuda
+            )
         kept = {name: whole.kept[name] for name in ("parameters", "optimizer")}
         short = extended(experiment, number, parts)
         its = {name: short.kept[name] for name in kept}

@@ -180,6 +180,7 @@ class _Tracer:
                 it.step,
                 first_step=it.shortest_step,
                 standing=it.standing,
+                batches=it.batches,
                 cuda=self._cuda,
                 inductor=by_inductor(self._experiment),
                 matmul_workspace=self._workspace,

@@ -82,5 +82,6 @@ class Retelling:
             stages, layers = stages_of(self.experiment, pipeline_rank), stage_layers(self.experiment)
             return weave_stages(self._stages, stages, layers, rehearsal, tail, workspace=self.matmul_workspace)
         _, modes = recomputation(self.experiment)
-        micro_batches = min(gradient_accumulation(self.experiment), MOST_TOLD)
-        return weave_whole(self._whole, modes, micro_batches, tail, workspace=self.matmul_workspace)
+        number, own = gradient_accumulation(self.experiment), self._traced().whole[0].looked_at
+        micro_batches, batches = min(number, MOST_TOLD), (number - 1) * own
+        return weave_whole(self._whole, modes, micro_batches, tail, batches=batches, workspace=self.matmul_workspace)

@@ -1,13 +1,14 @@
 """One rank's step, traced: memory over time, operations, messages. On a pretended rank or a real one alike."""
 
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
 
+from titan_exp.data.batch import Batch
 from titan_exp.plan.allocator import GRANULE, Event
 from titan_exp.plan.compiled import kernels_left_out
 from titan_exp.plan.memory import Ledger, Moment
@@ -46,6 +47,7 @@ def trace_step(
     *,
     first_step: Callable[[], object] | None = None,
     standing: Iterable[Tensor] = (),
+    batches: Sequence[Batch] = (),
     cuda: bool = False,
     inductor: bool = False,
     matmul_workspace: int = 0,
@@ -58,6 +60,7 @@ def trace_step(
         step: runs one optimizer step.
         first_step: runs one after which the optimizer has its state; None is `step`.
         standing: what is there before the first step, besides the model.
+        batches: micro-batches of a step; what the first step has looked at of one is there of all.
         cuda: whether a step on CUDA is pretended, with the sizes that its kernels and its allocator have.
         inductor: whether some of it is compiled by inductor, whose kernels do nothing then.
         matmul_workspace: bytes that the library of matmuls keeps for each thread that calls it.
@@ -83,6 +86,8 @@ def trace_step(
             tape.follow(watch)
             tape.next_step()
         (first_step or step)()
+        for tensor in looked_at(ledger, batches):
+            ledger.see(tensor, "other")
         ledger.begin()
         watch.work = Work()
         step()
@@ -98,6 +103,13 @@ def trace_step(
             ledger.events[: ledger.begun],
             ledger.events[ledger.begun :],
         )
+
+
+def looked_at(ledger: Ledger, batches: Sequence[Batch]) -> list[Tensor]:
+    """Of all micro-batches, what is entered of the first."""
+    values = [(field.name, getattr(batches[0], field.name)) for field in fields(Batch)] if batches else []
+    names = [name for name, value in values if value is not None and ledger.know(value)]
+    return [getattr(batch, name) for batch in batches for name in names]
 
 
 class _Streams:

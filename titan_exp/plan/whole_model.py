@@ -14,7 +14,7 @@ from titan_exp.config.layout import data_parallel_degree, gradient_accumulation,
 from titan_exp.plan.alike import LAYERS, MICRO_BATCHES
 from titan_exp.plan.tails import TAIL, Tail, combined, marked_tail, trace_tail
 from titan_exp.plan.tape import Amounts, Piece, Scene, Tape, amounts
-from titan_exp.plan.trace import trace_step
+from titan_exp.plan.trace import looked_at, trace_step
 from titan_exp.plan.world import pretended_rank
 from titan_exp.trainer import model as trainer_model
 
@@ -45,6 +45,8 @@ class WholeSample:
     """What is held before it, less batches."""
     batch: Amounts
     """What a micro-batch holds."""
+    looked_at: list[int]
+    """The same, tensor by tensor."""
     prologue: list[Piece]
     """What comes before the first micro-batch."""
     micro_batches: list[Passes]
@@ -67,11 +69,12 @@ def sample_whole(experiment: Experiment, mode: str, *, cuda: bool, told: bool = 
     small = small_run(experiment, LAYERS, min(gradient_accumulation(experiment), MICRO_BATCHES), mode)
     tape = Tape()
     with pretended_rank(small, 0) as it, marked_tail(tape), _marked_micro_batches(tape):
-        trace_step(it.parts, it.step, first_step=it.shortest_step, standing=it.standing, cuda=cuda, tape=tape)
+        trace_step(it.parts, it.step, first_step=it.shortest_step, batches=it.batches, cuda=cuda, tape=tape)
         pieces = tape.pieces()
-        batches = sum((tape.amount(tensor) for tensor in it.standing), amounts({}))
-        base, scenes = tape.base() - batches, tape.scenes() if told else []
-        batch = batches // len(it.batches)
+        batches = [tape.amount(tensor) for tensor in looked_at(tape, it.batches)]
+        batch = sum(batches[: len(batches) // len(it.batches)], amounts({}))
+        tensors = [int(each.sum()) for each in batches[: len(batches) // len(it.batches)]]
+        base, scenes = tape.base() - sum(batches, amounts({})), tape.scenes() if told else []
     prologue, rest = until(pieces, lambda piece: piece.label == MICRO_BATCH)
     rest, _ = until(rest, lambda piece: piece.label == TAIL)
     found = []
@@ -79,7 +82,7 @@ def sample_whole(experiment: Experiment, mode: str, *, cuda: bool, told: bool = 
         first, rest = rest[0], rest[1:]
         one, rest = until(rest, lambda piece: piece.label == MICRO_BATCH)
         found.append(_passes([first, *one]))
-    return WholeSample(base, batch, prologue, found, scenes, tape.reduced)
+    return WholeSample(base, batch, tensors, prologue, found, scenes, tape.reduced)
 
 
 def small_run(experiment: Experiment, layers: int, micro_batches: int, mode: str) -> Experiment:

@@ -41,7 +41,13 @@ def whole_story(sample: WholeSample) -> SampleStory:
 
 
 def weave_whole(
-    samples: Sequence[SampleStory], modes: Sequence[int], micro_batches: int, tail: TailStory, *, workspace: int
+    samples: Sequence[SampleStory],
+    modes: Sequence[int],
+    micro_batches: int,
+    tail: TailStory,
+    *,
+    batches: Sequence[int],
+    workspace: int,
 ) -> tuple[Weaver, int]:
     """Weave two steps; returns them, and the bytes of reduced gradients.
 
@@ -50,6 +56,7 @@ def weave_whole(
         modes: of each block, which of these it has.
         micro_batches: of the second step; the first has one.
         tail: build and ends of the steps, with all layers.
+        batches: bytes of tensors of the other micro-batches, which are there from the first step on.
         workspace: as of `Weaver`.
 
     Raises:
@@ -60,6 +67,8 @@ def weave_whole(
     weaver.build(tail)
     for step, number in enumerate((1, micro_batches)):
         if step:
+            for bytes_of_one in batches:
+                weaver.birth(bytes_of_one, "other")
             weaver.begin()
         first = samples[0]
         opening = Spot(step, NOWHERE, None, PROLOGUE, None)

@@ -43,15 +43,10 @@ class PretendedRank:
 
     @property
     def standing(self) -> list[torch.Tensor]:
-        """Of the micro-batches, what this rank will look at; all of them are there before a step's passes."""
-        pipeline = self.parts.built.pipeline
-        left_out = set[str]()
-        # Where ranks share sequences, each cuts its part out of everything.
-        if pipeline is not None and self.experiment.parallelism.cp == 1:
-            left_out |= set() if any(stage.number == 0 for stage in pipeline.stages) else {"tokens"}
-            left_out |= set() if any(stage.last for stage in pipeline.stages) else {"labels"}
-        names = [field.name for field in fields(Batch) if field.name not in left_out]
-        values = [getattr(batch, name) for batch in self.batches for name in names]
+        """What is there before the first step: batches, where every stage cuts its part out of a sequence."""
+        if self.parts.mesh.stages is None or self.experiment.parallelism.cp == 1:
+            return []
+        values = [getattr(batch, field.name) for batch in self.batches for field in fields(batch)]
         return [value for value in values if value is not None]
 
     def step(self) -> None:

@@ -91,7 +91,7 @@ def plan(words: Sequence[str]) -> int:
             print(SEARCH_HELP)
             return 0
         return _with_hydra(rest, lambda cfg, typed: search_command(cfg, sought, typed))
-    from titan_exp.plan.command import HELP, options_among, plan_command
+    from titan_exp.plan.command import HELP, options_among, plan_command, require_no_verb
 
     if words[:1] == ["calibrate"]:
         from titan_exp.launch.calibrate import calibrate_command
@@ -101,6 +101,7 @@ def plan(words: Sequence[str]) -> int:
     if options.help:
         print(HELP)
         return 0
+    require_no_verb(others)
     return _with_hydra(others, lambda cfg, _: plan_command(cfg, options))
 
 

@@ -13,6 +13,7 @@ from titan_exp.config.errors import UserError
 from titan_exp.launch import retry
 from titan_exp.launch.commit import Plan, commit, plan
 from titan_exp.launch.gate import pass_gate
+from titan_exp.launch.local_backend import LocalBackend
 from titan_exp.plan import gate as gate_module
 from titan_exp.plan.foreseen import read_foreseen
 from titan_exp.plan.gate import GIB
@@ -97,6 +98,18 @@ def test_the_gate_changes_no_name_and_is_not_passed_twice(home: Path, foretold):
     assert not first.folder.plan.exists()
     # A run from before there was a gate is read as well, and is refused no less.
     assert replace(first.experiment, plan=off.experiment.plan) == off.experiment
+
+
+def test_a_folder_that_is_there_says_what_was_predicted_last(home: Path, foretold, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TITAN_EXP_RANK_MAIN", "tests.launch.fake_ranks.succeed")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    first = [pass_gate(planned("training.seq_len=64", f"experiment.seed={seed}"), print) for seed in (1, 2)]
+    for one in first:
+        commit(replace(one, foreseen="{}"))
+    backend = LocalBackend(jobs=2)
+    assert [one.outcome for one in backend.submit(first, say=print)] == ["done", "done"]
+    for one in first:
+        assert read_foreseen(one.folder).tokens_per_second == 2048.0
 
 
 def test_what_cannot_be_predicted_is_one_line(home: Path, foretold):

@@ -184,7 +184,14 @@ def _foretell(path: str, mutate: Callable[[], None] | None) -> list[dict[str, An
     found = []
     for rank in ranks_of_pipeline(experiment):
         with pretended_rank(experiment, rank) as it:
-            trace = trace_step(it.parts, it.step, first_step=it.shortest_step, inductor=by_inductor(experiment))
+            trace = trace_step(
+                it.parts,
+                it.step,
+                first_step=it.shortest_step,
+                standing=it.standing,
+                batches=it.batches,
+                inductor=by_inductor(experiment),
+            )
             found.append(asdict(_numbers(trace)))
     return found
 

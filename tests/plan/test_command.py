@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
+from titan_exp.cli import main
 from titan_exp.config.compose import compose
 from titan_exp.config.convert import to_experiment
 from titan_exp.config.errors import UserError
@@ -144,12 +145,19 @@ def test_a_recorded_pass_is_not_modelled():
 
 
 def test_options_are_told_from_overrides():
-    options, rest = options_among(["--ranks", "0,15", "model=llama3_8b", "--device", "h200", "--json"])
+    options, rest = options_among(["--ranks", "0,15", "model=llama3_8b", "--device", "h200", "--json", "--full"])
     assert (options.ranks, options.device, options.json, rest) == ((0, 15), "h200", True, ["model=llama3_8b"])
+    assert options.full
     with pytest.raises(UserError, match="as in --ranks 0,15"):
         options_among(["--ranks", "first"])
     with pytest.raises(UserError, match="--device takes a value"):
         options_among(["--device"])
+
+
+def test_a_verb_misspelt_is_no_override(capsys: pytest.CaptureFixture[str]):
+    for word, meant in (("serch", "search"), ("calibrat", "calibrate")):
+        assert main(["plan", word, "model=llama3_8b"]) == 2
+        assert f"did you mean titan-exp plan {meant}?" in capsys.readouterr().err
 
 
 def test_devices_are_those_that_mfu_is_counted_by():

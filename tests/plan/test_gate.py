@@ -6,16 +6,14 @@ from pathlib import Path
 import pytest
 
 from tests.plan.layouts import LAYOUTS, experiment_of, predicted
-from tests.ranks import run_ranks
 from titan_exp.config.compose import compose
-from titan_exp.config.convert import load_experiment, to_experiment, to_yaml
+from titan_exp.config.convert import to_experiment
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import offered_devices, resolve_layout
 from titan_exp.config.size import parameters
 from titan_exp.models.build import build_model
 from titan_exp.plan import gate as gate_module
 from titan_exp.plan import remedies as remedies_module
-from titan_exp.plan.accumulation import plan_rank, shortened
 from titan_exp.plan.bound import upper_bound
 from titan_exp.plan.devices import DEVICES
 from titan_exp.plan.foretelling import Question, foretell
@@ -100,27 +98,6 @@ def test_the_bound_of_a_recorded_pass_counts_what_it_keeps_beside_others():
     assert plain < recorded < 2 * plain
 
 
-def _both(path: str) -> list[dict]:
-    whole = load_experiment(Path(path) / "config.yaml")
-    from titan_exp.plan.predict import predict
-    from titan_exp.plan.report import as_json
-
-    return [plan_rank(whole, DEVICES["h100"], 0), as_json(predict(whole, DEVICES["h100"], (0,)))]
-
-
-def test_many_micro_batches_are_planned_by_few_exactly(tmp_path: Path):
-    experiment = experiment_of("parallelism.dp_shard=2 training.micro_batch_size=1 training.global_batch_size=16")
-    assert shortened(experiment).training.global_batch_size == 6
-    (tmp_path / "config.yaml").write_text(to_yaml(experiment))
-    ((few, all_of_them),) = run_ranks(1, _both, str(tmp_path))
-    (here,), (there,) = few["ranks"], all_of_them["ranks"]
-    for name in ("peak_allocated_bytes", "peak_by_category", "flops", "operators", "messages"):
-        assert here[name] == there[name], name
-    assert here["seconds"] == pytest.approx(there["seconds"])
-    assert few["step_seconds"] == pytest.approx(all_of_them["step_seconds"])
-    assert few["tokens_per_second_per_device"] == pytest.approx(all_of_them["tokens_per_second_per_device"])
-
-
 def test_small_models_are_not_planned(tmp_path: Path, foretold):
     asked = foretold(lambda _: made_up(1.0))
     small = resolved("model=llama_debug", "cluster.device=cpu")
@@ -155,12 +132,9 @@ def test_all_processes_of_a_machine_share_its_memory(tmp_path: Path, foretold, m
 
 def test_a_gpu_is_held_against_its_own_memory(tmp_path: Path, foretold):
     large = resolved("model=llama3_8b", *H100, "parallelism.dp_shard=8")
-    foretold(lambda _: made_up(70.0))
-    (judgement,) = judge([large], tmp_path)
-    assert (judgement.fits, judgement.tight) == (True, True)
     foretold(lambda _: made_up(60.0, reserved=74.0))
     (judgement,) = judge([large], tmp_path)
-    assert (judgement.fits, judgement.tight) == (True, False)
+    assert judgement.fits
     foretold(lambda _: made_up(70.0, reserved=75.0))
     (judgement,) = judge([large], tmp_path)
     assert judgement.fits is False

@@ -68,8 +68,9 @@ def test_shortcut_is_the_whole_trace(name: str, tmp_path: Path):
 
 def both_ways(path: str) -> list[tuple[dict[str, object], dict[str, object]]]:
     """Of the first, second and last pipeline rank: what its trace tells, and what small ones do."""
+    from titan_exp.plan.alike import why_not
     from titan_exp.plan.layout_plan import ranks_that_matter
-    from titan_exp.plan.shortcut import extended, trace_parts, why_not
+    from titan_exp.plan.shortcut import extended, trace_parts
     from titan_exp.plan.trace import trace_step
     from titan_exp.plan.world import pretended_rank, ranks_of_pipeline
 
@@ -79,7 +80,9 @@ def both_ways(path: str) -> list[tuple[dict[str, object], dict[str, object]]]:
     parts, found = trace_parts(experiment, cuda=cuda), []
     for number in ranks_that_matter(experiment.parallelism.pp):
         with pretended_rank(experiment, ranks_of_pipeline(experiment)[number]) as it:
-            whole = trace_step(it.parts, it.step, first_step=it.shortest_step, cuda=cuda)
+            whole = trace_step(
+                it.parts, it.step, first_step=it.shortest_step, standing=it.standing, batches=it.batches, cuda=cuda
+            )
         kept = {name: whole.kept[name] for name in ("parameters", "optimizer")}
         short = extended(experiment, number, parts)
         its = {name: short.kept[name] for name in kept}
@@ -112,7 +115,7 @@ def told(kept: dict[str, int], step: object) -> dict[str, object]:
     ],
 )
 def test_where_it_is_not_known_to_be_equal_there_is_no_shortcut(overrides: str, reason: str):
-    from titan_exp.plan.shortcut import why_not
+    from titan_exp.plan.alike import why_not
 
     assert reason in (why_not(experiment_of(overrides)) or "")
     assert why_not(experiment_of("")) is None

@@ -1,6 +1,7 @@
 """A run folder carried out again, as it says itself: by `retry`, and in a process of its own beside others.
 
-`python -m titan_exp.launch.again RUN_FOLDER` launches its ranks on this machine and waits for them.
+`python -m titan_exp.launch.again RUN_FOLDER [--foreseen]` launches its ranks on this machine and waits for them; what
+plan.json is to say comes from standard input, where it is foreseen.
 """
 
 import os
@@ -13,6 +14,8 @@ from titan_exp.config.convert import load_experiment
 from titan_exp.config.errors import UserError
 from titan_exp.launch.commit import Plan, plan
 from titan_exp.tracking.run_folder import RunFolder
+
+FORESEEN = "--foreseen"
 
 
 def plan_again(folder: RunFolder) -> Plan:
@@ -32,11 +35,13 @@ def main(arguments: Sequence[str]) -> int:
     """Launch the ranks of a run folder, wait for them and return the run's exit code."""
     from titan_exp.launch.run import run
 
-    if len(arguments) != 1:
-        print("usage: python -m titan_exp.launch.again RUN_FOLDER", file=sys.stderr)
+    folder, *rest = arguments or [""]
+    if not folder or rest not in ([], [FORESEEN]):
+        print(f"usage: python -m titan_exp.launch.again RUN_FOLDER [{FORESEEN}]", file=sys.stderr)
         return UserError.exit_code
+    foreseen = sys.stdin.read() if rest else None
     try:
-        return run(plan_again(RunFolder(Path(arguments[0])))).exit_code
+        return run(replace(plan_again(RunFolder(Path(folder))), foreseen=foreseen)).exit_code
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code

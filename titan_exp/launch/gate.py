@@ -92,11 +92,6 @@ HOW_ALL_THE_SAME = "  plan.gate=warn starts it all the same, plan.gate=off witho
 def _remark(judgement: Judgement) -> str:
     if judgement.fits is False:
         return f"This run is not expected to fit: {refusal(judgement)}"
-    if judgement.tight and judgement.target is not None:
-        return (
-            f"Close: tensors take {gib(judgement.needed or 0)} of {gib(judgement.target.capacity or 0)} at the peak; "
-            "the allocator keeps more than that, and CUDA and NCCL have some."
-        )
     if judgement.why_not and judgement.target is not None:
         return f"Whether its memory fits is not predicted: {judgement.why_not}."
     return ""

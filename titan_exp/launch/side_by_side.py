@@ -4,11 +4,13 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from titan_exp.config.errors import UserError
+from titan_exp.launch.again import FORESEEN
 from titan_exp.launch.commit import Plan, commit
 from titan_exp.launch.interrupts import Interrupts
 
@@ -80,11 +82,14 @@ class SideBySide:
         try:
             commit(plan)
             plan.folder.logs.mkdir(exist_ok=True)
-            with (plan.folder.logs / LOG).open("ab") as log:
+            with (plan.folder.logs / LOG).open("ab") as log, tempfile.TemporaryFile() as told:
                 command = [sys.executable, "-m", "titan_exp.launch.again", str(plan.folder.path)]
-                slot.process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, process_group=0
-                )
+                if plan.foreseen is not None:
+                    # Only who holds a folder that is there already may write into it, and that is the process.
+                    command.append(FORESEEN)
+                    told.write(plan.foreseen.encode())
+                    told.seek(0)
+                slot.process = subprocess.Popen(command, stdin=told, stdout=log, stderr=log, process_group=0)
         except (UserError, OSError) as error:
             self._ended(plan, UserError.exit_code, str(error))
             return

@@ -6,7 +6,7 @@ another stream still reads is not held back: the trainer and FSDP2 wait by event
 """
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -76,9 +76,9 @@ def reservations(before: Sequence[Event], step: Sequence[Event], capacity: int |
         step: events of the step.
         capacity: bytes that the driver has to give; None has no end.
     """
-    story = repeated(before, step, STEPS)
     return Reservations(
-        replay(story, expandable=False, capacity=capacity), replay(story, expandable=True, capacity=capacity)
+        _served(_steps(before, step, STEPS), expandable=False, capacity=capacity),
+        _served(_steps(before, step, STEPS), expandable=True, capacity=capacity),
     )
 
 
@@ -90,19 +90,7 @@ def replay(events: Iterable[Event], *, expandable: bool, capacity: int | None = 
         expandable: with expandable segments, which grow by a page at a time, else with segments of fixed size.
         capacity: bytes that the driver has to give; None has no end.
     """
-    allocator = CachingAllocator(expandable=expandable, capacity=capacity)
-    blocks: dict[int, Block] = {}
-    fits = True
-    for event in events:
-        if not event.size:
-            allocator.free(blocks.pop(event.storage))
-            continue
-        block = allocator.allocate(event.size, event.stream)
-        if block is None:
-            fits = False
-            break
-        blocks[event.storage] = block
-    return Reserved(allocator.most_allocated, allocator.most_reserved, allocator.retries, fits)
+    return _served([events], expandable=expandable, capacity=capacity)
 
 
 def repeated(before: Sequence[Event], step: Sequence[Event], times: int) -> list[Event]:
@@ -116,7 +104,29 @@ def repeated(before: Sequence[Event], step: Sequence[Event], times: int) -> list
         step: events of the step.
         times: how often it runs in all.
     """
-    story = [*before, *step]
+    return [event for events in _steps(before, step, times) for event in events]
+
+
+def _steps(before: Sequence[Event], step: Sequence[Event], times: int) -> Iterator[list[Event]]:
+    """That story, step by step; what is before the first belongs to it."""
+    yield [*before, *step]
+    heirs = _heirs(before, step)
+    if heirs is None:
+        return
+    inside = sorted({event.storage for event in step if event.size})
+    names = {storage: storage for storage in inside}
+    fresh = 1 + max((event.storage for event in (*before, *step)), default=0)
+    for _ in range(times - 1):
+        following = {storage: fresh + place for place, storage in enumerate(inside)}
+        fresh += len(following)
+        # What was there before the step goes by the name of what the step before has left.
+        called = following | {storage: names[heir] for storage, heir in heirs.items()}
+        yield [Event(called[event.storage], event.size, event.stream) for event in step]
+        names = following
+
+
+def _heirs(before: Sequence[Event], step: Sequence[Event]) -> dict[int, int] | None:
+    """For each storage that a step finds and lets go of, one that it leaves behind; None where they do not match."""
     born = {event.storage: event for event in before if event.size}
     left = {event.storage: event for event in step if event.size}
     found = [event.storage for event in step if not event.size and event.storage not in left]
@@ -128,23 +138,31 @@ def repeated(before: Sequence[Event], step: Sequence[Event], times: int) -> list
         kind = born[storage][1:]
         heir = next((number for number, event in left.items() if event[1:] == kind), None)
         if heir is None:
-            return story
+            return None
         heirs[storage] = heir
         del left[heir]
-    if left:
-        return story
-    inside = {event.storage for event in step if event.size}
-    names = {storage: storage for storage in inside} | heirs
-    fresh = 1 + max((event.storage for event in story), default=0)
-    for _ in range(times - 1):
-        following = {storage: fresh + place for place, storage in enumerate(sorted(inside))}
-        fresh += len(following)
-        for event in step:
-            # What was there before the step goes by the name of what the step before has left.
-            name = following[event.storage] if event.storage in inside else names[heirs[event.storage]]
-            story.append(event._replace(storage=name))
-        names = following
-    return story
+    return None if left else heirs
+
+
+def _served(steps: Iterable[Iterable[Event]], *, expandable: bool, capacity: int | None) -> Reserved:
+    """Let an allocator serve steps that are alike until one leaves everything where it has found it."""
+    allocator = CachingAllocator(expandable=expandable, capacity=capacity)
+    blocks: dict[int, Block] = {}
+    found: object = None
+    for events in steps:
+        for event in events:
+            if not event.size:
+                allocator.free(blocks.pop(event.storage))
+                continue
+            block = allocator.allocate(event.size, event.stream)
+            if block is None:
+                return Reserved(allocator.most_allocated, allocator.most_reserved, allocator.retries, False)
+            blocks[event.storage] = block
+        left = ([block.address for _, block in sorted(blocks.items())], allocator.layout())
+        if left == found and capacity is None:
+            break
+        found = left
+    return Reserved(allocator.most_allocated, allocator.most_reserved, allocator.retries, True)
 
 
 @dataclass(eq=False)
@@ -160,9 +178,6 @@ class Block:
     before: "Block | None" = None
     after: "Block | None" = None
 
-    def __lt__(self, other: "Block") -> bool:
-        return (self.size, self.address) < (other.size, other.address)
-
 
 @dataclass(eq=False)
 class _Pool:
@@ -171,6 +186,8 @@ class _Pool:
     small: bool
     free: list[Block] = field(default_factory=list)
     """By size, then address."""
+    keys: list[tuple[int, int]] = field(default_factory=list)
+    """Sizes and addresses of those, in their order."""
     unmapped: list[Block] = field(default_factory=list)
     """By address."""
 
@@ -181,15 +198,23 @@ class _Pool:
 
     def put(self, block: Block) -> None:
         if block.mapped:
-            insort(self.free, block)
+            key = (block.size, block.address)
+            place = bisect_left(self.keys, key)
+            self.keys.insert(place, key)
+            self.free.insert(place, block)
         else:
             insort(self.unmapped, block, key=lambda it: it.address)
 
     def take(self, block: Block) -> None:
         if block.mapped:
-            del self.free[bisect_left(self.free, block)]
+            self.pop(bisect_left(self.keys, (block.size, block.address)))
         else:
             del self.unmapped[bisect_left(self.unmapped, block.address, key=lambda it: it.address)]
+
+    def pop(self, place: int) -> Block:
+        """Take the free block at a place."""
+        del self.keys[place]
+        return self.free.pop(place)
 
 
 class CachingAllocator:
@@ -240,15 +265,21 @@ class CachingAllocator:
         """All free blocks that have memory behind them."""
         return [block for pool in self._pools.values() for block in pool.free]
 
+    def layout(self) -> list[tuple[list[tuple[int, int]], list[tuple[int, int]]]]:
+        """Of each pool, sizes and addresses of what is free, with memory behind it and without."""
+        return [
+            (list(pool.keys), [(block.size, block.address) for block in pool.unmapped]) for pool in self._pools.values()
+        ]
+
     def _best(self, pool: _Pool, size: int) -> Block | None:
-        place = bisect_left(pool.free, (size, 0), key=lambda block: (block.size, block.address))
+        place = bisect_left(pool.keys, (size, 0))
         if place == len(pool.free):
             return None
         if self._expandable:
             # The end of an expandable segment counts as all that it can become.
             while place + 1 < len(pool.free) and _potential(pool.free[place + 1]) < _potential(pool.free[place]):
                 place += 1
-        return pool.free.pop(place)
+        return pool.pop(place)
 
     def _split(self, block: Block, size: int) -> None:
         """Cut a block to a size, where the rest is worth keeping."""

@@ -9,27 +9,32 @@ from typing import TYPE_CHECKING, Any
 
 from titan_exp.config.errors import UserError
 from titan_exp.config.experiment import Experiment
-from titan_exp.config.suggest import listed
+from titan_exp.config.suggest import listed, nearest
 
 if TYPE_CHECKING:
     from titan_exp.plan.devices import Device
 
 HELP = """\
-titan-exp plan [--device NAME] [--ranks LIST] [--html FILE] [--json] [key=value ...]
+titan-exp plan [--device NAME] [--ranks LIST] [--html FILE] [--full] [--json] [key=value ...]
 titan-exp plan search ...   all layouts of a cluster, the fastest that fit first; see titan-exp plan search --help
   for example: titan-exp plan model=llama3_8b cluster=slurm_h100 parallelism.dp_shard=64 compile=none \\
       training.global_batch_size=64 training.seq_len=8192 training.mixed_precision=bf16
 
   Runs the trainer's own build and two of its steps on tensors without data, for every pipeline rank, and prints the
   peak of memory and what it is made of, operations, messages, and an estimate of the step's time. Overrides are those
-  of train. Needs no GPU, and no machine of the cluster.
+  of train. Needs no GPU, and no machine of the cluster. Of large runs a few layers and micro-batches are traced and put
+  together, which tells the same.
 
   --device NAME  what it runs on: a100, h100, h200, b200, mi300x; without, cluster.gpu_type
-  --ranks LIST   pipeline ranks to look at, as in --ranks 0,15; without, all, one after the other
+  --ranks LIST   pipeline ranks to look at, as in --ranks 0,15; without, all
   --html FILE    also write a page to look at: which rank holds what, the pipeline's and the memory's timeline
+  --full         trace every layer and micro-batch of every rank, which takes minutes for a large run
   --json         the same for programs, in bytes and seconds
 
 titan-exp plan calibrate [STUDY|RUN ...]   fit what a device reaches to finished runs; --help says more"""
+
+VERBS = ("search", "calibrate")
+"""What may come first in place of overrides."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,8 @@ class Options:
     """Pipeline ranks to look at; None is all."""
     html: str | None = None
     """File of the page to look at."""
+    full: bool = False
+    """Trace every layer and micro-batch."""
     json: bool = False
     """Print JSON."""
     help: bool = False
@@ -66,12 +73,25 @@ def options_among(words: Sequence[str]) -> tuple[Options, list[str]]:
         if not all(number.isdecimal() for number in given["ranks"].split(",")):
             raise UserError(f"--ranks {given['ranks']}: it takes numbers with commas between, as in --ranks 0,15")
         given["ranks"] = tuple(map(int, given["ranks"].split(",")))
-    if "--json" in rest:
-        rest.remove("--json")
-        given["json"] = True
+    for name in ("json", "full"):
+        if f"--{name}" in rest:
+            rest.remove(f"--{name}")
+            given[name] = True
     if {"--help", "-h"} & set(rest):
         given["help"] = True
     return Options(**given), rest
+
+
+def require_no_verb(words: Sequence[str]) -> None:
+    """None of the overrides is a verb of `plan`, or meant to be one.
+
+    Raises:
+        UserError: one is.
+    """
+    for word in words[:1]:
+        meant = nearest(word, VERBS, 1) if word.isalpha() else []
+        if meant:
+            raise UserError(f"titan-exp plan {word}: did you mean titan-exp plan {meant[0]}? An override is key=value.")
 
 
 def plan_command(cfg: Any, options: Options) -> int:
@@ -102,7 +122,7 @@ def plan_command(cfg: Any, options: Options) -> int:
         from titan_exp.plan.picture.draw import Picture
 
         picture = Picture(options.html)
-    plan = predict(experiment, device, options.ranks, look=picture and picture.look)
+    plan = predict(experiment, device, options.ranks, look=picture and picture.look, full=options.full)
     if options.json:
         print(json.dumps(as_json(plan), indent=2))
     else:

@@ -1,7 +1,7 @@
 """Predictions for a launch: each distinct one once, its pipeline ranks side by side in processes of their own.
 
 In processes of their own because the one that launches imports no torch, must outlive whatever a user's own model
-does, and plans one rank at a time.
+does, and plans one rank at a time; ranks that share what is traced for them share a process.
 """
 
 import os
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from titan_exp.config.errors import UserError
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.machine import usable_cores
-from titan_exp.plan.accumulation import plan_rank
+from titan_exp.plan.alike import pays, why_not
 from titan_exp.plan.devices import Device
 from titan_exp.plan.modelled import require_modelled
 from titan_exp.plan.prediction import Prediction, Unpredicted, joined
@@ -84,18 +84,35 @@ def _answers(asked: dict[str, Question]) -> dict[str, Prediction | Unpredicted]:
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
-    ranks = sum(question.experiment.parallelism.pp for question in asked.values())
-    processes = min(usable_cores(), ranks, MOST_PROCESSES)
+    shares = {key: _shares(question.experiment) for key, question in asked.items()}
+    processes = min(usable_cores(), sum(map(len, shares.values())), MOST_PROCESSES)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_begin) as pool:
         waiting = {
-            key: [
-                pool.submit(plan_rank, question.experiment, question.device, rank)
-                for rank in range(question.experiment.parallelism.pp)
-            ]
+            key: [pool.submit(_plan, question.experiment, question.device, ranks) for ranks in shares[key]]
             for key, question in asked.items()
         }
         return {key: _answer(parts) for key, parts in waiting.items()}
+
+
+def _shares(experiment: Experiment) -> list[tuple[int, ...]]:
+    """Pipeline ranks that are planned together."""
+    ranks = tuple(range(experiment.parallelism.pp))
+    if why_not(experiment) is None and pays(experiment, len(ranks)):
+        return [ranks]
+    return [(rank,) for rank in ranks]
+
+
+def _plan(experiment: Experiment, device: Device | None, ranks: tuple[int, ...]) -> dict[str, Any]:
+    """The plan of pipeline ranks as `plan.report.as_json` has it.
+
+    Raises:
+        UserError: something of it is not modelled.
+    """
+    from titan_exp.plan.predict import predict
+    from titan_exp.plan.report import as_json
+
+    return as_json(predict(experiment, device, ranks))
 
 
 def _answer(parts: "Sequence[Future[dict[str, Any]]]") -> Prediction | Unpredicted:

@@ -14,9 +14,6 @@ from titan_exp.plan.prediction import Prediction, RankPrediction, Unpredicted, t
 from titan_exp.plan.target import Target, target_of
 
 GIB = 2**30
-TIGHT = 0.8
-"""Share of a GPU's memory from which on tensors alone are said to be close, where the allocator's reserve, which is a
-tenth to a third more, is not predicted."""
 
 
 @dataclass(frozen=True)
@@ -47,15 +44,6 @@ class Judgement:
         if self.needed is not None:
             return self.needed <= self.target.capacity
         return True if self.bound is not None else None
-
-    @property
-    def tight(self) -> bool:
-        """Whether it fits, but so closely that what is not predicted may not."""
-        if not self.fits or self.prediction is None or self.target is None or self.needed is None:
-            return False
-        on_gpu = device_type(self.experiment.cluster) == "cuda"
-        known = self.prediction.largest.reserved is not None
-        return on_gpu and not known and self.needed > TIGHT * (self.target.capacity or 0)
 
 
 def judge(

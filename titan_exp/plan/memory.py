@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -72,10 +72,10 @@ class Ledger:
     granularity: int = 1
     current: int = 0
     """Bytes that are alive."""
-    where: str = "before the first step"
-    """What is being computed, in words; set by who knows."""
     category: str = "other"
     """What is being made, unless something else is said of it."""
+    where: str = "before the first step"
+    """What is being computed, in words; set by who knows, after `category`."""
     stream: Callable[[], int] = int
     """Tells on which stream memory is taken now; there is one, number 0, unless somebody knows better."""
     events: list[Event] = field(default_factory=list)
@@ -87,6 +87,19 @@ class Ledger:
     _standing: int = 0
     _made: int = 0
     _held: list[Storage] = field(default_factory=list)
+
+    @classmethod
+    def retold(cls, changes: Sequence[tuple[Storage, int, str]], standing: int, alive: Sequence[Storage]) -> "Ledger":
+        """A ledger of a story that is known already.
+
+        Args:
+            changes: of a step: storages, how much they grow, and where.
+            standing: how many of these, at the beginning, are what was there before.
+            alive: what is there at the end.
+        """
+        ledger = cls()
+        ledger._changes, ledger._standing, ledger._held = list(changes), standing, list(alive)
+        return ledger
 
     alone: ClassVar[bool] = True
     """Whether there is no other memory than this ledger's."""
@@ -141,6 +154,12 @@ class Ledger:
         """Note memory that is taken and never given back."""
         self._held.append(self._storage(category))
         self._change(self._held[-1], self._rounded(size))
+
+    def hidden(self, output: Any) -> None:
+        """A block has made these hidden states."""
+
+    def matmul(self, *, backward: bool) -> None:
+        """The library of matmuls is called, in the forward or in the backward pass's thread."""
 
     def begin(self) -> None:
         """Forget what was, but for `events`; what is alive now is where the story begins."""

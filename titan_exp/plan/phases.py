@@ -72,6 +72,7 @@ def _on_part(ledger: Ledger, part: nn.Module) -> list[Any]:
         hooks.append(block.register_forward_pre_hook(at("activations", f"forward, block {number}"), prepend=True))
         done = after_blocks if place == 0 else None
         hooks.append(block.register_forward_hook(_backward_of(at("activations", f"backward, block {number}"), done)))
+        hooks.append(block.register_forward_hook(lambda _, inputs, output: ledger.hidden(output)))
     if head is not None:
         hooks.append(head.register_forward_pre_hook(at("loss", f"forward, {ends}"), prepend=True))
     return hooks

@@ -1,19 +1,24 @@
-"""From an experiment to what it will take: pipeline ranks pretended in turn, their steps traced, the time estimated."""
+"""From an experiment to what it will take: pipeline ranks' steps traced, or put together, and the time estimated."""
 
 import time
-from collections.abc import Callable, Collection
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+
+import torch
 
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import device_type, node_size, nodes_needed, world_size
+from titan_exp.plan.alike import pays, why_not
 from titan_exp.plan.allocator import Reservations, reservations
 from titan_exp.plan.compiled import by_inductor
 from titan_exp.plan.devices import Device
 from titan_exp.plan.host import GPU
 from titan_exp.plan.modelled import attention_kernel, require_modelled, require_modelled_on
+from titan_exp.plan.retold import Retelling
 from titan_exp.plan.roofline import RankTime, rank_time, step_time
 from titan_exp.plan.stand_ins import cuda_instructions
+from titan_exp.plan.story import Unwoven
 from titan_exp.plan.trace import Trace, trace_step
 from titan_exp.plan.world import DEVICE, PretendedRank, pretended_rank, ranks_of_pipeline
 
@@ -66,6 +71,9 @@ class Plan:
     """A checkpoint with the optimizer's state."""
     planning_seconds: float
     """What predicting took."""
+    why_full: str = ""
+    """Why every layer and micro-batch was traced although putting few together would be quicker; empty where that was
+    done, would not be quicker, or was not wanted."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -120,6 +128,8 @@ def predict(
     device: Device | None,
     pipeline_ranks: Collection[int] | None = None,
     look: Callable[[int, PretendedRank], None] | None = None,
+    *,
+    full: bool = False,
 ) -> Plan:
     """Predict a run.
 
@@ -128,6 +138,7 @@ def predict(
         device: what it runs on; None is a CPU of which no speed is known.
         pipeline_ranks: those that are looked at; None looks at all.
         look: is shown each of them and its number, before its step.
+        full: trace every layer and micro-batch, also where those of small runs would be put together.
 
     Raises:
         UserError: something of it is not modelled.
@@ -140,23 +151,12 @@ def predict(
     traced = on_cpu(experiment) if cuda else experiment
     where = GPU if cuda and experiment.parallelism.cpu_offload else DEVICE
     node = node_size(experiment.cluster, world_size(experiment)) if cuda else world_size(experiment)
-    plans, whole = [], 0.0
-    parameters = held = state = 0
-    for number, rank in enumerate(ranks_of_pipeline(traced)):
-        if pipeline_ranks is not None and number not in pipeline_ranks:
-            continue
-        with _instructions(device), pretended_rank(traced, rank, where) as it:
-            if look is not None:
-                look(number, it)
-            trace = trace_step(
-                it.parts,
-                it.step,
-                first_step=it.shortest_step,
-                cuda=cuda,
-                inductor=by_inductor(experiment),
-                matmul_workspace=device.matmul_workspace if cuda and device is not None else 0,
-            )
-            whole, parameters = it.parts.built.flops_per_token, it.parts.built.parameters
+    numbers = [it for it in range(traced.parallelism.pp) if pipeline_ranks is None or it in pipeline_ranks]
+    tracer = _Tracer(traced, device if cuda else None, look, cuda=cuda, where=where)
+    with _instructions(device):
+        traces = tracer.traces(numbers, full=full)
+    plans, held, state = [], 0, 0
+    for number, trace in zip(numbers, traces, strict=True):
         bf16 = experiment.training.mixed_precision == "bf16"
         seconds = None if device is None or (cuda and not bf16) else rank_time(trace, device, node)
         plans.append(RankPlan(number, trace, seconds, reservations(trace.before, trace.step) if cuda else None))
@@ -164,9 +164,71 @@ def predict(
             held, state = held + kept.get("parameters", 0), state + kept.get("optimizer", 0)
     bubble, step = step_time(experiment, [plan.time for plan in plans])
     # The optimizer's state is in the same proportion to the weights, whoever holds them.
-    checkpoint = round(parameters * 4 * (1 + state / held))
+    checkpoint = round(tracer.parameters * 4 * (1 + state / held))
     took = time.perf_counter() - began
-    return Plan(experiment, device, plans, bubble, step, whole, checkpoint, took)
+    return Plan(experiment, device, plans, bubble, step, tracer.flops_per_token, checkpoint, took, tracer.why_full)
+
+
+class _Tracer:
+    """Traces of a run's ranks, put together or whole, and what the trainer says of its model."""
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        device: Device | None,
+        look: Callable[[int, PretendedRank], None] | None,
+        *,
+        cuda: bool,
+        where: torch.device,
+    ) -> None:
+        self._experiment, self._look, self._cuda, self._where = experiment, look, cuda, where
+        self._workspace = 0 if device is None else device.matmul_workspace
+        self.parameters, self.flops_per_token, self.why_full = 0, 0.0, ""
+
+    def traces(self, numbers: Sequence[int], *, full: bool) -> list[Trace]:
+        """Those of pipeline ranks."""
+        if not full and pays(self._experiment, len(numbers)):
+            self.why_full = why_not(self._experiment) or ""
+            try:
+                if not self.why_full:
+                    return self._retold(numbers)
+            except Unwoven as error:
+                self.why_full = f"small runs do not tell: {error}"
+        return [self._whole(number) for number in numbers]
+
+    def _retold(self, numbers: Sequence[int]) -> list[Trace]:
+        retelling, found = Retelling(self._experiment, self._cuda, self._workspace), list[Trace]()
+        for number in numbers:
+            found.append(retelling.trace(number))
+            tail = retelling.tail(number)
+            self.parameters, self.flops_per_token = tail.parameters, tail.flops_per_token
+        for number in numbers if self._look is not None else ():
+            with self._rank(number):
+                pass
+        return found
+
+    def _whole(self, number: int) -> Trace:
+        with self._rank(number) as it:
+            built = it.parts.built
+            self.parameters, self.flops_per_token = built.parameters, built.flops_per_token
+            return trace_step(
+                it.parts,
+                it.step,
+                first_step=it.shortest_step,
+                standing=it.standing,
+                batches=it.batches,
+                cuda=self._cuda,
+                inductor=by_inductor(self._experiment),
+                matmul_workspace=self._workspace,
+            )
+
+    @contextmanager
+    def _rank(self, number: int) -> Iterator[PretendedRank]:
+        rank = ranks_of_pipeline(self._experiment)[number]
+        with pretended_rank(self._experiment, rank, self._where) as it:
+            if self._look is not None:
+                self._look(number, it)
+            yield it
 
 
 def _instructions(device: Device | None) -> AbstractContextManager[None]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -40,12 +40,25 @@ class Turn:
     """Those held when it has ended."""
 
 
+class Heard(NamedTuple):
+    """Something that happens in a rehearsal."""
+
+    what: str
+    """`turn` and `over` of an action; `born` and `gone` of hidden states."""
+    which: int
+    """Number of the turn, or of the hidden states."""
+    kind: int = 0
+    """Of hidden states that are born, which of `KINDS`."""
+
+
 @dataclass(frozen=True)
 class Rehearsal:
     """A rank's turns in a step."""
 
     turns: list[Turn]
     """In order."""
+    heard: list[Heard]
+    """What happens in them and between them, in order."""
     sent: int
     """Hidden states that go to other ranks."""
     received: int
@@ -60,6 +73,8 @@ class _Tally:
     received: int = 0
     turns: list[Turn] = field(default_factory=list)
     seen: set[tuple[int, str]] = field(default_factory=set)
+    heard: list[Heard] = field(default_factory=list)
+    made: int = 0
 
     def add(self, kind: int, change: int) -> None:
         self.held[kind] += change
@@ -71,10 +86,13 @@ class _Hidden:
     """Stands for hidden states, and for nothing else: it is there as long as they would be."""
 
     def __init__(self, tally: _Tally, kind: int) -> None:
-        self._tally, self._kind = tally, kind
+        self._tally, self._kind, self._number = tally, kind, tally.made
+        tally.made += 1
+        tally.heard.append(Heard("born", self._number, kind))
         tally.add(kind, 1)
 
     def __del__(self) -> None:
+        self._tally.heard.append(Heard("gone", self._number))
         self._tally.add(self._kind, -1)
 
     def contiguous(self) -> "_Hidden":
@@ -111,7 +129,9 @@ class _Stage:
     def _turn(self, kind: str, microbatch: int) -> Iterator[None]:
         tally = self._tally
         waiting, before = tally.most, tuple(tally.held)
+        tally.heard.append(Heard("turn", len(tally.turns)))
         yield
+        tally.heard.append(Heard("over", len(tally.turns)))
         first = (self.number, kind) not in tally.seen
         tally.seen.add((self.number, kind))
         after = tally.most = tuple(tally.held)
@@ -140,7 +160,8 @@ def rehearse(orders: Orders, placement: Sequence[int], rank: int, *, passes: int
             stages, orders, list(placement), group, Hidden((), torch.float32, torch.device("cpu")), keep_gathered=True
         )
         pipeline.train([_compute] * passes)
-    return Rehearsal(tally.turns, tally.sent, tally.received)
+        heard = list(tally.heard)
+    return Rehearsal(tally.turns, heard, tally.sent, tally.received)
 
 
 @contextmanager

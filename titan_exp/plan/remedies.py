@@ -16,8 +16,7 @@ from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import device_type, micro_batch_size
 from titan_exp.config.rules import check
 from titan_exp.config.suggest import divisors
-from titan_exp.plan.accumulation import shortened
-from titan_exp.plan.gate import TIGHT, Judgement, judge
+from titan_exp.plan.gate import Judgement, judge
 
 ENOUGH = 3
 """Changes that are offered at most."""
@@ -70,10 +69,9 @@ def remedies(judgement: Judgement, runs: Path, say: Callable[[str], None] = lamb
         batch = list(itertools.islice(fresh, TOGETHER))
         if not batch:
             break
-        # Time is not asked for, and memory is that of a few micro-batches.
-        judged = judge([shortened(experiment) for _, _, experiment in batch], runs)
+        judged = judge([experiment for _, _, experiment in batch], runs)
         for (place, typed, _), it in zip(batch, judged, strict=True):
-            if it.fits and not it.tight and not any(_is_more(place, other) for other in places):
+            if it.fits and not any(_is_more(place, other) for other in places):
                 found.append(Remedy(typed, it))
                 places.append(place)
     return found[:ENOUGH]
@@ -113,9 +111,8 @@ def _may_be_enough(judgement: Judgement, chosen: list[Choice]) -> bool:
     left = sum(
         size * math.prod(choice.left(category) for choice in chosen) for category, size in largest.by_category.items()
     )
-    room = (target.capacity or 0) * (TIGHT if largest.reserved is None and target.sharing == 1 else 1.0)
     beside = target.overhead * target.sharing
-    return (needed - beside) * left / largest.allocated + beside <= room
+    return (needed - beside) * left / largest.allocated + beside <= (target.capacity or 0)
 
 
 def _chunks(experiment: Experiment) -> list[Choice]:

@@ -57,7 +57,8 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     print_whole(console, _messages(plan, largest))
     for line in (*_emulated(plan), *_speed(plan)):
         console.print(line, highlight=False, soft_wrap=True)
-    console.print(f"planned in {plan.planning_seconds:.1f} s", style="dim", highlight=False)
+    whole = f", every layer and micro-batch traced, because {plan.why_full}" if plan.why_full else ""
+    console.print(f"planned in {plan.planning_seconds:.1f} s{whole}", style="dim", highlight=False, soft_wrap=True)
 
 
 def print_whole(console: Console, table: Table) -> None:
@@ -84,6 +85,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "checkpoint_bytes_per_node": plan.checkpoint_bytes_per_node,
         "host_bytes_per_node": plan.host_bytes_per_node,
         "planning_seconds": plan.planning_seconds,
+        "traced_in_full_because": plan.why_full or None,
     }
 
 
@@ -91,7 +93,7 @@ def _rank_json(rank: RankPlan) -> dict[str, Any]:
     trace = rank.trace
     messages = [
         {"axis": axis, "kind": kind, "bytes": size, "calls": trace.work.calls[axis, kind]}
-        for (axis, kind), size in trace.work.messages.items()
+        for (axis, kind), size in sorted(trace.work.messages.items())
     ]
     return {
         "pipeline_rank": rank.pipeline_rank,

@@ -20,12 +20,13 @@ from typing import Any
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import device_type, gradient_accumulation, micro_batch_size
 from titan_exp.config.pipeline import layer_counts, stage_count
+from titan_exp.plan.alike import why_not
 from titan_exp.plan.candidates import MODES, Candidates
 from titan_exp.plan.devices import Device
 from titan_exp.plan.layout_plan import LayoutPlan, least_peak, plan_layout
 from titan_exp.plan.least import LeastOf, profile_of
 from titan_exp.plan.predict import on_cpu
-from titan_exp.plan.shortcut import Parts, trace_parts, why_not
+from titan_exp.plan.shortcut import Parts, trace_parts
 
 HEADROOM = 0.88
 """Of a device's memory, what tensors may fill: the rest is for what the allocator reserves beyond them, CUDA's context,

@@ -133,7 +133,7 @@ def _count(name: str, value: str, example: str) -> int:
 
 def _require_shortcut(experiment: Experiment) -> None:
     """A search traces a few layers for all of them, which must be alike."""
-    from titan_exp.plan.shortcut import why_not
+    from titan_exp.plan.alike import why_not
 
     parallelism = replace(experiment.parallelism, dp_replicate=1, dp_shard=1, tp=1, cp=1, pp=1, pp_microbatches=None)
     reason = why_not(resolve_layout(replace(experiment, parallelism=parallelism), 1))

@@ -22,9 +22,9 @@ from titan_exp.config.layout import data_parallel_degree, micro_batch_size
 from titan_exp.config.schedule import Action, Orders
 from titan_exp.parallel import pipeline as parallel_pipeline
 from titan_exp.parallel.pipeline import Hidden
-from titan_exp.plan.rehearsal import KINDS, rehearse
+from titan_exp.plan.rehearsal import KINDS, Turn, rehearse
 from titan_exp.plan.tails import TAIL, marked_tail
-from titan_exp.plan.tape import Amounts, Piece, Tape, added, amounts, joined
+from titan_exp.plan.tape import NOTHING, Amounts, Piece, Scene, Tape, added, amounts, joined
 from titan_exp.plan.trace import trace_step
 from titan_exp.plan.watch import Work
 from titan_exp.plan.world import DEVICE, PretendedRank, pretended_rank
@@ -33,7 +33,7 @@ FIRST, MIDDLE, LAST = "first", "middle", "last"
 """Kinds of stages: with the embedding; in between; with the head."""
 PASSES = 2
 _CATEGORY = {"received": "communication", "made": "activations", "objective": "loss"}
-_TURN, _OVER, _REDUCE, _GROUP, _FINAL = "turn", "over", "reduce", "group", "final"
+TURN, OVER, REDUCE, GROUP, FINAL = "turn", "over", "reduce", "group", "final"
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,14 @@ class StageSample:
     """Reducing the gradients of a stage, by kind: group by group, and what follows."""
     message: Work
     """Of sending and of receiving hidden states once."""
+    turns: list[Turn]
+    """Its actions in a step."""
+    scenes: list[Scene]
+    """Two steps as an allocator is told them; none where nobody asked."""
+    reduced: list[dict[str, int]]
+    """Of each step: births of reduced gradients, by the names of their parameters."""
+    made: list[int]
+    """Births of hidden states that actions make, in order, of both steps."""
 
 
 def sampled_layers(*, lone: bool) -> dict[str, int]:
@@ -86,7 +94,7 @@ def sampled_layers(*, lone: bool) -> dict[str, int]:
     return {FIRST: 1, MIDDLE: 1, LAST: 1} if lone else {FIRST: 2, MIDDLE: 3, LAST: 2}
 
 
-def sample_stages(experiment: Experiment, mode: str, *, lone: bool, cuda: bool) -> StageSample:
+def sample_stages(experiment: Experiment, mode: str, *, lone: bool, cuda: bool, told: bool = False) -> StageSample:
     """Trace the rank in the place of one of this run's.
 
     Args:
@@ -94,6 +102,7 @@ def sample_stages(experiment: Experiment, mode: str, *, lone: bool, cuda: bool) 
         mode: how every block is recomputed.
         lone: as of `sampled_layers`.
         cuda: as of `trace_step`.
+        told: whether births and deaths are wanted too.
     """
     layers = sampled_layers(lone=lone)
     kinds, placement, orders = _pipeline(layers)
@@ -103,7 +112,17 @@ def sample_stages(experiment: Experiment, mode: str, *, lone: bool, cuda: bool) 
         path.write_text("\n".join(",".join(map(str, order)) for order in orders) + "\n")
         small = _small_run(experiment, [layers.get(kind, 1) for kind in kinds], str(path), mode)
         with pretended_rank(small, 0) as it, marked_tail(tape), _marked_actions(tape, it):
-            trace_step(it.parts, it.step, first_step=lambda: _first_step(it, tape), cuda=cuda, tape=tape)
+            # What begins before the step is part of a story, in which one pass would have less.
+            first, batches = (None, ()) if told else (it.shortest_step, it.batches)
+            trace_step(
+                it.parts,
+                it.step,
+                first_step=first,
+                standing=it.standing,
+                batches=batches,
+                cuda=cuda,
+                tape=tape,
+            )
             pieces = tape.pieces()
             batch = {
                 field.name: tape.amount(value)
@@ -115,22 +134,13 @@ def sample_stages(experiment: Experiment, mode: str, *, lone: bool, cuda: bool) 
             base = tape.base() - len(stages) * buffers - PASSES * sum(batch.values(), amounts({}))
             # On CUDA the host knows late that something has left (`plan/stand_ins.py`).
             delivered = not cuda and _is_delivered()
-            sizes = _sizes(tape, small)
-    return _sorted(pieces, kinds, placement, orders, (layers, base, buffers, batch, sizes, delivered))
-
-
-def _first_step(it: PretendedRank, tape: Tape) -> None:
-    """A step of one pass, after which all micro-batches lie where its own does."""
-    it.shortest_step()
-    for field in fields(it.batches[0]):
-        first, *others = (getattr(batch, field.name) for batch in it.batches)
-        if first is not None and tape.know(first):
-            for other in others:
-                tape.see(other, "other")
+            sizes, scenes = _sizes(tape, small), tape.scenes() if told else []
+    known = layers, base, buffers, batch, sizes, delivered
+    return _sorted(pieces, kinds, placement, orders, known, scenes, tape.reduced, tape.made)
 
 
 def _sorted(
-    pieces: Sequence[Piece], kinds: Sequence[str], placement: Sequence[int], orders: Orders, known: Any
+    pieces: Sequence[Piece], kinds: Sequence[str], placement: Sequence[int], orders: Orders, known: Any, *story: Any
 ) -> StageSample:
     layers, base, buffers, batch, sizes, delivered = known
     rehearsal = rehearse(orders, placement, 0, passes=PASSES, delivered=delivered)
@@ -141,16 +151,16 @@ def _sorted(
     while pieces[place].label != TAIL:
         label = pieces[place].label
         end = place + 1
-        if label.startswith(_TURN):
-            while pieces[end].label != _OVER:
+        if label.startswith(TURN):
+            while pieces[end].label != OVER:
                 end += 1
             turn = next(turns)
             change = [after - before for after, before in zip(turn.after, turn.before, strict=True)]
             handed = sum((count * size for count, size in zip(change, sizes, strict=True)), amounts({}))
             key = kinds[turn.action.stage], turn.action.kind, turn.first
             windows[key] = _window(pieces[place:end], handed)
-        elif label.startswith(_REDUCE):
-            while not (pieces[end].label.startswith(_REDUCE) or pieces[end].label == TAIL):
+        elif label.startswith(REDUCE):
+            while not (pieces[end].label.startswith(REDUCE) or pieces[end].label == TAIL):
                 end += 1
             reduction[kinds[int(label.split()[1])]] = list(pieces[place:end])
         elif windows:
@@ -159,12 +169,11 @@ def _sorted(
             prologue.append(pieces[place])
         place = end
     message = added([piece.work for piece in between])
-    each = Work(bytes_moved=message.bytes_moved // rehearsal.sent)
+    each = Work(bytes_moved=message.bytes_moved // rehearsal.sent, operators=message.operators // rehearsal.sent)
     for key, size in message.messages.items():
         each.messages[key], each.calls[key] = size // rehearsal.sent, message.calls[key] // rehearsal.sent
-    return StageSample(
-        layers, base, buffers, batch, sizes, delivered, joined("prologue", prologue), windows, reduction, each
-    )
+    opening, turns = joined("prologue", prologue), rehearsal.turns
+    return StageSample(layers, base, buffers, batch, sizes, delivered, opening, windows, reduction, each, turns, *story)
 
 
 def _pipeline(layers: Collection[str]) -> tuple[list[str], list[int], Orders]:
@@ -233,14 +242,15 @@ def _marked_actions(tape: Tape, it: PretendedRank) -> Iterator[None]:
         def cut(*args: Any) -> Any:
             tape.cut(label)
             result = call(*args)
-            tape.cut(_OVER)
+            tape.made.append(tape.birth(result) if result is not None else NOTHING)
+            tape.cut(OVER)
             return result
 
         return cut
 
     for stage in pipeline.stages:
         for name in ("forward", "backward"):
-            setattr(stage, name, marked(getattr(stage, name), f"{_TURN} {stage.number}"))
+            setattr(stage, name, marked(getattr(stage, name), f"{TURN} {stage.number}"))
     numbers = {id(stage.module): stage.number for stage in pipeline.stages}
     reduce, group = parallel_pipeline.reduce_gradients, FSDPParamGroup.post_backward
     final = FSDPState._root_post_backward_final_callback
@@ -248,19 +258,19 @@ def _marked_actions(tape: Tape, it: PretendedRank) -> Iterator[None]:
 
     def marked_reduction(module: Any) -> None:
         nonlocal reducing
-        tape.cut(f"{_REDUCE} {numbers[id(module)]}")
+        tape.cut(f"{REDUCE} {numbers[id(module)]}")
         reducing = True
         reduce(module)
         reducing = False
 
     def marked_group(*args: Any) -> None:
         if reducing:
-            tape.cut(_GROUP)
+            tape.cut(GROUP)
         group(*args)
 
     def marked_end(*args: Any) -> None:
         if reducing:
-            tape.cut(_FINAL)
+            tape.cut(FINAL)
         final(*args)
 
     with (

@@ -4,7 +4,7 @@ It knows layers by their number alone, so it is traced for one, two and three of
 pass: its gradients are made of nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -12,9 +12,11 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from torch import nn
 
 from titan_exp.config.experiment import Experiment
-from titan_exp.plan.tape import Amounts, Piece, Tape, added, amounts, joined
+from titan_exp.plan.story import TailStory, Unwoven
+from titan_exp.plan.tape import Amounts, Piece, Scene, Tape, added, amounts, joined
 from titan_exp.plan.trace import trace_step
 from titan_exp.plan.world import PretendedRank, pretended_rank
 from titan_exp.trainer import step as trainer_step
@@ -57,11 +59,49 @@ def marked_tail(tape: Tape) -> Iterator[None]:
     original = trainer_step.sum_partial_gradients
 
     def marked(*args: Any) -> None:
+        tape.reduced.append(births_of_gradients(tape, args[0]))
         tape.cut(TAIL)
         original(*args)
 
     with patch.object(trainer_step, "sum_partial_gradients", marked):
         yield
+
+
+def births_of_gradients(tape: Tape, parts: Iterable[nn.Module]) -> dict[str, int]:
+    """Births of the storages of gradients, by the names of their parameters."""
+    named = [pair for part in parts for pair in part.named_parameters()]
+    return {name: tape.birth(weight.grad) for name, weight in named if weight.grad is not None}
+
+
+def trace_tail_story(experiment: Experiment, rank: int, layers: Sequence[int], *, cuda: bool) -> TailStory:
+    """Trace the build of a rank and the ends of two steps of it.
+
+    Args:
+        experiment: the run, its layout resolved.
+        rank: of all processes.
+        layers: numbers of its layers in the whole model.
+        cuda: as of `trace_step`.
+
+    Raises:
+        Unwoven: more than gradients and a loss go into the end of a step.
+    """
+    tape = Tape()
+    with pretended_rank(experiment, rank) as it, marked_tail(tape):
+        trace_step(it.parts, lambda: _end(it), standing=it.standing, cuda=cuda, tape=tape)
+        scenes, pieces, built = tape.scenes(), tape.pieces(), it.parts.built
+    ends, losses = list[list[Scene]](), list[int]()
+    for step, gradients in enumerate(tape.reduced):
+        own = [scene for scene in scenes if scene.step == step]
+        first = next(place for place, scene in enumerate(own) if scene.label == TAIL)
+        made = {it.birth for scene in own[:first] for it in scene.told if it.size} - set(gradients.values())
+        if len(made) != 1:
+            raise Unwoven("more than gradients and a loss go into the end of a step")
+        losses += made
+        ends.append(own[first:])
+    names = [{birth: name for name, birth in gradients.items()} for gradients in tape.reduced]
+    build = [scene for scene in scenes if scene.step < 0]
+    work = added([piece.work for piece in pieces[[piece.label for piece in pieces].index(TAIL) :]])
+    return TailStory(build, ends, names, losses, layers, work, built.parameters, built.flops_per_token)
 
 
 def combined(terms: list[tuple[int, Tail]]) -> Tail:

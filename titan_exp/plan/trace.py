@@ -1,12 +1,14 @@
 """One rank's step, traced: memory over time, operations, messages. On a pretended rank or a real one alike."""
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
+from torch import Tensor
 
+from titan_exp.data.batch import Batch
 from titan_exp.plan.allocator import GRANULE, Event
 from titan_exp.plan.compiled import compiled_anew, kernels_left_out
 from titan_exp.plan.efficient_attention import efficient_kernel, is_asked_for
@@ -48,6 +50,8 @@ def trace_step(
     step: Callable[[], object],
     *,
     first_step: Callable[[], object] | None = None,
+    standing: Iterable[Tensor] = (),
+    batches: Sequence[Batch] = (),
     cuda: bool = False,
     inductor: bool = False,
     matmul_workspace: int = 0,
@@ -59,6 +63,8 @@ def trace_step(
         parts: this rank's part of the run.
         step: runs one optimizer step.
         first_step: runs one after which the optimizer has its state; None is `step`.
+        standing: what is there before the first step, besides the model.
+        batches: micro-batches of a step; what the first step has looked at of one is there of all.
         cuda: whether a step on CUDA is pretended, with the sizes that its kernels and its allocator have.
         inductor: whether some of it is compiled by inductor, whose kernels do nothing then.
         matmul_workspace: bytes that the library of matmuls keeps for each thread that calls it.
@@ -81,9 +87,14 @@ def trace_step(
         compiled_anew() if host is not None else nullcontext(),
         kernels_left_out(watch.kernel, parts.mesh.device) if inductor else nullcontext(),
     ):
+        for tensor in standing:
+            ledger.see(tensor, "other")
         if tape is not None:
             tape.follow(watch)
+            tape.next_step()
         (first_step or step)()
+        for tensor in looked_at(ledger, batches):
+            ledger.see(tensor, "other")
         ledger.begin()
         watch.work, watch.work_elsewhere = Work(), Work()
         step()
@@ -100,6 +111,13 @@ def trace_step(
             ledger.events[ledger.begun :],
             None if host is None else OnHost(host.host.peak(), host.host.tensors(), watch.work_elsewhere),
         )
+
+
+def looked_at(ledger: Ledger, batches: Sequence[Batch]) -> list[Tensor]:
+    """Of all micro-batches, what is entered of the first."""
+    values = [(field.name, getattr(batches[0], field.name)) for field in fields(Batch)] if batches else []
+    names = [name for name, value in values if value is not None and ledger.know(value)]
+    return [getattr(batch, name) for batch in batches for name in names]
 
 
 class _Streams:

@@ -160,10 +160,11 @@ class Watch(TorchDispatchMode):
 
     def _first_matmul(self, func: Any) -> None:
         """Enter what the matmuls' library keeps from its first call in a thread on."""
-        if self._matmul_workspace and str(func._overloadpacket) in MATMULS:
+        if str(func._overloadpacket) in MATMULS:
             # The backward pass has a thread of its own.
             thread = torch._C._current_graph_task_id() != -1
-            if thread not in self._threads:
+            self.ledger.matmul(backward=thread)
+            if self._matmul_workspace and thread not in self._threads:
                 self._threads.add(thread)
                 self.ledger.hold(self._matmul_workspace, "workspaces")
 

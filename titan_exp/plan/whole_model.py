@@ -1,4 +1,4 @@
-"""A step without a pipeline, put together from that of a model of four layers and three micro-batches.
+"""A step without a pipeline, put together from that of a model of five layers and three micro-batches.
 
 Layers between the first and the last are alike, and so are micro-batches: what is traced of one of them is repeated.
 """
@@ -11,17 +11,14 @@ from unittest.mock import patch
 
 from titan_exp.config.experiment import Experiment
 from titan_exp.config.layout import data_parallel_degree, gradient_accumulation, micro_batch_size
+from titan_exp.plan.alike import LAYERS, MICRO_BATCHES
 from titan_exp.plan.tails import TAIL, Tail, combined, marked_tail, trace_tail
-from titan_exp.plan.tape import Amounts, Piece, Tape
-from titan_exp.plan.trace import trace_step
+from titan_exp.plan.tape import Amounts, Piece, Scene, Tape, amounts
+from titan_exp.plan.trace import looked_at, trace_step
 from titan_exp.plan.world import pretended_rank
 from titan_exp.trainer import model as trainer_model
 
-LAYERS = 5
-"""Of the small model: the third is repeated, since what a block computes gathers and reduces for its neighbours."""
-MICRO_BATCHES = 3
-"""Of its step: the first, one that is repeated, and the last."""
-_MICRO_BATCH = "micro-batch"
+MICRO_BATCH = "micro-batch"
 
 
 @dataclass(frozen=True)
@@ -45,29 +42,47 @@ class WholeSample:
     """A step of the small model."""
 
     base: Amounts
-    """What is held before it."""
+    """What is held before it, less batches."""
+    batch: Amounts
+    """What a micro-batch holds."""
+    looked_at: list[int]
+    """The same, tensor by tensor."""
     prologue: list[Piece]
     """What comes before the first micro-batch."""
     micro_batches: list[Passes]
     """Each of them."""
+    scenes: list[Scene]
+    """Two steps, the first of one micro-batch, as an allocator is told them; none where nobody asked."""
+    reduced: list[dict[str, int]]
+    """Of each step: births of reduced gradients, by the names of their parameters."""
 
 
-def sample_whole(experiment: Experiment, mode: str, *, cuda: bool) -> WholeSample:
-    """Trace a step of the same run with few layers and few micro-batches, every block recomputed by this mode."""
+def sample_whole(experiment: Experiment, mode: str, *, cuda: bool, told: bool = False) -> WholeSample:
+    """Trace a step of the same run with few layers and few micro-batches, every block recomputed by this mode.
+
+    Args:
+        experiment: the run, its layout resolved.
+        mode: how every block is recomputed.
+        cuda: as of `trace_step`.
+        told: whether births and deaths are wanted too.
+    """
     small = small_run(experiment, LAYERS, min(gradient_accumulation(experiment), MICRO_BATCHES), mode)
     tape = Tape()
     with pretended_rank(small, 0) as it, marked_tail(tape), _marked_micro_batches(tape):
-        trace_step(it.parts, it.step, first_step=it.shortest_step, cuda=cuda, tape=tape)
+        trace_step(it.parts, it.step, first_step=it.shortest_step, batches=it.batches, cuda=cuda, tape=tape)
         pieces = tape.pieces()
-        base = tape.base()
-    prologue, rest = until(pieces, lambda piece: piece.label == _MICRO_BATCH)
+        batches = [tape.amount(tensor) for tensor in looked_at(tape, it.batches)]
+        batch = sum(batches[: len(batches) // len(it.batches)], amounts({}))
+        tensors = [int(each.sum()) for each in batches[: len(batches) // len(it.batches)]]
+        base, scenes = tape.base() - sum(batches, amounts({})), tape.scenes() if told else []
+    prologue, rest = until(pieces, lambda piece: piece.label == MICRO_BATCH)
     rest, _ = until(rest, lambda piece: piece.label == TAIL)
     found = []
     while rest:
         first, rest = rest[0], rest[1:]
-        one, rest = until(rest, lambda piece: piece.label == _MICRO_BATCH)
+        one, rest = until(rest, lambda piece: piece.label == MICRO_BATCH)
         found.append(_passes([first, *one]))
-    return WholeSample(base, prologue, found)
+    return WholeSample(base, batch, tensors, prologue, found, scenes, tape.reduced)
 
 
 def small_run(experiment: Experiment, layers: int, micro_batches: int, mode: str) -> Experiment:
@@ -142,7 +157,7 @@ def _marked_micro_batches(tape: Tape) -> Iterator[None]:
     original = trainer_model.synchronize_gradients
 
     def marked(*args: Any, **kwargs: Any) -> None:
-        tape.cut(_MICRO_BATCH)
+        tape.cut(MICRO_BATCH)
         original(*args, **kwargs)
 
     with patch.object(trainer_model, "synchronize_gradients", marked):

@@ -7,7 +7,7 @@ trainer's own `assemble` and `train_step`.
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 from unittest.mock import patch
 
@@ -41,6 +41,14 @@ class PretendedRank:
     """What the trainer has put together for this rank."""
     batches: list[Batch]
     """Micro-batches as the loader would hand them over."""
+
+    @property
+    def standing(self) -> list[torch.Tensor]:
+        """What is there before the first step: batches, where every stage cuts its part out of a sequence."""
+        if self.parts.mesh.stages is None or self.experiment.parallelism.cp == 1:
+            return []
+        values = [getattr(batch, field.name) for batch in self.batches for field in fields(batch)]
+        return [value for value in values if value is not None]
 
     def step(self) -> None:
         """One optimizer step of the trainer."""

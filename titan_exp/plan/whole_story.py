@@ -86,9 +86,11 @@ def weave_whole(
 
 
 def loss_of(weaver: Weaver, sample: SampleStory, step: int) -> int:
-    """The storage of a step's loss: what its prologue makes."""
+    """The storage of a step's loss: what its prologue makes and no pass frees."""
     opening = Spot(step, NOWHERE, None, PROLOGUE, None)
-    births = [birth for birth, origin in sample.origins.items() if origin.spot == opening]
+    told = (it for spot, scenes in sample.scenes.items() if spot.step == step for scene in scenes for it in scene.told)
+    freed = {it.birth for it in told if not it.size}
+    births = [birth for birth, origin in sample.origins.items() if origin.spot == opening and birth not in freed]
     if len(births) != 1:
         raise Unwoven("before the passes there is more than a loss")
     return weaver.find(sample, births[0], opening, opening)

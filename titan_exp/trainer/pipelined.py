@@ -25,7 +25,7 @@ class PipelinedModel:
 
     def forward_backward(self, batches: Sequence[Batch], tokens: int) -> Tensor:
         """As many passes through the pipeline as there are micro-batches for; gradients are reduced once."""
-        loss, divisor = torch.zeros((), device=self._mesh.device), predicted(tokens, self._mesh.device)
+        loss = torch.zeros((), device=self._mesh.device)
         size = self._pipeline.microbatches
         assert len(batches) % size == 0, "checked by the rules"
 
@@ -33,6 +33,7 @@ class PipelinedModel:
             batch = place(batches[first + microbatch], self._mesh)
             if not stage.last:
                 return stage.module(batch.tokens if hidden is None else hidden, batch.positions, batch.documents)
+            divisor = predicted(tokens, self._mesh.device)
             objective, cross_entropy = per_token(self._token_loss, stage.module, batch, divisor, hidden)
             loss.add_(cross_entropy)
             return objective

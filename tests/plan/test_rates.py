@@ -72,3 +72,11 @@ def test_a_device_that_is_asked_for_has_the_cluster_s_links(tmp_path: Path):
     device = device_for(experiment, "b200")
     assert device is not None
     assert (device.name, device.network_gbs) == (DEVICES["b200"].name, 12.5)
+
+
+def test_a_ring_is_waited_for_though_its_ranks_share_weights_too():
+    sent = Work(messages={("cp_across=fsdp", "send"): 2**30, ("cp_across=fsdp", "all-gather"): 2**30})
+    alone = Work(messages={("cp_across", "send"): 2**30})
+    both = rank_time(Traced(sent, {"cp_across=fsdp": [0, 1]}), H100, 8)
+    assert both.exposed == rank_time(Traced(alone, {"cp_across": [0, 1]}), H100, 8).exposed > 0
+    assert both.behind > 0

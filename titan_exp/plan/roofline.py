@@ -21,6 +21,10 @@ BEHIND_COMPUTE = ("fsdp", "dp_replicate")
 """Axes whose messages travel while something is computed."""
 
 
+OF_SEQUENCES = ("send", "receive", "all-to-all")
+"""Kinds of messages that sharding and replication do not send: a ring's, and of heads that are exchanged."""
+
+
 @dataclass(frozen=True)
 class RankTime:
     """Seconds of a rank's step, waiting for other pipeline ranks left out."""
@@ -72,8 +76,8 @@ def rank_time(trace: Traced, device: Device, node: int) -> RankTime:
             exposed, behind = (exposed + seconds, behind) if kind == WAITED_FOR else (exposed, behind + seconds)
             continue
         seconds = message_seconds(kind, size, trace.axes.get(axis, [0]), device, node)
-        # An axis that shares all its ranks with others is theirs too: "dp_shard=fsdp".
-        if set(axis.split("=")) & set(BEHIND_COMPUTE):
+        # An axis that shares all its ranks with others is theirs too: "cp_across=fsdp", and its rings are waited for.
+        if set(axis.split("=")) & set(BEHIND_COMPUTE) and kind not in OF_SEQUENCES:
             behind += seconds
         else:
             exposed += seconds

@@ -19,6 +19,7 @@ from titan_exp.plan.devices import Device
 from titan_exp.plan.modelled import require_modelled
 from titan_exp.plan.prediction import Prediction, Unpredicted, joined
 from titan_exp.plan.remembered import key_of, recall, remember
+from titan_exp.plan.worker import end_with_parent
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -135,6 +136,7 @@ def _short(violation: Any) -> str:
 
 def _begin() -> None:
     """Be quiet, leave the cores to the others, and end at Ctrl-C."""
+    end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):

@@ -27,6 +27,7 @@ from titan_exp.plan.layout_plan import LayoutPlan, least_peak, plan_layout
 from titan_exp.plan.least import LeastOf, profile_of
 from titan_exp.plan.predict import on_cpu
 from titan_exp.plan.shortcut import Parts, trace_parts
+from titan_exp.plan.worker import end_with_parent
 
 HEADROOM = 0.88
 """Of a device's memory, what tensors may fill: the rest is for what the allocator reserves beyond them, CUDA's context,
@@ -328,6 +329,7 @@ def _processes() -> Any:
 def _quiet() -> None:
     """Once in each process: no words about every model that is built, and what is imported is not looked at as garbage
     before every trace, which would take longer than many of them."""
+    end_with_parent()
     logging.disable(logging.INFO)
     gc.freeze()
 

@@ -25,8 +25,8 @@ test: $(TESTS) check slurm
 quick: $(TESTS)
 	$(PYTEST) -m "not slow"
 
-## Hundreds of layouts drawn at random against one device, things broken on purpose that must be noticed, and cases that
-## the tests by day leave out.
+## Every layout of tests/parity and other cases that the tests by day leave out, hundreds of layouts drawn at random, and
+## things broken on purpose that must be noticed.
 night: $(TESTS)
 	$(PYTEST) -m night
 	$(PYTEST) tests/parity/mutations.py tests/parity/test_drawn.py --layouts 300

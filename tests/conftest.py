@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 from jaxtyping import install_import_hook
@@ -19,7 +20,7 @@ install_import_hook(["titan_exp.ops", "titan_exp.models"], "beartype.beartype")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--layouts", type=int, default=5, help="layouts that tests/parity draws; hundreds for a night")
+    parser.addoption("--layouts", type=int, default=3, help="layouts that tests/parity draws; hundreds for a night")
     parser.addoption("--layout-seed", type=int, default=None, help="draw the same layouts again (in the test's name)")
     parser.addoption("--update-golden", action="store_true", help="write golden texts anew instead of comparing them")
 
@@ -30,6 +31,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("slow") is not None:
                 item.add_marker(pytest.mark.skip(reason="slow: pytest -m slow runs it, and make test does"))
+    for item in items:
+        # Every layout is trained by night; by day three of five, the same each time.
+        fixed = item.nodeid.startswith("tests/parity/") and item.name.endswith("]") and "test_drawn" not in item.nodeid
+        if fixed and crc32(item.name.encode()) % 5 > 2:
+            item.add_marker(pytest.mark.night)
     if "night" not in config.option.markexpr:
         # Left out, not skipped: a list of some dozens would hide what was skipped for a reason.
         kept = [item for item in items if item.get_closest_marker("night") is None]

@@ -15,12 +15,10 @@ BY_DAY = (
     "fsdp 2, chunked loss",
     "ddp 2, bf16",
     "tp 2",
-    "fsdp 2 x tp 2, selective",
     "pp 2, 1F1B",
     "cp 2, ring",
     "cp 2, Ulysses",
     "pp 2 x cp 2 x tp 2",
-    "8-bit moments, offload",
     "fsdp 2, float8 tensorwise",
     "pp 2 x fsdp 2, Interleaved1F1B",
 )

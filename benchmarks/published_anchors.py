@@ -2,9 +2,9 @@
 
 `python benchmarks/published_anchors.py [--only WORD]` plans runs of TorchTitan's performance report of December 2024
 (`benchmarks/llama3_h100_202412_torchtitan.md` in its repository: Llama 3.1 on H100 with 96 GB of HBM2e at 2.4 TB/s and
-500 W, 8 to a host, 400 Gbit/s each) and prints reserved memory and tokens a second of a GPU beside the report's. Another
-trainer on other GPUs than the device table's: this tells whether predictions are of the right size, not how exact they
-are. What the planner refuses, asynchronous tensor parallelism, is left out of the plan, and said.
+500 W, 8 to a host, 400 Gbit/s each) and prints reserved memory and tokens a second of a GPU beside the report's. It is
+another trainer on other GPUs than the device table's: this tells whether predictions are of the right size, not how
+exact they are. What the planner refuses, asynchronous tensor parallelism, is left out of the plan, and said.
 """
 
 import argparse

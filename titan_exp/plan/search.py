@@ -1,7 +1,7 @@
 """All layouts of a cluster, the fastest that fit first: a bound for each, and the traces that the best of them need.
 
 A layout is looked at only while its bounds say that it may fit and be among the fastest. They come from traces of other
-layouts (`plan/least.py`), so that nothing that is left out could have been a row.
+layouts, with a margin (`plan/least.py`), and are held against looking at everything by tests.
 """
 
 import gc
@@ -142,7 +142,8 @@ class Search:
             for size in sorted({min(sizes), max(sizes)} if sizes else ()):
                 add([its for its in alike if micro_batch_size(its) == size])
         shared = [its for its in self._all if its.parallelism.cp > 1 and its.parallelism.dp_shard > 1]
-        add([its for its in shared if its.parallelism.cp == min(each.parallelism.cp for each in shared)])
+        fewest = min((its.parallelism.cp for its in shared), default=0)
+        add([its for its in shared if its.parallelism.cp == fewest])
         add([its for its in self._all if its.parallelism.pp == 1 and its.parallelism.dp_shard > 1])
         return list(seeds.values())
 

@@ -28,11 +28,11 @@ import torch
 from torch import nn
 
 from titan_exp.checkpoint.checkpointer import Checkpointer
-from titan_exp.checkpoint.integrity import problem
-from titan_exp.config.compose import compose
-from titan_exp.config.convert import to_experiment
-from titan_exp.config.experiment import Experiment
-from titan_exp.data.store.tokenize import TokenizeOptions, make_store
+from titan_exp.checkpoint.dcp.checksums import problem
+from titan_exp.cli.tokenize import TokenizeOptions, make_store
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.trainer.distributed import joined_process_group
 

@@ -17,8 +17,8 @@ from typing import Any
 import yaml
 
 from titan_exp.compare.comparison import compare
-from titan_exp.compare.html import to_html
-from titan_exp.compare.selection import select
+from titan_exp.compare.output.comparison_page import to_html
+from titan_exp.compare.select_runs import select
 
 SEEDS = 4
 

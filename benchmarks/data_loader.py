@@ -24,14 +24,14 @@ from typing import Any
 import numpy
 import torch
 
-from titan_exp.config.compose import compose
-from titan_exp.config.convert import load_experiment, to_experiment
-from titan_exp.config.experiment import Experiment
-from titan_exp.config.layout import data_parallel_degree
-from titan_exp.data.python_stdlib import PythonStdlib
-from titan_exp.data.store.tokenize import TokenizeOptions, make_store
+from titan_exp.cli.tokenize import TokenizeOptions, make_store
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.layout.layout import data_parallel_degree
+from titan_exp.config.schema.typed_config import load_experiment, to_experiment
+from titan_exp.data.sources.python_stdlib import PythonStdlib
 from titan_exp.data.train_loader import TrainLoader
-from titan_exp.tracking.metrics_file import read_metrics
+from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 
 NEED = 0.5 * 989e12 / (6 * 1e9)
 """Tokens/s that a rank consumes, where nothing else is said; see above."""

@@ -24,12 +24,12 @@ LARGE = ["model=llama3_405b", *SMALL[1:], "training.global_batch_size=512"]
 
 def traced(layers: int, shortcut: bool) -> None:
     """A step of one of 64 ranks, with or without the shortcut."""
-    from titan_exp.config.compose import compose
-    from titan_exp.config.convert import to_experiment
+    from titan_exp.config.hydra.compose import compose
+    from titan_exp.config.schema.typed_config import to_experiment
+    from titan_exp.plan.extrapolate.extrapolate import extended, trace_parts
     from titan_exp.plan.predict import on_cpu
-    from titan_exp.plan.shortcut import extended, trace_parts
-    from titan_exp.plan.trace import trace_step
-    from titan_exp.plan.world import pretended_rank
+    from titan_exp.plan.trace.fake_world import pretended_rank
+    from titan_exp.plan.trace.trace_step import trace_step
 
     words = [*SMALL, f"model.layers={layers}", "parallelism.dp_shard=64", "activation_checkpoint=full"]
     words += ["training.global_batch_size=256", "training.micro_batch_size=1"]

@@ -15,12 +15,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from titan_exp.config.compose import compose
-from titan_exp.config.convert import to_experiment
-from titan_exp.config.layout import offered_devices, resolve_layout
-from titan_exp.config.rules import check
-from titan_exp.plan.devices import DEVICES
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.layout.layout import offered_devices, resolve_layout
+from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.plan.cuda.devices import DEVICES
 from titan_exp.plan.predict import predict
+from titan_exp.rules import check
 
 GIB = 2**30
 H100 = replace(DEVICES["h100"], name="H100 96GB HBM2e", memory_gb=103.0, bandwidth_tbs=2.4)

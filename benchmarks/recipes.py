@@ -82,14 +82,14 @@ def main(arguments: list[str]) -> None:
 
 def curve(overrides: list[str]) -> list[float]:
     """Loss of every step of a run on this device."""
-    from titan_exp.config.compose import compose
-    from titan_exp.config.convert import to_experiment, to_yaml
-    from titan_exp.config.layout import resolve_layout
-    from titan_exp.config.rules import check
-    from titan_exp.tracking.metrics_file import read_metrics
-    from titan_exp.tracking.run_folder import RunFolder
+    from titan_exp.config.hydra.compose import compose
+    from titan_exp.config.layout.layout import resolve_layout
+    from titan_exp.config.schema.typed_config import to_experiment, to_yaml
+    from titan_exp.rules import check
+    from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
+    from titan_exp.tracking.run_folder.run_folder import RunFolder
     from titan_exp.trainer.distributed import joined
-    from titan_exp.trainer.train import Trainer
+    from titan_exp.trainer.trainer import Trainer
 
     experiment = check(resolve_layout(to_experiment(compose(overrides)), 1))
     path = Path(tempfile.mkdtemp())

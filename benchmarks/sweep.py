@@ -19,19 +19,19 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from titan_exp.config.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION, standing_overrides
-from titan_exp.config.convert import to_experiment
-from titan_exp.config.resolvers import register_resolvers
-from titan_exp.config.study_file import read_study
-from titan_exp.config.study_points import study_points
-from titan_exp.launch.commit import commit, plan
-from titan_exp.launch.composing import Composer
-from titan_exp.launch.find import find
-from titan_exp.launch.scene import read_scene
-from titan_exp.launch.status import status_rows
-from titan_exp.launch.sweep_gate import foreseen
-from titan_exp.launch.sweep_plan import Point, SweepPlan, plan_points
-from titan_exp.tracking.run_folder import RunFolder, RunState
+from titan_exp.cli.status import status_rows
+from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION, standing_overrides
+from titan_exp.config.hydra.resolvers import register_resolvers
+from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.config.study.points import study_points
+from titan_exp.config.study.study_file import read_study
+from titan_exp.launch.provenance.provenance import read_scene
+from titan_exp.launch.run_plan import commit, plan
+from titan_exp.launch.state.run_lookup import find
+from titan_exp.launch.sweep.fast_compose import Composer
+from titan_exp.launch.sweep.sweep_memory import foreseen
+from titan_exp.launch.sweep.sweep_plan import Point, SweepPlan, plan_points
+from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
 STUDY = """\
 question: How long does this take?
@@ -89,7 +89,7 @@ def planned(file: Path, composer: Composer) -> SweepPlan:
 
 def time_status(runs: Path, count: int) -> None:
     """Read run folders that have a thousand rows of metrics each."""
-    from titan_exp.config.compose import compose
+    from titan_exp.config.hydra.compose import compose
 
     experiment = to_experiment(compose([f"paths.runs={runs}", "cluster.device=cpu", "model=llama_debug"]))
     row = '{{"step": {}, "tokens": 4096, "loss": 2.5, "grad_norm": 0.5, "tokens_per_second": 10000.0, "attempt": 1}}\n'

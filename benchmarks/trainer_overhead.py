@@ -26,16 +26,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from titan_exp.config.compose import compose
-from titan_exp.config.convert import to_experiment, to_yaml
-from titan_exp.config.experiment import Experiment
-from titan_exp.config.layout import resolve_layout
-from titan_exp.data.source import build_source
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.layout.layout import resolve_layout
+from titan_exp.config.schema.typed_config import to_experiment, to_yaml
+from titan_exp.data.sources.base import build_source
 from titan_exp.models.build import build_model, initial_table
-from titan_exp.parallel.materialize import draw_initial_weights, materialize
-from titan_exp.tracking.run_folder import RunFolder
-from titan_exp.trainer import step as trainer_step
-from titan_exp.trainer import train as trainer_module
+from titan_exp.parallel.meta_init import draw_initial_weights, materialize
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.trainer import train_step as trainer_step
+from titan_exp.trainer import trainer as trainer_module
 from titan_exp.trainer.distributed import joined
 
 WARMUP = 10

@@ -159,10 +159,10 @@ class Job:
 
     def experiment(self) -> Any:
         """The same, resolved and checked."""
-        from titan_exp.config.compose import compose
-        from titan_exp.config.convert import to_experiment
-        from titan_exp.config.layout import resolve_layout
-        from titan_exp.config.rules import check
+        from titan_exp.config.hydra.compose import compose
+        from titan_exp.config.layout.layout import resolve_layout
+        from titan_exp.config.schema.typed_config import to_experiment
+        from titan_exp.rules import check
 
         return check(resolve_layout(to_experiment(compose(self.overrides())), 1))
 
@@ -202,9 +202,9 @@ class Clock:
 
 def ours(job: Job) -> dict[str, Any]:
     """Our trainer, as a run has it, with a mark after each training step."""
-    from titan_exp.config.convert import to_yaml
-    from titan_exp.tracking.run_folder import RunFolder
-    from titan_exp.trainer import train as trainer_module
+    from titan_exp.config.schema.typed_config import to_yaml
+    from titan_exp.tracking.run_folder.run_folder import RunFolder
+    from titan_exp.trainer import trainer as trainer_module
     from titan_exp.trainer.distributed import joined
 
     run, clock = job.experiment(), Clock(job.warmup)
@@ -245,7 +245,7 @@ def batches(job: Job) -> Iterator[Any]:
 def stand_in(job: Job) -> dict[str, Any]:
     """For the smoke run: a plain loop around our model, in torchtitan's place."""
     from titan_exp.models.build import build_model, initial_table
-    from titan_exp.parallel.materialize import draw_initial_weights, materialize
+    from titan_exp.parallel.meta_init import draw_initial_weights, materialize
 
     run, clock = job.experiment(), Clock(job.warmup)
     with torch.device("meta"):

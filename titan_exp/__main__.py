@@ -2,7 +2,7 @@
 
 import sys
 
-from titan_exp.cli import main
+from titan_exp.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

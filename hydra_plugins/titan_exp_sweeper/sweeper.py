@@ -40,14 +40,14 @@ class TitanExpSweeper(Sweeper):
         from hydra.core.override_parser.overrides_parser import OverridesParser
         from hydra.errors import HydraException
 
-        from titan_exp.config.convert import to_experiment
-        from titan_exp.config.errors import UserError
-        from titan_exp.config.experiment import Experiment
-        from titan_exp.config.study_file import read_study
-        from titan_exp.launch.asked import asked_now
-        from titan_exp.launch.composing import Composer
-        from titan_exp.launch.study import OpenStudy
-        from titan_exp.launch.sweep import Point, points, sweep
+        from titan_exp.config.errors.user_error import UserError
+        from titan_exp.config.groups.experiment import Experiment
+        from titan_exp.config.schema.typed_config import to_experiment
+        from titan_exp.config.study.study_file import read_study
+        from titan_exp.launch.sweep.fast_compose import Composer
+        from titan_exp.launch.sweep.options import asked_now
+        from titan_exp.launch.sweep.shipped_study import OpenStudy
+        from titan_exp.launch.sweep.sweeper import Point, points, sweep
 
         assert self.hydra_context is not None
         assert self.config is not None

@@ -8,8 +8,8 @@ import torch
 
 from tests.models.shapes import real_model
 from titan_exp.checkpoint.checkpointer import Checkpointer
-from titan_exp.config.compose import compose
-from titan_exp.config.convert import to_experiment
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.schema.typed_config import to_experiment
 
 
 def trained(seed: int = 0, steps: int = 2) -> tuple[torch.nn.Module, torch.optim.Optimizer]:

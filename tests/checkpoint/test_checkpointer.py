@@ -11,9 +11,9 @@ import torch.distributed as dist
 from tests.checkpoint.saving import checkpointer, one_step, snapshot, trained
 from tests.models.shapes import real_model
 from titan_exp.checkpoint.checkpointer import Checkpointer, load_model
-from titan_exp.checkpoint.folder import CheckpointFolder
-from titan_exp.checkpoint.reader import SafeReader, tensor_shapes
-from titan_exp.config.errors import UserError
+from titan_exp.checkpoint.dcp.reader import SafeReader, tensor_shapes
+from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.config.errors.user_error import UserError
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 

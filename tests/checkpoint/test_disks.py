@@ -4,8 +4,8 @@ import pytest
 
 from tests.checkpoint.saving import checkpointer, one_step, snapshot, trained
 from tests.faults import NO_MOUNTS, can_mount, fill, read_only, small_disk
-from titan_exp.checkpoint.integrity import problem
-from titan_exp.config.errors import UserError
+from titan_exp.checkpoint.dcp.checksums import problem
+from titan_exp.config.errors.user_error import UserError
 
 pytestmark = [
     pytest.mark.usefixtures("one_rank"),

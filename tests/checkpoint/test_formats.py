@@ -10,11 +10,11 @@ import torch
 from tests.checkpoint import meta_llama
 from tests.checkpoint.tools import KINDS, assert_holds, exported, in_memory, kind, weights
 from tests.models.shapes import real_model
-from titan_exp.checkpoint.export import Export, write
-from titan_exp.checkpoint.source import open_source
+from titan_exp.checkpoint.formats.export import Export, write
+from titan_exp.checkpoint.formats.open import open_source
 from titan_exp.models.build import build_model
-from titan_exp.models.huggingface_config import to_huggingface
-from titan_exp.ops.rope import Frequencies
+from titan_exp.models.convert.hf_config import to_huggingface
+from titan_exp.ops.attention.rope import Frequencies
 
 FORMATS = ("huggingface", "llama", "torchtune", "torch.pt", "dcp")
 

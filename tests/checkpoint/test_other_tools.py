@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.checkpoint.tools import in_memory, kind, weights
-from titan_exp.checkpoint.export import Export, write
-from titan_exp.config.model import RopeConfig
+from titan_exp.checkpoint.formats.export import Export, write
+from titan_exp.config.groups.model import RopeConfig
 from titan_exp.models.build import build_model
 
 pytestmark = [
@@ -86,7 +86,7 @@ def test_lm_evaluation_harness_measures_what_we_do(tmp_path: Path, monkeypatch: 
     for parameter in ours.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     ours.reset_buffers()  # type: ignore[operator]  # the decoder's own
-    from titan_exp.checkpoint.torch_file import TorchStore
+    from titan_exp.checkpoint.formats.torch_file import TorchStore
 
     store = TorchStore({key: value.detach() for key, value in ours.state_dict().items()})
     special = {"bos_token_id": 256, "eos_token_id": 256}

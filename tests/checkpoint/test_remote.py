@@ -14,12 +14,12 @@ import pytest
 from tests.checkpoint.s3_server import S3Server, forget_stores
 from tests.checkpoint.saving import trained
 from titan_exp.checkpoint.checkpointer import Checkpointer
-from titan_exp.checkpoint.remote_run import RemoteRun
-from titan_exp.config.compose import compose
-from titan_exp.config.convert import to_experiment
-from titan_exp.config.errors import UserError
-from titan_exp.config.rules import violations
-from titan_exp.launch.commit import plan
+from titan_exp.checkpoint.remote.remote_run import RemoteRun
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.launch.run_plan import plan
+from titan_exp.rules import violations
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 RUN = "bucket/runs/first/abc"
@@ -202,7 +202,7 @@ def test_a_fetch_that_was_interrupted_goes_on(tmp_path, s3):
 
 
 def test_a_store_that_is_away_costs_no_run(tmp_path, s3, caplog, monkeypatch):
-    monkeypatch.setattr("titan_exp.checkpoint.remote.ATTEMPTS", 1)
+    monkeypatch.setattr("titan_exp.checkpoint.remote.filesystem.ATTEMPTS", 1)
     saver = started(tmp_path / "here", "s3://bucket/runs", keep_every=10)
     save(saver, 10)
     s3.close()

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from tests.models.shapes import TINY, real_model
-from titan_exp.checkpoint.export import Export, write
-from titan_exp.checkpoint.source import Source
-from titan_exp.checkpoint.torch_file import TorchStore
-from titan_exp.config.model import ModelConfig, RopeConfig
+from titan_exp.checkpoint.formats.export import Export, write
+from titan_exp.checkpoint.formats.open import Source
+from titan_exp.checkpoint.formats.torch_file import TorchStore
+from titan_exp.config.groups.model import ModelConfig, RopeConfig
 
 SHAPE = replace(TINY, ffn_dim=128)
 """Widths that two tensor-parallel ranks can share."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_exp.config.completion import own_words
+from titan_exp.config.command_line.completion import own_words
 
 HEAVY = ("torch", "wandb", "datasets", "tensorboard", "transformers", "pydantic", "matplotlib", "numpy")
 
@@ -33,7 +33,7 @@ def run(code: str, *words: str, **environment: str) -> subprocess.CompletedProce
 )
 def test_nothing_heavy_is_imported(words: str):
     heavy = f"[name for name in {HEAVY!r} if name in sys.modules]"
-    code = f"import sys; from titan_exp.cli import main; main(); sys.exit(str({heavy}))"
+    code = f"import sys; from titan_exp.cli.main import main; main(); sys.exit(str({heavy}))"
     assert run(code, "train", *words.split()).stderr.splitlines()[-1] == "[]"
 
 
@@ -81,7 +81,7 @@ def test_nothing_heavy_is_imported(words: str):
     ],
 )
 def test_completion_answers(line: str, words: list[str]):
-    done = run("import sys; from titan_exp.cli import main; sys.exit(main())", "-sc", "query=bash", COMP_LINE=line)
+    done = run("import sys; from titan_exp.cli.main import main; sys.exit(main())", "-sc", "query=bash", COMP_LINE=line)
     assert (done.stdout.split(), done.stderr, done.returncode) == (words, "", 0)
 
 
@@ -103,7 +103,9 @@ def test_a_verbs_own_options(verb: str, word: str, offers: list[str]):
 
 def test_info_stands_alone_or_with_a_topic():
     for topic in ("", "defaults"):
-        done = run("from titan_exp.cli import main; main()", "train", "--info", *topic.split(), "model=llama3_1_8b")
+        done = run(
+            "from titan_exp.cli.main import main; main()", "train", "--info", *topic.split(), "model=llama3_1_8b"
+        )
         assert "model/family/llama3_1" in done.stdout
 
 
@@ -124,7 +126,7 @@ def test_a_reader_that_stops_reading_is_no_error():
 @pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
 def test_completion_in_a_real_bash(tmp_path: Path):
     command = tmp_path / "titan-exp"
-    command.write_text(f"#!{sys.executable}\nimport sys\nfrom titan_exp.cli import main\nsys.exit(main())\n")
+    command.write_text(f"#!{sys.executable}\nimport sys\nfrom titan_exp.cli.main import main\nsys.exit(main())\n")
     command.chmod(0o755)
     pid, terminal = pty.fork()
     if pid == 0:

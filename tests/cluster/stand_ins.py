@@ -12,9 +12,9 @@ def stop_always(path: str) -> None:
 
 def train_slowly(path: str) -> None:
     """The trainer, whose first attempt takes a second longer for every step."""
-    from titan_exp.tracking.run_folder import RunFolder
-    from titan_exp.trainer.rank import main
-    from titan_exp.trainer.train import Trainer
+    from titan_exp.tracking.run_folder.run_folder import RunFolder
+    from titan_exp.trainer.rank_main import main
+    from titan_exp.trainer.trainer import Trainer
 
     step = Trainer._one_step
 
@@ -36,9 +36,9 @@ def hang(path: str) -> None:
 
 def train_second_time(path: str) -> None:
     """The trainer; the first attempt with seed 1 at the lower learning rate fails."""
-    from titan_exp.config.convert import load_experiment
-    from titan_exp.tracking.run_folder import RunFolder
-    from titan_exp.trainer.rank import main
+    from titan_exp.config.schema.typed_config import load_experiment
+    from titan_exp.tracking.run_folder.run_folder import RunFolder
+    from titan_exp.trainer.rank_main import main
 
     folder = RunFolder(path)
     experiment = load_experiment(folder.config)

@@ -8,13 +8,13 @@ import pytest
 
 from tests.cluster import stand_ins
 from tests.cluster.slurm import Slurm
-from titan_exp.config.compose import compose
-from titan_exp.config.convert import to_experiment
-from titan_exp.launch.backend import Look, Submission
-from titan_exp.launch.commit import Plan, plan
-from titan_exp.launch.slurm.backend import SlurmBackend
-from titan_exp.tracking.attempts import Attempt
-from titan_exp.tracking.run_folder import RunFolder
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.launch.executor import Look, Submission
+from titan_exp.launch.run_plan import Plan, plan
+from titan_exp.launch.slurm.executor import SlurmBackend
+from titan_exp.tracking.run_folder.attempts import Attempt
+from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 LIMIT = 90.0
 """Seconds that anything may take, on a busy machine, before the test fails."""

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from tests.cluster.submitting import Submitting, ends
-from titan_exp.cli import main
-from titan_exp.launch.slurm.queue import ended_as
+from titan_exp.cli.main import main
+from titan_exp.launch.slurm.squeue import ended_as
 
 StandIn = Callable[[str], None]
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.cluster.submitting import Submitting, ends, last
-from titan_exp.checkpoint.folder import CheckpointFolder
-from titan_exp.launch.run import run
-from titan_exp.tracking.metrics_file import read_metrics
-from titan_exp.tracking.run_folder import RunFolder
+from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.launch.run_plans import run
+from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
+from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 StandIn = Callable[[str], None]
 TWO_NODES = ["parallelism.dp_shard=2", "cluster.processes_per_node=1"]
@@ -195,7 +195,7 @@ def assert_same(folder: RunFolder, undisturbed: RunFolder) -> None:
 
 
 def final_state(checkpoints: Path) -> dict[str, torch.Tensor]:
-    from titan_exp.checkpoint.reader import read_into, tensor_shapes
+    from titan_exp.checkpoint.dcp.reader import read_into, tensor_shapes
 
     path = CheckpointFolder(checkpoints).at(STEPS)
     state = {

@@ -3,8 +3,8 @@
 import pytest
 
 from tests.cluster.submitting import Submitting, ends
-from titan_exp.launch.hang import HangFiles
-from titan_exp.tracking.metrics_file import read_metrics
+from titan_exp.launch.health.hang_report import HangFiles
+from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 
 
 def test_a_hung_rank_is_named_and_the_run_is_queued_again(cluster: Submitting, monkeypatch: pytest.MonkeyPatch):

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.cluster.submitting import Submitting
-from titan_exp.cli import main
-from titan_exp.tracking.metrics_file import read_metrics
-from titan_exp.tracking.run_folder import RunFolder
+from titan_exp.cli.main import main
+from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
+from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 STUDY = """\
 question: Which rate learns fastest?

@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
-from titan_exp.config.compose import compose
-from titan_exp.config.convert import to_dict, to_experiment
-from titan_exp.launch.identity import experiment_id, run_id
-from titan_exp.tracking.metrics_file import JsonlSink
-from titan_exp.tracking.run_folder import RunFolder, RunState
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.schema.typed_config import to_dict, to_experiment
+from titan_exp.launch.run_id import experiment_id, run_id
+from titan_exp.tracking.run_folder.metrics_jsonl import JsonlSink
+from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
 
 @cache

@@ -12,10 +12,10 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from tests.config.composing import experiment
-from titan_exp.config.compose import CONF_DIR, compose
-from titan_exp.config.errors import UserError
-from titan_exp.config.rules import violations
-from titan_exp.config.schema import keys
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.hydra.compose import CONF_DIR, compose
+from titan_exp.config.schema.schema import keys
+from titan_exp.rules import violations
 
 GOLDEN = Path(__file__).parent / "golden"
 GROUPS = sorted(folder.name for folder in CONF_DIR.iterdir() if folder.is_dir() and folder.name != "local")
@@ -76,7 +76,7 @@ def test_a_local_overlay_changes_the_defaults_and_loses_to_the_command_line(
     (conf / "local").mkdir()
     overlay = "defaults:\n  - override /tracking: wandb\n\npaths: {runs: /scratch}\ntraining: {steps: 7}\n"
     (conf / "local" / "default.yaml").write_text(overlay)
-    monkeypatch.setattr("titan_exp.config.compose.CONF_DIR", conf)
+    monkeypatch.setattr("titan_exp.config.hydra.compose.CONF_DIR", conf)
     monkeypatch.delenv("TITAN_EXP_LOCAL")
     for header in ("", "# @package _global_\n"):
         (conf / "local" / "default.yaml").write_text(header + overlay)

@@ -3,9 +3,8 @@ from pathlib import Path
 import pytest
 
 from tests.config.composing import experiment, give_gpus
-from titan_exp.config import machine
-from titan_exp.config.errors import UserError
-from titan_exp.config.layout import (
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.layout.layout import (
     data_parallel_degree,
     device_type,
     gradient_accumulation,
@@ -16,7 +15,8 @@ from titan_exp.config.layout import (
     resolve_layout,
     world_size,
 )
-from titan_exp.config.pipeline import layer_counts, stage_layers, stage_placement
+from titan_exp.config.layout.pipeline_stages import layer_counts, stage_layers, stage_placement
+from titan_exp.config.machine import local_machine as machine
 
 
 @pytest.mark.parametrize(

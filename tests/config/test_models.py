@@ -3,7 +3,7 @@
 import pytest
 
 from tests.config.composing import experiment
-from titan_exp.config.model import ModelConfig
+from titan_exp.config.groups.model import ModelConfig
 
 PUBLISHED = {
     "llama2_7b": 6_738_415_616,

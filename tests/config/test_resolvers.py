@@ -1,7 +1,7 @@
 import pytest
 from omegaconf import OmegaConf
 
-from titan_exp.config.resolvers import quotient, register_resolvers, rest_of, share_of
+from titan_exp.config.hydra.resolvers import quotient, register_resolvers, rest_of, share_of
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.config.composing import experiment, give_gpus
-from titan_exp.config.errors import UserError, Violation
-from titan_exp.config.rules import check, violations
-from titan_exp.config.schedule import SCHEDULES
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.layout.pipeline_schedules import SCHEDULES
+from titan_exp.rules import check, violations
 
 HERE = Path(__file__).parent
 SCHEDULE = "parallelism.pp_schedule"

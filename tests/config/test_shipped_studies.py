@@ -7,13 +7,13 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from titan_exp.config.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION, standing_overrides
-from titan_exp.config.convert import to_experiment
-from titan_exp.config.resolvers import register_resolvers
-from titan_exp.config.rules import violations
-from titan_exp.config.study_file import SWEEPS_DIR, read_study
-from titan_exp.config.study_points import baseline_of, study_points
-from titan_exp.launch.composing import Composer
+from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION, standing_overrides
+from titan_exp.config.hydra.resolvers import register_resolvers
+from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.config.study.points import baseline_of, study_points
+from titan_exp.config.study.study_file import SWEEPS_DIR, read_study
+from titan_exp.launch.sweep.fast_compose import Composer
+from titan_exp.rules import violations
 
 STUDIES = sorted(SWEEPS_DIR.glob("*.yaml"))
 

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from titan_exp.config.errors import UserError
-from titan_exp.config.study import Study
-from titan_exp.config.study_file import find_study, read_study, study_files
-from titan_exp.config.study_points import StudyPoint, baseline_of, folder_name, narrowed, study_points
-from titan_exp.config.time_limit import hours
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.machine.time_limit import hours
+from titan_exp.config.study.points import StudyPoint, baseline_of, folder_name, narrowed, study_points
+from titan_exp.config.study.study import Study
+from titan_exp.config.study.study_file import find_study, read_study, study_files
 
 HEAD = "question: Why?\n"
 

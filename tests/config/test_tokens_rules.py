@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.config.composing import experiment, give_gpus
-from titan_exp.config.errors import Violation
-from titan_exp.config.rules import violations
-from titan_exp.config.token_store import store_names
+from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.paths.token_store_manifest import store_names
+from titan_exp.rules import violations
 
 BASE = (
     "data=tokens",

@@ -6,10 +6,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from tokenizers.decoders import ByteLevel
 
 from tests.data.corpora import experiment
-from titan_exp.config.errors import UserError
-from titan_exp.data.huggingface_tokenizer import HuggingFaceTokenizer
-from titan_exp.data.python_stdlib import PythonStdlib
-from titan_exp.data.tokenizer import build_tokenizer
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.data.sources.python_stdlib import PythonStdlib
+from titan_exp.data.tokenizers.base import build_tokenizer
+from titan_exp.data.tokenizers.huggingface import HuggingFaceTokenizer
 
 SAMPLE = "def fib(n):\n    return n if n < 2 else fib(n - 1) + fib(n - 2)  # ünïcödé\n"
 

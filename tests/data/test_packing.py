@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from tests.data.corpora import OwnTable, experiment, text
-from titan_exp.data.document_stream import RandomAccessStream, TokenizedDocuments
-from titan_exp.data.epoch_order import EpochOrder
+from titan_exp.data.epoch_shuffle import EpochOrder
 from titan_exp.data.packing import PackedShard
-from titan_exp.data.tokenizer import ByteTokenizer
+from titan_exp.data.sources.indexed_stream import RandomAccessStream, TokenizedDocuments
+from titan_exp.data.tokenizers.base import ByteTokenizer
 
 CONFIG = experiment().data
 SEQ_LEN = 50

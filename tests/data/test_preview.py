@@ -6,10 +6,10 @@ import pytest
 
 from tests.data.corpora import experiment, rows_of
 from tests.data.stores import make, over
-from titan_exp.config.experiment import Experiment
+from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.preview import preview
-from titan_exp.data.store.reading import TokenSplit
-from titan_exp.data.tokenizer import ByteTokenizer
+from titan_exp.data.token_store.reader import TokenSplit
+from titan_exp.data.tokenizers.base import ByteTokenizer
 from titan_exp.data.train_loader import TrainLoader
 
 

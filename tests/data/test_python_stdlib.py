@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_exp.config.errors import UserError
-from titan_exp.data.python_stdlib import PythonStdlib
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.data.sources.python_stdlib import PythonStdlib
 
 
 def test_real_text_in_a_fixed_order_without_tests_tables_or_installed_packages():

@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_exp.config.errors import UserError
-from titan_exp.data.text import Text
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.data.sources.text import Text
 
 
 @pytest.fixture

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tests.data.corpora import BROKEN, OWN_STREAM, OwnTable, Ranks, experiment, rows_of, write_files
-from titan_exp.config.errors import UserError
-from titan_exp.config.experiment import Experiment
-from titan_exp.data.held_out import held_out_part
-from titan_exp.data.tokenizer import ByteTokenizer
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.data.tokenizers.base import ByteTokenizer
 from titan_exp.data.train_loader import TrainLoader
-from titan_exp.ops.cross_entropy import IGNORE_INDEX
+from titan_exp.data.validation_split import held_out_part
+from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
 
 CORPORA = {
     "table": experiment(),

@@ -4,11 +4,11 @@ from typing import Any
 import pytest
 
 from tests.data.corpora import OWN_STREAM, OwnTable, experiment, text
-from titan_exp.config.errors import UserError
-from titan_exp.config.experiment import Experiment
-from titan_exp.data.held_out import held_out_part, place
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.validation_loader import ValidationLoader
-from titan_exp.ops.cross_entropy import IGNORE_INDEX
+from titan_exp.data.validation_split import held_out_part, place
+from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
 
 SEQ_LEN = 24
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import psutil
 
 from tests.journeys.command import TITAN_EXP, titan_exp
-from titan_exp.tracking.metrics_file import read_metrics
-from titan_exp.tracking.run_folder import RunFolder
+from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
+from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 TINY = [
     "model=llama_debug",

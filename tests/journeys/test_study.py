@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.journeys.command import titan_exp
-from titan_exp.tracking.metrics_file import read_last_values
-from titan_exp.tracking.run_folder import RunFolder
+from titan_exp.tracking.run_folder.metrics_jsonl import read_last_values
+from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 STUDY = """\
 question: Does this model learn faster at a higher rate?

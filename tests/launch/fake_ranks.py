@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from titan_exp.config.errors import UserError
-from titan_exp.tracking.run_folder import RunFolder
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 LIMIT = 60.0
 """Seconds after which a stand-in ends whatever happens, so that no test leaves a process behind."""

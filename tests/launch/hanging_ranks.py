@@ -6,18 +6,17 @@ import signal
 import time
 from collections.abc import Callable
 
-from titan_exp.launch import hang_watch
+from titan_exp.launch.health import watchdog as hang_watch
 
-# The start and the first step take what they take on a busy machine; set before what takes long to import.
 hang_watch.SLOW = 40.0
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from titan_exp.tracking.run_folder import RunFolder  # noqa: E402
-from titan_exp.trainer import evaluate  # noqa: E402
-from titan_exp.trainer.rank import main  # noqa: E402
-from titan_exp.trainer.train import Trainer  # noqa: E402
+from titan_exp.tracking.run_folder.run_folder import RunFolder  # noqa: E402
+from titan_exp.trainer import validate as evaluate  # noqa: E402  # noqa: E402
+from titan_exp.trainer.rank_main import main  # noqa: E402
+from titan_exp.trainer.trainer import Trainer  # noqa: E402
 
 FROM = 2
 """Steps done before the hang."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from titan_exp.tracking.run_folder import RunFolder
+from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 LIMIT = 60.0
@@ -101,11 +101,11 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 def main(overrides: list[str]) -> int:
     """What `titan-exp train` does with its overrides."""
-    from titan_exp.config.compose import compose
-    from titan_exp.config.convert import to_experiment
-    from titan_exp.config.errors import UserError
-    from titan_exp.launch.commit import plan
-    from titan_exp.launch.run import run
+    from titan_exp.config.errors.user_error import UserError
+    from titan_exp.config.hydra.compose import compose
+    from titan_exp.config.schema.typed_config import to_experiment
+    from titan_exp.launch.run_plan import plan
+    from titan_exp.launch.run_plans import run
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

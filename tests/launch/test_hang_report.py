@@ -2,10 +2,10 @@
 
 from pathlib import Path
 
-from titan_exp.launch.hang import Hang, HangFiles, conclusion, named
-from titan_exp.launch.hang_watch import limit
-from titan_exp.launch.whereabouts import Standing
-from titan_exp.tracking.progress import FIRST_STEP, STEP, Position, Progress
+from titan_exp.launch.health.hang_report import Hang, HangFiles, conclusion, named
+from titan_exp.launch.health.stack_dump import Standing
+from titan_exp.launch.health.watchdog import limit
+from titan_exp.tracking.run_folder.heartbeat import FIRST_STEP, STEP, Position, Progress
 
 
 def at(rank: int, place: str, collective: str | None = None, **issued: int) -> Standing:

@@ -4,10 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_exp.config.model import ModelConfig
-from titan_exp.models.blocks import Embedding, Head, RMSNorm
-from titan_exp.models.grouped_linear import GroupedLinear
-from titan_exp.models.initialization import Init
+from titan_exp.config.groups.model import ModelConfig
+from titan_exp.models.blocks.grouped_linear import GroupedLinear
+from titan_exp.models.blocks.initialization import Init
+from titan_exp.models.blocks.transformer import Embedding, Head, RMSNorm
 from titan_exp.ops.swiglu import swiglu
 
 CHOSEN = 2

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_exp.config.model import ModelConfig, RopeConfig
+from titan_exp.config.groups.model import ModelConfig, RopeConfig
+from titan_exp.models.blocks.initialization import Part, initial_slice
 from titan_exp.models.build import build_model, initial_table
-from titan_exp.models.initialization import Part, initial_slice
 
 PLAIN_ROPE = RopeConfig(10000.0, "none", 1.0, 1.0, 4.0, 128)
 

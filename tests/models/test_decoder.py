@@ -5,7 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.shapes import TINY, real_model
-from titan_exp.config.errors import UserError
+from titan_exp.config.errors.user_error import UserError
 from titan_exp.models.build import build_model, flops_per_token, initial_table, parameter_count
 
 

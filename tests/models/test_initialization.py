@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from titan_exp.models.initialization import TRUNCATION, Init, Part, initial_slice
+from titan_exp.models.blocks.initialization import TRUNCATION, Init, Part, initial_slice
 
 NORMAL = Init("normal", 0.5)
 

@@ -6,8 +6,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from titan_exp.ops.cross_entropy import IGNORE_INDEX, cross_entropy_sum, loss_sum
-from titan_exp.ops.linear_cross_entropy import linear_loss_sum
+from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX, cross_entropy_sum, loss_sum
+from titan_exp.ops.loss.linear_cross_entropy import linear_loss_sum
 
 ROWS, SEQ, DIM, VOCAB = 2, 17, 24, 53
 CHUNKS = [1, 5, 17, 34, 1000]

@@ -3,7 +3,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from titan_exp.ops.cross_entropy import IGNORE_INDEX, cross_entropy_sum
+from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX, cross_entropy_sum
 from titan_exp.ops.swiglu import GROUP, swiglu
 
 

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from titan_exp.ops.rope import Frequencies, RotaryTable, rotate
+from titan_exp.ops.attention.rope import Frequencies, RotaryTable, rotate
 
 
 def table(length: int = 32, **scaling) -> RotaryTable:

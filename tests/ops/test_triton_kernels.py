@@ -31,8 +31,8 @@ def compiled(folder: str) -> dict[str, str]:
 
 def variants() -> dict[str, tuple[Any, dict[str, str], dict[str, Any]]]:
     """Kernels, the types of their arguments, and what is fixed when they are compiled."""
-    from titan_exp.ops.adamw_kernel import adamw_kernel
-    from titan_exp.ops.float8_kernels import cast_kernel, largest_kernel
+    from titan_exp.ops.float8.kernels import cast_kernel, largest_kernel
+    from titan_exp.ops.optim.adamw_kernel import adamw_kernel
 
     numbers = dict.fromkeys(("keep", "beta1", "rest1", "beta2", "rest2", "eps"), "fp32")
     found = {}

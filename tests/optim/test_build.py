@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.models.shapes import real_model
-from titan_exp.config.optimizer import OptimizerConfig
+from titan_exp.config.groups.optimizer import OptimizerConfig
 from titan_exp.optim.build import build_optimizer
 
 ADAMW = OptimizerConfig(

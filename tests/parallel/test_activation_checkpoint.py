@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.models.shapes import real_model
-from titan_exp.config.errors import UserError
-from titan_exp.config.memory import ActivationCheckpointConfig
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig
 from titan_exp.parallel.activation_checkpoint import recompute_blocks
 from titan_exp.parallel.compile import compile_blocks
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from tests.config.composing import experiment
 from tests.parity.runs import LINES, SMALL
-from titan_exp.config.layout import resolve_layout, world_size
-from titan_exp.config.rules import violations
-from titan_exp.config.schedule import SCHEDULES
+from titan_exp.config.layout.layout import resolve_layout, world_size
+from titan_exp.config.layout.pipeline_schedules import SCHEDULES
+from titan_exp.rules import violations
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ LAYOUT = ["parallelism=hsdp", "training.micro_batch_size=1", "training.loss_chun
 
 
 def gradients_are_averaged_once_more() -> None:
-    from titan_exp.parallel import data
+    from titan_exp.parallel.fsdp import apply as data
 
     original = data.shard_parameters
 
@@ -33,14 +33,14 @@ def gradients_are_averaged_once_more() -> None:
 
 
 def the_loss_is_divided_by_local_tokens() -> None:
-    from titan_exp.trainer import model
+    from titan_exp.trainer import forward_backward as model
 
     original = model.per_token
 
     def per_token(token_loss: Any, module: Any, batch: Any, tokens: Any, *rest: Any) -> Any:
         return original(token_loss, module, batch, (batch.labels >= 0).sum() * 8, *rest)
 
-    _replace("titan_exp.trainer.model.per_token", per_token)
+    _replace("titan_exp.trainer.forward_backward.per_token", per_token)
 
 
 def labels_are_shifted() -> None:
@@ -48,31 +48,31 @@ def labels_are_shifted() -> None:
 
 
 def documents_see_each_other() -> None:
-    from titan_exp.ops import attention
+    from titan_exp.ops.attention import sdpa as attention
 
     original = attention.document_mask
-    _replace("titan_exp.ops.attention.document_mask", lambda documents: original(torch.zeros_like(documents)))
+    _replace("titan_exp.ops.attention.sdpa.document_mask", lambda documents: original(torch.zeros_like(documents)))
 
 
 def the_norm_is_not_summed_over_shards() -> None:
     import torch.distributed as dist
 
-    _replace("titan_exp.optim.clip.dist", _Without(dist, "all_reduce"))
+    _replace("titan_exp.optim.grad_clip.dist", _Without(dist, "all_reduce"))
 
 
 def ranks_clip_by_their_own_norm() -> None:
-    from titan_exp.optim import clip
+    from titan_exp.optim import grad_clip as clip
 
     def scale(parameters: list[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
         own = torch.stack([p.grad.to_local().norm() for p in parameters]).norm()  # type: ignore[union-attr]
         original(parameters, own, max_norm)
 
     original = clip.scale_gradients
-    _replace("titan_exp.trainer.step.scale_gradients", scale)
+    _replace("titan_exp.trainer.train_step.scale_gradients", scale)
 
 
 def only_the_last_micro_batch_counts() -> None:
-    from titan_exp.trainer import model
+    from titan_exp.trainer import forward_backward as model
 
     original, calls = model.per_token, itertools.count()
 
@@ -80,7 +80,7 @@ def only_the_last_micro_batch_counts() -> None:
         objective, cross_entropy = original(*args)
         return (objective, cross_entropy) if next(calls) % 2 else (objective * 0, cross_entropy)
 
-    _replace("titan_exp.trainer.model.per_token", per_token)
+    _replace("titan_exp.trainer.forward_backward.per_token", per_token)
 
 
 def every_data_rank_reads_the_same() -> None:
@@ -89,23 +89,23 @@ def every_data_rank_reads_the_same() -> None:
     def loader(*args: Any, **kwargs: Any) -> TrainLoader:
         return TrainLoader(*args, **{**kwargs, "dp_rank": 0})
 
-    _replace("titan_exp.trainer.train.TrainLoader", loader)
+    _replace("titan_exp.trainer.trainer.TrainLoader", loader)
 
 
 def initial_weights_depend_on_the_rank() -> None:
     import os
 
-    from titan_exp.parallel import materialize
+    from titan_exp.parallel import meta_init as materialize
 
     def draw(model: Any, table: Any, seed: int) -> None:
         original(model, table, seed + int(os.environ["RANK"]))
 
     original = materialize.draw_initial_weights
-    _replace("titan_exp.trainer.build.draw_initial_weights", draw)
+    _replace("titan_exp.trainer.build_model.draw_initial_weights", draw)
 
 
 def copies_do_not_exchange_gradients() -> None:
-    from titan_exp.parallel import data
+    from titan_exp.parallel.fsdp import apply as data
 
     original = data.synchronize_gradients
 
@@ -113,18 +113,18 @@ def copies_do_not_exchange_gradients() -> None:
         original(model, last=last)
         model.set_requires_all_reduce(False)
 
-    _replace("titan_exp.trainer.model.synchronize_gradients", synchronize)
+    _replace("titan_exp.trainer.forward_backward.synchronize_gradients", synchronize)
 
 
 def chunks_ignore_the_gradient_from_above() -> None:
-    from titan_exp.ops.linear_cross_entropy import _LinearLoss
+    from titan_exp.ops.loss.linear_cross_entropy import _LinearLoss
 
     original = _LinearLoss.backward
     _LinearLoss.backward = lambda ctx, *gradients: original(ctx, torch.ones(()))  # type: ignore[method-assign]
 
 
 def the_last_chunk_is_lost() -> None:
-    from titan_exp.ops import linear_cross_entropy
+    from titan_exp.ops.loss import linear_cross_entropy
 
     original = linear_cross_entropy._over_chunks
 
@@ -133,25 +133,27 @@ def the_last_chunk_is_lost() -> None:
         labels[37:] = -100
         return original(hidden, weight, labels, *rest, **options)
 
-    _replace("titan_exp.ops.linear_cross_entropy._over_chunks", over_chunks)
+    _replace("titan_exp.ops.loss.linear_cross_entropy._over_chunks", over_chunks)
 
 
 def partial_gradients_are_taken_for_whole_ones() -> None:
-    _replace("titan_exp.trainer.step.sum_partial_gradients", lambda model, mesh: None)
+    _replace("titan_exp.trainer.train_step.sum_partial_gradients", lambda model, mesh: None)
 
 
 def gradients_of_hidden_states_are_not_summed() -> None:
-    from titan_exp.parallel.tensor_region import _Copy
+    from titan_exp.parallel.tensor_parallel.collectives import _Copy
 
     _Copy.backward = lambda ctx, *gradients: (gradients[0], None)  # type: ignore[method-assign]
 
 
 def partial_outputs_are_taken_for_whole_ones() -> None:
-    _replace("titan_exp.parallel.tensor_region.all_reduce", lambda tensor, operation, group: tensor.clone())
+    _replace(
+        "titan_exp.parallel.tensor_parallel.collectives.all_reduce", lambda tensor, operation, group: tensor.clone()
+    )
 
 
 def softmax_is_of_the_own_words() -> None:
-    from titan_exp.parallel import tensor
+    from titan_exp.parallel.tensor_parallel import apply as tensor
 
     original = tensor.vocabulary_part
 
@@ -160,11 +162,11 @@ def softmax_is_of_the_own_words() -> None:
         assert found is not None
         return replace(found, total=lambda tensor: tensor)
 
-    _replace("titan_exp.trainer.train.vocabulary_part", part)
+    _replace("titan_exp.trainer.trainer.vocabulary_part", part)
 
 
 def labels_are_looked_for_among_other_words() -> None:
-    from titan_exp.parallel import tensor
+    from titan_exp.parallel.tensor_parallel import apply as tensor
 
     original = tensor.vocabulary_part
 
@@ -173,11 +175,11 @@ def labels_are_looked_for_among_other_words() -> None:
         assert found is not None
         return replace(found, first=found.first and found.first - 1)
 
-    _replace("titan_exp.trainer.train.vocabulary_part", part)
+    _replace("titan_exp.trainer.trainer.vocabulary_part", part)
 
 
 def a_head_is_computed_with_another_ranks_queries() -> None:
-    from titan_exp.parallel import tensor
+    from titan_exp.parallel.tensor_parallel import apply as tensor
 
     original = tensor._rows_of
 
@@ -186,11 +188,11 @@ def a_head_is_computed_with_another_ranks_queries() -> None:
         _, keys = original(replace(region, rank=(region.rank + 2) % 4), *rest)
         yield from (queries, keys)
 
-    _replace("titan_exp.parallel.tensor._rows_of", rows)
+    _replace("titan_exp.parallel.tensor_parallel.apply._rows_of", rows)
 
 
 def positions_are_those_of_the_part() -> None:
-    from titan_exp.trainer import place
+    from titan_exp.trainer import batch_placement as place
 
     original = place.place
 
@@ -198,17 +200,17 @@ def positions_are_those_of_the_part() -> None:
         part = original(batch, mesh)
         return replace(part, positions=torch.arange(part.tokens.shape[1]).expand_as(part.tokens))
 
-    _replace("titan_exp.trainer.model.place", placed)
+    _replace("titan_exp.trainer.forward_backward.place", placed)
 
 
 def parts_of_the_softmax_are_merged_unweighed() -> None:
-    from titan_exp.parallel import context_attention
+    from titan_exp.parallel.context_parallel import attention as context_attention
 
     def merge(out: Any, lse: Any, part: Any, part_lse: Any) -> None:
         out.add_(part).div_(2)
 
     assert context_attention.merge
-    _replace("titan_exp.parallel.context_attention.merge", merge)
+    _replace("titan_exp.parallel.context_parallel.attention.merge", merge)
 
 
 def tokens_of_context_ranks_are_counted_again() -> None:
@@ -218,7 +220,7 @@ def tokens_of_context_ranks_are_counted_again() -> None:
 
 
 def gradients_are_scaled_by_micro_batches() -> None:
-    from titan_exp.trainer import pipelined
+    from titan_exp.trainer import pipeline_forward_backward as pipelined
 
     original = pipelined.per_token
 
@@ -226,30 +228,30 @@ def gradients_are_scaled_by_micro_batches() -> None:
         objective, cross_entropy = original(*args)
         return objective / 4, cross_entropy
 
-    _replace("titan_exp.trainer.pipelined.per_token", per_token)
+    _replace("titan_exp.trainer.pipeline_forward_backward.per_token", per_token)
 
 
 def tied_copies_go_their_own_ways() -> None:
-    from titan_exp.parallel.shared_weights import SharedWeights
+    from titan_exp.parallel.pipeline_parallel.tied_weights import SharedWeights
 
     SharedWeights.sum_gradients = lambda self: None  # type: ignore[method-assign]
 
 
 def the_norm_is_not_summed_over_stages() -> None:
-    from titan_exp.optim import clip
+    from titan_exp.optim import grad_clip as clip
 
     original = clip.global_grad_norm
-    _replace("titan_exp.trainer.step.global_grad_norm", lambda parameters, stages: original(parameters))
+    _replace("titan_exp.trainer.train_step.global_grad_norm", lambda parameters, stages: original(parameters))
 
 
 def the_tied_weight_counts_twice() -> None:
-    from titan_exp.trainer.pipelined import PipelinedModel
+    from titan_exp.trainer.pipeline_forward_backward import PipelinedModel
 
     PipelinedModel.counted = PipelinedModel.parameters  # type: ignore[method-assign]
 
 
 def micro_batches_are_taken_for_each_other() -> None:
-    from titan_exp.parallel.stage import Stage
+    from titan_exp.parallel.pipeline_parallel.stage import Stage
 
     original = Stage.forward
     Stage.forward = lambda self, number, hidden, compute: original(  # type: ignore[method-assign]

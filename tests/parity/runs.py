@@ -12,12 +12,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.ranks import run_ranks
-from titan_exp.config.compose import compose
-from titan_exp.config.convert import load_experiment, to_experiment, to_yaml
-from titan_exp.config.layout import resolve_layout, world_size
-from titan_exp.config.rules import check
-from titan_exp.tracking.metrics_file import read_metrics
-from titan_exp.tracking.run_folder import RunFolder
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.layout.layout import resolve_layout, world_size
+from titan_exp.config.schema.typed_config import load_experiment, to_experiment, to_yaml
+from titan_exp.rules import check
+from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
+from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 SMALL = [
     "model=llama_debug",
@@ -114,7 +114,7 @@ def _train_on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, to
     if mutate is not None:
         mutate()
     from titan_exp.trainer.distributed import joined
-    from titan_exp.trainer.train import Trainer
+    from titan_exp.trainer.trainer import Trainer
 
     folder = RunFolder(path)
     experiment = load_experiment(folder.config)

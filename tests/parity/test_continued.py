@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.parity.runs import Curve, train
-from titan_exp.checkpoint.folder import CheckpointFolder
-from titan_exp.tracking.run_folder import RunFolder
+from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 SAVING = ["checkpoint.mode=sync", "checkpoint.every=5", "checkpoint.keep=5"]
 FSDP4 = ["parallelism.dp_shard=4"]

@@ -9,8 +9,8 @@ import torch
 
 from tests.parity.runs import Curve, assert_same_curve, remembered, train
 from tests.parity.test_quantized import assert_same_recipe
-from titan_exp.checkpoint.source import open_source
-from titan_exp.trainer.weights import load_source
+from titan_exp.checkpoint.formats.open import open_source
+from titan_exp.trainer.load_model import load_source
 
 EXPERTS = "model.architecture=tests.models.own_experts.Mixture training.steps=3 optimizer.lr=5e-4"
 RUNS = {

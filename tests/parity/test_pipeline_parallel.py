@@ -7,8 +7,8 @@ import pytest
 from tests.parity.runs import EVALUATE, LINES, assert_same_curve, remembered, train
 from tests.parity.test_context_parallel import assert_same_evaluation
 from tests.parity.test_continued import assert_goes_on, continued
-from titan_exp.config.schedule import SCHEDULES
-from titan_exp.parallel.orders import training_orders
+from titan_exp.config.layout.pipeline_schedules import SCHEDULES
+from titan_exp.parallel.pipeline_parallel.schedule_actions import training_orders
 
 AOT = "compile=blocks compile.backend=aot_eager"
 SPLIT = [name for name, schedule in SCHEDULES.items() if schedule.splits_backward]

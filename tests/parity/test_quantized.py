@@ -77,13 +77,13 @@ def test_every_recipe_is_another_curve(one_device):
 
 
 def scales_are_of_a_rank_s_part() -> None:
-    from titan_exp.quantization.recipe_product import Float8Product
+    from titan_exp.quantization.recipes import Float8Product
 
     Float8Product.divide = lambda self, **_: None  # type: ignore[method-assign]
 
 
 def scales_are_of_a_rank_s_part_of_a_tensor() -> None:
-    from titan_exp.quantization.recipe_product import NVFP4Product
+    from titan_exp.quantization.recipes import NVFP4Product
 
     NVFP4Product.divide = lambda self, **_: None  # type: ignore[method-assign]
 

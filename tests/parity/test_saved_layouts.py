@@ -8,14 +8,14 @@ import torch
 
 from tests.parity.runs import SMALL, train
 from tests.ranks import run_ranks
-from titan_exp.checkpoint.convert import convert_command
-from titan_exp.checkpoint.folder import CheckpointFolder
-from titan_exp.checkpoint.reader import read_into, tensor_shapes
-from titan_exp.config.compose import compose
-from titan_exp.config.convert import load_experiment, to_experiment, to_yaml
-from titan_exp.config.layout import resolve_layout, world_size
-from titan_exp.config.rules import check
-from titan_exp.tracking.run_folder import RunFolder
+from titan_exp.checkpoint.dcp.reader import read_into, tensor_shapes
+from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.cli.convert import convert_command
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.layout.layout import resolve_layout, world_size
+from titan_exp.config.schema.typed_config import load_experiment, to_experiment, to_yaml
+from titan_exp.rules import check
+from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 LAYOUTS = {
     "one": "",
@@ -66,7 +66,7 @@ def read_and_write(run: str, again: str) -> None:
     """Restore, and save at once, elsewhere."""
     from titan_exp.checkpoint.checkpointer import Checkpointer
     from titan_exp.trainer.distributed import joined
-    from titan_exp.trainer.train import Trainer
+    from titan_exp.trainer.trainer import Trainer
 
     folder = RunFolder(run)
     experiment = load_experiment(folder.config)

@@ -15,16 +15,16 @@ from torch.profiler import ProfilerActivity, profile
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.ranks import run_ranks
-from titan_exp.config.compose import compose
-from titan_exp.config.convert import load_experiment, to_experiment, to_yaml
-from titan_exp.config.experiment import Experiment
-from titan_exp.config.layout import resolve_layout, world_size
-from titan_exp.config.rules import check
-from titan_exp.plan.compiled import by_inductor
-from titan_exp.plan.trace import Trace, trace_step
-from titan_exp.plan.world import DEVICE, PretendedRank, pretended_batches, pretended_rank, ranks_of_pipeline
-from titan_exp.tracking.run_folder import RunFolder
-from titan_exp.trainer.assemble import assemble
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.layout.layout import resolve_layout, world_size
+from titan_exp.config.schema.typed_config import load_experiment, to_experiment, to_yaml
+from titan_exp.plan.trace.fake_world import DEVICE, PretendedRank, pretended_batches, pretended_rank, ranks_of_pipeline
+from titan_exp.plan.trace.inductor import by_inductor
+from titan_exp.plan.trace.trace_step import Trace, trace_step
+from titan_exp.rules import check
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.trainer.train_state import assemble
 
 SMALL = [
     "model=llama_debug",
@@ -214,10 +214,10 @@ def _on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, Any]:
     """The trainer itself, its steps watched."""
     if mutate is not None:
         mutate()
-    from titan_exp.trainer.assemble import Assembly
     from titan_exp.trainer.distributed import joined
-    from titan_exp.trainer.step import agree, train_step
-    from titan_exp.trainer.train import Trainer
+    from titan_exp.trainer.train_state import Assembly
+    from titan_exp.trainer.train_step import agree, train_step
+    from titan_exp.trainer.trainer import Trainer
 
     torch.set_num_threads(1)
     folder = RunFolder(path)

@@ -6,21 +6,21 @@ from pathlib import Path
 import pytest
 
 from tests.plan.layouts import LAYOUTS, experiment_of, predicted
-from titan_exp.config.compose import compose
-from titan_exp.config.convert import to_experiment
-from titan_exp.config.experiment import Experiment
-from titan_exp.config.layout import offered_devices, resolve_layout
-from titan_exp.config.size import parameters
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.layout.layout import offered_devices, resolve_layout
+from titan_exp.config.layout.parameter_count import parameters
+from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.models.build import build_model
-from titan_exp.plan import gate as gate_module
-from titan_exp.plan import remedies as remedies_module
-from titan_exp.plan.bound import upper_bound
-from titan_exp.plan.devices import DEVICES
-from titan_exp.plan.foretelling import Question, foretell
-from titan_exp.plan.gate import GIB, Judgement, judge, record, refusal
-from titan_exp.plan.prediction import Prediction, RankPrediction, Unpredicted, from_json, joined, to_json
-from titan_exp.plan.remedies import remedies
-from titan_exp.plan.remembered import key_of, recall, remember
+from titan_exp.plan.cuda.devices import DEVICES
+from titan_exp.plan.gate import gate as gate_module
+from titan_exp.plan.gate import suggestions as remedies_module
+from titan_exp.plan.gate.batch_predict import Question, foretell
+from titan_exp.plan.gate.gate import GIB, Judgement, judge, record, refusal
+from titan_exp.plan.gate.prediction_cache import key_of, recall, remember
+from titan_exp.plan.gate.suggestions import remedies
+from titan_exp.plan.gate.upper_bound import upper_bound
+from titan_exp.plan.plan_json import Prediction, RankPrediction, Unpredicted, from_json, joined, to_json
 
 H100 = ["cluster=slurm_h100", "training.mixed_precision=bf16"]
 
@@ -113,7 +113,7 @@ def test_small_models_are_not_planned(tmp_path: Path, foretold):
 
 def test_all_processes_of_a_machine_share_its_memory(tmp_path: Path, foretold, monkeypatch: pytest.MonkeyPatch):
     foretold(lambda _: made_up(4.0, 2.0))
-    monkeypatch.setattr("titan_exp.plan.target.host_memory", lambda: 14 * GIB)
+    monkeypatch.setattr("titan_exp.plan.device_memory.host_memory", lambda: 14 * GIB)
     four = resolved(
         *("model=llama_debug", "cluster.device=cpu", "parallelism.dp_shard=2", "parallelism.pp=2"),
         *("plan.predict=always", "parallelism.pp_microbatches=2"),
@@ -122,7 +122,7 @@ def test_all_processes_of_a_machine_share_its_memory(tmp_path: Path, foretold, m
     # Two of each pipeline rank, and 0.45 GB for each process.
     assert judgement.needed == 2 * (4 + 2) * GIB + 4 * 450_000_000
     assert judgement.fits
-    monkeypatch.setattr("titan_exp.plan.target.host_memory", lambda: 13 * GIB)
+    monkeypatch.setattr("titan_exp.plan.device_memory.host_memory", lambda: 13 * GIB)
     (judgement,) = judge([four], tmp_path)
     assert judgement.fits is False
     said = refusal(judgement)

@@ -10,11 +10,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.plan.layouts import experiment_of, measured, predicted
-from titan_exp.config.errors import UserError
-from titan_exp.ops.grouped_linear import grouped_linear
-from titan_exp.plan.operators import operations
-from titan_exp.plan.stand_ins import cuda_calls, cuda_instructions
-from titan_exp.quantization.instructions import is_grouped_emulated
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.ops.moe.grouped_mm import grouped_linear
+from titan_exp.plan.cuda.fake_kernels import cuda_calls, cuda_instructions
+from titan_exp.plan.trace.op_costs import operations
+from titan_exp.quantization.hardware_support import is_grouped_emulated
 
 TOKENS, INPUTS, OUTPUTS = 40, 16, 24
 ONE = 2 * TOKENS * INPUTS * OUTPUTS

@@ -7,15 +7,15 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from titan_exp.config.compose import compose
-from titan_exp.config.convert import to_experiment
-from titan_exp.config.errors import UserError
-from titan_exp.config.layout import offered_devices, resolve_layout
-from titan_exp.config.rules import check
-from titan_exp.plan.devices import device_named
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.layout.layout import offered_devices, resolve_layout
+from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.plan.cuda.devices import device_named
+from titan_exp.plan.cuda.fake_kernels import cuda_calls
+from titan_exp.plan.plan_table import print_plan
 from titan_exp.plan.predict import Plan, predict
-from titan_exp.plan.report import print_plan
-from titan_exp.plan.stand_ins import cuda_calls
+from titan_exp.rules import check
 
 SMALL = ["model=llama_debug", "cluster=slurm_h100", "training.mixed_precision=bf16", "training.global_batch_size=1"]
 RECIPE = ["quantization=mxfp8", "quantization.smallest_gemm=0"]
@@ -30,7 +30,7 @@ def planned(device: str, *words: str) -> Plan:
 @pytest.mark.parametrize("shape", [(96, 64), (2, 128, 320), (32, 32)])
 def test_the_stand_in_makes_what_torchao_makes(shape: tuple[int, ...]):
     """Its own function by plain operators makes the numbers and scales that its kernel makes."""
-    from titan_exp.quantization.engine import (
+    from titan_exp.quantization.torchao import (
         KernelPreference,
         MXFP8Dim0CastKernelChoice,
         MXTensor,

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from titan_exp.config.compose import compose
-from titan_exp.config.convert import to_experiment
-from titan_exp.config.layout import offered_devices, resolve_layout
-from titan_exp.config.rules import check
-from titan_exp.plan.devices import device_named
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.layout.layout import offered_devices, resolve_layout
+from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.plan.cuda.devices import device_named
+from titan_exp.plan.plan_table import as_json, print_plan
 from titan_exp.plan.predict import Plan, predict
-from titan_exp.plan.report import as_json, print_plan
-from titan_exp.plan.trace import Trace
-from titan_exp.plan.watch import Work
+from titan_exp.plan.trace.dispatch_mode import Work
+from titan_exp.plan.trace.trace_step import Trace
+from titan_exp.rules import check
 
 SMALL = [
     "model=llama_debug",

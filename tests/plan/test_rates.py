@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 from tests.plan.layouts import experiment_of
-from titan_exp.config.experiment import Experiment
-from titan_exp.plan.command import device_for
-from titan_exp.plan.constants import Constants, write_constants
-from titan_exp.plan.devices import DEVICES
-from titan_exp.plan.layout_plan import Traced
-from titan_exp.plan.roofline import rank_time
-from titan_exp.plan.target import known_gpu
-from titan_exp.plan.watch import Work
-from titan_exp.tracking.measured import Measured, write_measured
+from titan_exp.cli.plan import device_for
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.plan.calibrated_constants import Constants, write_constants
+from titan_exp.plan.cuda.devices import DEVICES
+from titan_exp.plan.device_memory import known_gpu
+from titan_exp.plan.search.layout_cost import Traced
+from titan_exp.plan.time.roofline import rank_time
+from titan_exp.plan.trace.dispatch_mode import Work
+from titan_exp.tracking.device_rates import Measured, write_measured
 
 H100 = DEVICES["h100"]
 

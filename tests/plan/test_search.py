@@ -6,15 +6,15 @@ import shlex
 
 import pytest
 
-from tests.plan.test_command import planned
-from titan_exp.config.compose import compose
-from titan_exp.config.convert import to_experiment
-from titan_exp.config.errors import UserError
-from titan_exp.config.experiment import Experiment
-from titan_exp.config.layout import world_size
-from titan_exp.config.rules import violations
-from titan_exp.plan.candidates import KEYS, candidates, command_line, fixed_keys
-from titan_exp.plan.search_command import search_options
+from tests.cli.test_plan import planned
+from titan_exp.cli.plan_search import search_options
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.layout.layout import world_size
+from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.plan.search.layouts import KEYS, candidates, command_line, fixed_keys
+from titan_exp.rules import violations
 
 TYPED = [
     "model=llama_debug",

@@ -6,9 +6,9 @@ import logging
 import pytest
 import torch
 
-from titan_exp.quantization.engine import KernelPreference, MXFP8Dim0CastKernelChoice, ScaleCalculationMode
-from titan_exp.quantization.float8_product import Float8, float8_product
-from titan_exp.quantization.mx_product import mx_product
+from titan_exp.quantization.float8.float8_linear import Float8, float8_product
+from titan_exp.quantization.mx.mxfp8_linear import mx_product
+from titan_exp.quantization.torchao import KernelPreference, MXFP8Dim0CastKernelChoice, ScaleCalculationMode
 
 NAMES = {"tensorwise": (False, False), "rowwise": (True, False), "rowwise_with_gw_hp": (True, True)}
 
@@ -143,8 +143,8 @@ def test_parts_have_the_scales_of_the_whole(recipe: Float8):
 
 
 def test_a_backward_pass_in_two_computes_every_gradient_once(monkeypatch: pytest.MonkeyPatch):
-    from titan_exp.parallel.split_backward import SplitBackward
-    from titan_exp.quantization import mx_product as module
+    from titan_exp.parallel.pipeline_parallel.backward_split import SplitBackward
+    from titan_exp.quantization.mx import mxfp8_linear as module
 
     products = []
     original = module._multiply

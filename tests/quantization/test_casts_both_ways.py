@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from tests.interpreted import DEVICES, needs_triton, run_kernels
-from titan_exp.quantization.float8 import E4M3, E5M2, cast, scale_of
-from titan_exp.quantization.float8_product import Float8, float8_product
+from titan_exp.quantization.float8.float8_linear import Float8, float8_product
+from titan_exp.quantization.float8.float8_tensor import E4M3, E5M2, cast, scale_of
 
 pytestmark = needs_triton
 
@@ -57,7 +57,7 @@ def test_numbers_and_scales_are_torchaos(device: str, rowwise: bool):
 
 def every_number(device: str) -> list[tuple[Tensor, Tensor]]:
     """All bf16 numbers up to the largest of the type, and halfway between all float8 numbers, under a scale of 1."""
-    from titan_exp.ops.float8_cast import cast_both_ways
+    from titan_exp.ops.float8.cast import cast_both_ways
 
     found = []
     for float8 in (E4M3, E5M2):

@@ -10,12 +10,12 @@ from torch.func import functional_call
 
 from tests.config.composing import experiment
 from tests.models.own_experts import Mixture
-from titan_exp.config.layout import resolve_layout
+from titan_exp.config.layout.layout import resolve_layout
+from titan_exp.models.blocks.grouped_linear import GroupedLinear
+from titan_exp.models.blocks.initialization import Part, initial_slice
+from titan_exp.models.blocks.linear_impl import GroupedProduct
 from titan_exp.models.build import initial_table
-from titan_exp.models.grouped_linear import GroupedLinear
-from titan_exp.models.initialization import Part, initial_slice
-from titan_exp.models.product import GroupedProduct
-from titan_exp.quantization.convert import quantize
+from titan_exp.quantization.quantize import quantize
 
 RECIPES = ("float8_tensorwise", "float8_rowwise", "float8_rowwise_gw_hp", "mxfp8", "nvfp4")
 STEPS = 20

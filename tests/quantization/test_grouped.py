@@ -9,21 +9,26 @@ from torch import Tensor, nn
 
 from tests.config.composing import experiment
 from tests.ranks import run_ranks
-from titan_exp.config.errors import UserError
-from titan_exp.config.layout import resolve_layout
-from titan_exp.config.quantization import BLOCK, QuantizationConfig
-from titan_exp.models.blocks import Linear
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.quantization import BLOCK, QuantizationConfig
+from titan_exp.config.layout.layout import resolve_layout
+from titan_exp.models.blocks.grouped_linear import GroupedLinear
+from titan_exp.models.blocks.linear_impl import GroupedProduct
+from titan_exp.models.blocks.transformer import Linear
 from titan_exp.models.build import initial_table
-from titan_exp.models.grouped_linear import GroupedLinear
-from titan_exp.models.product import GroupedProduct
-from titan_exp.ops.grouped_linear import grouped_linear
-from titan_exp.quantization import grouped_instructions, instructions
-from titan_exp.quantization.convert import describe, quantize
-from titan_exp.quantization.engine import KernelPreference, amax_to_scale
-from titan_exp.quantization.float8_product import Float8
-from titan_exp.quantization.grouped_product import EmulatedGroupedProduct, InstructedGroupedProduct, grouped_product_of
-from titan_exp.quantization.grouped_recipe import GroupedFloat8, GroupedMX
-from titan_exp.quantization.recipe_product import product_of
+from titan_exp.ops.moe.grouped_mm import grouped_linear
+from titan_exp.quantization import hardware_support as instructions
+from titan_exp.quantization.float8.float8_linear import Float8
+from titan_exp.quantization.grouped import grouped_kernels as grouped_instructions
+from titan_exp.quantization.grouped.grouped_linear import (
+    EmulatedGroupedProduct,
+    InstructedGroupedProduct,
+    grouped_product_of,
+)
+from titan_exp.quantization.grouped.grouped_recipes import GroupedFloat8, GroupedMX
+from titan_exp.quantization.quantize import describe, quantize
+from titan_exp.quantization.recipes import product_of
+from titan_exp.quantization.torchao import KernelPreference, amax_to_scale
 
 CPU = torch.device("cpu")
 RECIPES = {

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from titan_exp.quantization import nvfp4_product as module
-from titan_exp.quantization.hadamard import SIGNS, transform, transformed
-from titan_exp.quantization.nvfp4 import BLOCK, rounded, tensor_scale
-from titan_exp.quantization.nvfp4_product import NVFP4, nvfp4_product
+from titan_exp.quantization.mx import nvfp4_linear as module
+from titan_exp.quantization.mx.hadamard import SIGNS, transform, transformed
+from titan_exp.quantization.mx.nvfp4_linear import NVFP4, nvfp4_product
+from titan_exp.quantization.mx.nvfp4_tensor import BLOCK, rounded, tensor_scale
 
 RECIPE = NVFP4(power_of_two=True, stochastic=False)
 
@@ -185,7 +185,7 @@ def test_only_the_gradient_of_the_weight_is_of_transformed_tokens(monkeypatch: p
 
 
 def test_a_backward_pass_in_two_computes_every_gradient_once(monkeypatch: pytest.MonkeyPatch):
-    from titan_exp.parallel.split_backward import SplitBackward
+    from titan_exp.parallel.pipeline_parallel.backward_split import SplitBackward
 
     products = []
     original = module._multiply
@@ -204,9 +204,9 @@ def test_torchaos_kernels_take_what_they_are_given(monkeypatch: pytest.MonkeyPat
     # torchao defines its operators only where Triton has a GPU.
     for name in [name for name in sys.modules if name.startswith("torchao.prototype.moe_training.nvfp4_training")]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "titan_exp.quantization.nvfp4_instructions", raising=False)
+    monkeypatch.delitem(sys.modules, "titan_exp.quantization.mx.nvfp4_kernels", raising=False)
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
-    from titan_exp.quantization.nvfp4_instructions import nvfp4_instructed
+    from titan_exp.quantization.mx.nvfp4_kernels import nvfp4_instructed
 
     for stochastic in (False, True):
         with FakeTensorMode():
@@ -220,7 +220,7 @@ def test_torchaos_kernels_take_what_they_are_given(monkeypatch: pytest.MonkeyPat
 
 def test_the_path_of_the_instructions_pairs_numbers_with_their_scales(monkeypatch: pytest.MonkeyPatch):
     """With what torchao's kernels compute, by their documentation, in place of them: they run on Blackwell alone."""
-    from titan_exp.quantization import nvfp4_instructions as instructions
+    from titan_exp.quantization.mx import nvfp4_kernels as instructions
 
     def tokens(rows: Tensor, of_columns: Tensor, of_rows: Tensor, signs: list[int], **_: object) -> tuple[Tensor, ...]:
         assert signs == list(SIGNS)

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_exp.quantization.float8_product import Float8, float8_product
-from titan_exp.quantization.instructions import LEAST
-from titan_exp.quantization.mx_product import mx_product
-from titan_exp.quantization.nvfp4_product import NVFP4, nvfp4_product
+from titan_exp.quantization.float8.float8_linear import Float8, float8_product
+from titan_exp.quantization.hardware_support import LEAST
+from titan_exp.quantization.mx.mxfp8_linear import mx_product
+from titan_exp.quantization.mx.nvfp4_linear import NVFP4, nvfp4_product
 
 pytestmark = [
     pytest.mark.cuda,
@@ -26,7 +26,7 @@ def four(power_of_two: bool, x: Tensor, weight: Tensor, *, emulated: bool) -> Te
     recipe = NVFP4(power_of_two=power_of_two, stochastic=False)
     if emulated:
         return nvfp4_product(x, weight, None, recipe)
-    from titan_exp.quantization.nvfp4_instructions import nvfp4_instructed
+    from titan_exp.quantization.mx.nvfp4_kernels import nvfp4_instructed
 
     return nvfp4_instructed(x, weight, None, recipe)
 
@@ -63,9 +63,9 @@ def test_instructions_compute_what_is_emulated(name: str):
 
 @pytest.mark.parametrize("name", ["float8_rowwise", "mxfp8"])
 def test_kernels_of_experts_compute_what_is_emulated(name: str):
-    from titan_exp.quantization.grouped_product import EmulatedGroupedProduct, InstructedGroupedProduct
-    from titan_exp.quantization.grouped_recipe import GroupedFloat8, GroupedMX
-    from titan_exp.quantization.instructions import _has_grouped_kernels
+    from titan_exp.quantization.grouped.grouped_linear import EmulatedGroupedProduct, InstructedGroupedProduct
+    from titan_exp.quantization.grouped.grouped_recipes import GroupedFloat8, GroupedMX
+    from titan_exp.quantization.hardware_support import _has_grouped_kernels
 
     if torch.cuda.get_device_capability() < LEAST[name] or not _has_grouped_kernels(name, torch.device("cuda")):
         pytest.skip(f"torchao has no kernel of {name} for experts on {torch.cuda.get_device_name()}")

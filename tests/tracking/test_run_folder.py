@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from titan_exp.config.errors import UserError
-from titan_exp.tracking.run_folder import LockedError, RunFolder, RunState, write_atomically
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.tracking.run_folder.run_folder import LockedError, RunFolder, RunState, write_atomically
 
 HOLD = """
 import sys
-from titan_exp.tracking.run_folder import RunFolder
+from titan_exp.tracking.run_folder.run_folder import RunFolder
 folder = RunFolder(sys.argv[1])
 lock = folder.claim("launcher") if sys.argv[2] == "launcher" else folder.join(int(sys.argv[2]))
 print("held", flush=True)

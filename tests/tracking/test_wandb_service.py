@@ -9,7 +9,7 @@ from pathlib import Path
 STUCK = """
 import os, signal, sys
 import wandb
-from titan_exp.tracking.wandb_service import services, end_service
+from titan_exp.tracking.sinks.wandb_service import services, end_service
 
 wandb.setup()
 pids = services()

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_exp.config.compose import compose
-from titan_exp.config.convert import to_experiment, to_yaml
-from titan_exp.config.layout import resolve_layout
-from titan_exp.tracking.metrics_file import read_metrics
-from titan_exp.tracking.run_folder import RunFolder
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.layout.layout import resolve_layout
+from titan_exp.config.schema.typed_config import to_experiment, to_yaml
+from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
+from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 KEYS = ("step", "tokens", "loss", "grad_norm", "lr", "validation_loss")
 

@@ -8,11 +8,11 @@ import torch
 
 from tests.parity.runs import SMALL
 from tests.ranks import run_ranks
-from titan_exp.config.compose import compose
-from titan_exp.config.convert import to_experiment, to_yaml
-from titan_exp.config.layout import resolve_layout
-from titan_exp.tracking.run_folder import RunFolder
-from titan_exp.trainer.compile_cache import VARIABLE, keep_compiled_code
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.layout.layout import resolve_layout
+from titan_exp.config.schema.typed_config import to_experiment, to_yaml
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.trainer.profiling.compile_cache import VARIABLE, keep_compiled_code
 
 
 def made_run(runs: Path, *overrides: str) -> Path:
@@ -26,7 +26,7 @@ def made_run(runs: Path, *overrides: str) -> Path:
 
 def train_rank(path: str) -> str | None:
     """What a rank process runs, in the environment of a user who names no cache; returns where its cache was."""
-    from titan_exp.trainer.rank import main
+    from titan_exp.trainer.rank_main import main
 
     os.environ.pop(VARIABLE, None)
     main(path)
@@ -35,7 +35,7 @@ def train_rank(path: str) -> str | None:
 
 def compile_a_product(path: str) -> dict[str, int]:
     """Compile, forward and backward, what needs no code but the library's; returns what torch says of its caches."""
-    from titan_exp.config.convert import load_experiment
+    from titan_exp.config.schema.typed_config import load_experiment
 
     os.environ.pop(VARIABLE, None)
     folder = RunFolder(path)

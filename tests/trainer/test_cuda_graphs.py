@@ -10,11 +10,11 @@ import torch
 from tests.config.composing import experiment
 from tests.parity.runs import LINES
 from tests.ranks import run_ranks
-from titan_exp.config.convert import load_experiment, to_yaml
-from titan_exp.config.layout import resolve_layout
-from titan_exp.config.rules import check
-from titan_exp.tracking.metrics_file import read_metrics
-from titan_exp.tracking.run_folder import RunFolder
+from titan_exp.config.layout.layout import resolve_layout
+from titan_exp.config.schema.typed_config import load_experiment, to_yaml
+from titan_exp.rules import check
+from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
+from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 pytestmark = [
     pytest.mark.cuda,
@@ -43,9 +43,9 @@ def _on_rank(path: str) -> tuple[dict[str, torch.Tensor], str]:
 
     from torch.distributed.tensor import DTensor
 
-    from titan_exp.tracking.log import get_logger
+    from titan_exp.tracking.logging import get_logger
     from titan_exp.trainer.distributed import joined
-    from titan_exp.trainer.train import Trainer
+    from titan_exp.trainer.trainer import Trainer
 
     said: list[str] = []
 
@@ -103,7 +103,7 @@ def test_a_pass_that_waits_is_not_recorded():
 
 
 def _records_a_wait() -> str:
-    from titan_exp.trainer.recorder import CudaRecorder
+    from titan_exp.trainer.cuda_graphs.capture import CudaRecorder
 
     number = torch.ones((), device="cuda")
     try:

@@ -12,12 +12,12 @@ import torch
 from tests.parity.runs import EVALUATE, PARAGRAPHS, SMALL
 from tests.ranks import Ranks
 from tests.trainer.committed import committed, numbers
-from titan_exp.checkpoint.folder import CheckpointFolder
-from titan_exp.checkpoint.integrity import problem
-from titan_exp.checkpoint.reader import read_into, tensor_shapes
-from titan_exp.tracking.metrics_file import read_metrics
-from titan_exp.tracking.run_folder import RunFolder
-from titan_exp.trainer.rank import main
+from titan_exp.checkpoint.dcp.checksums import problem
+from titan_exp.checkpoint.dcp.reader import read_into, tensor_shapes
+from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.trainer.rank_main import main
 
 STEPS = 30
 MODES = [

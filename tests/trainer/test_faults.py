@@ -9,8 +9,8 @@ import torch
 
 from tests.faults import NO_MOUNTS, can_mount, small_disk
 from tests.parity.runs import PARAGRAPHS, train
-from titan_exp.checkpoint.convert import convert_command
-from titan_exp.checkpoint.folder import CheckpointFolder
+from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.cli.convert import convert_command
 
 SAVING = [*PARAGRAPHS, "checkpoint.mode=sync", "checkpoint.every=2", "training.steps=8"]
 
@@ -29,7 +29,7 @@ def test_a_disk_that_is_full_for_some_steps_costs_neither_run_nor_row(tmp_path):
 
 def fills_its_disk_from_step_3_to_6() -> None:
     from tests.faults import fill
-    from titan_exp.trainer.train import Trainer
+    from titan_exp.trainer.trainer import Trainer
 
     step = Trainer._one_step
 
@@ -62,7 +62,7 @@ def test_weights_that_are_gone_stop_a_new_run_and_no_other(tmp_path, monkeypatch
     train(tmp_path / "second", *begun, "training.steps=2")
     (tmp_path / "first").rename(tmp_path / "gone")
     # Whether they are there is asked where the run is launched, which knows its folder.
-    monkeypatch.setattr("titan_exp.config.rules.checkpoint.BEGINNING_RULES", ())
+    monkeypatch.setattr("titan_exp.rules.checkpoint.BEGINNING_RULES", ())
     assert [row["step"] for row in train(tmp_path / "second", *begun, "training.steps=3").rows] == [1, 2, 3]
     with pytest.raises(AssertionError, match=r"UserError: checkpoint.initial=.*: there is no complete checkpoint"):
         train(tmp_path / "third", *begun, "training.steps=2")
@@ -100,7 +100,7 @@ def test_a_disk_that_stays_full_ends_the_run_in_words_and_room_continues_it(tmp_
 
 def fills_its_disk_after_step_3() -> None:
     from tests.faults import fill
-    from titan_exp.trainer.train import Trainer
+    from titan_exp.trainer.trainer import Trainer
 
     step = Trainer._one_step
 

@@ -8,10 +8,16 @@ from torch import nn
 
 from tests.config.composing import experiment
 from tests.trainer.committed import committed
-from titan_exp.config.layout import resolve_layout
-from titan_exp.trainer.memory_account import Consumer, MemoryAccount, memory_account
-from titan_exp.trainer.out_of_memory import OutOfMemory, explanation, is_out_of_memory, memory_explained, remedies
-from titan_exp.trainer.rank import main
+from titan_exp.config.layout.layout import resolve_layout
+from titan_exp.trainer.profiling.memory_breakdown import Consumer, MemoryAccount, memory_account
+from titan_exp.trainer.profiling.oom_report import (
+    OutOfMemory,
+    explanation,
+    is_out_of_memory,
+    memory_explained,
+    remedies,
+)
+from titan_exp.trainer.rank_main import main
 
 SMALL = [
     "+experiment=smoke",

@@ -13,11 +13,11 @@ from tests.checkpoint.s3_server import S3Server
 from tests.parity.runs import SMALL
 from tests.ranks import Ranks
 from tests.trainer.committed import committed, numbers
-from titan_exp.checkpoint.folder import CheckpointFolder
-from titan_exp.checkpoint.integrity import parse_sums
-from titan_exp.checkpoint.reader import read_into, tensor_shapes
-from titan_exp.tracking.run_folder import RunFolder
-from titan_exp.trainer.rank import main
+from titan_exp.checkpoint.dcp.checksums import parse_sums
+from titan_exp.checkpoint.dcp.reader import read_into, tensor_shapes
+from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.trainer.rank_main import main
 
 STEPS = 12
 KINDS = ("model.", "optimizer.")

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.parity.runs import train
-from tests.trainer.test_train import run
-from titan_exp.checkpoint.folder import CheckpointFolder
-from titan_exp.checkpoint.reader import tensor_shapes
-from titan_exp.config.errors import UserError
-from titan_exp.tracking.metrics_file import read_metrics
-from titan_exp.tracking.run_folder import RunFolder
+from tests.trainer.test_trainer import run
+from titan_exp.checkpoint.dcp.reader import tensor_shapes
+from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
+from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 
 def steps(path: Path) -> list[int]:

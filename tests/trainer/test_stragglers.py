@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from tests.parity.runs import train
-from titan_exp.trainer.step_times import OwnTimes
-from titan_exp.trainer.stragglers import ROWS, Stragglers
+from titan_exp.trainer.profiling.step_times import OwnTimes
+from titan_exp.trainer.profiling.stragglers import ROWS, Stragglers
 
 
 def times(*own: float, probe: tuple[float, ...] | None = None) -> list[OwnTimes]:
@@ -74,7 +74,7 @@ def test_a_rank_made_slow_is_named_and_the_rows_say_by_how_much(tmp_path: Path):
 
 def _make_slow(rank: int, said: str) -> None:
     """On each rank, before it trains: one of them computes in vain, and rank 0's log goes to a file."""
-    from titan_exp.trainer import train as module
+    from titan_exp.trainer import trainer as module
 
     if os.environ["RANK"] == "0":
         logging.getLogger("titan_exp").addHandler(logging.FileHandler(said))

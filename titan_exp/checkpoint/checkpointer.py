@@ -12,15 +12,17 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from titan_exp.checkpoint.background import BackgroundSaves
-from titan_exp.checkpoint.fetch import fetch_newer
-from titan_exp.checkpoint.folder import CheckpointFolder
-from titan_exp.checkpoint.initial import load_weights
-from titan_exp.checkpoint.integrity import agreed_problem, has_sums, require_intact
-from titan_exp.checkpoint.reader import read_into, tensor_shapes
-from titan_exp.checkpoint.remote import RemoteError
-from titan_exp.checkpoint.remote_run import CONFIG, RemoteRun
-from titan_exp.checkpoint.state import (
+from titan_exp.checkpoint.dcp.async_save import BackgroundSaves
+from titan_exp.checkpoint.dcp.checksums import agreed_problem, has_sums, require_intact
+from titan_exp.checkpoint.dcp.reader import read_into, tensor_shapes
+from titan_exp.checkpoint.dcp.writer import CheckedWriter
+from titan_exp.checkpoint.init_from import load_weights
+from titan_exp.checkpoint.remote.download import fetch_newer
+from titan_exp.checkpoint.remote.filesystem import RemoteError
+from titan_exp.checkpoint.remote.remote_run import CONFIG, RemoteRun
+from titan_exp.checkpoint.remote.upload import STOP_SECONDS, Uploads, worth_sending
+from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.checkpoint.state_dict import (
     DATA,
     OPTIMIZER,
     PROGRESS,
@@ -33,13 +35,11 @@ from titan_exp.checkpoint.state import (
     optimizer_state,
     to_bytes,
 )
-from titan_exp.checkpoint.upload import STOP_SECONDS, Uploads, worth_sending
-from titan_exp.checkpoint.writer import CheckedWriter
-from titan_exp.config.checkpoint import CheckpointConfig
-from titan_exp.config.errors import UserError
-from titan_exp.config.saved import saved_state
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.checkpoint import CheckpointConfig
+from titan_exp.config.paths.checkpoint_paths import saved_state
 from titan_exp.parallel.mesh import new_cpu_group
-from titan_exp.tracking.log import get_logger
+from titan_exp.tracking.logging import get_logger
 
 
 @dataclass(frozen=True)

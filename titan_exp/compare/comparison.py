@@ -5,15 +5,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from titan_exp.compare.differing import ABSENT, LABEL_OF_MODEL, Differences, differences, flatten, value_text
-from titan_exp.compare.metrics import Metric, choose
-from titan_exp.compare.point import Point, choose_point
-from titan_exp.compare.run import Run
-from titan_exp.compare.selection import Selection
-from titan_exp.compare.statistics import Delta, Estimate, difference, estimate, holm
-from titan_exp.compare.study import Study
-from titan_exp.config.errors import UserError
-from titan_exp.config.suggest import did_you_mean
+from titan_exp.compare.compared_metrics import Metric, choose
+from titan_exp.compare.differing_keys import ABSENT, LABEL_OF_MODEL, Differences, differences, flatten, value_text
+from titan_exp.compare.run_record import Run
+from titan_exp.compare.select_runs import Selection
+from titan_exp.compare.stats.ttest import Delta, Estimate, difference, estimate, holm
+from titan_exp.compare.study_runs import Study
+from titan_exp.compare.token_budget import Point, choose_point
+from titan_exp.config.errors.did_you_mean import did_you_mean
+from titan_exp.config.errors.user_error import UserError
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from titan_exp.data.document_stream import DocumentStream
+from titan_exp.data.sources.indexed_stream import DocumentStream
 
 
 class PackedShard:

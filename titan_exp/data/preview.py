@@ -4,11 +4,11 @@ from collections.abc import Iterator
 
 import torch
 
-from titan_exp.config.experiment import Experiment
+from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.batch import Batch
-from titan_exp.data.tokenizer import Tokenizer, build_tokenizer
+from titan_exp.data.tokenizers.base import Tokenizer, build_tokenizer
 from titan_exp.data.train_loader import TrainLoader
-from titan_exp.ops.cross_entropy import IGNORE_INDEX
+from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
 
 _LONGEST = 200
 

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from titan_exp.config.data import DataConfig
-from titan_exp.config.errors import UserError, Violation
-from titan_exp.config.experiment import Experiment
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.batch import Batch, assemble
 from titan_exp.data.prefetch import Prefetcher
-from titan_exp.data.row_feed import RowFeed, RowReader, States
+from titan_exp.data.sampler import RowFeed, RowReader, States
 
 
 class TrainLoader(Iterator[Batch]):
@@ -123,7 +123,7 @@ class TrainLoader(Iterator[Batch]):
 def build_feed(experiment: Experiment, *, dp_rank: int, dp_degree: int) -> RowFeed:
     """The rows of one data rank. Raises UserError where the corpus or the tokenizer cannot be used."""
     if experiment.data.source == "tokens":
-        from titan_exp.data.store.feed import StoreFeed
+        from titan_exp.data.token_store.window_sampler import StoreFeed
 
         return StoreFeed(experiment, dp_rank=dp_rank, dp_degree=dp_degree)
     from titan_exp.data.virtual_shards import VirtualShards

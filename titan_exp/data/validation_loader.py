@@ -13,18 +13,24 @@ from typing import Protocol
 
 import numpy as np
 
-from titan_exp.config.data import DataConfig
-from titan_exp.config.errors import UserError, Violation
-from titan_exp.config.experiment import Experiment
-from titan_exp.config.rules.data import unlimited_split
-from titan_exp.config.token_store import read_manifest, store_names
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.paths.data_files import unlimited_split
+from titan_exp.config.paths.token_store_manifest import read_manifest, store_names
 from titan_exp.data.batch import Batch, assemble
-from titan_exp.data.document_stream import with_end_of_text
-from titan_exp.data.held_out import held_out_part, place
-from titan_exp.data.source import RandomAccessSource, Source, StreamingSource, build_source, build_validation_source
-from titan_exp.data.store.reading import TokenSplit
-from titan_exp.data.tokenizer import Tokenizer, build_tokenizer
-from titan_exp.ops.cross_entropy import IGNORE_INDEX
+from titan_exp.data.sources.base import (
+    RandomAccessSource,
+    Source,
+    StreamingSource,
+    build_source,
+    build_validation_source,
+)
+from titan_exp.data.sources.indexed_stream import with_end_of_text
+from titan_exp.data.token_store.reader import TokenSplit
+from titan_exp.data.tokenizers.base import Tokenizer, build_tokenizer
+from titan_exp.data.validation_split import held_out_part, place
+from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
 
 
 class ValidationLoader:

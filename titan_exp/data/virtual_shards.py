@@ -12,17 +12,17 @@ from typing import Any
 
 import numpy as np
 
-from titan_exp.config.errors import UserError
-from titan_exp.config.experiment import Experiment
-from titan_exp.data.document_stream import DocumentStream, RandomAccessStream, TokenizedDocuments
-from titan_exp.data.epoch_order import EpochOrder
-from titan_exp.data.held_out import training_part
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.data.epoch_shuffle import EpochOrder
 from titan_exp.data.packing import PackedShard
-from titan_exp.data.read_ahead import ReadAhead
-from titan_exp.data.row_feed import States
-from titan_exp.data.source import RandomAccessSource, Source, build_source, fingerprint, has_validation_split
-from titan_exp.data.streamed_documents import StreamedCorpus, StreamedDocuments
-from titan_exp.data.tokenizer import Tokenizer, build_tokenizer
+from titan_exp.data.sampler import States
+from titan_exp.data.sources.base import RandomAccessSource, Source, build_source, fingerprint, has_validation_split
+from titan_exp.data.sources.indexed_stream import DocumentStream, RandomAccessStream, TokenizedDocuments
+from titan_exp.data.sources.streaming import StreamedCorpus, StreamedDocuments
+from titan_exp.data.sources.thread_pool import ReadAhead
+from titan_exp.data.tokenizers.base import Tokenizer, build_tokenizer
+from titan_exp.data.validation_split import training_part
 
 _READ_AHEAD_THREADS = 8
 

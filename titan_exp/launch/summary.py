@@ -4,10 +4,10 @@ import statistics
 from dataclasses import dataclass
 from itertools import pairwise
 
-from titan_exp.tracking.metrics_file import read_metrics
-from titan_exp.tracking.run_folder import RunFolder
-from titan_exp.tracking.run_state import read_json
-from titan_exp.tracking.sink import Value
+from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.state import read_json
+from titan_exp.tracking.sinks.base import Value
 
 
 @dataclass(frozen=True)

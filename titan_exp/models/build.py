@@ -2,11 +2,11 @@
 
 from torch import nn
 
-from titan_exp.config.dotted import import_dotted
-from titan_exp.config.model import ModelConfig
+from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.schema.import_path import import_dotted
+from titan_exp.models.blocks.initialization import Init
 from titan_exp.models.decoder import Decoder
-from titan_exp.models.initialization import Init
-from titan_exp.ops.attention import Backend
+from titan_exp.ops.attention.sdpa import Backend
 
 
 def build_model(config: ModelConfig, *, seq_len: int, attention_backend: Backend) -> nn.Module:

@@ -10,12 +10,20 @@ from typing import Any
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from titan_exp.config.model import ModelConfig
-from titan_exp.models.blocks import Attention, Embedding, FeedForward, Head, HeadLoss, RMSNorm, TransformerBlock
-from titan_exp.models.stage_ends import StageEnds
-from titan_exp.ops.attention import Backend
-from titan_exp.ops.cross_entropy import LossSum
-from titan_exp.ops.rope import Frequencies, RotaryTable
+from titan_exp.config.groups.model import ModelConfig
+from titan_exp.models.blocks.transformer import (
+    Attention,
+    Embedding,
+    FeedForward,
+    Head,
+    HeadLoss,
+    RMSNorm,
+    TransformerBlock,
+)
+from titan_exp.models.spec.pp_plan import StageEnds
+from titan_exp.ops.attention.rope import Frequencies, RotaryTable
+from titan_exp.ops.attention.sdpa import Backend
+from titan_exp.ops.loss.cross_entropy import LossSum
 
 
 class Decoder(nn.Module):

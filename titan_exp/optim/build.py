@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titan_exp.config.dotted import import_dotted, is_dotted
-from titan_exp.config.optimizer import OptimizerConfig
+from titan_exp.config.groups.optimizer import OptimizerConfig
+from titan_exp.config.schema.import_path import import_dotted, is_dotted
+from titan_exp.optim.fused_clip_adamw import OnePassAdamW
 from titan_exp.optim.low_precision_adamw import LowPrecisionAdamW
-from titan_exp.optim.one_pass_adamw import OnePassAdamW
 
 
 def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

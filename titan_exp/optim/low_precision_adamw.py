@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from titan_exp.config.errors import UserError, Violation
-from titan_exp.config.optimizer import MOMENT_BLOCK
-from titan_exp.optim.moment_formats import MomentFormat, Rounded, formats_of
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.groups.optimizer import MOMENT_BLOCK
+from titan_exp.optim.state_quantization import MomentFormat, Rounded, formats_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -10,11 +10,11 @@ import torch._functorch.config as functorch_config
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from titan_exp.config.errors import UserError, Violation
-from titan_exp.config.memory import ActivationCheckpointConfig
-from titan_exp.config.operators import read_entry
-from titan_exp.config.suggest import did_you_mean
-from titan_exp.parallel.data import blocks_of, numbered_blocks
+from titan_exp.config.errors.did_you_mean import did_you_mean
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig
+from titan_exp.config.machine.aten_ops import read_entry
+from titan_exp.parallel.fsdp.apply import blocks_of, numbered_blocks
 
 
 def recompute_blocks(model: nn.Module, config: ActivationCheckpointConfig, *, random: bool = True) -> None:

@@ -7,14 +7,14 @@ is there.
 
 from torch import nn
 
-from titan_exp.config.experiment import Experiment
-from titan_exp.config.layout import reshard_policy
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.layout import reshard_policy
 from titan_exp.parallel.activation_checkpoint import is_traced, recompute_blocks
 from titan_exp.parallel.compile import compile_blocks
-from titan_exp.parallel.context import share_sequences
-from titan_exp.parallel.data import Sharding, shard_parameters
+from titan_exp.parallel.context_parallel.apply import share_sequences
+from titan_exp.parallel.fsdp.apply import Sharding, shard_parameters
 from titan_exp.parallel.mesh import Mesh
-from titan_exp.parallel.tensor import overlap_exchanges, share_matrices
+from titan_exp.parallel.tensor_parallel.apply import overlap_exchanges, share_matrices
 
 
 def parallelize(model: nn.Module, experiment: Experiment, mesh: Mesh) -> None:

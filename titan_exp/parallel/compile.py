@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from titan_exp.parallel.data import blocks_of
+from titan_exp.parallel.fsdp.apply import blocks_of
 
 
 def compile_blocks(model: nn.Module, backend: str) -> None:

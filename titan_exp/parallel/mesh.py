@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titan_exp.config.layout import exchanging_heads
-from titan_exp.config.parallelism import ParallelismConfig
-from titan_exp.parallel.sequence import DividedPart, SequencePart
+from titan_exp.config.groups.parallelism import ParallelismConfig
+from titan_exp.config.layout.layout import exchanging_heads
+from titan_exp.parallel.context_parallel.load_balance import DividedPart, SequencePart
 
 
 @dataclass(frozen=True)

@@ -7,20 +7,20 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from titan_exp.config.experiment import Experiment
-from titan_exp.config.layout import device_type, node_size, nodes_needed, world_size
-from titan_exp.plan.alike import pays, why_not
-from titan_exp.plan.allocator import Reservations, reservations
-from titan_exp.plan.compiled import by_inductor
-from titan_exp.plan.devices import Device
-from titan_exp.plan.host import GPU
-from titan_exp.plan.modelled import attention_kernel, require_modelled, require_modelled_on
-from titan_exp.plan.retold import Retelling
-from titan_exp.plan.roofline import RankTime, rank_time, step_time
-from titan_exp.plan.stand_ins import cuda_instructions
-from titan_exp.plan.story import Unwoven
-from titan_exp.plan.trace import Trace, trace_step
-from titan_exp.plan.world import DEVICE, PretendedRank, pretended_rank, ranks_of_pipeline
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.layout import device_type, node_size, nodes_needed, world_size
+from titan_exp.plan.cuda.caching_allocator import Reservations, reservations
+from titan_exp.plan.cuda.cpu_offload import GPU
+from titan_exp.plan.cuda.devices import Device
+from titan_exp.plan.cuda.fake_kernels import cuda_instructions
+from titan_exp.plan.extrapolate.allocation_events import Unwoven
+from titan_exp.plan.extrapolate.eligibility import pays, why_not
+from titan_exp.plan.extrapolate.extrapolated_trace import Retelling
+from titan_exp.plan.supported import attention_kernel, require_modelled, require_modelled_on
+from titan_exp.plan.time.roofline import RankTime, rank_time, step_time
+from titan_exp.plan.trace.fake_world import DEVICE, PretendedRank, pretended_rank, ranks_of_pipeline
+from titan_exp.plan.trace.inductor import by_inductor
+from titan_exp.plan.trace.trace_step import Trace, trace_step
 
 
 @dataclass(frozen=True)

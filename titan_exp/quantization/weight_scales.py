@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan_exp.quantization.recipe_product import ScaledProduct
+from titan_exp.quantization.recipes import ScaledProduct
 
 
 class WeightScales:

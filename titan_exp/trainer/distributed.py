@@ -8,8 +8,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from titan_exp.config.cluster import ClusterConfig
-from titan_exp.config.errors import UserError
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.cluster import ClusterConfig
 
 TIMEOUT = timedelta(minutes=20)
 """How long a collective waits for the other ranks before the run fails, where nobody looks for hangs."""

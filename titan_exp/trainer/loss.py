@@ -7,12 +7,12 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from titan_exp.config.memory import CompileConfig
-from titan_exp.config.training import TrainingConfig
+from titan_exp.config.groups.activation_checkpoint import CompileConfig
+from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.data.batch import Batch
-from titan_exp.ops.cross_entropy import LossSum, loss_sum
-from titan_exp.ops.linear_cross_entropy import ChunkLoss, chunk_loss, linear_loss_sum
-from titan_exp.ops.vocabulary import VocabularyPart
+from titan_exp.ops.loss.cross_entropy import LossSum, loss_sum
+from titan_exp.ops.loss.linear_cross_entropy import ChunkLoss, chunk_loss, linear_loss_sum
+from titan_exp.ops.loss.vocab_parallel import VocabularyPart
 
 
 @dataclass(frozen=True)

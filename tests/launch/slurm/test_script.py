@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from tests.config.composing import experiment
-from titan_exp.config.layout import resolve_layout
-from titan_exp.launch.commit import Plan
-from titan_exp.launch.frozen import Frozen
+from titan_exp.config.layout.layout import resolve_layout
+from titan_exp.launch.provenance.code_snapshot import Frozen
+from titan_exp.launch.run_plan import Plan
 from titan_exp.launch.slurm.script import Script, render
-from titan_exp.launch.slurm.submission import grouped, resources_of
-from titan_exp.tracking.run_folder import RunFolder
+from titan_exp.launch.slurm.submit import grouped, resources_of
+from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 GOLDEN = Path(__file__).parent / "golden"
 SITE = [

@@ -4,9 +4,9 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from titan_exp.config.cluster import ClusterConfig
-from titan_exp.config.layout import device_type
-from titan_exp.launch.frozen import Frozen
+from titan_exp.config.groups.cluster import ClusterConfig
+from titan_exp.config.layout.layout import device_type
+from titan_exp.launch.provenance.code_snapshot import Frozen
 
 MARK = "titan_exp:"
 """Begins the job's comment, in which its token follows."""
@@ -153,7 +153,7 @@ def _ranks(script: Script) -> str:
         "# One process for each rank. A rank that fails takes the others with it.",
         f"{shlex.join(arguments)} \\",
         f"    --output={log} \\",
-        f'    {_python(script)} -m titan_exp.launch.rank "$RUN" &',
+        f'    {_python(script)} -m titan_exp.launch.rank.main "$RUN" &',
         "step=$!",
         "# A signal ends `wait` early: it is asked again until it was srun that ended.",
         "while",
@@ -162,7 +162,7 @@ def _ranks(script: Script) -> str:
         "do :; done",
         "",
         "# Close the attempt where no rank lived to do it. Answers 0 done, 85 to be continued, anything else failed.",
-        f'{_closing(script)} -m titan_exp.launch.slurm.after "$RUN" "$JOB" "$code"',
+        f'{_closing(script)} -m titan_exp.launch.slurm.epilogue "$RUN" "$JOB" "$code"',
         "code=$?",
     ]
     if cluster.requeue != "never":

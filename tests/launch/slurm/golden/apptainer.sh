@@ -36,7 +36,7 @@ trap stop USR2
 # One process for each rank. A rank that fails takes the others with it.
 srun --kill-on-bad-exit=1 \
     --output="$RUN/logs/slurm-$JOB-${SLURM_RESTART_COUNT:-0}-rank-%5t.log" \
-    apptainer exec --nv --bind=/runs:/runs /i/torch.sif python3 -m titan_exp.launch.rank "$RUN" &
+    apptainer exec --nv --bind=/runs:/runs /i/torch.sif python3 -m titan_exp.launch.rank.main "$RUN" &
 step=$!
 # A signal ends `wait` early: it is asked again until it was srun that ended.
 while
@@ -45,7 +45,7 @@ while
 do :; done
 
 # Close the attempt where no rank lived to do it. Answers 0 done, 85 to be continued, anything else failed.
-apptainer exec --nv --bind=/runs:/runs /i/torch.sif python3 -m titan_exp.launch.slurm.after "$RUN" "$JOB" "$code"
+apptainer exec --nv --bind=/runs:/runs /i/torch.sif python3 -m titan_exp.launch.slurm.epilogue "$RUN" "$JOB" "$code"
 code=$?
 if [ "$code" = 85 ]; then
     scontrol requeue "$JOB" && exit 0

@@ -35,7 +35,7 @@ trap stop USR2
 # One process for each rank. A rank that fails takes the others with it.
 srun --kill-on-bad-exit=1 \
     --output="$RUN/logs/slurm-$JOB-${SLURM_RESTART_COUNT:-0}-rank-%5t.log" \
-    /venv/bin/python -m titan_exp.launch.rank "$RUN" &
+    /venv/bin/python -m titan_exp.launch.rank.main "$RUN" &
 step=$!
 # A signal ends `wait` early: it is asked again until it was srun that ended.
 while
@@ -44,7 +44,7 @@ while
 do :; done
 
 # Close the attempt where no rank lived to do it. Answers 0 done, 85 to be continued, anything else failed.
-/venv/bin/python -m titan_exp.launch.slurm.after "$RUN" "$JOB" "$code"
+/venv/bin/python -m titan_exp.launch.slurm.epilogue "$RUN" "$JOB" "$code"
 code=$?
 if [ "$code" = 85 ]; then
     scontrol requeue "$JOB" && exit 0

@@ -41,7 +41,7 @@ trap stop USR2
 # One process for each rank. A rank that fails takes the others with it.
 srun --kill-on-bad-exit=1 --container-image=/i/torch.sqsh --container-mounts=/data:/data,/runs:/runs --cpus-per-task=12 \
     --output="$RUN/logs/slurm-$JOB-${SLURM_RESTART_COUNT:-0}-rank-%5t.log" \
-    python3 -m titan_exp.launch.rank "$RUN" &
+    python3 -m titan_exp.launch.rank.main "$RUN" &
 step=$!
 # A signal ends `wait` early: it is asked again until it was srun that ended.
 while
@@ -50,7 +50,7 @@ while
 do :; done
 
 # Close the attempt where no rank lived to do it. Answers 0 done, 85 to be continued, anything else failed.
-srun --nodes=1 --ntasks=1 --container-image=/i/torch.sqsh --container-mounts=/data:/data,/runs:/runs python3 -m titan_exp.launch.slurm.after "$RUN" "$JOB" "$code"
+srun --nodes=1 --ntasks=1 --container-image=/i/torch.sqsh --container-mounts=/data:/data,/runs:/runs python3 -m titan_exp.launch.slurm.epilogue "$RUN" "$JOB" "$code"
 code=$?
 if [ "$code" = 85 ]; then
     scontrol requeue "$JOB" && exit 0

@@ -1,0 +1,142 @@
+"""The process that writes checkpoints may die, or find no shared memory: training goes on, and so does saving."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.checkpoint.saving import checkpointer, trained
+from tests.faults import NO_MOUNTS, can_mount
+from tests.ranks import run_ranks
+from titan_exp.checkpoint.retention import CheckpointFolder
+
+
+def writing_processes() -> list[psutil.Process]:
+    return [
+        process
+        for process in psutil.Process().children()
+        if process.status() != psutil.STATUS_ZOMBIE and "spawn_main" in " ".join(process.cmdline())
+    ]
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("moment", ["writing", "idle"])
+def test_it_is_killed_and_the_next_save_has_another(tmp_path, caplog, capfd, moment):
+    model, optimizer = trained()
+    saver = checkpointer(tmp_path, "async_process")
+    try:
+        saver.save(10, [model], optimizer, {}, {"step": 10})
+        saver.wait()
+        (first,) = writing_processes()
+        if moment == "writing":
+            # Stopped, it cannot be quicker than its death.
+            first.suspend()
+            saver.save(20, [model], optimizer, {}, {"step": 20})
+            first.kill()
+        else:
+            first.kill()
+            # All of its threads are gone, and nobody has been told yet.
+            os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT)
+            saver.save(20, [model], optimizer, {}, {"step": 20})
+        saver.wait()
+        if moment == "writing":
+            assert "step 20 could not be written" in caplog.text
+            assert "the process that writes checkpoints has died" in caplog.text
+            assert list(saver.folder.path.glob("*.partial")) == []
+            saver.save(20, [model], optimizer, {}, {"step": 20})
+            saver.wait()
+        assert saver.latest() == 20
+        assert [process.pid for process in writing_processes()] != [first.pid]
+    finally:
+        saver.close()
+    assert "INFO" not in capfd.readouterr().err
+
+
+def _die_and_go_on(rank_that_dies: int, path: str) -> list[int]:
+    """Save; kill one rank's process while all of them write; save the same step again, and the next."""
+    import torch
+    import torch.distributed as dist
+
+    from titan_exp.trainer.distributed import joined_process_group
+
+    with joined_process_group(torch.device("cpu")):
+        model, optimizer = trained()
+        saver = checkpointer(Path(path), "async_process", keep=9)
+        saver.save(1, [model], optimizer, {}, {"step": 1})
+        saver.wait()
+        (process,) = writing_processes()
+        dies = dist.get_rank() == rank_that_dies
+        if dies:
+            process.suspend()
+        saver.save(2, [model], optimizer, {}, {"step": 2})
+        if dies:
+            time.sleep(0.2)
+            process.kill()
+        saver.save(2, [model], optimizer, {}, {"step": 2})
+        saver.save(3, [model], optimizer, {}, {"step": 3})
+        saver.close()
+        return [saver.durable or 0]
+
+
+def test_that_of_one_rank_among_three_is_killed(tmp_path):
+    # torch alone waits for half an hour.
+    assert run_ranks(3, _die_and_go_on, 2, str(tmp_path), limit=100) == [[3]] * 3
+    assert CheckpointFolder(tmp_path / "checkpoints").complete() == [1, 2, 3]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_signal_to_all_processes_leaves_it_writing(tmp_path):
+    model, optimizer = trained()
+    saver = checkpointer(tmp_path, "async_process")
+    try:
+        saver.save(10, [model], optimizer, {}, {})
+        saver.wait()
+        (process,) = writing_processes()
+        process.suspend()
+        saver.save(20, [model], optimizer, {}, {})
+        os.kill(process.pid, signal.SIGINT)
+        os.kill(process.pid, signal.SIGTERM)
+        process.resume()
+        saver.wait()
+        assert saver.latest() == 20
+    finally:
+        saver.close()
+
+
+SMALL_SHARED_MEMORY = """
+import logging, sys, warnings
+from pathlib import Path
+import torch
+from tests.checkpoint.saving import checkpointer, trained
+from titan_exp.trainer.distributed import joined_process_group
+logging.basicConfig(stream=sys.stdout, format="%(message)s")
+with joined_process_group(torch.device("cpu")):
+    model, optimizer = trained()
+    saver = checkpointer(Path(sys.argv[1]), "async_process")
+    saver.save(10, [model], optimizer, {}, {})
+    saver.save(20, [model], optimizer, {}, {})
+    saver.close()
+    print("newest", saver.latest())
+"""
+
+
+@pytest.mark.skipif(not can_mount(), reason=NO_MOUNTS)
+def test_shared_memory_that_is_too_small_is_said_and_a_thread_writes(tmp_path):
+    """In a mount namespace of its own, whose /dev/shm has 64 kB."""
+    mount = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"'
+    done = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", mount, "sh", sys.executable, "-c", SMALL_SHARED_MEMORY, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "newest 20" in done.stdout
+    assert "/dev/shm of" in done.stdout
+    assert "A thread writes the checkpoints instead" in done.stdout

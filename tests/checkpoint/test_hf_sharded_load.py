@@ -1,0 +1,95 @@
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.checkpoint.tools import exported, kind, weights
+from tests.config.composing import experiment
+from tests.ranks import run_ranks
+from titan_exp.checkpoint.formats.hf_sharded_load import read_huggingface_into
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.models.build import build_model
+from titan_exp.parallel.apply import parallelize
+from titan_exp.parallel.mesh import build_mesh
+from titan_exp.parallel.meta_init import materialize
+from titan_exp.trainer.distributed import joined_process_group
+
+CPU = torch.device("cpu")
+
+
+def read_sharded(name: str, folder: str, layout: list[str]) -> tuple[dict[str, torch.Tensor], int]:
+    """What the ranks of a layout hold together, and how many elements this one does."""
+    made = experiment(*layout, "model=llama_debug")
+    with joined_process_group(CPU):
+        with torch.device("meta"):
+            model = build_model(kind(name), seq_len=64, attention_backend="math")
+        parallelize(model, made, build_mesh(made.parallelism, CPU))
+        materialize(model, CPU)
+        read_huggingface_into(model, kind(name), Path(folder))
+        own = sum(it.to_local().numel() if isinstance(it, DTensor) else it.numel() for it in model.parameters())
+        whole = {
+            name: value.full_tensor() if isinstance(value, DTensor) else value.detach()
+            for name, value in model.named_parameters()
+        }
+        return whole, own
+
+
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        ("llama3", ["parallelism.dp_shard=2"]),
+        ("llama3_2", ["parallelism.dp_shard=3"]),
+        ("llama3_1", ["parallelism.tp=2", "parallelism.dp_shard=1"]),
+        ("llama3_1", ["parallelism.tp=2", "parallelism.dp_shard=2"]),
+        ("llama3_2", ["parallelism.tp=2", "parallelism.dp_shard=1"]),
+        ("llama3", ["parallelism.dp_replicate=2", "parallelism.dp_shard=2"]),
+    ],
+)
+def test_ranks_hold_bitwise_what_one_device_reads(name: str, layout: list[str], tmp_path: Path):
+    """97 words and widths of 64 divide unevenly; a single key-value head is shared by tensor-parallel ranks."""
+    folder = exported(name, "huggingface", tmp_path / "export", file_bytes=1e5)
+    expected = weights(name)
+    world = 1
+    for word in layout:
+        world *= int(word.split("=")[1])
+    for found, own in run_ranks(world, read_sharded, name, str(folder), layout):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[key], value) for key, value in expected.items())
+        assert own < 0.8 * sum(value.numel() for value in expected.values())
+
+
+def test_one_device(tmp_path: Path):
+    folder = exported("llama3", "huggingface", tmp_path / "export", dtype=torch.bfloat16)
+    model = build_model(kind("llama3"), seq_len=64, attention_backend="math")
+    read_huggingface_into(model, kind("llama3"), folder)
+    for name, value in weights("llama3").items():
+        found = model.get_parameter(name)
+        assert found.dtype == torch.float32
+        assert torch.equal(found, value.bfloat16().float())
+
+
+def test_only_the_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from titan_exp.checkpoint.formats.open import open_huggingface
+    from titan_exp.checkpoint.formats.safetensors import SafetensorsStore
+
+    source = open_huggingface(exported("llama3", "huggingface", tmp_path / "export"))
+    read: list[int] = []
+    plain = SafetensorsStore.read
+
+    def counted(self, *args):
+        part = plain(self, *args)
+        read.append(part.numel())
+        return part
+
+    monkeypatch.setattr(SafetensorsStore, "read", counted)
+    part = source.parameters.read("blocks.0.feed_forward.gate_up.weight", slice(10, 50), slice(3, 7))
+    assert torch.equal(part, weights("llama3")["blocks.0.feed_forward.gate_up.weight"][10:50, 3:7])
+    assert sum(read) == part.numel() == 40 * 4
+
+
+def test_another_model_is_refused_with_what_fits(tmp_path: Path):
+    folder = exported("llama3", "huggingface", tmp_path / "export")
+    model = build_model(kind("llama2"), seq_len=64, attention_backend="math")
+    with pytest.raises(UserError, match=r"fits them: model=llama_debug .*\n.*model.kv_heads=4: the weights have 2"):
+        read_huggingface_into(model, kind("llama2"), folder)

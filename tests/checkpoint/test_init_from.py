@@ -1,0 +1,92 @@
+"""Weights of one run in another: all of them or a complaint that names every one that does not fit."""
+
+import pytest
+import torch
+from torch import nn
+
+from tests.checkpoint.saving import saved, trained
+from titan_exp.checkpoint.init_from import load_weights
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.paths.checkpoint_paths import saved_state
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+def test_all_weights_are_the_saved_ones(tmp_path):
+    path = saved(tmp_path, 10).folder.at(10)
+    other, _ = trained(seed=3, steps=0)
+    load_weights(path, [other], [])
+    original, _ = trained()
+    assert all(torch.equal(value, weights(original)[name]) for name, value in weights(other).items())
+
+
+def test_what_is_excluded_keeps_its_values(tmp_path):
+    path = saved(tmp_path, 10).folder.at(10)
+    other, _ = trained(seed=3, steps=0)
+    before = weights(other)
+    load_weights(path, [other], ["blocks.0.*"])
+    original = weights(trained()[0])
+    kept = [name for name in before if name.startswith("blocks.0.")]
+    assert kept
+    for name, value in weights(other).items():
+        assert torch.equal(value, before[name] if name in kept else original[name]), name
+
+
+class Mixed(nn.Module):
+    """Some weights of the saved model under their names, one of another shape, and new ones."""
+
+    def __init__(self, original: nn.Module, more: int) -> None:
+        super().__init__()
+        (name, first), *others = original.named_parameters()
+        self.reshaped = name
+        for kept, value in others[:2]:
+            self.put(kept, value.detach().clone())
+        self.put(name, first.detach()[:3].clone())
+        for index in range(more):
+            self.put(f"adapter.{index:03d}.weight", torch.zeros(2))
+
+    def put(self, name: str, value: torch.Tensor) -> None:
+        at: nn.Module = self
+        *path, last = name.split(".")
+        for part in path:
+            if not hasattr(at, part):
+                at.add_module(part, nn.Module())
+            at = getattr(at, part)
+        at.register_parameter(last, nn.Parameter(value))
+
+
+def test_every_fault_is_named_at_once(tmp_path):
+    path = saved(tmp_path, 10).folder.at(10)
+    mixed = Mixed(trained()[0], more=200)
+    with pytest.raises(UserError) as caught:
+        load_weights(path, [mixed], ["nothing.*"])
+    text = str(caught.value)
+    names = [name for name, _ in trained()[0].named_parameters()]
+    assert "missing in the checkpoint: adapter.000.weight, " in text
+    assert "adapter.011.weight and 188 more" in text
+    assert names[3] in text.split("not in the model: ")[1]
+    assert f"of another shape: {mixed.reshaped} (saved " in text
+    assert "here 3×" in text
+    assert "that fit nothing: nothing.*" in text
+    assert "adapter.*" in text.split("leave these out: ")[1]
+
+
+def test_faults_that_are_excluded_are_none(tmp_path):
+    path = saved(tmp_path, 10).folder.at(10)
+    mixed = Mixed(trained()[0], more=2)
+    absent = [name for name, _ in trained()[0].named_parameters() if name not in dict(mixed.named_parameters())]
+    load_weights(path, [mixed], ["adapter.*", mixed.reshaped, *absent])
+
+
+def test_a_run_its_folder_and_a_checkpoint_mean_the_same(tmp_path):
+    folder = saved(tmp_path, 10, 20).folder
+    assert saved_state(str(tmp_path)) == folder.at(20)
+    assert saved_state(str(folder.path)) == folder.at(20)
+    assert saved_state(str(folder.at(10))) == folder.at(10)
+    folder.at(10).rename(folder.partial(10))
+    assert saved_state(str(folder.partial(10))) is None
+    assert saved_state(str(tmp_path / "nowhere")) is None

@@ -1,0 +1,112 @@
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from titan_exp.checkpoint.retention import CheckpointFolder
+
+
+def folder_with(tmp_path: Path, *names: str) -> CheckpointFolder:
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "part").write_text("x")
+    return CheckpointFolder(tmp_path)
+
+
+def test_only_complete_checkpoints_count(tmp_path):
+    folder = folder_with(tmp_path, "step-00000010", "step-00000030.partial", "step-00000020", "step-00000005.deleted")
+    assert folder.complete() == [10, 20]
+
+
+def test_a_folder_that_is_not_there_holds_none(tmp_path):
+    assert CheckpointFolder(tmp_path / "nowhere").complete() == []
+
+
+def test_publish_moves_the_partial_one_into_place(tmp_path):
+    folder = folder_with(tmp_path, "step-00000010.partial")
+    folder.publish(10)
+    assert folder.complete() == [10]
+    assert (folder.at(10) / "part").exists()
+    assert not folder.partial(10).exists()
+
+
+def test_publish_replaces_one_of_the_same_step(tmp_path):
+    folder = folder_with(tmp_path, "step-00000010", "step-00000010.partial")
+    (folder.partial(10) / "part").write_text("new")
+    folder.publish(10)
+    assert (folder.at(10) / "part").read_text() == "new"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000010"]
+
+
+def test_retain_keeps_the_newest(tmp_path):
+    folder = folder_with(tmp_path, *(f"step-{step:08d}" for step in (10, 20, 30, 100_000_000)))
+    folder.retain(2)
+    assert folder.complete() == [30, 100_000_000]
+    folder.retain(5)
+    assert folder.complete() == [30, 100_000_000]
+
+
+def test_clean_removes_rubble_alone(tmp_path):
+    folder = folder_with(tmp_path, "step-00000010", "step-00000020.partial", "step-00000005.deleted", "mine")
+    folder.clean()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["mine", "step-00000010"]
+
+
+def test_retain_keeps_multiples_for_ever(tmp_path):
+    folder = folder_with(tmp_path, *(f"step-{step:08d}" for step in (10, 15, 20, 30, 35, 45, 55)))
+    folder.retain(2, every=10)
+    assert folder.complete() == [10, 20, 30, 45, 55]
+    folder.retain(1, every=30)
+    assert folder.complete() == [30, 55]
+
+
+def test_damaged_ones_no_longer_count(tmp_path):
+    folder = folder_with(tmp_path, "step-00000010", "step-00000020", "step-00000020.damaged")
+    assert folder.set_aside(20) == tmp_path / "step-00000020.damaged"
+    assert folder.complete() == [10]
+    folder.clean()
+    assert (tmp_path / "step-00000020.damaged").is_dir(), "someone may want to look at it"
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing after it runs."""
+
+
+def operations(folder: CheckpointFolder, monkeypatch, survives: int) -> None:
+    """Let this many renames and deletions happen in the folder, and die at the next."""
+    left = survives
+
+    def counted(operation):
+        def perform(*args, **options):
+            nonlocal left
+            if left == 0:
+                raise Killed
+            left -= 1
+            return operation(*args, **options)
+
+        return perform
+
+    monkeypatch.setattr(os, "rename", counted(os.rename))
+    monkeypatch.setattr(shutil, "rmtree", counted(shutil.rmtree))
+
+
+@pytest.mark.parametrize("survives", range(12))
+def test_death_while_publishing_and_deleting_loses_nothing(tmp_path, monkeypatch, survives):
+    """At whichever rename or deletion: the newest complete state is there, and the next start is clean."""
+    folder = folder_with(tmp_path, "step-00000010", "step-00000020", "step-00000030", "step-00000030.partial")
+    (folder.partial(30) / "part").write_text("new")
+    died = False
+    with monkeypatch.context() as patch:
+        operations(folder, patch, survives)
+        try:
+            folder.publish(30)
+            folder.retain(1)
+        except Killed:
+            died = True
+    assert died == (survives < 10), "the count of operations is known"
+    folder.clean()
+    assert folder.complete()[-1] == 30
+    assert (folder.at(30) / "part").read_text() in ("x", "new")
+    folder.retain(1)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000030"]

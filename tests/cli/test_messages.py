@@ -1,0 +1,312 @@
+"""What the command line says: help, versions, and every way of typing something wrong."""
+
+import importlib
+import pkgutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import titan_exp.launch
+from titan_exp.cli.main import main
+from titan_exp.config.groups.experiment import Experiment
+
+Launched = list[tuple[Experiment, list[str]]]
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
+    """What reaches the launcher, which is not started."""
+    # Imported for the first time under the stand-ins, a module would keep them.
+    for module in pkgutil.walk_packages(titan_exp.launch.__path__, "titan_exp.launch."):
+        importlib.import_module(module.name)
+    calls: Launched = []
+
+    def run(call: tuple[Experiment, list[str]]) -> SimpleNamespace:
+        calls.append(call)
+        return SimpleNamespace(
+            exit_code=call[0].experiment.seed, folder=SimpleNamespace(path=Path("there"), metrics=Path(__file__))
+        )
+
+    monkeypatch.setattr("titan_exp.launch.run_plan.plan", lambda experiment, overrides: (experiment, list(overrides)))
+    monkeypatch.setattr("titan_exp.launch.memory_gate.pass_gate", lambda plan, say: plan)
+    monkeypatch.setattr("titan_exp.launch.run_plans.run", run)
+    monkeypatch.setattr("titan_exp.compare.output.plot.draw", lambda folder: folder / "loss.png")
+    return calls
+
+
+@pytest.fixture
+def say(capsys: pytest.CaptureFixture[str], launched: list[Any]):
+    """Run a command that must be refused, and return what it says."""
+
+    def run(*words: str) -> str:
+        assert main(words) == 2
+        out, err = capsys.readouterr()
+        assert (out, launched) == ("", [])
+        assert "Traceback" not in err
+        return err
+
+    return run
+
+
+def test_training_composes_converts_and_launches(launched: Launched):
+    before = list(sys.argv)
+    assert main(["train", "model=llama_debug", "training.steps=1e3", "+experiment=smoke", "experiment.seed=3"]) == 3
+    ((experiment, overrides),) = launched
+    assert (experiment.model.name, experiment.training.steps) == ("llama-debug", 1000)
+    assert overrides == ["model=llama_debug", "training.steps=1e3", "+experiment=smoke", "experiment.seed=3"]
+    assert sys.argv == before
+
+
+def test_flags_and_overrides_mix(capsys: pytest.CaptureFixture[str]):
+    assert (
+        main(["train", "model=llama_debug", "--cfg", "job", "training.steps=7", "--resolve", "--package=training"]) == 0
+    )
+    assert "steps: 7" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["help"]])
+def test_usage(words: list[str], capsys: pytest.CaptureFixture[str]):
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "titan-exp VERB" in out
+    assert all(
+        f"  {verb} " in out
+        for verb in ("train", "sweep", "status", "logs", "cancel", "retry", "generate", "tokenize", "compare")
+    )
+
+
+@pytest.mark.parametrize(
+    "verb", ["sweep", "status", "logs", "cancel", "retry", "generate", "evaluate", "convert", "download"]
+)
+def test_verbs_say_what_they_take(verb: str, capsys: pytest.CaptureFixture[str]):
+    assert main([verb, "--help"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith((f"titan-exp {verb} ", f"titan-exp {verb}:"))
+    assert max(map(len, out.splitlines())) <= 120
+
+
+def test_version(capsys: pytest.CaptureFixture[str]):
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("titan-exp 0.")
+
+
+def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "--help", "model=llama3_8b"]) == 0
+    out = capsys.readouterr().out
+    assert "*llama3_8b" in out
+    assert "*llama_laptop" not in out
+    assert (
+        out.index("  model ")
+        < out.index("  optimizer ")
+        < out.index("  cluster ")
+        < out.index("Overlays")
+        < out.index("smoke")
+    )
+    assert max(map(len, out.splitlines())) <= 120
+    assert "family" not in out
+    assert "local@" not in out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["tran"], "Did you mean titan-exp train?"),
+        (
+            ["launch"],
+            "The verbs are train, sweep, plan, status, logs, cancel, retry, generate, evaluate",
+        ),
+        (["model=llama3_8b"], "titan-exp train model=llama3_8b"),
+        (["--cfg", "job"], "titan-exp train --cfg job"),
+        (["train", "training.stesp=4"], "training.stesp=4: there is no such key\n    did you mean training.steps?"),
+        (["train", "lr=3e-4"], "lr=3e-4: there is no such key\n    did you mean optimizer.lr?"),
+        (
+            ["train", "cluster.partition=gpu"],
+            "cluster=local does not have this key\n    it comes with cluster=slurm or",
+        ),
+        (["train", "cluster.partitoin=gpu"], "did you mean cluster.partition? It comes with cluster=slurm or"),
+        (["train", "training.nonsense=4"], "training has steps, seq_len"),
+        (["train", "modle=llama3_8b"], "did you mean model=llama3_8b?"),
+        (["train", "model=llama9_8b"], "did you mean llama3_8b"),
+        (["train", "optimizer=lion"], "choose adamw"),
+        (["train", "model=null"], "choose llama2_7b"),
+        (["train", "experiment=smoke"], "+experiment=smoke"),
+        (["train", "experiment=mine"], "experiment.name=mine"),
+        (["train", "+experiment=smok"], "did you mean smoke?"),
+        (["train", "+model=llama3_8b"], "leave the plus out: model=llama3_8b"),
+        (["train", "model.options.x=3"], "+model.options.x=3"),
+        (["train", "+model.lr=3"], "model.lr=3: there is no such key\n    did you mean optimizer.lr?"),
+        (["train", "~data.split"], "data.split: this key has no value"),
+        (["train", "~model"], "model: this group is missing"),
+        (["train", "training.steps", "100"], "an override is key=value"),
+        (["train", "data.paths=[a"], "quote it"),
+        (["train", "training.steps="], "training.steps: a whole number is meant"),
+        (["train", "training.steps=1,2"], "add -m"),
+        (["train", "training.steps=-1"], "must be at least 0"),
+        (["train", "--training.steps=5"], "without dashes: training.steps=5"),
+        (["train", "--mutlirun"], "did you mean --multirun?"),
+        (["train", "--cfg"], "--cfg needs a value"),
+        (["train", "--resolve"], "--cfg or --help"),
+        (["train", "--config-dir", "/nowhere"], "there is no such folder"),
+        (["train", "hydra.searchpath=[pkg://nowhere.conf]"], "nowhere.conf cannot be found"),
+        (["train", "--config-name", "nowhere"], "nowhere"),
+        (["train", "--help", "model=llama9_8b"], "did you mean llama3_8b"),
+        (["train", "--cfg", "job", "--resolve", "model.heads=5"], "192 is not a multiple of 5"),
+        (["train", "data.preview=0"], "must be at least 1"),
+        (["train", "--dry-run"], "it goes with -m"),
+        (["train", "-m", "--dryrun", "--skip", "training.steps=1,2"], "did you mean --dry-run?"),
+        (["train", "-m", "--jobs", "many", "training.steps=1,2"], "a whole number is meant"),
+        (["sweep", "optimisers"], "Did you mean optimizers?"),
+        (["sweep", "--dry-run"], "Which study?"),
+        (["sweep", "optimizers", "--dryrun"], "did you mean --dry-run?"),
+        (["sweep", "optimizers", "--jobs", "0"], "The least is --jobs 1"),
+        (["sweep", "optimizers", "size=huge"], "optimizers has laptop and cluster"),
+        (["sweep", "optimizers", "optimizer.lrr=3"], "did you mean optimizer.lr?"),
+        (
+            ["sweep", "optimizers", "optimizer.state_precision=fp32"],
+            "varies optimizer.state_precision together with others",
+        ),
+        (["sweep", "optimizers", "experiment.seed=one"], "a whole number is meant"),
+        (["sweep", "optimizers", "experiment.name=a,b"], "lie in one folder"),
+        (["sweep", "optimizers", "parallelism.ep=2"], "None of the 24 points"),
+        (["status", "nowhere"], "there is no such run or study"),
+        (["status", "--wach"], "did you mean --watch?"),
+        (["status", "training.steps=3"], "but for paths.runs=FOLDER"),
+        (["logs"], "The logs of what?"),
+        (["logs", "x", "--rank"], "--rank needs a value"),
+        (["cancel"], "Cancel what?"),
+        (["retry"], "Retry what?"),
+        (["tokenize"], "out=stores/mine"),
+        (["tokenize", "outt=x"], "did you mean out?"),
+        (["tokenize", "data=txt", "out=x"], "data=txt"),
+        (["tokenize", "data.path=[a]", "out=x"], "did you mean data.paths?"),
+        (["tokenize", "data=text", "data.paths=[nowhere]", "out=x"], "nothing here has this name"),
+        (["tokenize", "training.steps=5", "out=x"], "tokenizing does not read it"),
+        (["tokenize", "check=nowhere"], "there is no such folder"),
+        (["tokenize", "check=nowhere", "out=x"], "leave out= out"),
+        (["tokenize", "stores/mine"], "an override is key=value"),
+    ],
+)
+def test_wrong_words_are_answered(words: list[str], says: str, say: Any):
+    assert says in say(*words)
+
+
+def test_tokenizing_explains_itself(capsys: pytest.CaptureFixture[str]):
+    assert main(["tokenize", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {option}=" in out for option in ("out", "workers", "parts", "shard_tokens", "check"))
+    assert max(map(len, out.splitlines())) <= 120
+
+
+def test_a_preview_launches_nothing(launched: Launched, capsys: pytest.CaptureFixture[str]):
+    assert main(["train", "data.preview=2", "training.global_batch_size=2", "data.virtual_shards=2"]) == 0
+    assert launched == []
+    assert capsys.readouterr().out.startswith("step 2: 2 rows of ")
+
+
+def test_every_wrong_override_is_named_at_once(say: Any):
+    answer = say("train", "modle=llama3_8b", "model=llama9_8b", "training.stesp=4", "lr=1", "optimizer.lr=1e-3")
+    assert [answer.count(word) for word in ("modle", "llama9_8b", "stesp", "  lr=1:", "1e-3")] == [1, 1, 1, 1, 0]
+
+
+def test_sweeps_are_checked_too(say: Any):
+    answer = say("train", "-m", "model=llama9,llama_debug", "training.stepz=1,2")
+    assert "model=llama9" in answer
+    assert "training.stepz=1,2" in answer
+
+
+def test_rules_are_answered(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    assert main(["train", f"paths.runs={tmp_path}", "parallelism.ep=2", "model.kv_heads=4"]) == 2
+    err = capsys.readouterr().err
+    assert "parallelism.ep=2" in err
+    assert "model.kv_heads=4" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_whoever_wants_the_traceback_gets_it(monkeypatch: pytest.MonkeyPatch):
+    from titan_exp.config.errors.user_error import UserError
+
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(UserError):
+        main(["train", "training.stesp=4"])
+
+
+def test_other_failures_are_not_hidden(
+    launched: list[Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def fail(*_: object) -> int:
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr("titan_exp.launch.run_plans.run", fail)
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        main(["train"])
+    assert "Error executing job" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", ["", "/config.yaml"])
+def test_a_run_is_repeated_from_its_own_file(
+    file: str, tmp_path: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch
+):
+    from titan_exp.config.hydra.compose import compose
+    from titan_exp.config.schema.typed_config import to_experiment, to_yaml
+
+    run = to_experiment(compose(["model=llama_debug", "optimizer.lr=1e-9", "experiment.notes='a: b'"]))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(to_yaml(run))
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--config-path", f"run{file}"]) == 0
+    assert launched.pop() == (run, [])
+    assert main(["train", "--config-path", f"run{file}", "experiment.seed=3"]) == 3
+    assert launched.pop()[0].experiment.seed == 3
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_failures_inside_a_sweep_are_not_hidden(monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object, **__: object) -> int:
+        raise ZeroDivisionError("ours")
+
+    monkeypatch.setattr("titan_exp.launch.sweep.sweeper.sweep", fail)
+    with pytest.raises(ZeroDivisionError, match="ours"):
+        main(["train", "-m", "training.steps=1,2"])
+
+
+def test_a_yaml_file_that_cannot_be_read_is_named(tmp_path: Path, say: Any):
+    (tmp_path / "optimizer").mkdir()
+    (tmp_path / "optimizer" / "broken.yaml").write_text("lr: [1\n")
+    answer = say("train", "--config-dir", str(tmp_path), "optimizer=broken")
+    assert "broken.yaml" in answer
+
+
+def test_a_folder_of_ones_own_groups(tmp_path: Path, launched: Launched, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "optimizer").mkdir()
+    (tmp_path / "optimizer" / "lion.yaml").write_text("defaults: [adamw, _self_]\n\nlr: 1e-5\n")
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "mine.yaml").write_text(
+        "# @package _global_\ndefaults: [override /optimizer: lion]\n\ntraining: {steps: 5}\n"
+    )
+    for words in (["--config-dir", str(tmp_path)], [f"hydra.searchpath=[file://{tmp_path}]"]):
+        assert main(["train", *words, "+experiment=mine"]) == 0
+        experiment, overrides = launched.pop()
+        assert (experiment.optimizer.lr, experiment.training.steps, overrides) == (1e-5, 5, ["+experiment=mine"])
+        assert main(["train", *words, "--help"]) == 0
+        out = capsys.readouterr().out
+        assert "lion" in out
+        assert "mine" in out
+        assert main(["train", *words, "optimizer=lino"]) == 2
+        assert "did you mean lion?" in capsys.readouterr().err
+
+
+def test_groups_of_a_package_in_the_current_directory(
+    tmp_path: Path, launched: Launched, monkeypatch: pytest.MonkeyPatch
+):
+    conf = tmp_path / "own_package_of_groups" / "conf"
+    (conf / "optimizer").mkdir(parents=True)
+    (conf / "__init__.py").touch()
+    (conf.parent / "__init__.py").touch()
+    (conf / "optimizer" / "slow.yaml").write_text("defaults: [adamw, _self_]\n\nlr: 1e-6\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    assert main(["train", "hydra.searchpath=[pkg://own_package_of_groups.conf]", "optimizer=slow"]) == 0
+    assert launched[0][0].optimizer.lr == 1e-6

@@ -1,0 +1,167 @@
+"""The verb as it is typed, and what it says of what it cannot plan."""
+
+import io
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+
+from titan_exp.cli.main import main
+from titan_exp.cli.plan import options_among
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.layout.layout import offered_devices, resolve_layout
+from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.plan.cuda.caching_allocator import MIB
+from titan_exp.plan.cuda.devices import DEVICES, device_named
+from titan_exp.plan.plan_table import print_plan, print_whole
+from titan_exp.plan.predict import Plan, predict
+from titan_exp.rules import check
+from titan_exp.tracking.memory_stats import PEAKS
+
+CLUSTER = ["cluster=slurm_h100", "training.seq_len=512", "training.mixed_precision=bf16"]
+SMALL = ["model=llama_debug", *CLUSTER, "training.global_batch_size=64"]
+
+
+def planned(*words: str, code: int = 0) -> str:
+    """What the verb prints, on standard output or, where it fails, as its error."""
+    command = [sys.executable, "-m", "titan_exp", "plan", *words]
+    environment = {**os.environ, "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
+    assert done.returncode == code, done.stderr
+    return done.stdout if code == 0 else done.stderr
+
+
+def test_json_adds_up():
+    found = json.loads(planned(*SMALL, "parallelism.dp_shard=8", "parallelism.pp=4", "--ranks", "1,3", "--json"))
+    assert found["world_size"] == 32
+    assert [rank["pipeline_rank"] for rank in found["ranks"]] == [1, 3]
+    for rank in found["ranks"]:
+        assert rank["peak_allocated_bytes"] == sum(rank["peak_by_category"].values()) > 0
+        segments, expandable = (rank["reserved"][way] for way in ("segments", "expandable"))
+        assert rank["peak_allocated_bytes"] <= segments["allocated"] <= segments["reserved"]
+        assert expandable["allocated"] <= expandable["reserved"]
+        assert rank["allocator_bytes"] == segments["reserved"] - rank["peak_allocated_bytes"] > 0
+        # cuBLAS has one on Hopper for each thread: forward and backward.
+        assert rank["peak_by_category"]["workspaces"] == 2 * 32 * 2**20
+        assert rank["peak_by_category"]["optimizer"] > rank["peak_by_category"]["parameters"] > 0
+    kinds = {(message["axis"], message["kind"]) for message in found["ranks"][0]["messages"]}
+    assert {("pp", "send"), ("pp", "receive"), ("fsdp", "all-gather"), ("fsdp", "reduce-scatter")} <= kinds
+    # 1F1B of 4 ranks and m micro-batches waits for 3 of m + 3 turns.
+    microbatches = 8
+    assert found["bubble"] == pytest.approx(3 / (microbatches + 3))
+    assert found["step_seconds"] > max(rank["seconds"]["matmuls"] for rank in found["ranks"])
+
+
+def test_a_table_for_people():
+    said = planned(*SMALL, "parallelism.dp_shard=64", "--device", "mi300x")
+    assert "llama-debug on 64 x MI300X 192GB" in said
+    for word in (
+        "params",
+        "optim",
+        "activ",
+        "dp_shard=fsdp",
+        "reduce-scatter",
+        "MFU",
+        "GPU-hours",
+        "reserved",
+        "expandable_segments:True",
+        "must hold what is not predicted",
+    ):
+        assert word in said
+
+
+def verdict(plan: Plan, room: int) -> str:
+    """What is said of a plan on a device of so many bytes."""
+    assert plan.device is not None
+    console = Console(record=True, width=1000, file=io.StringIO())
+    print_plan(replace(plan, device=replace(plan.device, memory_gb=room / 1e9)), console)
+    return next(line for line in console.export_text().splitlines() if " of tensors" in line)
+
+
+def planned_here(*words: str) -> Plan:
+    experiment = to_experiment(compose([*SMALL, "parallelism.dp_shard=4", "training.micro_batch_size=2", *words]))
+    return predict(resolve_layout(check(experiment), offered_devices(experiment.cluster)), device_named("h100"))
+
+
+def test_no_digit_is_cut_off_where_it_is_narrow():
+    table = Table("parameters", "activations", "in all")
+    table.add_row("123.45", "6789.01", "6912.46")
+    text = io.StringIO()
+    print_whole(Console(file=text, width=12), table)
+    assert "123.45" in text.getvalue()
+    assert "activations" in text.getvalue()
+    assert "\u2026" not in text.getvalue()
+
+
+def test_what_the_allocator_reserves_decides():
+    plan = planned_here()
+    (rank,) = plan.ranks
+    assert rank.reserved is not None
+    tensors, reserved = rank.trace.peak.bytes, rank.reserved.segments.reserved
+    assert "must hold what is not predicted" in verdict(plan, 2 * reserved)
+    assert "Does not fit: torch's allocator reserves" in verdict(plan, reserved - MIB)
+    assert "Neither does it with PYTORCH_CUDA_ALLOC_CONF" in verdict(plan, tensors + MIB)
+    assert "Does not fit" in verdict(plan, tensors - MIB)
+
+
+def test_a_recipe_is_planned_with_the_instructions_of_the_gpu():
+    recipe = ["quantization=float8_rowwise", "quantization.smallest_gemm=0"]
+    without, with_it = (plan.ranks[0].trace for plan in (planned_here(), planned_here(*recipe)))
+    emulated = planned_here(*recipe, "quantization.emulate=true").ranks[0].trace
+    assert with_it.work.flops == without.work.flops == emulated.work.flops > 0
+    # All matmuls but the head's and attention's.
+    assert with_it.work.flops > with_it.work.fp8_flops > 0 == without.work.fp8_flops == emulated.work.fp8_flops
+    # Emulated products read and write their operands in fp32 too.
+    assert without.work.bytes_moved < with_it.work.bytes_moved < emulated.work.bytes_moved
+
+
+def test_what_is_not_modelled_is_refused_all_at_once():
+    said = planned(
+        *SMALL,
+        "parallelism.dp_shard=8",
+        "parallelism.tp=2",
+        "parallelism.async_tp=true",
+        "model.attention_backend=flex",
+        "compile=blocks",
+        code=2,
+    )
+    assert "This run cannot be planned." in said
+    assert "parallelism.async_tp=true" in said
+    assert "model.attention_backend=flex" in said
+    assert "Traceback" not in said
+
+
+def test_a_recorded_pass_is_not_modelled():
+    words = ("parallelism.dp_shard=1", "training.mixed_precision=bf16", "compile.cuda_graphs=true")
+    said = planned(*SMALL, *words, code=2)
+    assert "compile.cuda_graphs=true: a graph keeps the memory of a pass for itself" in said
+    assert "compile.cuda_graphs=false plans the same run without" in said
+
+
+def test_options_are_told_from_overrides():
+    options, rest = options_among(["--ranks", "0,15", "model=llama3_8b", "--device", "h200", "--json", "--full"])
+    assert (options.ranks, options.device, options.json, rest) == ((0, 15), "h200", True, ["model=llama3_8b"])
+    assert options.full
+    with pytest.raises(UserError, match="as in --ranks 0,15"):
+        options_among(["--ranks", "first"])
+    with pytest.raises(UserError, match="--device takes a value"):
+        options_among(["--device"])
+
+
+def test_a_verb_misspelt_is_no_override(capsys: pytest.CaptureFixture[str]):
+    for word, meant in (("serch", "search"), ("calibrat", "calibrate")):
+        assert main(["plan", word, "model=llama3_8b"]) == 2
+        assert f"did you mean titan-exp plan {meant}?" in capsys.readouterr().err
+
+
+def test_devices_are_those_that_mfu_is_counted_by():
+    with pytest.raises(UserError, match="did you mean h100"):
+        device_named("h10")
+    peaks = {peak for _, peak in PEAKS}
+    assert {device.bf16_tflops for device in DEVICES.values()} <= peaks

@@ -1,0 +1,174 @@
+"""How runs stand by their files, how they are named, and what is printed of them."""
+
+import json
+import socket
+import time
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+
+from titan_exp.cli.main import main
+from titan_exp.cli.status import status_rows
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.launch.executor import Look
+from titan_exp.launch.run_plan import commit, plan
+from titan_exp.launch.state import run_status as standing_module
+from titan_exp.launch.state.run_lookup import find, runs_among
+from titan_exp.launch.state.run_status import standing
+from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def experiment():
+    return to_experiment(compose(["model=llama_debug", "cluster.device=cpu", "training.steps=10", "experiment.name=x"]))
+
+
+@pytest.fixture
+def make(home: Path, experiment):
+    """A run's folder with one start of it, in some state."""
+    from dataclasses import replace
+
+    def run(seed: int, state: str | None, *, step: int = 4, hosts: tuple[str, ...] = (), ago: float = 0.0, by="local"):
+        made = plan(replace(experiment, experiment=replace(experiment.experiment, seed=seed)))
+        commit(made)
+        folder = made.folder
+        if state is not None:
+            folder.add_attempt(world_size=2, hosts=hosts or (socket.gethostname(),), launched_by=by, job_id="77")
+            folder.update_attempt(1, start=time.time() - 7200, intent=time.time() - max(ago, 1))
+            folder.write_state(
+                RunState(cast(Any, state), step, time.time() - ago, 1, "out of luck" if state == "failed" else None)
+            )
+        return folder
+
+    return run
+
+
+def log(folder: RunFolder, step: int, **values: float) -> None:
+    row = {"step": step, "tokens": step * 100, "loss": 3.0, "tokens_per_second": 50.0, "attempt": 1, **values}
+    with folder.metrics.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+def test_a_run_stands_as_its_files_say(make):
+    assert standing(make(0, None)).condition == "new"
+    assert standing(make(1, "done")).condition == "done"
+    assert (standing(make(2, "failed")).condition, standing(make(2, "failed")).reason) == ("failed", "out of luck")
+    lost = standing(make(3, "running", ago=600))
+    assert lost.condition == "lost"
+    assert "died without a word" in (lost.reason or "")
+    assert "10 min ago" in (lost.reason or "")
+    held = make(4, "running", ago=600)
+    with held.claim("launcher"):
+        assert standing(held).condition == "running"
+    # Locks may not be seen from another machine: a fresh sign of life counts there.
+    assert standing(make(5, "running", hosts=("elsewhere",))).condition == "running"
+    assert standing(make(6, "running", hosts=("elsewhere",), ago=600)).condition == "lost"
+    broken = make(7, "done")
+    broken.state.write_text("no")
+    assert standing(broken).condition == "unreadable"
+
+
+@pytest.mark.parametrize(
+    ("state", "look", "expected"),
+    [
+        ("running", Look("queued", "78", "Priority"), ("queued", "Priority", "78")),
+        ("running", Look("running", "77"), ("running", None, "77")),
+        ("running", Look("gone", "77", "NODE_FAIL"), ("lost", "NODE_FAIL", "77")),
+        ("preempted", Look("queued", "77", "BeginTime"), ("queued", "BeginTime", "77")),
+        ("preempted", Look("gone"), ("preempted", None, "77")),
+        ("failed", Look("unknown"), ("failed", "out of luck", "77")),
+    ],
+)
+def test_then_the_scheduler_is_asked(make, monkeypatch: pytest.MonkeyPatch, state: str, look: Look, expected: tuple):
+    asked: list[str] = []
+
+    class Scheduler:
+        def look(self, folders):
+            return {folder.path: look for folder in folders}
+
+    monkeypatch.setattr(standing_module, "backend_for", lambda kind: asked.append(kind) or Scheduler())
+    now = standing(make(0, state, hosts=("node1",), by="slurm"))
+    assert (now.condition, now.reason, now.job_id) == expected
+    assert asked == ["slurm"]
+    assert standing(make(1, "done", by="slurm")).condition == "done"
+    assert asked == ["slurm"]
+
+
+def test_runs_are_named_in_many_ways(make, home: Path):
+    first, second = make(0, "done"), make(1, "failed")
+    runs = home / "runs"
+    assert {one.folder.path for one in find(["x"], runs)} == {first.path, second.path}
+    assert [one.folder.path for one in find([first.path.name[:6]], runs)] == [first.path]
+    assert [one.folder.path for one in find([f"x/{first.path.name}"], runs)] == [first.path]
+    assert [one.folder.path for one in find([str(second.path), second.path.name], runs)] == [second.path]
+    assert runs_among(["paths.runs=there", "x"]) == (Path("there"), ["x"])
+    for word, says in {
+        "y": "Under",
+        "0000": "no such run",
+        f"x/{'0' * 12}": "x has no such run",
+        "xx": "no such",
+    }.items():
+        with pytest.raises(UserError, match=says):
+            find([word], runs)
+
+
+def test_the_table_says_what_a_user_wants_to_know(make, capsys: pytest.CaptureFixture[str]):
+    running, failed = make(0, "running"), make(1, "failed")
+    log(failed, 4)
+    log(running, 5)
+    log(running, 6, loss=2.5, mfu=0.25)
+    with running.claim("launcher"):
+        assert main(["status", "x"]) == 0
+        (row,) = [row for row in status_rows(find(["x"], Path("runs"))) if row.state == "running"]
+    out = capsys.readouterr().out
+    assert (row.step, row.steps, row.loss, row.mfu, row.seconds_left) == (6, 10, 2.5, 0.25, 4 * 100 / 50)
+    assert all(
+        text in out for text in ("6/10", "4/10", "2.5000", "25.0%", "0:08", "out of luck", "1 running", "1 failed")
+    )
+    assert row.gpu_hours is None
+    assert main(["status", "x", "--json"]) == 0
+    assert {row["state"] for row in json.loads(capsys.readouterr().out)} == {"lost", "failed"}
+    assert main(["status", "paths.runs=nowhere"]) == 0
+    assert "There is no run under nowhere/" in capsys.readouterr().out
+
+
+def test_hours_are_those_of_gpus(make):
+    folder = make(0, "done")
+    folder.update_attempt(1, start=1000.0, end=1000.0 + 1800)
+    folder.config.write_text(folder.config.read_text().replace("device: cpu", "device: cuda"))
+    (row,) = status_rows(find([str(folder.path)], Path("runs")))
+    assert row.gpu_hours == pytest.approx(1.0)
+
+
+def test_logs_are_those_of_the_rank_and_start_that_are_meant(make, capsys: pytest.CaptureFixture[str]):
+    folder = make(0, "failed")
+    folder.add_attempt(world_size=2, hosts=["here"])
+    for attempt in (1, 2):
+        folder.attempt_logs(attempt).mkdir(parents=True)
+        for rank in (0, 1):
+            (folder.attempt_logs(attempt) / f"rank-{rank:05d}.log").write_text(f"attempt {attempt} rank {rank} spoke\n")
+    record = {"rank": 1, "pid": 1, "host": "here", "start": 1.0, "end": 2.0, "exit": 1, "error": None}
+    (folder.attempt_logs(2) / "rank-00001.json").write_text(json.dumps(record))
+    cases = {(): "attempt 2 rank 1", ("--rank", "0"): "attempt 2 rank 0", ("--attempt", "1"): "attempt 1 rank 0"}
+    for words, expected in cases.items():
+        assert main(["logs", str(folder.path), *words]) == 0
+        assert f"{expected} spoke" in capsys.readouterr().out
+    assert main(["logs", "-f", str(folder.path), "--attempt", "1"]) == 0
+    assert "attempt 1 rank 0 spoke" in capsys.readouterr().out
+    for words, says in {("--rank", "7"): "it has ranks 0 to 1", ("--attempt", "3"): "--attempt 1 to 2"}.items():
+        assert main(["logs", str(folder.path), *words]) == 2
+        assert says in capsys.readouterr().err
+    make(1, "done")
+    assert main(["logs", "x", "-f"]) == 2
+    assert "2 runs are meant" in capsys.readouterr().err
+    assert main(["logs", "x"]) == 0
+    assert "out of luck" in capsys.readouterr().out

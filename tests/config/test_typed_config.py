@@ -1,0 +1,168 @@
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.config.composing import experiment, refused
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.schema.typed_config import load_experiment, to_dict, to_experiment, to_yaml
+
+
+def test_values_become_the_fields_types():
+    run = experiment(
+        "training.steps=1e6",
+        "optimizer.lr=1",
+        "experiment.name=2024",
+        "experiment.tags=[1,tp]",
+        "+data.options.depth=3",
+    )
+    assert (run.training.steps, type(run.training.steps)) == (1_000_000, int)
+    assert (run.optimizer.lr, type(run.optimizer.lr)) == (1.0, float)
+    assert run.experiment.name == "2024"
+    assert run.experiment.tags == ("1", "tp")
+    assert run.optimizer.betas == (0.9, 0.95)
+    assert run.data.options == {"depth": 3}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        run.training.steps = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "training.steps=1.5",
+        "training.steps=abc",
+        "training.steps=true",
+        "training.seq_len=0",
+        "training.steps=null",
+        "training.micro_batch_size=true",
+        "training.max_grad_norm=inf",
+        "training.max_grad_norm=nan",
+        "training.mixed_precision=fp16",
+        "training.deterministic=maybe",
+        "training.evaluate_every=-1",
+        "parallelism.dp_shard=0",
+        "parallelism.dp_shard=-2",
+        "parallelism.reshard_after_forward=true",
+        "optimizer.lr=0",
+        "optimizer.lr=fast",
+        "optimizer.betas=[0.9]",
+        "optimizer.betas=[0.9,0.95,0.99]",
+        "optimizer.betas=[0.9,1.0]",
+        "optimizer.options=3",
+        "lr_schedule.min_lr_ratio=1.1",
+        "model.rope=3",
+        "model.rope.theta=-1",
+        "data.paths=notes.txt",
+        "data.validation_fraction=1",
+        "checkpoint.mode=asynch",
+        "experiment.name=null",
+        "experiment.notes={a:1}",
+        "cluster.device=gpu",
+    ],
+)
+def test_a_wrong_value_names_its_field(override: str):
+    (violation,) = refused(override)
+    assert violation.field == override.partition("=")[0]
+    assert violation.reason
+    assert violation.remedy
+
+
+def test_all_errors_come_at_once_in_the_order_of_the_configuration():
+    wrong = (
+        "training.seq_len=0",
+        "+model.depth=3",
+        "checkpoint.mode=asynch",
+        "~data.split",
+        "+foo.bar=1",
+        "optimizer.lr=-1",
+    )
+    fields = [violation.field for violation in refused(*wrong)]
+    assert fields == ["training.seq_len", "optimizer.lr", "data.split", "checkpoint.mode", "foo", "model.depth"]
+
+
+def test_remedies_name_what_would_work():
+    by_field = {
+        violation.field: violation
+        for violation in refused(
+            "training.steps=2.6",
+            "training.mixed_precision=bf32",
+            "parallelism.dp_shard=0",
+            "data.paths=notes.txt",
+            "optimizer.lr=-1",
+            "+model.layer=3",
+        )
+    }
+    assert "training.steps=3" in by_field["training.steps"].remedy
+    assert "bf16" in by_field["training.mixed_precision"].remedy
+    assert by_field["parallelism.dp_shard"].reason == "must be -1 or at least 1"
+    assert "data.paths='[notes.txt]'" in by_field["data.paths"].remedy
+    assert "Peak learning rate" in by_field["optimizer.lr"].remedy
+    assert "model.layers" in by_field["model.layer"].remedy
+
+
+def test_what_is_computed_from_a_wrong_value_is_not_blamed():
+    (violation,) = refused("training.steps=abc")
+    assert violation.field == "training.steps"
+
+
+def test_an_interpolation_that_fails_names_the_keys_it_reads():
+    (violation,) = refused("model.heads=5")
+    assert violation.field == "model.head_dim"
+    assert "192 is not a multiple of 5, but of 4 or 6" in violation.reason
+    assert "model.dim or model.heads" in violation.remedy
+
+
+def test_interpolations_that_read_each_other_are_both_named():
+    circle = refused("lr_schedule.warmup_steps=${.decay_steps}", "lr_schedule.decay_steps=${.warmup_steps}")
+    assert [violation.field for violation in circle] == ["lr_schedule.warmup_steps", "lr_schedule.decay_steps"]
+
+
+def test_a_value_that_is_still_missing_is_named():
+    (violation,) = refused("training.steps=???", "lr_schedule.warmup_steps=1", "lr_schedule.decay_steps=1")
+    assert violation.field == "training.steps"
+    assert "training.steps=" in violation.remedy
+
+
+@pytest.mark.parametrize(
+    "overrides", [(), ("experiment.notes='ünïcode: \"x\" #y'", "+model.options.a=[1,{b:null}]", "optimizer.lr=1e-9")]
+)
+def test_yaml_reads_back_equal(tmp_path: Path, overrides: tuple[str, ...]):
+    run = experiment(*overrides)
+    path = tmp_path / "config.yaml"
+    path.write_text(to_yaml(run), encoding="utf-8")
+    assert load_experiment(path) == run
+    assert json.loads(json.dumps(to_dict(run))) == to_dict(run)
+    assert "${" not in to_yaml(run)
+
+
+def test_a_run_started_again_from_its_own_file_is_the_same(tmp_path: Path):
+    run = experiment("model=llama_debug", "optimizer.lr=1e-9")
+    (tmp_path / "config.yaml").write_text(to_yaml(run))
+    from omegaconf import OmegaConf
+
+    assert to_experiment(OmegaConf.load(tmp_path / "config.yaml")) == run  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "No such file"),
+        ("a: [", "not YAML"),
+        ("3", "no configuration"),
+        ("training: {steps: 3}", "experiment: this group"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str | None, says: str):
+    path = tmp_path / "config.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(UserError, match=says):
+        load_experiment(path)
+
+
+def test_hydras_own_node_is_left_out():
+    cfg = compose()
+    cfg = type(cfg)({**cfg, "hydra": {"verbose": True}})
+    assert to_experiment(cfg) == experiment()

@@ -1,0 +1,201 @@
+import json
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import datasets.config
+import huggingface_hub.constants
+import pyarrow as pa
+import pyarrow.parquet
+import pytest
+
+from tests.data.corpora import Ranks, experiment, text
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.data.sources import load_dataset as huggingface_loading
+from titan_exp.data.sources.base import build_source, build_validation_source, fingerprint
+from titan_exp.data.sources.huggingface import HuggingFaceStream, HuggingFaceTable, build_huggingface
+from titan_exp.data.tokenizers.base import ByteTokenizer
+from titan_exp.data.validation_loader import ValidationLoader
+
+FILES, ROWS = 3, 20
+TEXTS = [text(number) for number in range(FILES * ROWS)]
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the same rows as parquet (several row groups) and as JSON lines, and a folder with splits."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for number in range(FILES):
+        rows = TEXTS[number * ROWS : (number + 1) * ROWS]
+        table = pa.table({"number": list(range(ROWS)), "text": rows})
+        pyarrow.parquet.write_table(table, folder / f"part-{number}.parquet", row_group_size=7)
+        lines = (json.dumps({"number": row, "text": each}) for row, each in enumerate(rows))
+        (folder / f"part-{number}.jsonl").write_text("\n".join(lines))
+    (folder / "splits").mkdir()
+    for split, number in (("train", 0), ("test", 1)):
+        (folder / "splits" / f"{split}.jsonl").write_text((folder / f"part-{number}.jsonl").read_text())
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_UPDATE_DOWNLOAD_COUNTS", True)
+    for module in (datasets.config, huggingface_hub.constants):
+        monkeypatch.setattr(module, "HF_HUB_OFFLINE", False)
+    yield
+    datasets.enable_progress_bars()
+
+
+def local(corpus: Path, kind: str, **data: Any) -> Experiment:
+    files = (str(corpus / f"part-*.{'jsonl' if kind == 'json' else kind}"),)
+    return experiment(**{"source": "huggingface", "dataset": kind, "data_files": files, **data})
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:data.virtual_shards=8, but the stream has")
+kinds = pytest.mark.parametrize("kind", ["parquet", "json"])
+
+
+@kinds
+def test_a_table_has_every_row(corpus: Path, kind: str):
+    run = local(corpus, kind)
+    source = build_source(run.data)
+    assert isinstance(source, HuggingFaceTable)
+    assert [source[index] for index in range(len(source))] == TEXTS
+    assert build_validation_source(run.data) is None
+
+
+@kinds
+def test_a_stream_has_a_part_for_each_file_and_resumes_at_any_row(corpus: Path, kind: str):
+    source = build_source(local(corpus, kind, streaming=True).data)
+    assert isinstance(source, HuggingFaceStream)
+    assert source.parts == FILES
+    for part in range(FILES):
+        expected = TEXTS[part * ROWS : (part + 1) * ROWS]
+        reader = source.open(part, None)
+        for done in range(ROWS):
+            assert next(reader) == expected[done]
+            state = json.loads(json.dumps(reader.state_dict()))
+            assert list(source.open(part, state)) == expected[done + 1 :]
+        assert next(reader, None) is None
+
+
+@kinds
+@pytest.mark.parametrize("streaming", [False, True])
+def test_layouts_and_resumes_over_files(corpus: Path, kind: str, streaming: bool):
+    run = local(corpus, kind, streaming=streaming)
+    with Ranks(run, 1, 8) as ranks:
+        reference = ranks.global_batches(12)
+    with Ranks(run, 2, 2) as ranks:
+        found = ranks.global_batches(7)
+        state = json.loads(json.dumps(ranks.state()))
+    with Ranks(run, 4, 1, state) as ranks:
+        assert found + ranks.global_batches(5) == reference
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_split_of_its_own_is_evaluated_and_nothing_held_out(corpus: Path, streaming: bool):
+    run = experiment(
+        source="huggingface",
+        dataset=str(corpus / "splits"),
+        validation_split="test",
+        validation_fraction=0.5,
+        streaming=streaming,
+    )
+    validation = ValidationLoader(run, dp_rank=0, dp_degree=1, micro_batch_size=4)
+    labels = sum(int((batch.labels >= 0).sum()) for batch in validation)
+    assert labels == sum(len(each) + 1 for each in TEXTS[ROWS : 2 * ROWS]) - 1
+    with Ranks(run, 1, 8) as ranks:
+        rows = [row for batch in ranks.global_batches(60) for row in batch]
+        assert ranks.loaders[0].epochs() > 1
+    # The first and the last word of a row may be cut.
+    found = {word[:4] for row in rows for word in ByteTokenizer().decode(row).split()[1:-1]}
+    assert found == {f"{number:03d}/" for number in range(ROWS)}
+    few = replace(run, data=replace(run.data, validation_documents=2))
+    validation = ValidationLoader(few, dp_rank=0, dp_degree=1, micro_batch_size=4)
+    labels = sum(int((batch.labels >= 0).sum()) for batch in validation)
+    assert labels == sum(len(each) + 1 for each in TEXTS[ROWS : ROWS + 2]) - 1
+
+
+def test_moved_files_are_the_same_corpus_and_others_are_not(corpus: Path, tmp_path: Path):
+    def told(folder: Path, **data: Any) -> str:
+        config = experiment(
+            source="huggingface", dataset="json", data_files=(str(folder / "part-0.jsonl"),), **data
+        ).data
+        return fingerprint(build_source(config), config)
+
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "moved" / "part-0.jsonl").write_text((corpus / "part-0.jsonl").read_text())
+    for streaming in (False, True):
+        before = told(corpus, streaming=streaming)
+        assert told(tmp_path / "moved", streaming=streaming) == before
+        (tmp_path / "moved" / "part-0.jsonl").write_text((corpus / "part-1.jsonl").read_text())
+        assert told(tmp_path / "moved", streaming=streaming) != before
+        (tmp_path / "moved" / "part-0.jsonl").write_text((corpus / "part-0.jsonl").read_text())
+
+
+def test_rows_without_text_are_empty_documents(tmp_path: Path):
+    pyarrow.parquet.write_table(pa.table({"text": ["a", None, "b"]}), tmp_path / "x.parquet")
+    config = experiment(source="huggingface", dataset="parquet", data_files=(str(tmp_path / "x.parquet"),)).data
+    source = build_huggingface(config, "train")
+    assert isinstance(source, HuggingFaceTable)
+    assert [source[index] for index in range(3)] == ["a", "", "b"]
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "column": ({"text_column": "content"}, r"data\.text_column=content[\s\S]*one of number, text"),
+    "column of numbers": ({"text_column": "number"}, r"data\.text_column=number: it holds int"),
+    "split": ({"split": "tain"}, r"data\.split=tain"),
+    "files": ({"data_files": ("absent.jsonl",)}, "absent"),
+    "no name": ({"dataset": None}, r"data\.dataset=allenai/c4"),
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("data", "message"), REFUSED.values(), ids=REFUSED)
+def test_mistakes_are_named(corpus: Path, streaming: bool, data: dict[str, Any], message: str):
+    config = replace(local(corpus, "json", streaming=streaming).data, **data)
+    with pytest.raises(UserError, match=message):
+        build_source(config)
+
+
+@pytest.fixture
+def silent_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A hub that takes connections and never answers, as behind a firewall that drops packets."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
+        monkeypatch.setattr(datasets.config, "HF_ENDPOINT", address)
+        monkeypatch.setattr(huggingface_loading, "_REACH_SECONDS", 0.2)
+        yield
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.usefixtures("silent_server")
+@pytest.mark.parametrize("streaming", [False, True])
+def test_without_a_network_it_gives_up_soon_and_says_what_works(streaming: bool):
+    config = experiment(source="huggingface", dataset="nobody/nothing", streaming=streaming).data
+    with pytest.raises(UserError, match=r"cannot be reached[\s\S]*HF_HOME[\s\S]*data_files[\s\S]*data=python_stdlib"):
+        build_source(config)
+
+
+def test_local_files_need_no_network(corpus: Path, monkeypatch: pytest.MonkeyPatch):
+    asked = []
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_: asked.append(host))
+    assert not huggingface_loading._needs_hub(local(corpus, "json").data)
+    assert not huggingface_loading._needs_hub(replace(local(corpus, "json").data, dataset=str(corpus)))
+    assert huggingface_loading._needs_hub(experiment(dataset="allenai/c4").data)
+    for streaming in (False, True):
+        build_source(local(corpus, "parquet", streaming=streaming).data)
+        build_source(local(corpus, "parquet", streaming=streaming, dataset=str(corpus / "splits"), data_files=()).data)
+    assert not asked
+    assert not datasets.config.HF_HUB_OFFLINE
+
+
+def test_progress_bars_are_quiet_without_a_terminal(corpus: Path, capfd: pytest.CaptureFixture[str]):
+    build_source(local(corpus, "json").data)
+    assert capfd.readouterr().err == ""

@@ -1,0 +1,126 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.data.corpora import Ranks, experiment, rows_of, text
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.data.sources import split_files as divided_files
+from titan_exp.data.sources.base import RandomAccessSource, build_source
+from titan_exp.data.sources.split_files import DividedFiles, Part
+from titan_exp.data.sources.text import Text
+from titan_exp.data.train_loader import TrainLoader
+from titan_exp.data.validation_loader import ValidationLoader
+from titan_exp.data.validation_split import held_out_part, training_part
+
+Divide = Callable[..., DividedFiles]
+
+
+@pytest.fixture
+def divide(tmp_path: Path) -> Divide:
+    """The documents of files with these contents."""
+
+    def make(part: Part, **files: bytes) -> DividedFiles:
+        for name, content in files.items():
+            (tmp_path / name).write_bytes(content)
+        return DividedFiles(Text([str(tmp_path)]), part)
+
+    return make
+
+
+def documents(source: RandomAccessSource) -> list[str]:
+    return [source[index] for index in range(len(source))]
+
+
+CONTENTS: dict[str, tuple[bytes, list[str], list[str]]] = {
+    "plain": (b"a\nb\n\nc\n", ["a\nb", "c"], ["a", "b", "c"]),
+    "no newline at the end": (b"a\n\nb", ["a", "b"], ["a", "b"]),
+    "blank at both ends": (b"\n \n\na\n\t\n\n", ["a"], ["a"]),
+    "blank lines of white space": (b"a\n \t\n\nb\n", ["a", "b"], ["a", "b"]),
+    "indentation stays": (b"  a\n    b  \n\n  c\n", ["  a\n    b", "  c"], ["  a", "    b", "  c"]),
+    "Windows": (b"a\r\nb\r\n\r\nc\r\n", ["a\r\nb", "c"], ["a", "b", "c"]),
+    "byte-order mark": ("\ufeffa\n\nb".encode(), ["a", "b"], ["a", "b"]),
+    "wide characters": ("é\nœ\n\n水\U0001f600\n".encode(), ["é\nœ", "水\U0001f600"], ["é", "œ", "水\U0001f600"]),
+    # U+2028 and U+0085 end a line for str.splitlines, and inside UTF-8 they hold no byte that could.
+    "other line ends": ("a\u2028b\x85c\n".encode(), ["a\u2028b\x85c"], ["a\u2028b\x85c"]),
+    "undecodable": (b"caf\xe9\n\nx", ["caf\ufffd", "x"], ["caf\ufffd", "x"]),
+}
+
+
+@pytest.mark.parametrize(("content", "paragraphs", "lines"), CONTENTS.values(), ids=CONTENTS)
+def test_what_is_a_document(divide: Divide, content: bytes, paragraphs: list[str], lines: list[str]):
+    assert documents(divide("paragraph", a=content)) == paragraphs
+    assert documents(divide("line", a=content)) == lines
+
+
+def test_files_in_order_those_without_a_document_too_and_numbers_within_each(divide: Divide):
+    source = divide("line", a=b"1\n2\n", b=b"\n\n", c=b"3", d=b"\n4\n\n5\n")
+    assert documents(source) == ["1", "2", "3", "4", "5"]
+    assert [source.key(index) for index in range(len(source))] == ["a#0", "a#1", "c#0", "d#0", "d#1"]
+
+
+def test_more_files_than_stay_open(divide: Divide, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(divided_files, "_OPEN_FILES", 2)
+    source = divide("line", **{f"f{number}": f"{number} x\n{number} y".encode() for number in range(6)})
+    expected = [f"{number} {line}" for number in range(6) for line in "xy"]
+    assert documents(source) == documents(source) == expected
+    assert [source[index] for index in range(11, -1, -1)] == expected[::-1]
+
+
+def test_blank_files_are_refused(divide: Divide):
+    with pytest.raises(UserError, match=r"data\.document=line: the files of data\.paths are blank"):
+        divide("line", a=b"\n \n", b=b"\n")
+
+
+def test_the_fingerprint_tells_ways_to_divide_apart(tmp_path: Path):
+    (tmp_path / "a").write_text("a\n\nb\n")
+    found = []
+    for document in ("file", "paragraph", "line"):
+        run = experiment(source="text", paths=(str(tmp_path),), document=document)
+        loader = TrainLoader(run, dp_rank=0, dp_degree=1, micro_batch_size=8, pin_memory=False)
+        found.append(loader.fingerprint)
+        loader.close()
+    assert len(set(found)) == 3
+
+
+def test_one_file_that_holds_out_nothing_is_told_what_would_work(tmp_path: Path):
+    (tmp_path / "input.txt").write_text("\n\n".join(map(text, range(40))))
+    texts = Text([str(tmp_path / "input.txt")])
+    with pytest.raises(UserError, match=r"none of the 1 documents[\s\S]*data\.document=paragraph"):
+        held_out_part(texts, 0.1)
+    with pytest.raises(UserError, match=r"none of the 1 documents to train on[\s\S]*data\.document=paragraph"):
+        training_part(texts, 0.999999)
+    paragraphs = DividedFiles(texts, "paragraph")
+    assert len(held_out_part(paragraphs, 0.1)) > 0
+    with pytest.raises(UserError, match=r"none of the 40 documents[\s\S]*data\.document=line"):
+        held_out_part(paragraphs, 0.000001)
+    with pytest.raises(UserError, match=r"none of the 40 documents") as caught:
+        held_out_part(DividedFiles(texts, "line"), 0.000001)
+    assert "data.document" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("document", "separator"), [("paragraph", "\n\n"), ("line", "\n")])
+def test_one_file_trains_and_is_evaluated_on_in_every_layout(tmp_path: Path, document: str, separator: str):
+    (tmp_path / "input.txt").write_text(separator.join(map(text, range(60))))
+    paths = (str(tmp_path / "input.txt"),)
+    run = experiment(source="text", paths=paths, document=document, validation_fraction=0.2)
+    source = build_source(run.data)
+    assert isinstance(source, RandomAccessSource)
+    held_out = documents(held_out_part(source, 0.2))
+    assert 4 < len(held_out) < 30
+
+    validation = ValidationLoader(run, dp_rank=0, dp_degree=1, micro_batch_size=4)
+    evaluated = [token for batch in validation for row in rows_of(batch) for token in row[:-1]]
+    expected = [token for each in held_out for token in [*each.encode(), 256]]
+    assert evaluated[: len(expected) - 1] == expected[:-1]
+
+    with Ranks(run, 1, 8) as ranks:
+        reference = ranks.global_batches(40)
+        assert ranks.loaders[0].epochs() > 1
+    with Ranks(run, 4, 2) as ranks:
+        assert ranks.global_batches(40) == reference
+    trained = bytes(token for batch in reference for row in batch for token in (*row, 32) if token < 256)
+    # Every word names its document; the first and the last word of a row may be cut.
+    numbers = {word[:4] for word in trained.decode().split() if len(word) == 7}
+    assert {each[:4] for each in held_out}.isdisjoint(numbers)
+    assert len(numbers) == 60 - len(held_out)

@@ -1,0 +1,75 @@
+"""A store that is not as it was written is noticed, and said which file it is."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.data.stores import make, over
+from titan_exp.cli.tokenize import check_store
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.paths.token_store_manifest import MANIFEST, Manifest, read_manifest
+from titan_exp.data.token_store.reader import TokenSplit
+from titan_exp.data.train_loader import TrainLoader
+from titan_exp.rules.token_store import stores_are_whole
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Manifest:
+    return make(tmp_path / "store")
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("ending", ["tokens", "documents"])
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_flipped_bit_is_found(split: str, ending: str, store: Manifest, capsys: pytest.CaptureFixture[str]):
+    assert check_store(str(store.path)) == 0
+    assert "every file is as it was written" in capsys.readouterr().out
+    name = f"{store.splits[split][-1].name}.{ending}"
+    flip(store.path / name)
+    with pytest.raises(UserError, match=f"{name}: its content has changed"):
+        check_store(str(store.path))
+
+
+def test_files_that_are_cut_or_missing_are_refused_before_a_run_and_while_it_reads(store: Manifest):
+    first, second = (store.path / f"{shard.name}.tokens" for shard in store.splits["train"][:2])
+    first.write_bytes(first.read_bytes()[:-2])
+    second.unlink()
+    size = store.splits["train"][0].tokens * 2
+    run = over(store)
+    (violation,) = stores_are_whole(run)
+    assert f"{first.name}: it has {size - 2:,} bytes instead of {size:,}" in violation.reason
+    assert f"{second.name}: it is missing" in violation.reason
+    with pytest.raises(UserError, match="is damaged"):
+        check_store(str(store.path))
+    with pytest.raises(UserError, match=f"damaged[\\s\\S]*{first.name}"):
+        TokenSplit(store, "train").read(0, np.empty(8, dtype=np.int64))
+    loader = TrainLoader(run, dp_rank=0, dp_degree=1, micro_batch_size=24, pin_memory=False)
+    with pytest.raises(UserError, match="damaged"):
+        next(loader)
+    loader.close()
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "is not JSON"),
+        ("{}", "not that of a token store"),
+        ('{"format": "titan_exp token store", "version": 2}', "version 2 of the format"),
+        ('{"format": "titan_exp token store", "version": 1}', "lacks or garbles 'tokenizer'"),
+    ],
+)
+def test_a_manifest_that_cannot_be_read_is_refused(text: str, says: str, store: Manifest):
+    (store.path / MANIFEST).write_text(text)
+    with pytest.raises(UserError, match=says):
+        read_manifest(store.path)
+    with pytest.raises(UserError, match="no such folder"):
+        read_manifest(store.path / "nowhere")
+    (store.path / MANIFEST).unlink()
+    with pytest.raises(UserError, match="it is no token store"):
+        read_manifest(store.path)

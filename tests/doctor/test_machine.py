@@ -1,0 +1,132 @@
+"""titan-exp doctor: words, bounds, what it keeps, and what is said where something cannot be measured."""
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.faults import NO_MOUNTS, can_mount, read_only
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.doctor import compute
+from titan_exp.doctor import interconnect as links
+from titan_exp.doctor.datasheet import bandwidth, peak_of_type
+from titan_exp.doctor.disk_and_scheduler import disk_rate, scheduler
+from titan_exp.doctor.machine import USAGE, machine_command
+from titan_exp.doctor.timing import LEAST_CALLS, MOST_CALLS, median_seconds, timed_rate
+from titan_exp.launch.local.ephemeral_ranks import together
+from titan_exp.tracking.device_rates import measured_file, read_measured
+from titan_exp.tracking.memory_stats import device_name
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that is measured in a second."""
+    monkeypatch.setitem(compute.GEMMS, "cpu", ((16, 16, 16), (32, 16, 32)))
+    monkeypatch.setitem(compute.ATTENTIONS, "cpu", (1, 2, 1, 16, 16))
+    monkeypatch.setitem(compute.COPIED, "cpu", 2**16)
+    monkeypatch.setitem(links.SIZES, "cpu", (2**10, 2**12))
+
+
+@pytest.mark.usefixtures("small")
+def test_a_machine_is_measured_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    assert machine_command(["--seconds", "1", "cluster.device=cpu", f"paths.runs={tmp_path}"], together) == 0
+    out = capsys.readouterr().out
+    for words in ("fp32 16×16×16", "bf16 32×16×32", "forward and backward flash", "write to", "2 ranks, gloo"):
+        assert words in out
+    assert "not here" in out, "cuDNN runs on no CPU"
+    assert "MFU: none is reported on a CPU" in out
+    kept = read_measured(tmp_path / ".cache", device_name(CPU))
+    assert kept is not None
+    assert f"kept in {measured_file(tmp_path / '.cache', device_name(CPU))}" in out
+    assert kept.tflops["fp32"] > 0
+    assert kept.copy is not None
+    assert kept.link is not None
+    assert list(tmp_path.iterdir()) == [tmp_path / ".cache"], "the file that was written is gone"
+
+
+@pytest.mark.usefixtures("small")
+def test_json_is_all_that_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
+    monkeypatch.setattr("titan_exp.doctor.machine.link_rates", lambda *_, **__: [])
+    machine_command(["--seconds=1", "--json", "cluster.device=cpu", f"paths.runs={tmp_path}"], together)
+    found = json.loads(capsys.readouterr().out)
+    assert found["device"] == device_name(CPU)
+    assert {rate["kind"] for rate in found["rates"]} == {"gemm", "attention", "copy", "disk"}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--sconds", "3"], "--sconds: doctor takes no such word"),
+        (["runs/first"], "runs/first: doctor takes no such word"),
+        (["--seconds", "soon"], "--seconds soon: it takes a number of seconds"),
+        (["--seconds=0"], "at least 1"),
+        (["--seconds"], "it takes a number"),
+    ],
+)
+def test_what_is_not_understood_is_said(words: list[str], said: str):
+    with pytest.raises(UserError, match=said):
+        machine_command(words, together)
+
+
+def test_help_names_both_halves(capsys: pytest.CaptureFixture[str]):
+    assert machine_command(["--help"], together) == 0
+    assert capsys.readouterr().out == USAGE
+    assert "--numerics" in USAGE
+
+
+def test_a_call_is_measured_as_long_as_there_is_time_and_at_least_three_times():
+    calls: list[float] = []
+    median_seconds(lambda: calls.append(time.perf_counter()), CPU, 0.0)
+    assert len(calls) == 1 + LEAST_CALLS
+    calls.clear()
+    median_seconds(lambda: calls.append(time.perf_counter()), CPU, 60.0)
+    assert len(calls) == 1 + MOST_CALLS
+
+
+def test_what_cannot_be_measured_has_a_reason():
+    def fail() -> None:
+        raise RuntimeError("no such kernel. A paragraph about it\nand a stack")
+
+    rate = timed_rate("gemm", "x", fail, amount=1.0, unit="TFLOP/s", device=CPU, limit=0.1)
+    assert (rate.value, rate.note) == (None, "not here: no such kernel")
+
+
+@pytest.mark.skipif(not can_mount(), reason=NO_MOUNTS)
+def test_a_disk_that_takes_nothing_is_named(tmp_path: Path):
+    with read_only(tmp_path) as folder:
+        rate = disk_rate(folder, 0.1)
+    assert rate.value is None
+    assert "Read-only file system" in rate.note
+
+
+def test_the_scheduler_is_what_sinfo_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    tool = tmp_path / "sinfo"
+    tool.write_text('#!/bin/sh\necho "gpu*: up, 4 nodes, gpu:8, at most 1-00:00:00"\n')
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert scheduler() == ["gpu*: up, 4 nodes, gpu:8, at most 1-00:00:00"]
+    tool.write_text("#!/bin/sh\necho slurm_load_partitions: no controller >&2\nexit 1\n")
+    assert scheduler() == []
+
+
+def test_links_that_fail_do_not_end_the_rest():
+    def broken(*_: object) -> None:
+        raise RuntimeError("a traceback\nrank 1: it died")
+
+    (rate,) = links.link_rates(broken, ranks=2, device="cpu", limit=1.0)
+    assert (rate.value, rate.note) == (None, "failed: rank 1: it died")
+
+
+def test_data_sheets():
+    assert bandwidth("NVIDIA H200") == 4800
+    assert bandwidth("NVIDIA A100-SXM4-80GB") == 2039
+    assert bandwidth("NVIDIA H100") is None, "no such name, and never a guess"
+    assert peak_of_type(989.4, "bf16", (9, 0)) == 989.4
+    assert peak_of_type(989.4, "fp8", (9, 0)) == 2 * 989.4
+    assert peak_of_type(312.0, "fp8", (8, 0)) is None
+    assert peak_of_type(989.4, "fp32", (9, 0)) is None

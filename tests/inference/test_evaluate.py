@@ -1,0 +1,126 @@
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.data.stores import make
+from tests.ranks import run_ranks
+from tests.trainer.test_trainer import experiment, run
+from titan_exp.cli.convert import convert_command
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.schema.typed_config import to_yaml
+from titan_exp.inference.evaluate import evaluate_command
+from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
+
+SETTINGS = ("checkpoint.mode=sync", "training.evaluate_every=10", "data.validation_documents=2")
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("runs") / "name" / "id"
+    path.mkdir(parents=True)
+    run(path, *SETTINGS)
+    (path / "config.yaml").write_text(to_yaml(experiment(*SETTINGS)))
+    return path
+
+
+def evaluated(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, float]:
+    assert evaluate_command([str(word) for word in words]) == 0
+    out = capsys.readouterr().out
+    assert "perplexity" in out.splitlines()[1]
+    return json.loads(out.splitlines()[-1])
+
+
+def test_it_is_the_validation_loss_of_the_run(trained: Path, capsys: pytest.CaptureFixture[str]):
+    row = read_metrics(trained / "metrics.jsonl")[-1]
+    found = evaluated(capsys, trained)
+    assert found["loss"] == pytest.approx(row["validation_loss"], rel=1e-6)
+    assert found["tokens"] == row["validation_tokens"]
+    assert found["perplexity"] == pytest.approx(math.exp(found["loss"]))
+
+
+def test_an_export_has_the_same_loss(trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    expected = evaluated(capsys, trained)
+    convert_command([str(trained), str(tmp_path / "export")])
+    capsys.readouterr()
+    words = ("training.seq_len=64", "data.validation_documents=2")
+    assert evaluated(capsys, tmp_path / "export", *words)["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
+def test_other_data(trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    (tmp_path / "text.txt").write_text("\n".join(f"line {number} of a text" for number in range(400)))
+    words = ["data=text", f"data.paths=[{tmp_path}/text.txt]", "data.document=line", "data.validation_fraction=0.5"]
+    found = evaluated(capsys, trained, *words)
+    assert found["data"] == "text"
+    assert 2000 < found["tokens"] < 6000
+
+
+def test_all_documents_or_those_held_out(trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    (tmp_path / "text.txt").write_text("\n".join(f"line {number} of a text" for number in range(400)))
+    words = ["data=text", f"data.paths=[{tmp_path}/text.txt]", "data.document=line", "data.validation_fraction=0.5"]
+    part, whole = evaluated(capsys, trained, *words), evaluated(capsys, trained, *words, "split=all")
+    # A document's first token is predicted from the end of the one before, but for the very first.
+    assert whole["tokens"] == sum(len(f"line {number} of a text") + 1 for number in range(400)) - 1
+    assert part["tokens"] < 0.7 * whole["tokens"]
+    assert evaluated(capsys, trained, *words, "split=all", "data.validation_documents=3")["tokens"] == 3 * 17 - 1
+
+
+def test_all_of_one_document(trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    (tmp_path / "text.txt").write_text("one text and no more of them")
+    words = ["data=text", f"data.paths=[{tmp_path}/text.txt]", "split=all"]
+    assert evaluated(capsys, trained, *words)["tokens"] == 28
+
+
+def test_both_splits_of_a_store(trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+    manifest = make(tmp_path / "store")
+    capsys.readouterr()
+    words = ["data=tokens", f"data.paths=[{manifest.path}]", "data.tokenizer=store"]
+    assert evaluated(capsys, trained, *words)["tokens"] == manifest.tokens["validation"] - 1
+    assert evaluated(capsys, trained, *words, "split=all")["tokens"] == sum(manifest.tokens.values()) - 2
+
+
+@pytest.mark.parametrize("layout", ["parallelism.tp=2 parallelism.dp_shard=2", "parallelism.cp=2", "parallelism.tp=4"])
+def test_any_layout_finds_the_same(trained: Path, capsys: pytest.CaptureFixture[str], layout: str, tmp_path: Path):
+    (tmp_path / "text.txt").write_text("\n".join(f"line {number} of a text" for number in range(200)))
+    words = ["data=text", f"data.paths=[{tmp_path}/text.txt]", "data.document=line", "data.validation_fraction=0.5"]
+    expected = evaluated(capsys, trained, *words)
+    found = run_ranks(4 if "tp" in layout else 2, evaluate_on_rank, str(trained), [*words, *layout.split()])[0]
+    assert found["tokens"] == expected["tokens"]
+    assert found["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+
+
+def evaluate_on_rank(path: str, words: list[str]) -> dict[str, float]:
+    from titan_exp.checkpoint.formats.open import open_source
+    from titan_exp.inference.evaluate import evaluate_source, evaluated_experiment
+    from titan_exp.parallel.mesh import build_mesh
+    from titan_exp.trainer.distributed import joined_process_group
+
+    source, device = open_source(Path(path)), torch.device("cpu")
+    experiment = evaluated_experiment(Path(path), source, words)
+    with joined_process_group(device):
+        return vars(evaluate_source(source, experiment, build_mesh(experiment.parallelism, device)))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "titan-exp evaluate RUN"),
+        (["data=texd"], "did you mean text?"),
+        (["data.pahts=x"], "did you mean data.paths?"),
+        (["optimizer.lr=1"], "evaluate has no such key"),
+        (["model=llama3_8b"], "evaluate has no such key"),
+        (["step=x"], "step=x"),
+        (["step=3"], "checkpoints of steps"),
+        (["training.seq_len=100000"], "longer than the model's context"),
+        (["data=text"], "data.paths"),
+        (["split=some"], "'held_out' or 'all'"),
+        (["parallelism.tp=3"], "parallelism.tp=1, 2 or 4"),
+        (["parallelism.pp=2"], "parallelism.tp or parallelism.dp_shard=2"),
+    ],
+)
+def test_wrong_words(words: list[str], says: str, trained: Path):
+    with pytest.raises(UserError) as caught:
+        evaluate_command([str(trained), *words] if words else [])
+    assert says in str(caught.value)

@@ -1,0 +1,105 @@
+import shutil
+
+import pytest
+import torch
+
+from tests.trainer.test_trainer import run
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.schema.typed_config import to_yaml
+from titan_exp.inference.generate import choose, generate_command
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    from tests.trainer.test_trainer import experiment
+
+    path = tmp_path_factory.mktemp("runs") / "name" / "id"
+    path.mkdir(parents=True)
+    settings = ["checkpoint.mode=sync", "training.steps=60", "training.seq_len=32"]
+    run(path, *settings)
+    (path / "config.yaml").write_text(to_yaml(experiment(*settings)))
+    return path
+
+
+def test_text_follows_the_prompt_and_the_seed(trained, capsys):
+    def text(*options: str) -> str:
+        assert generate_command([str(trained), "prompt=import ", "tokens=60", *options]) == 0
+        return capsys.readouterr().out
+
+    first = text()
+    assert first.startswith("import ")
+    assert f"after step 60 of {trained}" in first
+    assert text() == first
+    assert text("seed=1") != first
+    assert text("temperature=0") == text("temperature=0", "seed=5")
+
+
+def test_the_newest_run_is_found(trained, capsys):
+    assert generate_command([f"runs={trained.parent.parent}", "tokens=5"]) == 0
+    assert str(trained) in capsys.readouterr().out
+
+
+def test_what_cannot_be_generated_from_is_said(tmp_path, trained):
+    with pytest.raises(UserError, match="no run under"):
+        generate_command([f"runs={tmp_path}"])
+    shutil.copytree(trained, tmp_path / "copy", ignore=shutil.ignore_patterns("step-*"))
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        generate_command([str(tmp_path / "copy")])
+    with pytest.raises(UserError, match=r"temprature.*\n.*did you mean temperature"):
+        generate_command(["temprature=1"])
+    with pytest.raises(UserError, match="tokens=many"):
+        generate_command(["tokens=many"])
+
+
+def test_choice():
+    random = torch.Generator().manual_seed(0)
+    logits = torch.tensor([0.0, 3.0, 2.9, -9.0])
+    assert choose(logits, 0.0, 0, 1.0, random) == 1
+    drawn = {choose(logits, 1.0, 0, 0.9, random) for _ in range(200)}
+    assert drawn == {1, 2}
+    assert {choose(logits, 9.0, 3, 1.0, random) for _ in range(200)} == {0, 1, 2}
+    assert {choose(logits, 9.0, 1, 1.0, random) for _ in range(20)} == {1}
+    assert {choose(logits, 1.0, 0, 1e-9, random) for _ in range(20)} == {1}
+
+
+def test_the_cache_changes_no_word(trained, capsys):
+    """Over more than two windows of 32 tokens: the window moves on, and its memory begins anew."""
+
+    def text(*options: str) -> str:
+        assert generate_command([str(trained), "prompt=def main(", "tokens=90", "temperature=0", *options]) == 0
+        return capsys.readouterr().out
+
+    assert text() == text("cache=false")
+
+
+def test_logits_with_the_cache_are_those_without(trained):
+    from titan_exp.checkpoint.formats.open import open_source
+    from titan_exp.inference.generation import Writer, window_start
+    from titan_exp.trainer.load_model import load_source
+
+    source, device = open_source(trained), torch.device("cpu")
+    ids = [256, *b"import os, sys, re, json and a lot more than that"]
+    cached = Writer(load_source(source, device, seq_len=32), 32, cache=True)
+    plain = load_source(source, device, seq_len=32)
+    for length in range(5, len(ids)):
+        begin = window_start(length, 32)
+        with torch.no_grad():
+            expected = plain(torch.tensor([ids[begin:length]]))[0, -1]
+        torch.testing.assert_close(cached.next_logits(ids[:length]), expected, atol=2e-5, rtol=1e-5)
+
+
+def test_an_export_writes_the_same_text(trained, capsys, tmp_path):
+    from titan_exp.cli.convert import convert_command
+
+    def text(source: str) -> str:
+        assert generate_command([source, "prompt=import ", "tokens=20", "temperature=0"]) == 0
+        return capsys.readouterr().out.rpartition("—")[0]
+
+    expected = text(str(trained))
+    for name in ("export", "back"):
+        assert convert_command([str(trained if name == "export" else tmp_path / "export"), str(tmp_path / name)]) == 0
+        capsys.readouterr()
+        assert text(str(tmp_path / name)) == expected
+    assert convert_command([str(trained), str(tmp_path / "weights.pt")]) == 0
+    with pytest.raises(UserError, match="no tokenizer"):
+        generate_command([str(tmp_path / "weights.pt")])

@@ -1,0 +1,122 @@
+"""The model divided among ranks writes the text of one device."""
+
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoint.tools import SHAPE
+from tests.models.shapes import real_model
+from tests.ranks import run_ranks
+from titan_exp.checkpoint.formats.export import Export, write
+from titan_exp.checkpoint.formats.open import Source, open_source
+from titan_exp.checkpoint.formats.torch_file import TorchStore
+from titan_exp.cli.main import main
+from titan_exp.config.command_line.verb_options import GenerateOptions
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.inference.generate import divided, generate, generate_command
+
+PROMPTS = ["import ", "def main(", ""]
+MODELS = {
+    "groups": {"heads": 4, "kv_heads": 2, "vocab_size": 257, "ffn_dim": 256},
+    "tied": {"heads": 4, "kv_heads": 4, "vocab_size": 257, "ffn_dim": 256, "tied_embeddings": True},
+}
+GREEDY = GenerateOptions(temperature=0.0, tokens=24)
+SAMPLED = GenerateOptions(temperature=1.5, tokens=24, top_k=50, seed=3)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models of random weights, large enough for texts without a pattern, as checkpoints and as exports."""
+    found = {}
+    for name, shape in MODELS.items():
+        weights = {key: 4 * value.detach() for key, value in real_model(0, seq_len=16, **shape).state_dict().items()}
+        special = {"bos_token_id": 256, "eos_token_id": 256}
+        source = Source(Path("memory"), "torch", replace(SHAPE, **shape), TorchStore(weights), "bytes", special)
+        for form in ("dcp", "huggingface"):
+            found[f"{name} {form}"] = tmp_path_factory.mktemp(name) / form
+            write(source, found[f"{name} {form}"], Export(form))
+    return found
+
+
+def on_rank(path: str, options: GenerateOptions) -> tuple[list[str], int, set[int]]:
+    """The texts, the number of weights that this rank holds, and how many heads it keeps keys of."""
+    from titan_exp.inference import generate as room
+    from titan_exp.inference.generation import Writer
+    from titan_exp.parallel.mesh import build_mesh
+    from titan_exp.parallel.tensor_parallel.layers import local
+    from titan_exp.trainer.distributed import joined_process_group
+
+    writers, device = [], torch.device("cpu")
+
+    class Seen(Writer):
+        def __init__(self, *args, **settings) -> None:
+            super().__init__(*args, **settings)
+            writers.append(self)
+
+    room.Writer = Seen  # type: ignore[misc]  # in this process alone
+    source = open_source(Path(path))
+    with joined_process_group(device):
+        mesh = build_mesh(divided(source, options.tp).parallelism, device)
+        texts = generate(source, options, PROMPTS, window=16, mesh=mesh)
+    (writer,) = writers
+    weights = sum(local(parameter).numel() for parameter in writer._model.parameters())
+    return texts, weights, {core._keys.shape[1] for core in writer._cores}
+
+
+@pytest.mark.parametrize(
+    ("name", "degree", "options"),
+    [
+        ("groups huggingface", 2, GREEDY),
+        # More ranks than key and value heads.
+        ("groups dcp", 4, GREEDY),
+        ("tied huggingface", 4, GREEDY),
+        ("tied dcp", 2, SAMPLED),
+    ],
+)
+def test_ranks_write_what_one_device_writes(folders: dict[str, Path], name: str, degree: int, options: GenerateOptions):
+    source = open_source(folders[name])
+    expected = generate(source, options, PROMPTS, window=16)
+    assert len(set(expected)) == 3
+    found = run_ranks(degree, on_rank, str(folders[name]), replace(options, tp=degree))
+    shape = MODELS[name.split(maxsplit=1)[0]]
+    whole = sum(torch.Size(size).numel() for size in source.parameters.shapes.values())
+    for texts, weights, kept in found:
+        assert texts == expected
+        assert kept == {max(1, shape["kv_heads"] // degree)}
+        # Norms, and the key and value that others use as well, are on more than one rank.
+        assert weights < 1.25 * whole / degree
+
+
+def test_the_command_starts_the_ranks(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]):
+    words = [str(folders["groups huggingface"]), "prompt=import ", "prompt=def ", "temperature=0", "tokens=12"]
+    assert generate_command(words) == 0
+    expected = capsys.readouterr().out
+    assert expected.startswith("import ")
+    assert "\n\ndef " in expected
+    assert main(["generate", *words, "tp=2"]) == 0
+    assert capsys.readouterr().out == expected
+
+
+def test_what_cannot_be_divided_is_said(folders: dict[str, Path]):
+    with pytest.raises(UserError, match=r"tp=3.*query heads[\s\S]*tp=1, 2 or 4"):
+        divided(open_source(folders["groups dcp"]), 3)
+
+
+def test_a_prompt_is_gone_on_from_as_if_it_were_alone(folders: dict[str, Path], tmp_path: Path, capsys):
+    source = open_source(folders["tied dcp"])
+    together = generate(source, SAMPLED, PROMPTS, window=128)
+    assert together == [generate(source, SAMPLED, [prompt], window=128)[0] for prompt in PROMPTS]
+    (tmp_path / "prompts").write_text("import \n\ndef main(\n")
+    words = [str(source.path), f"prompts={tmp_path}/prompts", *(f"{k}={v}" for k, v in asdict(SAMPLED).items() if v)]
+    assert generate_command(words) == 0
+    assert capsys.readouterr().out.startswith(f"import {together[0]}\n\ndef main({together[1]}\n\n")
+    with pytest.raises(UserError, match="prompts=nowhere cannot be read"):
+        generate_command([str(source.path), "prompts=nowhere"])
+
+
+def test_weights_of_16_bits(folders: dict[str, Path]):
+    source = open_source(folders["tied dcp"])
+    (text,) = generate(source, replace(GREEDY, dtype="bf16", tokens=1), ["import "], window=16)
+    assert len(text) <= 1

@@ -1,0 +1,57 @@
+"""A rank's place by SLURM's environment variables."""
+
+import pytest
+
+from titan_exp.launch.slurm.rendezvous import TOKEN, slurm_place
+
+STEP = {
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_NTASKS": "16",
+    "SLURM_JOB_ID": "12",
+    "SLURM_JOB_NODELIST": "node[1-2],gpu07",
+}
+
+
+@pytest.fixture
+def step(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    for name in ("RANK", TOKEN, "CUDA_VISIBLE_DEVICES", "SLURM_RESTART_COUNT", "SLURM_ARRAY_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+def test_a_step_that_a_user_started(step: pytest.MonkeyPatch):
+    place = slurm_place()
+    assert place is not None
+    assert (place.rank, place.world_size, place.local_rank) == (5, 8, 1)
+    assert place.hosts == ("node1", "node2", "gpu07")
+    assert (place.job_id, place.token) == ("12.0", None)
+
+
+def test_a_task_of_an_array_is_named_by_both_numbers(step: pytest.MonkeyPatch):
+    step.setenv("SLURM_ARRAY_JOB_ID", "12")
+    step.setenv("SLURM_ARRAY_TASK_ID", "3")
+    step.setenv(TOKEN, "feed_3")
+    step.setenv("SLURM_RESTART_COUNT", "2")
+    place = slurm_place()
+    assert place is not None
+    assert (place.job_id, place.token, place.restarts) == ("12_3", "feed_3", 2)
+
+
+@pytest.mark.parametrize(("shown", "local"), [("0,1", 1), ("1", 0), ("GPU-8f2a", 0)])
+def test_a_task_that_sees_one_gpu_takes_it(step: pytest.MonkeyPatch, shown: str, local: int):
+    step.setenv("CUDA_VISIBLE_DEVICES", shown)
+    place = slurm_place()
+    assert place is not None
+    assert place.local_rank == local
+
+
+@pytest.mark.parametrize("change", [("RANK", "0"), ("SLURM_STEP_ID", None)])
+def test_torchrun_below_srun_and_a_batch_script_without_it(step: pytest.MonkeyPatch, change: tuple[str, str | None]):
+    name, value = change
+    step.delenv(name) if value is None else step.setenv(name, value)
+    assert slurm_place() is None

@@ -1,0 +1,107 @@
+"""Copies of the code: by content, whole, of what git knows and would take up."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.config.composing import experiment
+from titan_exp.launch.provenance.code_snapshot import FOLDER, freeze
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A repository that holds a package of ours, with a file that git ignores and one it does not know yet."""
+    top = tmp_path / "checkout"
+    for name, text in {
+        "titan_exp/__init__.py": "",
+        "titan_exp/a.py": "A = 1\n",
+        "conf/config.yaml": "a: 1\n",
+        "hydra_plugins/titan_exp_sweeper/sweeper.py": "",
+        ".gitignore": "conf/local\n",
+        "README.md": "",
+    }.items():
+        (top / name).parent.mkdir(parents=True, exist_ok=True)
+        (top / name).write_text(text)
+    git(top, "init", "-q")
+    git(top, "add", ".")
+    (top / "conf" / "local").mkdir()
+    (top / "conf" / "local" / "default.yaml").write_text("token: secret\n")
+    (top / "titan_exp" / "new.py").write_text("NEW = 1\n")
+    (top / "titan_exp" / "__pycache__").mkdir()
+    (top / "titan_exp" / "__pycache__" / "a.pyc").write_text("")
+    return top
+
+
+def git(top: Path, *words: str) -> None:
+    subprocess.run(["git", "-C", str(top), *words], check=True, capture_output=True)
+
+
+def names(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+PACKAGE = {
+    "titan_exp/__init__.py",
+    "titan_exp/a.py",
+    "titan_exp/new.py",
+    "conf/config.yaml",
+    "hydra_plugins/titan_exp_sweeper/sweeper.py",
+}
+
+
+def test_a_checkout_with_new_files_and_without_ignored_ones(checkout: Path, tmp_path: Path):
+    frozen = freeze(tmp_path / "runs", [], checkout / "titan_exp")
+    assert names(Path(frozen.package)) == PACKAGE
+    assert (frozen.own, frozen.loose) == (None, ())
+
+
+def test_the_same_content_is_one_copy_and_other_content_another(checkout: Path, tmp_path: Path):
+    first = freeze(tmp_path / "runs", [], checkout / "titan_exp").package
+    assert freeze(tmp_path / "runs", [], checkout / "titan_exp").package == first
+    (checkout / "titan_exp" / "a.py").write_text("A = 2\n")
+    second = freeze(tmp_path / "runs", [], checkout / "titan_exp").package
+    assert (Path(first, "titan_exp/a.py").read_text(), Path(second, "titan_exp/a.py").read_text()) == (
+        "A = 1\n",
+        "A = 2\n",
+    )
+    (checkout / "titan_exp" / "a.py").unlink()  # and not yet out of the index
+    third = freeze(tmp_path / "runs", [], checkout / "titan_exp").package
+    assert not Path(third, "titan_exp/a.py").exists()
+    assert len(list((tmp_path / "runs" / FOLDER).iterdir())) == 3
+
+
+def test_an_installed_package_has_no_repository(tmp_path: Path):
+    site = tmp_path / "site-packages"
+    for name in ("titan_exp/__init__.py", "titan_exp/conf/config.yaml", "hydra_plugins/other/x.py"):
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_text("")
+    frozen = freeze(tmp_path / "runs", [], site / "titan_exp")
+    assert names(Path(frozen.package)) == {"titan_exp/__init__.py", "titan_exp/conf/config.yaml"}
+
+
+def test_code_of_ones_own_in_the_current_folder(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    own = tmp_path / "own"
+    (own / "mine").mkdir(parents=True)
+    (own / "mine" / "optim_of_mine.py").write_text("from mine import helper\nclass Lion: pass\n")
+    (own / "mine" / "helper.py").write_text("")
+    monkeypatch.chdir(own)
+    run = experiment("optimizer.name=mine.optim_of_mine.Lion")
+    frozen = freeze(tmp_path / "runs", [run], checkout / "titan_exp")
+    assert (frozen.own, frozen.loose) == (None, (str(own / "mine" / "optim_of_mine.py"),))
+    git(own, "init", "-q")
+    frozen = freeze(tmp_path / "runs", [run], checkout / "titan_exp")
+    assert frozen.own is not None
+    assert names(Path(frozen.own)) == {"mine/optim_of_mine.py", "mine/helper.py"}
+    assert frozen.loose == ()
+    assert freeze(tmp_path / "runs", [experiment()], checkout / "titan_exp").own is None
+
+
+def test_a_disk_that_fills_leaves_nothing_half(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match="No space"):
+        freeze(tmp_path / "runs", [], checkout / "titan_exp")
+    assert list((tmp_path / "runs" / FOLDER).iterdir()) == []

@@ -1,0 +1,50 @@
+"""Composing many points quickly gives what Hydra gives, and says what Hydra says."""
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+
+from titan_exp.config.hydra.compose import compose
+from titan_exp.launch.sweep.fast_compose import Composer
+
+
+@pytest.fixture(scope="module")
+def composer() -> tuple[Composer, list[list[str]]]:
+    calls: list[list[str]] = []
+
+    def hydra(overrides: list[str]) -> DictConfig:
+        calls.append(overrides)
+        return compose(overrides)
+
+    return Composer(hydra, OverridesParser.create()), calls
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["optimizer.lr=1e-3", "model=llama_debug", "optimizer.betas=[0.9,0.99]", "checkpoint.every=null"],
+        ["training.steps=5", "training.steps=7", "+experiment=smoke"],
+        ["experiment.notes='a, b'", "training={steps:3}", "training.seq_len=64"],
+        ["+optimizer.options.rho=0.1", "optimizer.lr=2", "++optimizer.lr=3"],
+        ["optimizer.lr=2", "~data.split"],
+    ],
+)
+def test_it_is_hydras_composition(overrides: list[str], composer: tuple[Composer, list[list[str]]]):
+    assert composer[0](overrides) == compose(overrides)
+
+
+def test_values_alone_are_not_composed_again(composer: tuple[Composer, list[list[str]]]):
+    compose_quickly, calls = composer
+    first = compose_quickly(["model=llama_debug", "optimizer.lr=1"])
+    before = len(calls)
+    second = compose_quickly(["model=llama_debug", "optimizer.lr=2", "model.dim=128"])
+    assert len(calls) == before
+    assert (first.optimizer.lr, second.optimizer.lr, first.model.dim, second.model.dim) == (1, 2, 64, 128)
+
+
+@pytest.mark.parametrize("override", ["optimizer.nonsense=3", "model=nonsense", "training.steps.x=3"])
+def test_hydra_says_what_is_wrong(override: str, composer: tuple[Composer, list[list[str]]]):
+    with pytest.raises(HydraException):
+        composer[0](["optimizer.lr=1", override])

@@ -1,0 +1,97 @@
+"""Ranks that hang, in a real training on two ranks: found, told apart, and ended."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.launch.launching import Launch, ranks_of
+from tests.parity.runs import EVALUATE, SMALL
+from titan_exp.launch.health.hang_report import HangFiles
+from titan_exp.launch.rank.rank_status import read_record
+
+SECONDS = 3.0
+"""For which a step may make no progress."""
+
+
+def start(runs: Path, main: str, *overrides: str, ranks: int = 2, rank: int = 1) -> Launch:
+    words = [*SMALL, "checkpoint.mode=off", "training.steps=4", f"parallelism.dp_replicate={ranks}", *overrides]
+    return Launch(
+        runs,
+        "unused",
+        *words,
+        "tracking.log_every=1",
+        f"cluster.hang_kill_minutes={SECONDS / 60}",
+        "cluster.hang_warn_minutes=0.02",
+        TITAN_EXP_RANK_MAIN=f"tests.launch.hanging_ranks.{main}",
+        HANGING_RANK=str(rank),
+        SLOW_SECONDS=str(2 * SECONDS),
+    )
+
+
+@pytest.mark.parametrize(
+    ("main", "says", "stack"),
+    [
+        ("in_the_loader", "in _await_a_batch while the others wait in a collective", "_await_a_batch"),
+        ("in_a_collective", "rank 1 did not enter a collective that the others wait in, but waits in recv", "recv"),
+    ],
+)
+def test_the_rank_that_holds_up_the_others_is_named(tmp_path: Path, main: str, says: str, stack: str) -> None:
+    run = start(tmp_path, main)
+    code, _, err = run.finish()
+    files = HangFiles(run.folder.attempt_logs(1), 2)
+    report = files.report.read_text()
+    assert code == 86, err
+    assert err.startswith("hung at step 3 in the training step: ")
+    assert says in err
+    assert stack in files.stacks(1).read_text()
+    assert "agree" in files.stacks(0).read_text()
+    last = json.loads(files.recorder(0).read_text())["entries"][-1]
+    assert (last["profiling_name"], last["retired"]) == ("gloo:all_reduce", False)
+    for rank in (0, 1):
+        assert f"rank {rank}: step 3, the training step" in report
+        record = read_record(run.folder, 1, rank)
+        assert record is not None
+        assert record.exit == 86
+    state = run.folder.read_state()
+    assert state is not None
+    assert (state.state, state.step, state.reason) == ("failed", 2, report.partition("\n")[0])
+    assert run.folder.read_attempts()[-1].exit == 86
+    assert "no progress for" in run.folder.attempt_logs(1).joinpath("rank-00000.log").read_text()
+    assert ranks_of(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("main", "says", "line"),
+    [
+        ("stopped", "rank 1 did not answer", "rank 1: no answer: stopped, dead, or its machine is gone"),
+        ("in_native_code", "rank 1 stood in native code", "rank 1: in native code that does not let Python go on"),
+    ],
+)
+def test_a_rank_that_runs_no_python_is_named_and_ended(tmp_path: Path, main: str, says: str, line: str) -> None:
+    run = start(tmp_path, main)
+    code, _, err = run.finish()
+    files = HangFiles(run.folder.attempt_logs(1), 2)
+    assert code == 86, err
+    assert err.startswith(f"hung at step 3 in the training step: {says}")
+    assert line in files.report.read_text()
+    assert "agree" in files.stacks(0).read_text()
+    stuck = files.stacks(1)
+    assert ("hanging_ranks.py" in stuck.read_text()) if main == "in_native_code" else not stuck.exists()
+    assert ranks_of(tmp_path) == []
+
+
+def test_a_single_rank_in_native_code_is_ended_too(tmp_path: Path) -> None:
+    run = start(tmp_path, "in_native_code", ranks=1, rank=0)
+    code, _, err = run.finish()
+    assert code == 86, err
+    assert err.startswith("hung: rank 0 stood in native code")
+    assert "hanging_ranks.py" in HangFiles(run.folder.attempt_logs(1), 1).stacks(0).read_text()
+
+
+def test_a_slow_evaluation_is_no_hang(tmp_path: Path) -> None:
+    run = start(tmp_path, "slow_evaluation", *EVALUATE.split(), "training.evaluate_every=4", ranks=1)
+    code, _, err = run.finish()
+    assert code == 0, err
+    assert not list(run.folder.logs.rglob("stacks-*"))
+    assert not list(run.folder.logs.rglob("hang*"))

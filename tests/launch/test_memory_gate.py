@@ -1,0 +1,196 @@
+"""Every launch passes the planner: refused or warned of in words, written down, shown before and after."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from titan_exp.cli import retry
+from titan_exp.cli.main import main
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.launch.local.executor import LocalBackend
+from titan_exp.launch.memory_gate import pass_gate
+from titan_exp.launch.run_plan import Plan, commit, plan
+from titan_exp.plan.gate import gate as gate_module
+from titan_exp.plan.gate.gate import GIB
+from titan_exp.plan.gate.predicted import read_foreseen
+from titan_exp.plan.plan_json import Prediction, RankPrediction, Unpredicted
+from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
+
+SMALL = ["model=llama_debug", "cluster.device=cpu", "training.steps=10", "plan.predict=always"]
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of a machine of 4 GiB."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("titan_exp.plan.device_memory.host_memory", lambda: 4 * GIB)
+    return tmp_path
+
+
+@pytest.fixture
+def foretold(monkeypatch: pytest.MonkeyPatch):
+    """A GiB for each 32 tokens of a sequence, with no planning; notes what was asked."""
+    asked: list[int] = []
+
+    def foretell(questions, cache, say=print):
+        found: list[Prediction | Unpredicted] = []
+        for question in questions:
+            training = question.experiment.training
+            asked.append(training.seq_len)
+            if training.seq_len == 32:
+                found.append(Unpredicted("its kernels are not modelled"))
+                continue
+            size = round(training.seq_len / 32 * GIB * (training.micro_batch_size or 8) / 8)
+            parts = {"activations": size // 2, "loss": size - size // 2}
+            rank = RankPrediction(0, size, None, parts, "forward, block 1", None, 10)
+            found.append(Prediction((rank,), 0.0, 0.5, 2048.0, None))
+        return found
+
+    monkeypatch.setattr(gate_module, "foretell", foretell)
+    return asked
+
+
+def planned(*overrides: str) -> Plan:
+    words = [*SMALL, *overrides]
+    return plan(to_experiment(compose(words)), words)
+
+
+def test_what_does_not_fit_is_refused_with_what_would(home: Path, foretold, capsys: pytest.CaptureFixture[str]):
+    assert main(["train", *SMALL, "training.seq_len=256"]) == 2
+    said = capsys.readouterr().err
+    assert (
+        "This run does not fit: a rank needs 8.42 GiB at its peak (forward, block 1); this machine has 4.00 GiB."
+        in said
+    )
+    assert "It is made of: loss 4.00 GiB, activations 4.00 GiB, the process beside them 0.42 GiB" in said
+    assert "training.micro_batch_size=2  2.42 GiB" in said
+    assert "plan.gate=warn starts it all the same" in said
+    assert "Traceback" not in said
+    assert not (home / "runs").exists()
+
+
+def test_warned_of_and_written_down(home: Path, foretold):
+    said: list[str] = []
+    found = pass_gate(planned("training.seq_len=256", "plan.gate=warn"), said.append)
+    assert len(said) == 1
+    assert said[0].startswith("This run is not expected to fit: a rank needs 8.42 GiB")
+    commit(found)
+    written = json.loads(found.folder.plan.read_text())
+    assert (written["fits"], written["needed_bytes"]) == (False, 8 * GIB + 450_000_000)
+    assert written["ranks"][0]["by_category"] == {"activations": 4 * GIB, "loss": 4 * GIB}
+    foreseen = read_foreseen(found.folder)
+    assert foreseen.memory == pytest.approx(8 + 0.45e9 / GIB)
+    assert foreseen.tokens_per_second == 2048.0
+
+
+def test_the_gate_changes_no_name_and_is_not_passed_twice(home: Path, foretold):
+    first, off = planned("training.seq_len=64"), planned("training.seq_len=64", "plan.gate=off", "plan.predict=needed")
+    assert (first.run_id, first.experiment_id) == (off.run_id, off.experiment_id)
+    assert pass_gate(off, print) == off
+    commit(first)
+    first.folder.write_state(RunState("done", 10, 0.0, 1, None))
+    assert pass_gate(first, print) == first
+    assert foretold == []
+    assert not first.folder.plan.exists()
+    # A run from before there was a gate is read as well, and is refused no less.
+    assert replace(first.experiment, plan=off.experiment.plan) == off.experiment
+
+
+def test_a_folder_that_is_there_says_what_was_predicted_last(home: Path, foretold, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TITAN_EXP_RANK_MAIN", "tests.launch.fake_ranks.succeed")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    first = [pass_gate(planned("training.seq_len=64", f"experiment.seed={seed}"), print) for seed in (1, 2)]
+    for one in first:
+        commit(replace(one, foreseen="{}"))
+    backend = LocalBackend(jobs=2)
+    assert [one.outcome for one in backend.submit(first, say=print)] == ["done", "done"]
+    for one in first:
+        assert read_foreseen(one.folder).tokens_per_second == 2048.0
+
+
+def test_what_cannot_be_predicted_is_one_line(home: Path, foretold):
+    said: list[str] = []
+    found = pass_gate(planned("training.seq_len=32"), said.append)
+    assert said == ["Whether its memory fits is not predicted: its kernels are not modelled."]
+    commit(found)
+    assert json.loads(found.folder.plan.read_text())["why_not_predicted"] == "its kernels are not modelled"
+    assert read_foreseen(found.folder).memory is None
+
+
+def test_a_damaged_note_hides_nothing(home: Path):
+    folder = RunFolder(home)
+    assert read_foreseen(folder).memory is None
+    folder.plan.write_text("[1]")
+    assert read_foreseen(folder).memory is None
+
+
+def test_a_sweep_shows_predictions_and_refuses(home: Path, foretold, capsys: pytest.CaptureFixture[str]):
+    words = ["train", "-m", *SMALL, "training.seq_len=64,96,256", "--dry-run"]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "1 point(s) of the sweep cannot run, so none was started." in said
+    assert "[training.seq_len=256]\n  it does not fit: a rank needs 8.42 GiB" in said
+    assert main([*words, "--skip"]) == 0
+    out = capsys.readouterr().out
+    (row,) = (line for line in out.splitlines() if line.startswith("training.seq_len=64"))
+    assert row.split()[-3:] == ["2.42", "0.5", "1,024"]
+    assert "1 point(s) are skipped:\n  training.seq_len=256\n    it does not fit: a rank needs 8.42 GiB" in out
+    assert "2 to start, 1 skipped." in out
+    assert main([*words, "plan.gate=warn"]) == 0
+    assert "not expected to fit" in capsys.readouterr().out
+
+
+def test_a_study_skips_what_does_not_fit(home: Path, foretold, capsys: pytest.CaptureFixture[str]):
+    (home / "sweeps").mkdir()
+    (home / "sweeps" / "length.yaml").write_text(
+        "question: How long?\n"
+        f"held_fixed: [{', '.join(SMALL)}]\n"
+        "axes:\n  - grid: {training.seq_len: [64, 256]}\n  - grid: {optimizer.lr: [1e-3, 2e-3]}\n"
+    )
+    assert main(["sweep", "length", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "2 to start, 2 skipped." in out
+    assert "seq_len=256 lr=2e-3\n    it does not fit" in out
+    assert main(["sweep", "length", "training.seq_len=256", "--dry-run"]) == 2
+    assert "no other is left" in capsys.readouterr().err
+
+
+def test_a_bound_is_shown_where_it_decides(home: Path, foretold, capsys: pytest.CaptureFixture[str]):
+    words = ["model=llama_debug", "cluster.device=cpu", "training.seq_len=64,128", "--dry-run"]
+    assert main(["train", "-m", *words]) == 0
+    out = capsys.readouterr().out
+    assert foretold == []
+    assert out.count("< 1.") == 2
+    assert "s/step" not in out.splitlines()[0]
+
+
+def test_retry_passes_the_gate(home: Path, foretold, capsys: pytest.CaptureFixture[str]):
+    made = planned("training.seq_len=256", "plan.gate=refuse")
+    commit(made)
+    folder = made.folder
+    folder.add_attempt(world_size=1, hosts=["here"])
+    folder.write_state(RunState("failed", 3, 0.0, 1, "out of memory"))
+    with pytest.raises(UserError, match=r"a rank needs 8\.42 GiB"):
+        retry.retry_command([str(folder.path)])
+
+
+def test_status_shows_predicted_beside_measured(home: Path, foretold, capsys: pytest.CaptureFixture[str]):
+    found = pass_gate(planned("training.seq_len=64"), print)
+    commit(found)
+    other = planned("training.seq_len=128")
+    commit(other)
+    row = {"step": 10, "tokens": 100, "loss": 2.0, "tokens_per_second": 1024.0, "memory": 2.5, "attempt": 1}
+    for each in (found, other):
+        each.folder.write_state(RunState("done", 10, 0.0, 1, None))
+        each.folder.metrics.write_text(json.dumps(row) + "\n")
+    assert main(["status", str(found.folder.path), str(other.folder.path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {"/predicted", "GiB/predicted"} <= set(lines[0].split())
+    (with_plan,) = (line for line in lines if found.run_id in line)
+    assert {"50%", "2.50/2.42"} <= set(with_plan.split())
+    assert main(["status", str(other.folder.path)]) == 0
+    assert "predicted" not in capsys.readouterr().out.splitlines()[0]

@@ -1,0 +1,172 @@
+"""Ranks without a launcher: alone, or as torchrun starts them."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch.launching import LIMIT, launch_environment, seen, wait_until
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.launch.rank.rank_status import SPARE, RankRecord, read_record, write_record
+from titan_exp.launch.run_plan import commit, plan
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+
+
+def make_run(runs: Path, *overrides: str) -> RunFolder:
+    made = plan(to_experiment(compose(["model=llama_debug", f"paths.runs={runs}", *overrides])))
+    commit(made)
+    return made.folder
+
+
+def start(folder: RunFolder, main: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "titan_exp.launch.rank.main", str(folder.path)],
+        env=launch_environment(main, **environment),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=LIMIT)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def outcome(folder: RunFolder) -> tuple[str, str | None]:
+    state = folder.read_state()
+    assert state is not None
+    return state.state, state.reason
+
+
+def test_one_process_alone_and_done_is_done(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    code, out, err = finish(start(folder, "succeed"))
+    assert (code, err) == (0, "")
+    assert "hello from rank 0" in out
+    assert outcome(folder) == ("done", None)
+    (row,) = folder.read_attempts()
+    assert (row.exit, row.world_size) == (0, 1)
+    assert seen(folder, 0)["env"]["WORLD_SIZE"] == "1"
+    code, out, err = finish(start(folder, "succeed"))
+    assert (code, err) == (0, "")
+    assert "done already" in out
+    assert len(folder.read_attempts()) == 1
+
+
+def test_two_ranks_by_environment_variables(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "parallelism.dp_shard=2")
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29999"}
+    ranks = [start(folder, "succeed", RANK=str(rank), LOCAL_RANK=str(rank), **job) for rank in (1, 0)]
+    for process in ranks:
+        code, _, err = finish(process)
+        assert (code, err) == (0, "")
+    assert outcome(folder) == ("done", None)
+    assert seen(folder, 1)["env"]["RANK"] == "1"
+    for rank in (0, 1):
+        record = read_record(folder, 1, rank)
+        assert record is not None
+        assert record.exit == 0
+
+
+def test_the_wrong_number_of_processes_is_refused(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "parallelism.dp_shard=2")
+    code, _, err = finish(start(folder, "succeed"))
+    assert code == 2
+    assert "torchrun --nproc-per-node 2" in err
+    assert folder.read_attempts() == []
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    code, _, err = finish(start(RunFolder(tmp_path), "succeed"))
+    assert code == 2
+    assert "config.yaml" in err
+
+
+def test_a_failure_is_written_down(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    code, _, err = finish(start(folder, "fail_once"))
+    assert code == 1
+    assert "RuntimeError: out of luck" in err
+    assert outcome(folder) == ("failed", "rank 0: RuntimeError: out of luck")
+    assert finish(start(folder, "fail_once"))[0] == 0
+    assert outcome(folder) == ("done", None)
+    assert [row.exit for row in folder.read_attempts()] == [1, 0]
+
+
+def test_a_failure_of_another_rank_stands(tmp_path: Path) -> None:
+    folder = make_run(tmp_path, "parallelism.dp_shard=2")
+    job = {"WORLD_SIZE": "2", "MASTER_PORT": "29998"}
+    main = "raise_everywhere_after_rank_1"
+    ranks = [start(folder, main, RANK=str(rank), LOCAL_RANK=str(rank), **job) for rank in (0, 1)]
+    assert [finish(process)[0] for process in ranks] == [1, 1]
+    assert outcome(folder) == ("failed", "rank 1: ValueError: the cause")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP])
+def test_a_signal_saves(tmp_path: Path, number: signal.Signals) -> None:
+    folder = make_run(tmp_path)
+    process = start(folder, "obey_stop")
+    wait_until((folder.path / "seen-0.json").exists)
+    os.kill(process.pid, number)
+    assert finish(process)[0] == 85
+    assert outcome(folder) == ("preempted", f"rank 0 received {number.name}")
+    assert folder.read_attempts()[0].exit == 85
+
+
+def test_a_second_ctrl_c_ends_at_once_and_the_next_start_closes_the_row(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    process = start(folder, "wait_for_ever")
+    wait_until((folder.path / "seen-0.json").exists)
+    os.kill(process.pid, signal.SIGINT)
+    wait_until(folder.stop_requested)
+    os.kill(process.pid, signal.SIGINT)
+    assert finish(process)[0] == -signal.SIGINT
+    assert finish(start(folder, "succeed"))[0] == 0
+    first, second = folder.read_attempts()
+    assert "died without a word" in (first.reason or "")
+    assert first.end is not None
+    assert second.exit == 0
+
+
+def test_a_running_run_is_refused(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    with folder.claim("launcher"):
+        code, _, err = finish(start(folder, "succeed"))
+    assert code == 2
+    assert f"process {os.getpid()}" in err
+
+
+def test_a_rank_that_comes_after_the_next_start_ends(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    for _ in range(2):
+        folder.add_attempt(world_size=1, hosts=["here"])
+    late = {f"SUBMITIT_LOCAL_{name}": "0" for name in ("GLOBALID", "LOCALID", "JOB_ID")}
+    late |= {"SUBMITIT_LOCAL_NTASKS": "1", "TITAN_EXP_ATTEMPT": "1", "TITAN_EXP_LAUNCHER": "1"}
+    script = f"from titan_exp.launch.rank.main import run_rank; run_rank({str(folder.path)!r})"
+    environment = launch_environment("succeed", **late)
+    answer = subprocess.run([sys.executable, "-c", script], env=environment, timeout=LIMIT, check=False)
+    assert answer.returncode == 85
+    assert not (folder.path / "seen-0.json").exists()
+    assert not folder.stop_requested()
+
+
+def test_a_record_that_does_not_fit_on_the_disk_goes_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spare = tmp_path / "spare"
+    spare.mkdir()
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    folder.logs.touch()  # stands in for any reason that the logs cannot be written
+    record = RankRecord(3, 1, "here", 1.0, end=2.0, exit=1)
+    with pytest.raises(OSError, match="logs"):
+        write_record(folder, 1, record)
+    monkeypatch.setenv(SPARE, str(spare))
+    write_record(folder, 1, record)
+    assert read_record(folder, 1, 3, spare) == record

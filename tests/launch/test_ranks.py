@@ -1,0 +1,129 @@
+"""Real ranks through submitit: started right, and ended as one when one of them dies."""
+
+from pathlib import Path
+
+from tests.launch.launching import Launch, launch, ranks_of, seen
+from titan_exp.launch.rank.rank_status import read_record
+
+
+def test_ranks_know_their_place(tmp_path: Path) -> None:
+    run = Launch(tmp_path, "succeed", "parallelism.dp_shard=2", CUDA_VISIBLE_DEVICES="GPU-1234,3")
+    code, _, err = run.finish()
+    assert (code, err) == (0, "")
+    for rank in (0, 1):
+        report = seen(run.folder, rank)
+        env = report["env"]
+        assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) == (str(rank), str(rank), "2")
+        assert env["GLOO_SOCKET_IFNAME"].startswith("lo")
+        assert int(env["OMP_NUM_THREADS"]) >= 1
+        assert report["meeting"] is True
+        assert not Path(env["TITAN_EXP_RENDEZVOUS"]).parent.exists()  # removed at the end
+        # Packages beside where the command was typed can be imported.
+        assert report["cwd"] == str(tmp_path)
+        assert str(tmp_path) in report["path"]
+        assert report["handlers"]["SIGINT"] == "1"  # ignored: Ctrl-C is the launcher's
+        assert "request_stop" in report["handlers"]["SIGTERM"]
+        assert "request_stop" in report["handlers"]["SIGUSR2"]
+        record = read_record(run.folder, 1, rank)
+        assert record is not None
+        assert (record.exit, record.error) == (0, None)
+        assert f"hello from rank {rank}" in (run.folder.logs / f"attempt-001/rank-0000{rank}.log").read_text()
+    assert ranks_of(tmp_path) == []
+
+
+def test_threads_and_gpus_are_as_configured(tmp_path: Path) -> None:
+    run = Launch(tmp_path, "succeed", "cluster.threads_per_process=3", "cluster.device=cpu", CUDA_VISIBLE_DEVICES="0")
+    assert run.finish()[0] == 0
+    env = seen(run.folder, 0)["env"]
+    assert env["OMP_NUM_THREADS"] == "3"
+    assert env["CUDA_VISIBLE_DEVICES"] == ""
+
+
+def test_rank_0_and_metrics_are_shown_and_summed_up(tmp_path: Path) -> None:
+    code, out, _ = launch(tmp_path, "succeed", "parallelism.dp_shard=2", "training.steps=2")
+    assert code == 0
+    assert "hello from rank 0" in out
+    assert "hello from rank 1" not in out
+    assert "step 1/2" in out
+    assert "step 2/2" in out
+    last = out.splitlines()[-1]
+    assert "done after step 2 of 2, loss 1.5000, 200 tokens/s" in last
+    assert str(tmp_path / "x") in last
+
+
+def test_one_dead_rank_ends_all_with_its_traceback(tmp_path: Path) -> None:
+    run = Launch(tmp_path, "raise_on_rank_1", "parallelism.dp_shard=2")
+    code, _, err = run.finish()
+    assert code == 1
+    assert 'raise ValueError("the loss went for a walk")' in err
+    assert err.rstrip().endswith("rank 1: ValueError: the loss went for a walk")
+    assert "titan_exp/launch" not in err
+    assert ranks_of(tmp_path) == []
+    state = run.folder.read_state()
+    assert state is not None
+    assert (state.state, state.reason) == ("failed", "rank 1: ValueError: the loss went for a walk")
+    (row,) = run.folder.read_attempts()
+    assert (row.exit, row.reason, row.world_size) == (1, state.reason, 2)
+    assert row.job_id is not None
+    assert row.start is not None
+    assert row.end is not None
+    assert row.intent <= row.start <= row.end
+
+
+def test_the_first_to_die_is_the_cause(tmp_path: Path) -> None:
+    code, out, err = launch(
+        tmp_path,
+        "raise_everywhere_after_rank_1",
+        "parallelism.dp_shard=3",
+        "training.global_batch_size=12",
+        "data.virtual_shards=12",
+    )
+    assert code == 1
+    assert "ValueError: the cause" in err
+    assert "ConnectionError" not in err + out  # rank 0's own traceback is in its log only
+
+
+def test_a_killed_rank_is_said_to_have_been_killed(tmp_path: Path) -> None:
+    run = Launch(tmp_path, "killed_on_rank_1", "parallelism.dp_shard=2")
+    code, _, err = run.finish()
+    assert code == 1
+    assert "rank 1 vanished without a word" in err
+    assert "memory" in err
+    assert "about to allocate a lot" in err  # the end of its log
+    assert ranks_of(tmp_path) == []
+    state = run.folder.read_state()
+    assert state is not None
+    assert state.state == "failed"
+
+
+def test_any_other_exit_code_is_a_failure(tmp_path: Path) -> None:
+    code, _, err = launch(tmp_path, "exit_7")
+    assert code == 1
+    assert "exit code 7" in err
+
+
+def test_what_a_user_can_put_right_comes_without_a_traceback(tmp_path: Path) -> None:
+    run = Launch(tmp_path, "user_error")
+    code, _, err = run.finish()
+    assert (code, err) == (2, "data.paths: there is no such folder. Give one that exists.\n")
+    assert "UserError" in (run.folder.read_attempts()[0].reason or "")
+
+
+def test_a_rank_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
+    code, _, err = launch(tmp_path, "no_such_function")
+    assert code == 1
+    assert "no_such_function" in err
+
+
+def test_a_dead_controller_ends_the_ranks(tmp_path: Path) -> None:
+    run = Launch(tmp_path, "wait_for_ever", "parallelism.dp_shard=2")
+    folder = run.wait_for("seen-0.json", "seen-1.json")
+    (controller,) = (process for process in ranks_of(tmp_path) if "_local" in " ".join(process.cmdline()))
+    controller.kill()
+    code, _, err = run.finish()
+    assert code == 1
+    assert "controller" in err
+    assert ranks_of(tmp_path) == []
+    state = folder.read_state()
+    assert state is not None
+    assert state.state == "failed"

@@ -1,0 +1,187 @@
+"""The run folder appears whole or not at all, and holds what is needed to know the run again."""
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.launch.launching import LIMIT, launch_environment
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.schema.typed_config import load_experiment, to_experiment
+from titan_exp.launch.provenance.environment import read_surroundings
+from titan_exp.launch.run_id import run_id
+from titan_exp.launch.run_plan import Plan, commit, plan, refresh
+
+TOKEN = "hf_" + "aBcDeFgHiJkLmNoPqRsT"
+
+
+def planned(runs: Path, *overrides: str) -> Plan:
+    typed = ["model=llama_debug", f"paths.runs={runs}", *overrides]
+    return plan(to_experiment(compose(typed)), typed)
+
+
+def test_planning_writes_nothing(tmp_path: Path) -> None:
+    made = planned(tmp_path / "runs", "experiment.name=idea")
+    assert not (tmp_path / "runs").exists()
+    assert made.folder.path == tmp_path / "runs" / "idea" / made.run_id
+    assert made.experiment.parallelism.dp_shard == 1  # resolved
+
+
+def test_all_violations_are_named_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        planned(tmp_path, "model.kv_heads=3", "data.virtual_shards=64", "parallelism.dp_shard=3")
+    fields = {violation.field for violation in caught.value.violations}
+    assert {"model.kv_heads", "data.virtual_shards", "training.global_batch_size"} <= fields
+
+
+def test_the_folder_tells_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    made = planned(tmp_path, "experiment.tags=['a: b',\"ü\"]", "training.steps=7")
+    commit(made)
+    folder = made.folder
+    assert load_experiment(folder.config) == made.experiment
+    assert run_id(load_experiment(folder.config)) == made.run_id
+    import yaml
+
+    assert yaml.safe_load(folder.overrides.read_text()) == list(made.overrides)
+    code = json.loads(folder.code.read_text())
+    assert (code["run_id"], code["experiment_id"]) == (made.run_id, made.experiment_id)
+    assert code["version"]
+    assert folder.diff.exists()
+    env = json.loads(folder.env.read_text())
+    assert env["torch"] == env["packages"]["torch"]
+    assert env["python"].startswith("3.")
+    assert env["cores"] >= 1
+    assert env["memory_gib"] > 0
+    assert env["environment"]["NCCL_DEBUG"] == "WARN"
+    assert "HF_TOKEN" not in env["environment"]
+    state = folder.read_state()
+    assert state is not None
+    assert (state.state, state.attempt) == ("pending", 0)
+    assert [path.name for path in folder.path.parent.iterdir()] == [made.run_id]
+    assert not any(TOKEN in path.read_text() for path in folder.path.iterdir())
+
+
+def test_no_secret_reaches_the_folder(tmp_path: Path) -> None:
+    typed = ["model=llama_debug", f"paths.runs={tmp_path}", f"+data.options.api_key={TOKEN}"]
+    with pytest.raises(UserError, match=r"data\.options\.api_key") as caught:
+        plan(to_experiment(compose(typed)), typed)
+    assert TOKEN not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+    # What was typed need not be what is in the configuration.
+    made = plan(to_experiment(compose(typed[:2])), [*typed, f"hydra.job.env_set.X={TOKEN}"])
+    commit(made)
+    assert TOKEN not in made.folder.overrides.read_text()
+
+
+def test_the_environment_is_read_without_torch() -> None:
+    script = (
+        "import sys; import titan_exp.launch.run_plans;"
+        "from titan_exp.launch.provenance.environment import read_surroundings;"
+        "assert read_surroundings()['torch']; assert 'torch' not in sys.modules and 'submitit' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=LIMIT)
+    assert set(read_surroundings()) >= {"cpu", "gpus", "host", "packages"}
+
+
+def test_committing_twice_changes_nothing(tmp_path: Path) -> None:
+    made = planned(tmp_path)
+    commit(made)
+    before = {path.name: path.read_text() for path in made.folder.path.iterdir()}
+    commit(planned(tmp_path, "tracking.log_every=3"))
+    assert {path.name: path.read_text() for path in made.folder.path.iterdir()} == before
+
+
+def test_of_commits_that_race_one_makes_the_folder(tmp_path: Path) -> None:
+    plans = [planned(tmp_path) for _ in range(4)]
+    errors: list[BaseException] = []
+
+    def work(one: Plan) -> None:
+        try:
+            commit(one)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(one,)) for one in plans]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    assert errors == []
+    assert [path.name for path in (tmp_path / "first").iterdir()] == [plans[0].run_id]
+
+
+def test_a_changed_configuration_is_refused(tmp_path: Path) -> None:
+    made = planned(tmp_path)
+    commit(made)
+    made.folder.config.write_text(made.folder.config.read_text().replace("seed: 0", "seed: 1"))
+    with pytest.raises(UserError, match="was changed"):
+        commit(made)
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
+    made = planned(tmp_path)
+    made.folder.path.mkdir(parents=True)
+    made.folder.metrics.touch()
+    with pytest.raises(UserError, match="not a run"):
+        commit(made)
+    assert [path.name for path in made.folder.path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
+    script = f"""
+import resource, sys
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.launch.run_plan import commit
+from tests.launch.test_run_plan import planned
+from pathlib import Path
+made = planned(Path({str(tmp_path)!r}) / "runs")
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # the system refuses to write on, as on a full disk
+try:
+    commit(made)
+except UserError as error:
+    print(error)
+"""
+    answer = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        env=launch_environment("succeed"),
+        check=True,
+    )
+    assert "cannot be written" in answer.stdout
+    assert "paths.runs" in answer.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_attempt_before_ran_with_is_kept(tmp_path: Path) -> None:
+    made = planned(tmp_path)
+    commit(made)
+    old = made.folder.config.read_text()
+    other = planned(tmp_path, "tracking.log_every=3")
+    refresh(other, 1)
+    assert load_experiment(other.folder.config) == other.experiment
+    kept = made.folder.attempt_logs(1)
+    assert (kept / "config.yaml").read_text() == old
+    assert not (kept / "code.json").exists()  # it is the same
+
+
+def test_what_a_run_began_with_may_be_gone_once_it_has_a_checkpoint(tmp_path: Path) -> None:
+    source = tmp_path / "source" / "checkpoints" / "step-00000001"
+    source.mkdir(parents=True)
+    (source / ".metadata").touch()
+    words = (f"checkpoint.initial={tmp_path / 'source'}",)
+    begun = planned(tmp_path / "runs", *words)
+    source.rename(tmp_path / "gone")
+    with pytest.raises(UserError, match=r"checkpoint\.initial"):
+        planned(tmp_path / "runs", *words)
+    own = begun.folder.checkpoints / "step-00000002"
+    own.mkdir(parents=True)
+    (own / ".metadata").touch()
+    assert planned(tmp_path / "runs", *words).run_id == begun.run_id

@@ -1,0 +1,193 @@
+"""The life of a run as its user drives it: signals, deaths, and the same command again."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch.launching import LIMIT, REPOSITORY, Launch, launch, launch_environment, ranks_of, wait_until
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.launch.run_plan import commit, plan
+from titan_exp.launch.run_plans import run
+from titan_exp.launch.state import run_lock as holding
+from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
+
+TWO_RANKS = "parallelism.dp_shard=2"
+STEPS = "training.steps=600"
+
+
+def state_of(folder: RunFolder) -> RunState:
+    state = folder.read_state()
+    assert state is not None
+    return state
+
+
+def test_ctrl_c_saves_and_the_same_command_continues(tmp_path: Path) -> None:
+    first = Launch(tmp_path, "obey_stop", TWO_RANKS, STEPS, FAKE_SAVE_SECONDS="0.5")
+    folder = first.wait_for("seen-0.json", "seen-1.json")
+    os.killpg(first.process.pid, signal.SIGINT)  # as a terminal does, ranks included
+    code, out, err = first.finish()
+    assert (code, err) == (130, "")
+    assert "Stopping" in out
+    assert (folder.path / "saved-0").exists()
+    assert (folder.path / "saved-1").exists()
+    assert (state_of(folder).state, state_of(folder).step) == ("preempted", 1)
+    assert "SIGINT" in (state_of(folder).reason or "")
+    assert folder.read_attempts()[0].exit == 85
+
+    code, out, err = launch(tmp_path, "obey_stop", TWO_RANKS, STEPS)
+    assert (code, err) == (0, "")
+    assert "attempt 2" in out
+    assert "step   2/600" in out
+    assert "step   1/600" not in out
+    assert (state_of(folder).state, state_of(folder).step, state_of(folder).attempt) == ("done", 2, 2)
+    assert [row.exit for row in folder.read_attempts()] == [85, 0]
+
+
+def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
+    run = Launch(tmp_path, "wait_for_ever", TWO_RANKS)
+    folder = run.wait_for("seen-0.json", "seen-1.json")
+    os.killpg(run.process.pid, signal.SIGINT)
+    wait_until(folder.stop_requested)
+    assert len(ranks_of(tmp_path)) == 3  # the controller and both ranks, waiting
+    time.sleep(0.6)  # closer together they count as one
+    os.killpg(run.process.pid, signal.SIGINT)
+    code, _, _ = run.finish()
+    assert code == 130
+    assert ranks_of(tmp_path) == []
+    assert state_of(folder).state == "preempted"
+
+
+def test_a_signal_that_comes_twice_at_once_is_one(tmp_path: Path) -> None:
+    run = Launch(tmp_path, "obey_stop", FAKE_SAVE_SECONDS="0.5")
+    folder = run.wait_for("seen-0.json")
+    for _ in range(2):
+        os.kill(run.process.pid, signal.SIGTERM)
+        time.sleep(0.05)
+    assert run.finish()[0] == 130
+    assert (folder.path / "saved-0").exists()
+    assert state_of(folder).state == "preempted"
+
+
+def test_a_closed_terminal_saves(tmp_path: Path) -> None:
+    run = Launch(tmp_path, "obey_stop")
+    folder = run.wait_for("seen-0.json")
+    os.killpg(run.process.pid, signal.SIGHUP)
+    assert run.finish()[0] == 130
+    assert state_of(folder).state == "preempted"
+
+
+def test_a_stop_asked_for_in_the_folder(tmp_path: Path) -> None:
+    run = Launch(tmp_path, "obey_stop", TWO_RANKS)
+    run.wait_for("seen-0.json").request_stop("enough")
+    code, out, _ = run.finish()
+    assert code == 85
+    assert "continues" in out
+    assert (state_of(run.folder).state, state_of(run.folder).reason) == ("preempted", "enough")
+
+
+def test_a_failed_run_is_started_again_and_a_done_one_is_not(tmp_path: Path) -> None:
+    assert launch(tmp_path, "fail_once", "tracking.log_every=10")[0] == 1
+    code, out, _ = launch(tmp_path, "fail_once", "tracking.log_every=7")
+    assert code == 0
+    assert "after attempt 1 (rank 0: RuntimeError: out of luck)" in out
+    (path,) = (tmp_path / "x").iterdir()
+    assert "log_every: 7" in (path / "config.yaml").read_text()
+    assert "log_every: 10" in (path / "logs/attempt-001/config.yaml").read_text()
+
+    code, out, _ = launch(tmp_path, "fail_once")
+    assert code == 0
+    assert "nothing was started" in out
+    assert str(path) in out
+    assert len(RunFolder(path).read_attempts()) == 2
+
+
+def test_a_running_run_is_refused(tmp_path: Path) -> None:
+    first = Launch(tmp_path, "obey_stop")
+    folder = first.wait_for("seen-0.json", "heartbeat")
+    code, _, err = launch(tmp_path, "obey_stop")
+    assert code == 2
+    assert f"process {first.process.pid}" in err
+    assert "sign of life" in err
+    assert "Traceback" not in err
+    os.kill(first.process.pid, signal.SIGINT)
+    assert first.finish()[0] == 130
+    assert len(folder.read_attempts()) == 1
+
+
+def test_of_launchers_that_race_one_runs(tmp_path: Path) -> None:
+    runs = [Launch(tmp_path, "obey_stop") for _ in range(3)]
+    wait_until(lambda: sum(run.process.poll() is None for run in runs) == 1)
+    (winner,) = (run for run in runs if run.process.poll() is None)
+    winner.wait_for("seen-0.json").request_stop("enough")
+    ends = [run.finish() for run in runs]
+    assert sorted(code for code, _, _ in ends) == [2, 2, 85]
+    assert all("going on already" in err for code, _, err in ends if code == 2)
+    assert len(winner.folder.read_attempts()) == 1
+
+
+def test_without_its_launcher_a_run_saves_stops_and_is_continued(tmp_path: Path) -> None:
+    first = Launch(tmp_path, "obey_stop", TWO_RANKS, FAKE_SAVE_SECONDS="1", TMPDIR=str(tmp_path))
+    folder = first.wait_for("seen-0.json", "seen-1.json")
+    first.process.kill()
+    code, out, err = launch(tmp_path, "obey_stop", TWO_RANKS)
+    assert (code, err) == (0, "")
+    assert "launcher is gone" in out
+    first.finish()
+    assert [row.exit for row in folder.read_attempts()] == [85, 0]
+    assert folder.read_attempts()[0].reason == "the launcher is gone"
+    assert not any(tmp_path.glob("titan_exp-*"))  # the last orphan removed their meeting place
+    assert state_of(folder).state == "done"
+
+
+def test_orphans_do_not_wait_for_a_dead_peer(tmp_path: Path) -> None:
+    run = Launch(tmp_path, "wait_for_ever", TWO_RANKS)
+    folder = run.wait_for("seen-0.json", "seen-1.json")
+    (rank_1,) = (p for p in ranks_of(tmp_path) if p.environ().get("SUBMITIT_LOCAL_GLOBALID") == "1")
+    run.process.kill()
+    rank_1.kill()
+    run.process.communicate(timeout=LIMIT)  # not held open by what is left of the run
+    wait_until(lambda: not ranks_of(tmp_path))
+    run.finish()
+    assert state_of(folder).state == "failed"
+    assert "another rank died" in (state_of(folder).reason or "")
+
+
+def test_a_broken_pipe_does_not_end_a_run(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.launch.launching", "model=llama_debug", f"paths.runs={tmp_path}"],
+        env=launch_environment("succeed"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        cwd=REPOSITORY,
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    _, err = process.communicate(timeout=LIMIT)
+    assert (process.returncode, err) == (0, b"")
+    (path,) = tmp_path.glob("first/*")
+    assert state_of(RunFolder(path)).state == "done"
+
+
+def test_orphans_that_do_not_end_are_refused_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(holding, "ORPHANS_LIMIT", 0.3)
+    planned = plan(to_experiment(compose(["model=llama_debug", f"paths.runs={tmp_path}"])))
+    commit(planned)
+    with planned.folder.join(0), pytest.raises(UserError, match="rank 0, process"):
+        run(planned)
+    assert planned.folder.read_attempts() == []
+    with planned.folder.claim("launcher"):  # let go again
+        pass
+
+
+def test_the_folder_is_found_by_what_is_computed(tmp_path: Path) -> None:
+    experiment = to_experiment(compose(["model=llama_debug", f"paths.runs={tmp_path}", "tracking.log_every=3"]))
+    assert not plan(experiment, []).folder.path.exists()
+    assert launch(tmp_path, "succeed", "experiment.name=first")[0] == 0
+    assert plan(experiment, []).folder.path.exists()

@@ -1,0 +1,181 @@
+"""A study in a process of its own, with stand-ins for the trainer: launched, failed, stopped, changed, run again."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch.launching import LIMIT, launch_environment, ranks_of, wait_until
+from titan_exp.cli.main import main
+from titan_exp.cli.status import status_rows
+from titan_exp.launch.state.run_lookup import find
+from titan_exp.launch.state.study_folder import StudyFolder
+
+STUDY = """\
+question: Are {steps} steps enough?
+held_fixed: [model=llama_debug, cluster.device=cpu]
+axes:
+  - grid: {{training.steps: {steps}}}
+seeds: {seeds}
+baseline: {{training.steps: 2}}
+metrics: {{loss: min}}
+"""
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a study, where commands are typed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "sweeps").mkdir()
+    write()
+    return tmp_path
+
+
+def write(steps: str = "[2, 3]", seeds: str = "[0, 1]") -> None:
+    Path("sweeps/mine.yaml").write_text(STUDY.format(steps=steps, seeds=seeds))
+
+
+def start(rank_main: str, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "titan_exp", *words],
+        env=launch_environment(rank_main),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=LIMIT)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def states() -> list[str]:
+    return [row.state for row in status_rows(find(["mine"], Path("runs")))]
+
+
+def attempts() -> list[int]:
+    return [len(one.folder.read_attempts()) for one in find(["mine"], Path("runs"))]
+
+
+def test_a_study_from_its_question_to_the_last_run(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = finish(start("die_unless_lucky", "sweep", "mine"))
+    assert code == 1
+    assert "titan-exp logs mine" in out
+    record = StudyFolder(home / "runs" / "mine").read()
+    assert record is not None
+    assert [point.label for point in record.points] == [f"steps={n} seed={seed}" for n in (2, 3) for seed in (0, 1)]
+    assert (record.baseline, record.metrics) == ("steps=2", {"loss": "min"})
+    assert len({point.experiment_id for point in record.points}) == 4
+    assert states() == ["done", "failed", "done", "failed"]
+    fields = json.loads((home / "runs" / "mine" / "study.json").read_text())
+    assert set(fields) == {
+        *("name", "question", "size", "typed", "baseline", "metrics", "points", "skipped", "removed", "time"),
+    }
+    assert all((home / "runs" / "mine" / point["run_id"] / "config.yaml").exists() for point in fields["points"])
+
+    assert main(["logs", "mine"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("RuntimeError: seed 1 is unlucky") >= 2
+    assert "steps=2 seed=0" not in out
+
+    code, out, _ = finish(start("succeed", "retry", "mine/steps=2,seed=1"))
+    assert (code, attempts()) == (0, [1, 2, 1, 1])
+    assert states() == ["done", "done", "done", "failed"]
+
+    # Once more: only what is missing is started, and a point that is new.
+    write(steps="[2, 3, 4]", seeds="[0, 1]")
+    code, out, _ = finish(start("succeed", "sweep", "mine", "--jobs", "2"))
+    assert (code, out.count("done already")) == (0, 3)
+    assert (states(), attempts()) == (["done"] * 6, [1, 2, 1, 2, 1, 1])
+    assert sorted(path.name for path in (home / "runs" / "mine" / "history").iterdir()) == ["001.json", "001.yaml"]
+    assert "[2, 3]" in (home / "runs" / "mine" / "history" / "001.yaml").read_text()
+    capsys.readouterr()
+    assert main(["sweep", "mine", "--dry-run"]) == 0
+    assert "0 to start, 6 done." in capsys.readouterr().out
+    assert main(["sweep", "mine"]) == 0
+    assert (attempts(), len(list((home / "runs" / "mine" / "history").iterdir()))) == ([1, 2, 1, 2, 1, 1], 2)
+
+
+def test_cancelling_stops_what_runs_and_starts_nothing_more(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sweep = start("obey_stop", "sweep", "mine")
+    wait_until(lambda: any(home.glob("runs/mine/*/seen-0.json")))
+    assert states() == ["running", "new", "new", "new"]
+    assert main(["sweep", "mine"]) == 2
+    assert "being run already, by sweep, process" in capsys.readouterr().err
+
+    # The study changes while it is run.
+    write(seeds="[1]")
+    assert main(["sweep", "mine", "--dry-run"]) == 0
+    assert "--prune cancels them:\n  steps=2 seed=0" in capsys.readouterr().out
+    assert main(["sweep", "mine", "--prune"]) == 2
+    assert "add --yes" in capsys.readouterr().err
+    write()
+    assert main(["cancel", "mine"]) == 0
+    said = capsys.readouterr().out
+    assert "no further run is started" in said
+    assert "steps=2 seed=0: asked to save and stop" in said
+    code, out, _ = finish(sweep)
+    assert code in (85, 130)
+    assert "not started" in out
+    assert ranks_of(home) == []
+    assert main(["cancel", "mine"]) == 0
+    assert "Nothing waits or runs" in capsys.readouterr().out
+    assert main(["retry", "mine"]) == 0
+    assert "titan-exp sweep mine starts and continues those" in capsys.readouterr().out
+    code, _, _ = finish(start("succeed", "sweep", "mine"))
+    assert (code, states(), attempts()) == (0, ["done"] * 4, [2, 1, 1, 1])
+
+
+def test_a_removed_point_is_pruned(home: Path) -> None:
+    sweep = start("obey_stop", "sweep", "mine", "--jobs", "2")
+    wait_until(lambda: len(list(home.glob("runs/mine/*/seen-0.json"))) == 2)
+    write(seeds="[1]")
+    code, out, err = finish(start("obey_stop", "sweep", "mine", "--prune", "--yes"))
+    assert (code, "steps=2 seed=0: asked to save and stop" in out) == (2, True)
+    assert "being run already" in err
+    wait_until(lambda: len(list(home.glob("runs/mine/*/saved-0"))) == 1)
+    os.killpg(sweep.pid, signal.SIGINT)
+    code, out, _ = finish(sweep)
+    assert (code, "Stopping: every run saves first" in out) == (130, True)
+    assert ranks_of(home) == []
+    labels = [(one.label, one.removed) for one in find(["mine"], Path("runs"))]
+    assert labels[:2] == [("steps=2 seed=1", False), ("steps=3 seed=1", False)]
+    assert ("steps=2 seed=0", True) in labels
+
+
+def test_a_sweep_that_is_killed_goes_on(home: Path) -> None:
+    sweep = start("obey_stop", "sweep", "mine")
+    wait_until(lambda: any(home.glob("runs/mine/*/seen-0.json")))
+    sweep.kill()
+    finish(sweep)
+    wait_until(lambda: ranks_of(home) == [])  # they notice by themselves, and save
+    code, _, _ = finish(start("obey_stop", "sweep", "mine", "experiment.seed=0", "training.steps=2"))
+    assert code == 0
+    (first, *_) = find(["mine"], Path("runs"))
+    assert (len(first.folder.read_attempts()), states()[0]) == (2, "done")
+
+
+def test_a_full_disk_is_said(home: Path) -> None:
+    small = home / "small"
+    small.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(small)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("this test needs the right to mount a small file system")
+    try:
+        (small / "ballast").write_bytes(bytes(60_000))
+        code, _, err = finish(start("succeed", "sweep", "mine", f"paths.runs={small}"))
+        assert code in (1, 2)
+        assert "cannot be written (No space left on device)" in err
+        assert "Traceback" not in err
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=True)

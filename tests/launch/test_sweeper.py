@@ -1,0 +1,143 @@
+"""Sweeps from the command line: all points checked first, then run one after another, whatever becomes of each."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+from tests.launch.launching import LIMIT, launch_environment, ranks_of, wait_until
+from titan_exp.cli.main import main
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.layout.layout import nodes_needed, world_size
+from titan_exp.launch.executor import Submission
+from titan_exp.launch.run_plan import Plan, commit
+from titan_exp.launch.sweep.sweeper import points
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+
+
+def start(runs: Path, main: str, *overrides: str) -> subprocess.Popen[str]:
+    arguments = ["-m", "model=llama_debug", f"paths.runs={runs}", *overrides]
+    return subprocess.Popen(
+        [sys.executable, "-m", "titan_exp", "train", *arguments],
+        env=launch_environment(main),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        out, err = process.communicate(timeout=LIMIT)
+    finally:
+        process.kill()
+    return process.returncode, out, err
+
+
+def expand(*overrides: str) -> list[tuple[tuple[str, ...], str]]:
+    found = points(OverridesParser.create().parse_overrides(list(overrides)))
+    return [(point.overrides, point.label) for point in found]
+
+
+def test_points_are_every_combination() -> None:
+    assert expand("a=1,2", "model=x", "b=3,4") == [
+        (("a=1", "model=x", "b=3"), "a=1 b=3"),
+        (("a=1", "model=x", "b=4"), "a=1 b=4"),
+        (("a=2", "model=x", "b=3"), "a=2 b=3"),
+        (("a=2", "model=x", "b=4"), "a=2 b=4"),
+    ]
+    assert [overrides for overrides, _ in expand("a=range(1,4)")] == [("a=1",), ("a=2",), ("a=3",)]
+    assert [overrides for overrides, _ in expand("+a=choice(x,y)", "~b")] == [("+a=x", "~b"), ("+a=y", "~b")]
+    assert [overrides for overrides, _ in expand("a=[1,2],[3]")] == [("a=[1,2]",), ("a=[3]",)]
+    assert len(expand("a=1")) == 1
+
+
+def test_a_scheduler_gets_all_points_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submitted: list[list[Plan]] = []
+
+    class Scheduler:
+        def submit(self, plans: list[Plan], *, say: object) -> list[Submission]:
+            submitted.append(plans)
+            for plan in plans:
+                commit(plan)
+            return [Submission(plan, "submitted", job_id=str(number)) for number, plan in enumerate(plans)]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("titan_exp.launch.sweep.sweeper.backend_for", lambda kind: {"slurm": Scheduler()}[kind])
+    assert main(["sweep", "parallelism_degrees", "size=cluster", "cluster.nodes=2", "cluster.time_limit=1:30:00"]) == 0
+    ((first, *others),) = submitted
+    assert {len(others), world_size(first.experiment), nodes_needed(first.experiment)} == {6, 16, 2}
+    assert (len({plan.run_id for plan in submitted[0]}), len({plan.experiment_id for plan in submitted[0]})) == (7, 1)
+    assert {plan.run_id in plan.folder.code.read_text() for plan in submitted[0]} == {True}
+    assert "titan-exp status parallelism_degrees_cluster" in capsys.readouterr().out
+    monkeypatch.setattr("titan_exp.launch.state.run_status.backend_for", lambda kind: {}[kind])
+    words = ["cluster.nodes=2", "cluster.time_limit=1:30:00", "--dry-run"]
+    assert main(["sweep", "parallelism_degrees", "size=cluster", *words]) == 0
+    assert "7 to start, 168.0 GPU-hours asked." in capsys.readouterr().out
+
+
+def test_impossible_points_are_skipped_where_that_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "-m", "model=llama_debug", "cluster.device=cpu", "parallelism.tp=1,8", "--dry-run"]
+    assert main(words) == 2
+    assert "none was started" in capsys.readouterr().err
+    assert main([*words, "--skip"]) == 0
+    out = capsys.readouterr().out
+    assert "1 to start, 1 skipped." in out
+    assert "parallelism.tp=8: 4 query heads" in out
+
+
+def test_an_interval_is_refused_in_words() -> None:
+    with pytest.raises(UserError, match="range"):
+        expand("a=interval(0,1)")
+
+
+def test_a_sweep_goes_on_after_a_failure_and_ends_with_a_table(tmp_path: Path) -> None:
+    code, out, err = finish(start(tmp_path, "die_unless_lucky", "training.steps=2,3,2", "experiment.seed=0,1"))
+    assert code == 1
+    assert "seed 1 is unlucky" in err
+    assert len(list((tmp_path / "first").iterdir())) == 4
+    table = out[out.rindex("validation loss") :].splitlines()[1:]
+    states = [line.split()[3] for line in table[:4]]
+    assert states == ["done", "failed", "done", "failed"]
+    assert table[0].startswith("training.steps=2 experiment.seed=0")
+    assert "1.5000" in table[0]
+    assert "2 more point(s) are the same run" in table[4]
+
+    # Once more: only what failed is started.
+    code, out, _ = finish(start(tmp_path, "succeed", "training.steps=2,3", "experiment.seed=0,1"))
+    assert code == 0
+    assert out.count("done already") == 2
+    attempts = sorted(len(RunFolder(path).read_attempts()) for path in (tmp_path / "first").iterdir())
+    assert attempts == [1, 1, 2, 2]
+
+
+def test_nothing_is_started_where_one_point_cannot_run(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    process = start(runs, "succeed", "training.steps=2", "parallelism.dp_shard=1,3", "optimizer.lr=1e-3,-1")
+    code, _, err = finish(process)
+    assert code == 2
+    assert "Traceback" not in err
+    assert "3 point(s)" in err
+    assert "[parallelism.dp_shard=3 optimizer.lr=0.001]" in err
+    assert "[parallelism.dp_shard=1 optimizer.lr=-1]" in err
+    assert "training.global_batch_size" in err
+    assert not runs.exists()
+
+
+def test_ctrl_c_stops_the_sweep_and_leaves_the_rest(tmp_path: Path) -> None:
+    process = start(tmp_path, "obey_stop", "experiment.seed=0,1")
+    wait_until(lambda: any(tmp_path.glob("first/*/seen-0.json")))
+    os.killpg(process.pid, signal.SIGINT)
+    code, out, _ = finish(process)
+    assert code == 130
+    assert "preempted" in out
+    assert "not started" in out
+    assert len(list((tmp_path / "first").iterdir())) == 1
+    assert ranks_of(tmp_path) == []

@@ -1,0 +1,64 @@
+"""A backward pass in two gives what one gives, and its first part leaves the weights alone."""
+
+import pytest
+import torch
+from torch import nn
+
+from titan_exp.parallel.pipeline_parallel.backward_split import SplitBackward
+
+
+class TwoOutputs(torch.autograd.Function):
+    """x @ w and w.sum(), from one operator written in Python."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w, w.sum()
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        by_product, by_sum = gradients
+        x, w = ctx.saved_tensors
+        return by_product @ w.T, x.T @ by_product + by_sum
+
+
+class Stage(nn.Module):
+    """Weights behind each other, in the residual stream and in an operator with two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)
+        self.own = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.last(self.first(self.norm(x)).relu())
+        product, total = TwoOutputs.apply(x, self.own)  # type: ignore[misc]
+        return product * total
+
+
+@pytest.mark.parametrize("objective", [True, False])
+def test_it_adds_what_one_backward_pass_adds(objective: bool):
+    torch.manual_seed(0)
+    stage, x = Stage().double(), torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    gradient = None if objective else torch.randn(3, 4, dtype=torch.float64)
+    stage.norm.weight.grad = torch.ones(4, dtype=torch.float64)
+
+    def output() -> torch.Tensor:
+        return stage(x).square().sum() if objective else stage(x)
+
+    split = SplitBackward(output(), gradient, x, stage.parameters())
+    assert stage.first.weight.grad is None
+    assert x.grad is None
+    split.add_weight_gradients()
+    found = [split.input_gradient, *(weight.grad for weight in stage.parameters())]
+    stage.zero_grad()
+    stage.norm.weight.grad = torch.ones(4, dtype=torch.float64)
+    output().backward(gradient)
+    expected = [x.grad, *(weight.grad for weight in stage.parameters())]
+    assert all(torch.allclose(a, b) for a, b in zip(found, expected, strict=True))  # type: ignore[arg-type]
+
+
+def test_a_weight_in_two_places_is_noticed():
+    linear, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    with pytest.raises(AssertionError, match="too often"):
+        SplitBackward(linear(linear(x)).sum(), None, x, linear.parameters())

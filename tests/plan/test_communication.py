@@ -1,0 +1,87 @@
+"""How long a pipeline's rank holds what it has sent: until it knows that it has left."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.layout.layout import offered_devices, resolve_layout
+from titan_exp.config.layout.pipeline_schedules import Action
+from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.parallel.pipeline_parallel.runtime import Hidden, _Mail
+from titan_exp.parallel.pipeline_parallel.schedule_actions import Message, training_orders
+from titan_exp.plan.cuda.devices import device_named
+from titan_exp.plan.extrapolate.schedule_simulation import rehearse
+from titan_exp.plan.plan_table import print_plan
+from titan_exp.plan.predict import Plan, predict
+from titan_exp.rules import check
+
+MICROBATCHES = 8
+HIDDEN = 2 * 128 * 64 * 2
+"""Bytes of hidden states: two rows of 128 tokens, 64 numbers in bf16."""
+
+
+def planned(microbatches: int) -> Plan:
+    words = [
+        "model=llama_debug",
+        "cluster=slurm_h100",
+        "training.seq_len=128",
+        "training.mixed_precision=bf16",
+        "training.micro_batch_size=2",
+        f"training.global_batch_size={2 * microbatches}",
+        "parallelism.dp_shard=1",
+        "parallelism.pp=2",
+        f"parallelism.pp_microbatches={microbatches}",
+    ]
+    experiment = to_experiment(compose(words))
+    return predict(resolve_layout(check(experiment), offered_devices(experiment.cluster)), device_named("h100"))
+
+
+@pytest.mark.parametrize(("delivered", "expected"), [(False, MICROBATCHES), (True, 1)])
+def test_the_first_rank_holds_what_it_has_sent(delivered: bool, expected: int):
+    orders = training_orders("1F1B", 2, 2, MICROBATCHES)
+    rehearsal = rehearse(orders, [0, 1], 0, passes=1, delivered=delivered)
+    # When the last backward pass begins, its own forward pass is the only one that is still needed.
+    assert rehearsal.sent == MICROBATCHES
+    last = [turn for turn in rehearsal.turns if turn.action.kind == "B"][-1]
+    made = 1
+    assert last.before[made] == expected
+
+
+def test_a_plan_counts_all_of_a_pass(capsys: pytest.CaptureFixture[str]):
+    few, many = planned(4), planned(MICROBATCHES)
+    rank, other = many.ranks[0], few.ranks[0]
+    assert rank.sent == MICROBATCHES * HIDDEN
+    # A micro-batch more is one hidden state more, and its tokens and labels; 1F1B holds no more of anything else.
+    batch = 2 * 2 * 128 * 8
+    grown = rank.trace.peak.bytes - other.trace.peak.bytes
+    assert (MICROBATCHES - 4) * HIDDEN <= grown <= (MICROBATCHES - 4) * (HIDDEN + HIDDEN + batch)
+    print_plan(many)
+    said = capsys.readouterr().out
+    assert "hidden states that were sent" in said
+    assert "0.25 MiB" in said
+
+
+def test_what_has_left_is_waited_for_at_once(monkeypatch: pytest.MonkeyPatch):
+    """NCCL's work lets go of the tensor when it is waited for: a send that is known to have left must not keep it."""
+    waited: list[int] = []
+
+    def send(*_: Any, **__: Any) -> Any:
+        number = len(works)
+        works.append(SimpleNamespace(is_completed=lambda: number == 0, wait=lambda: waited.append(number)))
+        return works[-1]
+
+    works: list[Any] = []
+    monkeypatch.setattr(dist, "isend", send)
+    group: Any = None
+    mail = _Mail(group, Hidden((1,), torch.float32, torch.device("cpu")))
+    for number in range(3):
+        action = Action(0, "F", number)
+        mail.put(action, torch.zeros(1))
+        mail.exchange(Message(True, 1, action))
+    assert waited == [0]
+    mail.close()
+    assert waited == [0, 1, 2]

@@ -1,0 +1,147 @@
+"""A step put together from those of small runs is the step that is traced as a whole, in all that is told of it."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.plan.layouts import experiment_of
+from tests.ranks import run_ranks
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.layout import device_type
+from titan_exp.config.schema.typed_config import load_experiment, to_yaml
+
+CUDA = "cluster=slurm_h100 cluster.device=cuda training.mixed_precision=bf16 model.attention_backend=flash "
+BF16 = "training.mixed_precision=bf16 "
+ACCUMULATED = "training.micro_batch_size=1 training.global_batch_size=16 "
+
+WHOLE = {
+    "one device": "model.layers=7",
+    "fsdp, accumulated": ACCUMULATED + "model.layers=7 parallelism.dp_shard=4",
+    "hsdp, every third recomputed, bf16": ACCUMULATED
+    + BF16
+    + "model.layers=8 parallelism=hsdp activation_checkpoint=every_n activation_checkpoint.every=3",
+    "fsdp x tp on CUDA, full": CUDA
+    + ACCUMULATED
+    + "model.layers=8 parallelism.dp_shard=4 parallelism.tp=4 activation_checkpoint=full",
+    "tp, selective, chunked loss": "model.layers=6 parallelism.dp_shard=2 parallelism.tp=2 "
+    "activation_checkpoint=selective training.loss_chunk_tokens=37",
+    "cp, ring": "model.layers=6 parallelism.cp=2 training.micro_batch_size=4",
+    "cp, Ulysses, always resharded": "model.layers=6 parallelism.cp=2 parallelism.cp_method=ulysses "
+    "parallelism.reshard_after_forward=always",
+}
+"""Overrides without a pipeline, by name."""
+
+PIPELINES = {
+    "1F1B": "model.layers=9 parallelism.pp=2 parallelism.pp_microbatches=4",
+    "1F1B x fsdp, full, bf16": BF16
+    + "model.layers=14 training.global_batch_size=16 parallelism.pp=4 parallelism.dp_shard=2 "
+    "parallelism.pp_microbatches=8 activation_checkpoint=full",
+    "interleaved, every third recomputed": BF16
+    + "model.layers=13 parallelism.pp=2 parallelism.dp_shard=2 parallelism.pp_schedule=Interleaved1F1B "
+    "parallelism.pp_microbatches=4 activation_checkpoint=every_n activation_checkpoint.every=3",
+    "GPipe x tp on CUDA, selective": CUDA
+    + "model.layers=8 parallelism.pp=2 parallelism.dp_shard=2 parallelism.tp=2 parallelism.pp_schedule=GPipe "
+    "parallelism.pp_microbatches=4 activation_checkpoint=selective",
+    "LoopedBFS x hsdp": BF16
+    + "model.layers=9 training.global_batch_size=16 parallelism.pp=2 parallelism.dp_shard=2 parallelism.dp_replicate=2 "
+    "parallelism.pp_schedule=LoopedBFS parallelism.pp_microbatches=4",
+    "stages of one layer": BF16
+    + "model.layers=5 parallelism.pp=4 parallelism.dp_shard=2 parallelism.pp_microbatches=4 activation_checkpoint=full",
+}
+"""Overrides with one, by name."""
+
+QUICK = ("hsdp, every third recomputed, bf16", "fsdp x tp on CUDA, full", "1F1B x fsdp, full, bf16")
+"""What is compared each time; the others by `make night`."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.night]) for name in {**WHOLE, **PIPELINES}]
+)
+def test_shortcut_is_the_whole_trace(name: str, tmp_path: Path):
+    experiment = experiment_of({**WHOLE, **PIPELINES}[name])
+    (tmp_path / "config.yaml").write_text(to_yaml(experiment))
+    (found,) = run_ranks(1, both_ways, str(tmp_path / "config.yaml"))
+    for whole, short in found:
+        assert short == whole
+
+
+def both_ways(path: str) -> list[tuple[dict[str, object], dict[str, object]]]:
+    """Of the first, second and last pipeline rank: what its trace tells, and what small ones do."""
+    from titan_exp.plan.extrapolate.eligibility import why_not
+    from titan_exp.plan.extrapolate.extrapolate import extended, trace_parts
+    from titan_exp.plan.search.layout_cost import ranks_that_matter
+    from titan_exp.plan.trace.fake_world import pretended_rank, ranks_of_pipeline
+    from titan_exp.plan.trace.trace_step import trace_step
+
+    experiment = load_experiment(path)
+    cuda = device_type(experiment.cluster) == "cuda"
+    assert why_not(experiment) is None
+    parts, found = trace_parts(experiment, cuda=cuda), []
+    for number in ranks_that_matter(experiment.parallelism.pp):
+        with pretended_rank(experiment, ranks_of_pipeline(experiment)[number]) as it:
+            whole = trace_step(
+                it.parts, it.step, first_step=it.shortest_step, standing=it.standing, batches=it.batches, cuda=cuda
+            )
+        kept = {name: whole.kept[name] for name in ("parameters", "optimizer")}
+        short = extended(experiment, number, parts)
+        its = {name: short.kept[name] for name in kept}
+        found.append((told(kept, whole), told(its, short)))
+    return found
+
+
+def told(kept: dict[str, int], step: object) -> dict[str, object]:
+    work, peak = step.work, step.peak  # type: ignore[attr-defined]
+    return {
+        **kept,
+        "gradients": step.gradients,  # type: ignore[attr-defined]
+        "messages": dict(work.messages),
+        "calls": dict(work.calls),
+        "flops": work.flops,
+        "bytes moved": work.bytes_moved,
+        "peak": peak.bytes,
+        "categories": peak.by_category,
+    }
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ("parallelism.pp=2 parallelism.pp_schedule=ZBVZeroBubble parallelism.pp_microbatches=4", "weights later"),
+        ("training.fp32_modules=[blocks.0] training.mixed_precision=bf16", "single layers"),
+        ("quantization=float8_rowwise training.mixed_precision=bf16", "layers apart"),
+        ("parallelism.pp=2 model.tied_embeddings=true parallelism.pp_microbatches=2", "share a weight"),
+        ("parallelism.pp=2 parallelism.pp_microbatches=2 training.micro_batch_size=1", "several passes"),
+    ],
+)
+def test_where_it_is_not_known_to_be_equal_there_is_no_shortcut(overrides: str, reason: str):
+    from titan_exp.plan.extrapolate.eligibility import why_not
+
+    assert reason in (why_not(experiment_of(overrides)) or "")
+    assert why_not(experiment_of("")) is None
+
+
+def test_axes_are_the_meshs(tmp_path: Path):
+    experiment = experiment_of(
+        "parallelism.dp_replicate=2 parallelism.dp_shard=2 parallelism.tp=2 parallelism.cp=4 parallelism.pp=2 "
+        "parallelism.cp_ulysses=2 parallelism.pp_microbatches=2 model.kv_heads=4"
+    )
+    (tmp_path / "config.yaml").write_text(to_yaml(experiment))
+    ((of_mesh, counted),) = run_ranks(1, axes_both_ways, str(tmp_path / "config.yaml"))
+    assert counted == of_mesh
+    assert len(of_mesh) > 5
+
+
+def axes_both_ways(path: str) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
+    from titan_exp.plan.search.layout_cost import axes_of
+    from titan_exp.plan.trace.dispatch_mode import Work, ranks_by_axis
+    from titan_exp.plan.trace.fake_world import pretended_rank, ranks_of_pipeline
+
+    experiment = load_experiment(path)
+    small: Experiment = replace(experiment, model=replace(experiment.model, layers=2))
+    with pretended_rank(small, ranks_of_pipeline(small)[1]) as it:
+        axes = ranks_by_axis(it.parts.mesh)
+    work = Work()
+    for axis in axes:
+        work.messages[axis, "send"] = 1
+    return axes, axes_of(small, 1, work)

@@ -1,0 +1,160 @@
+"""A rank's trace put together from small runs is that of the whole: every birth and death, and what is reserved."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.plan.layouts import experiment_of
+from tests.plan.test_extrapolate import ACCUMULATED, BF16, CUDA, PIPELINES, WHOLE
+from tests.ranks import run_ranks
+from titan_exp.config.schema.typed_config import load_experiment, to_yaml
+from titan_exp.plan.cuda.caching_allocator import Event
+from titan_exp.plan.extrapolate.eligibility import pays, why_not
+
+WORKSPACE = 32 * 2**20
+MANY = {
+    "more micro-batches than are told": "training.micro_batch_size=1 training.global_batch_size=24 "
+    "model.layers=6 parallelism.dp_shard=2",
+    "tied, no clipping, moments in 8 bits": ACCUMULATED + BF16 + "model.layers=6 parallelism.dp_shard=2 "
+    "model.tied_embeddings=true training.max_grad_norm=null optimizer.state_precision=int8",
+    "hsdp x tp, never resharded": BF16 + "model.layers=6 parallelism=hsdp parallelism.tp=2 training.micro_batch_size=2 "
+    "parallelism.reshard_after_forward=never",
+    "ddp": BF16 + "model.layers=6 parallelism=ddp training.micro_batch_size=2 optimizer.implementation=foreach",
+    "interleaved x tp x cp, selective": CUDA
+    + "model.layers=14 parallelism.pp=2 parallelism.tp=2 parallelism.cp=2 parallelism.pp_schedule=Interleaved1F1B "
+    "parallelism.pp_microbatches=8 activation_checkpoint=selective training.loss_chunk_tokens=37",
+    "uneven stages": "model.layers=8 parallelism.pp=3 parallelism.pp_layers=[2,5,1] parallelism.pp_microbatches=4",
+}
+QUICK = (
+    "fsdp, accumulated",
+    "hsdp, every third recomputed, bf16",
+    "1F1B x fsdp, full, bf16",
+    "interleaved, every third recomputed",
+    "more micro-batches than are told",
+)
+"""What is compared each time; the others by `make night`."""
+EVERY = {**WHOLE, **PIPELINES, **MANY}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.night]) for name in EVERY]
+)
+def test_allocations_are_those_of_the_whole_trace(name: str, tmp_path: Path):
+    experiment = experiment_of(EVERY[name])
+    assert why_not(experiment) is None
+    (tmp_path / "config.yaml").write_text(to_yaml(experiment))
+    (found,) = run_ranks(1, both_ways, str(tmp_path / "config.yaml"), name == "more micro-batches than are told")
+    assert len(found) == experiment.parallelism.pp
+    for whole, short in found:
+        for told, its in whole.items():
+            assert short[told] == its, told
+
+
+def both_ways(path: str, left_out: bool) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Of each pipeline rank: what its trace on CUDA tells, and the one that is put together."""
+    from titan_exp.plan.extrapolate.extrapolated_trace import Retelling
+    from titan_exp.plan.trace.fake_world import pretended_rank, ranks_of_pipeline
+    from titan_exp.plan.trace.trace_step import trace_step
+
+    experiment, found = load_experiment(path), []
+    retelling = Retelling(experiment, cuda=True, matmul_workspace=WORKSPACE)
+    for number, rank in enumerate(ranks_of_pipeline(experiment)):
+        # First, because what a process makes once, such as tables of 8-bit moments, is made by its first trace.
+        short = retelling.trace(number)
+        with pretended_rank(experiment, rank) as it:
+            whole = trace_step(
+                it.parts,
+                it.step,
+                first_step=it.shortest_step,
+                standing=it.standing,
+                batches=it.batches,
+                cuda=True,
+                matmul_workspace=WORKSPACE,
+            )
+        assert {axis: short.axes.get(axis, ranks) for axis, ranks in whole.axes.items()} == whole.axes
+        found.append((told(whole, left_out), told(short, left_out)))
+    return found
+
+
+def told(trace: Any, left_out: bool) -> dict[str, Any]:
+    from titan_exp.plan.cuda.caching_allocator import reservations
+
+    work = trace.work
+    found = {
+        "peak": trace.peak,
+        "kept": trace.kept,
+        "gradients": trace.gradients,
+        "work": (work.flops, work.bytes_moved, work.operators, dict(work.messages), dict(work.calls)),
+        "reserved": reservations(trace.before, trace.step),
+    }
+    if left_out:
+        return found
+    return {
+        **found,
+        "events": named([*trace.before, *trace.step]),
+        "before": len(trace.before),
+        "timeline": trace.timeline,
+    }
+
+
+def named(events: list[Event]) -> list[tuple[int, int, int]]:
+    """Events by the order of births and of streams, whatever numbers those have."""
+    births: dict[int, int] = {}
+    streams: dict[int, int] = {0: 0}
+    found = []
+    for number, event in enumerate(events):
+        if event.size:
+            births[event.storage] = number
+        stream = streams.setdefault(event.stream, len(streams)) if event.size else 0
+        found.append((births[event.storage], event.size, stream))
+    return found
+
+
+def test_a_plan_is_the_same_put_together_and_in_full(tmp_path: Path):
+    experiment = experiment_of(
+        CUDA + "model.layers=13 parallelism.pp=4 parallelism.dp_shard=2 "
+        "training.global_batch_size=16 parallelism.pp_microbatches=8"
+    )
+    assert pays(experiment, 4)
+    (tmp_path / "config.yaml").write_text(to_yaml(experiment))
+    ((short, full, fallen_back),) = run_ranks(1, plans, str(tmp_path / "config.yaml"), limit=240)
+    assert short.pop("traced_in_full_because") is None
+    assert full.pop("traced_in_full_because") is None
+    assert fallen_back.pop("traced_in_full_because") == "small runs do not tell: a storage dies twice"
+    for plan in (short, full, fallen_back):
+        assert plan.pop("planning_seconds") > 0
+    assert short == full == fallen_back
+    assert [rank["pipeline_rank"] for rank in short["ranks"]] == [0, 1, 2, 3]
+
+
+def plans(path: str) -> list[dict[str, Any]]:
+    """The same run planned from small runs; in full; and where small runs turn out not to tell."""
+    from titan_exp.plan.cuda.devices import DEVICES
+    from titan_exp.plan.extrapolate.allocation_events import Unwoven, Weaver
+    from titan_exp.plan.plan_table import as_json
+    from titan_exp.plan.predict import predict
+
+    def unwoven(*_: Any) -> None:
+        raise Unwoven("a storage dies twice")
+
+    experiment, device = load_experiment(path), DEVICES["h100"]
+    found = [predict(experiment, device), predict(experiment, device, full=True)]
+    death, Weaver.death = Weaver.death, unwoven  # type: ignore[method-assign]
+    found.append(predict(experiment, device))
+    Weaver.death = death
+    return [json.loads(json.dumps(as_json(plan))) for plan in found]
+
+
+def test_small_runs_are_traced_as_they_are():
+    small = experiment_of("")
+    assert not pays(small, 1)
+    deep = replace(small, model=replace(small.model, layers=64))
+    assert pays(deep, 1)
+    pipeline = experiment_of(
+        "model.layers=32 parallelism.pp=4 parallelism.pp_microbatches=8 training.global_batch_size=16"
+    )
+    # What one rank would take is quicker traced; what four take is not.
+    assert [pays(pipeline, ranks) for ranks in (1, 4)] == [True, True]

@@ -1,0 +1,114 @@
+"""What is left out of a search could not have been a row, and what operators are known to make is what they make."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.plan.layouts import experiment_of
+from tests.plan.test_extrapolate import BF16, told
+from tests.plan.test_search import composed
+from tests.ranks import run_ranks
+from titan_exp.config.schema.typed_config import load_experiment, to_yaml
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("1F1B", 1), ("Interleaved1F1B", 2), ("GPipe", 1), ("LoopedBFS", 2)])
+def test_blocks_in_flight_are_the_schedules(schedule: str, stages: int):
+    from titan_exp.parallel.pipeline_parallel.schedule_actions import training_orders
+    from titan_exp.plan.search.lower_bounds import in_flight
+
+    own = tuple(range(3, 3 + stages))
+    for ranks, times in ((2, 1), (2, 3), (4, 1), (4, 2), (8, 3)):
+        order = training_orders(schedule, ranks, ranks * stages, ranks * times)[0]
+        forward = next(place for place, action in enumerate(order) if action.kind != "F")
+        held = sum(own[action.stage // ranks] for action in order[:forward])
+        least = in_flight(schedule, ranks, own, ranks * times)
+        assert least == held if "1F1B" in schedule else least <= held
+
+
+MEMO = "model.layers=3 parallelism.dp_shard=2 parallelism.tp=2 parallelism.cp=2 activation_checkpoint=selective " + BF16
+
+
+def test_what_operators_make_is_what_torch_says(tmp_path: Path):
+    (tmp_path / "config.yaml").write_text(to_yaml(experiment_of(MEMO)))
+    ((asked, known, remembered),) = run_ranks(1, both_ways, str(tmp_path / "config.yaml"))
+    assert remembered > 100
+    assert known == asked
+
+
+def both_ways(path: str) -> tuple[dict[str, object], dict[str, object], int]:
+    """A trace by torch alone and one by what is remembered of another, and how many operators that is."""
+    from titan_exp.plan.trace import dispatch_mode as watch
+    from titan_exp.plan.trace.fake_world import pretended_rank
+    from titan_exp.plan.trace.op_cache import OperatorMemo
+    from titan_exp.plan.trace.trace_step import trace_step
+
+    class Forgetful(OperatorMemo):
+        def recall(self, key: object) -> None:
+            return None
+
+    experiment, found = load_experiment(path), []
+    memo = OperatorMemo()
+    for each in (Forgetful(), memo, memo):
+        watch._MEMO = each
+        with pretended_rank(experiment, 0) as it:
+            trace = trace_step(it.parts, it.step)
+        found.append(told({**trace.kept, "moments": [moment.bytes for moment in trace.timeline]}, trace))  # type: ignore[dict-item]
+    return found[0], found[2], sum(its is not None for its in memo._outcomes.values())
+
+
+WORDS = ["parallelism.dp_replicate=1", "training.micro_batch_size=2", "training.global_batch_size=16"]
+
+
+@pytest.mark.night
+def test_what_bounds_leave_out_would_be_no_row():
+    """On devices where all, half and few layouts fit, the rows are those of looking at everything."""
+    done = subprocess.run(
+        [sys.executable, "-c", "from tests.plan.test_lower_bounds import print_both; print_both()"],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["violations"] == []
+    assert found["looked at"] > 2 * found["at least"]
+    for everything, bounded in found["rows"]:
+        assert bounded == everything
+
+
+def print_both() -> None:
+    """Rows of a search that looks at everything and of those that do not, on three devices, as JSON."""
+    from titan_exp.plan.cuda.devices import device_named
+    from titan_exp.plan.search.layouts import candidates
+    from titan_exp.plan.search.search import Search
+
+    def quiet(_: str) -> None:
+        return
+
+    experiment = replace(composed(*WORDS), model=replace(composed().model, layers=8))
+    found, device = (
+        candidates(experiment, 8, {"parallelism.dp_replicate", "training.micro_batch_size"}),
+        device_named("h100"),
+    )
+    whole = Search(found, device, 10_000, quiet, bounded=False)
+    whole.run()
+    guesses = sorted(whole._guesses, key=lambda guess: guess.step_seconds)
+    peaks = sorted(guess.peak_bytes for guess in guesses)
+    rows, looked, violations = [], [], []
+    for room, limit in ((peaks[-1] + 1, 2), (peaks[len(peaks) // 2], 3), (peaks[len(peaks) // 8], 3)):
+        one = Search(found, replace(device, memory_gb=room / 1e9 / 0.88), limit, quiet)
+        result = one.run()
+        fits = [guess.step_seconds for guess in guesses if guess.peak_bytes <= room][:limit]
+        rows.append((fits, [row.step_seconds for row in result.rows]))
+        looked.append(result.looked_at)
+        for guess in guesses:
+            least = one._least.of(guess.experiment)
+            peak = max(least.bytes, one._least_peak(guess.experiment))
+            if least.seconds > guess.step_seconds * (1 + 1e-9) or peak > guess.peak_bytes:
+                violations.append(str(guess))
+    print(json.dumps({"rows": rows, "looked at": len(guesses), "at least": min(looked), "violations": violations}))

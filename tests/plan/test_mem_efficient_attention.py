@@ -1,0 +1,174 @@
+"""The efficient attention kernel on CUDA, which no CPU has: what it keeps, and what it takes for a moment."""
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.plan.layouts import allocated_by
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.layout.layout import offered_devices, resolve_layout
+from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.plan.cuda.devices import device_named
+from titan_exp.plan.cuda.mem_efficient_attention import BACKWARD, FORWARD, Kernel, largest_workspace, passing
+from titan_exp.plan.plan_table import as_json, print_plan
+from titan_exp.plan.predict import Plan, predict
+from titan_exp.plan.supported import attention_kernel
+from titan_exp.plan.trace.op_costs import hidden_memory
+from titan_exp.rules import check
+
+SEQ, ROWS = 128, 2
+SMALL = [
+    "model=llama_debug",
+    "cluster=slurm_h100",
+    f"training.seq_len={SEQ}",
+    f"training.global_batch_size={ROWS}",
+    "parallelism.dp_shard=1",
+]
+
+
+def experiment_of(*words: str) -> Experiment:
+    experiment = to_experiment(compose([*SMALL, *words]))
+    return resolve_layout(check(experiment), offered_devices(experiment.cluster))
+
+
+def planned(*words: str) -> Plan:
+    return predict(experiment_of(*words), device_named("h100"))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "shape", "keys", "half", "expected"),
+    [
+        # Four tiles of 64 queries, each 64 x 64 numbers and 16 bytes; fp32 needs nothing for keys and values.
+        (Kernel(64, 64, 64), (2, 4, 256, 64), 256, False, 2 * 4 * 4 * (64 * 64 * 4 + 16)),
+        # 100 queries are two tiles, 80 numbers of a head two columns.
+        (Kernel(65536, 64, 64), (1, 1, 100, 80), 100, False, 2 * 2 * (64 * 64 * 4 + 16)),
+        # Gradients of keys and values stay in registers where a head is no wider than a tile has rows.
+        (Kernel(128, 128, 128), (1, 32, 8192, 128), 8192, True, 32 * 64 * (128 * 128 * 4 + 16)),
+        # Elsewhere they are written down for each of 200 // 32 splits.
+        (
+            Kernel(128, 64, 64),
+            (1, 32, 8192, 128),
+            8192,
+            True,
+            32 * (128 * 2 * (64 * 64 * 4 + 16) + 2 * 6 * 64 * 128 * 4),
+        ),
+        # More heads than 200 leave one split.
+        (
+            Kernel(128, 64, 64),
+            (8, 32, 1024, 128),
+            1024,
+            True,
+            256 * (16 * 2 * (64 * 64 * 4 + 16) + 2 * 64 * 128 * 4),
+        ),
+    ],
+)
+def test_workspace_by_hand(kernel: Kernel, shape: tuple[int, int, int, int], keys: int, half: bool, expected: int):
+    assert kernel.workspace(shape, keys, half=half) == expected
+    if kernel.widest >= 128 or not half:
+        assert largest_workspace(shape, keys, half=half) >= expected
+
+
+@pytest.mark.parametrize("width", [64, 96, 128, 192])
+@pytest.mark.parametrize("half", [True, False])
+def test_the_bound_is_close(width: int, half: bool):
+    """Of a long sequence nearly all of it is the queries' gradient in fp32, its columns filled up."""
+    shape = (1, 32, 8192, width)
+    columns = -(-width // 64) * 64
+    gradient = 32 * 8192 * columns * 4
+    assert gradient <= largest_workspace(shape, 8192, half=half) <= 1.13 * gradient
+
+
+def test_what_a_call_takes_for_a_moment():
+    with FakeTensorMode():
+        query, key, value = (torch.empty(2, 256, 4, 64).transpose(1, 2) for _ in range(3))
+        out, lse, seed, offset = FORWARD(query, key, value, None, True, 0.0, True)
+        assert lse.shape == (2, 4, 256)
+        arguments = (query, key, value, None, out, lse, seed, offset, 0.0, [True, True, True, False], True)
+        sums, product = 4 * 2 * 4 * 256, 4 * query.numel()
+        workspace = largest_workspace((2, 4, 256, 64), 256, half=False)
+        assert workspace < product + sums or workspace % 512 == 0
+        assert passing(BACKWARD, (out, *arguments)) == sums + max(product + sums, -(-workspace // 512) * 512)
+        scattered = torch.empty(2, 4, 256, 64)
+        assert passing(BACKWARD, (scattered, *arguments)) == passing(BACKWARD, (out, *arguments)) + product
+        assert passing(FORWARD, (query, key, value)) == 0
+        # Heads too wide for registers are accumulated in memory.
+        wide = torch.empty(2, 256, 4, 192, dtype=torch.bfloat16).transpose(1, 2)
+        assert passing(FORWARD, (wide, wide, wide)) == 4 * wide.numel()
+
+
+def test_what_is_kept_of_a_document_mask():
+    """A mask becomes numbers to add in every layer, and lives until the layer's backward pass."""
+    experiment = experiment_of("data.document_mask=true", "training.mixed_precision=bf16")
+    layers, heads = experiment.model.layers, experiment.model.heads
+    with_mask, without = (
+        predict(experiment_of(f"data.document_mask={on}", "training.mixed_precision=bf16"), device_named("h100"))
+        for on in ("true", "false")
+    )
+    births = [Counter(event.size for event in plan.ranks[0].trace.step if event.size) for plan in (with_mask, without)]
+    bias = ROWS * SEQ * SEQ * 2
+    assert births[0][bias] - births[1][bias] == layers
+    assert with_mask.at_most
+    assert not without.at_most
+    assert as_json(with_mask)["at_most"] is True
+    # Keys and values are repeated for all heads of their group, and kept. The keys of their own are not, then, nor the
+    # projection that the values are a part of. Of dropout there are two numbers that nobody needs.
+    head = ROWS * SEQ * experiment.model.head_dim * 2
+    own = experiment.model.kv_heads * head + (heads + 2 * experiment.model.kv_heads) * head
+    kept, before = (plan.ranks[0].trace.peak.by_category["activations"] for plan in (with_mask, without))
+    assert kept - before == layers * (bias + 2 * heads * head - own + 2 * 512)
+
+
+def test_a_mask_whose_rows_the_kernel_cannot_load_is_filled_up():
+    plan = planned("data.document_mask=true", "training.mixed_precision=bf16", "training.seq_len=100")
+    assert plan.ranks[0].trace.peak.bytes > 0
+    sizes = Counter(event.size for event in plan.ranks[0].trace.step)
+    filled = -(-ROWS * 100 * 104 * 2 // 512) * 512
+    assert sizes[filled] == plan.experiment.model.layers
+
+
+@pytest.mark.parametrize("options", ["", "parallelism.cp=2", "parallelism.cp=2 parallelism.cp_method=ulysses"])
+def test_fp32_is_planned(options: str):
+    plan = planned("training.mixed_precision=fp32", *options.split())
+    (rank,) = plan.ranks
+    assert attention_kernel(plan.experiment) == "efficient"
+    assert plan.at_most
+    # Nothing is known of how fast fp32 is.
+    assert rank.time is None
+    plain = planned("training.mixed_precision=fp32", "model.attention_backend=math", "parallelism.cp=1")
+    assert not plain.at_most
+    if "cp" not in options:
+        # Plain operators know of no triangle, and take the whole square.
+        assert rank.trace.work.flops < plain.ranks[0].trace.work.flops
+
+
+def test_the_choice_is_what_cuda_makes():
+    assert attention_kernel(experiment_of("training.mixed_precision=bf16")) == "flash"
+    assert attention_kernel(experiment_of("training.mixed_precision=fp32")) == "efficient"
+    assert attention_kernel(experiment_of("training.mixed_precision=bf16", "model.attention_backend=math")) == "math"
+
+
+def test_elsewhere_it_is_refused():
+    with pytest.raises(UserError, match="MI300X"):
+        predict(experiment_of("training.mixed_precision=fp32"), device_named("mi300x"))
+
+
+def test_an_upper_bound_is_called_one(capsys: pytest.CaptureFixture[str]):
+    print_plan(planned("training.mixed_precision=fp32"))
+    assert "tensors take at most that" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11
+def test_a_softmax_of_several_operators_takes_what_torch_allocates(tmp_path: Path):
+    """What plain attention's softmax takes inside, of which a trace sees the whole alone."""
+    scores = torch.randn(2, 4, 256, 256)
+    operator = torch.ops.aten._safe_softmax.default
+    largest = allocated_by(lambda: operator(scores, -1), tmp_path)
+    inside = hidden_memory(operator, (scores, -1))
+    assert largest == inside + scores.numel() * 4
+    assert inside > scores.numel()
+    assert hidden_memory(torch.ops.aten.softmax.int, (scores, -1)) == 0

@@ -1,0 +1,297 @@
+"""The page to look at: its numbers are the executor's own, and a browser draws them."""
+
+import json
+import re
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tests.cli.test_plan import planned
+from tests.plan.layouts import SMALL, experiment_of
+from tests.ranks import run_ranks
+from titan_exp.cli.plan import options_among
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.layout.layout import world_size
+from titan_exp.config.layout.pipeline_schedules import Action
+from titan_exp.config.layout.schedule_timeline import COST, timeline
+from titan_exp.parallel.pipeline_parallel.schedule_actions import training_orders
+from titan_exp.plan.cuda.devices import DEVICES
+from titan_exp.plan.predict import predict
+from titan_exp.plan.trace.fake_world import pretended_rank
+from titan_exp.plan.trace.memory_ledger import CATEGORIES, Ledger
+from titan_exp.plan.visualize import glossary as words_module
+from titan_exp.plan.visualize.draw import Picture
+from titan_exp.plan.visualize.page_data import token_ranges
+from titan_exp.plan.visualize.schedule_data import schedule_of, words_of
+from titan_exp.plan.visualize.shards import cuts_of, look_at
+
+EVIL = '</script><script>window.broken=1</script><img src=x onerror="window.broken=1">'
+LAYOUT = (
+    "parallelism.tp=2 parallelism.pp=2 parallelism.cp=2 parallelism.dp_shard=2 training.mixed_precision=bf16 "
+    "training.micro_batch_size=1 parallelism.pp_schedule=ZBVZeroBubble"
+)
+"""Every axis but dp_replicate: sixteen ranks."""
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A layout drawn, all of it and with one pipeline rank looked at; by a process of its own, which pretends."""
+    folder = tmp_path_factory.mktemp("pages")
+    run_ranks(1, _draw, str(folder))
+    return {name: folder / "new" / f"{name}.html" for name in ("all", "some")}
+
+
+def _draw(folder: str) -> None:
+    experiment = experiment_of(LAYOUT)
+    experiment = replace(experiment, model=replace(experiment.model, name=EVIL))
+    picture = Picture(Path(folder) / "new" / "all.html")
+    plan = predict(experiment, DEVICES["h100"], look=picture.look)
+    picture.write(plan)
+    picture.path = picture.path.with_name("some.html")
+    picture.write(replace(plan, ranks=plan.ranks[:1]))
+
+
+def numbers_in(page: str) -> dict[str, Any]:
+    return json.loads(page.split('id="numbers">')[1].split("</script>", 1)[0])
+
+
+def test_the_page_adds_up_and_loads_nothing(pages: dict[str, Path]):
+    page = pages["all"].read_text()
+    assert "http" not in re.sub(r"http://www.w3.org/2000/svg|http-equiv", "", page)
+    assert page.count("<script") == 2
+    assert "&lt;/script&gt;" in page
+    assert "<img" not in page
+    assert re.search(r"content=\"default-src 'none'", page)
+    found = numbers_in(page)
+    assert found["stages"] == [[[0, 0]], [[1, 1]], [[2, 2]], [[3, 3]]]
+    assert set(found["ranks"]) == {"0", "1"}
+    for rank in found["ranks"].values():
+        memory, peak = rank["memory"], rank["peak"]
+        totals = [sum(sizes) * memory["unit"] for sizes in zip(*memory["columns"].values(), strict=True)]
+        # Each category is rounded to a unit.
+        assert max(totals) == totals[memory["peak"]] == pytest.approx(peak["bytes"], abs=8 * memory["unit"])
+        assert memory["words"][memory["where"][memory["peak"]]] == peak["where"]
+        assert len({len(column) for column in memory["columns"].values()} | {len(memory["where"])}) == 1
+    # Own times and those of the plan, whose step they make.
+    own, alike = found["passes"]["ways"]
+    assert (own["name"], alike["name"]) == ("own", "alike")
+    assert alike["end"] == pytest.approx(found["step"])
+    assert own["end"] <= alike["end"]
+
+
+def test_what_a_rank_holds_is_what_torch_gives_it():
+    # In the second, three ranks share weights of 64 rows.
+    uneven = "parallelism.dp_shard=3 data.virtual_shards=48 training.global_batch_size=12 training.mixed_precision=bf16"
+    found = [part for parts in run_ranks(1, _parts, [LAYOUT, uneven]) for part in parts]
+    divided = 0
+    for cuts, shape, degrees, places, local_shape, offset in found:
+        bounds = cut(shape, cuts, degrees, places)
+        assert [last - first for first, last in bounds] == list(local_shape)
+        assert [first for first, _ in bounds] == list(offset)
+        divided += len(cuts) == 2
+    assert divided, "no weight is divided twice"
+    assert any(shape[0] % local_shape[0] for _, shape, _, _, local_shape, _ in found), "every part is even"
+
+
+def cut(
+    shape: list[int], cuts: list[tuple[str, int]], degrees: dict[str, int], places: dict[str, int]
+) -> list[list[int]]:
+    """What `Weight.cuts` says, done."""
+    bounds = [[0, size] for size in shape]
+    for axis, dim in cuts:
+        first, last = bounds[dim]
+        piece = -(-(last - first) // degrees[axis])
+        bounds[dim] = [min(last, first + places[axis] * piece), min(last, first + (places[axis] + 1) * piece)]
+    return bounds
+
+
+def _parts(layouts: list[str]) -> list[Any]:
+    found: list[Any] = []
+    ranks = [
+        (experiment, rank)
+        for experiment in map(experiment_of, layouts)
+        for rank in {0, world_size(experiment) // 2 + 1, world_size(experiment) - 1}
+    ]
+    for experiment, rank in ranks:
+        with pretended_rank(experiment, rank) as it:
+            for module in it.parts.model.parts:
+                for weight in module.parameters():
+                    assert isinstance(weight, DTensor)
+                    mesh = weight.device_mesh
+                    names, sizes = mesh.mesh_dim_names or (), mesh.shape
+                    degrees = dict(zip(names, sizes, strict=True))
+                    places = dict(zip(names, mesh.get_coordinate() or (), strict=True))
+                    with _disable_current_modes():
+                        truth = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
+                    found.append((cuts_of(weight), list(weight.shape), degrees, places, *truth))
+            assert sum(max(1, len(weight.layers)) for weight in look_at(it).weights) == len(
+                [1 for module in it.parts.model.parts for _ in module.parameters()]
+            )
+    return found
+
+
+@pytest.mark.parametrize("overrides", ["", "parallelism.cp=4", "parallelism.cp=4 parallelism.cp_ulysses=2"])
+def test_every_token_is_computed_once(overrides: str):
+    experiment = experiment_of(f"{overrides} training.seq_len=64")
+    parts = token_ranges(experiment)
+    assert len(parts) == experiment.parallelism.cp
+    tokens = [token for pieces in parts for first, last in pieces for token in range(first, last + 1)]
+    assert sorted(tokens) == list(range(64))
+
+
+@pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_the_pipeline_is_drawn_as_it_is_run(name: str):
+    experiment = experiment_of(f"parallelism.pp=2 parallelism.pp_schedule={name} training.micro_batch_size=2")
+    schedule = schedule_of(experiment)
+    stages = len(schedule.placement)
+    assert schedule.orders == training_orders(name, 2, stages, 4)
+    costs = [1.0 + stage for stage in range(stages)]
+    line = timeline(schedule.orders, costs)
+    busy = idle = 0.0
+    for order in schedule.orders:
+        words, now, actions = words_of(order, line.end, costs).split(" "), 0.0, []
+        for word in words:
+            if word[0] == "~":
+                now += float(word[1:])
+                continue
+            stage, kind, number = re.fullmatch(r"(\d+)([FBIW])(\d+)", word).groups()  # type: ignore[union-attr]
+            actions.append(Action(int(stage), kind, int(number)))
+            now += COST[kind] * costs[int(stage)]
+            busy += COST[kind] * costs[int(stage)]
+            assert now == pytest.approx(line.end[actions[-1]], rel=1e-4)
+        assert actions == order
+        idle += max(line.end.values()) - now
+    assert 1 - busy / (2 * max(line.end.values())) == pytest.approx(line.bubble)
+
+
+def test_a_story_told_in_few_moments_keeps_its_peak():
+    ledger = Ledger()
+    kept = [torch.empty(100, dtype=torch.uint8)]
+    ledger.see(kept[0], "parameters")
+    ledger.begin()
+    for number in range(1000):
+        ledger.where = f"turn {number}"
+        tensor = torch.empty(5000 if number == 777 else 10, dtype=torch.uint8)
+        ledger.see(tensor, "activations")
+        del tensor
+    told = ledger.timeline(20)
+    assert len(told) == 20
+    assert (told[0].bytes, told[0].by_category["parameters"]) == (100, 100)
+    assert max(told, key=lambda moment: moment.bytes) == ledger.peak()
+    assert ledger.peak().where == "turn 777"
+    # Told in full, the story is every change: up and down.
+    every = [moment.bytes for moment in ledger.timeline(10_000)]
+    assert len(every) == 2001
+    assert {after - before for before, after in pairwise(every)} == {10, -10, 5000, -5000}
+    assert all(moment.bytes == sum(moment.by_category[name] for name in CATEGORIES) for moment in told)
+
+
+def test_a_page_that_cannot_be_written_is_refused_before_the_plan(tmp_path: Path):
+    with pytest.raises(UserError, match=r"this is a folder.*plan\.html"):
+        Picture(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="cannot be written"):
+        Picture(tmp_path / "file" / "plan.html")
+
+
+def test_the_verb_writes_a_page_beside_what_it_prints(tmp_path: Path):
+    path = tmp_path / "plan.html"
+    found = json.loads(planned(*SMALL, "--json", "--html", str(path)))
+    told = numbers_in(path.read_text())["ranks"]["0"]
+    assert told["peak"]["bytes"] == found["ranks"][0]["peak_allocated_bytes"]
+    assert told["messages"] == []
+    assert [row.name for row in tmp_path.iterdir()] == ["plan.html"]
+    with pytest.raises(UserError, match=r"--html takes a value, as in --html plan\.html"):
+        options_among(["model=llama_debug", "--html"])
+
+
+def test_everything_that_memory_is_for_has_a_sentence_and_a_colour():
+    script = Path(words_module.__file__).parent / "page" / "numbers.js"
+    colours = re.search(r"const CATEGORY_COLORS = \{(.*?)\};", script.read_text(), re.DOTALL)
+    assert colours is not None
+    coloured = {name.strip('"') for name in re.findall(r'("[a-z ]+"|[a-z]+): "var', colours[1])}
+    assert set(words_module.CATEGORIES) == coloured == set(CATEGORIES)
+
+
+@pytest.mark.parametrize(("width", "scheme"), [(1360, "light"), (390, "dark")])
+def test_a_browser_draws_it(pages: dict[str, Path], browser: Any, width: int, scheme: str):
+    page = pages["some"].read_text()
+    trouble: list[str] = []
+    view = browser.new_page(viewport={"width": width, "height": 900}, color_scheme=scheme)
+    view.on("console", lambda message: trouble.append(message.text))
+    view.on("pageerror", lambda error: trouble.append(str(error)))
+    view.on("request", lambda request: trouble.append(request.url) if not request.url.startswith("file:") else None)
+    view.goto(pages["some"].as_uri())
+    view.wait_for_selector("#memory .story svg path")
+    assert view.locator("#ranks .cell").count() == 16
+    assert view.evaluate("document.documentElement.scrollWidth") == width, "the page scrolls sideways"
+    assert view.evaluate("window.broken") is None
+    # A click says what a rank holds; rank 13 is pp 1, dp_shard 1, cp 0, tp 1.
+    view.locator("#ranks .cell[data-rank='13'] rect").first.click()
+    assert view.locator("#rank h2").inner_text() == "Rank 13"
+    said = view.locator("#rank").inner_text()
+    assert "tokens 0–15, 48–63" in said
+    assert "Sequences 1, 3, 5, 7 of each batch" in said
+    assert "Pipeline rank 1 was not looked at" in said
+    assert [view.evaluate(f"group(13, {axes})") for axes in (["tp"], ["dp_shard", "cp_across", "cp_within"])] == [
+        [12, 13],
+        [9, 11, 13, 15],
+    ]
+    # What the script cuts is what was cut above.
+    weights = numbers_in(page)["ranks"]["0"]["weights"]
+    uneven = {"shape": [11, 5], "cuts": [["tp", 0], ["fsdp", 0], ["fsdp", 1]]}
+    for weight in [*weights, uneven]:
+        told = view.evaluate("(weight) => partOf(7, weight)", weight)
+        cuts = [(axis, dim) for axis, dim in weight["cuts"]]
+        assert told == cut(weight["shape"], cuts, {"fsdp": 4, "tp": 2}, {"fsdp": 3, "tp": 1})
+    view.locator("#ranks .plot").press("ArrowLeft")
+    assert view.locator("#rank h2").inner_text() == "Rank 12"
+    view.locator("#pipeline canvas").hover(position={"x": 75, "y": 12})
+    assert "micro-batch" in view.locator("#tip").inner_text()
+    # Dragging zooms in, a double click out again.
+    canvas = view.locator("#pipeline canvas")
+    view.mouse.move(0, 0)
+    all_of_it = canvas.evaluate("(it) => it.toDataURL()")
+    place = canvas.bounding_box()
+    view.mouse.move(place["x"] + 100, place["y"] + 12)
+    view.mouse.down()
+    view.mouse.move(place["x"] + 150, place["y"] + 12)
+    view.mouse.move(place["x"] + 200, place["y"] + 12)
+    view.mouse.up()
+    view.mouse.move(0, 0)
+    assert canvas.evaluate("(it) => it.toDataURL()") != all_of_it
+    canvas.dblclick(position={"x": 2, "y": 40})  # its own row
+    view.mouse.move(0, 0)
+    assert canvas.evaluate("(it) => it.toDataURL()") == all_of_it
+    view.locator("#memory .story svg rect").last.hover()
+    assert "in all" in view.locator("#tip").inner_text()
+    ground = "getComputedStyle(document.body).backgroundColor"
+    before = view.evaluate(ground)
+    view.locator("#theme").click()
+    assert view.evaluate(ground) != before
+    assert trouble == []
+
+
+def test_thousands_of_ranks_are_folded(pages: dict[str, Path], browser: Any, tmp_path: Path):
+    path = tmp_path / "large.html"
+    path.write_text(pages["all"].read_text().replace('"dp_shard":2,', '"dp_shard":1024,', 1))
+    view = browser.new_page()
+    view.goto(path.as_uri())
+    view.wait_for_selector("#ranks .fold")
+    # Of 256 nodes of 16 ranks that hold the same stages, three and the last are drawn.
+    assert view.locator("#ranks .cell").count() == 2 * 4 * 16
+    assert "252 nodes alike" in view.locator("#ranks .fold").first.text_content()
+    view.locator("#ranks .fold rect").first.click()
+    assert view.locator("#ranks .cell").count() == (256 + 4) * 16
+    # A rank that is asked for is shown.
+    view.locator("#ranks input").fill("5000")
+    view.locator("#ranks input").press("Enter")
+    assert view.locator("#ranks .cell[data-rank='5000']").count() == 1
+    assert view.locator("#rank h2").inner_text() == "Rank 5,000"

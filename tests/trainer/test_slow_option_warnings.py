@@ -1,0 +1,50 @@
+"""The log names options that save memory where there is plenty."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.config.composing import experiment
+from titan_exp.tracking.logging import get_logger
+from titan_exp.tracking.memory_stats import GIB
+from titan_exp.trainer.profiling.slow_option_warnings import MemoryToSpare, note_slower
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=140 * GIB))
+    monkeypatch.setattr(get_logger(), "propagate", True)
+    caplog.set_level(logging.INFO)
+    return caplog.messages
+
+
+def test_memory_that_nobody_used_is_spoken_of_once(lines: list[str], caplog: pytest.LogCaptureFixture):
+    run = experiment("activation_checkpoint=full")
+    spare = MemoryToSpare(run, torch.device("cuda", 0))
+    spare.see(31.0)
+    spare.see(31.0)
+    assert len(caplog.messages) == 1
+    assert "activation_checkpoint=none" in caplog.messages[0]
+    assert "of 140 GiB at most 31.0 were in use" in caplog.messages[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "device", "reserved"),
+    [
+        ("activation_checkpoint=full", "cuda", 80.0),
+        ("activation_checkpoint=none", "cuda", 31.0),
+        ("activation_checkpoint=full", "cpu", None),
+    ],
+)
+def test_else_nothing_is_said(
+    lines: list[str], caplog: pytest.LogCaptureFixture, override: str, device: str, reserved: float | None
+):
+    MemoryToSpare(experiment(override), torch.device(device, 0)).see(reserved)
+    assert caplog.messages == []
+
+
+def test_options_are_a_line_each(lines: list[str], caplog: pytest.LogCaptureFixture):
+    note_slower(experiment("optimizer.implementation=for_loop", "training.deterministic=true", "cluster.device=cpu"))
+    assert [it.partition(":")[0] for it in caplog.messages] == ["slower than without"] * 2

@@ -1,0 +1,30 @@
+"""The row of an evaluation: one source as it is, several by their tokens."""
+
+import math
+from typing import Any
+
+import pytest
+
+from titan_exp.trainer import validate as module
+from titan_exp.trainer.validate import Evaluation, evaluate_sources
+
+
+def row(monkeypatch: pytest.MonkeyPatch, **sources: Evaluation) -> dict[str, float | int]:
+    monkeypatch.setattr(module, "evaluate", lambda model, batches, mesh: batches)
+    anything: Any = None
+    given: Any = sources
+    return evaluate_sources(anything, given, anything)
+
+
+def test_one_source_has_no_name(monkeypatch: pytest.MonkeyPatch):
+    found = row(monkeypatch, **{"": Evaluation(1.1, 3)})
+    assert found == {"validation_loss": 1.1, "validation_perplexity": math.exp(1.1), "validation_tokens": 3}
+
+
+def test_several_sources_count_by_their_tokens(monkeypatch: pytest.MonkeyPatch):
+    found = row(monkeypatch, a=Evaluation(1.0, 30), b=Evaluation(2.0, 10), c=Evaluation(math.nan, 0))
+    assert found["validation_loss"] == pytest.approx(1.25)
+    assert found["validation_perplexity"] == pytest.approx(math.exp(1.25))
+    assert found["validation_tokens"] == 40
+    assert (found["validation_loss/a"], found["validation_loss/b"]) == (1.0, 2.0)
+    assert math.isnan(found["validation_loss/c"])

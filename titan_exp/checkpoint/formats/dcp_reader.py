@@ -1,0 +1,114 @@
+"""Distributed checkpoints, read and written a tensor at a time by one process."""
+
+import warnings
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, WriteItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from titan_exp.checkpoint.dcp.reader import SafeReader
+from titan_exp.checkpoint.dcp.writer import SummedWriter
+from titan_exp.checkpoint.formats.safetensors import Produce, Spec
+from titan_exp.checkpoint.formats.tensor_reader import WHOLE
+from titan_exp.checkpoint.state_dict import MODEL
+
+
+class DistributedStore:
+    """The model's tensors in a checkpoint of training, by our full names; of a part, the saved pieces that it meets."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._metadata = SafeReader(path).read_metadata()
+        self.shapes = {name: tuple(entry.size) for name, entry in self._entries.items()}
+        """Shape of every tensor, by name."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of a tensor."""
+        return self._entries[name].properties.dtype
+
+    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor:
+        """A part of a tensor; the pieces in which it was saved are read whole, one at a time."""
+        wanted = [range(*part.indices(size)) for part, size in zip((rows, columns), self.shapes[name], strict=False)]
+        # What has no rows or columns, a single number, is a part of itself.
+        sizes = [*map(len, wanted), *self.shapes[name][len(wanted) :]]
+        starts = [*(part.start for part in wanted), *[0] * (len(sizes) - len(wanted))]
+        tensor = torch.empty(sizes, dtype=self.dtype(name))
+        if tensor.numel():
+            reader = _ReaderOf(self._path, self._metadata)
+            with _one_process():
+                # Also where other ranks are: they read other parts.
+                dcp.load({f"{MODEL}{name}": tensor}, storage_reader=reader, planner=_Part(tensor, starts), no_dist=True)
+        return tensor
+
+    @cached_property
+    def _entries(self) -> dict[str, TensorStorageMetadata]:
+        entries = self._metadata.state_dict_metadata.items()
+        return {
+            key.removeprefix(MODEL): entry
+            for key, entry in entries
+            if key.startswith(MODEL) and isinstance(entry, TensorStorageMetadata)
+        }
+
+
+def write_distributed(path: Path, specs: Sequence[Spec], produce: Produce) -> None:
+    """Write a checkpoint that holds the model alone, a tensor in memory at a time."""
+    named = {f"{MODEL}{spec.name}": spec for spec in specs}
+    state = {key: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for key, spec in named.items()}
+    # A file for each tensor: torch keeps the tensors of a file until it is written.
+    writer = SummedWriter(path, single_file_per_rank=False)
+    with _one_process():
+        dcp.save(state, storage_writer=writer, planner=_Producing(named, produce))
+
+
+class _ReaderOf(SafeReader):
+    """Reads with a table of contents that has been read before: it is long, and wanted for every tensor."""
+
+    def __init__(self, path: Path, metadata: Metadata) -> None:
+        super().__init__(path)
+        self._known = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._known
+
+
+class _Part(dcp.DefaultLoadPlanner):
+    """Plans to read a part of the one tensor that is asked for."""
+
+    def __init__(self, part: Tensor, starts: Sequence[int]) -> None:
+        super().__init__()
+        self._part, self._starts = part, torch.Size(starts)
+
+    def create_local_plan(self) -> LoadPlan:
+        assert self.metadata is not None, "the planner is set up"
+        (name,) = self.state_dict
+        entry = self.metadata.state_dict_metadata[name]
+        assert isinstance(entry, TensorStorageMetadata), "a tensor"
+        return LoadPlan(
+            create_read_items_for_chunk_list(name, entry, [ChunkStorageMetadata(self._starts, self._part.shape)])
+        )
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._part
+
+
+class _Producing(dcp.DefaultSavePlanner):
+    """Plans with tensors that have no memory, and makes each when it is to be written."""
+
+    def __init__(self, specs: dict[str, Spec], produce: Produce) -> None:
+        super().__init__()
+        self._specs, self._produce = specs, produce
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        return self._produce(self._specs[write_item.index.fqn])
+
+
+def _one_process() -> warnings.catch_warnings:
+    """Without the warning that torch takes it for one: it is."""
+    return warnings.catch_warnings(action="ignore", category=UserWarning)

@@ -1,0 +1,115 @@
+"""Our parameters out of another tool's tensors, and the other way, in parts and one at a time."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from titan_exp.checkpoint.formats.tensor_reader import WHOLE, TensorStore
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.models.convert.state_dict_map import RowMap, Run
+
+
+class MappedParameters:
+    """A store of our parameters, by full name, whose tensors are gathered from a store of theirs."""
+
+    def __init__(self, store: TensorStore, row_map: RowMap) -> None:
+        self._store, self._map = store, row_map
+        self.shapes = row_map.shapes
+        """Shape of every parameter, by full name."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Type that holds every row of a parameter."""
+        found = None
+        for their_name in dict.fromkeys(run.name for run in self._map.runs[name]):
+            kind = self._store.dtype(their_name)
+            found = kind if found is None else torch.promote_types(found, kind)
+        assert found is not None, "a parameter has rows"
+        return found
+
+    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor:
+        """A part of a parameter; of their tensors only what makes it up is read."""
+        shape = self.shapes[name]
+        start, stop, _ = rows.indices(shape[0])
+        width = [len(range(*columns.indices(shape[1])))] if len(shape) > 1 else []
+        gathered = torch.empty([max(0, stop - start), *width], dtype=self.dtype(name))
+        by_name: defaultdict[str, list[Run]] = defaultdict(list)
+        for run in self._map.of(name, start, stop):
+            by_name[run.name].append(run)
+        for their_name, runs in by_name.items():
+            low, high = min(run.first for run in runs), max(run.theirs.stop for run in runs)
+            block = self._store.read(their_name, slice(low, high), columns)
+            for run in runs:
+                theirs = slice(run.theirs.start - low, run.theirs.stop - low, run.step)
+                gathered[run.start - start : run.start - start + run.rows] = block[theirs]
+        return gathered
+
+
+class MappedTensors:
+    """Their tensors, whole, out of a store of our parameters."""
+
+    def __init__(self, store: TensorStore, row_map: RowMap) -> None:
+        self._store, self._map = store, row_map
+        # Query, key and value follow each other and are rows of one parameter of ours.
+        self._held: tuple[str, Tensor] | None = None
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of one of their tensors."""
+        return self._store.dtype(self._owner(name)[0])
+
+    def read(self, name: str) -> Tensor:
+        """One of their tensors."""
+        ours, runs = self._owner(name)
+        whole, shape = self._read_once(ours), self._map.their_shapes[name]
+        if len(runs) == 1 and runs[0].rows == whole.shape[0]:
+            return whole
+        tensor = torch.empty(shape, dtype=whole.dtype)
+        for run in runs:
+            tensor[run.theirs] = whole[run.ours]
+        return tensor
+
+    def _read_once(self, ours: str) -> Tensor:
+        if self._held is None or self._held[0] != ours:
+            self._held = None  # one at a time in memory, also while the next one is read
+            self._held = (ours, self._store.read(ours))
+        return self._held[1]
+
+    def _owner(self, name: str) -> tuple[str, tuple[Run, ...]]:
+        return self._map.owners[self._map.copies.get(name, name)]
+
+
+def check_tensors(
+    found: Mapping[str, tuple[int, ...]],
+    wanted: Mapping[str, tuple[int, ...]],
+    *,
+    where: str,
+    optional: frozenset[str] = frozenset(),
+) -> None:
+    """Refuse a store that does not hold exactly the tensors of a model.
+
+    Args:
+        found: shapes in the store, by name.
+        wanted: shapes of the model, by name.
+        where: what to call the store.
+        optional: names that may be there and are not read.
+
+    Raises:
+        UserError: naming every tensor that is missing, unexpected, or of another shape.
+    """
+    lines = [
+        *(f"missing: {name} {_shape(wanted[name])}" for name in wanted if name not in found),
+        *(f"unexpected: {name} {_shape(found[name])}" for name in found if name not in wanted and name not in optional),
+        *(
+            f"shape: {name} is {_shape(found[name])}, the model's is {_shape(wanted[name])}"
+            for name in wanted
+            if name in found and tuple(found[name]) != tuple(wanted[name])
+        ),
+    ]
+    if lines:
+        shown = [*lines[:20], *([f"and {len(lines) - 20} more"] if len(lines) > 20 else [])]
+        raise UserError("\n  ".join([f"{where} does not fit the model that its configuration describes:", *shown]))
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return f"[{', '.join(map(str, shape))}]"

@@ -1,0 +1,226 @@
+"""What a path holds: a run, a distributed checkpoint, a Hugging Face folder, Meta's files, or a file of torch."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titan_exp.checkpoint.dcp.checksums import problem
+from titan_exp.checkpoint.formats.dcp_reader import DistributedStore
+from titan_exp.checkpoint.formats.mapping import MappedParameters, check_tensors
+from titan_exp.checkpoint.formats.meta_consolidated import IGNORED, open_consolidated
+from titan_exp.checkpoint.formats.safetensors import SafetensorsStore
+from titan_exp.checkpoint.formats.tensor_reader import TensorStore
+from titan_exp.checkpoint.formats.torch_file import TorchStore, load_safely
+from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.data.tokenizers.base import build_tokenizer, tokenizer_place
+from titan_exp.data.tokenizers.files import NAMES
+from titan_exp.models.convert.hf_config import from_huggingface, special_tokens_of
+from titan_exp.models.convert.llama_state_dict import Dialect, llama_map, names_of
+from titan_exp.models.convert.model_json import FILE, from_json
+from titan_exp.rules.model_shape import FFN_MULTIPLE
+
+FORMATS = ("dcp", "huggingface", "llama", "torch", "torchtune")
+"""What can be read and written."""
+
+TORCHTUNE_FILE = "model.pt"
+"""The weights in a folder for torchtune, beside `model.json`."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Weights somewhere on disk, as our parameters, and what is known of their model."""
+
+    path: Path
+    """Where exactly they are."""
+    format: str
+    """One of `FORMATS`."""
+    model: ModelConfig
+    """The model group."""
+    parameters: TensorStore
+    """Our parameters, by full name."""
+    tokenizer: str | None = None
+    """`bytes`, or the path of a tokenizer.json or of a folder with a tokenizer's files; None where there is none."""
+    special_tokens: Mapping[str, Any] = field(default_factory=dict)
+    """`bos_token_id` and `eos_token_id`, where they are known."""
+
+
+def open_source(path: Path, step: int = 0) -> Source:
+    """Find out what a path holds, and check that all of it is there.
+
+    Args:
+        path: of a run folder, of one of its checkpoints, or of weights in another format.
+        step: the checkpoint of a run; 0 is the newest.
+
+    Raises:
+        UserError: nothing that can be read is there, or it is incomplete or damaged.
+    """
+    if not path.exists():
+        raise UserError(f"{path} does not exist. Runs are listed by: ls -d runs/*/*/")
+    if path.is_file():
+        return _torch_file(path)
+    if (path / "config.yaml").is_file() and (path / "checkpoints").is_dir():
+        return _distributed(_checkpoint_of_run(path, step))
+    if step:
+        raise UserError(f"step={step}: only a run folder has several checkpoints, and {path} is none.")
+    if (path / ".metadata").is_file():
+        return _distributed(path)
+    if (path / FILE).is_file() and (path / TORCHTUNE_FILE).is_file():
+        return _torchtune(path)
+    if (path / "params.json").is_file() and any(path.glob("consolidated.*.pth")):
+        return _consolidated(path)
+    if (path / "config.json").is_file():
+        return open_huggingface(path)
+    raise UserError(f"{path} is no checkpoint.\n  {_what_is_missing(path)}")
+
+
+def open_huggingface(folder: Path) -> Source:
+    """The weights of a Hugging Face folder.
+
+    Raises:
+        UserError: it is no Llama's, or incomplete, or damaged.
+    """
+    try:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder / 'config.json'} cannot be read: {error}") from error
+    model = _sound(from_huggingface(values, name=folder.absolute().name), folder)
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(
+            f"{folder} holds config.json and no *.safetensors. Older files (pytorch_model.bin) become safetensors by "
+            "loading and saving them with transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)."
+        )
+    store = SafetensorsStore(folder)
+    # Some tied checkpoints hold the head once more, and old ones a table of frequencies.
+    extra = {name for name in store.shapes if name.endswith("rotary_emb.inv_freq")}
+    parameters = _mapped(store, model, "huggingface", folder, extra)
+    return Source(folder, "huggingface", model, parameters, _tokenizer_in(folder), special_tokens_of(values))
+
+
+def tokenizer_of_run(config: DataConfig) -> tuple[str | None, dict[str, Any]]:
+    """The tokenizer of a run and its special tokens, as `Source` has them; none where it is not there any more."""
+    try:
+        end = build_tokenizer(config).end_of_text
+        return tokenizer_place(config), {"bos_token_id": end, "eos_token_id": end}
+    except UserError:
+        return None, {}
+
+
+def _checkpoint_of_run(path: Path, step: int) -> Path:
+    checkpoints = CheckpointFolder(path / "checkpoints")
+    steps = checkpoints.complete()
+    if not steps:
+        raise UserError(
+            f"{path} holds no complete checkpoint. Runs with one are listed by: ls -d runs/*/*/checkpoints/"
+        )
+    if step and step not in steps:
+        raise UserError(f"step={step}: {path} has checkpoints of steps {', '.join(map(str, steps))}.")
+    return checkpoints.at(step or steps[-1])
+
+
+def _distributed(path: Path) -> Source:
+    # By this process alone: in a job of several ranks, not all may ask.
+    damage = problem(path)
+    if damage is not None:
+        raise UserError(f"The checkpoint {path} is damaged: {damage}. Name an older one, or another copy of it.")
+    store = DistributedStore(path)
+    if not store.shapes:
+        raise UserError(f"{path} is a distributed checkpoint without a model: no key in it begins with model.")
+    described, of_run = path / FILE, path.parent.parent / "config.yaml"
+    if described.is_file():
+        model, special = from_json(json.loads(described.read_text(encoding="utf-8")), str(described))
+        tokenizer = _tokenizer_in(path)
+    elif of_run.is_file():
+        experiment = load_experiment(of_run)
+        model, (tokenizer, special) = experiment.model, tokenizer_of_run(experiment.data)
+    else:
+        raise UserError(
+            f"{path} is a distributed checkpoint outside of a run, and nothing says of which model: {FILE} is missing. "
+            "Name the run folder, or the checkpoint in it."
+        )
+    if model.architecture == "decoder":
+        check_tensors(store.shapes, llama_map(model, "huggingface").shapes, where=str(path))
+    return Source(path, "dcp", model, store, tokenizer, special)
+
+
+def _consolidated(folder: Path) -> Source:
+    # What we wrote says more than Meta's params.json.
+    described, special = folder / FILE, {}
+    known = None
+    if described.is_file():
+        known, special = from_json(json.loads(described.read_text(encoding="utf-8")), str(described))
+    model, store = open_consolidated(folder, known)
+    model = _sound(model, folder)
+    # A head that equals the embedding is no parameter.
+    parameters = _mapped(store, model, "llama", folder, {IGNORED, names_of("llama")[1]})
+    return Source(folder, "llama", model, parameters, _tokenizer_in(folder), special)
+
+
+def _torchtune(folder: Path) -> Source:
+    described = folder / FILE
+    model, special = from_json(json.loads(described.read_text(encoding="utf-8")), str(described))
+    store = TorchStore(load_safely(folder / TORCHTUNE_FILE))
+    parameters = _mapped(store, model, "torchtune", folder, set())
+    return Source(folder, "torchtune", model, parameters, _tokenizer_in(folder), special)
+
+
+def _torch_file(path: Path) -> Source:
+    if path.name.startswith("consolidated.") and path.with_name("params.json").is_file():
+        raise UserError(f"{path} is one file of Meta's Llama. Name its folder: {path.parent}")
+    content = load_safely(path)
+    tensors = content.get("model")
+    if not isinstance(tensors, dict) or "config" not in content:
+        raise UserError(
+            f"{path} is a file of torch, but not of titan-exp: it has no 'model' and no 'config' (there are "
+            f"{', '.join(map(str, list(content)[:4]))}). Of Meta's files name the folder, with params.json in it."
+        )
+    model, special = from_json(content["config"], str(path))
+    store = TorchStore(tensors)
+    if model.architecture == "decoder":
+        check_tensors(store.shapes, llama_map(model, "huggingface").shapes, where=str(path))
+    return Source(path, "torch", model, store, None, special)
+
+
+def _mapped(store: TensorStore, model: ModelConfig, dialect: Dialect, path: Path, extra: set[str]) -> MappedParameters:
+    row_map = llama_map(model, dialect)
+    wanted = {name: shape for name, shape in row_map.their_shapes.items() if name not in row_map.copies}
+    optional = extra | ({names_of(dialect)[1]} if model.tied_embeddings else set())
+    check_tensors(store.shapes, wanted, where=str(path), optional=frozenset(optional))
+    return MappedParameters(store, row_map)
+
+
+def _sound(model: ModelConfig, path: Path) -> ModelConfig:
+    if model.ffn_dim % FFN_MULTIPLE:
+        raise UserError(
+            f"{path}: the feed-forward width is {model.ffn_dim}, and the built-in decoder's is a multiple of "
+            f"{FFN_MULTIPLE}, the groups in which gate and up rows alternate."
+        )
+    if model.heads % model.kv_heads or model.head_dim % 2:
+        raise UserError(
+            f"{path}: {model.heads} heads of width {model.head_dim} cannot share {model.kv_heads} key-value heads."
+        )
+    return model
+
+
+def _tokenizer_in(folder: Path) -> str | None:
+    return str(folder) if any((folder / name).is_file() for name in NAMES) else None
+
+
+def _what_is_missing(path: Path) -> str:
+    if any(path.glob("*.safetensors")):
+        return "It holds safetensors without the config.json that says of which model."
+    if any(path.glob("consolidated.*.pth")):
+        return "It holds consolidated.*.pth without params.json."
+    if (path / "config.yaml").is_file():
+        return "It is a run that has saved nothing yet."
+    if CheckpointFolder(path).complete():
+        return f"It holds checkpoints of a run; name one of them, or the run: {path.parent}"
+    return (
+        "What can be read: a run folder, a checkpoints/step-… folder, a Hugging Face folder (config.json and "
+        "*.safetensors), Meta's Llama (params.json and consolidated.*.pth), and what convert wrote."
+    )

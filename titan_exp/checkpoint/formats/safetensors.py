@@ -1,0 +1,216 @@
+"""Weights of a Hugging Face folder: one safetensors file, or several with an index."""
+
+import json
+import os
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from titan_exp.checkpoint.formats.tensor_reader import WHOLE
+from titan_exp.config.errors.user_error import UserError
+
+INDEX = "model.safetensors.index.json"
+"""Which tensor is in which file."""
+
+_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+class SafetensorsStore:
+    """Reads the `*.safetensors` of a folder through memory maps.
+
+    Raises:
+        UserError: a file is missing or damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._open = cache(self._opened)
+
+    @cached_property
+    def files(self) -> dict[str, str]:
+        """The file that holds a tensor, by name."""
+        index = self.folder / INDEX
+        if not index.is_file():
+            found = sorted(self.folder.glob("*.safetensors"))
+            return {name: file.name for file in found for name in self._open(file.name).keys()}  # noqa: SIM118
+        try:
+            listed: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{index} is damaged: it holds no weight_map. Fetch the folder again.") from error
+        missing = sorted({file for file in listed.values() if not (self.folder / Path(file).name).is_file()})
+        if missing:
+            raise UserError(f"{index} lists {', '.join(missing)}, not in the folder. Fetch what is missing.")
+        # A file beside the index, wherever the index says that it is.
+        return {name: Path(file).name for name, file in listed.items()}
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor, by name."""
+        return self._shapes
+
+    @cached_property
+    def _shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return {name: tuple(self._slice(name).get_shape()) for name in self.files}
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of a tensor."""
+        kind = self._slice(name).get_dtype()
+        if kind not in _DTYPES:
+            raise UserError(
+                f"{self.folder / self.files[name]}: {name} is {kind}; what can be read is fp32, bf16, fp16."
+            )
+        return _DTYPES[kind]
+
+    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor:
+        """A part of a tensor; only that part is read."""
+        part = self._slice(name)
+        return part[rows, columns] if len(part.get_shape()) > 1 else part[rows]
+
+    def _slice(self, name: str) -> Any:
+        try:
+            return self._open(self.files[name]).get_slice(name)
+        except SafetensorError as error:
+            raise UserError(f"{self.folder / self.files[name]}: {name} cannot be read ({error}).") from error
+
+    def _opened(self, file: str) -> Any:
+        try:
+            return safe_open(self.folder / file, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"{self.folder / file} cannot be read ({error}); it is damaged or was not fetched whole."
+            ) from error
+
+
+@dataclass(frozen=True)
+class Spec:
+    """A tensor that is still to be made."""
+
+    name: str
+    """Its name in the file."""
+    shape: tuple[int, ...]
+    """Its shape."""
+    dtype: torch.dtype
+    """Its type in the file."""
+
+    @property
+    def bytes(self) -> int:
+        """Its size."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+Produce = Callable[[Spec], Tensor]
+"""Makes a tensor, of the type and shape of its spec; called once for each, in order."""
+
+
+def write_safetensors(folder: Path, specs: Sequence[Spec], produce: Produce, *, file_bytes: float) -> None:
+    """Write `model.safetensors`, or numbered files of at most `file_bytes` (or one tensor) each with their index.
+
+    One tensor is in memory at a time: the library's own writer would hold those of a whole file.
+    """
+    parts = _files(specs, file_bytes)
+    for name, part in parts.items():
+        _write_file(folder / name, part, produce)
+    _write_index(folder, parts)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor stands in the files of a folder."""
+
+    file: str
+    """Name of the file."""
+    begin: int
+    """Offset of its first byte."""
+    spec: Spec
+    """The tensor."""
+
+
+def places(specs: Sequence[Spec], *, file_bytes: float) -> dict[str, Place]:
+    """Where each tensor stands in the files that `write_safetensors` would write; known without writing any."""
+    return {
+        spec.name: Place(file, len(header) + begin, spec)
+        for file, part in _files(specs, file_bytes).items()
+        for header, begins in [_header(part)]
+        for spec, begin in zip(part, begins, strict=True)
+    }
+
+
+def reserve_safetensors(folder: Path, specs: Sequence[Spec], *, file_bytes: float) -> None:
+    """Write those files with room on the disk for their tensors, and the index, for others to fill in the tensors.
+
+    Raises:
+        OSError: the disk has no room.
+    """
+    parts = _files(specs, file_bytes)
+    for name, part in parts.items():
+        header, _ = _header(part)
+        size = len(header) + sum(spec.bytes for spec in part)
+        with (folder / name).open("wb") as file:
+            file.write(header)
+            file.flush()
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(file.fileno(), 0, size)
+            else:  # macOS: the disk may turn out to be full later
+                file.truncate(size)
+    _write_index(folder, parts)
+
+
+def _files(specs: Sequence[Spec], file_bytes: float) -> dict[str, list[Spec]]:
+    parts = _divided(specs, file_bytes)
+    if len(parts) == 1:
+        return {"model.safetensors": parts[0]}
+    return {f"model-{number:05d}-of-{len(parts):05d}.safetensors": part for number, part in enumerate(parts, start=1)}
+
+
+def _write_index(folder: Path, parts: Mapping[str, Sequence[Spec]]) -> None:
+    if len(parts) == 1:
+        return
+    listed = {spec.name: name for name, part in parts.items() for spec in part}
+    total = sum(spec.bytes for part in parts.values() for spec in part)
+    index = {"metadata": {"total_size": total}, "weight_map": listed}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _divided(specs: Iterable[Spec], file_bytes: float) -> list[list[Spec]]:
+    parts: list[list[Spec]] = []
+    room = 0.0
+    for spec in specs:
+        if not parts or spec.bytes > room:
+            parts.append([])
+            room = file_bytes
+        parts[-1].append(spec)
+        room -= spec.bytes
+    return parts
+
+
+def _header(specs: Sequence[Spec]) -> tuple[bytes, list[int]]:
+    """The beginning of a file, and where after it each tensor begins."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    begins, end = [], 0
+    for spec in specs:
+        begin, end = end, end + spec.bytes
+        begins.append(begin)
+        header[spec.name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at multiples of 8 bytes
+    return struct.pack("<Q", len(text)) + text, begins
+
+
+def _write_file(path: Path, specs: Sequence[Spec], produce: Produce) -> None:
+    with path.open("wb") as file:
+        file.write(_header(specs)[0])
+        for spec in specs:
+            tensor = produce(spec).contiguous()
+            assert (tuple(tensor.shape), tensor.dtype) == (spec.shape, spec.dtype), spec.name
+            file.write(tensor.flatten().view(torch.uint8).numpy().data)
+            del tensor
+        file.flush()
+        os.fsync(file.fileno())

@@ -1,0 +1,107 @@
+"""Single files of torch: read through a memory map, and written a tensor at a time."""
+
+import mmap
+import os
+import pickle
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_exp.checkpoint.formats.safetensors import Produce, Spec
+from titan_exp.checkpoint.formats.tensor_reader import WHOLE, cut
+from titan_exp.config.errors.user_error import UserError
+
+
+class TorchStore:
+    """Tensors of a dictionary that `load_safely` returned."""
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._tensors = tensors
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        """Shape of every tensor, by name."""
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Type of a tensor."""
+        return self._tensors[name].dtype
+
+    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor:
+        """A part of a tensor, in the memory map."""
+        return cut(self._tensors[name], rows, columns)
+
+
+def load_safely(path: Path) -> dict[str, Any]:
+    """What a file holds, its tensors in a memory map. Nothing in the file is executed.
+
+    Raises:
+        UserError: it is no file of torch, is damaged, or holds more than tensors and plain values.
+    """
+    try:
+        found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise UserError(
+            f"{path} holds more than tensors and plain values, and reading it could run code. Save it again with its "
+            "state_dict() alone."
+        ) from error
+    except (RuntimeError, OSError, EOFError, ValueError) as error:
+        raise UserError(f"{path} cannot be read as a file of torch: {str(error).splitlines()[0]}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds a {type(found).__name__}, no dictionary of tensors.")
+    return found
+
+
+def write_torch_file(path: Path, state: Mapping[str, Any], produce: Produce) -> None:
+    """Write what `torch.load(..., weights_only=True)` reads.
+
+    The file is laid out first and filled through a memory map, so that one tensor is in memory at a time; the
+    checksums of the archive, which torch does not read, stay empty.
+
+    Args:
+        path: where to.
+        state: nested dictionaries of plain values, with a `Spec` for each tensor.
+        produce: makes the tensors.
+    """
+    specs: list[tuple[tuple[str, ...], Spec]] = []
+    with tempfile.NamedTemporaryFile(dir=path.parent) as file:
+        # A hole of the largest tensor's size stands for every tensor: it takes neither memory nor disk.
+        file.truncate(max(1, _largest(state)))
+        with torch.serialization.skip_data():
+            torch.save(_blank(state, file.name, (), specs), path)
+    with path.open("r+b") as file:
+        # Reserved now, or a full disk would kill the process while it fills the map.
+        os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
+    with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+        laid_out = torch.load(path, mmap=True, weights_only=True)
+    for keys, spec in specs:
+        target: Any = laid_out
+        for key in keys:
+            target = target[key]
+        target.copy_(produce(spec))
+    del laid_out
+    with path.open("r+b") as file:
+        os.fsync(file.fileno())
+
+
+def _largest(state: Mapping[str, Any]) -> int:
+    sizes = [_largest(value) if isinstance(value, Mapping) else getattr(value, "bytes", 0) for value in state.values()]
+    return max(sizes, default=0)
+
+
+def _blank(
+    state: Mapping[str, Any], place: str, keys: tuple[str, ...], specs: list[tuple[tuple[str, ...], Spec]]
+) -> dict[str, Any]:
+    """The same dictionaries with tensors of the right sizes; `specs` gets where each of them is."""
+    built: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            built[key] = _blank(value, place, (*keys, key), specs)
+        elif isinstance(value, Spec):
+            specs.append(((*keys, key), value))
+            size = torch.Size(value.shape).numel()
+            built[key] = torch.from_file(place, shared=True, size=size, dtype=value.dtype).view(value.shape)
+        else:
+            built[key] = value
+    return built

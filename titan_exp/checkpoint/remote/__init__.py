@@ -1,0 +1,1 @@
+"""Remote checkpoints: upload, download, cache."""

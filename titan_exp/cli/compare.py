@@ -1,0 +1,91 @@
+"""The verb `titan-exp compare STUDY|RUN...`: runs in, a table and a page out."""
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from titan_exp.cli.compare_args import PRINTED, CompareOptions, read_words, usage, wants_help
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.tracking.run_folder.atomic_write import write_atomically
+
+if TYPE_CHECKING:
+    from titan_exp.compare.comparison import Comparison
+
+PAGE = "compare.html"
+"""Name of the page beside the runs of a study."""
+
+
+def compare_command(words: Sequence[str]) -> int:
+    """Run the verb; returns the exit code.
+
+    Raises:
+        UserError: a word names nothing, or something cannot be read or written.
+    """
+    if wants_help(words):
+        print(usage(), end="")
+        return 0
+    options = read_words(words)
+    from titan_exp.compare.comparison import compare
+    from titan_exp.compare.select_runs import select
+
+    if options.from_wandb is not None:
+        from titan_exp.compare.sources.wandb import select_from_wandb
+
+        selection = select_from_wandb(options.from_wandb, options.group, options.runs, options.runs_folder)
+    else:
+        selection = select(options.runs, options.runs_folder)
+    comparison = compare(
+        selection, at=options.at, baseline=options.baseline, metrics=options.metrics, target=options.target
+    )
+    page = None
+    if options.html != "none":
+        from titan_exp.compare.output.comparison_page import to_html
+
+        # First, so that whoever reads only the head of the table has the page all the same.
+        page = Path(options.html).expanduser() if options.html else selection.folder / PAGE
+        _write(page, to_html(comparison))
+    _print_or_write(comparison, options)
+    if page is not None:
+        print(f"page: {page}", file=sys.stderr if PRINTED in options.formats.values() else sys.stdout)
+    if options.to_wandb is not None:
+        from titan_exp.compare.output.wandb_report import publish
+
+        print(f"W&B report: {publish(comparison, options.to_wandb)}", file=sys.stderr)
+    return 0
+
+
+def _print_or_write(comparison: "Comparison", options: CompareOptions) -> None:
+    from titan_exp.compare.output import formats
+
+    texts: dict[str, Callable[[Comparison], str]] = {
+        "markdown": formats.to_markdown,
+        "csv": formats.to_csv,
+        "latex": formats.to_latex,
+        "json": formats.to_json,
+    }
+    for name, target in options.formats.items():
+        text = texts[name](comparison)
+        if target == PRINTED:
+            print(text, end="")
+        else:
+            _write(Path(target).expanduser(), text)
+    if PRINTED not in options.formats.values():
+        from rich.console import Console
+
+        from titan_exp.compare.output.terminal import show
+
+        show(comparison, Console(highlight=False))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            path.write_text(text, encoding="utf-8")  # /dev/stdout, a pipe: it must not be replaced by a file
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, text)
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror or error}). Free some space, or name another file."
+        ) from error

@@ -1,0 +1,94 @@
+"""The verb `titan-exp convert SOURCE TARGET`: checkpoints in and out."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rich.filesize import decimal
+
+from titan_exp.checkpoint.formats.export import Export, write
+from titan_exp.checkpoint.formats.open import Source, open_source
+from titan_exp.checkpoint.remote.checkpoint_cache import local_copy, written_to
+from titan_exp.config.command_line.parse_options import HELP, options_help, parse_options
+from titan_exp.config.command_line.verb_options import ConvertOptions
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.hydra.presets import model_overrides
+from titan_exp.config.paths.remote_url import is_url
+from titan_exp.rules.data import tokenizer_file
+from titan_exp.tracking.byte_progress import byte_progress
+
+DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp32": torch.float32}
+"""What `dtype` may be."""
+
+USAGE = """\
+titan-exp convert SOURCE TARGET [format=...] [dtype=...]
+  for example: titan-exp convert runs/first/6ec54c999fca export/first dtype=bf16"""
+
+
+def convert_command(arguments: Sequence[str]) -> int:
+    """Run the verb; returns the exit code.
+
+    Raises:
+        UserError: an option is wrong, the source cannot be read, or the target cannot be written.
+    """
+    if set(arguments) & set(HELP):
+        print(options_help(USAGE, ConvertOptions), end="")
+        return 0
+    options = _options(arguments)
+    with written_to(options.target) as target:
+        if target.exists():
+            raise UserError(f"{target} exists. Name another place, or remove it first.")
+        source = open_source(local_copy(options.source, step=options.step), options.step)
+        form = _format(options, source)
+        print(f"{source.path}: {source.model.name} ({source.format})")
+        with byte_progress(f"writing {form}") as progress:
+            written = write(source, target, Export(form, DTYPES[options.dtype], options.file_gb * 1e9, progress))
+        if source.tokenizer is None and form != "torch":
+            print(f"no tokenizer was found beside the weights: put its tokenizer.json into {options.target}")
+        following = _next(source, target, form)
+    print(f"{options.target}: {form}, {decimal(written)} of weights")
+    print(f"titan-exp generate {options.target}" if is_url(options.target) else following)
+    return 0
+
+
+def _options(arguments: Sequence[str]) -> ConvertOptions:
+    places = [word for word in arguments if "=" not in word]
+    rest = [word for word in arguments if "=" in word]
+    for name, place in zip(("source", "target"), places, strict=False):
+        rest.append(f"{name}={place}")
+    options = parse_options(ConvertOptions, [*rest, *places[2:]])
+    if not options.source or not options.target:
+        raise UserError(USAGE)
+    return options
+
+
+def _format(options: ConvertOptions, source: Source) -> str:
+    ends_in_pt = options.target.endswith((".pt", ".pth"))
+    if options.format == "auto":
+        ours = source.format in ("dcp", "torch")
+        return "torch" if ends_in_pt else "huggingface" if ours else "dcp"
+    if (options.format == "torch") != ends_in_pt:
+        kind = "a file: its name ends in .pt" if options.format == "torch" else "a folder: its name does not end in .pt"
+        raise UserError(f"format={options.format} is {kind}. What was asked for is {options.target}.")
+    return options.format
+
+
+def _next(source: Source, target: Path, form: str) -> str:
+    """What can be done with what has been written."""
+    match form:
+        case "huggingface":
+            return f"transformers: AutoModelForCausalLM.from_pretrained({str(target)!r})"
+        case "torch":
+            return f"torch: torch.load({str(target)!r}, weights_only=True)['model']"
+        case "torchtune":
+            return f"torchtune: FullModelTorchTuneCheckpointer, checkpoint_dir={target}, checkpoint_files=[model.pt]"
+        case "llama":
+            return (
+                f"torchtune: FullModelMetaCheckpointer, checkpoint_dir={target}, checkpoint_files=[consolidated.00.pth]"
+            )
+    if source.model.architecture != "decoder":
+        return f"the model group is in {target / 'model.json'}"
+    words = model_overrides(source.model)
+    if tokenizer_file(str(target)).is_file():
+        words.append(f"data.tokenizer={target}")
+    return f"the model that fits: {' '.join(words)}"

@@ -1,0 +1,207 @@
+"""The verb `titan-exp plan calibrate`: constants of a device from what finished runs measured."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+
+from titan_exp.config.command_line.flags import take_flags
+from titan_exp.config.errors.did_you_mean import listed
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.layout import device_type, node_size, world_size
+from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.launch.state.run_lookup import Found, find, runs_among
+from titan_exp.launch.summary import summarize
+from titan_exp.launch.sweep.sweep_table import plain_table
+from titan_exp.plan.calibrated_constants import FITTED, read_constants, write_constants
+from titan_exp.plan.cuda.devices import DEVICES, Device
+from titan_exp.plan.device_memory import NAMES, cpu_device
+from titan_exp.plan.gate.batch_predict import Question, foretell
+from titan_exp.plan.gate.prediction_cache import profile
+from titan_exp.plan.plan_json import Prediction, Unpredicted
+from titan_exp.plan.time.fit import LEAST, Fit, Observation, fit
+from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.state import read_json
+
+HELP = """\
+titan-exp plan calibrate: fit what a device reaches to finished runs; later plans use it.
+
+  titan-exp plan calibrate                 from all finished runs under runs/
+  titan-exp plan calibrate NAME RUN ...    from those of a study, or from some
+  titan-exp plan calibrate ... --dry-run   print what would be fitted, write nothing
+
+Four constants of time (the share of their rate that matmuls, elementwise operators and messages reach, and what every
+operator takes besides) and one of memory (what a process has beside what is predicted). Runs of one kind of device, at
+least 4 that differ in what they take. On a CPU, titan-exp doctor must have measured it before.
+"""
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A finished run that can take part."""
+
+    label: str
+    experiment: Experiment
+    device: Device
+    speed: float
+    memory: float | None
+
+
+def calibrate_command(words: Sequence[str]) -> int:
+    """Run the verb; returns the exit code.
+
+    Raises:
+        UserError: a word names nothing, the runs are of several kinds of device, or they are too few.
+    """
+    if {"--help", "-h"} & set(words):
+        print(HELP, end="")
+        return 0
+    flags, rest = take_flags(words, ("--dry-run",), verb="plan calibrate")
+    runs, named = runs_among(rest)
+    left_out: dict[str, int] = {}
+    measured = _measured(find(named, runs), runs / ".cache", left_out)
+    _require_one_device(measured)
+    answers = foretell([Question(one.experiment, one.device) for one in measured], runs / ".cache", print)
+    observations = _observations(measured, answers, left_out)
+    different = {profile(one.experiment, one.device) for one in measured}
+    if len(observations) < LEAST or len(different) < LEAST:
+        why = "; ".join(f"{count} left out: {reason}" for reason, count in left_out.items())
+        raise UserError(
+            f"plan calibrate: {len(observations)} finished runs of {len(different)} kinds are too few: {LEAST} are "
+            f"needed that differ in what they take (model, sequence length, layout)."
+            + (f"\n  {why}" if why else "")
+            + "\n  Short ones are enough: titan-exp train training.steps=30 tracking.log_every=5 ..."
+        )
+    for reason, count in left_out.items():
+        print(f"{count} run(s) left out: {reason}")
+    found = fit(observations)
+    _show(observations, found)
+    if "--dry-run" in flags:
+        return 0
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    print(f"kept in {write_constants(runs / '.cache', replace(found.constants, when=now))}; later plans use them")
+    return 0
+
+
+def _measured(found: Sequence[Found], cache: Path, left_out: dict[str, int]) -> list[_Measured]:
+    """The runs that can take part; counts the others by why they cannot."""
+    taken = []
+    for one in found:
+        try:
+            taken.append(_read(one, cache))
+        except UserError as error:
+            left_out[str(error)] = left_out.get(str(error), 0) + 1
+    return taken
+
+
+def _read(one: Found, cache: Path) -> _Measured:
+    folder = one.folder
+    state = folder.read_state()
+    if state is None or state.state != "done":
+        raise UserError("not finished")
+    speed = summarize(folder).tokens_per_second
+    if not speed:
+        raise UserError("no speed was logged (the first steps are left out; tracking.log_every=5 logs more often)")
+    env = read_json(folder.env) or {}
+    experiment = _where_it_ran(load_experiment(folder.config), bool(env.get("gpus")), len(env.get("gpus") or []))
+    on_gpu = device_type(experiment.cluster) == "cuda"
+    device = _gpu(env, experiment, cache) if on_gpu else _cpu(env, experiment, cache)
+    return _Measured(one.label, experiment, device, speed, _memory(folder, on_gpu=on_gpu))
+
+
+def _where_it_ran(experiment: Experiment, on_gpu: bool, gpus: int) -> Experiment:
+    """The experiment with what `auto` and null stood for on the machine of the run, which may be another."""
+    cluster = experiment.cluster
+    if cluster.device == "auto":
+        cluster = replace(cluster, device="cuda" if on_gpu else "cpu")
+    if cluster.gpus_per_node is None and cluster.device == "cuda":
+        cluster = replace(cluster, gpus_per_node=max(1, gpus))
+    return replace(experiment, cluster=cluster)
+
+
+def _gpu(env: dict, experiment: Experiment, cache: Path) -> Device:
+    names = {str(gpu.get("name")) for gpu in env.get("gpus") or []}
+    kind = NAMES.get(next(iter(names)), "") if len(names) == 1 else ""
+    kind = kind or (experiment.cluster.gpu_type or "").lower()
+    if kind not in DEVICES:
+        raise UserError(f"on a GPU that the planner does not know ({listed(sorted(names)) or 'cluster.gpu_type=null'})")
+    return read_constants(cache, DEVICES[kind].name).over(DEVICES[kind])
+
+
+def _cpu(env: dict, experiment: Experiment, cache: Path) -> Device:
+    name, world = f"{env.get('cpu')}, {env.get('cores')} cores", world_size(experiment)
+    threads = experiment.cluster.threads_per_process or max(1, int(env.get("cores_usable") or 1) // world)
+    processes = min(world, node_size(experiment.cluster, world))
+    dtype = experiment.training.mixed_precision
+    device = cpu_device(name, cache, dtype=dtype, threads=threads, processes=processes)
+    if device is None:
+        raise UserError(f"the rates of {name} are not known; titan-exp doctor paths.runs={cache.parent} measures them")
+    return device
+
+
+def _memory(folder: RunFolder, *, on_gpu: bool) -> float | None:
+    key = "memory_reserved" if on_gpu else "memory"
+    found = [value for row in read_metrics(folder.metrics) if (value := row.get(key)) is not None]
+    return max(found) * GIB if found else None
+
+
+def _require_one_device(measured: Sequence[_Measured]) -> None:
+    names = sorted({one.device.name for one in measured})
+    if len(names) > 1:
+        raise UserError(f"plan calibrate: these runs were on {listed(names, 'and')}. Name those of one of them.")
+
+
+def _observations(
+    measured: Sequence[_Measured], answers: Sequence[Prediction | Unpredicted], left_out: dict[str, int]
+) -> list[Observation]:
+    found = []
+    for one, answer in zip(measured, answers, strict=True):
+        if isinstance(answer, Unpredicted):
+            left_out[answer.reason] = left_out.get(answer.reason, 0) + 1
+            continue
+        tokens = one.experiment.training.global_batch_size * one.experiment.training.seq_len
+        found.append(Observation(one.label, answer, one.device, tokens / one.speed, one.memory))
+    return found
+
+
+def _show(observations: Sequence[Observation], found: Fit) -> None:
+    rows = []
+    for place, one in enumerate(observations):
+        row = [one.label, f"{one.step_seconds:.4g}"]
+        for seconds in (found.before[place], found.after[place]):
+            row += [f"{seconds:.4g}", _signed(seconds / one.step_seconds - 1)]
+        memory, before, after = one.memory, found.memory_before[place], found.memory_after[place]
+        if memory is None or before is None or after is None:
+            row += ["-"] * 3
+        else:
+            row += [f"{memory / GIB:.2f}", _signed(before / memory - 1), _signed(after / memory - 1)]
+        rows.append(row)
+    heads = ["run", "s/step", "before", "", "after", "", "GiB", "before", "after"]
+    plain_table(heads, rows)
+    seconds = [one.step_seconds for one in observations]
+    for words, predicted in (
+        ("time before", found.before),
+        ("time after", found.after),
+        ("time of a run left out of the fit", found.unseen),
+    ):
+        print(f"{words}: {_errors(predicted, seconds)}")
+    both = [(one.memory, place) for place, one in enumerate(observations) if one.memory is not None]
+    for words, values in (("memory before", found.memory_before), ("memory after", found.memory_after)):
+        if both:
+            print(f"{words}: {_errors([values[place] or 0.0 for _, place in both], [memory for memory, _ in both])}")
+    device = observations[0].device
+    for name in FITTED:
+        print(f"{name}: {getattr(device, name):.3g} -> {getattr(found.constants, name):.3g}")
+
+
+def _errors(predicted: Sequence[float], measured: Sequence[float]) -> str:
+    errors = [abs(guess / fact - 1) for guess, fact in zip(predicted, measured, strict=True)]
+    return f"median error {median(errors):.1%}, worst {max(errors):.1%}"
+
+
+def _signed(error: float) -> str:
+    return f"{error:+.1%}"

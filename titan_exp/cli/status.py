@@ -1,0 +1,277 @@
+"""The verb `titan-exp status`: how runs and studies stand, from their files first, then from who carries them out."""
+
+import json
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.live import Live
+from rich.table import Table
+
+from titan_exp.config.command_line.flags import take_flags
+from titan_exp.launch.state.run_lookup import Found, find, runs_among, study_of
+from titan_exp.launch.state.run_status import Standing, standings
+from titan_exp.launch.sweep.sweep_table import plain_console
+from titan_exp.plan.gate.predicted import read_foreseen
+from titan_exp.tracking.run_folder.metrics_jsonl import read_last_values
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.sinks.base import Value
+
+HELP = """\
+titan-exp status: how runs stand. Nothing is changed.
+
+  titan-exp status                    every run under runs/, newest first
+  titan-exp status NAME               the runs of a study, or of an experiment.name, in the study's order
+  titan-exp status RUN ...            runs, by path, by the beginning of their id, or by STUDY/LABEL
+  titan-exp status NAME --watch       again and again, until nothing waits or runs, or Ctrl-C
+  titan-exp status NAME --json        for programs
+  titan-exp status paths.runs=FOLDER  runs that lie elsewhere
+
+A run is new, queued, running, done, failed, preempted (it saved and stopped, and may go on), or lost (it died and
+nobody lived to say so). GPU-hours are those that its starts took so far. Where a run was planned before it started,
+"/predicted" is its speed over the predicted one, and "GiB/predicted" the memory of rank 0 (tensors on a GPU, the whole
+process on a CPU) beside the predicted peak of the same.
+"""
+_STEPS = re.compile(r"^training:\n(?:  .*\n)*?  steps: (\d+)$", re.MULTILINE)
+_DEVICE = re.compile(r"^cluster:\n(?:  .*\n)*?  device: (\w+)$", re.MULTILINE)
+WATCH_EVERY = 2.0
+"""Seconds between looks."""
+
+
+@dataclass(frozen=True)
+class StatusRow:
+    """A run as the table shows it. None stands for unknown."""
+
+    label: str
+    """What it is called."""
+    group: str
+    """The study, or `experiment.name`."""
+    run_id: str
+    """Its id."""
+    folder: str
+    """Its folder."""
+    state: str
+    """One word."""
+    step: int
+    """Optimizer steps done."""
+    steps: int | None
+    """Optimizer steps of the whole run."""
+    loss: Value
+    """Newest, in nats per token."""
+    tokens_per_second: Value
+    """Newest, of the whole job."""
+    mfu: Value
+    """Newest, from 0 to 1."""
+    seconds_left: Value
+    """By the newest speed; of a running run."""
+    gpu_hours: Value
+    """Of all starts; None on CPU."""
+    job_id: str | None
+    """The scheduler's number."""
+    reason: str | None
+    """Why it failed, stopped, waits or was lost."""
+    removed: bool
+    """Whether the study no longer holds it."""
+    memory: Value = None
+    """Newest, in GiB: the peak of rank 0, of allocated tensors on a GPU, of the process on a CPU."""
+    memory_predicted: Value = None
+    """The same, predicted before the start; None where it was not."""
+    tokens_per_second_predicted: Value = None
+    """Of the whole job, predicted before the start; None where it was not."""
+
+
+def status_command(words: list[str]) -> int:
+    """Run the verb. Returns the exit code.
+
+    Raises:
+        UserError: a word names nothing.
+    """
+    if {"--help", "-h"} & set(words):
+        print(HELP, end="")
+        return 0
+    flags, rest = take_flags(words, ("--watch", "--json"), verb="status")
+    runs, named = runs_among(rest)
+    if "--json" in flags:
+        print(json.dumps([asdict(row) for row in status_rows(find(named, runs))], indent=1))
+        return 0
+    if "--watch" in flags:
+        _watch(named, runs)
+        return 0
+    rows = status_rows(find(named, runs))
+    if not rows:
+        print(f"There is no run under {runs}/ yet. titan-exp train starts one; paths.runs=FOLDER looks elsewhere.")
+        return 0
+    console = plain_console()
+    for line in _headlines(named, runs):
+        console.print(line)
+    console.print(_table(rows, in_full=not named))
+    console.print(_count(rows))
+    return 0
+
+
+def status_rows(found: Sequence[Found]) -> list[StatusRow]:
+    """A row for every run."""
+    now = standings([one.folder for one in found])
+    return [_row(one, now[one.folder.path]) for one in found]
+
+
+def _row(one: Found, standing: Standing) -> StatusRow:
+    values, foreseen = read_last_values(one.folder.metrics), read_foreseen(one.folder)
+    # The newest row may be newer than state.json, which is written at the end.
+    logged = int(values.get("step") or 0) if values.get("attempt") == standing.attempt else 0
+    step = max(standing.step, logged)
+    steps, on_gpu = _configured(one)
+    left = None
+    if standing.condition == "running" and steps is not None:
+        left = _seconds_left(values, steps - step)
+    return StatusRow(
+        label=one.label,
+        group=one.group,
+        run_id=one.folder.path.name,
+        folder=str(one.folder.path),
+        state=standing.condition,
+        step=step,
+        steps=steps,
+        loss=values.get("loss"),
+        tokens_per_second=values.get("tokens_per_second"),
+        mfu=values.get("mfu"),
+        seconds_left=left,
+        gpu_hours=_hours(one.folder, standing) if on_gpu else None,
+        job_id=standing.job_id,
+        reason=standing.reason,
+        removed=one.removed,
+        memory=values.get("memory"),
+        memory_predicted=foreseen.memory,
+        tokens_per_second_predicted=foreseen.tokens_per_second,
+    )
+
+
+def _seconds_left(values: dict[str, Value], steps_left: int) -> float | None:
+    tokens, step, speed = values.get("tokens"), values.get("step"), values.get("tokens_per_second")
+    if not tokens or not step or not speed:
+        return None
+    return steps_left * tokens / step / speed
+
+
+def _hours(folder: RunFolder, standing: Standing) -> float:
+    """Process hours of all starts."""
+    seconds = 0.0
+    for row in folder.read_attempts():
+        if row.start is not None:
+            end = row.end if row.end is not None else (time.time() if standing.condition == "running" else row.start)
+            seconds += (end - row.start) * row.world_size
+    return seconds / 3600
+
+
+def _configured(one: Found) -> tuple[int | None, bool]:
+    """Steps of the whole run, and whether it runs on GPUs, from its configuration."""
+    try:
+        text = one.folder.config.read_text(encoding="utf-8")
+    except OSError:
+        return (None if one.point is None else one.point.steps), False
+    # The file is our own, so lines will do: reading a thousand of them as YAML takes many seconds.
+    found, device = _STEPS.search(text), _DEVICE.search(text)
+    steps = int(found[1]) if found else None
+    if device is not None and device[1] != "auto":
+        return steps, device[1] == "cuda"
+    try:
+        return steps, bool(json.loads(one.folder.env.read_text())["gpus"])
+    except (OSError, ValueError, KeyError):
+        return steps, False
+
+
+def _headlines(named: Sequence[str], runs: Path) -> list[str]:
+    lines = []
+    for word in named:
+        study = study_of(word, runs)
+        record = None if study is None else study.read()
+        if study is not None and record is not None:
+            lines.append(f"{study.path.name}: {record.question}")
+            if record.skipped:
+                lines.append(f"{len(record.skipped)} point(s) are skipped: titan-exp sweep {word} --dry-run says why")
+            if (holder := study.holder()) is not None:
+                lines.append(f"being run by {holder}")
+    return lines
+
+
+def _table(rows: Sequence[StatusRow], *, in_full: bool) -> Table:
+    several = in_full or len({row.group for row in rows}) > 1
+    with_hours = any(row.gpu_hours is not None for row in rows)
+    with_mfu = any(row.mfu is not None for row in rows)
+    headings: dict[str, Any] = {
+        "run": lambda row: (
+            (f"{row.group}/{row.label}" if several and "/" not in row.label else row.label)
+            + (" (removed)" if row.removed else "")
+        ),
+        "id": lambda row: row.run_id,
+        "state": lambda row: row.state,
+        "step": lambda row: f"{row.step}/{'?' if row.steps is None else row.steps}",
+        "loss": lambda row: _number(row.loss, ".4f"),
+        "tokens/s": lambda row: _number(row.tokens_per_second, ",.0f"),
+        "/predicted": lambda row: _share(row.tokens_per_second, row.tokens_per_second_predicted),
+        "MFU": lambda row: _number(row.mfu, ".1%"),
+        "GiB/predicted": lambda row: _beside(row.memory, row.memory_predicted),
+        "left": lambda row: "-" if row.seconds_left is None else _duration(row.seconds_left),
+        "GPU-hours": lambda row: _number(row.gpu_hours, ",.2f"),
+        "reason": lambda row: (row.reason or "").partition("\n")[0],
+    }
+    hidden = {
+        "/predicted": any(row.tokens_per_second_predicted is not None for row in rows),
+        "GiB/predicted": any(row.memory_predicted is not None for row in rows),
+        "MFU": with_mfu,
+        "GPU-hours": with_hours,
+        "reason": any(row.reason for row in rows),
+    }
+    shown = [name for name in headings if hidden.get(name, True)]
+    table = Table(box=None, pad_edge=False)
+    for name in shown:
+        left = name in ("run", "id", "state", "reason")
+        table.add_column(name, justify="left" if left else "right", overflow="fold", no_wrap=name in ("id", "state"))
+    for row in rows:
+        table.add_row(*(headings[name](row) for name in shown))
+    return table
+
+
+def _count(rows: Sequence[StatusRow]) -> str:
+    states = [row.state for row in rows]
+    parts = [f"{states.count(state)} {state}" for state in dict.fromkeys(states)]
+    hours = sum(row.gpu_hours or 0.0 for row in rows)
+    return f"{len(rows)} run(s): {', '.join(parts)}" + (f"; {hours:,.2f} GPU-hours so far" if hours else "")
+
+
+def _watch(named: Sequence[str], runs: Path) -> None:
+    console = plain_console()
+    try:
+        with Live(console=console, auto_refresh=False, screen=False) as live:
+            while True:
+                rows = status_rows(find(named, runs))
+                table = _table(rows, in_full=not named)
+                table.caption, table.caption_justify = _count(rows), "left"
+                live.update(table, refresh=True)
+                busy = any(study.holder() for word in named if (study := study_of(word, runs)) is not None)
+                if not busy and not any(row.state in ("queued", "running") for row in rows):
+                    return
+                time.sleep(WATCH_EVERY)
+    except KeyboardInterrupt:
+        return
+
+
+def _number(value: Value, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _share(measured: Value, predicted: Value) -> str:
+    return "-" if not measured or not predicted else f"{measured / predicted:.0%}"
+
+
+def _beside(measured: Value, predicted: Value) -> str:
+    return "-" if predicted is None else f"{_number(measured, '.2f')}/{predicted:.2f}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, second = divmod(int(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

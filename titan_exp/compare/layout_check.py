@@ -1,0 +1,97 @@
+"""The same experiment in two layouts: recognised by its experiment id, and its loss compared as a check.
+
+The layout must not change the experiment. What it changes is rounding, which grows as training goes on, so only the
+first steps have an expected tolerance; the difference at the end is for information.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from titan_exp.compare.differing_keys import differences, flatten, value_text
+from titan_exp.compare.run_record import Run
+
+STEPS = 10
+"""Steps over which the tolerance holds: those that the parity tests train."""
+
+TOLERANCE = {"fp32": 2e-6, "bf16": 2e-3}
+"""Largest expected relative difference of the loss by `training.mixed_precision`, as the parity tests hold it."""
+
+
+@dataclass(frozen=True)
+class LayoutCheck:
+    """One experiment with one seed in two layouts."""
+
+    experiment_id: str
+    """Name of what both compute."""
+    seed: int | None
+    """Of both."""
+    layouts: tuple[str, str]
+    """What differs between them, short."""
+    run_ids: tuple[str, str]
+    """Their names."""
+    steps: int
+    """Steps compared, of the first STEPS, as far as both have logged them."""
+    largest: float | None
+    """Largest relative difference of the loss over these steps; None where both have logged none of them."""
+    tolerance: float | None
+    """What is expected at most; None where the precision has no known one."""
+    last_step: int | None
+    """The last step that both have logged."""
+    last: float | None
+    """Relative difference of the loss there."""
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether the difference is within the tolerance; None where that is not known."""
+        return None if self.largest is None or self.tolerance is None else self.largest <= self.tolerance
+
+
+def layout_checks(runs: Sequence[Run]) -> list[LayoutCheck]:
+    """Every run of an experiment against its first layout."""
+    groups: dict[tuple[str, int | None], list[Run]] = defaultdict(list)
+    for run in runs:
+        if run.experiment_id and run.rows:
+            groups[run.experiment_id, run.seed].append(run)
+    checks = []
+    for members in groups.values():
+        first, *others = sorted(members, key=lambda run: run.world_size or 0)
+        checks += [_check(first, other) for other in others]
+    return checks
+
+
+def _check(one: Run, two: Run) -> LayoutCheck:
+    early, late = _losses(one), _losses(two)
+    common = sorted(early.keys() & late.keys())
+    first = [step for step in common if step <= STEPS]
+    last = common[-1] if common else None
+    precision = one.config.get("training", {}).get("mixed_precision")
+    return LayoutCheck(
+        experiment_id=str(one.experiment_id),
+        seed=one.seed,
+        layouts=_layouts(one.config, two.config),
+        run_ids=(one.run_id, two.run_id),
+        steps=len(first),
+        largest=max((_relative(early[step], late[step]) for step in first), default=None),
+        tolerance=TOLERANCE.get(precision),
+        last_step=last,
+        last=None if last is None else _relative(early[last], late[last]),
+    )
+
+
+def _layouts(one: Mapping[str, Any], two: Mapping[str, Any]) -> tuple[str, str]:
+    columns = differences([one, two])
+    sides = flatten(one), flatten(two)
+    first, second = (
+        " ".join(f"{columns.short[key]}={value_text(side.get(key))}" for key in columns.keys) for side in sides
+    )
+    return first, second
+
+
+def _losses(run: Run) -> dict[int, float]:
+    return {int(row["step"] or 0): float(loss) for row in run.rows if (loss := row.get("loss")) is not None}
+
+
+def _relative(one: float, two: float) -> float:
+    return abs(one - two) / max(abs(one), abs(two), 1e-12)

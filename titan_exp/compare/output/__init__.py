@@ -1,0 +1,1 @@
+"""Output of a comparison: terminal, CSV, Markdown, LaTeX, HTML page, W&B report."""

@@ -1,0 +1,197 @@
+"""The comparison as Markdown, CSV, LaTeX and JSON."""
+
+import csv
+import io
+import json
+import math
+from dataclasses import asdict
+from typing import Any
+
+from titan_exp.compare.comparison import Comparison, Row
+from titan_exp.compare.findings import findings, heading, remarks, stands_for, verdict
+from titan_exp.compare.layout_check import layout_checks
+from titan_exp.compare.output.table import Cell, grid, title
+from titan_exp.compare.stats.pareto import pareto
+from titan_exp.compare.stats.scaling_efficiency import scaling
+
+
+def records(comparison: Comparison) -> list[dict[str, Any]]:
+    """One flat dictionary for each row, ready for a data frame: full keys, and every metric in plain numbers.
+
+    A metric NAME gives NAME, NAME.low, NAME.high, NAME.n, and against the baseline NAME.delta, NAME.delta_low,
+    NAME.delta_high, NAME.p, NAME.p_holm and NAME.verdict. None where a number is not known.
+    """
+    return [_record(comparison, place, row) for place, row in enumerate(comparison.rows)]
+
+
+def to_csv(comparison: Comparison) -> str:
+    """`records` with a line of names above them. Numbers are exact."""
+    found = records(comparison)
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(found[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(found)
+    return out.getvalue()
+
+
+def to_json(comparison: Comparison) -> str:
+    """Everything but the curves."""
+    study = comparison.study
+    checks = layout_checks(comparison.runs)
+    value = {
+        "name": comparison.name,
+        "question": study.question if study else None,
+        "tokens": comparison.point.tokens if math.isfinite(comparison.point.tokens) else None,
+        "tokens_why": comparison.point.why,
+        "keys": comparison.differences.keys,
+        "stands_for": comparison.differences.stands_for,
+        "metrics": [
+            {"name": it.name, "title": it.title, "unit": it.unit, "better": it.better, "meaning": it.meaning}
+            for it in comparison.metrics
+        ],
+        "baseline": comparison.rows[comparison.baseline].label,
+        "rows": [
+            {"label": row.label, **record, "runs": [_run(comparison, row, place) for place in range(len(row.runs))]}
+            for row, record in zip(comparison.rows, records(comparison), strict=True)
+        ],
+        "scaling": [asdict(series) for series in scaling(comparison)],
+        "pareto": [asdict(point) for point in pareto(comparison)],
+        "layout_checks": [{**asdict(check), "holds": check.holds} for check in checks],
+        "findings": findings(comparison),
+        "remarks": [*stands_for(comparison), *remarks(comparison, checks)],
+    }
+    return json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def to_markdown(comparison: Comparison) -> str:
+    """A table as GitHub shows it, the findings and the remarks."""
+    found = grid(comparison)
+    heads = [*found.keys, *(["n"] if found.has_seeds else []), *(["state"] if found.has_states else [])]
+    lines = [
+        [
+            *row.keys,
+            *([str(row.n)] if found.has_seeds else []),
+            *([row.state] if found.has_states else []),
+            *(_cell_text(cell, baseline=row.is_baseline) for cell in row.cells),
+        ]
+        for row in found.rows
+    ]
+    rule = ["---"] * len(heads) + ["--:"] * len(found.metrics)
+    table = [[*heads, *map(title, found.metrics)], *lines]
+    rows = ["| " + " | ".join(map(_markdown, line)) + " |" for line in table]
+    rows.insert(1, "|" + "|".join(rule) + "|")
+    question = [comparison.study.question, ""] if comparison.study and comparison.study.question else []
+    said = [*findings(comparison), *stands_for(comparison), *remarks(comparison, layout_checks(comparison.runs))]
+    head = [f"## {_markdown(comparison.name)}", "", *map(_markdown, question), _markdown(heading(comparison)), ""]
+    return "\n".join([*head, *rows, "", *(f"- {_markdown(sentence)}" for sentence in said)]) + "\n"
+
+
+def to_latex(comparison: Comparison) -> str:
+    r"""A `tabular` for `\usepackage{booktabs}`; what was learned with its difference, costs as numbers."""
+    found = grid(comparison)
+    heads = [*found.keys, *(["$n$"] if found.has_seeds else [])]
+    spec = "l" * len(found.keys) + ("r" if found.has_seeds else "") + "r" * len(found.metrics)
+    lines = [[*map(_latex, found.keys), *heads[len(found.keys) :], *(_latex(title(it)) for it in found.metrics)]]
+    for row in found.rows:
+        cells = [_latex_cell(cell, baseline=row.is_baseline) for cell in row.cells]
+        lines.append([*map(_latex, row.keys), *([str(row.n)] if found.has_seeds else []), *cells])
+    body = [" & ".join(line) + r" \\" for line in lines]
+    body = [body[0], r"\midrule", *body[1:]]
+    note = f"% {comparison.name}: {heading(comparison)}"
+    inner = "\n".join(f"  {line}" for line in [r"\toprule", *body, r"\bottomrule"])
+    return f"{note}\n\\begin{{tabular}}{{{spec}}}\n{inner}\n\\end{{tabular}}\n"
+
+
+def plain(value: Any) -> Any:
+    """As JSON takes it: a number that is not finite becomes None, a tuple a list."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(part) for part in value]
+    return dict(value) if hasattr(value, "keys") else value
+
+
+def _record(comparison: Comparison, place: int, row: Row) -> dict[str, Any]:
+    record: dict[str, Any] = {key: row.values[key] for key in comparison.differences.keys}
+    record |= {"seeds": len(row.runs), "states": ", ".join(f"{n} {state}" for state, n in row.states.items())}
+    record["baseline"] = place == comparison.baseline
+    for metric in comparison.metrics:
+        name, estimate, delta = metric.name, row.estimates[metric.name], row.deltas[metric.name]
+        record |= {
+            name: estimate.mean if estimate else None,
+            f"{name}.low": estimate.low if estimate else None,
+            f"{name}.high": estimate.high if estimate else None,
+            f"{name}.n": estimate.n if estimate else 0,
+            f"{name}.delta": delta.difference if delta else None,
+            f"{name}.delta_low": delta.low if delta else None,
+            f"{name}.delta_high": delta.high if delta else None,
+            f"{name}.p": delta.p if delta else None,
+            f"{name}.p_holm": delta.p_holm if delta else None,
+            f"{name}.verdict": verdict(metric, delta) or None,
+        }
+    return record
+
+
+def _run(comparison: Comparison, row: Row, place: int) -> dict[str, Any]:
+    run = row.runs[place]
+    return {
+        "run_id": run.run_id,
+        "experiment_id": run.experiment_id,
+        "seed": run.seed,
+        "state": run.state,
+        "reason": run.reason,
+        "step": run.step,
+        "tokens": run.tokens,
+        "world_size": run.world_size,
+        "commit": run.commit,
+        "dirty": run.dirty,
+        "source": run.source,
+        **{metric.name: row.numbers[metric.name].get(run.seed) for metric in comparison.metrics},
+    }
+
+
+def _cell_text(cell: Cell, *, baseline: bool) -> str:
+    if baseline or not cell.change:
+        return cell.value
+    mark = f", {cell.mark}" if cell.verdict and "%" not in cell.change else ""
+    return f"{cell.value} ({cell.change}{mark})"
+
+
+def _latex_cell(cell: Cell, *, baseline: bool) -> str:
+    if baseline or not cell.change or cell.verdict == "no interval":
+        return _latex(cell.value)
+    text = _latex(cell.value)
+    return rf"\textbf{{{text}}}" if cell.verdict == "better" else text
+
+
+def _markdown(text: str) -> str:
+    for character in "\\|*_`":
+        text = text.replace(character, "\\" + character)
+    return text.replace("<", "&lt;").replace("\n", " ")
+
+
+_LATEX = str.maketrans(
+    {
+        "\\": r"\textbackslash{}",
+        "&": r"\&",
+        "%": r"\%",
+        "$": r"\$",
+        "#": r"\#",
+        "_": r"\_",
+        "{": r"\{",
+        "}": r"\}",
+        "~": r"\textasciitilde{}",
+        "^": r"\textasciicircum{}",
+        "±": r"$\pm$",
+        "−": "$-$",
+        "—": "---",
+        "<": r"\textless{}",
+        ">": r"\textgreater{}",
+    }
+)
+
+
+def _latex(text: str) -> str:
+    return text.translate(_LATEX)

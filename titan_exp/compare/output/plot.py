@@ -1,0 +1,191 @@
+"""One run as a picture: loss over steps and tokens, the gradient norm and the learning rate below it."""
+
+import math
+import os
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from titan_exp.compare.stats.moving_average import smooth
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.sinks.base import Value
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from numpy.typing import ArrayLike
+
+INK, TRAIN, VALIDATION, QUIET, ALARM = "#222222", "#2b6cb0", "#dd6b20", "#718096", "#c53030"
+
+Series = tuple[list[float], list[float]]
+"""Steps, and the values there."""
+
+
+def draw(run_folder: Path) -> Path:
+    """Draw the run's curves to `loss.png` in its folder and return that path.
+
+    Raises:
+        UserError: the run has logged nothing yet.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    rows = _rows(run_folder)
+    figure = Figure(figsize=(9, 7), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    loss, grad_norm, lr = figure.subplots(3, 1, sharex=True, height_ratios=(4, 1, 1))
+    _draw_loss(loss, rows)
+    _draw_small(grad_norm, rows, "grad_norm", "gradient norm")
+    _draw_small(lr, rows, "lr", "learning rate")
+    lr.set_xlabel("step")
+    lr.locator_params(axis="x", integer=True)
+    _mark_resumes((loss, grad_norm, lr), rows)
+    if loss.get_legend_handles_labels()[0]:
+        loss.legend(frameon=False, loc="upper right")
+    figure.align_ylabels()
+    _add_tokens(loss, rows)
+    _add_title(figure, run_folder, rows)
+    return _save(figure, run_folder / "loss.png")
+
+
+def summary(run_folder: Path) -> dict[str, Value]:
+    """The run in numbers: last `step`, `tokens`, `loss`, last and best validation loss, and median `tokens_per_second`.
+
+    `loss` is the mean over the last rows that together make a fiftieth of the run, which says more than one batch.
+
+    Raises:
+        UserError: the run has logged nothing yet.
+    """
+    return _summary(_rows(run_folder))
+
+
+def _rows(run_folder: Path) -> list[dict[str, Value]]:
+    path = RunFolder(run_folder).metrics
+    rows = read_metrics(path)
+    if not rows:
+        raise UserError(
+            f"{run_folder} has no rows of metrics: there is no {path.name}, or nothing in it. "
+            "Name a run folder (runs/<name>/<run id>) whose run has logged at least one step (tracking.log_every)."
+        )
+    return rows
+
+
+def _summary(rows: list[dict[str, Value]]) -> dict[str, Value]:
+    _, losses = _series(rows, "loss")
+    _, validation = _series(rows, "validation_loss")
+    _, speeds = _series(rows, "tokens_per_second")
+    tail = losses[-max(1, len(losses) // 50) :]
+    finite = [value for value in validation if math.isfinite(value)]
+    return {
+        "step": rows[-1]["step"],
+        "tokens": rows[-1].get("tokens"),
+        "loss": sum(tail) / len(tail) if tail else None,
+        "validation_loss": validation[-1] if validation else None,
+        "best_validation_loss": min(finite) if finite else None,
+        "tokens_per_second": sorted(speeds)[len(speeds) // 2] if speeds else None,
+    }
+
+
+def _draw_loss(axes: "Axes", rows: list[dict[str, Value]]) -> None:
+    steps, losses = _series(rows, "loss")
+    if len(losses) < 20:
+        axes.plot(steps, losses, color=TRAIN, marker="o", markersize=4, label="train")
+    else:
+        axes.plot(steps, losses, color=TRAIN, linewidth=0.8, alpha=0.3)
+        axes.plot(steps, smooth(losses), color=TRAIN, linewidth=1.8, label="train, smoothed")
+    steps, losses = _series(rows, "validation_loss")
+    if losses:
+        axes.plot(
+            steps, losses, color=VALIDATION, marker="o", markersize=5, linewidth=0.8, linestyle="--", label="validation"
+        )
+    broken = [float(row["step"] or 0) for row in rows if not math.isfinite(row.get("loss") or 0.0)]
+    for step in broken:
+        axes.axvline(step, color=ALARM, linewidth=1, alpha=0.5, label="not finite" if step == broken[0] else None)
+    axes.set_ylabel("loss (nats per token)")
+    _style(axes)
+
+
+def _draw_small(axes: "Axes", rows: list[dict[str, Value]], key: str, label: str) -> None:
+    steps, values = _series(rows, key)
+    few = {"marker": "o", "markersize": 3} if len(values) < 20 else {}
+    axes.plot(steps, values, color=QUIET, linewidth=1.2, **few)
+    axes.set_ylabel(label, fontsize=9)
+    if any(value > 0 for value in values):
+        axes.set_ylim(bottom=0)
+    axes.locator_params(axis="y", nbins=4)
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
+    _style(axes)
+
+
+def _style(axes: "Axes") -> None:
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="#000000", alpha=0.08)
+    axes.tick_params(labelsize=9, color=QUIET)
+    axes.margins(x=0.02)
+
+
+def _mark_resumes(panels: tuple["Axes", ...], rows: list[dict[str, Value]]) -> None:
+    starts = [after for before, after in pairwise(rows) if before.get("attempt") != after.get("attempt")]
+    steps = [float(row["step"] or 0) for row in starts]
+    for axes in panels:
+        for step in steps:
+            axes.axvline(step, color=QUIET, linewidth=0.8, linestyle=":", label="resumed" if step == steps[0] else None)
+
+
+def _add_tokens(axes: "Axes", rows: list[dict[str, Value]]) -> None:
+    """A second x axis in tokens: every step trains on equally many."""
+    last = next((row for row in reversed(rows) if row.get("tokens") and row["step"]), None)
+    if last is None:
+        return
+    per_step = float(last["tokens"] or 0) / float(last["step"] or 1)
+    top = axes.secondary_xaxis("top", functions=(_scaled(per_step), _scaled(1 / per_step)))
+    top.set_xlabel("tokens", fontsize=9)
+    top.tick_params(labelsize=9, color=QUIET)
+    top.xaxis.set_major_formatter(lambda tokens, _: _short(tokens))
+    top.spines["top"].set_color("#cccccc")
+
+
+def _scaled(factor: float) -> Callable[["ArrayLike"], "ArrayLike"]:
+    return lambda places: np.asarray(places) * factor
+
+
+def _add_title(figure: "Figure", run_folder: Path, rows: list[dict[str, Value]]) -> None:
+    folder = run_folder.resolve()
+    numbers = _summary(rows)
+    parts = [f"step {numbers['step']}"]
+    if numbers["tokens"]:
+        parts.append(f"{_short(numbers['tokens'])} tokens")
+    parts += [
+        f"{label} {numbers[key]:.4g}"
+        for key, label in (("loss", "train loss"), ("validation_loss", "validation loss"))
+        if numbers[key] is not None
+    ]
+    if numbers["tokens_per_second"]:
+        parts.append(f"{_short(numbers['tokens_per_second'])} tokens/s")
+    figure.suptitle(f"{folder.parent.name} / {folder.name}\n", fontsize=13, fontweight="bold", color=INK)
+    figure.text(0.5, 0.945, "   ·   ".join(parts), ha="center", fontsize=10, color=QUIET)
+
+
+def _save(figure: "Figure", path: Path) -> Path:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    figure.savefig(temporary, format="png")
+    temporary.replace(path)
+    return path
+
+
+def _series(rows: list[dict[str, Value]], key: str) -> Series:
+    """Known values; NaN and infinity become NaN, which leaves a gap in a line."""
+    known = [(float(row["step"] or 0), float(value)) for row in rows if (value := row.get(key)) is not None]
+    return [step for step, _ in known], [value if math.isfinite(value) else math.nan for _, value in known]
+
+
+def _short(number: float | None) -> str:
+    for scale, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number and abs(number) >= scale:
+            return f"{number / scale:.4g}{letter}"
+    return f"{number or 0:.4g}"

@@ -1,0 +1,121 @@
+"""The comparison on a terminal: one table, the findings, and what a reader must know."""
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from titan_exp.compare.compared_metrics import Metric
+from titan_exp.compare.comparison import Comparison
+from titan_exp.compare.findings import findings, heading, remarks, stands_for
+from titan_exp.compare.layout_check import layout_checks
+from titan_exp.compare.output.table import Cell, Grid, grid, title
+from titan_exp.compare.stats.format_numbers import short
+from titan_exp.compare.stats.scaling_efficiency import ScalingSeries, scaling
+
+COLORS = {"better": "green", "worse": "red", "different": "yellow"}
+QUIET = "bright_black"
+
+FINDINGS = 12
+"""So many are said; the table has them all."""
+
+
+def show(comparison: Comparison, console: Console) -> None:
+    """Print it."""
+    console.print(Text.assemble((comparison.name, "bold"), "  ", heading(comparison)))
+    if comparison.study and comparison.study.question:
+        console.print(Text(comparison.study.question, style="italic"))
+    table = grid(comparison)
+    for metrics in _fitting(table, range(len(table.metrics)), console.width):
+        console.print(_table(table, metrics))
+    baseline = comparison.rows[comparison.baseline].label
+    if len(comparison.rows) > 1:
+        legend = (
+            ". n.d.: not distinguishable"
+            if any(cell.mark[:4] == "n.d." for row in table.rows for cell in row.cells)
+            else ""
+        )
+        console.print(Text(f"baseline: {baseline} ({comparison.baseline_why}){legend}", style=QUIET))
+    for sentence in findings(comparison)[:FINDINGS]:
+        console.print(Text(f"• {sentence}"))
+    for series in scaling(comparison):
+        console.print(_scaling_table(series))
+    for sentence in [*stands_for(comparison), *remarks(comparison, layout_checks(comparison.runs))]:
+        console.print(Text(sentence, style="bold red" if "MORE THAN ROUNDING" in sentence else QUIET))
+
+
+def _table(found: Grid, metrics: Sequence[int]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, header_style="bold", border_style=QUIET, pad_edge=False)
+    for name in found.keys:
+        table.add_column(name, no_wrap=True)
+    if found.has_seeds:
+        table.add_column("n", justify="right")
+    if found.has_states:
+        table.add_column("state")
+    for place in metrics:
+        table.add_column(_head(found.metrics[place]), justify="right", no_wrap=True)
+    for row in found.rows:
+        between = [str(row.n)] if found.has_seeds else []
+        between += [row.state] if found.has_states else []
+        cells = [_cell(row.cells[place], baseline=row.is_baseline) for place in metrics]
+        table.add_row(*map(Text, row.keys), *map(Text, between), *cells)
+    return table
+
+
+def _cell(cell: Cell, *, baseline: bool) -> Text:
+    if baseline:
+        return Text.assemble(cell.value, "\n", ("baseline", QUIET))
+    if not cell.change:
+        return Text(cell.value)
+    style = COLORS.get(cell.verdict, QUIET)
+    mark = f" {cell.mark}" if cell.verdict in ("not distinguishable", "only uncorrected") else ""
+    return Text.assemble(cell.value, "\n", (cell.change + mark, style))
+
+
+def _head(metric: Metric) -> Text:
+    arrow = {"min": " ↓", "max": " ↑", None: ""}[metric.better]
+    return Text(title(metric) + arrow)
+
+
+def _fitting(found: Grid, metrics: Sequence[int], width: int) -> list[list[int]]:
+    """The metrics in as many tables as it takes for no cell to be wrapped."""
+    tables: list[list[int]] = []
+    for place in metrics:
+        if tables and _width(found, [*tables[-1], place]) <= width:
+            tables[-1].append(place)
+        else:
+            tables.append([place])
+    return tables
+
+
+def _width(found: Grid, metrics: Sequence[int]) -> int:
+    """Columns of characters that the table takes without wrapping a cell."""
+    columns = [[name, *(row.keys[place] for row in found.rows)] for place, name in enumerate(found.keys)]
+    columns += [["state", *(row.state for row in found.rows)]] if found.has_states else []
+    columns += [["n"]] if found.has_seeds else []
+    for place in metrics:
+        cells = [_cell(row.cells[place], baseline=row.is_baseline) for row in found.rows]
+        lines = [line for cell in [_head(found.metrics[place]), *cells] for line in cell.plain.splitlines()]
+        columns.append(lines)
+    return 2 + sum(max(map(len, column)) + 3 for column in columns)
+
+
+def _scaling_table(series: ScalingSeries) -> Table:
+    kind = "the global batch grows too" if series.kind == "weak" else "the same global batch"
+    name = f"Scaling, {kind}{f' · {series.fixed}' if series.fixed else ''}"
+    table = Table(
+        box=box.SIMPLE_HEAD, title=name, title_justify="left", header_style="bold", border_style=QUIET, pad_edge=False
+    )
+    for head in ("layout", "processes", "tokens/s", "speedup", "efficiency"):
+        table.add_column(head, justify="left" if head == "layout" else "right")
+    for point in series.points:
+        table.add_row(
+            Text(point.label),
+            str(point.world_size),
+            short(point.tokens_per_second),
+            f"{point.speedup:.2f}",
+            f"{100 * point.efficiency:.0f} %",
+        )
+    return table

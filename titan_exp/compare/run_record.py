@@ -1,0 +1,172 @@
+"""One run as comparing sees it: its configuration, its rows and how it is doing, wherever they were read from."""
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.plan.gate.predicted import Foreseen, read_foreseen
+from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
+from titan_exp.tracking.run_folder.run_folder import Attempt, RunFolder
+from titan_exp.tracking.run_folder.state import read_json
+from titan_exp.tracking.sinks.base import Row
+
+SILENCE = 120.0
+"""Seconds without a heartbeat after which a run that nobody on this machine holds is taken for dead."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, finished or not. What is not known is None."""
+
+    study: str
+    """`experiment.name`: the folder above the run's, or the W&B group."""
+    run_id: str
+    """Name of what it computes, in its layout."""
+    experiment_id: str | None
+    """Name of what it computes, in any layout."""
+    state: str
+    """`pending`, `running`, `done`, `failed`, `preempted`, or `lost`: it claims to run and gives no sign of life."""
+    reason: str | None
+    """Why it failed or stopped."""
+    config: Mapping[str, Any]
+    """The resolved configuration, nested."""
+    rows: Sequence[Row]
+    """Rows of metrics in the order of steps."""
+    world_size: int | None
+    """Processes."""
+    seconds: float | None
+    """Wall-clock time of all its starts, in seconds."""
+    device_seconds: float | None
+    """The same times the processes of each start."""
+    device: str | None
+    """What it ran on."""
+    commit: str | None
+    """Commit of the code."""
+    dirty: bool | None
+    """Whether the code differed from the commit."""
+    overrides: tuple[str, ...]
+    """What was typed."""
+    source: str
+    """Where it was read: a folder, or an address."""
+    foreseen: Foreseen = field(default_factory=Foreseen)
+    """What was predicted of it before it started."""
+
+    @property
+    def seed(self) -> int | None:
+        """The seed of initial weights and data order."""
+        return self.config.get("experiment", {}).get("seed")
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the whole job that its last row has seen; 0 before the first."""
+        return int(next((row["tokens"] for row in reversed(self.rows) if row.get("tokens")), 0) or 0)
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps that its last row has seen."""
+        return int(self.rows[-1]["step"] or 0) if self.rows else 0
+
+    def series(self, key: str, up_to: float = math.inf) -> tuple[list[float], list[float]]:
+        """Tokens, and the values of a metric there, where it is known; rows beyond `up_to` tokens are left out."""
+        known = [
+            (float(row["tokens"] or 0), float(value))
+            for row in self.rows
+            if (value := row.get(key)) is not None and row.get("tokens") is not None and (row["tokens"] or 0) <= up_to
+        ]
+        return [tokens for tokens, _ in known], [value for _, value in known]
+
+
+def read_run(path: str | Path) -> Run:
+    """The run in a folder, whatever state it is in.
+
+    Raises:
+        UserError: the folder holds no configuration, or one of its files was damaged.
+    """
+    folder = RunFolder(path)
+    config = _read_config(folder.config)
+    code = read_json(folder.code) or {}
+    attempts = folder.read_attempts()
+    rows = read_metrics(folder.metrics)
+    state, reason = _state(folder)
+    alive = state in ("running", "lost")
+    spans = [
+        (attempt, _seconds(attempt, folder if alive and attempt is attempts[-1] else None)) for attempt in attempts
+    ]
+    known = [(attempt, seconds) for attempt, seconds in spans if seconds is not None]
+    return Run(
+        study=str((config.get("experiment") or {}).get("name") or folder.path.resolve().parent.name),
+        run_id=code.get("run_id") or folder.path.resolve().name,
+        experiment_id=code.get("experiment_id"),
+        state=state,
+        reason=reason,
+        config=config,
+        rows=rows,
+        world_size=attempts[-1].world_size if attempts else None,
+        seconds=sum(seconds for _, seconds in known) if known else None,
+        device_seconds=sum(seconds * attempt.world_size for attempt, seconds in known) if known else None,
+        device=_device(folder.env),
+        commit=code.get("commit"),
+        dirty=code.get("dirty"),
+        overrides=_read_overrides(folder.overrides),
+        source=str(path),
+        foreseen=read_foreseen(folder),
+    )
+
+
+def _state(folder: RunFolder) -> tuple[str, str | None]:
+    state = folder.read_state()
+    if state is None:
+        return "pending", "it was never started"
+    if state.state != "running" or folder.holder() is not None:
+        return state.state, state.reason
+    beat = folder.read_heartbeat()
+    # A lock that is held on another machine may not show here; a heartbeat does.
+    if beat is not None and beat.age < SILENCE:
+        return "running", None
+    return "lost", "it says that it runs, but nothing holds its folder and its heartbeat has stopped"
+
+
+def _seconds(attempt: Attempt, living: RunFolder | None) -> float | None:
+    if attempt.start is None:
+        return None
+    if attempt.end is not None:
+        return max(0.0, attempt.end - attempt.start)
+    beat = living.read_heartbeat() if living else None
+    return max(0.0, min(beat.time, time.time()) - attempt.start) if beat else None
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    import yaml
+
+    # As text of plain values: a configuration written by an older version compares as well as one of today.
+    try:
+        values = yaml.load(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}.") from error
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not YAML: {error}") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path} holds no configuration.")
+    return values
+
+
+def _read_overrides(path: Path) -> tuple[str, ...]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+        return tuple(str(json.loads(line[2:])) for line in lines if line.startswith("- "))
+    except (OSError, ValueError):
+        return ()
+
+
+def _device(path: Path) -> str | None:
+    try:
+        found = read_json(path) or {}
+    except UserError:
+        return None
+    gpus = [str(gpu.get("name")) for gpu in found.get("gpus") or [] if isinstance(gpu, dict)]
+    return ", ".join(dict.fromkeys(gpus)) or found.get("cpu")

@@ -1,0 +1,1 @@
+"""Sources of runs beside the run folder."""

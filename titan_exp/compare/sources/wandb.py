@@ -1,0 +1,155 @@
+"""Runs that live only in Weights & Biases, read through its public API into the same structures as run folders.
+
+Run folders are the truth: what W&B lost (the last rows of a killed run, the times of attempts) is lost here too.
+"""
+
+import sys
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from titan_exp.compare.run_record import Run
+from titan_exp.compare.select_runs import Selection
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.tracking.run_folder.metrics_jsonl import decode
+from titan_exp.tracking.sinks.base import Row, Value
+from titan_exp.tracking.sinks.wandb_service import end_service
+
+STATES = {"finished": "done", "running": "running", "preempted": "preempted", "preempting": "preempted"}
+"""W&B's states in our words; `pending` is the same, and any other is a failure."""
+
+
+class WandbApiRun(Protocol):
+    """What is used of `wandb.apis.public.Run`."""
+
+    id: str
+    config: Mapping[str, Any]
+    state: str
+    url: str
+    group: str | None
+
+    @property
+    def summary(self) -> Any:
+        """Last values, with the run time under `_wandb` or `_runtime`."""
+        ...
+
+    def scan_history(self) -> Any:
+        """Every logged row, one after another."""
+        ...
+
+
+def select_from_wandb(place: str, group: str | None, ids: Sequence[str], runs: Path) -> Selection:
+    """The runs of a W&B project.
+
+    Args:
+        place: `ENTITY/PROJECT`.
+        group: of this group alone, which is a study; None for all.
+        ids: of these ids alone (W&B's or ours, or their beginnings); empty for all.
+        runs: folder in which the comparison's files go.
+
+    Raises:
+        UserError: wandb or its server cannot be used, or there are no such runs.
+    """
+    with explained(place):
+        import wandb
+
+        api = wandb.Api()
+        filters = {"group": group} if group else None
+        found = [run for run in api.runs(place, filters=filters, lazy=False) if _is_named(run, ids)]
+        read = tuple(from_wandb(run) for run in found)
+    name = group or place.partition("/")[2]
+    if not read:
+        among = f" of group {group}" if group else ""
+        named = f" named {', '.join(ids)}" if ids else ""
+        raise UserError(
+            f"--from-wandb {place}: there are no runs{among}{named}. Groups are experiment.name of the runs."
+        )
+    return Selection(read, None, name, runs / name)
+
+
+def from_wandb(run: WandbApiRun) -> Run:
+    """One run of the API as a `Run`."""
+    config = {key: value for key, value in run.config.items() if not key.startswith("_")}
+    told = config.pop("run", None) or {}
+    rows = _rows(run.scan_history())
+    world_size = told.get("world_size")
+    seconds = _runtime(run.summary)
+    state = run.state if run.state == "pending" else STATES.get(run.state, "failed")
+    return Run(
+        study=told.get("study") or run.group or "",
+        run_id=told.get("run_id") or run.id,
+        experiment_id=told.get("experiment_id"),
+        state=state,
+        reason=f"W&B says {run.state}" if state == "failed" else None,
+        config=config,
+        rows=rows,
+        world_size=world_size,
+        seconds=seconds,
+        device_seconds=None if seconds is None or world_size is None else seconds * world_size,
+        device=None,
+        commit=told.get("commit"),
+        dirty=told.get("dirty"),
+        overrides=(),
+        source=run.url,
+    )
+
+
+@contextmanager
+def explained(place: str) -> Iterator[None]:
+    """Turns what wandb says into words for the user: no package, no account, no network, no such project.
+
+    The service that wandb started for it is ended, in bounded time, whatever came of it.
+
+    Raises:
+        UserError: anything of that.
+    """
+    try:
+        yield
+    except ImportError as error:
+        package = {"wandb_workspaces": "wandb-workspaces"}.get((error.name or "").partition(".")[0], error.name)
+        raise UserError(f"W&B needs a package that is not installed: pip install {package}") from error
+    except UserError:
+        raise
+    except Exception as error:
+        if not _is_of_wandb(error):
+            raise
+        said = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f"W&B does not answer for {place}: {said or type(error).__name__}. Is this machine logged in (wandb login, "
+            "or WANDB_API_KEY) and connected, and is that the right ENTITY/PROJECT? Run folders need neither: "
+            "titan-exp compare STUDY reads them."
+        ) from error
+    finally:
+        if "wandb" in sys.modules:
+            end_service()
+
+
+def _is_of_wandb(error: Exception) -> bool:
+    """Whether it was raised in wandb's own code, or below it: it has no common type of error."""
+    frames = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any(name.partition(".")[0] in ("wandb", "wandb_workspaces") for name in frames)
+
+
+def _is_named(run: WandbApiRun, ids: Sequence[str]) -> bool:
+    own = (run.config.get("run") or {}).get("run_id") or ""
+    return not ids or any(run.id.startswith(word) or own.startswith(word) for word in ids)
+
+
+def _rows(history: Any) -> list[Row]:
+    """Rows by step, one for each: a resume logs some steps again, and the later row holds."""
+    rows: dict[int, dict[str, Value]] = {}
+    for entry in history:
+        step = entry.get("step")
+        if step is not None:
+            known = {key: value for key, value in entry.items() if value is not None and not key.startswith("_")}
+            rows[int(step)] = {**decode(known), "step": int(step)}
+    return [rows[step] for step in sorted(rows)]
+
+
+def _runtime(summary: Any) -> float | None:
+    """Seconds that W&B counted over all starts."""
+    inner = summary.get("_wandb") or {}
+    found = inner.get("runtime") if hasattr(inner, "get") else None
+    return found if found is not None else summary.get("_runtime")

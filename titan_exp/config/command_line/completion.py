@@ -1,0 +1,59 @@
+"""What a shell offers after a verb: the verb's own options here, keys of groups by Hydra; paths it knows itself."""
+
+import typing
+from dataclasses import fields
+
+from titan_exp.config.command_line.verb_options import (
+    ConvertOptions,
+    DownloadOptions,
+    EvaluateOptions,
+    GenerateOptions,
+    TokenizeOptions,
+)
+
+OPTIONS: dict[str, type] = {
+    "generate": GenerateOptions,
+    "convert": ConvertOptions,
+    "download": DownloadOptions,
+    "tokenize": TokenizeOptions,
+    "evaluate": EvaluateOptions,
+}
+"""What a verb takes beside groups."""
+
+GROUPS = {
+    "train": ("",),
+    "plan": ("",),
+    "tokenize": ("data=", "data.", "experiment.seed"),
+    "evaluate": ("data=", "data.", "training.", "parallelism.", "model.attention_backend"),
+}
+"""Beginnings of what a verb takes of a composed configuration."""
+
+
+def own_words(verb: str, word: str) -> list[str]:
+    """The options of a verb that begin with a word, or the values of the one that it names."""
+    if verb not in OPTIONS or not word:
+        return []
+    kinds = typing.get_type_hints(OPTIONS[verb])
+    name, equals, _ = word.partition("=")
+    if not equals:
+        return [f"{field.name}=" for field in fields(OPTIONS[verb]) if field.name.startswith(word)]
+    return [offer for value in _values(kinds.get(name)) if (offer := f"{name}={value}").startswith(word)]
+
+
+def composes(verb: str, word: str) -> bool:
+    """Whether a word that stands on the line says something to Hydra."""
+    if verb not in OPTIONS:
+        return True
+    name, equals, _ = word.partition("=")
+    return bool(equals) and name not in [field.name for field in fields(OPTIONS[verb])]
+
+
+def fits(verb: str, offer: str) -> bool:
+    """Whether what Hydra offers is something that the verb takes."""
+    return offer.startswith(GROUPS[verb]) or any(beginning.startswith(offer) for beginning in GROUPS[verb])
+
+
+def _values(kind: object) -> tuple[str, ...]:
+    if kind is bool:
+        return ("true", "false")
+    return typing.get_args(kind) if typing.get_origin(kind) is typing.Literal else ()

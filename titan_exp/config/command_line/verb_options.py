@@ -1,0 +1,105 @@
+"""What verbs take besides groups; apart from what they do, so that help and completion import no torch."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Interval
+
+from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat, PositiveInt
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """What `titan-exp generate` takes."""
+
+    run: str = ""
+    """Run folder, one of its checkpoints, a Hugging Face folder, anything else that `convert` reads, or the URL of
+    one of these; empty is the run under `runs` that was last saved."""
+    step: Count = 0
+    """Of a run: which checkpoint; 0 is the newest."""
+    runs: str = "runs"
+    """Folder that holds every run folder, searched where `run` is not given."""
+    prompt: str = ""
+    """Text to go on from; empty begins a new document. Given several times, each is gone on from by itself."""
+    prompts: str = ""
+    """File with a prompt on each line, besides those given by `prompt`."""
+    tokens: PositiveInt = 400
+    """Tokens to write at most; the end of a document ends the text."""
+    temperature: NonNegativeFloat = 0.8
+    """Spread of the choice: 0 always takes the likeliest token, 1 samples as the model believes."""
+    top_k: Count = 0
+    """Sample among so many likeliest tokens (Fan et al. 2018); 0 is among all."""
+    top_p: Annotated[float, Interval(gt=0, le=1)] = 0.95
+    """Sample among the likeliest tokens that together hold this share (Holtzman et al. 2020)."""
+    seed: Count = 0
+    """Seed of the choice, the same for every prompt."""
+    cache: bool = True
+    """Keep keys and values, so that every token is computed once; without, the text is computed anew for each."""
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    """Type of the weights in memory, and of what is computed with them."""
+    tp: PositiveInt = 1
+    """Tensor-parallel processes on this machine, on GPUs one for each: every one reads and holds a part of the
+    matrices and of the kept keys and values, and the text is that of one."""
+
+
+@dataclass(frozen=True)
+class ConvertOptions:
+    """What `titan-exp convert` takes."""
+
+    source: str = ""
+    """What to read: a run folder, one of its checkpoints, a Hugging Face folder, Meta's Llama, a former target, or
+    the URL of one of these (`s3://bucket/...`), which is fetched once into `runs/.cache/remote`."""
+    target: str = ""
+    """What to write: a folder, or a file for format torch; it must not exist. May be a URL: what is written goes there
+    from `runs/.cache/remote`."""
+    format: Literal["auto", "dcp", "huggingface", "llama", "torch", "torchtune"] = "auto"
+    """`auto` is torch for a target that ends in .pt, else huggingface from ours and dcp from the others."""
+    dtype: Literal["keep", "bf16", "fp32"] = "keep"
+    """Type of the written weights; `keep` changes no bit."""
+    step: Count = 0
+    """Of a run: which checkpoint; 0 is the newest."""
+    file_gb: PositiveFloat = 5.0
+    """Size of a safetensors file in 10⁹ bytes; a larger tensor is alone in its own."""
+
+
+@dataclass(frozen=True)
+class DownloadOptions:
+    """What `titan-exp download` takes."""
+
+    repo: str = ""
+    """OWNER/NAME on the hub."""
+    target: str = ""
+    """Folder; empty is downloads/NAME."""
+    files: Literal["tokenizer", "config", "weights", "original", "all"] = "weights"
+    """`weights` is safetensors with configuration and tokenizer; `original` is Meta's consolidated.*.pth with them."""
+    revision: str = ""
+    """Branch, tag or commit; empty is the newest of the main branch."""
+
+
+@dataclass(frozen=True)
+class TokenizeOptions:
+    """What `titan-exp tokenize` takes beside the `data` group."""
+
+    out: str = ""
+    """Folder of the store to make, such as stores/mine."""
+    workers: Count = 0
+    """Processes that tokenize; 0 is one for every core. The store does not depend on it."""
+    parts: PositiveInt = 32
+    """Parts that are tokenized independently, where any document can be read at once; a stream has its own (files)."""
+    shard_tokens: PositiveInt = 2**27
+    """Tokens after which a shard is full and safe from a death; the document that fills it is its last."""
+    shuffle: Count = 0
+    """Seed of the order of documents in the store, where any document can be read at once; 0 keeps the source's order.
+    Training shuffles windows of tokens; what stands beside what within a window is this order's."""
+    check: str = ""
+    """Folder of a finished store to read and compare with its checksums, instead of making one."""
+
+
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """What `titan-exp evaluate` takes beside keys of the `data`, `training` and `parallelism` groups."""
+
+    step: Count = 0
+    """Of a run: which checkpoint; 0 is the newest."""
+    split: Literal["held_out", "all"] = "held_out"
+    """`held_out` is the documents that training holds out; `all` is every document of the source."""

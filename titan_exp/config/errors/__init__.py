@@ -1,0 +1,1 @@
+"""User errors and their explanations."""

@@ -1,0 +1,111 @@
+"""What is wrong with the keys and values of a configuration, in words for whoever typed them."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from math import isfinite
+from typing import Any, get_args
+
+from annotated_types import Predicate
+
+from titan_exp.config.errors.did_you_mean import did_you_mean, listed
+from titan_exp.config.errors.user_error import Violation, shown
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.schema.schema import (
+    annotation_of,
+    choices_of,
+    hints,
+    is_number,
+    meaning_of,
+    optional_fields,
+    takes_null,
+    value_keys,
+)
+
+
+def misplaced(values: Mapping[str, Any], kind: Any = Experiment, prefix: str = "") -> Iterator[Violation]:
+    """Keys that are unknown or missing, values where a group belongs, and booleans where a number is meant."""
+    fields = hints(kind)
+    for name in values:
+        if name not in fields:
+            candidates = fields if isinstance(values[name], Mapping) else value_keys()
+            offer = did_you_mean(f"{prefix}{name}", candidates)
+            there = f"{prefix[:-1] or 'the configuration'} has {listed(fields, 'and')}"
+            yield Violation(f"{prefix}{name}", values[name], "there is no such key", offer or there)
+    for name, annotation in fields.items():
+        field = f"{prefix}{name}"
+        if name not in values:
+            if name not in optional_fields(kind):
+                group = dataclasses.is_dataclass(annotation)
+                reason = "this group is missing" if group else "this key has no value"
+                yield Violation(field, "", reason, f"give it {'an option' if group else 'one'}: {field}=...")
+        elif dataclasses.is_dataclass(annotation):
+            if isinstance(values[name], Mapping):
+                yield from misplaced(values[name], annotation, f"{field}.")
+            else:
+                inside = f"{field}.{next(iter(hints(annotation)))}"
+                yield Violation(
+                    field, values[name], "this is a group of keys, not a value", f"set a key in it: {inside}=..."
+                )
+        elif isinstance(values[name], bool) and is_number(annotation):
+            yield Violation(field, values[name], "a number is meant, not true or false", _about(field))
+
+
+def in_our_words(error: Mapping[str, Any]) -> Violation:
+    """One of pydantic's errors about the value of a key."""
+    # The first part of the place is the wrapper's field; numbers in it are places in a list.
+    field = ".".join(part for part in error["loc"][1:] if isinstance(part, str))
+    value = error["input"]
+    reason, remedy = _reason(error["type"], error.get("ctx", {}), field, value, error["msg"])
+    return Violation(field, value, reason, remedy or _about(field))
+
+
+def _reason(kind: str, context: Mapping[str, Any], field: str, value: Any, message: str) -> tuple[str, str]:
+    annotation = annotation_of(field)
+    if value is None and not takes_null(annotation):
+        return "null is not a value of this key", ""
+    if kind == "literal_error":
+        return _choice(field, value)
+    if kind == "predicate_failed":
+        tests = [part.func for part in get_args(annotation) if isinstance(part, Predicate)]
+        return f"must be {' and '.join((test.__doc__ or test.__name__).rstrip('.') for test in tests)}", ""
+    reason, remedy = _WORDS.get(kind, (message[:1].lower() + message[1:], ""))
+    rounded = round(value) if isinstance(value, float) and isfinite(value) else value
+    known = {**context, "field": field, "value": shown(value), "rounded": rounded}
+    return reason.format_map(known), remedy.format_map(known)
+
+
+_WORDS = {
+    "greater_than_equal": ("must be at least {ge:g}", "the least is {field}={ge:g}"),
+    "less_than_equal": ("must be at most {le:g}", "the most is {field}={le:g}"),
+    "greater_than": ("must be above {gt:g}", ""),
+    "less_than": ("must be below {lt:g}", ""),
+    "int_from_float": ("a whole number is meant", "the nearest is {field}={rounded}"),
+    "int_parsing": ("a whole number is meant", ""),
+    "int_type": ("a whole number is meant", ""),
+    "float_parsing": ("a number is meant", ""),
+    "float_type": ("a number is meant", ""),
+    "finite_number": ("a finite number is meant", ""),
+    "bool_parsing": ("true or false is meant", "{field}=true or {field}=false"),
+    "bool_type": ("true or false is meant", "{field}=true or {field}=false"),
+    "tuple_type": ("a list is meant", "write {field}='[{value}]'"),
+    "list_type": ("a list is meant", "write {field}='[{value}]'"),
+    "too_short": ("more values are meant: {min_length}", ""),
+    "too_long": ("fewer values are meant: {max_length}", ""),
+    "dict_type": ("keyword arguments are meant", "add one: +{field}.key=value"),
+    "string_type": ("text is meant", "quote it: {field}='\"{value}\"'"),
+}
+"""Reason and remedy by pydantic's name of the error; without a remedy the key's meaning is said."""
+
+
+def _choice(field: str, value: Any) -> tuple[str, str]:
+    options = [shown(option) for option in choices_of(annotation_of(field))]
+    offer = did_you_mean(str(value), options)
+    return (
+        "there is no such choice",
+        f"{offer} The choices are {listed(options, 'and')}." if offer else f"choose {listed(options)}",
+    )
+
+
+def _about(field: str) -> str:
+    meaning = meaning_of(field)
+    return f"it means: {meaning}" if meaning else f"give {field} another value"

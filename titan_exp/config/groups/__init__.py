@@ -1,0 +1,1 @@
+"""Config groups: one frozen dataclass per group."""

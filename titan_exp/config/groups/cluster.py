@@ -1,0 +1,85 @@
+"""Group `cluster`: the machines that run it. It does not change what is computed."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from titan_exp.config.groups.types import Count, PositiveFloat, PositiveInt
+
+
+@dataclass(frozen=True)
+class ClusterConfig:
+    """Where processes start and what each of them gets. What follows after the watch over hangs is SLURM's alone."""
+
+    kind: Literal["local", "slurm"]
+    """`local` starts every process on this machine and waits for them; `slurm` submits a job and returns."""
+    device: Literal["auto", "cpu", "cuda"]
+    """`auto` is CUDA where this machine has a GPU, so SLURM's nodes are told by name."""
+    nodes: PositiveInt | None
+    """Machines that parallelism.dp_shard=-1 fills; 1 for `local`. SLURM: null asks for what the degrees need."""
+    gpus_per_node: PositiveInt | None
+    """GPUs offered by a node; null counts them. On a CPU machine one process is offered."""
+    threads_per_process: PositiveInt | None
+    """CPU threads of each process; null divides the cores evenly."""
+    peak_tflops: PositiveFloat | None
+    """Dense bf16 peak of one device in TFLOP/s, for MFU; null looks the device up and reports no MFU where unknown."""
+    hang_warn_minutes: PositiveFloat | None = 5.0
+    """Minutes without a finished step after which a rank warns; the start, the first step, evaluating and saving have
+    three times that. null never warns."""
+    hang_kill_minutes: PositiveFloat | None = 15.0
+    """Minutes, counted likewise, after which every rank writes its stacks and ends with exit code 86; at least ten
+    times the median step. null waits for ever."""
+    processes_per_node: PositiveInt | None = None
+    """Processes of a node without GPUs; null puts all on one. With GPUs every one has a process."""
+    link_gbs: PositiveFloat | None = None
+    """For predictions: GB/s in one direction between a device and its neighbours in a node; null takes the device's."""
+    network_gbs: PositiveFloat | None = None
+    """For predictions: GB/s in one direction from a device to other nodes, its share of the node's adapters; null takes
+    one adapter for each device, as the maker's reference system has."""
+    gpu_type: str | None = None
+    """Kind of GPU to ask for, as the site calls it; null takes any."""
+    partition: str | None = None
+    """Partition; null leaves it to the site."""
+    account: str | None = None
+    """Account that pays."""
+    qos: str | None = None
+    """Quality of service."""
+    constraint: str | None = None
+    """Features that nodes must have."""
+    reservation: str | None = None
+    """Reservation to run in."""
+    exclude: str | None = None
+    """Nodes to leave out."""
+    time_limit: str | None = None
+    """Time limit as SLURM has it: minutes, H:M:S or D-H:M:S; null leaves it to the site."""
+    memory_gb: Count | None = None
+    """Memory of each node in GiB; 0 takes all of it, null leaves it to the site."""
+    cpus_per_gpu: PositiveInt | None = None
+    """Cores of each process; null leaves it to the site."""
+    array_limit: PositiveInt | None = None
+    """Runs of one sweep that may run at a time; null sets no limit."""
+    container_image: str | None = None
+    """Image that ranks run in; null runs them on the node itself."""
+    container_runtime: Literal["pyxis", "apptainer"] = "pyxis"
+    """What opens the image: pyxis through arguments of srun, or the command apptainer."""
+    container_mounts: list[str] = field(default_factory=list)
+    """Folders to show inside, as FROM:TO; that of the runs is always shown."""
+    python: str | None = None
+    """Python of the ranks; null is the one that submits or, in a container, `python3`."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Environment variables of every process. They are written down, so they hold no credentials."""
+    setup: list[str] = field(default_factory=list)
+    """Shell lines before the ranks start."""
+    sbatch_args: list[str] = field(default_factory=list)
+    """More arguments of sbatch, one each."""
+    srun_args: list[str] = field(default_factory=list)
+    """More arguments of srun, one each."""
+    signal_lead: PositiveInt = 300
+    """Seconds before the time limit at which the run is asked to save and stop."""
+    stop_limit: PositiveInt = 240
+    """Seconds that ranks have for saving; then they are killed, so that the run is still queued again in time."""
+    requeue: Literal["auto", "requeue", "chain", "never"] = "auto"
+    """How a run goes on that had to stop: `requeue` the same job, `chain` a new one to it, or whichever works."""
+    max_requeues: Count = 20
+    """Times in a row that a run goes on by itself before somebody must submit it again."""
+    submit_from_job: bool = False
+    """Whether to submit from inside a job, which is refused as an accident otherwise."""

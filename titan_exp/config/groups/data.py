@@ -1,0 +1,60 @@
+"""Group `data`: where text comes from, how it becomes tokens, and in which order it is seen."""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from titan_exp.config.groups.types import PositiveFloat, PositiveInt, Share
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """A source of documents, a tokenizer, and a fixed order over virtual shards."""
+
+    source: str
+    """`python_stdlib`, `text`, `huggingface`, `tokens`, or the dotted name of a source class in your own package."""
+    paths: tuple[str, ...]
+    """Source `text`: files, folders and globs. Source `tokens`: folders that `titan-exp tokenize` wrote."""
+    weights: tuple[PositiveFloat, ...]
+    """Source `tokens`: share of the tokens to take from each of `paths`, in any unit; empty is by their sizes, so that
+    all of them are passed over at the same pace. Each store has its own epochs."""
+    document: Literal["file", "paragraph", "line"]
+    """Source `text`: what is one document: each file, each paragraph (blank lines separate them), or each line."""
+    dataset: str | None
+    """Source `huggingface`: name on the hub, a local folder, or a loader such as `json` or `parquet`."""
+    subset: str | None
+    """Source `huggingface`: the data set's configuration name."""
+    data_files: tuple[str, ...]
+    """Source `huggingface`: files for the training split, where `dataset` is a loader."""
+    split: str
+    """Source `huggingface`: split to train on."""
+    validation_split: str | None
+    """Source `huggingface`: split to evaluate on; null holds out `validation_fraction` of the training split."""
+    text_column: str
+    """Source `huggingface`: column that holds the text."""
+    streaming: bool
+    """Source `huggingface`: read while training instead of downloading first."""
+    shuffle_buffer: PositiveInt
+    """Source `huggingface` when streaming: documents among which each virtual shard picks the next."""
+    tokenizer: str
+    """`bytes`, or the path of a Hugging Face `tokenizer.json` (or of the folder that holds it). Source `tokens`:
+    `store`, the one that the stores were made with."""
+    validation_fraction: Share
+    """Share of documents held out for evaluation, chosen by document and never trained on. Source `tokens`: 0, as a
+    store was divided when it was made."""
+    validation_documents: PositiveInt | None
+    """At most this many documents of the validation split are evaluated on, the first in the source's order (of each
+    store); null is all of them. Those left out are not trained on either."""
+    virtual_shards: PositiveInt
+    """Independent streams that the documents are divided into. Part of the experiment: it fixes the order of data.
+    Must be a multiple of the data-parallel degree. When streaming, at most the number of files is best: shards that
+    share a file each read all of it. Source `tokens` has none: any row is found at once."""
+    document_mask: bool
+    """Tokens attend only within their own document, and the first token of a document is not predicted."""
+    reset_positions: bool
+    """Positions count from each document's start instead of the sequence's."""
+    prefetch: PositiveInt
+    """Micro-batches prepared ahead in the background."""
+    preview: PositiveInt | None
+    """Print the batch that the model sees at this step, decoded, and train nothing; null trains."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Extra keyword arguments for a source of your own."""

@@ -1,0 +1,57 @@
+"""Groups `optimizer` and `lr_schedule`."""
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from annotated_types import Interval, Len
+
+from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat, Ratio
+
+MOMENT_BLOCK = 32
+"""Numbers of a row of AdamW's moments that share a scale, where those are kept in 8 bits."""
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """What turns gradients into updates."""
+
+    name: str
+    """`adamw`, or the dotted name of a `torch.optim.Optimizer` class in your own package, called with parameter
+    groups, `lr` and `options`."""
+    lr: PositiveFloat
+    """Peak learning rate."""
+    weight_decay: NonNegativeFloat
+    """Decoupled weight decay per step, times the learning rate."""
+    betas: Annotated[tuple[Annotated[float, Interval(ge=0, lt=1)], ...], Len(2, 2)]
+    """AdamW's decay rates of the first and second moment."""
+    eps: PositiveFloat
+    """Added to AdamW's denominator."""
+    decay_vectors: bool
+    """Apply weight decay to one-dimensional parameters (norms, biases) as well."""
+    implementation: Literal["fused", "foreach", "for_loop", "triton"]
+    """Kernel of AdamW: torch's `fused`, the fastest of torch's own on CPU and CUDA, `foreach` or `for_loop`; or ours,
+    `triton`, for CUDA, which clips and updates in one pass over memory. What that gains has not been measured."""
+    state_precision: Literal["fp32", "bf16", "int8", "fp8"]
+    """How AdamW's moments are kept; it computes in fp32 all the same. 4 bytes each in `fp32`; 2 in `bf16`, which loses
+    changes of the second moment below 2^-9 of it, so that betas near 1 learn it late; 1.125 in `int8` (256 values
+    denser around zero) and in `fp8` (e4m3; of the second moment its root), with a scale for every 32 numbers of a row,
+    norms staying in fp32. Other than `fp32` goes one parameter after the other, whatever `implementation` says, but for
+    `bf16` with `triton`."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Extra keyword arguments for the optimizer class."""
+
+
+@dataclass(frozen=True)
+class LRScheduleConfig:
+    """Learning rate over steps: warm-up to the peak, stable, then decay to the floor at the last step."""
+
+    warmup_steps: Count
+    """Steps of linear warm-up; the peak is reached exactly at this step, and step 1 is already above 0."""
+    decay_steps: Count
+    """Steps of decay at the end of the run; the last step's rate is the floor."""
+    decay: str
+    """`linear`, `cosine` or `sqrt`, or the dotted name of a function from progress in [0, 1] to a factor in [0, 1]."""
+    min_lr_ratio: Ratio
+    """The floor, as a fraction of the peak."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Extra keyword arguments for a decay function of your own."""

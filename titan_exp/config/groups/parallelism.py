@@ -1,0 +1,87 @@
+"""Group `parallelism`: the degrees of the device mesh."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from annotated_types import Predicate
+
+from titan_exp.config.groups.types import Count, PositiveInt
+
+
+def minus_one_or_positive(degree: int) -> bool:
+    """-1 or at least 1."""
+    return degree == -1 or degree >= 1
+
+
+Degree = PositiveInt
+ShardDegree = Annotated[int, Predicate(minus_one_or_positive)]
+
+
+@dataclass(frozen=True)
+class ParallelismConfig:
+    """Degrees of the mesh; their product is the number of processes. None of them changes what is computed."""
+
+    dp_replicate: Degree
+    """Copies of the (sharded) model, each on its own data; with dp_shard=1 this is DDP, else HSDP."""
+    dp_shard: ShardDegree
+    """Ranks that parameters, gradients and optimizer state are sharded over (FSDP2); -1 takes every device left."""
+    tp: Degree
+    """Tensor-parallel degree: ranks that share the matrices of every block, each with some of its heads and
+    feed-forward channels. Where it is a multiple of kv_heads, every key and value head serves several ranks."""
+    sequence_parallel: bool
+    """Divide tokens among the tensor-parallel ranks wherever each token is computed by itself (norms, residual
+    stream): as much to send, less memory. Sequences are divided by tp as well. Without effect where tp is 1."""
+    loss_parallel: bool
+    """Compute the loss from each tensor-parallel rank's own part of the vocabulary, exchanging two numbers a token,
+    instead of gathering all logits on every rank. Without effect where tp is 1."""
+    async_tp: bool
+    """Overlap a block's tensor-parallel exchanges with its matmuls, piece by piece, through symmetric memory: on CUDA
+    with compiled blocks and sequence_parallel only."""
+    pp: Degree
+    """Pipeline-parallel degree: ranks that hold one part of the layers after the other, and pass micro-batches on."""
+    pp_schedule: str
+    """In which order a rank works on its stages and micro-batches: GPipe, 1F1B, Interleaved1F1B, LoopedBFS,
+    InterleavedZeroBubble, ZBVZeroBubble or DualPipeV, as torch calls them, or the path of a CSV file in torch's
+    compute-only format (a row for each rank, cells like 2F0: stage 2, forward, micro-batch 0). GPipe and 1F1B have one
+    stage on each rank; the others have several, which makes the bubble smaller and sends more."""
+    pp_microbatches: PositiveInt | None
+    """Micro-batches in one pass through the pipeline; null takes all of a step's at once. More of them make the bubble
+    smaller. Several passes bound memory with GPipe and LoopedBFS, and each has its own bubble."""
+    pp_layers: tuple[Count, ...] | None
+    """Layers of each stage, in order: [2,3,3,2]. Its length is the number of stages. null divides them evenly."""
+    pp_layers_per_stage: PositiveInt | None
+    """Layers of a stage, from which the number of stages follows; null has as many stages as the schedule has by
+    default (one on each rank for GPipe and 1F1B, else two)."""
+    pp_first_stage_less: Count
+    """Layers that the first stage has fewer than its even share, because it holds the embedding."""
+    pp_last_stage_less: Count
+    """Layers that the last stage has fewer than its even share, because it holds the head and computes the loss.
+    What does not divide evenly goes to stages in between first."""
+    cp: Degree
+    """Context-parallel degree: ranks that share every sequence, each with a part of its tokens. They shard parameters
+    like `dp_shard` ranks."""
+    cp_method: Literal["ring", "allgather", "ulysses"]
+    """How a rank attends to the other parts of a sequence; what is computed is the same.
+    `ring` passes keys and values from rank to rank behind the attention to those before: cp - 1 messages a layer,
+    memory for two parts. `allgather` gathers them in one collective behind the attention to the own part: fewer and
+    larger messages, memory for the keys and values of the whole sequence. `ulysses` exchanges heads for sequence in
+    two all-to-alls that nothing hides: the least to send and every kernel, but cp must divide query heads and kv heads.
+    Sequences are cut into 2 · cp chunks, one from the head and one from the tail for each rank, so that causal work is
+    even; for `ulysses` into cp parts. The backward pass of ring and allgather sends gradients in fp32."""
+    cp_ulysses: Degree
+    """With ring or allgather: how many neighbours of the ranks that share a sequence exchange heads among themselves,
+    as `ulysses` does, the groups of them exchanging keys and values; divides cp and the kv heads of a rank. Neighbours
+    sit behind the fastest links, and a round of the ring is so many times shorter."""
+    ep: Degree
+    """Expert-parallel degree."""
+    etp: Degree
+    """Tensor-parallel degree inside experts."""
+    cpu_offload: bool
+    """Keep parameters, gradients and optimizer state in the CPU's memory and bring a block's parameters to the GPU
+    when it computes: the least GPU memory, at the speed of the link between the two."""
+    prefetch_blocks: PositiveInt
+    """Blocks whose parameters are gathered ahead of the one that computes; more hide slow links and cost memory."""
+    reshard_after_forward: Literal["auto", "always", "never", "all_but_last"]
+    """When a block frees its gathered parameters: after each forward pass, never before backward, or after each
+    one but the last block's, which backward needs next. `auto` is all_but_last without a pipeline, and never with one,
+    where a stage's parameters would be gathered anew for each micro-batch: they stay for the whole step."""

@@ -1,0 +1,45 @@
+"""Group `training`: how long, how large, how precise."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat, PositiveInt
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """What one optimizer step sees, and how many there are."""
+
+    steps: Count
+    """Optimizer steps of the whole run; 0 saves what training begins with, as `step-00000000`, and trains nothing."""
+    seq_len: PositiveInt
+    """Tokens in a sequence."""
+    global_batch_size: PositiveInt
+    """Sequences per optimizer step over the whole job, whatever the layout."""
+    micro_batch_size: PositiveInt | None
+    """Sequences per forward pass of one data rank (with a pipeline, of one stage). Gradient accumulation follows from
+    it. null takes the rank's whole share of the global batch; with a pipeline, the share divided by `pp_microbatches`,
+    or into the fewest micro-batches, at least 4 for each pipeline rank, that the schedule takes (the most where there
+    are not so many): a bubble of about a fifth with 1F1B, and micro-batches no smaller than that asks for."""
+    max_grad_norm: PositiveFloat | None
+    """Global gradient norm above which gradients are scaled down to it; null never clips."""
+    mixed_precision: Literal["bf16", "fp32"]
+    """Type of compute: bf16 keeps fp32 master weights and reduces gradients in fp32."""
+    fp32_modules: tuple[str, ...]
+    """Modules that compute in fp32 though the rest is in bf16, by name or pattern (`embedding`, `blocks.0`,
+    `blocks.*.attention_norm`); their outputs are bf16 again."""
+    loss_chunk_tokens: PositiveInt | None
+    """Tokens whose logits are held at a time, the head's matmul and the loss being one operation; null holds the
+    logits of the whole micro-batch. Changes rounding only."""
+    z_loss: NonNegativeFloat
+    """Coefficient of log(Z)² added to every token's cross-entropy, Z being softmax's denominator; 0 adds nothing.
+    The logged loss and the validation loss stay cross-entropy alone."""
+    deterministic: bool
+    """Use only kernels that give the same bits on every run, at some speed."""
+    evaluate_every: Count
+    """Steps between evaluations over the whole validation split, and one at the end; 0 never evaluates."""
+    gc_every: Count
+    """Steps between Python garbage collections, which are off in between so that no rank stalls the others;
+    0 leaves Python's own collection on."""
+    stop_on_nonfinite: bool
+    """End the run as failed when the loss or the gradient norm is not finite, instead of training on."""

@@ -1,0 +1,1 @@
+"""Hydra composition: config groups, presets, resolvers."""

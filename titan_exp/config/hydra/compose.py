@@ -1,0 +1,52 @@
+"""From overrides to a composed configuration, outside the command line: what tests, plans and other rooms call."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra import __version__, initialize_config_dir
+from hydra import compose as hydra_compose
+from omegaconf import DictConfig
+
+from titan_exp.config.hydra.resolvers import register_resolvers
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+
+CONF_DIR = next(folder for folder in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if folder.is_dir())
+"""The folder of the groups' YAML: inside an installed package, beside the package in a checkout."""
+
+CONFIG_NAME = "config"
+"""The YAML file that lists the groups."""
+
+HYDRA_VERSION: dict[str, Any] = {"version_base": "1.3"} if __version__.startswith("1.3") else {}
+"""What Hydra's entry points are to be told of its version: 1.3 wants it said, 1.4 wants it left out."""
+
+OWN_FILE = [
+    *(
+        "hydra.run.dir=.",
+        "hydra.sweep.dir=.",
+        "hydra.sweep.subdir=.",
+        "hydra.output_subdir=null",
+        "hydra.job.chdir=false",
+    ),
+    *("hydra/job_logging=none", "hydra/hydra_logging=none", "hydra/sweeper=titan_exp"),
+]
+"""What `conf/config.yaml` says of Hydra itself, for other files in its place (`--config-path`), such as a run's."""
+
+
+def compose(overrides: Sequence[str] = ()) -> DictConfig:
+    """Compose the configuration as `titan-exp train` does with these overrides, without Hydra's own node.
+
+    Raises:
+        HydraException: an override names no key or no option.
+    """
+    register_resolvers()
+    with initialize_config_dir(str(CONF_DIR), **HYDRA_VERSION):
+        return hydra_compose(CONFIG_NAME, [*standing_overrides(), *overrides])
+
+
+def standing_overrides() -> list[str]:
+    """Overrides that the environment asks for: `TITAN_EXP_LOCAL=none` leaves `conf/local/default.yaml` out."""
+    leave_out = os.environ.get("TITAN_EXP_LOCAL") == "none" and (CONF_DIR / "local").is_dir()
+    return ["~local@_global_"] if leave_out else []

@@ -1,0 +1,81 @@
+"""The groups and their options, as Hydra finds them: those of the package and those of folders that a user adds."""
+
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.object_type import ObjectType
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+
+from titan_exp.config.command_line.hydra_args import Arguments
+from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION
+
+
+class Groups:
+    """What can be chosen.
+
+    Args:
+        loader: Hydra's own.
+        searchpath: an override of `hydra.searchpath`, or none.
+        config_name: the file that lists the groups.
+    """
+
+    def __init__(self, loader: ConfigLoader, searchpath: Sequence[str], config_name: str) -> None:
+        self.loader, self.searchpath, self.config_name = loader, list(searchpath), config_name
+
+    def compose(self, overrides: Sequence[str] = ()) -> DictConfig:
+        """Compose with these groups, Hydra's own node included."""
+        return hydra_compose(self.config_name, [*self.searchpath, *overrides], return_hydra_config=True)
+
+    def names(self, parent: str = "") -> list[str]:
+        """Every group, nested ones with a slash, less Hydra's own."""
+        found = []
+        for path in self.inside(parent):
+            found += [path] if self.options(path) else []
+            found += self.names(path)
+        return found
+
+    def inside(self, parent: str = "") -> list[str]:
+        """The folders of a folder, less Hydra's own."""
+        prefix = f"{parent}/" if parent else ""
+        return [f"{prefix}{name}" for name in self._list(parent, ObjectType.GROUP) if f"{prefix}{name}" != "hydra"]
+
+    def options(self, group: str) -> list[str]:
+        """The options of a group, small models before large ones; empty where there is no such group."""
+        return sorted(self._list(group, ObjectType.CONFIG), key=_naturally)
+
+    def _list(self, group: str, kind: ObjectType) -> list[str]:
+        # Without a config_name Hydra does not read that file again for every question.
+        return self.loader.get_group_options(group, results_filter=kind, overrides=self.searchpath)
+
+
+@contextmanager
+def groups_for(arguments: Arguments) -> Iterator[Groups]:
+    """The groups that these arguments reach: the package's, and those of `--config-dir` and `hydra.searchpath`."""
+    added = arguments.value_of("--config-dir", "-cd")
+    folders = [f"file://{Path(added).absolute()}"] if added else []
+    for override in arguments.overrides:
+        if override.startswith("hydra.searchpath="):
+            with suppress(HydraException):
+                folders += _folders(override)
+    searchpath = [f"hydra.searchpath=[{','.join(repr(folder) for folder in folders)}]"] if folders else []
+    main = Path(arguments.value_of("--config-path", "-cp") or CONF_DIR).absolute()
+    name = arguments.value_of("--config-name", "-cn") or CONFIG_NAME
+    with initialize_config_dir(str(main), **HYDRA_VERSION):
+        yield Groups(GlobalHydra.instance().config_loader(), searchpath, name)
+
+
+def _folders(override: str) -> list[str]:
+    value = OverridesParser.create().parse_override(override).value()
+    return [str(folder) for folder in value] if isinstance(value, list) else []
+
+
+def _naturally(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]

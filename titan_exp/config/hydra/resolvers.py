@@ -1,0 +1,33 @@
+"""Functions for YAML: arithmetic between keys, as in `${share_of:0.05,${training.steps}}`."""
+
+from omegaconf import OmegaConf
+
+from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbers
+
+
+def share_of(fraction: float, whole: float) -> int:
+    """A fraction of a whole number, rounded: at least 1 unless the fraction is 0, and never more than the whole."""
+    return min(max(round(fraction * whole), 1 if fraction else 0), int(whole))
+
+
+def rest_of(whole: float, part: float) -> int:
+    """What a part leaves of a whole, at least 0."""
+    return max(int(whole) - int(part), 0)
+
+
+def quotient(dividend: int, divisor: int) -> int:
+    """An exact division.
+
+    Raises:
+        ValueError: the divisor is 0 or leaves a remainder.
+    """
+    if divisor == 0 or dividend % divisor:
+        near = listed(nearest_numbers(divisor, divisors(abs(int(dividend))), 2))
+        raise ValueError(f"{dividend} is not a multiple of {divisor}, but of {near}")
+    return int(dividend) // int(divisor)
+
+
+def register_resolvers() -> None:
+    """Make the functions of this file known to OmegaConf. Calling it again changes nothing."""
+    for function in (share_of, rest_of, quotient):
+        OmegaConf.register_new_resolver(function.__name__, function, replace=True)

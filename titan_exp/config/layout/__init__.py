@@ -1,0 +1,1 @@
+"""Parallel layout: degrees, micro-batches, pipeline stages and schedules."""

@@ -1,0 +1,78 @@
+"""When each action of a pipeline schedule runs, and how much of the time ranks are idle; needs no process."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from titan_exp.config.layout.pipeline_schedules import Action, MalformedSchedule, Orders
+
+COST = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
+"""Time of an action where a stage's forward pass is 1: a backward pass has two matmuls for each of the forward's."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When everything happens, communication being free."""
+
+    end: dict[Action, float]
+    """When each action ends."""
+    bubble: float
+    """Share of the ranks' time, until the last of them ends, in which they are idle."""
+
+
+def timeline(orders: Orders, stage_costs: Sequence[float] | None = None) -> Timeline:
+    """Run a schedule through: every rank in its order, every action once what it needs is there.
+
+    Args:
+        orders: actions of each rank.
+        stage_costs: how long a forward pass of each stage takes; None takes 1 for all.
+
+    Raises:
+        MalformedSchedule: ranks wait for each other for ever.
+    """
+    last = max((action.stage for order in orders for action in order), default=0)
+    end: dict[Action, float] = {}
+    next_of = [0] * len(orders)
+    free = [0.0] * len(orders)
+    progress = True
+    while progress:
+        progress = False
+        for rank, order in enumerate(orders):
+            while next_of[rank] < len(order):
+                action = order[next_of[rank]]
+                needed = [_ended(end, alternatives) for alternatives in _needs(action, last)]
+                if None in needed:
+                    break
+                scale = 1.0 if stage_costs is None else stage_costs[action.stage]
+                start = max([free[rank], *(time for time in needed if time is not None)])
+                end[action] = free[rank] = start + COST[action.kind] * scale
+                next_of[rank] += 1
+                progress = True
+    for rank, order in enumerate(orders):
+        if next_of[rank] < len(order):
+            stuck = order[next_of[rank]]
+            missing = next(needs[0] for needs in _needs(stuck, last) if _ended(end, needs) is None)
+            raise MalformedSchedule(f"rank {rank} waits for ever in {stuck}: {missing} never comes before it")
+    total = max(free, default=0.0) * len(orders)
+    busy = sum(
+        COST[action.kind] * (1.0 if stage_costs is None else stage_costs[action.stage])
+        for order in orders
+        for action in order
+    )
+    return Timeline(end, 1 - busy / total if total else 0.0)
+
+
+def _needs(action: Action, last: int) -> list[tuple[Action, ...]]:
+    """What has to end before an action, each in one of two ways."""
+    stage, kind, microbatch = action
+    if kind == "F":
+        return [(Action(stage - 1, "F", microbatch),)] if stage else []
+    if kind == "W":
+        return [(Action(stage, "I", microbatch),)]
+    needs: list[tuple[Action, ...]] = [(Action(stage, "F", microbatch),)]
+    if stage < last:
+        needs.append((Action(stage + 1, "B", microbatch), Action(stage + 1, "I", microbatch)))
+    return needs
+
+
+def _ended(end: dict[Action, float], alternatives: tuple[Action, ...]) -> float | None:
+    return next((end[action] for action in alternatives if action in end), None)

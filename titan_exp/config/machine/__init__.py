@@ -1,0 +1,1 @@
+"""Facts about the machine and its kernels, found without importing torch."""

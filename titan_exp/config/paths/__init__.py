@@ -1,0 +1,1 @@
+"""Paths and URLs that a configuration names: checkpoints, token stores."""

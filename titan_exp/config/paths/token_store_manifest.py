@@ -1,0 +1,159 @@
+"""What a token store says of itself: `manifest.json`, which `titan-exp tokenize` writes last, so that a store that has
+one is complete. Read by rules before a run and by the loaders, without numpy.
+
+A store is a folder. A split (`train`, `validation`) is a list of shards; a shard is two files without headers:
+NAME.tokens holds its tokens as little-endian unsigned integers of `token_bytes` bytes, each document followed by the
+end-of-text token; NAME.documents holds where each document begins, in tokens from the shard's start, as little-endian
+64-bit integers. A document lies in one shard. `tokenizer.json` is a copy, unless the tokenizer is built in.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from titan_exp.config.errors.user_error import UserError, Violation
+
+FORMAT, VERSION = "titan_exp token store", 1
+MANIFEST = "manifest.json"
+UNFINISHED = "unfinished"
+"""Folder in a store that is being made: the journal of what is complete."""
+BEGIN_BYTES = 8
+SPLITS = ("train", "validation")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Two files of a split."""
+
+    name: str
+    """Name of the files, without their endings."""
+    tokens: int
+    """Number of tokens, ends of texts included."""
+    documents: int
+    """Number of documents."""
+    checksums: Mapping[str, str]
+    """blake2b, 16 bytes, of each file, by its ending (`tokens`, `documents`)."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A complete store."""
+
+    path: Path
+    """Its folder."""
+    source: str
+    """Fingerprint of the text that it was made of."""
+    tokenizer: str
+    """Fingerprint of the tokenizer."""
+    vocab_size: int
+    """One more than the largest token."""
+    token_bytes: int
+    """Bytes of a token: 2 or 4."""
+    fingerprint: str
+    """Of everything in the store."""
+    splits: Mapping[str, Sequence[Shard]]
+    """Shards of each split, in the order of the source."""
+    files: Mapping[str, str]
+    """Checksums of the other files, by name."""
+
+    @cached_property
+    def tokens(self) -> dict[str, int]:
+        """Tokens of each split."""
+        return {split: sum(shard.tokens for shard in shards) for split, shards in self.splits.items()}
+
+    @cached_property
+    def documents(self) -> dict[str, int]:
+        """Documents of each split."""
+        return {split: sum(shard.documents for shard in shards) for split, shards in self.splits.items()}
+
+    def sizes(self) -> Iterator[tuple[str, int]]:
+        """Every shard's files, and how many bytes each has."""
+        for shards in self.splits.values():
+            for shard in shards:
+                yield f"{shard.name}.tokens", shard.tokens * self.token_bytes
+                yield f"{shard.name}.documents", shard.documents * BEGIN_BYTES
+
+    def damaged(self) -> Iterator[tuple[str, str]]:
+        """Files that are missing or of another size, and what is wrong with each; nothing is read."""
+        for name, size in self.sizes():
+            trouble = wrong_size(self.path / name, size)
+            if trouble:
+                yield name, trouble
+        yield from ((name, "it is missing") for name in self.files if not (self.path / name).is_file())
+
+
+def wrong_size(path: Path, size: int) -> str:
+    """What is wrong with the size of a file; empty where nothing is."""
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        return "it is missing" if isinstance(error, FileNotFoundError) else str(error.strerror)
+    return "" if found == size else f"it has {found:,} bytes instead of {size:,}"
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """The manifest of the store in `folder`.
+
+    Raises:
+        UserError: there is no store, it is not complete, or it is of another format.
+    """
+    path = Path(folder).expanduser()
+    try:
+        values = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise _refusal(folder, *_absent(path)) from None
+    except OSError as error:
+        raise _refusal(folder, f"its {MANIFEST} cannot be read: {error.strerror}", "permission to read it") from error
+    except ValueError as error:
+        raise _refusal(folder, f"its {MANIFEST} is not JSON: {error}", "make the store anew") from error
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
+        raise _refusal(folder, f"its {MANIFEST} is not that of a token store", "a folder that titan-exp tokenize wrote")
+    if values.get("version") != VERSION:
+        reason = f"it has version {values.get('version')} of the format, and this program reads version {VERSION}"
+        raise _refusal(folder, reason, "make it anew with this program, or read it with the one that made it")
+    try:
+        return _manifest(path, values)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _refusal(folder, f"its {MANIFEST} lacks or garbles {error}", "make the store anew") from error
+
+
+def store_names(paths: Sequence[str]) -> list[str]:
+    """What each store is called: the name of its folder, with as many of those above it as tell them apart."""
+    parts = [Path(path).expanduser().absolute().parts[1:] for path in paths]
+    for depth in range(1, max(map(len, parts), default=0)):
+        names = ["/".join(part[-depth:]) for part in parts]
+        if len(set(names)) == len(names):
+            return names
+    return ["/".join(part) for part in parts]
+
+
+def _manifest(path: Path, values: Mapping[str, Any]) -> Manifest:
+    tokenizer = values["tokenizer"]
+    token_bytes = int(values["token_bytes"])
+    if token_bytes not in (2, 4):
+        raise ValueError(f"token_bytes={token_bytes}")
+    return Manifest(
+        path=path,
+        source=values["source"],
+        tokenizer=tokenizer["fingerprint"],
+        vocab_size=tokenizer["vocab_size"],
+        token_bytes=token_bytes,
+        fingerprint=values["fingerprint"],
+        splits={split: [Shard(**shard) for shard in values["splits"][split]] for split in SPLITS},
+        files=values["files"],
+    )
+
+
+def _absent(path: Path) -> tuple[str, str]:
+    if not path.is_dir():
+        return "there is no such folder", "titan-exp tokenize data=text data.paths='[notes]' out=stores/mine makes one"
+    if (path / UNFINISHED).is_dir():
+        return "this store is not complete yet", "the titan-exp tokenize command that began it, which continues it"
+    return f"it holds no {MANIFEST}, so it is no token store", "a folder that titan-exp tokenize wrote"
+
+
+def _refusal(folder: str | Path, reason: str, remedy: str) -> UserError:
+    return UserError("The token store cannot be used.", [Violation("data.paths", str(folder), reason, remedy)])

@@ -1,0 +1,1 @@
+"""Schema of the configuration: typed conversion, diff, identity keys, import paths."""

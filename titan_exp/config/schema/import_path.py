@@ -1,0 +1,142 @@
+"""Dotted names: how a configuration points at code in the user's own package.
+
+Packages are found where Python finds them (installed, or on PYTHONPATH) and, after those, in the current directory.
+"""
+
+import ast
+import importlib
+import os
+import sys
+from collections.abc import Iterable
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from typing import Any
+
+from titan_exp.config.errors.did_you_mean import did_you_mean
+from titan_exp.config.errors.user_error import UserError, Violation
+
+
+def is_dotted(name: str) -> bool:
+    """Whether a name points at code (`package.module.Name`) rather than at something built in."""
+    return "." in name
+
+
+def import_dotted(name: str, field: str) -> Any:
+    """The object that a dotted name points at.
+
+    Args:
+        name: `package.module.Name`; the name may itself be dotted (`package.module.Class.method`).
+        field: the configuration key that holds the name, for the message.
+
+    Raises:
+        UserError: the module or the name in it is not there, or the module fails to import.
+    """
+    trouble = find_dotted(name, field)
+    if trouble is not None:
+        raise UserError("A name of your own cannot be found.", [trouble])
+    module, attributes, _ = _locate(name)
+    try:
+        found: Any = importlib.import_module(module)
+        for attribute in attributes:
+            found = getattr(found, attribute)
+    except AttributeError as error:
+        offer = did_you_mean(attributes[0], dir(importlib.import_module(module)))
+        raise UserError("A name of your own cannot be found.", [_missing(name, field, module, offer)]) from error
+    except Exception as error:
+        raise UserError(f"{field}={name}: importing {module} fails with {type(error).__name__}: {error}") from error
+    return found
+
+
+def find_dotted(name: str, field: str) -> Violation | None:
+    """What is wrong with a dotted name, or None, without importing anything.
+
+    The module's source is read for the name, so a misspelt class is noticed before anything is launched; where the
+    module makes names in other ways (a star import, a module `__getattr__`, compiled code), it is trusted.
+    """
+    search_current_directory()
+    if not all(part.isidentifier() for part in name.split(".")):
+        return Violation(field, name, "this is not a dotted name", "write package.module.Name")
+    module, attributes, spec = _locate(name)
+    if not module:
+        reason = f"there is no module {name.partition('.')[0]} here"
+        return Violation(
+            field, name, reason, "install its package, put its folder on PYTHONPATH, or start from the folder it is in"
+        )
+    if not attributes:
+        return Violation(field, name, "this is a module", f"name something in it: {name}.Name")
+    bound = _names_bound_by(spec)
+    if bound is None or attributes[0] in bound:
+        return None
+    return _missing(name, field, module, did_you_mean(attributes[0], bound))
+
+
+def find_module(name: str) -> Path | None:
+    """The source file of the module that a dotted name points into; None where there is none. Imports nothing."""
+    search_current_directory()
+    _, _, spec = _locate(name)
+    return Path(spec.origin).absolute() if spec is not None and spec.has_location and spec.origin else None
+
+
+def search_current_directory() -> None:
+    """Let Python find packages in the current directory, after every other place."""
+    here = os.getcwd()
+    if "" not in sys.path and here not in sys.path:
+        sys.path.append(here)
+
+
+def _missing(name: str, field: str, module: str, offer: str) -> Violation:
+    attribute = name[len(module) + 1 :]
+    return Violation(field, name, f"{module} has no {attribute}", offer or f"define {attribute} in {module}")
+
+
+def _locate(name: str) -> tuple[str, list[str], ModuleSpec | None]:
+    """The longest leading part that is a module, the parts after it, and the module's specification."""
+    parts = name.split(".")
+    path: Iterable[str] | None = None
+    found: ModuleSpec | None = None
+    for depth in range(1, len(parts) + 1):
+        spec = _find_spec(".".join(parts[:depth]), path)
+        if spec is None:
+            return ".".join(parts[: depth - 1]), parts[depth - 1 :], found
+        found, path = spec, spec.submodule_search_locations
+        if path is None:
+            return ".".join(parts[:depth]), parts[depth:], found
+    return name, [], found
+
+
+def _find_spec(module: str, path: Iterable[str] | None) -> ModuleSpec | None:
+    # importlib.util.find_spec imports the parents of what it looks for, which may take seconds.
+    loaded = getattr(sys.modules.get(module), "__spec__", None)
+    if loaded is not None:
+        return loaded
+    folders = list(path) if path is not None else None
+    for finder in sys.meta_path:
+        find = getattr(finder, "find_spec", None)
+        try:
+            spec = find(module, folders) if find else None
+        except KeyError:  # a folder without __init__.py, whose parent Python wants imported before
+            spec = ModuleSpec(module, None, is_package=True)
+            name = module.rpartition(".")[2]
+            spec.submodule_search_locations = [f"{folder}/{name}" for folder in folders or ()]
+        if spec is not None:
+            return spec
+    return None
+
+
+def _names_bound_by(spec: ModuleSpec | None) -> set[str] | None:
+    """Names that a module's source binds at its top level; None where its source cannot tell."""
+    if spec is None or not spec.origin or not spec.origin.endswith(".py"):
+        return None
+    names: set[str] = set()
+    nodes: list[ast.AST] = [ast.parse(Path(spec.origin).read_bytes())]
+    while nodes:
+        match node := nodes.pop():
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                names.add(name)
+                continue  # what is bound inside is not the module's
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                names.update((alias.asname or alias.name).split(".")[0] for alias in aliases)
+            case ast.Name(id=name, ctx=ast.Store()):
+                names.add(name)
+        nodes.extend(ast.iter_child_nodes(node))
+    return None if "*" in names or "__getattr__" in names else names

@@ -1,0 +1,1 @@
+"""Study files: axes, points, baseline."""

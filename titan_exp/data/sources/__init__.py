@@ -1,0 +1,1 @@
+"""Document sources: text files, Hugging Face datasets, the Python standard library."""

@@ -1,0 +1,123 @@
+"""Source `huggingface`: whatever `datasets.load_dataset` loads, as a table in any order or streamed in its files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.groups.data import DataConfig
+from titan_exp.data.sources.load_dataset import load
+
+if TYPE_CHECKING:
+    from datasets import Dataset, IterableDataset
+
+    from titan_exp.data.sources.base import Source
+
+
+def build_huggingface(config: DataConfig, split: str) -> Source:
+    """The documents of one split. Raises UserError where it cannot be loaded or has no such text column."""
+    dataset = load(config, split)
+    if config.streaming:
+        return HuggingFaceStream(dataset, config, split)
+    return HuggingFaceTable(dataset, config, split)
+
+
+class HuggingFaceTable:
+    """Random access to one column of a downloaded split; it lies in a memory-mapped file, not in memory."""
+
+    def __init__(self, dataset: Dataset, config: DataConfig, split: str) -> None:
+        _check_column(dataset.column_names, config)
+        self._column = config.text_column
+        self._config = config
+        self._dataset = dataset.select_columns([self._column])
+        self.fingerprint = f"{_name(config, split)}: {len(dataset)} documents, {self._sample_digest()}"
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> str:
+        return _text(self._dataset[index][self._column], self._config)
+
+    def _sample_digest(self) -> str:
+        """Of a few documents: reading all would take hours, and file names differ between machines."""
+        count = len(self)
+        sample = sorted({0, count // 3, count // 2, count - 1}) if count else []
+        return _digest("\0".join(self[index] for index in sample))
+
+
+class HuggingFaceStream:
+    """A streamed split; its parts are the files of the data set, as far as `datasets` can read them independently."""
+
+    def __init__(self, dataset: IterableDataset, config: DataConfig, split: str) -> None:
+        if dataset.column_names is not None:  # unknown for some formats until the first row is read
+            _check_column(dataset.column_names, config)
+        self._dataset = dataset
+        self._config = config
+        self.parts = dataset.num_shards
+        first = next(self.open(0, None), "")
+        self.fingerprint = f"{_name(config, split)}: streamed in {self.parts} parts, {_digest(first)}"
+
+    def open(self, part: int, state: Mapping[str, Any] | None) -> HuggingFaceReader:
+        """A reader of one part, from its beginning or from the state of another reader."""
+        dataset = self._dataset.shard(self.parts, part)
+        if self._dataset.column_names is not None:
+            dataset = dataset.select_columns([self._config.text_column])
+        if state is not None:
+            dataset.load_state_dict(dict(state))
+        return HuggingFaceReader(dataset, self._config)
+
+
+class HuggingFaceReader:
+    """One pass over one part, resumable at any example."""
+
+    def __init__(self, dataset: IterableDataset, config: DataConfig) -> None:
+        self._dataset = dataset
+        self._config = config
+        self._rows = iter(dataset)
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        row = next(self._rows)
+        if self._config.text_column not in row:
+            _check_column(list(row), self._config)
+        return _text(row[self._config.text_column], self._config)
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """Position after the last example that was read."""
+        return self._dataset.state_dict()
+
+
+def _name(config: DataConfig, split: str) -> str:
+    assert config.dataset is not None
+    local = Path(config.dataset).expanduser()
+    files = "".join(f" {Path(file).name}" for file in config.data_files)
+    dataset = local.name if local.exists() else config.dataset
+    return f"huggingface {dataset} {config.subset or 'default'} {split} {config.text_column}{files}"
+
+
+def _digest(text: str) -> str:
+    return blake2b(text.encode(errors="replace"), digest_size=8).hexdigest()
+
+
+def _check_column(columns: list[str], config: DataConfig) -> None:
+    if config.text_column not in columns:
+        raise _wrong_column(config, "there is no such column", f"one of {', '.join(columns)}")
+
+
+def _text(value: object, config: DataConfig) -> str:
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise _wrong_column(config, f"it holds {type(value).__name__}, not text", "a column that holds text")
+    return value
+
+
+def _wrong_column(config: DataConfig, reason: str, remedy: str) -> UserError:
+    return UserError(
+        "The data set cannot be read.", [Violation("data.text_column", config.text_column, reason, remedy)]
+    )

@@ -1,0 +1,1 @@
+"""Tokenizers: bytes and Hugging Face."""

@@ -1,0 +1,1 @@
+"""Inference: generate text and evaluate a checkpoint."""

@@ -1,0 +1,1 @@
+"""Health of running ranks: watchdog, stack dumps, hang report."""

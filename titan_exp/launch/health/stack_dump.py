@@ -1,0 +1,129 @@
+"""Where this process stands, for a person to read: its main thread's Python frames, and the collectives it is in."""
+
+import json
+import sys
+import sysconfig
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from types import CodeType, FrameType
+from typing import Any
+
+from titan_exp.tracking.run_folder.heartbeat import Position
+
+RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"
+"""Environment variable of torch: collectives that the flight recorder remembers; read when a rank joins its peers."""
+COLLECTIVES = "torch/distributed/distributed_c10d.py"
+"""Where torch's collectives are entered from Python."""
+WAITING = frozenset({"wait", "wait_tensor", "synchronize", "item"})
+"""Names of functions in torch that wait for others, or for a device that does."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One rank's place when the run hung."""
+
+    rank: int
+    """Number in the job."""
+    host: str
+    """Name of its machine."""
+    pid: int
+    """Process number there."""
+    step: int
+    """The step that it trains, or after which it does something else."""
+    phase: str
+    """What it is in, in words."""
+    seconds: float
+    """For how long it has reported nothing."""
+    place: str
+    """`file:line in function`: the innermost frame of its main thread that is neither torch's nor Python's own."""
+    collective: str | None
+    """The collective that its main thread waits in, by torch's name; None outside of one."""
+    issued: dict[str, int] = field(default_factory=dict)
+    """Collectives issued so far by process group, where the flight recorder knows."""
+
+
+def standing(position: Position, *, rank: int, host: str, pid: int, recorder: dict[str, Any] | None) -> Standing:
+    """Where the main thread of this process stands now.
+
+    Args:
+        position: what it last reported.
+        rank: number in the job.
+        host: name of this machine.
+        pid: number of this process.
+        recorder: what `flight_recorder` returned.
+    """
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    frames = list(_outwards(frame))
+    here = next((each for each in frames if _is_telling(each.f_code)), frames[0] if frames else None)
+    place = "unknown" if here is None else f"{_short(here.f_code)}:{here.f_lineno} in {here.f_code.co_name}"
+    # Those frames only that this place called: above it may be a collective that has called something else.
+    called = frames[: frames.index(here)] if here is not None else frames
+    return Standing(
+        rank, host, pid, position.at, position.phase, position.seconds, place, _collective(called),
+        _issued(recorder),
+    )  # fmt: skip
+
+
+def flight_recorder() -> dict[str, Any] | None:
+    """What torch remembers of this process's collectives; None where it is not loaded or does not tell."""
+    if "torch.distributed" not in sys.modules:
+        return None
+    from torch._C import _distributed_c10d as c10d
+
+    # The first is NCCL's, where torch was built with it, and knows what runs on the device; the other is of any kind.
+    for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
+        dump = getattr(c10d, name, None)
+        if dump is None:
+            continue
+        try:
+            found = json.loads(dump())
+        except Exception:  # a diagnosis must not fail the diagnosed in another way
+            continue
+        if found.get("entries"):
+            return found
+    return None
+
+
+def as_json(each: Standing) -> str:
+    """For the file that other ranks read."""
+    return json.dumps(asdict(each), indent=2) + "\n"
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_telling(code: CodeType) -> bool:
+    """Whether a function is the project's, or the user's."""
+    path = code.co_filename
+    library = sysconfig.get_paths()
+    if path.startswith("<") or "titan_exp" in path.split("/"):
+        return not path.startswith("<")
+    return not any(path.startswith(library[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+def _short(code: CodeType) -> str:
+    path = code.co_filename
+    return path[path.rindex("titan_exp/") :] if "titan_exp/" in path else path
+
+
+def _collective(frames: list[FrameType]) -> str | None:
+    """The outermost call into torch's collectives among the frames that a place called, innermost first."""
+    for frame in reversed(frames):
+        if frame.f_code.co_filename.endswith(COLLECTIVES) and not frame.f_code.co_name.startswith("_"):
+            return frame.f_code.co_name
+    waits = [each.f_code.co_name for each in frames if "/torch/" in each.f_code.co_filename]
+    return next((name for name in waits if name in WAITING), None)
+
+
+def _issued(recorder: dict[str, Any] | None) -> dict[str, int]:
+    """The number of the last collective of every process group that has issued one."""
+    last: dict[str, int] = {}
+    for entry in (recorder or {}).get("entries", []):
+        if not entry.get("is_p2p"):
+            group = str(entry["process_group"][0])
+            last[group] = max(last.get(group, 0), int(entry["collective_seq_id"]))
+    return last

@@ -1,0 +1,1 @@
+"""Local executor: ranks as child processes of this machine."""

@@ -1,0 +1,63 @@
+"""Ranks on this machine for a verb that is no run: started in a scratch run folder, waited for, and forgotten."""
+
+import json
+import socket
+import tempfile
+import time
+from typing import Any
+
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.layout import world_size
+from titan_exp.config.schema.typed_config import to_yaml
+from titan_exp.launch.local.ranks import LocalRanks
+from titan_exp.launch.rank.child_env import environment
+from titan_exp.launch.rank.main import RANK_MAIN
+from titan_exp.launch.signals import Interrupts
+from titan_exp.launch.state.exit_status import Verdict
+from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, write_atomically
+from titan_exp.trainer.rank_call import ANSWER, QUESTION
+
+EVERY = 0.05
+"""Seconds between looks at the ranks."""
+
+
+def together(main: str, experiment: Experiment, question: Any) -> Any:
+    """Ask as many ranks as an experiment's layout has, and wait for their answer.
+
+    Args:
+        main: dotted name of what each rank calls with the scratch folder's path.
+        experiment: of whose layout they are; resolved.
+        question: in JSON's types.
+
+    Raises:
+        UserError: a rank ended with something that the user can put right.
+        RuntimeError: a rank died of something else; with its traceback, or the end of what it printed.
+        KeyboardInterrupt: Ctrl-C, or another signal to end.
+    """
+    with tempfile.TemporaryDirectory(prefix="titan_exp-") as scratch:
+        folder = RunFolder(scratch)
+        write_atomically(folder.config, to_yaml(experiment), durable=False)
+        write_atomically(folder.path / QUESTION, json.dumps(question), durable=False)
+        attempt = folder.add_attempt(world_size=world_size(experiment), hosts=[socket.gethostname()]).attempt
+        folder.write_state(RunState("running", 0, time.time(), attempt, None))
+        verdict = _run(main, experiment, folder, attempt)
+        if verdict.exit_code == UserError.exit_code:
+            raise UserError(verdict.detail.strip())
+        if verdict.exit_code:
+            raise RuntimeError(f"{verdict.detail.strip()}\n{verdict.reason}")
+        return json.loads((folder.path / ANSWER).read_text(encoding="utf-8"))
+
+
+def _run(main: str, experiment: Experiment, folder: RunFolder, attempt: int) -> Verdict:
+    ranks = LocalRanks(experiment, folder, attempt)
+    with environment({RANK_MAIN: main}), Interrupts() as interrupts:
+        try:
+            ranks.start()
+            while not ranks.poll():
+                if interrupts.first is not None:
+                    raise KeyboardInterrupt
+                time.sleep(EVERY)
+            return ranks.verdict()
+        finally:
+            ranks.close()

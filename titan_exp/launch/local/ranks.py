@@ -1,0 +1,246 @@
+"""Ranks on this machine, started through submitit's local executor and watched from here.
+
+submitit's controller, the parent of all ranks, waits until every one of them has ended, and would leave the peers of a
+dead rank waiting for ever. So the launcher looks after each rank itself and ends all soon after the first has died.
+"""
+
+import contextlib
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.layout import world_size
+from titan_exp.launch.health.hang_report import ANSWER, HangFiles
+from titan_exp.launch.rank.child_env import environment, rank_environment
+from titan_exp.launch.rank.main import run_rank
+from titan_exp.launch.rank.rank_status import RankRecord, read_record
+from titan_exp.launch.signals import kept_from_children
+from titan_exp.launch.state import exit_status as verdicts
+from titan_exp.launch.state.exit_status import Death, Verdict
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from submitit import Job
+
+GRACE = 3.0
+"""Seconds that ranks have for ending by themselves, and for saying why, after one of them died."""
+LINGER = 30.0
+"""Seconds that processes have for ending after every rank has said that it is finished."""
+START_LIMIT = 60.0
+"""Seconds within which a process that another rank's is up already must have appeared as well."""
+TEN_YEARS = 10 * 365 * 24 * 60
+"""Minutes. submitit's controller wants a time-out; a run ends when it is done."""
+
+
+class LocalRanks:
+    """The processes of one attempt.
+
+    Args:
+        experiment: the run, its layout resolved.
+        folder: its folder, claimed by the caller.
+        attempt: number of this start.
+    """
+
+    def __init__(self, experiment: Experiment, folder: RunFolder, attempt: int) -> None:
+        self.folder, self.attempt = folder, attempt
+        self.world_size = world_size(experiment)
+        self.logs = folder.attempt_logs(attempt)
+        self._hang = HangFiles(self.logs, self.world_size)
+        self.job_id = ""
+        """submitit's number of the job: the process number of its controller."""
+        self._experiment = experiment
+        self._meeting: Path | None = None
+        self._job: Job[None] | None = None
+        self._controller: psutil.Process | None = None
+        self._processes: dict[int, psutil.Process] = {}
+        self._last_seen: dict[int, float] = {}
+        self._records: dict[int, RankRecord] = {}
+        self._deaths: dict[int, Death] = {}
+        # By the clock that nobody sets.
+        self._first_seen: float | None = None
+        self._first_death: float | None = None
+        self._all_ended: float | None = None
+        self._killed = False
+
+    def log(self, rank: int) -> Path:
+        """What a rank prints."""
+        return self.logs / f"rank-{rank:05d}.log"
+
+    def start(self) -> None:
+        """Start all ranks; what is submitted is the path of the run folder.
+
+        Raises:
+            OSError: the logs cannot be written.
+        """
+        from submitit import LocalExecutor
+
+        self.logs.mkdir(parents=True, exist_ok=True)
+        self._meeting = Path(tempfile.mkdtemp(prefix="titan_exp-"))
+        executor = LocalExecutor(self.logs)
+        executor.update_parameters(
+            tasks_per_node=self.world_size, timeout_min=TEN_YEARS, stderr_to_stdout=True, name="titan_exp"
+        )
+        changes = rank_environment(self._experiment, self.attempt, self._meeting)
+        with environment(changes), kept_from_children(), _output_to(self.logs / "controller.log"):
+            job = executor.submit(run_rank, str(self.folder.path))
+        self._job, self.job_id = job, str(job.job_id)
+        with contextlib.suppress(psutil.Error):
+            self._controller = psutil.Process(int(self.job_id))
+        for rank in range(self.world_size):
+            with contextlib.suppress(FileExistsError):
+                self.log(rank).symlink_to(f"{self.job_id}_{rank}_log.out")
+
+    def poll(self) -> bool:
+        """Look after the ranks; returns whether all of them, and the controller, are gone."""
+        now, over = time.monotonic(), self._over()
+        self._find_processes()
+        for rank in range(self.world_size):
+            self._look_at(rank, over)
+        if self._first_death is None and (self._deaths or (over and self._any_alive())):
+            self._first_death = now
+        if self._all_ended is None and all(self._has_ended(rank) for rank in range(self.world_size)):
+            self._all_ended = now
+        if over and not self._any_alive():
+            return True
+        # Also where the controller died before the ranks: they notice by themselves, but this does not depend on it.
+        grace = 2 * ANSWER if self._hang.awaited() else GRACE
+        if _is_past(self._first_death, grace) or _is_past(self._all_ended, LINGER):
+            self.kill()
+        return False
+
+    def kill(self) -> None:
+        """End every process at once."""
+        self._killed = True
+        self._find_processes()
+        _kill_trees(self._processes.values())
+        if not self._wait_until_over() and self._controller is not None:
+            _kill_trees([self._controller])
+            self._wait_until_over()
+
+    def close(self) -> None:
+        """Remove what only running ranks need, and first the ranks, should any be left: none goes on unseen."""
+        if self._job is not None and (not self._over() or self._any_alive()):
+            self.kill()
+        self._hang.remove_empty()
+        if self._meeting is not None:
+            shutil.rmtree(self._meeting, ignore_errors=True)
+
+    def verdict(self) -> Verdict:
+        """How the attempt ended; called when `poll` has said that it has."""
+        if self._deaths:
+            hang = self._hang.conclude()
+            return verdicts.hung(hang) if hang is not None else verdicts.failed(self._deaths.values())
+        codes = [record.exit for record in self._records.values() if record.exit is not None]
+        if len(codes) == self.world_size:
+            return verdicts.ended(codes, self.folder.stop_reason())
+        text = verdicts.tail(self.logs / "controller.log")
+        return Verdict("failed", 1, "the process that held the ranks (submitit's controller) died", text)
+
+    def _over(self) -> bool:
+        """Whether the controller is gone."""
+        assert self._job is not None
+        return self._job.done()
+
+    def _wait_until_over(self) -> bool:
+        deadline = time.monotonic() + GRACE
+        while not self._over() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self._over()
+
+    def _find_processes(self) -> None:
+        """Learn which of the controller's children is which rank."""
+        if self._controller is None or len(self._processes) == self.world_size:
+            return
+        known = {process.pid for process in self._processes.values()}
+        with contextlib.suppress(psutil.Error):
+            for child in self._controller.children():
+                number = None if child.pid in known else _rank_of(child)
+                if number is not None:
+                    self._processes[number] = child
+                    self._first_seen = self._first_seen or time.monotonic()
+
+    def _look_at(self, rank: int, over: bool) -> None:
+        """Learn whether a rank lives, has ended, or has died. Liveness first: a record's end is written before that."""
+        if rank in self._deaths or self._has_ended(rank):
+            return
+        now, alive = time.time(), self._is_alive(rank)
+        record = read_record(self.folder, self.attempt, rank, self._meeting)
+        if record is not None:
+            self._records[rank] = record
+        if record is not None and record.end is not None:
+            if record.failed:
+                self._deaths[rank] = verdicts.death_by_error(record)
+        elif alive or self._killed:
+            self._last_seen[rank] = now
+        elif rank in self._processes or over:
+            # Its process was there and is not any more; or nobody is left who could start or hold it.
+            seen = self._last_seen.get(rank, now)
+            kind = verdicts.death_at_start if record is None else verdicts.death_by_signal
+            self._deaths[rank] = kind(rank, seen, self.log(rank))
+        elif record is None and _is_past(self._first_seen, START_LIMIT):
+            self._deaths[rank] = verdicts.death_at_start(rank, now, self.log(rank))
+
+    def _has_ended(self, rank: int) -> bool:
+        record = self._records.get(rank)
+        return record is not None and record.end is not None
+
+    def _any_alive(self) -> bool:
+        return any(self._is_alive(rank) for rank in self._processes)
+
+    def _is_alive(self, rank: int) -> bool:
+        try:
+            process = self._processes.get(rank)
+            return process is not None and process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+
+def _is_past(since: float | None, seconds: float) -> bool:
+    return since is not None and time.monotonic() - since > seconds
+
+
+def _rank_of(process: psutil.Process) -> int | None:
+    """Which rank a process is, by the environment that the controller gave it; None where it cannot be read."""
+    try:
+        number = process.environ().get("SUBMITIT_LOCAL_GLOBALID")
+    except psutil.Error:
+        return None
+    return None if number is None else int(number)
+
+
+def _kill_trees(roots: Iterable[psutil.Process]) -> None:
+    """Kill processes and all that they started, and wait a bounded time until they are gone."""
+    victims: list[psutil.Process] = []
+    for process in roots:
+        with contextlib.suppress(psutil.Error):
+            victims += [*process.children(recursive=True), process]
+    for process in victims:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(victims, timeout=GRACE)
+
+
+@contextlib.contextmanager
+def _output_to(path: Path) -> Iterator[None]:
+    """Processes started in the block print to a file: a pipe behind the launcher must not stay open after it."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    kept = [os.dup(1), os.dup(2)]
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    try:
+        os.dup2(target, 1)
+        os.dup2(target, 2)
+        yield
+    finally:
+        os.dup2(kept[0], 1)
+        os.dup2(kept[1], 2)
+        for descriptor in (*kept, target):
+            os.close(descriptor)

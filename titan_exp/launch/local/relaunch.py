@@ -1,0 +1,51 @@
+"""A run folder carried out again, as it says itself: by `retry`, and in a process of its own beside others.
+
+`python -m titan_exp.launch.local.relaunch RUN_FOLDER [--foreseen]` launches its ranks on this machine and waits for
+them; what plan.json is to say comes from standard input, where it is foreseen.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.launch.run_plan import Plan, plan
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+
+FORESEEN = "--foreseen"
+
+
+def plan_again(folder: RunFolder) -> Plan:
+    """The plan of a run that has a folder, wherever that lies now.
+
+    Raises:
+        UserError: the folder is no run, or the run could not be started here today.
+    """
+    import yaml
+
+    experiment = load_experiment(folder.config)
+    typed = yaml.safe_load(folder.overrides.read_text(encoding="utf-8")) if folder.overrides.exists() else []
+    return replace(plan(experiment, typed), folder=RunFolder(os.path.abspath(folder.path)))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Launch the ranks of a run folder, wait for them and return the run's exit code."""
+    from titan_exp.launch.run_plans import run
+
+    folder, *rest = arguments or [""]
+    if not folder or rest not in ([], [FORESEEN]):
+        print(f"usage: python -m titan_exp.launch.local.relaunch RUN_FOLDER [{FORESEEN}]", file=sys.stderr)
+        return UserError.exit_code
+    foreseen = sys.stdin.read() if rest else None
+    try:
+        return run(replace(plan_again(RunFolder(Path(folder))), foreseen=foreseen)).exit_code
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

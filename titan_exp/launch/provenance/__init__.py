@@ -1,0 +1,1 @@
+"""Provenance of a run: git commit and diff, environment, code snapshot."""

@@ -1,0 +1,34 @@
+"""What runs are launched from: code, its difference from the commit, the machine. Read once for a whole sweep."""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from titan_exp.launch.provenance.code_snapshot import Frozen
+from titan_exp.launch.provenance.environment import read_surroundings
+from titan_exp.launch.provenance.git import Code, read_code
+
+
+@dataclass(frozen=True)
+class Scene:
+    """The same for all runs that are launched together."""
+
+    code: Code
+    """Which code it is."""
+    diff: str
+    """What differs from its commit."""
+    surroundings: dict[str, Any]
+    """Versions and hardware of the machine that launches."""
+    frozen: Frozen | None = None
+    """Where a copy of the code lies; None where ranks import it from its own place."""
+
+    def code_json(self, ids: dict[str, str]) -> str:
+        """The content of code.json for the run of these names."""
+        copy = {} if self.frozen is None else {"frozen": asdict(self.frozen)}
+        return json.dumps({**ids, **asdict(self.code), **copy}, indent=2) + "\n"
+
+
+def read_scene(frozen: Frozen | None = None) -> Scene:
+    """The scene as it is now."""
+    code, diff = read_code()
+    return Scene(code, diff, read_surroundings(), frozen)

@@ -1,0 +1,1 @@
+"""Rank process: environment, entry point, status."""

@@ -1,0 +1,83 @@
+"""The environment of rank processes on this machine: there before they start, since much of it is read at import."""
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import psutil
+
+import titan_exp
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.layout import device_type, world_size
+from titan_exp.config.machine.local_machine import usable_cores
+from titan_exp.launch.rank.rank_env import ATTEMPT, IMPORT_PATH, LAUNCHER, VISIBLE_GPUS
+from titan_exp.launch.rank.rank_status import SPARE
+
+
+def rank_environment(experiment: Experiment, attempt: int, meeting: Path) -> dict[str, str | None]:
+    """Environment variables for the ranks, beside the launcher's own; None removes one.
+
+    Args:
+        experiment: the run.
+        attempt: number of this start.
+        meeting: a fresh folder on this machine's own disk, where ranks find each other. A file there cannot be taken
+            by another job as a port can.
+    """
+    threads = experiment.cluster.threads_per_process or max(1, usable_cores() // world_size(experiment))
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        # Threads that wait by spinning starve whatever else runs: with one other busy process on two cores, training
+        # on the CPU came out four times slower; alone there was no difference.
+        "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
+        "GLOO_SOCKET_IFNAME": _loopback(),
+        "TITAN_EXP_RENDEZVOUS": str(meeting / "meet"),
+        ATTEMPT: str(attempt),
+        LAUNCHER: str(os.getpid()),
+        SPARE: str(meeting),
+        VISIBLE_GPUS: "" if device_type(experiment.cluster) == "cpu" else gpus,
+        "PYTHONPATH": os.pathsep.join(_python_path()),
+        # The current folder comes last, as for the launcher, not first, where a `random.py` in it would be taken for
+        # Python's own.
+        "PYTHONSAFEPATH": "1",
+        IMPORT_PATH: os.pathsep.join(os.path.abspath(entry) for entry in [*sys.path, os.getcwd()]),
+        # A rank that dies of a fault in native code says where.
+        "PYTHONFAULTHANDLER": "1",
+        "SUBMITIT_LOG_LEVEL": "WARNING",
+    }
+
+
+@contextlib.contextmanager
+def environment(changes: Mapping[str, str | None]) -> Iterator[None]:
+    """This process's environment with changes, for the time of the block."""
+    before = {name: os.environ.get(name) for name in changes}
+    _set(changes)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
+def _set(variables: Mapping[str, str | None]) -> None:
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+def _python_path() -> list[str]:
+    """PYTHONPATH as it is, and where our own package lies, should that be no place that Python looks into anyway."""
+    inherited = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    ours = Path(titan_exp.__file__).resolve().parents[1]
+    return inherited if ours.name in ("site-packages", "dist-packages") else [*inherited, str(ours)]
+
+
+def _loopback() -> str:
+    """The network interface that is always there, so that ranks meet without a network."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == "127.0.0.1" for address in addresses):
+            return name
+    return "lo"

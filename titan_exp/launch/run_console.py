@@ -1,0 +1,64 @@
+"""What the launcher shows. A screen that goes away (a closed terminal, a broken pipe) must not end the run."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+
+from titan_exp.launch.rank.main import FAILURE_MARK
+from titan_exp.tracking.sinks.base import Row
+from titan_exp.tracking.sinks.console import ConsoleSink
+
+
+class Screen:
+    """Progress and lines on standard output, errors on standard error."""
+
+    def __init__(self) -> None:
+        self._sink: ConsoleSink | None = None
+        self._gone = False
+        self._log_over = False
+
+    def open(self, title: str, total_steps: int) -> None:
+        """Begin to show the progress of a run."""
+        self._try(lambda: setattr(self, "_sink", ConsoleSink(total_steps, title=title)))
+
+    def row(self, row: Row) -> None:
+        """Show the newest numbers."""
+        if self._sink is not None:
+            self._try(self._sink.log, row)
+
+    def log_lines(self, lines: Iterator[str]) -> None:
+        """Show what rank 0 prints, up to its traceback: that of the first rank to die is shown at the end."""
+        for line in lines:
+            self._log_over = self._log_over or line == FAILURE_MARK
+            if not self._log_over:
+                self.say(line)
+
+    def say(self, line: str) -> None:
+        """Show a line that stays."""
+        if self._sink is not None:
+            self._try(self._sink.note, line)
+        else:
+            self._try(lambda: print(line, flush=True))
+
+    def complain(self, text: str) -> None:
+        """Show an error."""
+        self._try(lambda: print(text, file=sys.stderr, flush=True))
+
+    def close(self, state: str) -> None:
+        """End the progress, saying how the run ended."""
+        sink, self._sink = self._sink, None
+        if sink is not None:
+            self._try(sink.close, state)
+
+    def _try(self, action: Callable[..., object], *arguments: object) -> None:
+        if self._gone:
+            return
+        try:
+            action(*arguments)
+        except OSError:
+            self._gone = True
+            # Whatever is written from here on, by Python's own flush at the end too, goes nowhere instead of failing.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            for stream in (sys.stdout, sys.stderr):
+                os.dup2(nowhere, stream.fileno())
+            os.close(nowhere)

@@ -1,0 +1,141 @@
+"""`python -m titan_exp.launch.slurm.epilogue RUN_FOLDER JOB CODE`: the batch script's last word on an attempt.
+
+Ranks close the attempt themselves where they can; here the first of them to die says why, and the dead are written
+down. Then: does the run go on by itself? The answer is the exit code.
+"""
+
+import os
+import re
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from titan_exp.config.groups.cluster import ClusterConfig
+from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.launch.health.hang_report import HangFiles
+from titan_exp.launch.rank.rank_status import RankRecord, read_record
+from titan_exp.launch.slurm.rendezvous import TOKEN
+from titan_exp.launch.state import exit_status as verdicts
+from titan_exp.launch.state.close_attempt import close_attempt
+from titan_exp.launch.state.exit_status import Verdict
+from titan_exp.tracking.run_folder.attempts import Attempt
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.run_folder.state import DONE, FAILED, HUNG, STOPPED
+
+CANCELLED = "cancelled"
+"""Begins the reason of a stop after which the run shall not go on by itself."""
+ENDED_BY_HAND = 130
+"""Exit code of a run that somebody cancelled, as shells have it for Ctrl-C."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Close the attempt of this job; returns 0 where the run is done, 85 where it shall go on, else a failure's code.
+
+    Args:
+        arguments: the run folder, the job's number, and the exit code of srun.
+    """
+    folder, job, code = RunFolder(arguments[0]), arguments[1], int(arguments[2])
+    rows = folder.read_attempts()
+    row = rows[-1] if rows else None
+    if row is None or row.token != os.environ.get(TOKEN):
+        print(f"{folder.path}: job {job} has no start written down; another one came after it.")
+        return code
+    if row.start is None:
+        return _close_unstarted(folder, row, job, code)
+    verdict = _verdict(folder, row, job)
+    close_attempt(folder, row.attempt, verdict.state, exit_code=verdict.exit_code, reason=verdict.reason, overrule=True)
+    if verdict.detail:
+        print(verdict.detail)
+    return _go_on(folder, row, job, verdict, load_experiment(folder.config).cluster)
+
+
+def _verdict(folder: RunFolder, row: Attempt, job: str) -> Verdict:
+    records = {rank: read_record(folder, row.attempt, rank) for rank in range(row.world_size)}
+    known = [record for record in records.values() if record is not None]
+    hang = HangFiles(folder.attempt_logs(row.attempt), row.world_size).conclude()
+    if hang is not None:
+        return replace(verdicts.hung(hang), state="preempted")
+    died = [verdicts.death_by_error(record) for record in known if record.failed]
+    if died:
+        return verdicts.failed(died)
+    ends = [record.exit for record in known if record.exit is not None]
+    if len(ends) == row.world_size:
+        return verdicts.ended(ends, folder.stop_reason())
+    stop = folder.stop_reason()
+    # A rank that dies makes srun send SIGTERM to the others, who take it for a request to stop.
+    if stop is not None and not re.fullmatch(r"rank \d+ received SIGTERM", stop):
+        return Verdict("preempted", STOPPED, f"{stop}; killed before all ranks had saved")
+    return _vanished(folder, row, job, records)
+
+
+def _vanished(folder: RunFolder, row: Attempt, job: str, records: Mapping[int, RankRecord | None]) -> Verdict:
+    """The verdict where a rank is gone without a word: srun says which was the first, and of what."""
+    missing = [rank for rank, record in records.items() if record is None or record.exit is None]
+    said = (entry for entry in _said_by_srun(folder, job) if entry[0] in missing)
+    rank, words = next(said, (missing[0], ""))
+    log = folder.attempt_logs(row.attempt) / f"rank-{rank:05d}.log"
+    kind = verdicts.death_at_start if records[rank] is None else verdicts.death_by_signal
+    death = kind(rank, time.time(), log)
+    return verdicts.failed([replace(death, reason=death.reason + (f" (srun: {words})" if words else ""))])
+
+
+def _said_by_srun(folder: RunFolder, job: str) -> Iterator[tuple[int, str]]:
+    """Ranks whose end srun complained of since the job's last start, in that order, each with its words."""
+    try:
+        text = (folder.logs / f"slurm-{job}.out").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return
+    of_this_start = re.split(r": attempt \d+ \w+", text)[-1]
+    for number, words in re.findall(r"srun: error: \S+: tasks? (\d+)[\d,-]*: (.+)", of_this_start):
+        yield int(number), words.strip()
+
+
+def _close_unstarted(folder: RunFolder, row: Attempt, job: str, code: int) -> int:
+    """No rank came to write down a start: the run was done, is held by somebody else, or Python did not even start."""
+    state = folder.read_state()
+    if state is not None and state.state == "done":
+        folder.update_attempt(row.attempt, job_id=job, end=time.time(), reason="the run was done before this start")
+        return DONE
+    holder, code = folder.holder(), code or FAILED
+    logs = folder.logs / f"slurm-{job}-{os.environ.get('SLURM_RESTART_COUNT', '0')}-rank-00000.log"
+    print(verdicts.tail(logs))
+    if holder is not None:
+        reason = f"the run is held by {holder}"
+        folder.update_attempt(row.attempt, job_id=job, end=time.time(), exit=code, reason=reason)
+        return code
+    folder.update_attempt(row.attempt, job_id=job)
+    reason = f"no rank started (srun ended with exit code {code})"
+    close_attempt(folder, row.attempt, "failed", exit_code=code, reason=reason, overrule=True)
+    return code
+
+
+def _go_on(folder: RunFolder, row: Attempt, job: str, verdict: Verdict, cluster: ClusterConfig) -> int:
+    """Say how the attempt ended and, where the run shall go on, write down the intent to."""
+    said = f"{folder.path}: attempt {row.attempt} {verdict.state}" + (f" ({verdict.reason})" if verdict.reason else "")
+    if verdict.exit_code not in (STOPPED, HUNG):
+        print(said)
+        return verdict.exit_code
+    if (folder.stop_reason() or "").startswith(CANCELLED):
+        print(said)
+        return ENDED_BY_HAND
+    if cluster.requeue == "never":
+        print(f"{said}; cluster.requeue=never: the command that submitted it continues it.")
+        return verdict.exit_code
+    if row.requeues >= cluster.max_requeues:
+        print(f"{said}; it went on by itself {row.requeues} times (cluster.max_requeues): submit it again.")
+        return FAILED
+    folder.add_attempt(
+        world_size=row.world_size,
+        hosts=(),
+        job_id=None if cluster.requeue == "chain" else job,
+        launched_by="slurm",
+        token=row.token,
+        requeues=row.requeues + 1,
+    )
+    print(f"{said}; it goes on by itself, {row.requeues + 1} of {cluster.max_requeues} times.")
+    return STOPPED
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""State of runs and studies, read from their folders."""

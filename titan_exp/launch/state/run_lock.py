@@ -1,0 +1,65 @@
+"""Holding a run folder alone: two starts of one run never write into it at once."""
+
+import time
+from collections.abc import Callable
+
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.tracking.run_folder.file_lock import FileLock, Holder
+from titan_exp.tracking.run_folder.run_folder import LockedError, RunFolder
+
+ORPHANS_LIMIT = 15.0
+"""Seconds to wait for ranks whose launcher was killed: they notice, save and stop."""
+
+
+def hold(folder: RunFolder, role: str, say: Callable[[str], None]) -> FileLock:
+    """Claim the folder, and wait until no rank of an earlier start holds it either.
+
+    Args:
+        folder: of the run.
+        role: what this process is to the run.
+        say: shows a line, where it has to wait.
+
+    Raises:
+        UserError: the run goes on elsewhere.
+    """
+    try:
+        lock = folder.claim(role)
+    except LockedError as error:
+        raise _refusal(folder, error.holder) from None
+    try:
+        await_orphans(folder, say)
+    except BaseException:
+        lock.release()
+        raise
+    return lock
+
+
+def await_orphans(folder: RunFolder, say: Callable[[str], None]) -> None:
+    """Wait a bounded time for ranks of an earlier start, whose launcher is gone.
+
+    Raises:
+        UserError: they are still there.
+    """
+    if not folder.ranks_alive():
+        return
+    say(
+        f"Ranks of an earlier start, whose launcher is gone, still hold {folder.path}: waiting up to "
+        f"{ORPHANS_LIMIT:.0f} s for them to save and stop."
+    )
+    deadline = time.monotonic() + ORPHANS_LIMIT
+    while folder.ranks_alive():
+        if time.monotonic() > deadline:
+            raise _refusal(folder, FileLock(folder.ranks_lock).holder())
+        time.sleep(0.1)
+
+
+def _refusal(folder: RunFolder, holder: Holder | None) -> UserError:
+    beat, state = folder.read_heartbeat(), folder.read_state()
+    who = f"by {holder}" if holder else "by another process"
+    alive = f"; its last sign of life was {beat.age:.0f} s ago, after step {beat.step}" if beat else ""
+    started = f" (attempt {state.attempt})" if state and state.attempt else ""
+    return UserError(
+        f"{folder.path}: this run is going on already{started}, {who}{alive}. "
+        "Wait for it, or stop it with Ctrl-C or SIGTERM where it runs. "
+        "To run the same once more beside it, give another experiment.name."
+    )

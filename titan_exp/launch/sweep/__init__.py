@@ -1,0 +1,1 @@
+"""Sweeps: Hydra sweeper, sweep plan, shipped studies."""

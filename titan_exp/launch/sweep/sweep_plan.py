@@ -1,0 +1,117 @@
+"""The plan of a sweep: every point composed, checked and named before any is started. Nothing is written."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.launch.run_plan import Plan, plan
+from titan_exp.plan.gate.gate import Judgement
+
+
+@dataclass(frozen=True)
+class Point:
+    """One combination of values."""
+
+    overrides: tuple[str, ...]
+    """Everything that it sets, with one value for each key."""
+    label: str
+    """What varies alone, which is what tells points apart."""
+    variant: str = ""
+    """Of a study: the label without the seed."""
+    seed: int | None = None
+    """Of a study: the seed, where it gives seeds."""
+    excluded: str | None = None
+    """Of a study: why it leaves the point out; None where it does not."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A point that may be started."""
+
+    point: Point
+    """The first point of this run."""
+    plan: Plan
+    """What would run."""
+    judgement: Judgement | None = None
+    """What is known of its memory; None before anybody looked, and of runs that are done."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A point that is not started."""
+
+    point: Point
+    """The point."""
+    reason: str
+    """Why, in the words of the rule or of the study."""
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """What a sweep would start, and what not."""
+
+    planned: tuple[Planned, ...]
+    """Every run once."""
+    doubles: tuple[Planned, ...]
+    """Further points of these runs: they compute the same."""
+    skipped: tuple[Skipped, ...]
+    """Points that cannot run, and those that the study excludes."""
+
+
+def plan_points(
+    points: Sequence[Point], compose: Callable[[Point], Experiment], *, skip: bool, where: str = "of the sweep"
+) -> SweepPlan:
+    """A plan for every point that is not the same run as one before it.
+
+    Args:
+        points: the combinations.
+        compose: makes a point's configuration; raises UserError where that cannot be read.
+        skip: leave out points that a rule forbids; without, one of them refuses the sweep.
+        where: ends "n point(s) ..." in what is said of mistakes.
+
+    Raises:
+        UserError: points cannot be read or, without `skip`, cannot run; or none is left. It names all of them.
+    """
+    planned: dict[object, Planned] = {}
+    doubles: list[Planned] = []
+    skipped: list[Skipped] = []
+    refused: dict[str, list[Point]] = {}
+    for point in points:
+        if point.excluded is not None:
+            skipped.append(Skipped(point, point.excluded))
+            continue
+        try:
+            experiment = compose(point)
+        except UserError as error:
+            refused.setdefault(str(error), []).append(point)
+            continue
+        try:
+            made = Planned(point, plan(experiment, point.overrides))
+        except UserError as error:
+            if skip:
+                said = "\n".join(str(violation) for violation in error.violations)
+                skipped.append(Skipped(point, said or str(error)))
+            else:
+                refused.setdefault(str(error), []).append(point)
+            continue
+        if planned.setdefault(made.plan.folder.path, made) is not made:
+            doubles.append(made)
+    if refused:
+        count = sum(map(len, refused.values()))
+        lines = [f"{count} point(s) {where} cannot run, so none was started.", *blocks(refused)]
+        raise UserError("\n".join(lines))
+    if not planned:
+        reasons: dict[str, list[Point]] = {}
+        for one in skipped:
+            reasons.setdefault(one.reason, []).append(one.point)
+        raise UserError("\n".join([f"None of the {len(points)} points {where} can run here.", *blocks(reasons)]))
+    return SweepPlan(tuple(planned.values()), tuple(doubles), tuple(skipped))
+
+
+def blocks(reasons: Mapping[str, Sequence[Point]]) -> list[str]:
+    """Points under each reason, for people."""
+    return [
+        "\n".join([*(f"[{point.label}]" for point in reasons[text]), *(f"  {line}" for line in text.splitlines())])
+        for text in reasons
+    ]

@@ -1,0 +1,167 @@
+"""What a sweep prints: its plan before, and what became of every point after."""
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from titan_exp.config.layout.layout import device_type, nodes_needed, world_size
+from titan_exp.config.machine.time_limit import hours
+from titan_exp.launch.executor import Submission
+from titan_exp.launch.run_plan import Plan
+from titan_exp.launch.state.run_status import standings
+from titan_exp.launch.summary import summarize
+from titan_exp.launch.sweep.shipped_study import OpenStudy
+from titan_exp.launch.sweep.sweep_plan import Skipped, SweepPlan
+from titan_exp.plan.gate.gate import GIB, Judgement
+from titan_exp.tracking.sinks.base import Value
+
+
+def plain_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> None:
+    """Print rows under headings, the first `left` columns to the left and the others to the right."""
+    table = Table(box=None, pad_edge=False)
+    for place, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if place < left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    plain_console().print(table)
+
+
+def plain_console() -> Console:
+    """A console for tables: as wide as the terminal; a file has no edge to fold lines at."""
+    console = Console(highlight=False, markup=False)
+    return console if console.is_terminal else Console(highlight=False, markup=False, width=240)
+
+
+def show_plan(made: SweepPlan, study: OpenStudy | None) -> None:
+    """Print every point: what it would be, what it would ask for, and how its run stands now."""
+    if study is not None:
+        print(f"{study.folder.path.name}: {study.study.question}\n")
+    now = standings([one.plan.folder for one in made.planned])
+    labels = {one.plan.folder.path: one.point.label for one in made.planned}
+    asked = {one.plan.folder.path: _gpu_hours(one.plan) for one in made.planned}
+    headings = ["point", "run", "experiment", "state", "processes", "nodes"]
+    predicted = {one.plan.folder.path: _predicted(one.judgement) for one in made.planned}
+    shown = [name for name in _PREDICTED if any(cells[name] != "-" for cells in predicted.values())]
+    with_hours = any(value is not None for value in asked.values())
+    rows = []
+    for one in (*made.planned, *made.doubles):
+        path = one.plan.folder.path
+        same = labels[path] != one.point.label
+        state = f"same run as {labels[path]}" if same else now[path].condition
+        row = [one.point.label, one.plan.run_id, one.plan.experiment_id, state]
+        row += [str(world_size(one.plan.experiment)), str(nodes_needed(one.plan.experiment))]
+        row += [predicted[path][name] for name in shown]
+        value = asked[path]
+        rows.append([*row, "-" if value is None else f"{value:,.1f}"] if with_hours else row)
+    headings += shown
+    plain_table([*headings, "GPU-hours asked"] if with_hours else headings, rows, left=4)
+    if shown:
+        print(PREDICTED)
+    _show_skipped(made.skipped)
+    waiting = [one.plan.folder.path for one in made.planned if now[one.plan.folder.path].condition not in _LEFT_ALONE]
+    alone = [now[one.plan.folder.path].condition for one in made.planned]
+    said = [f"{alone.count(state)} {state}" for state in _LEFT_ALONE if state in alone]
+    said += [f"{len(made.skipped)} skipped"] if made.skipped else []
+    total = sum(asked[path] or 0.0 for path in waiting)
+    hours_asked = f", {total:,.1f} GPU-hours asked" if with_hours and waiting else ""
+    print(f"\n{len(waiting)} to start{hours_asked}{''.join(f', {text}' for text in said)}.")
+    if study is not None:
+        study.tell(made, print)
+
+
+def show_outcomes(made: SweepPlan, found: Mapping[Path, Submission], study: OpenStudy | None) -> None:
+    """Print what became of every run, and what to type next."""
+    rows, told = [], []
+    for one in made.planned:
+        submission = found.get(one.plan.folder.path)
+        loss = validation = None
+        state = "not started" if submission is None else submission.outcome
+        if submission is not None and one.plan.folder.path.exists():
+            summary = summarize(one.plan.folder)
+            loss, validation = summary.loss, summary.validation_loss
+        rows.append([one.point.label, one.plan.run_id, state, _number(loss), _number(validation)])
+        told.append("-" if submission is None or submission.job_id is None else submission.job_id)
+    print()
+    if any(job != "-" for job in told):
+        with_jobs = [[*row[:3], job, *row[3:]] for row, job in zip(rows, told, strict=True)]
+        plain_table(["point", "run", "state", "job", "loss", "validation loss"], with_jobs, left=4)
+    else:
+        plain_table(["point", "run", "state", "loss", "validation loss"], rows, left=3)
+    if made.doubles:
+        print(f"{len(made.doubles)} more point(s) are the same run as one of these.")
+    _show_skipped(made.skipped)
+    for one in made.planned:
+        submission = found.get(one.plan.folder.path)
+        if submission is not None and submission.outcome == "refused" and one.plan.experiment.cluster.kind != "local":
+            print(f"[{one.point.label}]\n  {submission.reason}", file=sys.stderr)
+    states = [row[2] for row in rows]
+    print(", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)))
+    for line in _next(states, made, study):
+        print(line)
+
+
+def _next(states: Sequence[str], made: SweepPlan, study: OpenStudy | None) -> list[str]:
+    """What to type next."""
+    name = made.planned[0].plan.folder.path.parent if study is None else study.words
+    if any(state in ("submitted", "queued") for state in states):
+        first = made.planned[0].plan.folder.path
+        return [f"  titan-exp status {name}", f"  titan-exp logs -f {first}", f"  titan-exp cancel {name}"]
+    if study is not None and ("failed" in states or "refused" in states):
+        return [f"Why: titan-exp logs {name}. The same command starts again what is missing or failed."]
+    if study is not None and ("not started" in states or "preempted" in states):
+        return ["The same command goes on where this one stopped."]
+    return []
+
+
+_PREDICTED = ("GiB", "s/step", "tokens/s")
+PREDICTED = (
+    "GiB is the predicted peak of a process' memory, < an upper bound that decides without planning "
+    "(plan.predict=always plans); s/step and tokens/s are predicted where the rates of the device are known."
+)
+"""Below a table with predictions."""
+
+
+def _predicted(judgement: Judgement | None) -> dict[str, str]:
+    """Cells of a point."""
+    cells: dict[str, str] = dict.fromkeys(_PREDICTED, "-")
+    if judgement is None or judgement.target is None:
+        return cells
+    if judgement.prediction is None:
+        return cells if judgement.bound is None else cells | {"GiB": f"< {judgement.bound / GIB:.1f}"}
+    cells["GiB"] = f"{(judgement.prediction.largest.peak + judgement.target.overhead) / GIB:.2f}"
+    if judgement.prediction.step_seconds is not None:
+        experiment, seconds = judgement.experiment, judgement.prediction.step_seconds
+        tokens = experiment.training.global_batch_size * experiment.training.seq_len
+        cells |= {"s/step": f"{seconds:.3g}", "tokens/s": f"{tokens / seconds:,.0f}"}
+    return cells
+
+
+_LEFT_ALONE = ("done", "queued", "running")
+"""Conditions in which a run is not started again."""
+
+
+def _show_skipped(skipped: Sequence[Skipped]) -> None:
+    if not skipped:
+        return
+    reasons: dict[str, list[str]] = {}
+    for one in skipped:
+        reasons.setdefault(one.reason, []).append(one.point.label)
+    print(f"\n{len(skipped)} point(s) are skipped:")
+    for reason, labels in reasons.items():
+        print("\n".join(f"  {label}" for label in labels))
+        print("\n".join(f"    {line}" for line in reason.splitlines()))
+
+
+def _gpu_hours(plan: Plan) -> float | None:
+    """Time limit times GPUs; None where no limit is asked for, or no GPU."""
+    cluster = plan.experiment.cluster
+    if cluster.kind == "local" or cluster.time_limit is None or device_type(cluster) != "cuda":
+        return None
+    return hours(cluster.time_limit) * world_size(plan.experiment)
+
+
+def _number(value: Value) -> str:
+    return "-" if value is None else f"{value:.4f}"

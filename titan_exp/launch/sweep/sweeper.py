@@ -1,0 +1,127 @@
+"""A sweep: every point is composed and checked before any is started, then they are carried out, each by its backend.
+
+A point that is done already is not run again, so a sweep that was interrupted goes on where it was.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from hydra.core.override_parser.types import Override
+
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.layout import device_type
+from titan_exp.config.study.points import values_of
+from titan_exp.launch.executor import Submission, backend_for
+from titan_exp.launch.local.executor import LocalBackend
+from titan_exp.launch.run_console import Screen
+from titan_exp.launch.sweep.options import Asked
+from titan_exp.launch.sweep.shipped_study import OpenStudy
+from titan_exp.launch.sweep.sweep_memory import foreseen
+from titan_exp.launch.sweep.sweep_plan import Planned, Point, SweepPlan, plan_points
+from titan_exp.launch.sweep.sweep_table import show_outcomes, show_plan
+
+__all__ = ["Point", "points", "sweep"]
+
+
+def points(overrides: Sequence[Override]) -> list[Point]:
+    """Every combination of the values that are swept over, the last key varying fastest.
+
+    Raises:
+        UserError: a key is given an interval, which has no end of values.
+    """
+    choices: dict[str, list[tuple[str, bool]]] = {}
+    for override in overrides:
+        choices[override.get_key_element()] = [(text, override.is_sweep_override()) for text in values_of(override)]
+    found = []
+    for combination in itertools.product(*choices.values()):
+        swept = " ".join(text for text, is_swept in combination if is_swept)
+        found.append(Point(tuple(text for text, _ in combination), swept or "(nothing swept)"))
+    return found
+
+
+def sweep(
+    points: Sequence[Point],
+    compose: Callable[[Point], Experiment],
+    asked: Asked | None = None,
+    *,
+    study: OpenStudy | None = None,
+) -> int:
+    """Carry every point out and show what became of them, or print the plan. Returns the exit code.
+
+    Args:
+        points: the combinations.
+        compose: makes a point's configuration; raises UserError where it cannot.
+        asked: how.
+        study: the study that the points are of, which is written down before anything is started.
+
+    Returns:
+        0 where all are done or submitted, 130 after Ctrl-C, which leaves the rest alone, 1 where one failed, 85 where
+        one stopped.
+
+    Raises:
+        UserError: points cannot run. It names all of them, and none was started.
+    """
+    asked = asked or Asked()
+    where = "of the sweep" if study is None else f"of {study.study.path}"
+    screen, skip = Screen(), asked.skip or study is not None
+    made = plan_points(points, compose, skip=skip, where=where)
+    if study is not None:
+        study.plan(made)  # what is wrong with it as a whole is said before anything takes seconds
+    made = foreseen(made, screen.say, skip=skip, where=where)
+    if study is not None:
+        study.plan(made)
+    if asked.dry_run:
+        show_plan(made, study)
+        return 0
+    if study is not None:
+        study.commit(made, screen.say)
+        if asked.prune:
+            study.prune(screen.say, ask=not asked.yes)
+    found, code = _carry_out(made, asked, screen, study)
+    show_outcomes(made, found, study)
+    return code
+
+
+def _carry_out(
+    made: SweepPlan, asked: Asked, screen: Screen, study: OpenStudy | None
+) -> tuple[dict[Path, Submission], int]:
+    """What became of each run that was come to, by its folder's path, and the exit code.
+
+    Schedulers first: they do not make one wait.
+    """
+    titles = {one.plan.folder.path: one.point.label for one in made.planned}
+    by_kind: dict[str, list[Planned]] = {}
+    for one in made.planned:
+        by_kind.setdefault(one.plan.experiment.cluster.kind, []).append(one)
+    found: list[Submission] = []
+    code = 0
+    for kind in sorted(by_kind, key=lambda kind: kind == "local"):
+        plans = [one.plan for one in by_kind[kind]]
+        if kind != "local":
+            submitted = backend_for(kind).submit(plans, say=screen.say)
+            found += submitted
+            code = max(code, int(any(one.outcome in ("refused", "failed") for one in submitted)))
+            continue
+        on_cpu = all(device_type(plan.experiment.cluster) == "cpu" for plan in plans)
+        if asked.jobs > 1 and not on_cpu:
+            screen.say("On GPUs every run may use all of them, so one runs after another.")
+        with _held(study):
+            backend = LocalBackend(
+                jobs=asked.jobs if on_cpu else 1,
+                title=lambda plan: titles[plan.folder.path],
+                stopped=(lambda: False) if study is None else study.stop_requested,
+            )
+            found += backend.submit(plans, say=screen.say)
+            code = backend.worst or code
+    return {one.plan.folder.path: one for one in found}, code
+
+
+@contextlib.contextmanager
+def _held(study: OpenStudy | None) -> Iterator[None]:
+    if study is None:
+        yield
+        return
+    with study.held():
+        yield

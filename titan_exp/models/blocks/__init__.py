@@ -1,0 +1,1 @@
+"""Building blocks of models: attention, feed-forward, norms, linear layers."""

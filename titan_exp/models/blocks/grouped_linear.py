@@ -1,0 +1,45 @@
+"""A projection of each expert, their weights stacked: what a feed-forward of experts is made of, as `blocks.Linear` is
+what a plain one is. A recipe finds it, and replaces its product, in the same way."""
+
+import torch
+from jaxtyping import Float, Int32
+from torch import Tensor, nn
+
+from titan_exp.models.blocks.initialization import Init
+from titan_exp.models.blocks.linear_impl import GroupedProduct
+
+
+class GroupedLinear(nn.Module):
+    """Projections without bias, one for each expert, that know their initial standard deviation.
+
+    Args:
+        experts: how many there are.
+        fan_in: inputs of each.
+        fan_out: outputs of each.
+        std: initial standard deviation.
+    """
+
+    def __init__(self, experts: int, fan_in: int, fan_out: int, std: float) -> None:
+        super().__init__()
+        self.experts, self.in_features, self.out_features, self.std = experts, fan_in, fan_out, std
+        self.weight = nn.Parameter(torch.empty(experts, fan_out, fan_in))
+        self.product = GroupedProduct()
+
+    def forward(
+        self, x: Float[Tensor, "tokens fan_in"], ends: Int32[Tensor, " experts"]
+    ) -> Float[Tensor, "tokens fan_out"]:
+        """x · weight[expert]ᵀ for rows sorted by expert, as the product computes it.
+
+        Args:
+            x: tokens, those of the first expert first.
+            ends: where the rows of each expert end; rows from the last end on give zeros and no gradient.
+        """
+        return self.product(x, self.weight, ends)
+
+    def initial(self) -> dict[str, Init]:
+        """How the parameters of this block start, by name."""
+        return {"weight": Init("normal", self.std)}
+
+    def extra_repr(self) -> str:
+        """The shape, where the model is printed."""
+        return f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"

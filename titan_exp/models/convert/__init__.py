@@ -1,0 +1,1 @@
+"""State-dict maps and config files between our models and other tools."""

@@ -1,0 +1,108 @@
+"""`params.json` beside Meta's `consolidated.*.pth`, from the model group and back.
+
+It leaves much unsaid: the feed-forward width is a formula's, the context and whether the head is tied are nowhere, and
+`use_scaled_rope` means factor 8 in Llama 3.1 and 32 in Llama 3.2. Meta's loaders refuse keys that they do not know, so
+what we write says no more, and `model.json` beside it says the rest.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.model import ModelConfig, RopeConfig
+
+
+def to_params(config: ModelConfig) -> dict[str, Any]:
+    """What `params.json` says.
+
+    Raises:
+        UserError: the shape is none that Meta's Llama can have.
+    """
+    if config.head_dim * config.heads != config.dim:
+        raise UserError(
+            f"params.json cannot say head_dim={config.head_dim}: there it is dim / heads, "
+            f"{config.dim / config.heads:g}. format=huggingface can."
+        )
+    rope = config.rope
+    multiple, multiplier = _width_formula(config)
+    params: dict[str, Any] = {
+        "dim": config.dim,
+        "n_layers": config.layers,
+        "n_heads": config.heads,
+        "n_kv_heads": config.kv_heads,
+        "vocab_size": config.vocab_size,
+        "multiple_of": multiple,
+        "norm_eps": config.norm_eps,
+        "rope_theta": rope.theta,
+    }
+    if multiplier is not None:
+        params["ffn_dim_multiplier"] = multiplier
+    if rope.scaling == "llama3":
+        params["use_scaled_rope"] = True
+    return params
+
+
+def from_params(params: Mapping[str, Any], name: str, *, vocab_size: int, ffn_dim: int, tied: bool) -> ModelConfig:
+    """The model group that a `params.json` and the tensors beside it describe.
+
+    Args:
+        params: its content.
+        name: what to call the model.
+        vocab_size: rows of the embedding.
+        ffn_dim: rows of `w1`, of all files together.
+        tied: whether the head is the embedding.
+
+    Raises:
+        UserError: it lacks a number.
+    """
+    try:
+        dim, heads, layers = int(params["dim"]), int(params["n_heads"]), int(params["n_layers"])
+    except KeyError as error:
+        raise UserError(f"params.json does not say {error.args[0]}; a Llama's does.") from error
+    scaled, theta = bool(params.get("use_scaled_rope", False)), float(params.get("rope_theta", 10000.0))
+    context = 131072 if scaled else 8192 if theta >= 500000 else 4096
+    if scaled:
+        factor = float(params.get("rope_scaling_factor", 32.0 if tied else 8.0))
+        rope = RopeConfig(theta, "llama3", factor, 1.0, float(params.get("high_freq_factor", 4.0)), 8192)
+    else:
+        rope = RopeConfig(theta, "none", 1.0, 1.0, 4.0, context)
+    return ModelConfig(
+        name=name,
+        architecture="decoder",
+        layers=layers,
+        dim=dim,
+        heads=heads,
+        kv_heads=int(params.get("n_kv_heads") or heads),
+        head_dim=dim // heads,
+        ffn_dim=ffn_dim,
+        vocab_size=vocab_size,
+        context=context,
+        norm_eps=float(params.get("norm_eps", 1e-5)),
+        tied_embeddings=tied,
+        rope=rope,
+        init_std=0.02,
+        attention_backend="auto",
+    )
+
+
+def feed_forward_width(dim: int, multiple_of: int, multiplier: float | None) -> int:
+    """Meta's formula."""
+    width = int(2 * (4 * dim) / 3)
+    if multiplier is not None:
+        width = int(multiplier * width)
+    return multiple_of * ((width + multiple_of - 1) // multiple_of)
+
+
+def _width_formula(config: ModelConfig) -> tuple[int, float | None]:
+    """A `multiple_of` and a multiplier that give the width, as round as they can be."""
+    dim, ffn_dim = config.dim, config.ffn_dim
+    multiples = [size for size in (4096, 2048, 1024, 512, 256, 128, 64, 32) if ffn_dim % size == 0]
+    for multiple in multiples:
+        if feed_forward_width(dim, multiple, None) == ffn_dim:
+            return multiple, None
+    for digits in range(1, 16):
+        for multiple in multiples:
+            multiplier = round(ffn_dim / int(8 * dim / 3), digits)
+            if feed_forward_width(dim, multiple, multiplier) == ffn_dim:
+                return multiple, multiplier
+    raise UserError(f"params.json cannot say ffn_dim={ffn_dim} at dim={dim}. format=huggingface can.")

@@ -1,0 +1,31 @@
+"""A model group beside weights that no run folder describes: `model.json`, the shape and its special tokens."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.model import ModelConfig
+
+FILE = "model.json"
+"""Its name in the folder of a checkpoint."""
+
+
+def to_json(config: ModelConfig, special_tokens: Mapping[str, Any]) -> dict[str, Any]:
+    """Plain values that `from_json` reads."""
+    return {"model": dataclasses.asdict(config), "special_tokens": dict(special_tokens)}
+
+
+def from_json(values: Mapping[str, Any], where: str) -> tuple[ModelConfig, dict[str, Any]]:
+    """The model group and the special tokens.
+
+    Raises:
+        UserError: `where` is no such file, or of another version.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        config = TypeAdapter(ModelConfig).validate_python(values["model"])
+    except (KeyError, TypeError, ValidationError) as error:
+        raise UserError(f"{where} does not describe a model: {error}") from error
+    return config, dict(values.get("special_tokens") or {})

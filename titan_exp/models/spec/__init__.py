@@ -1,0 +1,1 @@
+"""Descriptions of a model that parallelism reads: tensor-parallel plan, pipeline plan."""

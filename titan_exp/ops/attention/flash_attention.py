@@ -1,0 +1,51 @@
+"""FlashAttention 3 and 4, from their own packages, in the place of torch's flash kernel: for the whole process, through
+torch's own hook."""
+
+import torch
+from torch.nn.attention import (
+    activate_flash_attention_impl,
+    current_flash_attention_impl,
+    restore_flash_attention_impl,
+)
+
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.machine.attention_backends import FLASH_PACKAGES
+
+
+def runs_here(backend: str, device: torch.device) -> bool:
+    """Whether a package's kernel is installed and runs on this device; True of every other backend's name."""
+    package = FLASH_PACKAGES.get(backend)
+    if package is None:
+        return True
+    fits = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in package.majors
+    return fits and package.is_installed()
+
+
+def activate(backend: str, device: torch.device) -> None:
+    """Make torch's flash kernel be the one of a package, or torch's own again where `backend` names none.
+
+    Raises:
+        UserError: it does not run on this device, or cannot be imported.
+    """
+    package = FLASH_PACKAGES.get(backend)
+    if package is None:
+        if current_flash_attention_impl() is not None:
+            restore_flash_attention_impl()
+        return
+    if device.type != "cuda":
+        raise _refused(backend, f"{package.title} runs on GPUs, and this is a {device.type.upper()}")
+    major, minor = torch.cuda.get_device_capability(device)
+    if major not in package.majors:
+        name = torch.cuda.get_device_name(device)
+        works = " and ".join(f"{it}.0" for it in package.majors)
+        raise _refused(backend, f"{package.title} runs on capability {works}, and {name} has {major}.{minor}")
+    try:
+        activate_flash_attention_impl(package.implementation)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        # What is installed may have been built for another torch, or another CUDA.
+        raise _refused(backend, f"{package.title} cannot be used here: {error}") from error
+
+
+def _refused(backend: str, reason: str) -> UserError:
+    remedy = "model.attention_backend=auto"
+    return UserError("This run cannot be started.", [Violation("model.attention_backend", backend, reason, remedy)])

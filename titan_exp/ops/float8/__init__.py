@@ -1,0 +1,1 @@
+"""Float8 casts and kernels."""

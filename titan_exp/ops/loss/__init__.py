@@ -1,0 +1,1 @@
+"""Cross-entropy: plain, fused with the LM head, vocabulary-parallel."""

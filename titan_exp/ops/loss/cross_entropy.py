@@ -1,0 +1,88 @@
+"""The language-model loss: a sum over tokens, so that dividing by the global token count is right in every layout."""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from titan_exp.ops.loss.vocab_parallel import VocabularyPart, locate, log_normalizer_and_target
+
+IGNORE_INDEX = -100
+"""Label of a token that is not predicted."""
+
+
+class LossSum(NamedTuple):
+    """What a loss says of a batch; both are sums over its tokens, fp32, in nats."""
+
+    objective: Tensor
+    """What is differentiated: cross-entropy, and z-loss where its coefficient is not 0."""
+    cross_entropy: Tensor
+    """Cross-entropy alone, detached: what is logged, so that curves with and without z-loss compare."""
+
+
+def cross_entropy_sum(logits: Float[Tensor, "batch seq vocab"], labels: Int[Tensor, "batch seq"]) -> Float[Tensor, ""]:
+    """Sum over tokens of -log softmax(logits)[label], in nats and fp32; labels of `IGNORE_INDEX` count nothing."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+
+
+def loss_sum(
+    logits: Float[Tensor, "batch seq words"],
+    labels: Int[Tensor, "batch seq"],
+    z_loss: float = 0.0,
+    part: VocabularyPart | None = None,
+) -> LossSum:
+    """Cross-entropy plus `z_loss` · log(Z)² (Chowdhery et al. 2022), Z being softmax's denominator.
+
+    The z-loss keeps logits near normalized, so that they do not drift away in bf16.
+
+    Args:
+        logits: of the whole vocabulary, or of a part of it.
+        labels: words of the whole vocabulary, or `IGNORE_INDEX`.
+        z_loss: its coefficient.
+        part: which words' logits these are; None where they are all. All ranks that hold parts call this together.
+    """
+    if part is not None:
+        return LossSum(*_PartedLoss.apply(logits.flatten(0, 1), labels.flatten(), z_loss, part))
+    cross_entropy = cross_entropy_sum(logits, labels)
+    if z_loss == 0:
+        return LossSum(cross_entropy, cross_entropy.detach())
+    log_z = torch.where(labels == IGNORE_INDEX, 0.0, logits.float().logsumexp(-1))
+    return LossSum(cross_entropy + z_loss * log_z.square().sum(), cross_entropy.detach())
+
+
+def logits_gradient(
+    logits: Float[Tensor, "tokens words"],
+    log_z: Float[Tensor, " tokens"],
+    labels: Int[Tensor, " tokens"],
+    z_loss: float,
+    part: VocabularyPart | None,
+) -> Float[Tensor, "tokens words"]:
+    """Gradient of the summed loss by fp32 logits, in their place: p - onehot, and 2 · z_loss · log Z · p."""
+    gradient = logits.sub_(log_z[:, None]).exp_()
+    if z_loss:
+        gradient *= (1 + 2 * z_loss * log_z)[:, None]
+    predicted = labels != IGNORE_INDEX
+    column, here = locate(labels.where(predicted, 0), part, logits.shape[1])
+    gradient.scatter_add_(1, column[:, None], -here.to(gradient.dtype)[:, None])
+    return gradient * predicted[:, None]
+
+
+class _PartedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, z_loss: float, part: VocabularyPart) -> Any:
+        predicted = labels != IGNORE_INDEX
+        log_z, chosen = log_normalizer_and_target(logits.float(), labels.where(predicted, 0), part)
+        ctx.save_for_backward(logits, log_z, labels)
+        ctx.of = (z_loss, part)
+        cross_entropy = ((log_z - chosen) * predicted).sum()
+        ctx.mark_non_differentiable(cross_entropy)
+        return cross_entropy + z_loss * (log_z.square() * predicted).sum(), cross_entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        logits, log_z, labels = ctx.saved_tensors
+        own = logits.float() if logits.dtype != torch.float32 else logits.clone()
+        gradient = logits_gradient(own, log_z, labels, *ctx.of)
+        return (gradient * gradients[0]).to(logits.dtype), None, None, None

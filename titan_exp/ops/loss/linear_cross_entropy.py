@@ -1,0 +1,131 @@
+"""The head's matmul and the loss in one, some tokens at a time, so that all logits are never held together.
+
+Gradients are computed in the forward pass, chunk by chunk, while a chunk's logits are there; backward only scales them
+by the gradient that arrives.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX, LossSum, logits_gradient
+from titan_exp.ops.loss.vocab_parallel import VocabularyPart, log_normalizer_and_target
+
+
+def linear_loss_sum(
+    hidden: Float[Tensor, "batch seq dim"],
+    weight: Float[Tensor, "words dim"],
+    labels: Int[Tensor, "batch seq"],
+    *,
+    chunk_tokens: int,
+    z_loss: float = 0.0,
+    part: VocabularyPart | None = None,
+    of_chunk: Callable[..., Any] | None = None,
+) -> LossSum:
+    """`loss_sum(hidden @ weight.T, labels, z_loss, part)` with logits of at most `chunk_tokens` tokens in memory.
+
+    Matmuls are in the type of the inputs, softmax and the sums over chunks (the weight's gradient among them) in fp32.
+    Of a part of the vocabulary, the hidden states' gradient is that through these words alone: the ranks' sum is whole.
+    `of_chunk` is `chunk_loss`, or that compiled.
+    """
+    hidden, labels = hidden.flatten(0, 1), labels.flatten()
+    of_chunk = of_chunk or chunk_loss
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        return LossSum(*_LinearLoss.apply(hidden, weight, of_chunk, labels, chunk_tokens, z_loss, part))
+    sums = _over_chunks(hidden, weight, labels, chunk_tokens, z_loss, part, of_chunk=of_chunk, gradients=False)
+    return LossSum(sums.cross_entropy + sums.z, sums.cross_entropy)
+
+
+class ChunkLoss(NamedTuple):
+    """What the logits of a chunk give."""
+
+    cross_entropy: Tensor
+    """Sum over its tokens, fp32."""
+    z: Tensor | None
+    """Sum of their z-losses; None without a coefficient."""
+    grad: Tensor | None
+    """Gradient of both with respect to the logits, in their type; None where it was not asked for."""
+
+
+def chunk_loss(  # a compiled function takes arguments by place
+    logits: Float[Tensor, "tokens words"],
+    labels: Int[Tensor, " tokens"],
+    z_loss: float,
+    part: VocabularyPart | None,
+    gradients: bool,
+) -> ChunkLoss:
+    """Loss and gradient of a chunk from its logits, which may be overwritten: all between the head's matmuls."""
+    kind, logits = logits.dtype, logits.float()
+    predicted = labels != IGNORE_INDEX
+    # Any token will do where none is predicted: what it gives is multiplied by 0.
+    log_z, chosen = log_normalizer_and_target(logits, labels.where(predicted, 0), part)
+    cross_entropy = ((log_z - chosen) * predicted).sum()
+    z = z_loss * (log_z.square() * predicted).sum() if z_loss else None
+    if not gradients:
+        return ChunkLoss(cross_entropy, z, None)
+    return ChunkLoss(cross_entropy, z, logits_gradient(logits, log_z, labels, z_loss, part).to(kind))
+
+
+class _Sums(NamedTuple):
+    cross_entropy: Tensor
+    z: Tensor
+    hidden_grad: Tensor | None
+    weight_grad: Tensor | None
+
+
+class _LinearLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, of_chunk: Callable[..., ChunkLoss], *of: Any) -> Any:
+        sums = _over_chunks(hidden, weight, *of, of_chunk=of_chunk, gradients=True)
+        ctx.save_for_backward(sums.hidden_grad, sums.weight_grad)
+        ctx.weight_type = weight.dtype
+        ctx.mark_non_differentiable(sums.cross_entropy)
+        return sums.cross_entropy + sums.z, sums.cross_entropy
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        scale = gradients[0]
+        hidden_grad, weight_grad = ctx.saved_tensors
+        # Scaled on the way into a new tensor of the weight's type: no second one in fp32.
+        scaled = torch.empty_like(weight_grad, dtype=ctx.weight_type)
+        torch.mul(weight_grad, scale, out=scaled)
+        return (hidden_grad * scale).to(hidden_grad.dtype), scaled, None, None, None, None, None
+
+
+def _over_chunks(  # noqa: PLR0917  # an autograd function takes arguments by place
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk_tokens: int,
+    z_loss: float,
+    part: VocabularyPart | None,
+    *,
+    of_chunk: Callable[..., ChunkLoss],
+    gradients: bool,
+) -> _Sums:
+    cross_entropy, z = hidden.new_zeros((), dtype=torch.float32), hidden.new_zeros((), dtype=torch.float32)
+    hidden_grad = torch.empty_like(hidden) if gradients else None
+    weight_grad = torch.zeros_like(weight, dtype=torch.float32) if gradients else None
+    for start in range(0, hidden.shape[0], chunk_tokens):
+        chunk = slice(start, start + chunk_tokens)
+        found = of_chunk(hidden[chunk] @ weight.T, labels[chunk], z_loss, part, gradients)
+        cross_entropy += found.cross_entropy
+        if found.z is not None:
+            z += found.z
+        if hidden_grad is not None and weight_grad is not None and found.grad is not None:
+            hidden_grad[chunk] = found.grad @ weight
+            _add_product(weight_grad, found.grad, hidden[chunk])
+    return _Sums(cross_entropy, z, hidden_grad, weight_grad)
+
+
+def _add_product(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
+    """`total += grad.T @ hidden`, summed in fp32 within a chunk too where the device can."""
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        total += torch.mm(grad.T, hidden, out_dtype=torch.float32)
+    elif hidden.dtype == torch.float32:
+        total.addmm_(grad.T, hidden)
+    else:
+        total += grad.T @ hidden

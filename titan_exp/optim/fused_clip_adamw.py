@@ -1,0 +1,82 @@
+"""AdamW (Loshchilov and Hutter 2019) with clipping in the same pass over memory: torch's states, our kernel."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from titan_exp.ops.optim.adamw import adamw_update, bias_rates
+
+
+class OnePassAdamW(torch.optim.Optimizer):
+    """AdamW for plain tensors and DTensors on CUDA; a kernel for every parameter.
+
+    States have the names, shapes and types of torch's fused AdamW, and with moments in bf16 those of
+    `LowPrecisionAdamW`: a checkpoint goes from one to the others.
+
+    Args:
+        groups: parameter groups with their `weight_decay`; parameters are fp32.
+        lr: learning rate.
+        betas: decay rates of the moments.
+        eps: added to the denominator.
+        moments: type that the moments are kept in.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        moments: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self.factor: Tensor | None = None
+        """A scalar on the device that the gradients of the next step are multiplied by; that step forgets it."""
+        self._moments = moments
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient. Gradients stay as they are, not clipped."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for group in self.param_groups:
+            self._update([parameter for parameter in group["params"] if parameter.grad is not None], group)
+        self.factor = None
+        return loss
+
+    def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        if not parameters:
+            return
+        states = [self._state_of(parameter) for parameter in parameters]
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, 1)
+        rates = bias_rates(torch.stack(steps), lr=group["lr"], betas=group["betas"])
+        for parameter, state, its_rates in zip(parameters, states, rates.unbind(), strict=True):
+            gradient = parameter.grad
+            assert gradient is not None, "asked above"
+            adamw_update(
+                _local(parameter),
+                _local(gradient),
+                _local(state["exp_avg"]),
+                _local(state["exp_avg_sq"]),
+                rates=its_rates,
+                decay=group["lr"] * group["weight_decay"],
+                betas=group["betas"],
+                eps=group["eps"],
+                factor=self.factor,
+            )
+
+    def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), device=_local(parameter).device)
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = torch.zeros_like(parameter, dtype=self._moments, memory_format=torch.preserve_format)
+        return state
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

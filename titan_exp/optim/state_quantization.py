@@ -1,0 +1,129 @@
+"""How AdamW's moments are kept: as they are, rounded to bf16, or in blocks of 8-bit numbers with a scale each.
+
+Blocks lie within rows, so they are whole on one rank however rows are divided, and a checkpoint fits every layout;
+torchao's own optimizers block what a rank happens to hold.
+"""
+
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from titan_exp.config.groups.optimizer import MOMENT_BLOCK
+from titan_exp.ops.import_torchao import quiet_import
+
+
+class MomentFormat(Protocol):
+    """A way to keep one moment of a parameter, as one or two tensors."""
+
+    def empty(self, like: Tensor) -> list[Tensor]:
+        """The tensors of a moment that is zero everywhere, for a rank's part of a parameter."""
+        ...
+
+    def read(self, kept: list[Tensor]) -> Tensor:
+        """The moment in fp32, not to be changed."""
+        ...
+
+    def write(self, kept: list[Tensor], moment: Tensor) -> None:
+        """Keep a moment."""
+        ...
+
+
+class Rounded:
+    """In a type of torch's."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def empty(self, like: Tensor) -> list[Tensor]:
+        """One tensor of the type."""
+        return [torch.zeros_like(like, dtype=self.dtype)]
+
+    def read(self, kept: list[Tensor]) -> Tensor:
+        """As it is kept."""
+        return kept[0].float()
+
+    def write(self, kept: list[Tensor], moment: Tensor) -> None:
+        """Round to nearest."""
+        kept[0].copy_(moment)
+
+
+class Float8Blocks:
+    """e4m3 numbers as bytes, and a scale in fp32 for each block.
+
+    Args:
+        root: keep square roots, for a moment that is not negative. A second moment spans twice the exponents of the
+            gradients that it is of; one that underflows to 0 makes an update that is many times too large.
+    """
+
+    def __init__(self, *, root: bool = False) -> None:
+        self.root = root
+
+    def empty(self, like: Tensor) -> list[Tensor]:
+        """Bytes, and scales [..., columns / MOMENT_BLOCK]."""
+        scales = torch.zeros(*like.shape[:-1], like.shape[-1] // MOMENT_BLOCK, device=like.device)
+        return [torch.zeros_like(like, dtype=torch.uint8), scales]
+
+    def read(self, kept: list[Tensor]) -> Tensor:
+        """Number times scale."""
+        numbers = kept[0].view(torch.float8_e4m3fn).float().unflatten(-1, (-1, MOMENT_BLOCK))
+        found = (numbers * kept[1][..., None]).flatten(-2)
+        return found.square_() if self.root else found
+
+    def write(self, kept: list[Tensor], moment: Tensor) -> None:
+        """The largest of each block becomes the largest number of the type."""
+        from torchao.optim.subclass_fp8 import quantize_fp8
+
+        moment = moment.sqrt() if self.root else moment
+        numbers, scales = quantize_fp8(moment.contiguous(), MOMENT_BLOCK)
+        kept[0].copy_(numbers.view(torch.uint8))
+        kept[1].copy_(scales.view_as(kept[1]))
+
+
+class DynamicBlocks:
+    """One of 256 values, denser around zero (Dettmers et al. 2022), and a scale in fp32 for each block.
+
+    Args:
+        signed: whether half of the values are negative.
+    """
+
+    def __init__(self, *, signed: bool) -> None:
+        self.signed = signed
+
+    def empty(self, like: Tensor) -> list[Tensor]:
+        """Codes, and scales [..., columns / MOMENT_BLOCK]."""
+        return Float8Blocks().empty(like)
+
+    def read(self, kept: list[Tensor]) -> Tensor:
+        """Value times scale."""
+        from torchao.optim.quant_utils import dequant_with_qmap
+
+        return dequant_with_qmap(kept[0], _values(self.signed, kept[0].device), kept[1].flatten())
+
+    def write(self, kept: list[Tensor], moment: Tensor) -> None:
+        """The nearest value of each number, over the largest of its block."""
+        from torchao.optim.quant_utils import quantize_8bit_with_qmap, scale_tensor
+
+        scaled, scales = scale_tensor(moment.contiguous(), MOMENT_BLOCK)
+        kept[0].copy_(quantize_8bit_with_qmap(scaled, _values(self.signed, moment.device)))
+        kept[1].copy_(scales.view_as(kept[1]))
+
+
+def formats_of(precision: str) -> tuple[MomentFormat, MomentFormat]:
+    """The formats of the first and of the second moment, by the name of `optimizer.state_precision`."""
+    if precision in ("fp32", "bf16"):
+        rounded = Rounded(torch.float32 if precision == "fp32" else torch.bfloat16)
+        return rounded, rounded
+    with quiet_import():
+        import torchao.optim  # noqa: F401  # what is used of it is imported where it is
+    if precision == "fp8":
+        return Float8Blocks(), Float8Blocks(root=True)
+    return DynamicBlocks(signed=True), DynamicBlocks(signed=False)
+
+
+@cache
+def _values(signed: bool, device: torch.device) -> Tensor:
+    from torchao.optim.quant_utils import create_dynamic_map
+
+    return torch.tensor(create_dynamic_map(signed=signed), device=device)

@@ -1,0 +1,1 @@
+"""Context parallelism: ring, all-gather and Ulysses attention."""

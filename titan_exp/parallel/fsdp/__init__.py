@@ -1,0 +1,1 @@
+"""Fully sharded data parallelism (FSDP2) and its gradient synchronization."""

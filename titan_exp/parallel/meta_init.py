@@ -1,0 +1,65 @@
+"""From meta tensors to real ones: every rank draws just its own shards of the initial weights."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from titan_exp.models.blocks.initialization import Init, Part, initial_slice
+
+
+def materialize(model: nn.Module, device: torch.device, *, cpu_offload: bool = False) -> None:
+    """Give a sharded meta model memory, parameters unfilled, and compute its buffers.
+
+    Everything is on `device`, but for parameters that are offloaded to the CPU.
+    """
+    model.to_empty(device="cpu" if cpu_offload else device)
+    if cpu_offload:
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                module.register_buffer(
+                    name, buffer.to(device), persistent=name not in module._non_persistent_buffers_set
+                )
+    for module in model.modules():
+        if hasattr(module, "reset_buffers"):
+            module.reset_buffers()  # type: ignore[operator]  # a method, not a submodule
+
+
+@torch.no_grad()
+def draw_initial_weights(model: nn.Module, table: Mapping[str, Init], seed: int) -> None:
+    """Fill parameters from their declared distributions; the same values in every layout, without communication."""
+    for name, parameter in model.named_parameters():
+        local(parameter).copy_(initial_slice(seed, name, table[name], part_of(parameter)))
+
+
+@torch.no_grad()
+def copy_initial_weights(model: nn.Module, build: Callable[[], nn.Module], seed: int) -> None:
+    """Fill parameters from a whole model built on the CPU under the seed.
+
+    For models that do not declare their initial weights; costs each rank the memory of the whole model for a moment.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        reference = build()
+        whole = {**reference.state_dict(), **dict(reference.named_buffers())}
+    for name, target in [*model.named_parameters(), *model.named_buffers()]:
+        if name not in whole:
+            continue
+        part = part_of(target)
+        window = tuple(slice(first, first + size) for first, size in zip(part.start, part.size, strict=True))
+        local(target).copy_(whole[name][window])
+
+
+def part_of(tensor: Tensor) -> Part:
+    """What this rank holds of a tensor."""
+    if not isinstance(tensor, DTensor):
+        return Part.whole(tuple(tensor.shape))
+    size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return Part(tuple(tensor.shape), tuple(start), tuple(size))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's own memory of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

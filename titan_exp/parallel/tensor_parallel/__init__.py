@@ -1,0 +1,1 @@
+"""Tensor parallelism: sharded layers and their collectives."""

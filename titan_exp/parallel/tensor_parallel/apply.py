@@ -1,0 +1,140 @@
+"""Tensor parallelism: ranks share the matrices of every block, as the blocks themselves say they may be divided."""
+
+from collections.abc import Iterable, Iterator
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from titan_exp.models.spec.tp_plan import Columns, Common, Logits, Lookup, Rows, Tokens
+from titan_exp.ops.loss.vocab_parallel import VocabularyPart
+from titan_exp.parallel.functional_collectives import all_reduce
+from titan_exp.parallel.mesh import Mesh
+from titan_exp.parallel.tensor_parallel.collectives import TensorRegion
+from titan_exp.parallel.tensor_parallel.layers import ColumnLinear, PartedEmbedding, PartedHead, RowLinear
+
+
+def share_matrices(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, loss_parallel: bool) -> None:
+    """Replace projections, tables and heads by this rank's parts of them, in place; parameter names stay as they are.
+
+    A mesh whose tp axis is 1 leaves the model as it is.
+    """
+    axis = mesh.sharding["tp"]
+    if axis.size() == 1:
+        return
+    region = TensorRegion(axis.get_group().group_name, axis.size(), axis.get_local_rank(), sequence_parallel)
+    for name, module in list(model.named_modules()):
+        if hasattr(module, "tensor_styles"):
+            for child, style in module.tensor_styles().items():  # type: ignore[operator]  # the blocks' own method
+                _share_projection(module, child, style, axis, region)
+        match getattr(module, "tensor_style", None):
+            case Lookup():
+                weight = _divided(module.get_parameter("weight"), axis, dim=0)
+                first = region.rank * -(-weight.shape[0] // region.degree)
+                model.set_submodule(name, PartedEmbedding(weight, region, first))
+            case Logits(vocabulary):
+                weight = None if module.weight is None else _divided(module.get_parameter("weight"), axis, dim=0)
+                model.set_submodule(name, PartedHead(weight, region, None if loss_parallel else vocabulary))
+            case Tokens() if sequence_parallel:
+                _mark_partial(module)
+
+
+def keep_used_rows(model: nn.Module) -> dict[str, tuple[slice, ...]]:
+    """Of weights that every rank holds whole because each uses rows that others use too, keep this rank's, in place.
+
+    For a model on the meta device that is not trained: what is left is no longer known as a part of the whole. Returns
+    which rows those are, by the weight's name.
+    """
+    kept: dict[str, tuple[slice, ...]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, ColumnLinear) and module.rows is not None:
+            kept[f"{name}.weight"] = module.rows
+            module.weight = nn.Parameter(torch.cat([module.weight.detach()[rows] for rows in module.rows]))
+            module.rows = None
+    return kept
+
+
+def overlap_exchanges(mesh: Mesh) -> None:
+    """Let the compiler cut tensor-parallel exchanges into pieces and overlap them with matmuls (CUDA only)."""
+    import torch._inductor.config as inductor
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    enable_symm_mem_for_group(mesh.sharding["tp"].get_group().group_name)
+    inductor._micro_pipeline_tp = True
+
+
+def vocabulary_part(mesh: Mesh, vocabulary: int) -> VocabularyPart | None:
+    """The words whose logits a rank computes under loss parallelism; None where it has all of them."""
+    axis = mesh.sharding["tp"]
+    if axis.size() == 1:
+        return None
+    group = axis.get_group().group_name
+    return VocabularyPart(
+        axis.get_local_rank() * -(-vocabulary // axis.size()),
+        total=partial(all_reduce, operation="sum", group=group),
+        greatest=partial(all_reduce, operation="max", group=group),
+    )
+
+
+@torch.no_grad()
+def sum_partial_gradients(parts: Iterable[nn.Module], mesh: Mesh) -> None:
+    """Add up, over tensor-parallel ranks, gradients of parameters that all of them hold and each used in part.
+
+    Once for each optimizer step, after the last backward pass, in one message; `parts` are this rank's of the model.
+    """
+    if mesh.tensor_group is None:
+        return
+    gradients = [
+        gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        for part in parts
+        for module in part.modules()
+        if getattr(module, "gradients_are_partial", False)
+        for gradient in (parameter.grad for parameter in module.parameters(recurse=False))
+        if gradient is not None
+    ]
+    if gradients:
+        together = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(together, group=mesh.tensor_group)
+        for gradient, summed in zip(gradients, together.split([it.numel() for it in gradients]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
+
+
+def _share_projection(block: nn.Module, name: str, style: object, axis: DeviceMesh, region: TensorRegion) -> None:
+    weight, product = block.get_parameter(f"{name}.weight"), getattr(block, name).product
+    product.divide(inputs=isinstance(style, Rows), greatest=partial(all_reduce, operation="max", group=region.group))
+    if isinstance(style, Rows):
+        setattr(block, name, RowLinear(_divided(weight, axis, dim=1), region, product))
+        return
+    assert isinstance(style, Columns), "a projection is divided by columns or by rows"
+    if style.units % region.degree == 0:
+        setattr(block, name, ColumnLinear(_divided(weight, axis, dim=0), region, product))
+        return
+    assert style.common is not None, "checked by the rules"
+    rows = tuple(_rows_of(region, weight.shape[0] // style.units, style.units, style.common))
+    shared = ColumnLinear(weight, region, product, rows)
+    _mark_partial(shared)
+    setattr(block, name, shared)
+    setattr(block, style.common.count, style.common.pieces * style.units // region.degree)
+
+
+def _rows_of(region: TensorRegion, unit: int, units: int, common: Common) -> Iterator[slice]:
+    """Rows that a rank uses of a weight with fewer units, of so many rows each, than ranks."""
+    sharing = region.degree // units
+    assert region.degree % units == 0, "checked by the rules"
+    assert common.pieces % sharing == 0, "checked by the rules"
+    start, share = region.rank // sharing * unit, common.pieces // sharing * common.width
+    yield slice(start + region.rank % sharing * share, start + (region.rank % sharing + 1) * share)
+    yield slice(start + common.pieces * common.width, start + unit)
+
+
+def _divided(weight: Tensor, axis: DeviceMesh, dim: int) -> nn.Parameter:
+    """A whole weight on the meta device as this rank's part of it."""
+    # Each rank takes its part of what it has itself: nothing is sent.
+    return nn.Parameter(distribute_tensor(weight.detach(), axis, [Shard(dim)], src_data_rank=None))
+
+
+def _mark_partial(module: nn.Module) -> None:
+    module.gradients_are_partial = True  # type: ignore[assignment]  # modules take any attribute

@@ -1,0 +1,112 @@
+"""Where tensor parallelism divides the channels of a block: what its ranks exchange on the way in and on the way out.
+
+Outside, a token's hidden state is whole: on every rank, or, under sequence parallelism, on the one rank that holds the
+token (Korthikanti et al. 2022). Entering, each rank gets all tokens; leaving, the ranks' partial outputs are summed.
+Each direction's gradient is the other direction's exchange.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan_exp.parallel.functional_collectives import all_gather, all_reduce, reduce_scatter
+
+
+@dataclass(frozen=True)
+class TensorRegion:
+    """The ranks that share a block's matrices."""
+
+    group: str
+    """Name of their process group."""
+    degree: int
+    """How many they are."""
+    rank: int
+    """Which of them this is."""
+    sequence: bool
+    """Whether, outside, each of them holds a part of the tokens."""
+
+    def enter(self, x: Tensor) -> Tensor:
+        """All tokens [batch, seq, dim] of what is whole outside; its gradient is the sum over ranks."""
+        return _Gather.apply(x, self) if self.sequence else _Copy.apply(x, self)  # type: ignore[return-value]  # a Tensor
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The sum over ranks of [batch, seq, dim], of which a rank keeps its tokens where sequences are divided."""
+        return _Scatter.apply(x, self) if self.sequence else _Sum.apply(x, self)  # type: ignore[return-value]  # a Tensor
+
+    def whole_logits(self, part: Tensor, vocabulary: int) -> Tensor:
+        """All logits [batch, seq, vocabulary] from the ranks' parts of them, the last of which may be smaller."""
+        return _GatherLogits.apply(part, self, vocabulary)  # type: ignore[return-value]  # a Tensor
+
+
+def _gather_tokens(x: Tensor, region: TensorRegion) -> Tensor:
+    if x.shape[0] == 1:
+        # One row is contiguous in its tokens: nothing is copied.
+        return all_gather(x[0], region.degree, region.group)[None]
+    return torch.cat(all_gather(x, region.degree, region.group).chunk(region.degree), dim=1)
+
+
+def _scatter_tokens(x: Tensor, region: TensorRegion) -> Tensor:
+    if x.shape[0] == 1:
+        return reduce_scatter(x[0], region.degree, region.group)[None]
+    return reduce_scatter(torch.cat(x.chunk(region.degree, dim=1)), region.degree, region.group)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, region: TensorRegion) -> Tensor:
+        ctx.region = region
+        return _gather_tokens(x, region)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _scatter_tokens(gradients[0], ctx.region), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, region: TensorRegion) -> Tensor:
+        ctx.region = region
+        return _scatter_tokens(x, region)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return _gather_tokens(gradients[0], ctx.region), None
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, region: TensorRegion) -> Tensor:
+        ctx.region = region
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return all_reduce(gradients[0], "sum", ctx.region.group), None
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, region: TensorRegion) -> Tensor:
+        return all_reduce(x, "sum", region.group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0], None
+
+
+class _GatherLogits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, region: TensorRegion, vocabulary: int) -> Tensor:
+        largest = -(-vocabulary // region.degree)
+        ctx.mine = slice(region.rank * largest, region.rank * largest + part.shape[-1])
+        padded = F.pad(part, (0, largest - part.shape[-1]))
+        *parts, last = all_gather(padded, region.degree, region.group).chunk(region.degree)
+        return torch.cat((*parts, last[..., : vocabulary - len(parts) * largest]), dim=-1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        # Every rank computes the same loss of all logits, so its gradient is the same on all of them.
+        return gradients[0][..., ctx.mine].contiguous(), None, None

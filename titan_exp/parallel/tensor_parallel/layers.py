@@ -1,0 +1,110 @@
+"""What takes the place of a block's projections and tables, each rank holding a part of the weight.
+
+Weights are DTensors over the tensor-parallel axis, so that checkpoints and sharding know what they are part of; they
+are computed with as the plain tensors that a rank holds.
+"""
+
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from titan_exp.models.blocks.linear_impl import Product
+from titan_exp.models.blocks.transformer import HeadLoss
+from titan_exp.ops.loss.cross_entropy import LossSum
+from titan_exp.parallel.tensor_parallel.collectives import TensorRegion
+
+
+class ColumnLinear(nn.Module):
+    """A projection from whole tokens to this rank's outputs.
+
+    Args:
+        weight: its rows divided among ranks; or whole, where `rows` chooses this rank's.
+        region: the ranks.
+        product: how it multiplies.
+        rows: slices of the weight's rows, which other ranks may use as well.
+    """
+
+    def __init__(
+        self, weight: nn.Parameter, region: TensorRegion, product: Product, rows: tuple[slice, ...] | None = None
+    ) -> None:
+        super().__init__()
+        self.weight, self.region, self.product, self.rows = weight, region, product, rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, seq of this rank, dim] to [batch, seq, outputs of this rank]."""
+        weight = local(self.weight)
+        if self.rows is not None:
+            weight = torch.cat([weight[rows] for rows in self.rows])
+        return self.product(self.region.enter(x), weight)
+
+
+class RowLinear(nn.Module):
+    """A projection from this rank's inputs to whole tokens.
+
+    Args:
+        weight: its columns divided among ranks.
+        region: the ranks.
+        product: how it multiplies.
+    """
+
+    def __init__(self, weight: nn.Parameter, region: TensorRegion, product: Product) -> None:
+        super().__init__()
+        self.weight, self.region, self.product = weight, region, product
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, seq, inputs of this rank] to [batch, seq of this rank, dim]."""
+        return self.region.leave(self.product(x, local(self.weight)))
+
+
+class PartedEmbedding(nn.Module):
+    """A table of which this rank holds the rows of some words.
+
+    Args:
+        weight: its rows divided among ranks.
+        region: the ranks.
+        first: the first word that is here.
+    """
+
+    def __init__(self, weight: nn.Parameter, region: TensorRegion, first: int) -> None:
+        super().__init__()
+        self.weight, self.region, self.first = weight, region, first
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Rows of `tokens` [batch, seq], as [batch, seq of this rank, dim]."""
+        weight = local(self.weight)
+        row = tokens - self.first
+        here = (row >= 0) & (row < weight.shape[0])
+        found = F.embedding(row.where(here, 0), weight) * here[..., None]
+        return self.region.leave(found)
+
+
+class PartedHead(nn.Module):
+    """A head of which this rank holds the rows of some words.
+
+    Args:
+        weight: its rows divided among ranks; None where it is tied to the embedding's.
+        region: the ranks.
+        vocabulary: words of all ranks where each needs all logits; None where this rank's logits are left apart.
+    """
+
+    def __init__(self, weight: nn.Parameter | None, region: TensorRegion, vocabulary: int | None) -> None:
+        super().__init__()
+        self.weight, self.region, self.vocabulary = weight, region, vocabulary
+
+    def forward(self, x: Tensor, tied: Tensor | None = None, loss: HeadLoss | None = None) -> Tensor | LossSum:
+        """Logits [batch, seq, words], or what `loss` makes of all tokens' hidden states and this rank's weight."""
+        weight = self.weight if tied is None else tied
+        assert weight is not None, "a tied head is handed the embedding's weight"
+        x, weight = self.region.enter(x), local(weight)
+        if loss is not None:
+            return loss(x, weight)
+        logits = F.linear(x, weight)
+        return logits if self.vocabulary is None else self.region.whole_logits(logits, self.vocabulary)
+
+
+def local(weight: Tensor) -> Tensor:
+    """What this rank holds of a weight, as a plain tensor whose gradient is that of the part."""
+    return cast("Tensor", weight.to_local()) if isinstance(weight, DTensor) else weight

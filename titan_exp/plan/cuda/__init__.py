@@ -1,0 +1,1 @@
+"""CUDA on a machine without a GPU: caching allocator, fake kernels, device data sheets."""

@@ -1,0 +1,1 @@
+"""Extrapolation of a step from traces of a small model."""

@@ -1,0 +1,167 @@
+"""A pipeline rank's step, put together from the sampled rank's, its schedule rehearsed."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.layout import data_parallel_degree, micro_batch_size, world_size
+from titan_exp.plan.extrapolate.optimizer_step import Tail, combined, trace_tail
+from titan_exp.plan.extrapolate.schedule_simulation import Rehearsal
+from titan_exp.plan.extrapolate.segments import Amounts, Piece, added, amounts, joined
+from titan_exp.plan.extrapolate.stage_sample import FIRST, LAST, MIDDLE, StageSample, Window
+from titan_exp.plan.trace.dispatch_mode import Work
+
+
+@dataclass(frozen=True)
+class StageShape:
+    """A stage."""
+
+    number: int
+    """Which of all."""
+    kind: str
+    """First, middle or last."""
+    modes: tuple[int, ...]
+    """Of each of its blocks, which of the ways of recomputation it has."""
+
+
+@dataclass(frozen=True)
+class StageTails:
+    """The end of a step of any rank of a pipeline."""
+
+    constant: Tail
+    """Of a rank without anything."""
+    block: Tail
+    """What a block adds."""
+    first: Tail
+    """What the embedding adds."""
+    last: Tail
+    """What the head adds."""
+
+    def of(self, stages: Sequence[StageShape]) -> Tail:
+        """That of a rank with these stages."""
+        kinds = [stage.kind for stage in stages]
+        blocks = sum(len(stage.modes) for stage in stages)
+        terms = [(blocks, self.block), (kinds.count(FIRST), self.first), (kinds.count(LAST), self.last)]
+        return combined([*terms, (1, self.constant)])
+
+    def of_sample(self, sample: StageSample) -> Tail:
+        """That of the sampled rank."""
+        return self.of([StageShape(0, kind, (0,) * count) for kind, count in sample.layers.items()])
+
+
+def trace_stage_tails(experiment: Experiment, *, cuda: bool) -> StageTails:
+    """Trace the ends of the step of small ranks."""
+
+    def tail(rank: int, layers: tuple[int, ...]) -> Tail:
+        size = micro_batch_size(experiment)
+        parallelism = replace(
+            experiment.parallelism,
+            pp=3,
+            pp_schedule="1F1B",
+            pp_microbatches=1,
+            pp_layers=layers,
+            pp_layers_per_stage=None,
+            pp_first_stage_less=0,
+            pp_last_stage_less=0,
+        )
+        small = replace(
+            experiment,
+            model=replace(experiment.model, layers=sum(layers)),
+            parallelism=parallelism,
+            training=replace(
+                experiment.training,
+                global_batch_size=data_parallel_degree(experiment) * size,
+                micro_batch_size=size,
+            ),
+            activation_checkpoint=replace(experiment.activation_checkpoint, mode="none"),
+        )
+        return trace_tail(small, rank * world_size(small) // 3, cuda=cuda)
+
+    first, one, last = (tail(rank, (1, 1, 1)) for rank in range(3))
+    block = combined([(-1, one), (1, tail(1, (1, 2, 1)))])
+    return StageTails(
+        combined([(1, one), (-1, block)]), block, combined([(-1, one), (1, first)]), combined([(-1, one), (1, last)])
+    )
+
+
+def action_piece(samples: Sequence[StageSample], stage: StageShape, kind: str, first: bool) -> Piece:
+    """What an action of a stage takes, hidden states that are handed over left out of what it leaves behind."""
+    own = [sample.windows[stage.kind, kind, first] for sample in samples]
+    middle = [sample.windows[MIDDLE, kind, first] for sample in samples]
+    modes = stage.modes if kind == "F" else stage.modes[::-1]
+    pieces = [*own[modes[0]].before, *_blocks(own, middle, modes), *own[modes[-1]].after]
+    whole = joined(kind, pieces)
+    return replace(whole, net=whole.net - own[0].handed)
+
+
+def reduction_pieces(sample: StageSample, stage: StageShape) -> Iterator[Piece]:
+    """Reducing the gradients of a stage, group by group."""
+    own, middle = sample.reduction[stage.kind], sample.reduction[MIDDLE]
+    groups = [piece for piece in own if piece.label == "group"]
+    rest = [piece for piece in own if piece.label != "group"]
+    more = [piece for piece in middle if piece.label == "group"]
+    yield rest[0]
+    if groups:
+        ends = sample.layers[stage.kind]
+        # Before the blocks' groups comes that of what else a stage has.
+        yield from groups[: len(groups) - ends + 1]
+        yield from more[1:2] * (len(stage.modes) - 2)
+        yield from groups[len(groups) - ends + 1 :][-1:]
+    yield from rest[1:]
+
+
+def base_of(
+    sample: StageSample, tails: StageTails, stages: Sequence[StageShape], batches: int, *, shared: bool
+) -> Amounts:
+    """What a rank holds before a step.
+
+    Args:
+        sample: of the same layout but for the pipeline.
+        tails: likewise.
+        stages: of the rank.
+        batches: micro-batches that it has looked at.
+        shared: whether sequences are shared among ranks, so that all of a batch is looked at by all.
+    """
+    kinds = {stage.kind for stage in stages}
+    seen = [
+        size
+        for name, size in sample.batch.items()
+        if shared or name not in ("tokens", "labels") or (FIRST if name == "tokens" else LAST) in kinds
+    ]
+    kept = tails.of(stages).kept - tails.of_sample(sample).kept
+    return sample.base + kept + len(stages) * sample.buffers + batches * sum(seen, amounts({}))
+
+
+def played(sample: StageSample, rehearsal: Rehearsal, actions: dict[tuple[int, str, bool], Piece]) -> Piece:
+    """All actions of a step, with the messages between them, as one piece."""
+    sizes = np.stack(sample.sizes)
+    keys = [(turn.action.stage, turn.action.kind, turn.first) for turn in rehearsal.turns]
+    names = list(dict.fromkeys(keys))
+    which = np.array([names.index(key) for key in keys])
+    nets = np.stack([actions[name].net for name in names])
+    mosts = np.stack([actions[name].most for name in names])
+    ends = np.cumsum(nets[which], axis=0)
+    begins = ends - nets[which]
+    waiting = begins + np.array([turn.waiting for turn in rehearsal.turns]) @ sizes
+    working = begins + np.array([turn.before for turn in rehearsal.turns]) @ sizes + mosts[which]
+    moments = np.stack([waiting, working], axis=1).reshape(-1, waiting.shape[1])
+    totals = moments.sum(axis=1)
+    at = int(totals.argmax())
+    where = actions[keys[at // 2]].where
+    counts = np.bincount(which, minlength=len(names))
+    work = Work()
+    for name, count in zip(names, counts, strict=True):
+        work = added([work, added([actions[name].work], int(count))])
+    work = added([work, added([sample.message], rehearsal.sent)])
+    most = moments[at] if totals[at] > 0 else amounts({})
+    return Piece("actions", ends[-1], most, where, work)
+
+
+def _blocks(own: Sequence[Window], middle: Sequence[Window], modes: Sequence[int]) -> Iterator[Piece]:
+    for place, mode in enumerate(modes):
+        if place in (0, len(modes) - 1):
+            yield own[mode].blocks[0 if place == 0 else -1]
+        else:
+            yield (own[mode].blocks if len(own[mode].blocks) > 2 else middle[mode].blocks)[1]

@@ -1,0 +1,1 @@
+"""Memory gate: check a run before it is launched."""

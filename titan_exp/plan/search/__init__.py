@@ -1,0 +1,1 @@
+"""Layout search: enumeration, lower bounds, branch and bound."""

@@ -1,0 +1,200 @@
+"""What a layout takes, from profiles that were traced for it or for one that differs in the number of shards alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.layout import (
+    exchanging_heads,
+    micro_batch_size,
+    node_size,
+    pipeline_microbatches,
+    world_size,
+)
+from titan_exp.config.layout.pipeline_schedules import Orders
+from titan_exp.config.layout.pipeline_stages import stage_count, stage_placement
+from titan_exp.config.layout.schedule_timeline import timeline
+from titan_exp.parallel.pipeline_parallel.schedule_actions import training_orders
+from titan_exp.plan.cuda.devices import Device
+from titan_exp.plan.extrapolate.extrapolate import Parts, extended
+from titan_exp.plan.extrapolate.schedule_simulation import Rehearsal, rehearse, timed_once
+from titan_exp.plan.time.roofline import rank_time
+from titan_exp.plan.trace.dispatch_mode import Work
+
+CAUTION, MORE_CAUTION = 0.95, 0.85
+"""Of what is of tokens, where it follows from a profile of other degrees; and where that has several heads of keys and
+a rank of the layout only one, so that copies become views."""
+
+
+@dataclass(frozen=True)
+class LayoutPlan:
+    """A layout, and what it takes."""
+
+    experiment: Experiment
+    """With this layout."""
+    step_seconds: float
+    """Of a step."""
+    bubble: float
+    """Share of the time in which pipeline ranks wait for each other."""
+    peak_bytes: int
+    """Allocated, of the rank that needs most."""
+    peak_rank: int
+    """Its number along pp."""
+    peak_where: str
+    """What it computes then."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of one device."""
+        training = self.experiment.training
+        return training.global_batch_size * training.seq_len / self.step_seconds / world_size(self.experiment)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Work of a rank, as the roofline reads it."""
+
+    work: Work
+    """Operations, bytes and messages of a step."""
+    axes: dict[str, list[int]]
+    """Ranks of its group along every axis that it sends messages on."""
+
+
+def plan_layout(experiment: Experiment, sampled: Experiment, parts: Parts, device: Device) -> LayoutPlan:
+    """What a layout takes.
+
+    Args:
+        experiment: with this layout.
+        sampled: the one that the parts were traced for.
+        parts: its profile.
+        device: what it runs on.
+    """
+    bubble = bubble_of(experiment)
+    node, seconds, most = node_size(experiment.cluster, world_size(experiment)), 0.0, (-1, 0, "")
+    for rank in ranks_that_matter(experiment.parallelism.pp):
+        step = extended(experiment, rank, parts, _rehearsal(experiment, rank, parts))
+        time = rank_time(Traced(step.work, axes_of(experiment, rank, step.work)), device, node)
+        seconds = max(seconds, time.total)
+        peak = step.peak.bytes + round(sum(step.kept.values()) * (_shards(sampled) / _shards(experiment) - 1))
+        # What the matmuls' library keeps for the forward pass's thread and for the backward pass's.
+        most = max(most, (peak + 2 * device.matmul_workspace, rank, step.peak.where))
+    return LayoutPlan(experiment, seconds / (1 - bubble), bubble, *most)
+
+
+def caution(experiment: Experiment, sampled: Experiment) -> float:
+    """Which part of what follows from a profile a layout takes at least."""
+    views = sampled.parallelism.tp < key_heads(experiment) <= experiment.parallelism.tp
+    return MORE_CAUTION if views else CAUTION
+
+
+def key_heads(experiment: Experiment) -> int:
+    """Heads of keys and values, which ranks of more tensor parallelism share."""
+    return experiment.model.kv_heads or experiment.model.heads
+
+
+def least_peak(experiment: Experiment, sampled: Experiment, parts: Parts) -> float:
+    """Bytes that the fullest rank of a layout holds at least, from a profile of smaller degrees or equal ones.
+
+    What is of tokens is divided by tensor and context parallelism and by the micro-batch at most, and what is of
+    parameters by tensor parallelism and sharding.
+    """
+    own, other = experiment.parallelism, sampled.parallelism
+    if own.pp > 1 and False not in parts.stages:
+        return 0.0
+    # A stage of one block has at least what the first of several has.
+    parts = replace(parts, stages={True: parts.stages[False], **parts.stages}) if own.pp > 1 else parts
+    of_parameters = other.tp / own.tp if other.tp <= own.tp else 0.5
+    sharded = of_parameters * _shards(sampled) / _shards(experiment)
+    sequences = micro_batch_size(experiment) / micro_batch_size(sampled)
+    tokens = of_parameters * other.cp / own.cp * sequences * caution(experiment, sampled)
+    share = {
+        "parameters": sharded,
+        "optimizer": sharded,
+        "gradients": min(of_parameters, sharded),
+        "gathered parameters": of_parameters,
+        # Some buffers of messages are of parameters.
+        "communication": tokens / max(1.0, sequences),
+    }
+    most = 0.0
+    for rank in ranks_that_matter(own.pp):
+        held = extended(experiment, rank, parts, _rehearsal(experiment, rank, parts)).peak.by_category
+        most = max(most, sum(size * share.get(name, tokens) for name, size in held.items()))
+    return most
+
+
+def ranks_that_matter(degree: int) -> list[int]:
+    """Pipeline ranks of which one needs the most memory and one the most time.
+
+    Those in between hold fewer micro-batches than the second, and no more layers.
+    """
+    return sorted({0, min(1, degree - 1), degree - 1})
+
+
+def bubble_of(experiment: Experiment) -> float:
+    """Share of the time in which pipeline ranks wait for each other."""
+    parallelism = experiment.parallelism
+    return (
+        _schedule(parallelism.pp_schedule, parallelism.pp, stage_count(experiment), pipeline_microbatches(experiment))[
+            1
+        ]
+        if parallelism.pp > 1
+        else 0.0
+    )
+
+
+def axes_of(experiment: Experiment, pipeline_rank: int, work: Work) -> dict[str, list[int]]:
+    """Ranks of the first rank's group along every axis that work sends messages on, in the order of `parallel.mesh`."""
+    parallelism = experiment.parallelism
+    within = exchanging_heads(parallelism)
+    shape = (
+        parallelism.pp,
+        parallelism.dp_replicate,
+        parallelism.dp_shard,
+        parallelism.cp // within,
+        within,
+        parallelism.tp,
+    )
+    names = ("pp", "dp_replicate", "dp_shard", "cp_across", "cp_within", "tp")
+    ranks = np.arange(int(np.prod(shape))).reshape(shape)
+    found = {}
+    for axis, _ in work.messages:
+        along = ("dp_shard", "cp_across", "cp_within") if "fsdp" in axis.split("=") else (axis.split("=")[0],)
+        at = tuple(slice(None) if name in along else pipeline_rank if name == "pp" else 0 for name in names)
+        found[axis] = ranks[at].flatten().tolist()
+    return found
+
+
+def _shards(experiment: Experiment) -> int:
+    return experiment.parallelism.dp_shard * experiment.parallelism.cp
+
+
+def _rehearsal(experiment: Experiment, rank: int, parts: Parts) -> Rehearsal | None:
+    if experiment.parallelism.pp == 1:
+        return None
+    sample, parallelism = next(iter(parts.stages.values()))[0], experiment.parallelism
+    return _rehearsed(
+        parallelism.pp_schedule,
+        parallelism.pp,
+        tuple(stage_placement(experiment)),
+        pipeline_microbatches(experiment),
+        rank,
+        sample.delivered,
+    )
+
+
+@cache
+def _rehearsed(  # noqa: PLR0917  # a cache takes arguments by place
+    schedule: str, ranks: int, placement: Sequence[int], microbatches: int, rank: int, delivered: bool
+) -> Rehearsal:
+    orders, _ = _schedule(schedule, ranks, len(placement), microbatches)
+    with timed_once():
+        return rehearse(orders, placement, rank, passes=1, delivered=delivered)
+
+
+@cache
+def _schedule(schedule: str, ranks: int, stages: int, microbatches: int) -> tuple[Orders, float]:
+    orders = training_orders(schedule, ranks, stages, microbatches)
+    return orders, timeline(orders).bubble

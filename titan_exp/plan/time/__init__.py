@@ -1,0 +1,1 @@
+"""Step time: roofline and calibration."""

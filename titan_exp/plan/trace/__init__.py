@@ -1,0 +1,1 @@
+"""Trace of the trainer's step on fake tensors."""

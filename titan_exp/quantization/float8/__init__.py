@@ -1,0 +1,1 @@
+"""Float8 recipes: tensorwise and rowwise."""

@@ -1,0 +1,1 @@
+"""Quantized grouped matmul for experts."""

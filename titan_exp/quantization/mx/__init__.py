@@ -1,0 +1,1 @@
+"""Microscaling recipes: MXFP8 and NVFP4."""

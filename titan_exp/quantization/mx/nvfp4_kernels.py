@@ -1,0 +1,114 @@
+"""NVFP4 training on Blackwell: the products of `nvfp4_product` by torchao's kernels and torch's scaled matmul.
+
+They want dims and tokens in multiples of 128, and bf16. Under scales that are powers of two they round as the emulation
+does, to the bit; under others, torchao's kernels divide in another order, and may differ in a scale's last bit.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titan_exp.ops.import_torchao import quiet_import
+from titan_exp.ops.needs_input_grad import wanted_gradients
+from titan_exp.quantization.float8.float8_tensor import Greatest
+from titan_exp.quantization.mx.hadamard import SIGNS
+from titan_exp.quantization.mx.nvfp4_linear import NVFP4
+from titan_exp.quantization.mx.nvfp4_tensor import E4M3, LARGEST
+
+with quiet_import():
+    from torchao.prototype.moe_training.nvfp4_training.hadamard_amax_triton import triton_rht_amax
+    from torchao.prototype.moe_training.nvfp4_training.hadamard_quantize_row_col_triton import (
+        triton_rht_quantize_row_col,
+    )
+    from torchao.prototype.moe_training.nvfp4_training.quantize_2d_triton import triton_weight_quantize_2d
+
+Operand = tuple[Tensor, Tensor, Tensor]
+"""Packed e2m1 [rows, columns / 2], the blocks' scales as the matmul wants them, and the tensor's scale."""
+
+
+def nvfp4_instructed(x: Tensor, weight: Tensor, scale: Tensor | None, recipe: NVFP4) -> Tensor:
+    """x · weightᵀ, as `nvfp4_product` computes it."""
+    return _Instructed.apply(x, weight, scale, recipe)  # type: ignore[return-value]  # a Tensor
+
+
+class _Instructed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None, recipe: NVFP4) -> Tensor:
+        ctx.recipe = recipe
+        scale = recipe.scale_of_weight(weight) if scale is None else scale
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        by_row, by_token = _tokens(rows, recipe, recipe.inputs_divided)
+        # The input is kept in four bits. The weight is rounded anew: sharded, it is gathered anew as well.
+        ctx.save_for_backward(weight, scale, *by_token)
+        output = _multiply(by_row, _weight(weight, scale)[0])
+        return output.unflatten(0, x.shape[:-1]) if x.dim() != 2 else output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        recipe: NVFP4 = ctx.recipe
+        weight, scale, *x_by_token = ctx.saved_tensors
+        gradient = gradients[0].reshape(-1, gradients[0].shape[-1]).contiguous()
+        of_x = of_weight = None
+        wants_x, wants_weight = wanted_gradients(ctx)
+        by_row, by_token = _tokens(gradient, recipe, recipe.outputs_divided, stochastic=recipe.stochastic)
+        if wants_x:
+            of_x = _multiply(by_row, _weight(weight, scale)[1])
+            of_x = of_x.unflatten(0, gradients[0].shape[:-1]) if gradients[0].dim() != 2 else of_x
+        if wants_weight:
+            of_weight = _multiply(by_token, (x_by_token[0], x_by_token[1], x_by_token[2]))
+        return of_x, of_weight, None, None
+
+
+def _tokens(
+    rows: Tensor, recipe: NVFP4, greatest: Greatest | None, *, stochastic: bool = False
+) -> tuple[Operand, Operand]:
+    """[tokens, columns] in blocks along columns; and its transpose, transformed, in blocks along tokens."""
+    signs = list(SIGNS)
+    amax = torch.stack(triton_rht_amax(rows, signs))
+    by_token, by_row = recipe.scale_of_amax(amax, greatest).unbind()
+    keys: list[Tensor | None] = [None] * 4
+    if stochastic:
+        # Keys and counters of the kernel's generator, from the device's, which every step seeds.
+        keys = list(torch.randint(0, 2**32, (4, 1), dtype=torch.int64, device=rows.device).unbind())
+    columns, column_scales, codes, scales = triton_rht_quantize_row_col(
+        rows,
+        _reach(by_token),
+        _reach(by_row),
+        signs,
+        stochastic_rounding=stochastic,
+        col_seed_base=keys[0],
+        row_seed_base=keys[1],
+        col_offset_base=keys[2],
+        row_offset_base=keys[3],
+    )
+    return (codes, scales, by_row), (columns, column_scales, by_token)
+
+
+def _weight(weight: Tensor, scale: Tensor) -> tuple[Operand, Operand]:
+    """A weight in square blocks, and its transpose."""
+    codes, scales, transposed, transposed_scales = triton_weight_quantize_2d(weight.contiguous(), _reach(scale))
+    return (codes, scales, scale), (transposed, transposed_scales, scale)
+
+
+def _reach(scale: Tensor) -> Tensor:
+    """The largest number under a scale, of which the kernels make it again."""
+    return scale * (LARGEST * E4M3.max)
+
+
+def _multiply(left: Operand, right: Operand) -> Tensor:
+    """left · rightᵀ in bf16."""
+    kinds = [F.ScalingType.BlockWise1x16, F.ScalingType.TensorWise]
+    order = [F.SwizzleType.SWIZZLE_32_4_4, F.SwizzleType.NO_SWIZZLE]
+    return F.scaled_mm(
+        left[0].view(torch.float4_e2m1fn_x2),
+        right[0].view(torch.float4_e2m1fn_x2).t(),
+        scale_a=[left[1].flatten(), left[2]],
+        scale_recipe_a=kinds,
+        scale_b=[right[1].flatten(), right[2]],
+        scale_recipe_b=kinds,
+        swizzle_a=order,
+        swizzle_b=order,
+        output_dtype=torch.bfloat16,
+    )

@@ -1,0 +1,98 @@
+"""NVFP4 training: all three products of a projection's forward and backward pass from numbers of four bits.
+
+Weights are rounded in blocks of 16 by 16, so that forward and backward see the same weight; what the weight's gradient
+is a product of goes through a Hadamard transform along tokens first (NVIDIA 2025, arXiv:2509.25149). Here it is
+emulated: rounded as on Blackwell, multiplied in fp32.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from titan_exp.ops.needs_input_grad import wanted_gradients
+from titan_exp.quantization.float8.float8_tensor import Greatest, in_type
+from titan_exp.quantization.mx.hadamard import transformed
+from titan_exp.quantization.mx.nvfp4_tensor import rounded, tensor_scale
+
+
+@dataclass(frozen=True)
+class NVFP4:
+    """The recipe, and how a projection is divided."""
+
+    power_of_two: bool
+    """Scales of tensors are powers of two."""
+    stochastic: bool
+    """Round gradients of outputs stochastically."""
+    inputs_divided: Greatest | None = None
+    """Set where tensor-parallel ranks have different inputs."""
+    outputs_divided: Greatest | None = None
+    """Set where they have different outputs."""
+
+    def scale_of(self, matrix: Tensor, greatest: Greatest | None) -> Tensor:
+        """The scale of a matrix of which other ranks may have other parts."""
+        return self.scale_of_amax(matrix.abs().amax(), greatest)
+
+    def scale_of_amax(self, amax: Tensor, greatest: Greatest | None = None) -> Tensor:
+        """The scale of a tensor from its largest absolute value, or this rank's."""
+        return tensor_scale(amax if greatest is None else greatest(amax), power_of_two=self.power_of_two)
+
+    def scale_of_weight(self, weight: Tensor) -> Tensor:
+        """The scale of the whole weight."""
+        return self.scale_of(weight, self.inputs_divided or self.outputs_divided)
+
+
+def nvfp4_product(x: Tensor, weight: Tensor, scale: Tensor | None, recipe: NVFP4) -> Tensor:
+    """x · weightᵀ, [..., inputs] and [outputs, inputs], emulated.
+
+    Args:
+        x: high precision; as many tokens as a multiple of 16.
+        weight: high precision; both dims multiples of 16.
+        scale: the whole weight's, where it is known.
+        recipe: how.
+    """
+    return _NVFP4Product.apply(x, weight, scale, recipe)  # type: ignore[return-value]  # a Tensor
+
+
+class _NVFP4Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None, recipe: NVFP4) -> Tensor:
+        ctx.recipe = recipe
+        scale = recipe.scale_of_weight(weight) if scale is None else scale
+        ctx.save_for_backward(x, weight, scale)
+        left = _quantized(x.reshape(-1, x.shape[-1]), recipe, recipe.inputs_divided)
+        output = _multiply(left, (rounded(weight, scale, square=True), scale), x.dtype)
+        return output.unflatten(0, x.shape[:-1]) if x.dim() != 2 else output
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        recipe: NVFP4 = ctx.recipe
+        x, weight, scale = ctx.saved_tensors
+        gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
+        of_x = of_weight = None
+        wants_x, wants_weight = wanted_gradients(ctx)
+        if wants_x:
+            left = _quantized(gradient, recipe, recipe.outputs_divided, stochastic=recipe.stochastic)
+            of_x = _multiply(left, (rounded(weight, scale, square=True).t(), scale), gradient.dtype)
+            of_x = of_x.unflatten(0, gradients[0].shape[:-1]) if gradients[0].dim() != 2 else of_x
+        if wants_weight:
+            # What is contracted are tokens, which every rank has all of here; it has some of the rows, and columns.
+            left = _quantized(transformed(gradient), recipe, recipe.outputs_divided, stochastic=recipe.stochastic)
+            right = _quantized(transformed(x.reshape(-1, x.shape[-1])), recipe, recipe.inputs_divided)
+            of_weight = _multiply(left, right, gradient.dtype)
+        return of_x, of_weight, None, None
+
+
+def _quantized(
+    matrix: Tensor, recipe: NVFP4, greatest: Greatest | None, *, stochastic: bool = False
+) -> tuple[Tensor, Tensor]:
+    """A matrix in blocks of 16 along its rows, and its scale."""
+    scale = recipe.scale_of(matrix, greatest)
+    return rounded(matrix, scale, stochastic=stochastic), scale
+
+
+def _multiply(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
+    """left · rightᵀ, [m, k] and [n, k], each with its scale: multiplied in at the end, one after the other, because
+    their product may be too small for fp32."""
+    return in_type(torch.mm(left[0], right[0].t()) * left[1] * right[1], dtype)

@@ -1,0 +1,184 @@
+"""Rules about the source of text and its tokenizer."""
+
+import glob
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from titan_exp.config.errors.user_error import Violation, shown
+from titan_exp.config.groups.builtins import BYTES_VOCABULARY, SOURCES
+from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.paths.data_files import LOADERS, tokenizer_file, unlimited_split
+from titan_exp.rules.import_paths import names_are_known
+from titan_exp.rules.token_store import store_says_the_rest, store_vocabulary
+
+
+def source_has_its_input(experiment: Experiment) -> Iterator[Violation]:
+    """A source is given what it reads, and it is there."""
+    data = experiment.data
+    if data.source == "text":
+        if not data.paths:
+            yield Violation(
+                "data.paths", (), "source text reads files, and none is named", "data.paths='[notes,books/*.txt]'"
+            )
+        for path in data.paths:
+            if not _matches(path):
+                yield Violation("data.paths", path, "nothing here has this name", _nearby(path))
+            elif not _holds_files(path):
+                yield Violation("data.paths", path, "there is no file in it", "name a folder with files, or files")
+    if data.source == "huggingface":
+        yield from _dataset_is_named(data)
+
+
+def no_input_is_ignored(experiment: Experiment) -> Iterator[Violation]:
+    """Nothing is given that the source does not read."""
+    data = experiment.data
+    if data.source not in SOURCES:
+        return  # a source of the user's own reads what it likes
+    if data.source not in ("text", "tokens") and data.paths:
+        yield _ignored("paths", data.paths, data.source, "text")
+    if data.source != "text" and data.document != "file":
+        yield _ignored("document", data.document, data.source, "text")
+    if data.source != "huggingface":
+        for key in ("dataset", "subset", "data_files", "validation_split", "streaming"):
+            value = getattr(data, key)
+            if value:
+                yield _ignored(key, value, data.source, "huggingface")
+
+
+def one_file_can_be_divided(experiment: Experiment) -> Iterator[Violation]:
+    """A single file is not the only document where some have to be held out."""
+    data = experiment.data
+    if data.source != "text" or data.document != "file" or data.validation_fraction == 0:
+        return
+    found = {match.resolve() for path in data.paths for match in _matches(path)}
+    if experiment.training.evaluate_every and len(found) == 1 and found.pop().is_file():
+        yield Violation(
+            "data.document",
+            data.document,
+            "the one file is the one document, which cannot be both trained and evaluated on",
+            "data.document=paragraph (or line) makes documents of its parts; or training.evaluate_every=0",
+        )
+
+
+def held_out_of_a_stream_has_a_limit(experiment: Experiment) -> Iterator[Violation]:
+    """What is evaluated on ends, though a stream that it is held out of need not."""
+    data = experiment.data
+    streamed = data.source == "huggingface" and data.streaming and data.validation_split is None
+    held_out = experiment.training.evaluate_every and data.validation_fraction
+    if streamed and held_out and data.validation_documents is None:
+        yield unlimited_split(data)
+
+
+def vocabulary_fits(experiment: Experiment) -> Iterator[Violation]:
+    """The embedding has a row for every token."""
+    name, rows = experiment.data.tokenizer, experiment.model.vocab_size
+    if name == "bytes":
+        tokens = BYTES_VOCABULARY
+    elif name == "store":
+        tokens = store_vocabulary(experiment.data) or 0
+    else:
+        path = tokenizer_file(name)
+        if not path.is_file():
+            yield Violation(
+                "data.tokenizer",
+                name,
+                f"there is no file {path}",
+                "name a tokenizer.json, its folder, or data.tokenizer=bytes",
+            )
+            return
+        try:
+            tokens = _vocabulary(path)
+        except (ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError):
+            yield Violation(
+                "data.tokenizer",
+                name,
+                f"{path} is not a tokenizer.json of Hugging Face's tokenizers",
+                "save one with tokenizer.save('tokenizer.json'), or data.tokenizer=bytes",
+            )
+            return
+    if tokens > rows:
+        yield Violation(
+            "model.vocab_size",
+            rows,
+            f"the tokenizer {name} has {tokens} tokens, and each needs a row of the embedding",
+            f"at least model.vocab_size={tokens}; a multiple of 64 is faster: {-(-tokens // 64) * 64}",
+        )
+
+
+def unreadable_source(experiment: Experiment) -> list[Violation]:
+    """What `titan-exp tokenize` cannot read: the rules about the source and its tokenizer, less those about a run."""
+    rules = (names_are_known, source_has_its_input, no_input_is_ignored, vocabulary_fits, store_says_the_rest)
+    found = [violation for rule in rules for violation in rule(experiment)]
+    return [violation for violation in found if violation.field.startswith("data.")]
+
+
+def _dataset_is_named(data: DataConfig) -> Iterator[Violation]:
+    if data.dataset is None:
+        yield Violation(
+            "data.dataset",
+            None,
+            "source huggingface needs a data set",
+            "data.dataset=NAME on the hub, or data.dataset=json data.data_files='[corpus.jsonl]'",
+        )
+        return
+    if data.dataset in LOADERS and not data.data_files:
+        yield Violation(
+            "data.data_files",
+            (),
+            f"the loader {data.dataset} reads files, and none is named",
+            "data.data_files='[corpus.jsonl]'",
+        )
+    local = data.dataset.startswith((".", "/", "~"))
+    if local and not Path(data.dataset).expanduser().exists():
+        yield Violation("data.dataset", data.dataset, "nothing here has this name", _nearby(data.dataset))
+    for file in data.data_files:
+        if data.dataset in LOADERS and "://" not in file and not _matches(file):
+            yield Violation("data.data_files", file, "nothing here has this name", _nearby(file))
+
+
+def _ignored(key: str, value: object, source: str, reader: str) -> Violation:
+    return Violation(
+        f"data.{key}",
+        value,
+        f"source {source} does not read it",
+        f"data={reader} data.{key}={_quoted(value)}, or leave it out",
+    )
+
+
+def _quoted(value: object) -> str:
+    text = shown(value)
+    return f"'{text}'" if text.startswith("[") else text
+
+
+def _matches(pattern: str) -> list[Path]:
+    return [Path(match) for match in glob.glob(str(Path(pattern).expanduser()), recursive=True)]
+
+
+def _holds_files(pattern: str) -> bool:
+    found = _matches(pattern)
+    return any(path.is_file() or any(inner.is_file() for inner in path.rglob("*")) for path in found)
+
+
+def _nearby(path: str) -> str:
+    folder = Path(path).expanduser().absolute().parent
+    while not folder.exists():
+        folder = folder.parent
+    return f"paths are relative to where the command is typed; the last folder that exists is {folder}"
+
+
+def _vocabulary(path: Path) -> int:
+    described = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary = described["model"]["vocab"]
+    own = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))
+    return max([*own, *(token["id"] for token in described.get("added_tokens") or [])]) + 1
+
+
+RULES = (
+    source_has_its_input,
+    no_input_is_ignored,
+    one_file_can_be_divided,
+    held_out_of_a_stream_has_a_limit,
+    vocabulary_fits,
+)

@@ -1,0 +1,1 @@
+"""Run folder: its files, state, attempts, metrics."""

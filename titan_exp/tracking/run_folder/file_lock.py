@@ -1,0 +1,119 @@
+"""Who holds a run folder: advisory locks that the system drops when their process dies, however it dies."""
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from titan_exp.config.errors.user_error import UserError
+
+
+@dataclass(frozen=True)
+class Holder:
+    """The process that holds a lock, as it wrote itself down."""
+
+    role: str
+    """What it is to the run: `launcher` or `rank 0`."""
+    pid: int
+    """Process number on its machine."""
+    host: str
+    """Name of its machine."""
+    since: float
+    """Unix time at which it took the lock."""
+
+    def __str__(self) -> str:
+        return f"{self.role}, process {self.pid} on {self.host}"
+
+
+class LockedError(Exception):
+    """Another process holds the lock."""
+
+    def __init__(self, path: Path, holder: Holder | None) -> None:
+        self.holder = holder
+        super().__init__(f"{path} is held by {holder or 'another process'}")
+
+
+class FileLock:
+    """An flock on a file that is never removed. Free again when released or when the process is gone."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._descriptor: int | None = None
+
+    @property
+    def held(self) -> bool:
+        """Whether this object holds the lock."""
+        return self._descriptor is not None
+
+    def acquire(self, role: str | None = None, *, shared: bool = False, timeout: float = 0.0) -> None:
+        """Take the lock.
+
+        Args:
+            role: written into the file for whoever asks who holds it; None writes nothing.
+            shared: others may hold it shared as well; exclusive otherwise.
+            timeout: seconds to keep trying.
+
+        Raises:
+            LockedError: another process kept it.
+            UserError: the file system offers no locks.
+        """
+        assert not self.held
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            self._wait(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, time.monotonic() + timeout)
+            if role is not None:
+                holder = Holder(role, os.getpid(), socket.gethostname(), time.time())
+                os.ftruncate(descriptor, 0)
+                os.pwrite(descriptor, json.dumps(asdict(holder)).encode(), 0)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._descriptor = descriptor
+
+    def release(self) -> None:
+        """Let it go; nothing happens if it is not held."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def holder(self) -> Holder | None:
+        """Who wrote itself down last; None where nobody did or the text is not whole."""
+        try:
+            return Holder(**json.loads(self.path.read_text()))
+        except (OSError, ValueError, TypeError):
+            return None
+
+    def __enter__(self) -> "FileLock":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def _wait(self, descriptor: int, kind: int, deadline: float) -> None:
+        while True:
+            try:
+                fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    raise LockedError(self.path, self.holder()) from None
+            except OSError as error:
+                raise UserError(
+                    f"{self.path}: this file system offers no file locks ({error.strerror}), and without one two runs "
+                    "could write into one folder. Set paths.runs to a folder on a file system with locks."
+                ) from error
+            time.sleep(0.02)
+
+
+def is_held(path: Path, *, shared: bool = False) -> bool:
+    """Whether a process holds the lock at `path`: exclusively, or with `shared` in any way."""
+    if not path.exists():
+        return False
+    with contextlib.suppress(LockedError), FileLock(path) as lock:
+        lock.acquire(shared=not shared)
+        return False
+    return True

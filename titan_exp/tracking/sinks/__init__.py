@@ -1,0 +1,1 @@
+"""Metric sinks: console, JSON lines, TensorBoard, W&B."""

@@ -1,0 +1,35 @@
+"""The sinks of a run, from its configuration."""
+
+from pathlib import Path
+
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.tracking.run_folder.metrics_jsonl import JsonlSink
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.sinks.base import Sink
+from titan_exp.tracking.sinks.best_effort import Mirror
+from titan_exp.tracking.sinks.tensorboard import TensorBoardSink
+
+
+def build_sinks(experiment: Experiment, folder_path: Path, run_id: str, attempt: int) -> list[Sink]:
+    """Sinks for rank 0, metrics.jsonl first: the others mirror it and cannot end the run.
+
+    `attempt` is the number of this start, from 1.
+    """
+    folder = RunFolder(folder_path)
+    sinks: list[Sink] = [JsonlSink(folder.metrics, attempt)]
+    if experiment.tracking.tensorboard:
+        sinks.append(
+            Mirror("TensorBoard", "tracking.tensorboard", lambda: TensorBoardSink(folder.path / "tensorboard"))
+        )
+    if experiment.tracking.wandb:
+        from titan_exp.tracking.sinks.wandb import WandbSink
+        from titan_exp.tracking.sinks.wandb_run import describe
+
+        sinks.append(
+            Mirror(
+                "W&B",
+                "tracking.wandb",
+                lambda: WandbSink(describe(experiment, folder, run_id), folder.path, folder.metrics),
+            )
+        )
+    return sinks

@@ -1,0 +1,181 @@
+"""Progress for people, in the process that launched: a live display on a terminal, plain aligned lines elsewhere."""
+
+import math
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from titan_exp.tracking.sinks.base import Row, Value
+
+
+class ConsoleSink:
+    """Shows rows as they come.
+
+    On a terminal: a bar with step and time left, the newest numbers below it, and one permanent line for every
+    evaluation. Elsewhere (a file, a CI log): one line per row, but no more than one in `interval` seconds, and always
+    the first, the last and every evaluation.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        *,
+        title: str = "training",
+        console: Console | None = None,
+        interval: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console or Console(highlight=False)
+        self._total, self._title, self._interval, self._clock = total_steps, title, interval, clock
+        self._row: Row | None = None
+        self._validation_loss: Value = None
+        self._held: Row | None = None
+        self._last_line = -math.inf
+        self._eta = _Eta(total_steps, clock)
+        self._live: Live | None = None
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._live = Live(console=self._console, get_renderable=self._display, refresh_per_second=4)
+            self._live.start()
+
+    def log(self, row: Row) -> None:
+        """Show the row."""
+        self._row = row
+        self._eta.take(row)
+        evaluated = row.get("validation_loss") is not None
+        if self._live is not None:
+            if evaluated:
+                self._validation_loss = row["validation_loss"]
+                self.note(f"step {row['step']}: validation loss {_number(self._validation_loss)}")
+            return
+        if evaluated or self._clock() - self._last_line >= self._interval:
+            self._print_line(row)
+        else:
+            self._held = row
+
+    def note(self, line: str) -> None:
+        """Print a line that stays, above the display."""
+        if self._live is not None:
+            self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        else:
+            self._write(line)
+
+    def close(self, state: str) -> None:
+        """Show the last row and how the run ended."""
+        if self._live is not None:
+            self._title = f"{self._title}: {state}"
+            self._live.refresh()
+            self._live.stop()
+            self._live = None
+            return
+        if self._held is not None:
+            self._print_line(self._held)
+        self._write(f"{self._title}: {state}")
+
+    def _print_line(self, row: Row) -> None:
+        self._held = None
+        self._last_line = self._clock()
+        width = len(str(self._total))
+        fields = [f"step {row['step']:>{width}}/{self._total}", *_fields(row)]
+        if (eta := self._eta.seconds()) is not None:
+            fields.append(f"{_duration(eta)} left")
+        self._write("  ".join(fields))
+
+    def _write(self, line: str) -> None:
+        # Not through rich, which would wrap the line at the width it imagines a file to have.
+        self._console.file.write(line + "\n")
+        self._console.file.flush()
+
+    def _display(self) -> RenderableType:
+        step = int(self._row["step"] or 0) if self._row else 0
+        eta = self._eta.seconds()
+        head = Table.grid(padding=(0, 1), expand=True)
+        head.add_column(no_wrap=True)
+        head.add_column(ratio=1)
+        head.add_column(no_wrap=True, justify="right")
+        bar = ProgressBar(total=self._total, completed=step, pulse=self._row is None and self._live is not None)
+        left = "" if eta is None else f"  {_duration(eta)} left"
+        head.add_row(Text(self._title, style="bold"), bar, Text(f"{step}/{self._total}{left}"))
+        newest = {**(self._row or {}), "validation_loss": self._validation_loss}
+        numbers = "  ".join(_fields(newest)) if self._row else "waiting for the first row"
+        return Group(head, Text(numbers, style="dim"))
+
+
+class _Eta:
+    """Seconds left, by the wall clock between rows and by the rows' own throughput, whichever is longer.
+
+    The clock knows of evaluations and saves. Throughput knows the truth where a run that has been going for a while
+    is joined, and its old rows arrive all at once.
+    """
+
+    def __init__(self, total_steps: int, clock: Callable[[], float]) -> None:
+        self._total, self._clock = total_steps, clock
+        self._first: tuple[float, float] | None = None
+        self._seconds: float | None = None
+
+    def take(self, row: Row) -> None:
+        step, now = float(row["step"] or 0), self._clock()
+        estimates = []
+        if self._first is None or step < self._first[1]:
+            self._first = now, step
+        elif step > self._first[1]:
+            estimates.append((now - self._first[0]) / (step - self._first[1]))
+        tokens, speed = row.get("tokens"), row.get("tokens_per_second")
+        if tokens and speed and step:
+            estimates.append(tokens / step / speed)
+        if step >= self._total:
+            self._seconds = None
+        elif estimates:
+            self._seconds = max(estimates) * (self._total - step)
+
+    def seconds(self) -> float | None:
+        return self._seconds
+
+
+def _fields(row: Row) -> list[str]:
+    """The numbers of a row for reading; what is always there first, so that lines align."""
+    fields = [
+        f"loss {_number(row.get('loss'))}",
+        f"grad norm {_number(row.get('grad_norm'))}",
+        f"lr {_scientific(row.get('lr'))}",
+        f"{_short(row.get('tokens_per_second')):>6} tokens/s",
+    ]
+    memory, mfu, validation = row.get("memory"), row.get("mfu"), row.get("validation_loss")
+    if memory is not None:
+        fields.append(f"{memory:5.2f} GiB")
+    if mfu is not None:
+        fields.append(f"MFU {100 * mfu:4.1f} %")
+    if validation is not None:
+        fields.append(f"validation loss {_number(validation)}")
+    return fields
+
+
+def _number(value: Value) -> str:
+    """Six characters, unless it is far too large."""
+    if value is None:
+        return f"{'-':>6}"
+    return f"{value:6.4f}" if abs(value) < 9.99995 else f"{value:6.3f}" if abs(value) < 99.9995 else f"{value:6.4g}"
+
+
+def _scientific(value: Value) -> str:
+    return f"{'-':>8}" if value is None else f"{value:8.2e}"
+
+
+def _short(value: Value) -> str:
+    """A large number in at most six characters: 950, 12.3k, 1.25M."""
+    if value is None:
+        return "-"
+    for scale, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= scale:
+            return f"{value / scale:.4g}{letter}"
+    return f"{value:.0f}"
+
+
+def _duration(seconds: float) -> str:
+    text = str(timedelta(seconds=round(seconds)))
+    return text.removeprefix("0:")

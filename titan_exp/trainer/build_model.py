@@ -1,0 +1,156 @@
+"""From an experiment to a model on this rank's device, ready to train."""
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.layout import pipeline_microbatches, reshard_policy
+from titan_exp.config.layout.pipeline_stages import pipeline_splits_backward, stage_layers, stage_placement
+from titan_exp.config.layout.schedule_timeline import timeline
+from titan_exp.models.build import build_model, flops_per_token, initial_table, parameter_count
+from titan_exp.ops.attention.sdpa import choose_backend
+from titan_exp.parallel.apply import parallelize
+from titan_exp.parallel.fsdp.all_gather_hooks import gather_otherwise
+from titan_exp.parallel.fsdp.apply import require_modules
+from titan_exp.parallel.mesh import Mesh
+from titan_exp.parallel.meta_init import copy_initial_weights, draw_initial_weights, materialize
+from titan_exp.parallel.pipeline_parallel.runtime import Hidden, Pipeline
+from titan_exp.parallel.pipeline_parallel.schedule_actions import training_orders
+from titan_exp.parallel.pipeline_parallel.split import cut, shared_parameters
+from titan_exp.parallel.pipeline_parallel.stage import Stage, keep_compiled_buffers
+from titan_exp.quantization.quantize import describe, quantize
+from titan_exp.tracking.logging import get_logger
+
+
+class BuiltModel:
+    """A parallel model with its initial weights, and what is known of the whole of it.
+
+    Args:
+        experiment: the run, its layout resolved.
+        mesh: where this process stands among all of them.
+        pretending: within it parameters get their memory, and no values; None makes real ones.
+
+    Raises:
+        UserError: a dotted name cannot be imported; a module that is named does not exist.
+    """
+
+    def __init__(
+        self, experiment: Experiment, mesh: Mesh, *, pretending: AbstractContextManager[Any] | None = None
+    ) -> None:
+        backend = choose_backend(
+            experiment.model.attention_backend,
+            mesh.device,
+            head_dim=experiment.model.head_dim,
+            bf16=experiment.training.mixed_precision == "bf16",
+            documents=experiment.data.document_mask,
+            parts=experiment.parallelism.cp > 1 and experiment.parallelism.cp_method != "ulysses",
+        )
+        build = functools.partial(
+            build_model, experiment.model, seq_len=experiment.training.seq_len, attention_backend=backend
+        )
+        with torch.device("meta"):
+            model = build()
+        self.parameters = parameter_count(model)
+        """Number of parameters of the whole model."""
+        self.flops_per_token = flops_per_token(model, experiment.training.seq_len)
+        """Operations of a training step per token."""
+        require_modules(model, experiment.training.fp32_modules)
+        recipe = describe(model, experiment.quantization, layers=experiment.model.layers, device=mesh.device)
+        self.module: nn.Module = model
+        """The whole model; with a pipeline, on the meta device."""
+        self.pipeline: Pipeline | None = None
+        """This rank's stages, where there is a pipeline."""
+        get_logger().info(
+            "%s: %s parameters, attention by %s on %s",
+            experiment.model.name,
+            f"{self.parameters:,}",
+            backend,
+            mesh.device.type,
+        )
+        if recipe is not None:
+            get_logger().info("quantization: %s", recipe)
+        if mesh.stages is None:
+            _make_real(model, build, experiment, mesh, pretending)
+        else:
+            self.pipeline = _build_pipeline(model, build, experiment, mesh, pretending)
+
+
+def _build_pipeline(
+    whole: nn.Module,
+    build: Callable[[], nn.Module],
+    experiment: Experiment,
+    mesh: Mesh,
+    pretending: AbstractContextManager[Any] | None,
+) -> Pipeline:
+    parallelism = experiment.parallelism
+    layers, placement = stage_layers(experiment), stage_placement(experiment)
+    microbatches, last = pipeline_microbatches(experiment), len(layers) - 1
+    assert mesh.stages is not None, "there is a pipeline"
+    if pipeline_splits_backward(parallelism):
+        keep_compiled_buffers()
+    stages, shared = [], shared_parameters(whole)
+    for number, rank in enumerate(placement):
+        if rank != mesh.stages.rank():
+            continue
+        with torch.device("meta"):
+            module = build()
+        cut(module, layers[number], first=number == 0, last=number == last)
+        _make_real(module, build, experiment, mesh, pretending)
+        stages.append(
+            Stage(
+                number,
+                number == last,
+                module,
+                shared=shared if number == 0 else (),
+                copied=shared if number == last else (),
+            )
+        )
+    counts = [len(its) for its in layers]
+    orders = training_orders(parallelism.pp_schedule, parallelism.pp, len(layers), microbatches)
+    get_logger().info(
+        "pipeline: %s, %d stages of %s layers, %d micro-batches of %d sequences, bubble %.0f %%",
+        parallelism.pp_schedule,
+        len(layers),
+        ", ".join(map(str, counts if len(set(counts)) > 1 else counts[:1])),
+        microbatches,
+        Hidden.of(experiment, mesh.device).shape[0],
+        100 * timeline(orders).bubble,
+    )
+    return Pipeline(
+        stages,
+        orders,
+        placement,
+        mesh.stages,
+        Hidden.of(experiment, mesh.device),
+        keep_gathered=reshard_policy(parallelism) == "never",
+    )
+
+
+def _make_real(
+    module: nn.Module,
+    build: Callable[[], nn.Module],
+    experiment: Experiment,
+    mesh: Mesh,
+    pretending: AbstractContextManager[Any] | None,
+) -> None:
+    """Make a whole model, or a stage of one, parallel, and give it its initial weights."""
+    table = initial_table(module)
+    quantize(module, experiment.quantization, layers=experiment.model.layers, device=mesh.device)
+    parallelize(module, experiment, mesh)
+    with pretending or nullcontext():
+        materialize(module, mesh.device, cpu_offload=experiment.parallelism.cpu_offload)
+    if experiment.quantization.float8_all_gather:
+        from titan_exp.quantization.float8_all_gather import float8_form
+
+        gather_otherwise(module, float8_form)
+    if pretending is not None:
+        return
+    if table is not None:
+        draw_initial_weights(module, table, experiment.experiment.seed)
+    else:
+        copy_initial_weights(module, build, experiment.experiment.seed)

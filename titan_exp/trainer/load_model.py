@@ -1,0 +1,107 @@
+"""A model with weights from any format, whole or this rank's part of it, for what comes after training."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from titan_exp.checkpoint.formats.open import Source
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.machine.attention_backends import ON_CPU
+from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.data.tokenizers.base import ByteTokenizer, Tokenizer
+from titan_exp.models.build import build_model
+from titan_exp.ops.attention.flash_attention import runs_here
+from titan_exp.ops.attention.sdpa import choose_backend
+from titan_exp.parallel.meta_init import local, materialize, part_of
+
+Rows = Mapping[str, Sequence[slice]]
+"""Rows of a parameter of the source that, one after the other, are this rank's parameter of that name."""
+
+
+@torch.no_grad()
+def load_source(
+    source: Source,
+    device: torch.device,
+    *,
+    seq_len: int,
+    documents: bool = False,
+    dtype: torch.dtype = torch.float32,
+    divide: Callable[[nn.Module], Rows] | None = None,
+    parts: bool = False,
+) -> nn.Module:
+    """Build the model of a source, and read its weights, a tensor at a time; of a divided one this rank's parts alone.
+
+    Args:
+        source: the weights.
+        device: where to.
+        seq_len: longest sequence in tokens that the model will see.
+        documents: whether it will be given document numbers.
+        dtype: of the weights.
+        divide: makes the model, on the meta device, this rank's part of it, and returns which rows parameters hold
+            that are no DTensors but parts nevertheless.
+        parts: whether ranks will share sequences by exchanging keys and values.
+    """
+    # Weights do not depend on the kernel that they were trained with, which may not run here.
+    trained_with = source.model.attention_backend
+    here = runs_here(trained_with, device) and (device.type != "cpu" or trained_with in ON_CPU)
+    backend = choose_backend(
+        trained_with if here else "auto",
+        device,
+        head_dim=source.model.head_dim,
+        bf16=dtype == torch.bfloat16,
+        documents=documents,
+        parts=parts,
+    )
+    with torch.device("meta"):
+        model = build_model(source.model, seq_len=seq_len, attention_backend=backend)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    rows = {} if divide is None else divide(model)
+    materialize(model, device)
+    for name, tensor in model.state_dict().items():
+        if name not in source.parameters.shapes:
+            raise UserError(f"{source.path} holds no {name}, which the model {source.model.name} has.")
+        if name in rows:
+            tensor.copy_(torch.cat([source.parameters.read(name, these) for these in rows[name]]))
+            continue
+        part = part_of(tensor)
+        if 0 not in part.size:
+            window = [slice(start, start + size) for start, size in zip(part.start, part.size, strict=True)]
+            # Of stacked matrices a store cuts the first two dims.
+            local(tensor).copy_(source.parameters.read(name, *window[:2])[(..., *window[2:])])
+    return model.eval()
+
+
+def tokenizer_of(source: Source) -> Tokenizer:
+    """The tokenizer of a source.
+
+    Raises:
+        UserError: nothing says which, or it cannot be read.
+    """
+    if source.tokenizer == "bytes":
+        return ByteTokenizer()
+    if source.tokenizer is None:
+        raise UserError(
+            f"{source.path} has no tokenizer beside its weights. Put its tokenizer.json there, or name a run folder."
+        )
+    from titan_exp.data.tokenizers.huggingface import HuggingFaceTokenizer
+
+    return HuggingFaceTokenizer(source.tokenizer)
+
+
+def training_length(path: Path, source: Source) -> int:
+    """Sequence length in tokens of the run that the weights are from; the model's context where it is unknown."""
+    for folder in (path, path.parent.parent):
+        if source.format == "dcp" and (folder / "config.yaml").is_file():
+            return load_experiment(folder / "config.yaml").training.seq_len
+    return source.model.context
+
+
+def describe(path: Path, source: Source) -> str:
+    """A source in a few words."""
+    if source.format == "dcp" and source.path.name.startswith("step-"):
+        step = int(source.path.name.removeprefix("step-"))
+        return f"{source.model.name} after step {step} of {path if path != source.path else path.parent.parent}"
+    return str(source.path)

@@ -1,0 +1,158 @@
+"""What a run says of itself while it trains: rows of metrics, heartbeat, speed and memory."""
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.parallel.mesh import Mesh
+from titan_exp.tracking.device_rates import mfu_peak
+from titan_exp.tracking.logging import get_logger
+from titan_exp.tracking.memory_stats import PeakMemory
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.tracking.sinks.build import build_sinks
+from titan_exp.tracking.throughput import Throughput
+from titan_exp.trainer.profiling.compile_cache import cache_of
+from titan_exp.trainer.profiling.compile_report import CompileReport
+from titan_exp.trainer.profiling.slow_option_warnings import MemoryToSpare
+from titan_exp.trainer.profiling.step_times import OwnTimes, StepTimes
+from titan_exp.trainer.profiling.stragglers import ROWS, Stragglers
+from titan_exp.trainer.train_step import StepResult
+
+
+class Report:
+    """Collects numbers over the ranks and hands them to the sinks on rank 0.
+
+    Args:
+        experiment: the run.
+        folder: its folder.
+        mesh: whose ranks take part.
+        flops_per_token: operations of a training step per token.
+        first_step: step that this attempt continues after.
+    """
+
+    def __init__(
+        self, experiment: Experiment, folder: RunFolder, mesh: Mesh, *, flops_per_token: float, first_step: int
+    ) -> None:
+        self.folder, self.mesh = folder, mesh
+        self.last_step = first_step
+        """The last finished step."""
+        self.leader = dist.get_rank() == 0
+        self._silent = False
+        attempts = folder.read_attempts()
+        self.attempt = attempts[-1].attempt if attempts else 1
+        cache = cache_of(folder, experiment)
+        self.peak = mfu_peak(mesh.device, experiment.cluster.peak_tflops, cache) if self.leader else None
+        self.throughput = Throughput(
+            devices=dist.get_world_size(),
+            flops_per_token=flops_per_token,
+            peak_tflops=None if self.peak is None else self.peak.tflops,
+            synchronize=torch.cuda.synchronize if mesh.device.type == "cuda" else _nothing,
+        )
+        self.memory = PeakMemory(mesh.device)
+        self._to_spare = MemoryToSpare(experiment, mesh.device)
+        self.compilation = CompileReport()
+        self.times = StepTimes(mesh.device)
+        self._stragglers = Stragglers(dist.get_world_size() // mesh.world["pp"].size(), mesh.device.type)
+        self.sinks = build_sinks(experiment, folder.path, folder.path.name, self.attempt) if self.leader else []
+
+    def step(self, step: int, tokens: int) -> None:
+        """Count a finished step."""
+        self.last_step = step
+        self.throughput.step(tokens)
+        self.compilation.after("step", step)
+        if self.leader:
+            self._beat(step)
+
+    def log(
+        self,
+        step: int,
+        tokens: int,
+        result: StepResult,
+        *,
+        lr: float,
+        also: Mapping[str, float | int | None],
+    ) -> float:
+        """Write the row of a step; all ranks call it together. Returns the mean loss over the global batch."""
+        if "validation_loss" in also:
+            self.compilation.after("evaluation", step)
+        # Over the CPU, in fp64: the order of ranks does not show in the last digits that are logged.
+        loss, times = self._gather(result.loss.double().cpu())
+        loss /= self.mesh.copies_of_tokens
+        if self.leader:
+            memory = self.memory.read()
+            row = {
+                "step": step,
+                "tokens": tokens,
+                "loss": float(loss),
+                "grad_norm": float(result.grad_norm),
+                "lr": lr,
+                **self.throughput.read(),
+                **memory,
+                **self._step_times(step, times),
+                **also,
+                "attempt": self.attempt,
+            }
+            for sink in self.sinks:
+                sink.log(row)
+            self._to_spare.see(memory["memory_reserved"])
+            self.memory.reset()
+        return float(loss)
+
+    def _gather(self, loss: torch.Tensor) -> tuple[torch.Tensor, list[OwnTimes]]:
+        """The sum of the ranks' losses, and the times of each of them, in one message: every rank fills in its own
+        place, and adds zeros to the others'."""
+        rank, size, fields = dist.get_rank(), dist.get_world_size(), len(dataclasses.fields(OwnTimes))
+        message = torch.zeros(1 + size * fields, dtype=torch.float64)
+        message[0] = loss
+        message[1 + rank * fields :][:fields] = torch.tensor(dataclasses.astuple(self.times.take()))
+        if size > 1:
+            dist.all_reduce(message, group=self.mesh.control)
+        return message[0], [OwnTimes(*times) for times in message[1:].view(size, fields).tolist()]
+
+    def _step_times(self, step: int, times: Sequence[OwnTimes]) -> dict[str, float]:
+        """Keys of a row: seconds of a step over the ranks, waiting included, and of what a rank does by itself."""
+        for straggler in self._stragglers.judge(times):
+            get_logger().warning(
+                "rank %d is slow, for %d rows up to step %d: %s", straggler.rank, ROWS, step, straggler.reason
+            )
+        row = {}
+        for name, values in (("step_time", [each.step for each in times]), ("own_time", [each.own for each in times])):
+            row |= {f"{name}_max": max(values), f"{name}_median": statistics.median(values)}
+        return row
+
+    def close(self, state: str) -> None:
+        """Finish all sinks, saying how the run ended.
+
+        Raises:
+            UserError: the run did not fail, but rows of its metrics could not be written.
+        """
+        if self.leader:
+            self._beat(self.last_step, force=True)
+        for sink in self.sinks:
+            try:
+                sink.close(state)
+            except OSError as error:
+                missing = f"{self.folder.metrics} lacks its last rows ({error.strerror or error})."
+                if state != "failed":
+                    raise UserError(f"{missing} Everything else of the run is there.") from error
+                get_logger().error("%s", missing)
+
+    def _beat(self, step: int, *, force: bool = False) -> None:
+        """A sign of life is worth no run: on a full disk it is missing, and the log says so once."""
+        try:
+            self.folder.beat(step, force=force)
+        except OSError as error:
+            if not self._silent:
+                get_logger().error("%s cannot be written (%s)", self.folder.heartbeat, error.strerror or error)
+            self._silent = True
+        else:
+            self._silent = False
+
+
+def _nothing() -> None:
+    """There is no device to wait for."""

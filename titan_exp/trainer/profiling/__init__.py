@@ -1,0 +1,1 @@
+"""Profiling: traces, memory, stragglers, step times."""

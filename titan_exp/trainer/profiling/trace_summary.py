@@ -1,0 +1,162 @@
+"""A trace in twenty lines: which share of a window went to GEMMs, attention, communication, the optimizer, or nothing.
+
+On CUDA it is the time of kernels on the device's streams; on a CPU that of operators, each without those within it.
+"""
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from torch.autograd import DeviceType
+from torch.profiler import profile
+
+from titan_exp.tracking.run_folder.atomic_write import write_atomically
+from titan_exp.trainer.profiling.kernel_categories import KINDS, TITLES, Kind, kind_of
+from titan_exp.trainer.profiling.overlap import Span, TimeShares, time_shares
+
+LONGEST = 10
+"""Names that a summary lists."""
+IDLE = {"cuda": "idle: no kernel ran", "cpu": "outside operators: Python, waiting"}
+"""What the rest of a window is."""
+
+
+@dataclass(frozen=True)
+class NamedTime:
+    """What one kernel or operator took in a window, over all its calls."""
+
+    name: str
+    """As the profiler has it."""
+    kind: Kind
+    """What it does."""
+    seconds: float
+    """Of the kernels themselves, or of the operators without those within them."""
+    calls: int
+    """How often."""
+
+
+@dataclass(frozen=True)
+class ProfileSummary:
+    """What a window of steps spent its time on, on one rank."""
+
+    device: str
+    """`cuda` or `cpu`: whose time it is."""
+    first_step: int
+    """First step of the window."""
+    last_step: int
+    """Last step of it."""
+    seconds: float
+    """Length of the window; recording makes steps longer, those with small operators most."""
+    shares: dict[str, float]
+    """Of the window, by kind, and `idle`; they add up to 1. Communication is what is exposed."""
+    hidden_communication: float
+    """Share of the window in which communication ran behind computation."""
+    longest: tuple[NamedTime, ...]
+    """Names that took longest."""
+
+    def line(self) -> str:
+        """The shares on one line."""
+        parts = [f"{TITLES[kind]} {_percent(self.shares[kind])}" for kind in KINDS]
+        hidden = f", and {_percent(self.hidden_communication)} hidden" if self.hidden_communication else ""
+        return (
+            f"{', '.join(parts)} (communication exposed{hidden}), {IDLE[self.device]} {_percent(self.shares['idle'])}"
+        )
+
+    def text(self) -> str:
+        """For reading: the shares, then the longest names."""
+        of = "kernels on the device" if self.device == "cuda" else "operators on the CPU, without those within them"
+        lines = [
+            f"steps {self.first_step} to {self.last_step}: {self.seconds:.3f} s, by the time of {of}",
+            "",
+            *(f"  {_percent(self.shares[kind]):>7}  {TITLES[kind]}" for kind in KINDS),
+            f"  {_percent(self.shares['idle']):>7}  {IDLE[self.device]}",
+            "",
+            f"Communication is what was exposed. Behind computation ran another {_percent(self.hidden_communication)}.",
+            "",
+            *(
+                f"  {1e3 * each.seconds:10.3f} ms  {each.calls:6d} x  {TITLES[each.kind]:22s}  {each.name[:120]}"
+                for each in self.longest
+            ),
+        ]
+        return "\n".join(lines) + "\n"
+
+    def write(self, folder: Path, rank: int) -> Path:
+        """Write `summary-rank-*.txt` and `.json`; returns the former."""
+        text = folder / f"summary-rank-{rank:05d}.txt"
+        write_atomically(text, self.text(), durable=False)
+        write_atomically(text.with_suffix(".json"), json.dumps(asdict(self), indent=1) + "\n", durable=False)
+        return text
+
+
+def summarize_profile(profiler: profile, *, device: str, first_step: int, last_step: int) -> ProfileSummary:
+    """What a stopped profiler recorded of some steps.
+
+    Args:
+        profiler: with CUDA's activities, where `device` is `cuda`.
+        device: whose time is divided.
+        first_step: first step of the window.
+        last_step: last step of it.
+    """
+    events = profiler.events() or []
+    spans: list[Span] = []
+    begin, end = float("inf"), 0.0
+    for number, event in enumerate(events):
+        start, stop = float(event.time_range.start), float(event.time_range.end)
+        on_device = event.device_type != DeviceType.CPU
+        if not event.is_async:
+            begin, end = min(begin, start), max(end, stop)
+        if on_device != (device == "cuda"):
+            continue
+        # What is asynchronous on a CPU (gloo's transfers) lies within nothing: a lane of its own.
+        lane = (
+            number if event.is_async else (event.device_index, event.device_resource_id if on_device else event.thread)
+        )
+        annotation = on_device and bool(getattr(event, "is_user_annotation", False))
+        spans.append(Span(event.name, kind_of(event.name), start, stop, lane, runs=not annotation))
+    window = (begin, end) if spans else (0.0, 0.0)
+    return summary_of(spans, window, device=device, first_step=first_step, last_step=last_step)
+
+
+def summary_of(
+    spans: Sequence[Span], window: tuple[float, float], *, device: str, first_step: int, last_step: int
+) -> ProfileSummary:
+    """The summary of spans in microseconds."""
+    found: TimeShares = time_shares(spans, window)
+    length = found.window or 1.0
+    shares: dict[str, float] = {kind: spent / length for kind, spent in found.spent.items()}
+    shares["idle"] = found.idle / length
+    return ProfileSummary(
+        device=device,
+        first_step=first_step,
+        last_step=last_step,
+        seconds=found.window / 1e6,
+        shares=shares,
+        hidden_communication=found.hidden / length,
+        longest=tuple(_longest(spans)),
+    )
+
+
+def _longest(spans: Sequence[Span]) -> list[NamedTime]:
+    own: dict[str, float] = defaultdict(float)
+    calls: dict[str, int] = defaultdict(int)
+    lanes: dict[object, list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.runs:
+            lanes[span.lane].append(span)
+    for lane in lanes.values():
+        outer: list[Span] = []
+        for span in sorted(lane, key=lambda each: (each.begin, -each.end)):
+            while outer and outer[-1].end <= span.begin:
+                outer.pop()
+            own[span.name] += span.end - span.begin
+            calls[span.name] += 1
+            if outer:
+                own[outer[-1].name] -= min(span.end, outer[-1].end) - span.begin
+            outer.append(span)
+    names = sorted(own, key=lambda name: -own[name])[:LONGEST]
+    return [NamedTime(name, kind_of(name), own[name] / 1e6, calls[name]) for name in names]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.1f} %"

@@ -1,0 +1,47 @@
+"""What every rank process runs: a path in, an exit code out. Nothing is composed here."""
+
+import os
+import sys
+import time
+
+import torch.distributed as dist
+
+from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.tracking.logging import configure, get_logger
+from titan_exp.tracking.run_folder.heartbeat import PROGRESS
+from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
+from titan_exp.tracking.run_folder.state import STOPPED
+from titan_exp.trainer.distributed import joined
+from titan_exp.trainer.profiling.compile_cache import keep_compiled_code
+from titan_exp.trainer.profiling.oom_report import memory_explained
+from titan_exp.trainer.trainer import Trainer
+
+
+def main(run_folder: str) -> None:
+    """Train the run in `run_folder` on this rank, from its newest checkpoint to the end.
+
+    Raises:
+        SystemExit: with `STOPPED`, after saving, where a stop was asked for.
+    """
+    folder = RunFolder(run_folder)
+    experiment = load_experiment(folder.config)
+    configure(int(os.environ.get("RANK", "0")), folder.logs)
+    keep_compiled_code(folder, experiment)
+    with joined(experiment.cluster) as device:
+        trainer: Trainer | None = None
+        with memory_explained(experiment, folder.traces, device, lambda: trainer):
+            trainer = Trainer(experiment, folder, device)
+            if dist.get_rank() == 0:
+                try:
+                    folder.write_state(RunState("running", trainer.step, time.time(), trainer.report.attempt, None))
+                except OSError as error:
+                    get_logger().error("%s cannot be written (%s)", folder.state, error.strerror or error)
+            state = "failed"
+            try:
+                state = "done" if trainer.run() else "preempted"
+            finally:
+                with PROGRESS.phase("the end"):
+                    trainer.report.close(state)
+    if state == "preempted":
+        get_logger().info("stopped after step %d, saved", trainer.step)
+        sys.exit(STOPPED)

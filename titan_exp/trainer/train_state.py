@@ -1,0 +1,64 @@
+"""What a step needs, put together: mesh, parallel model, loss, optimizer. The trainer and the planner share it, so that
+what is predicted is what runs."""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.optim.build import build_optimizer
+from titan_exp.parallel.mesh import Mesh, build_mesh
+from titan_exp.parallel.tensor_parallel.apply import vocabulary_part
+from titan_exp.trainer.build_model import BuiltModel
+from titan_exp.trainer.cuda_graphs.capture import CudaRecorder
+from titan_exp.trainer.cuda_graphs.graphed_model import ReplayedModel
+from titan_exp.trainer.forward_backward import Model, WholeModel
+from titan_exp.trainer.loss import TokenLoss
+from titan_exp.trainer.pipeline_forward_backward import PipelinedModel
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """One rank's part of a run, before its first step."""
+
+    mesh: Mesh
+    """Where this process stands among all of them."""
+    built: BuiltModel
+    """The parallel model, and what is known of the whole of it."""
+    model: Model
+    """The model as a step takes it."""
+    optimizer: torch.optim.Optimizer
+    """Over this rank's parameters."""
+
+
+def assemble(
+    experiment: Experiment, device: torch.device, *, pretending: AbstractContextManager[Any] | None = None
+) -> Assembly:
+    """Build everything that `train_step` takes but the batches.
+
+    Args:
+        experiment: the run, its layout resolved.
+        device: this process's device.
+        pretending: within it parameters get their memory, and no values.
+
+    Raises:
+        UserError: a dotted name cannot be imported; a module that is named does not exist.
+    """
+    mesh = build_mesh(experiment.parallelism, device)
+    built = BuiltModel(experiment, mesh, pretending=pretending)
+    divided = experiment.parallelism.loss_parallel
+    words = vocabulary_part(mesh, experiment.model.vocab_size) if divided else None
+    token_loss = TokenLoss.of(experiment.training, experiment.compile, words)
+    model = _model(experiment, built, token_loss, mesh)
+    return Assembly(mesh, built, model, build_optimizer(experiment.optimizer, model.parameters()))
+
+
+def _model(experiment: Experiment, built: BuiltModel, token_loss: TokenLoss, mesh: Mesh) -> Model:
+    if built.pipeline is not None:
+        return PipelinedModel(built.pipeline, token_loss, mesh)
+    if experiment.compile.cuda_graphs:
+        dtype = torch.bfloat16 if experiment.training.mixed_precision == "bf16" else torch.float32
+        return ReplayedModel(built.module, token_loss, mesh, CudaRecorder(mesh.device), dtype=dtype)
+    return WholeModel(built.module, token_loss, mesh)

@@ -1,0 +1,247 @@
+"""The trainer: builds everything a run needs on this rank, continues from the newest checkpoint, and trains."""
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from titan_exp.checkpoint.checkpointer import Checkpointer
+from titan_exp.checkpoint.formats.hf_sharded_load import read_huggingface_into
+from titan_exp.checkpoint.formats.sharded_hf_export import RunExports
+from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
+from titan_exp.checkpoint.remote.remote_run import RemoteRun
+from titan_exp.checkpoint.state_dict import WEIGHTS_ONLY
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.layout import gradient_accumulation, micro_batch_size
+from titan_exp.config.paths.checkpoint_paths import huggingface_folder
+from titan_exp.config.schema.config_diff import differences
+from titan_exp.config.schema.typed_config import to_dict
+from titan_exp.data.train_loader import TrainLoader
+from titan_exp.data.validation_loader import ValidationLoader
+from titan_exp.optim.lr_schedule import LRSchedule
+from titan_exp.tracking.logging import get_logger
+from titan_exp.tracking.run_folder.heartbeat import PROGRESS
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+from titan_exp.trainer.determinism import seed_step, set_deterministic
+from titan_exp.trainer.forward_backward import Model
+from titan_exp.trainer.gc import GarbageCollection
+from titan_exp.trainer.metrics import Report
+from titan_exp.trainer.profiling.compile_cache import cache_of
+from titan_exp.trainer.profiling.memory_snapshot import MemorySnapshot
+from titan_exp.trainer.profiling.profiler import ProfileWindow
+from titan_exp.trainer.profiling.roofline_note import note_roofline
+from titan_exp.trainer.profiling.slow_option_warnings import note_slower
+from titan_exp.trainer.train_state import assemble
+from titan_exp.trainer.train_step import StepResult, agree, train_step
+from titan_exp.trainer.validate import evaluate_sources
+
+
+class Diverged(RuntimeError):
+    """Loss or gradients are no longer finite."""
+
+
+class Trainer:
+    """One rank's part of a run. All ranks construct it and call `run` together.
+
+    Args:
+        experiment: the run, its layout resolved.
+        folder: the run folder.
+        device: this process's device.
+
+    Raises:
+        UserError: the data or a dotted name cannot be had; the corpus is not the one that the run began with.
+    """
+
+    def __init__(self, experiment: Experiment, folder: RunFolder, device: torch.device) -> None:
+        training = experiment.training
+        self.experiment, self.folder = experiment, folder
+        set_deterministic(training.deterministic)
+        watched: dict[str, Any] = {"rank": dist.get_rank(), "device": device}
+        self.memory = MemorySnapshot(experiment.profiling.memory_step, folder.traces, **watched)
+        parts = assemble(experiment, device)
+        note_slower(experiment)
+        self.mesh, built, self.optimizer = parts.mesh, parts.built, parts.optimizer
+        self.model: Model = parts.model
+        self.schedule = LRSchedule(experiment.lr_schedule, peak=experiment.optimizer.lr, steps=training.steps)
+        shares: dict[str, Any] = {
+            "dp_rank": self.mesh.data_rank,
+            "dp_degree": self.mesh.data_degree,
+            "micro_batch_size": micro_batch_size(experiment),
+        }
+        self.loader = TrainLoader(experiment, **shares, pin_memory=device.type == "cuda")
+        self.validation = ValidationLoader(experiment, **shares) if training.evaluate_every else None
+        self.accumulation = gradient_accumulation(experiment)
+        remote = experiment.checkpoint.remote
+        self.checkpointer = Checkpointer(
+            experiment.checkpoint,
+            folder.checkpoints,
+            remote=None if remote is None else RemoteRun(remote, experiment.experiment.name, folder.path.name),
+        )
+        self.exports = RunExports(experiment, folder.export, self.mesh)
+        self.step = self.tokens = 0
+        self._restore()
+        self.refresh_scales = self._weight_scales()
+        self.refresh_scales()
+        self.flops_per_token = built.flops_per_token
+        self.report = Report(experiment, folder, self.mesh, flops_per_token=self.flops_per_token, first_step=self.step)
+        self.profile = ProfileWindow(experiment.profiling, folder.traces, first_step=self.step, **watched)
+
+    def run(self) -> bool:
+        """Train to the last step. Returns False where a stop was asked for; the state is saved either way.
+
+        Raises:
+            Diverged: the loss is not finite and the configuration says to stop then.
+            UserError: the last state could not be saved, or not exported.
+        """
+        collection = GarbageCollection(self.experiment.training.gc_every)
+        stop = False
+        PROGRESS.begin(self.step)
+        with contextlib.closing(self.loader), contextlib.closing(collection), contextlib.closing(self.checkpointer):
+            while self.step < self.experiment.training.steps and not stop:
+                stop = self._one_step()
+                collection.step(self.step)
+            self._save()
+            with PROGRESS.phase("the last checkpoint"):
+                self.checkpointer.wait()
+                exported = not self._is_over or self._export()
+                self.checkpointer.finish_uploads(stopped=not self._is_over)
+        note_roofline(self.experiment, self.folder, self.report, self.flops_per_token, self.optimizer)
+        if self.experiment.checkpoint.mode != "off" and self.checkpointer.durable != self.step:
+            raise UserError(
+                f"The state after step {self.step} could not be saved; the log says why. Make room and start the run "
+                "again: it continues from its newest complete checkpoint."
+            )
+        if not exported:
+            raise UserError(
+                f"The weights after step {self.step} could not be exported; the log says why. Make room and start the "
+                "run again: it exports them then."
+            )
+        return self._is_over
+
+    def _one_step(self) -> bool:
+        """Train, and do what is due after the step; returns whether to stop."""
+        experiment, step = self.experiment, self.step + 1
+        times = self.report.times
+        times.begin()
+        self.profile.before(step)
+        self.memory.before(step)
+        seed_step(experiment.experiment.seed, step, self.mesh.data_rank, self.mesh.device)
+        with times.loading():
+            batches = [next(self.loader) for _ in range(self.accumulation)]
+        tokens, stop, save = agree(
+            batches, self.mesh, stop=self.folder.stop_requested(), save=self.checkpointer.time_is_up()
+        )
+        with times.computing():
+            result = train_step(
+                self.model,
+                self.optimizer,
+                batches,
+                tokens=tokens,
+                lr=self.schedule(step),
+                max_grad_norm=experiment.training.max_grad_norm,
+                mesh=self.mesh,
+            )
+        self.refresh_scales()
+        self.step, self.tokens = step, self.tokens + tokens
+        times.end()
+        self.profile.after(step)
+        self.memory.after(step, self.model.parts, self.optimizer, self.report.memory.read)
+        self.report.step(step, tokens)
+        PROGRESS.step(step)
+        self._after_step(result, stop=stop, save=save or self.checkpointer.due(step))
+        return stop
+
+    def _after_step(self, result: StepResult, *, stop: bool, save: bool) -> None:
+        """Evaluate, log, save: in this order, so that a checkpoint never outlives the rows that lead to it."""
+        training, step = self.experiment.training, self.step
+        last = step == training.steps
+        numbers: dict[str, float | int | None] = {}
+        if self.validation is not None and (last or step % training.evaluate_every == 0):
+            with PROGRESS.phase("the evaluation"), self.report.throughput.pause("evaluation"):
+                numbers |= evaluate_sources(self.model, self.validation.sources, self.mesh)
+        if numbers or last or stop or save or step % self.experiment.tracking.log_every == 0:
+            numbers |= {**self.loader.epoch_row(), **self.checkpointer.take_times()}
+            loss = self.report.log(step, self.tokens, result, lr=self.schedule(step), also=numbers)
+            self._check_finite(loss, float(result.grad_norm))
+        self.checkpointer.poll()
+        if save:
+            self._save()
+        if self.exports.due(step) and not last:
+            self._export()
+
+    def _export(self) -> bool:
+        with PROGRESS.phase("the export"), self.report.throughput.pause("export"):
+            return self.exports.write(self.step, self.model.parts)
+
+    def _save(self) -> None:
+        with PROGRESS.phase("the checkpoint"), self.report.throughput.pause("checkpoint"):
+            self.checkpointer.save(
+                self.step,
+                self.model.parts,
+                self.optimizer,
+                self.loader.state_dict(),
+                {"step": self.step, "tokens": self.tokens, "config": to_dict(self.experiment)},
+                weights_only=self._is_over and self.experiment.checkpoint.last == "weights",
+            )
+
+    @property
+    def _is_over(self) -> bool:
+        return self.step >= self.experiment.training.steps
+
+    def _restore(self) -> None:
+        step = self.checkpointer.latest()
+        if step is None:
+            self._begin_with_weights()
+            return
+        restored = self.checkpointer.load(step, self.model.parts, self.optimizer)
+        self.step, self.tokens = restored.progress["step"], restored.progress["tokens"]
+        if not restored.progress.get(WEIGHTS_ONLY):
+            self.loader.load_state_dict(restored.data)
+        elif not self._is_over:
+            raise UserError(
+                f"{self.checkpointer.folder.at(step)} holds weights only (checkpoint.last=weights), so that training "
+                f"cannot go on after step {step}. A new run begins with them: checkpoint.initial={self.folder.path}"
+            )
+        get_logger().info("continuing after step %d", self.step)
+        changed = differences(restored.progress.get("config"), to_dict(self.experiment))
+        if changed:
+            get_logger().info("changed since that checkpoint; what holds is the new one:%s", "".join(changed))
+
+    def _weight_scales(self) -> Callable[[], None]:
+        """What computes the scales of quantized weights anew once those have changed."""
+        if not self.experiment.quantization.precomputed_scales:
+            return _nothing
+        from titan_exp.quantization.weight_scales import WeightScales
+
+        low = torch.bfloat16 if self.experiment.training.mixed_precision == "bf16" else torch.float32
+        return WeightScales(self.model.parts, self.mesh.weight_groups, low).refresh
+
+    def _begin_with_weights(self) -> None:
+        """Where the configuration says so, replace the weights that were drawn by those of another run or tool."""
+        config = self.experiment.checkpoint
+        if config.initial is None:
+            return
+        place = str(local_copy(config.initial, cache=cache_of(self.folder, self.experiment) / "remote"))
+        folder = huggingface_folder(place)
+        if folder is None:
+            self.checkpointer.load_initial(self.model.parts, place)
+            return
+        for part in self.model.parts:
+            read_huggingface_into(part, self.experiment.model, folder, config.initial_exclude)
+        get_logger().info("weights from %s", folder)
+
+    def _check_finite(self, loss: float, grad_norm: float) -> None:
+        if self.experiment.training.stop_on_nonfinite and not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise Diverged(
+                f"step {self.step}: loss {loss}, gradient norm {grad_norm}. The last checkpoint is from before. "
+                "A lower optimizer.lr or a longer lr_schedule.warmup_steps may help; "
+                "training.stop_on_nonfinite=false trains on."
+            )
+
+
+def _nothing() -> None:
+    """There are no scales to compute."""

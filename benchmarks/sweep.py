@@ -28,7 +28,7 @@ from titan_exp.config.study.study_file import read_study
 from titan_exp.launch.provenance.provenance import read_scene
 from titan_exp.launch.run_plan import commit, plan
 from titan_exp.launch.state.run_lookup import find
-from titan_exp.launch.sweep.fast_compose import Composer
+from titan_exp.launch.sweep.fast_compose import FastCompose
 from titan_exp.launch.sweep.sweep_memory import foreseen
 from titan_exp.launch.sweep.sweep_plan import Point, SweepPlan, plan_points
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
@@ -66,7 +66,7 @@ def time_planning(folder: Path, count: int) -> None:
     file.write_text(STUDY.format(rates=rates, decays=decays, schedules=", ".join(schedules), runs=runs))
     register_resolvers()
     with initialize_config_dir(str(CONF_DIR), **HYDRA_VERSION):
-        composer = Composer(
+        composer = FastCompose(
             lambda overrides: hydra_compose(CONFIG_NAME, [*standing_overrides(), *overrides]), OverridesParser.create()
         )
         with timed(f"{count:4d} points: plan"):
@@ -81,7 +81,7 @@ def time_planning(folder: Path, count: int) -> None:
                 commit(one.plan, scene)
 
 
-def planned(file: Path, composer: Composer) -> SweepPlan:
+def planned(file: Path, composer: FastCompose) -> SweepPlan:
     """What the sweeper does with a study."""
     points = [Point(point.overrides, point.label) for point in study_points(read_study(file), "")]
     return plan_points(points, lambda point: to_experiment(composer(point.overrides)), skip=True)

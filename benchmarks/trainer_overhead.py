@@ -31,8 +31,8 @@ from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment, to_yaml
 from titan_exp.data.sources.base import build_source
-from titan_exp.models.build import build_model, initial_table
-from titan_exp.parallel.meta_init import draw_initial_weights, materialize
+from titan_exp.models.build import build_model, init_specs
+from titan_exp.parallel.meta_init import init_weights, materialize_parameters
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer import train_step as trainer_step
 from titan_exp.trainer import trainer as trainer_module
@@ -52,10 +52,10 @@ def plain(steps: int) -> dict[str, Any]:
     training = run.training
     with torch.device("meta"):
         model = build_model(run.model, seq_len=training.seq_len, attention_backend="flash")
-    materialize(model, torch.device("cpu"))
-    table = initial_table(model)
+    materialize_parameters(model, torch.device("cpu"))
+    table = init_specs(model)
     assert table is not None
-    draw_initial_weights(model, table, run.experiment.seed)
+    init_weights(model, table, run.experiment.seed)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=run.optimizer.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
     )

@@ -244,16 +244,16 @@ def batches(job: Job) -> Iterator[Any]:
 
 def stand_in(job: Job) -> dict[str, Any]:
     """For the smoke run: a plain loop around our model, in torchtitan's place."""
-    from titan_exp.models.build import build_model, initial_table
-    from titan_exp.parallel.meta_init import draw_initial_weights, materialize
+    from titan_exp.models.build import build_model, init_specs
+    from titan_exp.parallel.meta_init import init_weights, materialize_parameters
 
     run, clock = job.experiment(), Clock(job.warmup)
     with torch.device("meta"):
         model = build_model(run.model, seq_len=run.training.seq_len, attention_backend="flash")
-    materialize(model, torch.device("cpu"))
-    table = initial_table(model)
+    materialize_parameters(model, torch.device("cpu"))
+    table = init_specs(model)
     assert table is not None
-    draw_initial_weights(model, table, run.experiment.seed)
+    init_weights(model, table, run.experiment.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     for _, batch in zip(range(job.steps), batches(job), strict=False):
         loss = F.cross_entropy(model(batch.tokens).flatten(0, 1), batch.labels.flatten())

@@ -44,7 +44,7 @@ class TitanExpSweeper(Sweeper):
         from titan_exp.config.groups.experiment import Experiment
         from titan_exp.config.schema.typed_config import to_experiment
         from titan_exp.config.study.study_file import read_study
-        from titan_exp.launch.sweep.fast_compose import Composer
+        from titan_exp.launch.sweep.fast_compose import FastCompose
         from titan_exp.launch.sweep.options import asked_now
         from titan_exp.launch.sweep.shipped_study import OpenStudy
         from titan_exp.launch.sweep.sweeper import Point, points, sweep
@@ -53,7 +53,7 @@ class TitanExpSweeper(Sweeper):
         assert self.config is not None
         loader, config = self.hydra_context.config_loader, self.config
         parser = OverridesParser.create(config_loader=loader)
-        composer = Composer(lambda overrides: loader.load_sweep_config(config, overrides), parser)
+        composer = FastCompose(lambda overrides: loader.load_sweep_config(config, overrides), parser)
 
         def compose(point: Point) -> Experiment:
             try:

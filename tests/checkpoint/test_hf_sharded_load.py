@@ -12,7 +12,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.models.build import build_model
 from titan_exp.parallel.apply import parallelize
 from titan_exp.parallel.mesh import build_mesh
-from titan_exp.parallel.meta_init import materialize
+from titan_exp.parallel.meta_init import materialize_parameters
 from titan_exp.trainer.distributed import joined_process_group
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ def read_sharded(name: str, folder: str, layout: list[str]) -> tuple[dict[str, t
         with torch.device("meta"):
             model = build_model(kind(name), seq_len=64, attention_backend="math")
         parallelize(model, made, build_mesh(made.parallelism, CPU))
-        materialize(model, CPU)
+        materialize_parameters(model, CPU)
         read_huggingface_into(model, kind(name), Path(folder))
         own = sum(it.to_local().numel() if isinstance(it, DTensor) else it.numel() for it in model.parameters())
         whole = {

@@ -12,7 +12,7 @@ from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.launch.executor import Look, Submission
 from titan_exp.launch.run_plan import Plan, plan
-from titan_exp.launch.slurm.executor import SlurmBackend
+from titan_exp.launch.slurm.executor import SlurmExecutor
 from titan_exp.tracking.run_folder.attempts import Attempt
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
@@ -25,7 +25,7 @@ class Submitting:
     """What a user of the cluster does, with the runs below one folder."""
 
     def __init__(self, slurm: Slurm, runs: Path) -> None:
-        self.slurm, self.runs, self.backend = slurm, runs, SlurmBackend()
+        self.slurm, self.runs, self.backend = slurm, runs, SlurmExecutor()
         self.said: list[str] = []
 
     def plan(self, *overrides: str) -> Plan:

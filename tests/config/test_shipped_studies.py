@@ -12,7 +12,7 @@ from titan_exp.config.hydra.resolvers import register_resolvers
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.config.study.points import baseline_of, study_points
 from titan_exp.config.study.study_file import SWEEPS_DIR, read_study
-from titan_exp.launch.sweep.fast_compose import Composer
+from titan_exp.launch.sweep.fast_compose import FastCompose
 from titan_exp.rules import violations
 
 STUDIES = sorted(SWEEPS_DIR.glob("*.yaml"))
@@ -24,7 +24,7 @@ def test_every_point_can_run_at_every_size(path: Path, tmp_path: Path):
     assert list(study.sizes) == ["laptop", "cluster"]
     register_resolvers()
     with initialize_config_dir(str(CONF_DIR), **HYDRA_VERSION):
-        compose = Composer(
+        compose = FastCompose(
             lambda overrides: hydra_compose(CONFIG_NAME, [*standing_overrides(), *overrides]), OverridesParser.create()
         )
         for size in study.sizes:

@@ -7,7 +7,7 @@ import pytest
 
 from tests.data.corpora import OwnTable, experiment
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.data.epoch_shuffle import EpochOrder
+from titan_exp.data.epoch_shuffle import EpochShuffle
 from titan_exp.data.sources.indexed_stream import RandomAccessStream, TokenizedDocuments
 from titan_exp.data.tokenizers.base import ByteTokenizer
 
@@ -16,7 +16,7 @@ CONFIG = experiment().data
 
 def streams(source, shards: int, seed: int = 0) -> list[RandomAccessStream]:
     documents = TokenizedDocuments(source, ByteTokenizer())
-    order = EpochOrder(len(source), seed)
+    order = EpochShuffle(len(source), seed)
     return [RandomAccessStream(documents, order, shard=shard, shards=shards) for shard in range(shards)]
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.data.corpora import OwnTable, experiment, text
-from titan_exp.data.epoch_shuffle import EpochOrder
+from titan_exp.data.epoch_shuffle import EpochShuffle
 from titan_exp.data.packing import PackedShard
 from titan_exp.data.sources.indexed_stream import RandomAccessStream, TokenizedDocuments
 from titan_exp.data.tokenizers.base import ByteTokenizer
@@ -30,7 +30,7 @@ def stream(
     *, documents: int = 30, shards: int = 4, shard: int = 1, tokenizer: ByteTokenizer = BYTES
 ) -> RandomAccessStream:
     source = TokenizedDocuments(OwnTable(CONFIG, documents=documents), tokenizer)
-    return RandomAccessStream(source, EpochOrder(documents, 0), shard=shard, shards=shards)
+    return RandomAccessStream(source, EpochShuffle(documents, 0), shard=shard, shards=shards)
 
 
 def expected(tokens: int, **which: Any) -> list[int]:

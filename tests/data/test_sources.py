@@ -13,7 +13,7 @@ from titan_exp.data.sources.base import (
     fingerprint,
 )
 from titan_exp.data.sources.python_stdlib import PythonStdlib
-from titan_exp.data.sources.split_files import DividedFiles
+from titan_exp.data.sources.split_files import SplitFiles
 from titan_exp.data.sources.text import Text
 
 CONFIG = experiment().data
@@ -34,7 +34,7 @@ def test_the_name_chooses_the_source(tmp_path: Path):
     assert isinstance(build_source(replace(CONFIG, source="python_stdlib")), PythonStdlib)
     paths = (str(write_files(tmp_path / "files", 2)),)
     assert isinstance(build_source(replace(CONFIG, source="text", paths=paths)), Text)
-    assert isinstance(build_source(replace(CONFIG, source="text", paths=paths, document="line")), DividedFiles)
+    assert isinstance(build_source(replace(CONFIG, source="text", paths=paths, document="line")), SplitFiles)
 
 
 def test_a_source_of_ones_own_gets_the_group_and_its_options():

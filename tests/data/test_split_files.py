@@ -7,23 +7,23 @@ from tests.data.corpora import Ranks, experiment, rows_of, text
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.data.sources import split_files as divided_files
 from titan_exp.data.sources.base import RandomAccessSource, build_source
-from titan_exp.data.sources.split_files import DividedFiles, Part
+from titan_exp.data.sources.split_files import Part, SplitFiles
 from titan_exp.data.sources.text import Text
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.data.validation_split import held_out_part, training_part
 
-Divide = Callable[..., DividedFiles]
+Divide = Callable[..., SplitFiles]
 
 
 @pytest.fixture
 def divide(tmp_path: Path) -> Divide:
     """The documents of files with these contents."""
 
-    def make(part: Part, **files: bytes) -> DividedFiles:
+    def make(part: Part, **files: bytes) -> SplitFiles:
         for name, content in files.items():
             (tmp_path / name).write_bytes(content)
-        return DividedFiles(Text([str(tmp_path)]), part)
+        return SplitFiles(Text([str(tmp_path)]), part)
 
     return make
 
@@ -90,12 +90,12 @@ def test_one_file_that_holds_out_nothing_is_told_what_would_work(tmp_path: Path)
         held_out_part(texts, 0.1)
     with pytest.raises(UserError, match=r"none of the 1 documents to train on[\s\S]*data\.document=paragraph"):
         training_part(texts, 0.999999)
-    paragraphs = DividedFiles(texts, "paragraph")
+    paragraphs = SplitFiles(texts, "paragraph")
     assert len(held_out_part(paragraphs, 0.1)) > 0
     with pytest.raises(UserError, match=r"none of the 40 documents[\s\S]*data\.document=line"):
         held_out_part(paragraphs, 0.000001)
     with pytest.raises(UserError, match=r"none of the 40 documents") as caught:
-        held_out_part(DividedFiles(texts, "line"), 0.000001)
+        held_out_part(SplitFiles(texts, "line"), 0.000001)
     assert "data.document" not in str(caught.value)
 
 

@@ -7,9 +7,9 @@ import pytest
 
 from tests.data.corpora import OwnStream, experiment, text
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.data.epoch_shuffle import EpochOrder
+from titan_exp.data.epoch_shuffle import EpochShuffle
 from titan_exp.data.sources.streaming import StreamedCorpus, StreamedDocuments
-from titan_exp.data.sources.thread_pool import ReadAhead
+from titan_exp.data.sources.thread_pool import ThreadPrefetch
 from titan_exp.data.tokenizers.base import ByteTokenizer
 from titan_exp.data.validation_split import place
 
@@ -18,17 +18,23 @@ MANY, FEW = (9,) * 20, (50, 30)
 
 
 @pytest.fixture
-def pool() -> Iterator[ReadAhead]:
-    pool = ReadAhead(2)
+def pool() -> Iterator[ThreadPrefetch]:
+    pool = ThreadPrefetch(2)
     yield pool
     pool.close()
 
 
 def streams(
-    pool: ReadAhead, sizes: Sequence[int], *, shards: int = 8, seed: int = 0, buffer: int = 4, held_out: float = 0.0
+    pool: ThreadPrefetch,
+    sizes: Sequence[int],
+    *,
+    shards: int = 8,
+    seed: int = 0,
+    buffer: int = 4,
+    held_out: float = 0.0,
 ) -> list[StreamedDocuments]:
     source = OwnStream(CONFIG, sizes=sizes)
-    order = EpochOrder(source.parts, seed)
+    order = EpochShuffle(source.parts, seed)
     corpus = StreamedCorpus(source, ByteTokenizer(), order, seed, shards, buffer, held_out)
     return [StreamedDocuments(corpus, pool, shard) for shard in range(shards)]
 
@@ -42,7 +48,7 @@ def read(stream: StreamedDocuments, *, epoch: int) -> list[str]:
 
 
 @pytest.mark.parametrize("sizes", [MANY, FEW], ids=["many parts", "few parts"])
-def test_each_epoch_of_all_shards_is_every_document_once(pool: ReadAhead, sizes: Sequence[int]):
+def test_each_epoch_of_all_shards_is_every_document_once(pool: ThreadPrefetch, sizes: Sequence[int]):
     everything = sorted(text(number) for number in range(sum(sizes)))
     shards = streams(pool, sizes)
     first = [read(stream, epoch=0) for stream in shards]
@@ -52,7 +58,7 @@ def test_each_epoch_of_all_shards_is_every_document_once(pool: ReadAhead, sizes:
     assert first != second
 
 
-def test_documents_are_shuffled_within_blocks_by_the_seed(pool: ReadAhead):
+def test_documents_are_shuffled_within_blocks_by_the_seed(pool: ThreadPrefetch):
     once, again, other = (read(streams(pool, (40,), shards=1, seed=seed)[0], epoch=0) for seed in (0, 0, 1))
     assert once == again != other
     unshuffled = [text(number) for number in range(40)]
@@ -63,7 +69,7 @@ def test_documents_are_shuffled_within_blocks_by_the_seed(pool: ReadAhead):
 
 
 @pytest.mark.parametrize("sizes", [MANY, FEW, (3,)], ids=["many parts", "few parts", "too few documents"])
-def test_seek_continues_exactly_from_any_document(pool: ReadAhead, sizes: Sequence[int]):
+def test_seek_continues_exactly_from_any_document(pool: ThreadPrefetch, sizes: Sequence[int]):
     walked = streams(pool, sizes)[5]
     documents, positions = [], []
     for _ in range(60):
@@ -79,26 +85,26 @@ def test_seek_continues_exactly_from_any_document(pool: ReadAhead, sizes: Sequen
             sought.advance()
 
 
-def test_a_shard_whose_turn_never_comes_takes_the_whole_part(pool: ReadAhead):
+def test_a_shard_whose_turn_never_comes_takes_the_whole_part(pool: ThreadPrefetch):
     shards = streams(pool, (3,))
     assert [len(read(stream, epoch=0)) for stream in shards] == [1, 1, 1, 3, 3, 3, 3, 3]
     assert set(read(shards[7], epoch=1)) == {text(0), text(1), text(2)}
 
 
-def test_held_out_documents_are_never_read(pool: ReadAhead):
+def test_held_out_documents_are_never_read(pool: ThreadPrefetch):
     found = [each for stream in streams(pool, MANY, held_out=0.2) for each in read(stream, epoch=0)]
     assert sorted(found) == sorted(each for each in map(text, range(180)) if place(each) >= 0.2)
     assert len(found) < 170
 
 
-def test_empty_parts_are_passed_over_and_an_empty_corpus_is_an_error(pool: ReadAhead):
+def test_empty_parts_are_passed_over_and_an_empty_corpus_is_an_error(pool: ThreadPrefetch):
     found = [each for stream in streams(pool, (0, 5, 0, 5), shards=2) for each in read(stream, epoch=0)]
     assert sorted(found) == [text(number) for number in range(10)]
     with pytest.raises(UserError, match="no text to train on"):
         streams(pool, (0, 0))[0].tokens()
 
 
-def test_the_first_blocks_of_all_shards_are_read_in_the_background(pool: ReadAhead):
+def test_the_first_blocks_of_all_shards_are_read_in_the_background(pool: ThreadPrefetch):
     shards = streams(pool, MANY)
     for stream in shards:
         stream.prepare()
@@ -107,7 +113,7 @@ def test_the_first_blocks_of_all_shards_are_read_in_the_background(pool: ReadAhe
         stream._next.result(timeout=10)
 
 
-def test_passes_count_parts(pool: ReadAhead):
+def test_passes_count_parts(pool: ThreadPrefetch):
     stream = streams(pool, MANY)[0]
     assert stream.passes({}) == 0
     assert stream.passes({"epoch": 1, "part": 0}) == 1

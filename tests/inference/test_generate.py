@@ -74,12 +74,12 @@ def test_the_cache_changes_no_word(trained, capsys):
 
 def test_logits_with_the_cache_are_those_without(trained):
     from titan_exp.checkpoint.formats.open import open_source
-    from titan_exp.inference.generation import Writer, window_start
+    from titan_exp.inference.generation import DecodeSession, window_start
     from titan_exp.trainer.load_model import load_source
 
     source, device = open_source(trained), torch.device("cpu")
     ids = [256, *b"import os, sys, re, json and a lot more than that"]
-    cached = Writer(load_source(source, device, seq_len=32), 32, cache=True)
+    cached = DecodeSession(load_source(source, device, seq_len=32), 32, cache=True)
     plain = load_source(source, device, seq_len=32)
     for length in range(5, len(ids)):
         begin = window_start(length, 32)

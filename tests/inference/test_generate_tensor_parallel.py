@@ -43,19 +43,19 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def on_rank(path: str, options: GenerateOptions) -> tuple[list[str], int, set[int]]:
     """The texts, the number of weights that this rank holds, and how many heads it keeps keys of."""
     from titan_exp.inference import generate as room
-    from titan_exp.inference.generation import Writer
+    from titan_exp.inference.generation import DecodeSession
     from titan_exp.parallel.mesh import build_mesh
     from titan_exp.parallel.tensor_parallel.layers import local
     from titan_exp.trainer.distributed import joined_process_group
 
     writers, device = [], torch.device("cpu")
 
-    class Seen(Writer):
+    class Seen(DecodeSession):
         def __init__(self, *args, **settings) -> None:
             super().__init__(*args, **settings)
             writers.append(self)
 
-    room.Writer = Seen  # type: ignore[misc]  # in this process alone
+    room.DecodeSession = Seen  # type: ignore[misc]  # in this process alone
     source = open_source(Path(path))
     with joined_process_group(device):
         mesh = build_mesh(divided(source, options.tp).parallelism, device)

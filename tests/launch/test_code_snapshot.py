@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.config.composing import experiment
-from titan_exp.launch.provenance.code_snapshot import FOLDER, freeze
+from titan_exp.launch.provenance.code_snapshot import FOLDER, take_code_snapshot
 
 
 @pytest.fixture
@@ -51,22 +51,22 @@ PACKAGE = {
 
 
 def test_a_checkout_with_new_files_and_without_ignored_ones(checkout: Path, tmp_path: Path):
-    frozen = freeze(tmp_path / "runs", [], checkout / "titan_exp")
+    frozen = take_code_snapshot(tmp_path / "runs", [], checkout / "titan_exp")
     assert names(Path(frozen.package)) == PACKAGE
     assert (frozen.own, frozen.loose) == (None, ())
 
 
 def test_the_same_content_is_one_copy_and_other_content_another(checkout: Path, tmp_path: Path):
-    first = freeze(tmp_path / "runs", [], checkout / "titan_exp").package
-    assert freeze(tmp_path / "runs", [], checkout / "titan_exp").package == first
+    first = take_code_snapshot(tmp_path / "runs", [], checkout / "titan_exp").package
+    assert take_code_snapshot(tmp_path / "runs", [], checkout / "titan_exp").package == first
     (checkout / "titan_exp" / "a.py").write_text("A = 2\n")
-    second = freeze(tmp_path / "runs", [], checkout / "titan_exp").package
+    second = take_code_snapshot(tmp_path / "runs", [], checkout / "titan_exp").package
     assert (Path(first, "titan_exp/a.py").read_text(), Path(second, "titan_exp/a.py").read_text()) == (
         "A = 1\n",
         "A = 2\n",
     )
     (checkout / "titan_exp" / "a.py").unlink()  # and not yet out of the index
-    third = freeze(tmp_path / "runs", [], checkout / "titan_exp").package
+    third = take_code_snapshot(tmp_path / "runs", [], checkout / "titan_exp").package
     assert not Path(third, "titan_exp/a.py").exists()
     assert len(list((tmp_path / "runs" / FOLDER).iterdir())) == 3
 
@@ -76,7 +76,7 @@ def test_an_installed_package_has_no_repository(tmp_path: Path):
     for name in ("titan_exp/__init__.py", "titan_exp/conf/config.yaml", "hydra_plugins/other/x.py"):
         (site / name).parent.mkdir(parents=True, exist_ok=True)
         (site / name).write_text("")
-    frozen = freeze(tmp_path / "runs", [], site / "titan_exp")
+    frozen = take_code_snapshot(tmp_path / "runs", [], site / "titan_exp")
     assert names(Path(frozen.package)) == {"titan_exp/__init__.py", "titan_exp/conf/config.yaml"}
 
 
@@ -87,14 +87,14 @@ def test_code_of_ones_own_in_the_current_folder(checkout: Path, tmp_path: Path, 
     (own / "mine" / "helper.py").write_text("")
     monkeypatch.chdir(own)
     run = experiment("optimizer.name=mine.optim_of_mine.Lion")
-    frozen = freeze(tmp_path / "runs", [run], checkout / "titan_exp")
+    frozen = take_code_snapshot(tmp_path / "runs", [run], checkout / "titan_exp")
     assert (frozen.own, frozen.loose) == (None, (str(own / "mine" / "optim_of_mine.py"),))
     git(own, "init", "-q")
-    frozen = freeze(tmp_path / "runs", [run], checkout / "titan_exp")
+    frozen = take_code_snapshot(tmp_path / "runs", [run], checkout / "titan_exp")
     assert frozen.own is not None
     assert names(Path(frozen.own)) == {"mine/optim_of_mine.py", "mine/helper.py"}
     assert frozen.loose == ()
-    assert freeze(tmp_path / "runs", [experiment()], checkout / "titan_exp").own is None
+    assert take_code_snapshot(tmp_path / "runs", [experiment()], checkout / "titan_exp").own is None
 
 
 def test_a_disk_that_fills_leaves_nothing_half(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -103,5 +103,5 @@ def test_a_disk_that_fills_leaves_nothing_half(checkout: Path, tmp_path: Path, m
 
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match="No space"):
-        freeze(tmp_path / "runs", [], checkout / "titan_exp")
+        take_code_snapshot(tmp_path / "runs", [], checkout / "titan_exp")
     assert list((tmp_path / "runs" / FOLDER).iterdir()) == []

@@ -6,18 +6,18 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from titan_exp.config.hydra.compose import compose
-from titan_exp.launch.sweep.fast_compose import Composer
+from titan_exp.launch.sweep.fast_compose import FastCompose
 
 
 @pytest.fixture(scope="module")
-def composer() -> tuple[Composer, list[list[str]]]:
+def composer() -> tuple[FastCompose, list[list[str]]]:
     calls: list[list[str]] = []
 
     def hydra(overrides: list[str]) -> DictConfig:
         calls.append(overrides)
         return compose(overrides)
 
-    return Composer(hydra, OverridesParser.create()), calls
+    return FastCompose(hydra, OverridesParser.create()), calls
 
 
 @pytest.mark.parametrize(
@@ -31,11 +31,11 @@ def composer() -> tuple[Composer, list[list[str]]]:
         ["optimizer.lr=2", "~data.split"],
     ],
 )
-def test_it_is_hydras_composition(overrides: list[str], composer: tuple[Composer, list[list[str]]]):
+def test_it_is_hydras_composition(overrides: list[str], composer: tuple[FastCompose, list[list[str]]]):
     assert composer[0](overrides) == compose(overrides)
 
 
-def test_values_alone_are_not_composed_again(composer: tuple[Composer, list[list[str]]]):
+def test_values_alone_are_not_composed_again(composer: tuple[FastCompose, list[list[str]]]):
     compose_quickly, calls = composer
     first = compose_quickly(["model=llama_debug", "optimizer.lr=1"])
     before = len(calls)
@@ -45,6 +45,6 @@ def test_values_alone_are_not_composed_again(composer: tuple[Composer, list[list
 
 
 @pytest.mark.parametrize("override", ["optimizer.nonsense=3", "model=nonsense", "training.steps.x=3"])
-def test_hydra_says_what_is_wrong(override: str, composer: tuple[Composer, list[list[str]]]):
+def test_hydra_says_what_is_wrong(override: str, composer: tuple[FastCompose, list[list[str]]]):
     with pytest.raises(HydraException):
         composer[0](["optimizer.lr=1", override])

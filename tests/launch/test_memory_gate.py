@@ -11,7 +11,7 @@ from titan_exp.cli.main import main
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.launch.local.executor import LocalBackend
+from titan_exp.launch.local.executor import LocalExecutor
 from titan_exp.launch.memory_gate import pass_gate
 from titan_exp.launch.run_plan import Plan, commit, plan
 from titan_exp.plan.gate import gate as gate_module
@@ -106,7 +106,7 @@ def test_a_folder_that_is_there_says_what_was_predicted_last(home: Path, foretol
     first = [pass_gate(planned("training.seq_len=64", f"experiment.seed={seed}"), print) for seed in (1, 2)]
     for one in first:
         commit(replace(one, foreseen="{}"))
-    backend = LocalBackend(jobs=2)
+    backend = LocalExecutor(jobs=2)
     assert [one.outcome for one in backend.submit(first, say=print)] == ["done", "done"]
     for one in first:
         assert read_foreseen(one.folder).tokens_per_second == 2048.0

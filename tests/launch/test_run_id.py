@@ -11,7 +11,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_dict, to_experiment
-from titan_exp.launch.run_id import LAYOUT, WITHOUT_EFFECT, canonical, experiment_id, run_id
+from titan_exp.launch.run_id import LAYOUT, NOT_IN_RUN_ID, canonical, experiment_id, run_id
 
 
 def experiment(*overrides: str) -> Experiment:
@@ -130,7 +130,7 @@ def test_what_is_left_out_of_initial_weights_counts() -> None:
 
 def test_every_key_left_out_exists() -> None:
     config = to_dict(experiment())
-    for key in (*WITHOUT_EFFECT, *LAYOUT):
+    for key in (*NOT_IN_RUN_ID, *LAYOUT):
         part: Any = config
         for name in key.split("."):
             part = part[name]

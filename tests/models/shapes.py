@@ -8,7 +8,7 @@ from torch import nn
 
 from titan_exp.config.groups.model import ModelConfig, RopeConfig
 from titan_exp.models.blocks.initialization import Part, initial_slice
-from titan_exp.models.build import build_model, initial_table
+from titan_exp.models.build import build_model, init_specs
 
 PLAIN_ROPE = RopeConfig(10000.0, "none", 1.0, 1.0, 4.0, 128)
 
@@ -34,7 +34,7 @@ TINY = ModelConfig(
 def real_model(seed: int = 0, seq_len: int = 64, **changes: Any) -> nn.Module:
     """A tiny model on the CPU with its initial weights."""
     model = build_model(replace(TINY, **changes), seq_len=seq_len, attention_backend="math")
-    table = initial_table(model)
+    table = init_specs(model)
     assert table is not None
     with torch.no_grad():
         for name, parameter in model.named_parameters():

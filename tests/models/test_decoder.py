@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.models.shapes import TINY, real_model
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.models.build import build_model, flops_per_token, initial_table, parameter_count
+from titan_exp.models.build import build_model, flops_per_token, init_specs, parameter_count
 
 
 def tokens(seq: int = 32, rows: int = 2) -> torch.Tensor:
@@ -74,7 +74,7 @@ def test_parameter_count_is_the_published_one(shape, published):
 
 
 def test_every_parameter_says_how_it_starts():
-    table = initial_table(real_model())
+    table = init_specs(real_model())
     assert table is not None
     assert table["norm.weight"].kind == "ones"
     assert table["blocks.1.attention.out.weight"].std == pytest.approx(0.02 / 2)
@@ -85,7 +85,7 @@ def test_a_model_of_the_users_own_is_called_with_the_group_and_options():
     config = replace(TINY, architecture="tests.models.own_model.Bigram", options={"scale": 2.0})
     model = build_model(config, seq_len=16, attention_backend="math")
     assert model(tokens()).shape == (2, 32, 97)
-    assert initial_table(model) is None
+    assert init_specs(model) is None
 
 
 def test_a_dotted_name_that_is_not_there_is_said_so():

@@ -3,13 +3,13 @@ import torch
 
 from tests.checkpoint.tools import KINDS, kind
 from titan_exp.models.build import build_model
-from titan_exp.models.convert.llama_state_dict import Dialect, llama_map
+from titan_exp.models.convert.llama_state_dict import CheckpointFormat, llama_map
 from titan_exp.models.convert.meta_params import feed_forward_width, from_params, to_params
 
 
 @pytest.mark.parametrize("dialect", ["huggingface", "llama", "torchtune"])
 @pytest.mark.parametrize("name", KINDS)
-def test_every_row_of_ours_is_one_of_theirs(name: str, dialect: Dialect):
+def test_every_row_of_ours_is_one_of_theirs(name: str, dialect: CheckpointFormat):
     with torch.device("meta"):
         model = build_model(kind(name), seq_len=64, attention_backend="math")
     row_map = llama_map(kind(name), dialect)

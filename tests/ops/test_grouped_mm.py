@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.ranks import run_ranks
 from titan_exp.ops.moe import grouped_mm as module
 from titan_exp.ops.moe.grouped_mm import grouped_linear
-from titan_exp.ops.moe.token_padding import AlignedRows, experts_of_rows
+from titan_exp.ops.moe.token_padding import TokenPadding, experts_of_rows
 
 ENDS = {
     "uneven": [5, 6, 17, 20],
@@ -183,7 +183,7 @@ def test_torch_s_kernel_is_handed_what_it_takes(monkeypatch: pytest.MonkeyPatch)
 def test_rows_are_moved_to_whole_groups_and_back(name: str, multiple: int):
     x = torch.arange(1.0, 21)[:, None] * torch.tensor([1.0, -1.0])
     ends = ends_of(*ENDS[name])
-    aligned = AlignedRows.of(ends, 20, multiple)
+    aligned = TokenPadding.of(ends, 20, multiple)
     spread = aligned.spread(x)
     sizes = aligned.ends.diff(prepend=ends_of(0))
     assert aligned.ends.dtype == torch.int32
@@ -204,11 +204,11 @@ def test_rows_are_moved_to_whole_groups_and_back(name: str, multiple: int):
 
 def test_moving_is_differentiable():
     x = torch.randn(20, 3, dtype=torch.float64, requires_grad=True)
-    aligned = AlignedRows.of(ends_of(3, 3, 9, 14), 20, 4)
+    aligned = TokenPadding.of(ends_of(3, 3, 9, 14), 20, 4)
     room = torch.randn(len(aligned.source), 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(aligned.spread, x)
     assert torch.autograd.gradcheck(aligned.collect, room)
-    none = AlignedRows.of(ends_of(0, 0), 0, 4)
+    none = TokenPadding.of(ends_of(0, 0), 0, 4)
     assert none.collect(none.spread(x[:0])).shape == (0, 3)
     assert experts_of_rows(ends_of(3, 3, 9), 10).tolist() == [0] * 3 + [2] * 6 + [3]
 

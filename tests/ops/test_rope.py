@@ -3,11 +3,11 @@ import math
 import pytest
 import torch
 
-from titan_exp.ops.attention.rope import Frequencies, RotaryTable, rotate
+from titan_exp.ops.attention.rope import Frequencies, RotaryEmbedding, rotate
 
 
-def table(length: int = 32, **scaling) -> RotaryTable:
-    made = RotaryTable(8, length, Frequencies(100.0, **scaling))
+def table(length: int = 32, **scaling) -> RotaryEmbedding:
+    made = RotaryEmbedding(8, length, Frequencies(100.0, **scaling))
     made.reset()
     return made
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.ranks import run_ranks
 from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX, LossSum, loss_sum
 from titan_exp.ops.loss.linear_cross_entropy import linear_loss_sum
-from titan_exp.ops.loss.vocab_parallel import VocabularyPart
+from titan_exp.ops.loss.vocab_parallel import VocabShard
 from titan_exp.trainer.distributed import joined_process_group
 
 VOCAB = 53
@@ -52,7 +52,7 @@ def of_a_rank(chunk_tokens: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]
         first = dist.get_rank() * 18
         own = weight[first : first + 18].clone().requires_grad_()
         hidden.requires_grad_()
-        part = VocabularyPart(
+        part = VocabShard(
             first, partial(reduced, operation=dist.ReduceOp.SUM), partial(reduced, operation=dist.ReduceOp.MAX)
         )
         if chunk_tokens is None:

@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from tests.interpreted import DEVICES, needs_triton, run_kernels
 from titan_exp.ops.optim.adamw import adamw_update, bias_rates
-from titan_exp.optim.fused_clip_adamw import OnePassAdamW
+from titan_exp.optim.fused_clip_adamw import FusedClipAdamW
 from titan_exp.optim.grad_clip import clip_factor, global_grad_norm, scale_gradients
 from titan_exp.optim.low_precision_adamw import LowPrecisionAdamW
 from titan_exp.trainer.distributed import joined_process_group
@@ -41,7 +41,7 @@ def one_step(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Paramet
         value = gradient.to(parameter.device)
         parameter.grad = distribute_like(parameter, value) if isinstance(parameter, DTensor) else value
     norm = global_grad_norm(parameters)
-    if isinstance(optimizer, OnePassAdamW):
+    if isinstance(optimizer, FusedClipAdamW):
         optimizer.factor = clip_factor(norm, MAX_NORM)
     else:
         scale_gradients(parameters, norm, MAX_NORM)
@@ -52,8 +52,8 @@ def distribute_like(parameter: DTensor, whole: torch.Tensor) -> DTensor:
     return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
 
 
-def ours(parameters: list[torch.nn.Parameter], moments: torch.dtype = torch.float32) -> OnePassAdamW:
-    return OnePassAdamW([{"params": parameters, "weight_decay": DECAY}], **HOW, moments=moments)
+def ours(parameters: list[torch.nn.Parameter], moments: torch.dtype = torch.float32) -> FusedClipAdamW:
+    return FusedClipAdamW([{"params": parameters, "weight_decay": DECAY}], **HOW, moments=moments)
 
 
 def torchs(parameters: list[torch.nn.Parameter]) -> torch.optim.AdamW:

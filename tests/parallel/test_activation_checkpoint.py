@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from tests.models.shapes import real_model
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig
-from titan_exp.parallel.activation_checkpoint import recompute_blocks
+from titan_exp.parallel.activation_checkpoint import apply_activation_checkpointing
 from titan_exp.parallel.compile import compile_blocks
 
 MM = torch.ops.aten.mm.default
@@ -66,7 +66,7 @@ class Cost:
 
     def __init__(self, checkpointing: ActivationCheckpointConfig) -> None:
         found = model()
-        recompute_blocks(found, checkpointing)
+        apply_activation_checkpointing(found, checkpointing)
         with Watch() as watch:
             logits = found(TOKENS)
             self.kept, self.forward = watch.kept(), watch.calls.copy()
@@ -146,7 +146,7 @@ def saved_when_compiled(checkpointing: ActivationCheckpointConfig) -> int:
     torch._dynamo.reset()
     with functorch_config.patch(activation_memory_budget=1.0):
         found = Stack()
-        recompute_blocks(found, checkpointing)
+        apply_activation_checkpointing(found, checkpointing)
         compile_blocks(found, "aot_eager")
         saved: dict[int, int] = {}
 
@@ -189,6 +189,6 @@ def test_the_compiler_keeps_the_chosen_operators():
 )
 def test_an_operator_that_does_not_exist_is_refused(entry: str, remedy: str):
     with pytest.raises(UserError) as caught:
-        recompute_blocks(model(), config("selective", entry))
+        apply_activation_checkpointing(model(), config("selective", entry))
     assert caught.value.violations[0].value == entry
     assert remedy in caught.value.violations[0].remedy

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from titan_exp.parallel.pipeline_parallel.backward_split import SplitBackward
+from titan_exp.parallel.pipeline_parallel.backward_split import BackwardSplit
 
 
 class TwoOutputs(torch.autograd.Function):
@@ -46,7 +46,7 @@ def test_it_adds_what_one_backward_pass_adds(objective: bool):
     def output() -> torch.Tensor:
         return stage(x).square().sum() if objective else stage(x)
 
-    split = SplitBackward(output(), gradient, x, stage.parameters())
+    split = BackwardSplit(output(), gradient, x, stage.parameters())
     assert stage.first.weight.grad is None
     assert x.grad is None
     split.add_weight_gradients()
@@ -61,4 +61,4 @@ def test_it_adds_what_one_backward_pass_adds(objective: bool):
 def test_a_weight_in_two_places_is_noticed():
     linear, x = nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
     with pytest.raises(AssertionError, match="too often"):
-        SplitBackward(linear(linear(x)).sum(), None, x, linear.parameters())
+        BackwardSplit(linear(linear(x)).sum(), None, x, linear.parameters())

@@ -9,10 +9,10 @@ from tests.config.composing import experiment
 from tests.models.shapes import TINY, real_model
 from tests.ranks import run_ranks
 from titan_exp.config.groups.parallelism import ParallelismConfig
-from titan_exp.models.build import build_model, initial_table
-from titan_exp.parallel.fsdp.apply import Sharding, shard_parameters
+from titan_exp.models.build import build_model, init_specs
+from titan_exp.parallel.fsdp.apply import Sharding, apply_fsdp
 from titan_exp.parallel.mesh import build_mesh
-from titan_exp.parallel.meta_init import copy_initial_weights, draw_initial_weights, materialize
+from titan_exp.parallel.meta_init import copy_initial_weights, init_weights, materialize_parameters
 from titan_exp.trainer.distributed import joined_process_group
 
 CPU = torch.device("cpu")
@@ -27,11 +27,11 @@ def sharded_weights(degrees: tuple[int, int]) -> tuple[dict[str, torch.Tensor], 
     with joined_process_group(CPU):
         with torch.device("meta"):
             model = build_model(TINY, seq_len=64, attention_backend="math")
-        table = initial_table(model)
+        table = init_specs(model)
         assert table is not None
-        shard_parameters(model, build_mesh(layout(*degrees), CPU), Sharding(bf16=False, reshard_after_forward="always"))
-        materialize(model, CPU)
-        draw_initial_weights(model, table, seed=3)
+        apply_fsdp(model, build_mesh(layout(*degrees), CPU), Sharding(bf16=False, reshard_after_forward="always"))
+        materialize_parameters(model, CPU)
+        init_weights(model, table, seed=3)
         parameters = dict(model.named_parameters())
         assert all(isinstance(parameter, DTensor) for parameter in parameters.values())
         own = sum(parameter.to_local().numel() for parameter in parameters.values())  # type: ignore[attr-defined]
@@ -56,8 +56,8 @@ def undeclared_weights() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tenso
     with joined_process_group(CPU):
         with torch.device("meta"):
             model = build()
-        shard_parameters(model, build_mesh(layout(1, 2), CPU), Sharding(bf16=False, reshard_after_forward="always"))
-        materialize(model, CPU)
+        apply_fsdp(model, build_mesh(layout(1, 2), CPU), Sharding(bf16=False, reshard_after_forward="always"))
+        materialize_parameters(model, CPU)
         copy_initial_weights(model, build, seed=3)
         found = {name: value.full_tensor() for name, value in model.named_parameters()}  # type: ignore[attr-defined]
         found["scale"] = model.get_buffer("scale")

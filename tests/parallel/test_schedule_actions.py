@@ -8,9 +8,9 @@ from titan_exp.config.layout.pipeline_schedules import SCHEDULES, Action, check_
 from titan_exp.config.layout.schedule_timeline import timeline
 from titan_exp.parallel.pipeline_parallel.schedule_actions import (
     Message,
+    build_schedule,
     forward_orders,
-    training_orders,
-    with_messages,
+    insert_p2p,
 )
 
 SIZES = [
@@ -27,7 +27,7 @@ def test_what_a_schedule_takes_can_be_run(name: str, ranks: int, per_rank: int):
     for microbatches in range(1, 20):
         if not schedule.takes(microbatches, ranks):
             continue
-        orders = training_orders(name, ranks, stages, microbatches)
+        orders = build_schedule(name, ranks, stages, microbatches)
         check_complete(orders)
         assert placement_of(orders) == dict(enumerate(placement(schedule, ranks, stages)))
         assert 0 <= timeline(orders).bubble < 1
@@ -47,13 +47,13 @@ def test_the_relay_needs_no_schedule(stages: list[int]):
 def test_the_bubble_of_a_textbook_pipeline():
     """(p - 1) / (m + p - 1) for GPipe and 1F1B (Narayanan et al. 2021), that over v for interleaved stages."""
     for name in ("GPipe", "1F1B"):
-        assert timeline(training_orders(name, 4, 4, 8)).bubble == pytest.approx(3 / 11)
-    assert timeline(training_orders("Interleaved1F1B", 4, 8, 8)).bubble == pytest.approx(1.5 / 9.5)
-    assert timeline(training_orders("ZBVZeroBubble", 4, 8, 16)).bubble < 0.07
+        assert timeline(build_schedule(name, 4, 4, 8)).bubble == pytest.approx(3 / 11)
+    assert timeline(build_schedule("Interleaved1F1B", 4, 8, 8)).bubble == pytest.approx(1.5 / 9.5)
+    assert timeline(build_schedule("ZBVZeroBubble", 4, 8, 16)).bubble < 0.07
 
 
 def test_one_forward_one_backward_keeps_few_micro_batches():
-    for rank, order in enumerate(training_orders("1F1B", 4, 4, 12)):
+    for rank, order in enumerate(build_schedule("1F1B", 4, 4, 12)):
         kept = list(itertools.accumulate(1 if action.kind == "F" else -1 for action in order))
         assert max(kept) == 4 - rank
 
@@ -63,7 +63,7 @@ def meet(orders: list[list[Action]], stages: list[int]) -> int:
 
     This is the strictest machine: messages of two ranks in one order, and nobody goes past one before it is taken.
     """
-    steps = [with_messages(orders, stages, rank) for rank in range(len(orders))]
+    steps = [insert_p2p(orders, stages, rank) for rank in range(len(orders))]
     at, done, messages = [0] * len(steps), set(), 0
     while any(place < len(its) for place, its in zip(at, steps, strict=True)):
         before = list(at)

@@ -22,25 +22,25 @@ LAYOUT = ["parallelism=hsdp", "training.micro_batch_size=1", "training.loss_chun
 def gradients_are_averaged_once_more() -> None:
     from titan_exp.parallel.fsdp import apply as data
 
-    original = data.shard_parameters
+    original = data.apply_fsdp
 
     def shard(model: Any, *rest: Any) -> None:
         original(model, *rest)
         for module in data._sharded(model):
             module.set_gradient_divide_factor(2.0)
 
-    _replace("titan_exp.parallel.apply.shard_parameters", shard)
+    _replace("titan_exp.parallel.apply.apply_fsdp", shard)
 
 
 def the_loss_is_divided_by_local_tokens() -> None:
     from titan_exp.trainer import forward_backward as model
 
-    original = model.per_token
+    original = model.normalize_by_tokens
 
-    def per_token(token_loss: Any, module: Any, batch: Any, tokens: Any, *rest: Any) -> Any:
+    def normalize_by_tokens(token_loss: Any, module: Any, batch: Any, tokens: Any, *rest: Any) -> Any:
         return original(token_loss, module, batch, (batch.labels >= 0).sum() * 8, *rest)
 
-    _replace("titan_exp.trainer.forward_backward.per_token", per_token)
+    _replace("titan_exp.trainer.forward_backward.normalize_by_tokens", normalize_by_tokens)
 
 
 def labels_are_shifted() -> None:
@@ -74,13 +74,13 @@ def ranks_clip_by_their_own_norm() -> None:
 def only_the_last_micro_batch_counts() -> None:
     from titan_exp.trainer import forward_backward as model
 
-    original, calls = model.per_token, itertools.count()
+    original, calls = model.normalize_by_tokens, itertools.count()
 
-    def per_token(*args: Any) -> Any:
+    def normalize_by_tokens(*args: Any) -> Any:
         objective, cross_entropy = original(*args)
         return (objective, cross_entropy) if next(calls) % 2 else (objective * 0, cross_entropy)
 
-    _replace("titan_exp.trainer.forward_backward.per_token", per_token)
+    _replace("titan_exp.trainer.forward_backward.normalize_by_tokens", normalize_by_tokens)
 
 
 def every_data_rank_reads_the_same() -> None:
@@ -95,25 +95,25 @@ def every_data_rank_reads_the_same() -> None:
 def initial_weights_depend_on_the_rank() -> None:
     import os
 
-    from titan_exp.parallel import meta_init as materialize
+    from titan_exp.parallel import meta_init as materialize_parameters
 
     def draw(model: Any, table: Any, seed: int) -> None:
         original(model, table, seed + int(os.environ["RANK"]))
 
-    original = materialize.draw_initial_weights
-    _replace("titan_exp.trainer.build_model.draw_initial_weights", draw)
+    original = materialize_parameters.init_weights
+    _replace("titan_exp.trainer.build_model.init_weights", draw)
 
 
 def copies_do_not_exchange_gradients() -> None:
     from titan_exp.parallel.fsdp import apply as data
 
-    original = data.synchronize_gradients
+    original = data.set_gradient_sync
 
     def synchronize(model: Any, *, last: bool) -> None:
         original(model, last=last)
         model.set_requires_all_reduce(False)
 
-    _replace("titan_exp.trainer.forward_backward.synchronize_gradients", synchronize)
+    _replace("titan_exp.trainer.forward_backward.set_gradient_sync", synchronize)
 
 
 def chunks_ignore_the_gradient_from_above() -> None:
@@ -137,7 +137,7 @@ def the_last_chunk_is_lost() -> None:
 
 
 def partial_gradients_are_taken_for_whole_ones() -> None:
-    _replace("titan_exp.trainer.train_step.sum_partial_gradients", lambda model, mesh: None)
+    _replace("titan_exp.trainer.train_step.reduce_partial_gradients", lambda model, mesh: None)
 
 
 def gradients_of_hidden_states_are_not_summed() -> None:
@@ -155,27 +155,27 @@ def partial_outputs_are_taken_for_whole_ones() -> None:
 def softmax_is_of_the_own_words() -> None:
     from titan_exp.parallel.tensor_parallel import apply as tensor
 
-    original = tensor.vocabulary_part
+    original = tensor.vocab_shard
 
     def part(mesh: Any, vocabulary: int) -> Any:
         found = original(mesh, vocabulary)
         assert found is not None
         return replace(found, total=lambda tensor: tensor)
 
-    _replace("titan_exp.trainer.trainer.vocabulary_part", part)
+    _replace("titan_exp.trainer.trainer.vocab_shard", part)
 
 
 def labels_are_looked_for_among_other_words() -> None:
     from titan_exp.parallel.tensor_parallel import apply as tensor
 
-    original = tensor.vocabulary_part
+    original = tensor.vocab_shard
 
     def part(mesh: Any, vocabulary: int) -> Any:
         found = original(mesh, vocabulary)
         assert found is not None
         return replace(found, first=found.first and found.first - 1)
 
-    _replace("titan_exp.trainer.trainer.vocabulary_part", part)
+    _replace("titan_exp.trainer.trainer.vocab_shard", part)
 
 
 def a_head_is_computed_with_another_ranks_queries() -> None:
@@ -216,25 +216,25 @@ def parts_of_the_softmax_are_merged_unweighed() -> None:
 def tokens_of_context_ranks_are_counted_again() -> None:
     from titan_exp.parallel.mesh import Mesh
 
-    Mesh.copies_of_rows = property(lambda self: 1)  # type: ignore[method-assign, assignment]
+    Mesh.batch_replicas = property(lambda self: 1)  # type: ignore[method-assign, assignment]
 
 
 def gradients_are_scaled_by_micro_batches() -> None:
     from titan_exp.trainer import pipeline_forward_backward as pipelined
 
-    original = pipelined.per_token
+    original = pipelined.normalize_by_tokens
 
-    def per_token(*args: Any) -> Any:
+    def normalize_by_tokens(*args: Any) -> Any:
         objective, cross_entropy = original(*args)
         return objective / 4, cross_entropy
 
-    _replace("titan_exp.trainer.pipeline_forward_backward.per_token", per_token)
+    _replace("titan_exp.trainer.pipeline_forward_backward.normalize_by_tokens", normalize_by_tokens)
 
 
 def tied_copies_go_their_own_ways() -> None:
-    from titan_exp.parallel.pipeline_parallel.tied_weights import SharedWeights
+    from titan_exp.parallel.pipeline_parallel.tied_weights import TiedWeights
 
-    SharedWeights.sum_gradients = lambda self: None  # type: ignore[method-assign]
+    TiedWeights.sum_gradients = lambda self: None  # type: ignore[method-assign]
 
 
 def the_norm_is_not_summed_over_stages() -> None:
@@ -245,9 +245,9 @@ def the_norm_is_not_summed_over_stages() -> None:
 
 
 def the_tied_weight_counts_twice() -> None:
-    from titan_exp.trainer.pipeline_forward_backward import PipelinedModel
+    from titan_exp.trainer.pipeline_forward_backward import PipelineModel
 
-    PipelinedModel.counted = PipelinedModel.parameters  # type: ignore[method-assign]
+    PipelineModel.counted = PipelineModel.parameters  # type: ignore[method-assign]
 
 
 def micro_batches_are_taken_for_each_other() -> None:

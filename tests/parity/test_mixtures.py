@@ -12,7 +12,7 @@ import pytest
 from tests.parity.runs import EVALUATE, LINES, PARAGRAPHS, assert_same_curve, remembered, train
 from tests.parity.test_context_parallel import assert_same_evaluation
 from tests.parity.test_continued import assert_goes_on, continued
-from titan_exp.parallel.pipeline_parallel.schedule_actions import training_orders
+from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 
 EXPERIMENTS = {
     "plain": "",
@@ -64,7 +64,7 @@ def test_mixtures_do_not_change_the_curve(tmp_path: Path, one_device, experiment
 
 def test_a_schedule_from_a_file_among_others(tmp_path: Path, one_device):
     path = tmp_path / "dual.csv"
-    path.write_text("\n".join(",".join(map(str, order)) for order in training_orders("DualPipeV", 2, 4, 8)))
+    path.write_text("\n".join(",".join(map(str, order)) for order in build_schedule("DualPipeV", 2, 4, 8)))
     layout = ["parallelism.pp=2", f"parallelism.pp_schedule={path}", "parallelism.tp=2", "parallelism.cp=2"]
     found = train(tmp_path / "run", *EXPERIMENTS["tied"].split(), *layout, timeout=300)
     assert_same_curve(found, one_device("tied"))

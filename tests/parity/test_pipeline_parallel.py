@@ -8,7 +8,7 @@ from tests.parity.runs import EVALUATE, LINES, assert_same_curve, remembered, tr
 from tests.parity.test_context_parallel import assert_same_evaluation
 from tests.parity.test_continued import assert_goes_on, continued
 from titan_exp.config.layout.pipeline_schedules import SCHEDULES
-from titan_exp.parallel.pipeline_parallel.schedule_actions import training_orders
+from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 
 AOT = "compile=blocks compile.backend=aot_eager"
 SPLIT = [name for name, schedule in SCHEDULES.items() if schedule.splits_backward]
@@ -100,7 +100,7 @@ def test_splits(tmp_path: Path, one_device, experiment: str, layout: list[str]):
 def test_a_schedule_from_a_file(tmp_path: Path, one_device):
     """Of our own making: ZBV's for another number of micro-batches, read back, in several passes."""
     path = tmp_path / "zbv.csv"
-    path.write_text("\n".join(",".join(map(str, order)) for order in training_orders("ZBVZeroBubble", 2, 4, 4)))
+    path.write_text("\n".join(",".join(map(str, order)) for order in build_schedule("ZBVZeroBubble", 2, 4, 4)))
     layout = pipeline(str(path), "training.micro_batch_size=1 parallelism.dp_shard=2")
     assert_same_curve(train(tmp_path / "four", *layout), one_device("plain"))
     assert_same_curve(train(tmp_path / "eight", *layout[:3]), one_device("plain"))

@@ -215,7 +215,7 @@ def _on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, Any]:
     if mutate is not None:
         mutate()
     from titan_exp.trainer.distributed import joined
-    from titan_exp.trainer.train_state import Assembly
+    from titan_exp.trainer.train_state import TrainState
     from titan_exp.trainer.train_step import agree, train_step
     from titan_exp.trainer.trainer import Trainer
 
@@ -235,7 +235,7 @@ def _on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, Any]:
             )
 
         # The parts are handed on, not put together again.
-        parts = Assembly(trainer.mesh, None, trainer.model, trainer.optimizer)  # type: ignore[arg-type]
+        parts = TrainState(trainer.mesh, None, trainer.model, trainer.optimizer)  # type: ignore[arg-type]
         # Gloo's threads let go of what they have sent when they come to it: at times late, then the peak is too high.
         numbers = min((_numbers(trace_step(parts, step)) for _ in range(2)), key=lambda it: it.peak)
         trainer.report.close("done")

@@ -12,7 +12,7 @@ from titan_exp.config.layout.layout import offered_devices, resolve_layout
 from titan_exp.config.layout.pipeline_schedules import Action
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.parallel.pipeline_parallel.runtime import Hidden, _Mail
-from titan_exp.parallel.pipeline_parallel.schedule_actions import Message, training_orders
+from titan_exp.parallel.pipeline_parallel.schedule_actions import Message, build_schedule
 from titan_exp.plan.cuda.devices import device_named
 from titan_exp.plan.extrapolate.schedule_simulation import rehearse
 from titan_exp.plan.plan_table import print_plan
@@ -42,7 +42,7 @@ def planned(microbatches: int) -> Plan:
 
 @pytest.mark.parametrize(("delivered", "expected"), [(False, MICROBATCHES), (True, 1)])
 def test_the_first_rank_holds_what_it_has_sent(delivered: bool, expected: int):
-    orders = training_orders("1F1B", 2, 2, MICROBATCHES)
+    orders = build_schedule("1F1B", 2, 2, MICROBATCHES)
     rehearsal = rehearse(orders, [0, 1], 0, passes=1, delivered=delivered)
     # When the last backward pass begins, its own forward pass is the only one that is still needed.
     assert rehearsal.sent == MICROBATCHES

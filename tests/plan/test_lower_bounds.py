@@ -17,12 +17,12 @@ from titan_exp.config.schema.typed_config import load_experiment, to_yaml
 
 @pytest.mark.parametrize(("schedule", "stages"), [("1F1B", 1), ("Interleaved1F1B", 2), ("GPipe", 1), ("LoopedBFS", 2)])
 def test_blocks_in_flight_are_the_schedules(schedule: str, stages: int):
-    from titan_exp.parallel.pipeline_parallel.schedule_actions import training_orders
+    from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
     from titan_exp.plan.search.lower_bounds import in_flight
 
     own = tuple(range(3, 3 + stages))
     for ranks, times in ((2, 1), (2, 3), (4, 1), (4, 2), (8, 3)):
-        order = training_orders(schedule, ranks, ranks * stages, ranks * times)[0]
+        order = build_schedule(schedule, ranks, ranks * stages, ranks * times)[0]
         forward = next(place for place, action in enumerate(order) if action.kind != "F")
         held = sum(own[action.stage // ranks] for action in order[:forward])
         least = in_flight(schedule, ranks, own, ranks * times)

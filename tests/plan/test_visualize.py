@@ -21,7 +21,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.layout.layout import world_size
 from titan_exp.config.layout.pipeline_schedules import Action
 from titan_exp.config.layout.schedule_timeline import COST, timeline
-from titan_exp.parallel.pipeline_parallel.schedule_actions import training_orders
+from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 from titan_exp.plan.cuda.devices import DEVICES
 from titan_exp.plan.predict import predict
 from titan_exp.plan.trace.fake_world import pretended_rank
@@ -151,7 +151,7 @@ def test_the_pipeline_is_drawn_as_it_is_run(name: str):
     experiment = experiment_of(f"parallelism.pp=2 parallelism.pp_schedule={name} training.micro_batch_size=2")
     schedule = schedule_of(experiment)
     stages = len(schedule.placement)
-    assert schedule.orders == training_orders(name, 2, stages, 4)
+    assert schedule.orders == build_schedule(name, 2, stages, 4)
     costs = [1.0 + stage for stage in range(stages)]
     line = timeline(schedule.orders, costs)
     busy = idle = 0.0

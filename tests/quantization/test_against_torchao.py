@@ -143,7 +143,7 @@ def test_parts_have_the_scales_of_the_whole(recipe: Float8):
 
 
 def test_a_backward_pass_in_two_computes_every_gradient_once(monkeypatch: pytest.MonkeyPatch):
-    from titan_exp.parallel.pipeline_parallel.backward_split import SplitBackward
+    from titan_exp.parallel.pipeline_parallel.backward_split import BackwardSplit
     from titan_exp.quantization.mx import mxfp8_linear as module
 
     products = []
@@ -151,7 +151,7 @@ def test_a_backward_pass_in_two_computes_every_gradient_once(monkeypatch: pytest
     monkeypatch.setattr(module, "_multiply", lambda *args: products.append(1) or original(*args))
     x, weight = torch.randn(32, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
     output = mx_product(x * 1, weight, emulated=True)
-    split = SplitBackward(output, torch.ones_like(output), x, [torch.nn.Parameter(weight)])
+    split = BackwardSplit(output, torch.ones_like(output), x, [torch.nn.Parameter(weight)])
     assert len(products) == 2, "forward, and the gradient of the input"
     whole = torch.autograd.grad(mx_product(x * 1, weight, emulated=True), x, torch.ones_like(output))[0]
     assert torch.equal(split.input_gradient, whole)

@@ -13,8 +13,8 @@ from tests.models.own_experts import Mixture
 from titan_exp.config.layout.layout import resolve_layout
 from titan_exp.models.blocks.grouped_linear import GroupedLinear
 from titan_exp.models.blocks.initialization import Part, initial_slice
-from titan_exp.models.blocks.linear_impl import GroupedProduct
-from titan_exp.models.build import initial_table
+from titan_exp.models.blocks.linear_impl import GroupedLinearImpl
+from titan_exp.models.build import init_specs
 from titan_exp.quantization.quantize import quantize
 
 RECIPES = ("float8_tensorwise", "float8_rowwise", "float8_rowwise_gw_hp", "mxfp8", "nvfp4")
@@ -31,7 +31,7 @@ def curve(recipe: str, *, bf16: bool = True) -> list[float]:
     draw(model)
     quantize(model, run.quantization, layers=2, device=torch.device("cpu"))
     products = {type(it.product) for it in model.modules() if isinstance(it, GroupedLinear)}
-    assert (products == {GroupedProduct}) == (recipe == "none")
+    assert (products == {GroupedLinearImpl}) == (recipe == "none")
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=2e-3), []
     random = torch.Generator().manual_seed(0)
     after = torch.randint(64, (64, 2), generator=random)
@@ -48,7 +48,7 @@ def curve(recipe: str, *, bf16: bool = True) -> list[float]:
 
 
 def draw(model: nn.Module) -> None:
-    table = initial_table(model)
+    table = init_specs(model)
     assert table is not None
     with torch.no_grad():
         for name, parameter in model.named_parameters():

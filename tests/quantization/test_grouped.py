@@ -13,9 +13,9 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.quantization import BLOCK, QuantizationConfig
 from titan_exp.config.layout.layout import resolve_layout
 from titan_exp.models.blocks.grouped_linear import GroupedLinear
-from titan_exp.models.blocks.linear_impl import GroupedProduct
+from titan_exp.models.blocks.linear_impl import GroupedLinearImpl
 from titan_exp.models.blocks.transformer import Linear
-from titan_exp.models.build import initial_table
+from titan_exp.models.build import init_specs
 from titan_exp.ops.moe.grouped_mm import grouped_linear
 from titan_exp.quantization import hardware_support as instructions
 from titan_exp.quantization.float8.float8_linear import Float8
@@ -171,7 +171,7 @@ def mixture(**options: int) -> nn.Module:
         return Mixture(resolve_layout(experiment("model=llama_debug"), 1).model, **options)
 
 
-def taken(*overrides: str, device: torch.device = CPU) -> dict[str, GroupedProduct]:
+def taken(*overrides: str, device: torch.device = CPU) -> dict[str, GroupedLinearImpl]:
     """The products of experts after a recipe, by name."""
     model, config = mixture(), config_of(*overrides)
     quantize(model, config, layers=4, device=device)
@@ -182,7 +182,7 @@ def test_names_layers_and_sizes_are_left_out_as_of_projections():
     def emulated(*overrides: str) -> set[str]:
         found = taken("quantization=float8_rowwise", *overrides)
         assert len(found) == 8
-        assert {type(it) for it in found.values()} <= {GroupedProduct, EmulatedGroupedProduct}
+        assert {type(it) for it in found.values()} <= {GroupedLinearImpl, EmulatedGroupedProduct}
         return {name for name, it in found.items() if isinstance(it, EmulatedGroupedProduct)}
 
     assert len(emulated()) == 8
@@ -192,7 +192,7 @@ def test_names_layers_and_sizes_are_left_out_as_of_projections():
     assert emulated("quantization.smallest_gemm=65") == set()
     model = resolve_layout(experiment("model=llama_debug"), 1).model
     assert len(emulated(f"quantization.smallest_gemm={min(model.dim, model.ffn_dim)}")) == 8
-    assert {type(it) for it in taken("quantization=none").values()} == {GroupedProduct}
+    assert {type(it) for it in taken("quantization=none").values()} == {GroupedLinearImpl}
 
 
 def test_what_is_written_of_it_says_experts():
@@ -202,7 +202,7 @@ def test_what_is_written_of_it_says_experts():
     with pytest.raises(UserError, match="no such projection"):
         describe(mixture(), config_of("quantization=mxfp8", "quantization.filter=['*.gate']"), layers=4, device=CPU)
     assert "experts=4, in_features=64" in str(mixture())
-    table = initial_table(mixture())
+    table = init_specs(mixture())
     assert table is not None
     assert table["blocks.0.experts.down.weight"].kind == "normal"
 

@@ -185,14 +185,14 @@ def test_only_the_gradient_of_the_weight_is_of_transformed_tokens(monkeypatch: p
 
 
 def test_a_backward_pass_in_two_computes_every_gradient_once(monkeypatch: pytest.MonkeyPatch):
-    from titan_exp.parallel.pipeline_parallel.backward_split import SplitBackward
+    from titan_exp.parallel.pipeline_parallel.backward_split import BackwardSplit
 
     products = []
     original = module._multiply
     monkeypatch.setattr(module, "_multiply", lambda *args: products.append(1) or original(*args))
     x, weight = torch.randn(32, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
     output = nvfp4_product(x * 1, weight, None, RECIPE)
-    split = SplitBackward(output, torch.ones_like(output), x, [torch.nn.Parameter(weight)])
+    split = BackwardSplit(output, torch.ones_like(output), x, [torch.nn.Parameter(weight)])
     assert len(products) == 2, "forward, and the gradient of the input"
     whole = torch.autograd.grad(nvfp4_product(x * 1, weight, None, RECIPE), x, torch.ones_like(output))[0]
     assert torch.equal(split.input_gradient, whole)

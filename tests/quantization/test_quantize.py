@@ -14,7 +14,7 @@ from titan_exp.models.blocks.transformer import Linear
 from titan_exp.models.build import build_model
 from titan_exp.quantization import hardware_support as instructions
 from titan_exp.quantization.float8.float8_tensor import E4M3, scale_of
-from titan_exp.quantization.hardware_support import is_emulated
+from titan_exp.quantization.hardware_support import needs_emulation
 from titan_exp.quantization.quantize import describe, quantize
 from titan_exp.quantization.recipes import Float8Product, NVFP4Product
 from titan_exp.quantization.weight_scales import WeightScales
@@ -89,11 +89,11 @@ def test_what_a_gpu_lacks_is_emulated_or_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
     hopper = torch.device("cuda", 0)
-    assert not is_emulated(made("quantization=float8_rowwise").quantization, hopper)
-    assert is_emulated(made("quantization=float8_rowwise", "quantization.emulate=true").quantization, hopper)
-    assert is_emulated(made("quantization=mxfp8").quantization, hopper)
+    assert not needs_emulation(made("quantization=float8_rowwise").quantization, hopper)
+    assert needs_emulation(made("quantization=float8_rowwise", "quantization.emulate=true").quantization, hopper)
+    assert needs_emulation(made("quantization=mxfp8").quantization, hopper)
     with pytest.raises(UserError, match=r"NVIDIA H200 lacks the instructions of mxfp8.*capability 10.0"):
-        is_emulated(made("quantization=mxfp8", "quantization.emulate=false").quantization, hopper)
+        needs_emulation(made("quantization=mxfp8", "quantization.emulate=false").quantization, hopper)
     assert set(instructions.LEAST) == {"float8_tensorwise", "float8_rowwise", "float8_rowwise_gw_hp", "mxfp8", "nvfp4"}
 
 

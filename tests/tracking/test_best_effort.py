@@ -3,7 +3,7 @@ import logging
 import pytest
 
 from titan_exp.tracking.sinks.base import Row
-from titan_exp.tracking.sinks.best_effort import Mirror
+from titan_exp.tracking.sinks.best_effort import BestEffortSink
 
 
 class Recorder:
@@ -23,7 +23,7 @@ class Recorder:
 
 def test_rows_and_the_end_are_passed_on() -> None:
     recorder = Recorder()
-    mirror = Mirror("W&B", "tracking.wandb", lambda: recorder)
+    mirror = BestEffortSink("W&B", "tracking.wandb", lambda: recorder)
     mirror.log({"step": 1})
     mirror.close("done")
     mirror.close("failed")
@@ -33,7 +33,7 @@ def test_rows_and_the_end_are_passed_on() -> None:
 
 def test_a_failure_is_one_warning_and_then_silence(caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder(fail_at=2)
-    mirror = Mirror("W&B", "tracking.wandb", lambda: recorder)
+    mirror = BestEffortSink("W&B", "tracking.wandb", lambda: recorder)
     with caplog.at_level(logging.WARNING):
         for step in range(1, 5):
             mirror.log({"step": step})
@@ -48,7 +48,7 @@ def test_a_mirror_that_does_not_start_does_not_end_the_run(caplog: pytest.LogCap
     def start() -> Recorder:
         raise ImportError("no such library")
 
-    mirror = Mirror("TensorBoard", "tracking.tensorboard", start)
+    mirror = BestEffortSink("TensorBoard", "tracking.tensorboard", start)
     mirror.log({"step": 1})
     mirror.close("done")
     assert len(caplog.messages) == 1
@@ -59,4 +59,4 @@ def test_an_interrupt_is_not_a_failure_of_the_mirror() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Mirror("W&B", "tracking.wandb", start)
+        BestEffortSink("W&B", "tracking.wandb", start)

@@ -31,7 +31,7 @@ def row(step: int, **also: float | None) -> Row:
     return {**known, **also}
 
 
-class Screen:
+class RunConsole:
     """A console sink, what it wrote, and the clock it looks at."""
 
     def __init__(self, total: int = 100, *, terminal: bool = False) -> None:
@@ -52,7 +52,7 @@ class Screen:
 
 
 def test_a_plain_line_says_the_numbers_and_is_not_wrapped_or_coloured() -> None:
-    screen = Screen()
+    screen = RunConsole()
     screen.log(row(7, mfu=0.412, validation_loss=1.5))
     assert screen.lines() == [
         "step   7/100  loss 2.0000  grad norm 0.5000  lr 3.00e-03  12.35k tokens/s   0.41 GiB  MFU 41.2 %  "
@@ -61,7 +61,7 @@ def test_a_plain_line_says_the_numbers_and_is_not_wrapped_or_coloured() -> None:
 
 
 def test_plain_lines_align_whatever_is_unknown() -> None:
-    screen = Screen()
+    screen = RunConsole()
     unknown = dict.fromkeys(("loss", "grad_norm", "lr", "tokens_per_second"))
     screen.log(row(1, **unknown), row(10, tokens_per_second=9.5), row(100, tokens_per_second=1_234_567.0, loss=12.5))
     assert len({line.index("GiB") for line in screen.lines()}) == 1
@@ -70,7 +70,7 @@ def test_plain_lines_align_whatever_is_unknown() -> None:
 
 
 def test_quick_steps_do_not_flood_a_log_but_first_last_and_evaluations_are_there() -> None:
-    screen = Screen()
+    screen = RunConsole()
     screen.log(*(row(step, validation_loss=1.0 if step == 13 else None) for step in range(1, 100)), seconds=0.1)
     screen.sink.close("done")
     steps = screen.steps()
@@ -81,13 +81,13 @@ def test_quick_steps_do_not_flood_a_log_but_first_last_and_evaluations_are_there
 
 
 def test_slow_steps_are_all_there() -> None:
-    screen = Screen()
+    screen = RunConsole()
     screen.log(*(row(step) for step in range(1, 6)), seconds=1.0)
     assert screen.steps() == [1, 2, 3, 4, 5]
 
 
 def test_notes_are_lines_as_they_are() -> None:
-    screen = Screen()
+    screen = RunConsole()
     screen.sink.note("[bold]not markup[/bold] " + "x" * 200)
     assert screen.lines() == ["[bold]not markup[/bold] " + "x" * 200]
 
@@ -100,14 +100,14 @@ def test_notes_are_lines_as_they_are() -> None:
     ],
 )
 def test_time_left(seconds: float, left: str) -> None:
-    screen = Screen(total=20)
+    screen = RunConsole(total=20)
     screen.log(*(row(step, tokens_per_second=500.0) for step in (8, 9, 10)), seconds=seconds)
     screen.sink.close("done")
     assert screen.lines()[-2].endswith(left)
 
 
 def test_a_terminal_shows_a_bar_the_newest_numbers_and_permanent_lines() -> None:
-    screen = Screen(terminal=True)
+    screen = RunConsole(terminal=True)
     screen.sink.note("started [ok]")
     screen.log(row(50, mfu=0.412), row(60, validation_loss=1.25), row(100, loss=0.75))
     screen.sink.close("done")
@@ -124,7 +124,7 @@ def test_a_terminal_shows_a_bar_the_newest_numbers_and_permanent_lines() -> None
 
 
 def test_a_terminal_shows_progress_while_it_waits_for_the_first_row() -> None:
-    screen = Screen(terminal=True)
+    screen = RunConsole(terminal=True)
     screen.sink.close("failed")
     assert "waiting for the first row" in screen.text.getvalue()
     assert "0/100" in screen.text.getvalue()

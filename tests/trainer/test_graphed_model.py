@@ -25,11 +25,11 @@ from titan_exp.config.layout.layout import gradient_accumulation, resolve_layout
 from titan_exp.config.schema.typed_config import load_experiment, to_yaml
 from titan_exp.data.batch import Batch
 from titan_exp.models.build import build_model
-from titan_exp.parallel.activation_checkpoint import recompute_blocks
-from titan_exp.parallel.fsdp.single_rank_precision import ComputeWeights
+from titan_exp.parallel.activation_checkpoint import apply_activation_checkpointing
+from titan_exp.parallel.fsdp.single_rank_precision import SingleRankPrecision
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.trainer.cuda_graphs.graphed_model import ReplayedModel
+from titan_exp.trainer.cuda_graphs.graphed_model import GraphedModel
 from titan_exp.trainer.loss import TokenLoss
 
 CHANGING = [*LINES, "lr_schedule.warmup_steps=4", "lr_schedule.decay_steps=4", "training.max_grad_norm=0.3"]
@@ -183,10 +183,10 @@ def rows(count: int, length: int = 16, *, seed: int = 0) -> Batch:
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), places % 7, places // 7)
 
 
-def replayed(model: torch.nn.Module, recorder: Any, loss: TokenLoss | None = None, **options: Any) -> ReplayedModel:
+def replayed(model: torch.nn.Module, recorder: Any, loss: TokenLoss | None = None, **options: Any) -> GraphedModel:
     """Of the mesh it is only asked on which device it is."""
     mesh: Any = SimpleNamespace(device=next(model.parameters()).device)
-    return ReplayedModel(model, loss or TokenLoss(), mesh, recorder, **{"dtype": torch.float32, **options})
+    return GraphedModel(model, loss or TokenLoss(), mesh, recorder, **{"dtype": torch.float32, **options})
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -236,7 +236,7 @@ def test_a_pass_takes_nothing_from_the_host(chunk: int | None, dtype: torch.dtyp
     with torch.device("meta"):
         module = build_model(replace(TINY, vocab_size=64), seq_len=16, attention_backend="math")
     recompute = ActivationCheckpointConfig("full", 1, [], 0.5)
-    recompute_blocks(module, recompute, random=False)
+    apply_activation_checkpointing(module, recompute, random=False)
     model = replayed(module, HostWatch(), TokenLoss(chunk, 1e-4), dtype=dtype)
     assert model.forward_backward([rows(2)] * 5, 128).is_meta
 
@@ -271,7 +271,7 @@ def test_rounded_weights_are_put_back_after_an_error():
         assert {it.dtype for it in module.parameters()} == {torch.bfloat16}
         raise RuntimeError
 
-    with pytest.raises(RuntimeError), ComputeWeights(module, torch.bfloat16).in_use():
+    with pytest.raises(RuntimeError), SingleRankPrecision(module, torch.bfloat16).in_use():
         fail()
     assert all(it is before[name] for name, it in module.named_parameters())
 
@@ -290,17 +290,17 @@ def stop_after_six() -> None:
 def the_count_is_a_number_of_pythons() -> None:
     from titan_exp.trainer.cuda_graphs import graphed_model as replayed
 
-    original = replayed.per_token
-    replayed.per_token = lambda loss, module, batch, tokens: original(loss, module, batch, int(tokens.tolist()))  # type: ignore[assignment, arg-type]
+    original = replayed.normalize_by_tokens
+    replayed.normalize_by_tokens = lambda *given: original(*given[:3], int(given[3].tolist()))  # type: ignore[assignment, arg-type]
     from tests import tape_recorder
 
     tape_recorder.ASKING = ()  # type: ignore[assignment]  # it asks, as it must to be wrong
 
 
 def gradients_are_dropped() -> None:
-    from titan_exp.trainer.cuda_graphs.graphed_model import ReplayedModel
+    from titan_exp.trainer.cuda_graphs.graphed_model import GraphedModel
 
-    ReplayedModel._take_gradients_back = lambda self: None  # type: ignore[method-assign]
+    GraphedModel._take_gradients_back = lambda self: None  # type: ignore[method-assign]
 
 
 def inputs_stay() -> None:

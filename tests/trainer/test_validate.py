@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 
 from titan_exp.trainer import validate as module
-from titan_exp.trainer.validate import Evaluation, evaluate_sources
+from titan_exp.trainer.validate import ValidationResult, evaluate_sources
 
 
-def row(monkeypatch: pytest.MonkeyPatch, **sources: Evaluation) -> dict[str, float | int]:
+def row(monkeypatch: pytest.MonkeyPatch, **sources: ValidationResult) -> dict[str, float | int]:
     monkeypatch.setattr(module, "evaluate", lambda model, batches, mesh: batches)
     anything: Any = None
     given: Any = sources
@@ -17,12 +17,12 @@ def row(monkeypatch: pytest.MonkeyPatch, **sources: Evaluation) -> dict[str, flo
 
 
 def test_one_source_has_no_name(monkeypatch: pytest.MonkeyPatch):
-    found = row(monkeypatch, **{"": Evaluation(1.1, 3)})
+    found = row(monkeypatch, **{"": ValidationResult(1.1, 3)})
     assert found == {"validation_loss": 1.1, "validation_perplexity": math.exp(1.1), "validation_tokens": 3}
 
 
 def test_several_sources_count_by_their_tokens(monkeypatch: pytest.MonkeyPatch):
-    found = row(monkeypatch, a=Evaluation(1.0, 30), b=Evaluation(2.0, 10), c=Evaluation(math.nan, 0))
+    found = row(monkeypatch, a=ValidationResult(1.0, 30), b=ValidationResult(2.0, 10), c=ValidationResult(math.nan, 0))
     assert found["validation_loss"] == pytest.approx(1.25)
     assert found["validation_perplexity"] == pytest.approx(math.exp(1.25))
     assert found["validation_tokens"] == 40

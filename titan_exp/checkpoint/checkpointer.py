@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from titan_exp.checkpoint.dcp.async_save import BackgroundSaves
+from titan_exp.checkpoint.dcp.async_save import AsyncSave
 from titan_exp.checkpoint.dcp.checksums import agreed_problem, has_sums, require_intact
 from titan_exp.checkpoint.dcp.reader import read_into, tensor_shapes
 from titan_exp.checkpoint.dcp.writer import CheckedWriter
@@ -81,7 +81,7 @@ class Checkpointer:
         self._clock = clock
         self._last = clock()
         self._times: dict[str, float] = {}
-        self._background: BackgroundSaves | None = None
+        self._background: AsyncSave | None = None
         # A group of its own: a background save must not meet the training step's collectives.
         self._group = new_cpu_group()
         self._leader = dist.get_rank() == 0
@@ -145,7 +145,7 @@ class Checkpointer:
             self.wait()
         else:
             if self._background is None:
-                self._background = BackgroundSaves(self.config.mode, self._group)
+                self._background = AsyncSave(self.config.mode, self._group)
             background, future = self._background, self._background.start(state, writer)
             save.write, save.future = lambda: background.result(future), future
             save.paused = self._clock() - begin

@@ -44,7 +44,7 @@ def train(words: Sequence[str]) -> int:
         from titan_exp.compare.output.plot import draw
         from titan_exp.config.schema.typed_config import to_experiment
         from titan_exp.launch.memory_gate import pass_gate
-        from titan_exp.launch.run_console import Screen
+        from titan_exp.launch.run_console import RunConsole
         from titan_exp.launch.run_plan import plan as planned
         from titan_exp.launch.run_plans import run
 
@@ -56,7 +56,7 @@ def train(words: Sequence[str]) -> int:
             for line in preview(experiment, experiment.data.preview):
                 print(line)
             return 0
-        screen = Screen()
+        screen = RunConsole()
         if experiment.cluster.kind == "slurm":
             from titan_exp.launch.slurm.error_report import submit
 

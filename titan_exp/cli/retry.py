@@ -2,11 +2,11 @@
 
 from titan_exp.config.command_line.flags import take_flags
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.executor import Backend, backend_for
-from titan_exp.launch.local.executor import LocalBackend
+from titan_exp.launch.executor import Executor, backend_for
+from titan_exp.launch.local.executor import LocalExecutor
 from titan_exp.launch.local.relaunch import plan_again
 from titan_exp.launch.memory_gate import pass_gate_together
-from titan_exp.launch.run_console import Screen
+from titan_exp.launch.run_console import RunConsole
 from titan_exp.launch.run_plan import Plan
 from titan_exp.launch.state.run_lookup import Found, find, runs_among
 from titan_exp.launch.state.run_status import standings
@@ -55,15 +55,15 @@ def _start(again: list[Found]) -> int:
     for one in again:
         plan = plan_again(one.folder)
         by_kind.setdefault(plan.experiment.cluster.kind, []).append(plan)
-    screen, code = Screen(), 0
+    screen, code = RunConsole(), 0
     by_kind = {kind: pass_gate_together(plans, screen.say) for kind, plans in by_kind.items()}
     for kind, plans in sorted(by_kind.items(), key=lambda pair: pair[0] == "local"):
         if kind == "local":
-            local = LocalBackend(title=lambda plan: labels[plan.folder.path])
+            local = LocalExecutor(title=lambda plan: labels[plan.folder.path])
             local.submit(plans, say=screen.say)
             code = local.worst or code
             continue
-        backend: Backend = backend_for(kind)
+        backend: Executor = backend_for(kind)
         for one in backend.submit(plans, say=screen.say):
             number = f", job {one.job_id}" if one.job_id else ""
             screen.say(

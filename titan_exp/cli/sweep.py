@@ -9,7 +9,7 @@ from titan_exp.config.command_line.flags import take_flags
 from titan_exp.config.command_line.hydra_args import SWITCHES, VALUED, read_arguments
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.study.study import Study
-from titan_exp.launch.sweep.options import Asked
+from titan_exp.launch.sweep.options import SweepOptions
 
 HELP = """\
 titan-exp sweep: run a study, sweeps/NAME.yaml, or what is missing of it.
@@ -42,7 +42,7 @@ class SweepWords:
 
     words: list[str]
     """Flags and overrides for Hydra."""
-    asked: Asked
+    asked: SweepOptions
     """The rest, for the sweeper."""
     inside: tuple[str, ...] = ()
     """Overrides that Hydra does not see at once: the study's, and those that were typed after its name."""
@@ -88,17 +88,17 @@ def train_words(typed: Sequence[str]) -> SweepWords:
     """
     ours = (*FLAGS, "--jobs")
     if not any(word.partition("=")[0] in ours for word in typed):
-        return SweepWords(list(typed), Asked())
+        return SweepWords(list(typed), SweepOptions())
     flags, rest = take_flags(typed, FLAGS, {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="train")
     if "-m" not in rest and "--multirun" not in rest:
         raise UserError(f"{next(iter(flags))} is about a sweep: it goes with -m, or with titan-exp sweep.")
     return SweepWords(rest, _asked(flags))
 
 
-def _asked(flags: Mapping[str, str | int | bool]) -> Asked:
+def _asked(flags: Mapping[str, str | int | bool]) -> SweepOptions:
     if flags.get("--jobs") == 0:
         raise UserError("--jobs 0: nothing would ever run. The least is --jobs 1.")
-    return Asked(
+    return SweepOptions(
         dry_run="--dry-run" in flags,
         skip="--skip" in flags,
         jobs=int(flags.get("--jobs", 1)),

@@ -10,7 +10,7 @@ from titan_exp.compare.stats.format_numbers import percent, signed
 from titan_exp.compare.stats.ttest import LEVEL, Delta
 from titan_exp.config.errors.did_you_mean import listed
 
-Verdict = str
+AttemptResult = str
 """`better`, `worse`, `different` (no direction is better), `not distinguishable`, `only uncorrected`, `no interval`."""
 
 
@@ -29,7 +29,7 @@ def where(comparison: Comparison) -> str:
     return f"at {point.tokens:,.0f} tokens, {point.why}"
 
 
-def verdict(metric: Metric, delta: Delta | None) -> Verdict:
+def verdict(metric: Metric, delta: Delta | None) -> AttemptResult:
     """What may be said of a difference, all comparisons of its metric counted; empty where there is none."""
     if delta is None:
         return ""

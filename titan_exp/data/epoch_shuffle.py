@@ -8,7 +8,7 @@ from functools import lru_cache
 from titan_exp.data.permutation import Permutation
 
 
-class EpochOrder:
+class EpochShuffle:
     """The shuffled order of `items` items in any epoch."""
 
     def __init__(self, items: int, seed: int) -> None:

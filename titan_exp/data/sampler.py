@@ -24,7 +24,7 @@ class RowReader(Protocol):
         ...
 
 
-class RowFeed(Protocol):
+class Sampler(Protocol):
     """One rank's share of an order of rows that is the same in every layout: row j of the run is on rank j mod dp."""
 
     corpus: dict[str, Any]

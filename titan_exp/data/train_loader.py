@@ -1,6 +1,6 @@
 """Batches to train on, for ever, in an order that depends on the experiment and its seed and on no layout.
 
-Data rank r of dp takes the rows j ≡ r (mod dp) of the run; which row is which is a `RowFeed`'s to say.
+Data rank r of dp takes the rows j ≡ r (mod dp) of the run; which row is which is a `Sampler`'s to say.
 """
 
 import json
@@ -16,7 +16,7 @@ from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.batch import Batch, assemble
 from titan_exp.data.prefetch import Prefetcher
-from titan_exp.data.sampler import RowFeed, RowReader, States
+from titan_exp.data.sampler import RowReader, Sampler, States
 
 
 class TrainLoader(Iterator[Batch]):
@@ -120,12 +120,12 @@ class TrainLoader(Iterator[Batch]):
         )
 
 
-def build_feed(experiment: Experiment, *, dp_rank: int, dp_degree: int) -> RowFeed:
+def build_feed(experiment: Experiment, *, dp_rank: int, dp_degree: int) -> Sampler:
     """The rows of one data rank. Raises UserError where the corpus or the tokenizer cannot be used."""
     if experiment.data.source == "tokens":
-        from titan_exp.data.token_store.window_sampler import StoreFeed
+        from titan_exp.data.token_store.window_sampler import StoreSampler
 
-        return StoreFeed(experiment, dp_rank=dp_rank, dp_degree=dp_degree)
+        return StoreSampler(experiment, dp_rank=dp_rank, dp_degree=dp_degree)
     from titan_exp.data.virtual_shards import VirtualShards
 
     return VirtualShards(experiment, dp_rank=dp_rank, dp_degree=dp_degree)

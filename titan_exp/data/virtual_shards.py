@@ -14,13 +14,13 @@ import numpy as np
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.data.epoch_shuffle import EpochOrder
+from titan_exp.data.epoch_shuffle import EpochShuffle
 from titan_exp.data.packing import PackedShard
 from titan_exp.data.sampler import States
 from titan_exp.data.sources.base import RandomAccessSource, Source, build_source, fingerprint, has_validation_split
 from titan_exp.data.sources.indexed_stream import DocumentStream, RandomAccessStream, TokenizedDocuments
 from titan_exp.data.sources.streaming import StreamedCorpus, StreamedDocuments
-from titan_exp.data.sources.thread_pool import ReadAhead
+from titan_exp.data.sources.thread_pool import ThreadPrefetch
 from titan_exp.data.tokenizers.base import Tokenizer, build_tokenizer
 from titan_exp.data.validation_split import training_part
 
@@ -28,7 +28,7 @@ _READ_AHEAD_THREADS = 8
 
 
 class VirtualShards:
-    """A `RowFeed` over the shards of one rank. Raises UserError where the corpus or the tokenizer cannot be used."""
+    """A `Sampler` over the shards of one rank. Raises UserError where the corpus or the tokenizer cannot be used."""
 
     def __init__(self, experiment: Experiment, *, dp_rank: int, dp_degree: int) -> None:
         self._shards = experiment.data.virtual_shards
@@ -39,7 +39,9 @@ class VirtualShards:
         source = build_source(experiment.data)
         self.corpus = _describe(experiment, source, tokenizer)
         own = range(dp_rank, self._shards, dp_degree)
-        self._pool = None if isinstance(source, RandomAccessSource) else ReadAhead(min(_READ_AHEAD_THREADS, len(own)))
+        self._pool = (
+            None if isinstance(source, RandomAccessSource) else ThreadPrefetch(min(_READ_AHEAD_THREADS, len(own)))
+        )
         if self._pool is not None:
             weakref.finalize(self, self._pool.close)  # a task that runs would keep the pool alive after its last user
         self._streams = _build_streams(experiment, source, tokenizer, own, self._pool)
@@ -97,18 +99,18 @@ class PackedShards:
 
 
 def _build_streams(
-    experiment: Experiment, source: Source, tokenizer: Tokenizer, own: range, pool: ReadAhead | None
+    experiment: Experiment, source: Source, tokenizer: Tokenizer, own: range, pool: ThreadPrefetch | None
 ) -> dict[int, DocumentStream]:
     """The document stream of each of the virtual shards `own`."""
     seed, shards, held_out = experiment.experiment.seed, experiment.data.virtual_shards, _held_out(experiment)
     if isinstance(source, RandomAccessSource):
         documents = TokenizedDocuments(training_part(source, held_out), tokenizer)
-        order = EpochOrder(len(documents), seed)
+        order = EpochShuffle(len(documents), seed)
         return {shard: RandomAccessStream(documents, order, shard=shard, shards=shards) for shard in own}
     assert pool is not None
     if source.parts < shards:
         _warn_of_shared_parts(source.parts, shards)
-    order = EpochOrder(source.parts, seed)
+    order = EpochShuffle(source.parts, seed)
     corpus = StreamedCorpus(source, tokenizer, order, seed, shards, experiment.data.shuffle_buffer, held_out)
     return {shard: StreamedDocuments(corpus, pool, shard) for shard in own}
 

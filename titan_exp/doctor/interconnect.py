@@ -15,13 +15,13 @@ from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.doctor.timing import LEAST_CALLS, MOST_CALLS, Rate, synchronize
-from titan_exp.trainer.rank_call import Spread, answer
+from titan_exp.trainer.rank_call import RunOnRanks, answer
 
 SIZES = {"cuda": (2**20, 2**24, 2**28), "cpu": (2**16, 2**20, 2**24)}
 """Bytes that a rank sends to an all-reduce, and receives from an all-gather."""
 
 
-def link_rates(spread: Spread, *, ranks: int, device: str, limit: float) -> list[Rate]:
+def link_rates(spread: RunOnRanks, *, ranks: int, device: str, limit: float) -> list[Rate]:
     """Start ranks on this machine, one for each device, and measure.
 
     Args:

@@ -22,7 +22,7 @@ from titan_exp.doctor.interconnect import link_rates
 from titan_exp.doctor.timing import Rate
 from titan_exp.tracking.device_rates import Measured, write_measured
 from titan_exp.tracking.memory_stats import device_name, peak_tflops
-from titan_exp.trainer.rank_call import Spread
+from titan_exp.trainer.rank_call import RunOnRanks
 
 USAGE = """\
 titan-exp doctor [--seconds N] [--json] [paths.runs=FOLDER] [cluster.device=cpu]
@@ -44,7 +44,7 @@ LOW = 0.6
 """Share of the data sheet's number below which a rate is marked."""
 
 
-def machine_command(arguments: Sequence[str], spread: Spread) -> int:
+def machine_command(arguments: Sequence[str], spread: RunOnRanks) -> int:
     """Run the verb; returns the exit code.
 
     Args:
@@ -78,7 +78,9 @@ def machine_command(arguments: Sequence[str], spread: Spread) -> int:
     return 0
 
 
-def measure(device: torch.device, runs: Path, seconds: float, spread: Spread, say: Callable[[str], None]) -> Measured:
+def measure(
+    device: torch.device, runs: Path, seconds: float, spread: RunOnRanks, say: Callable[[str], None]
+) -> Measured:
     """Measure everything in about `seconds`.
 
     Args:

@@ -20,9 +20,9 @@ from titan_exp.config.layout.layout import resolve_layout
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.doctor.numerics import NumericsReport, report_numerics
-from titan_exp.models.build import build_model, initial_table
+from titan_exp.models.build import build_model, init_specs
 from titan_exp.ops.attention.sdpa import choose_backend
-from titan_exp.parallel.meta_init import copy_initial_weights, draw_initial_weights, materialize
+from titan_exp.parallel.meta_init import copy_initial_weights, init_weights, materialize_parameters
 from titan_exp.rules import check
 from titan_exp.trainer.load_model import describe, load_source, training_length
 
@@ -91,12 +91,12 @@ def _initial(experiment: Experiment, device: torch.device) -> nn.Module:
 
     with torch.device("meta"):
         model = build()
-    table, seed = initial_table(model), experiment.experiment.seed
-    materialize(model, device)
+    table, seed = init_specs(model), experiment.experiment.seed
+    materialize_parameters(model, device)
     if table is None:
         copy_initial_weights(model, build, seed)
     else:
-        draw_initial_weights(model, table, seed)
+        init_weights(model, table, seed)
     return model
 
 

@@ -26,17 +26,17 @@ from titan_exp.config.schema.typed_config import load_experiment, to_dict, to_ex
 from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.parallel.apply import parallelize
 from titan_exp.parallel.mesh import Mesh, build_mesh
-from titan_exp.parallel.tensor_parallel.apply import vocabulary_part
+from titan_exp.parallel.tensor_parallel.apply import vocab_shard
 from titan_exp.rules import context_parallel as context
 from titan_exp.rules import data
 from titan_exp.rules import degrees as layout
 from titan_exp.rules import tensor_parallel as tensor
 from titan_exp.trainer.distributed import joined_process_group
-from titan_exp.trainer.forward_backward import WholeModel
+from titan_exp.trainer.forward_backward import EagerModel
 from titan_exp.trainer.load_model import Rows, describe, load_source
 from titan_exp.trainer.loss import TokenLoss
-from titan_exp.trainer.rank_call import Spread, answer
-from titan_exp.trainer.validate import Evaluation, evaluate_sources
+from titan_exp.trainer.rank_call import RunOnRanks, answer
+from titan_exp.trainer.validate import ValidationResult, evaluate_sources
 
 USAGE = """\
 titan-exp evaluate RUN|FOLDER [step=N] [split=held_out|all] [data=GROUP] [data.KEY=VALUE] [training.seq_len=N]
@@ -51,7 +51,7 @@ BATCH = 8
 """Sequences at a time, where `training.micro_batch_size` is not given."""
 
 
-def evaluate_command(arguments: Sequence[str], spread: Spread | None = None) -> int:
+def evaluate_command(arguments: Sequence[str], spread: RunOnRanks | None = None) -> int:
     """Run the verb; returns the exit code.
 
     Args:
@@ -80,7 +80,7 @@ def evaluate_command(arguments: Sequence[str], spread: Spread | None = None) -> 
     else:
         assert spread is not None, "the command line has it"
         question = {"path": str(source.path), "everything": everything}
-        found = Evaluation(**spread(f"{__name__}.on_rank", experiment, question))
+        found = ValidationResult(**spread(f"{__name__}.on_rank", experiment, question))
     described = describe(path, source)
     table = Table("weights", "data", "tokens", "loss (nats)", "perplexity")
     table.add_row(
@@ -92,13 +92,13 @@ def evaluate_command(arguments: Sequence[str], spread: Spread | None = None) -> 
     return 0
 
 
-def evaluate_source(source: Source, experiment: Experiment, mesh: Mesh, everything: bool = False) -> Evaluation:
+def evaluate_source(source: Source, experiment: Experiment, mesh: Mesh, everything: bool = False) -> ValidationResult:
     """Loss and perplexity over the validation split of the experiment's data, or over `everything`; all ranks of the
     mesh together, each of which reads its part of the weights."""
     loader = ValidationLoader(
         experiment,
-        dp_rank=mesh.data_rank,
-        dp_degree=mesh.data_degree,
+        dp_rank=mesh.dp_rank,
+        dp_degree=mesh.dp_degree,
         micro_batch_size=experiment.training.micro_batch_size or BATCH,
         everything=everything,
     )
@@ -116,10 +116,10 @@ def evaluate_source(source: Source, experiment: Experiment, mesh: Mesh, everythi
         divide=divide if mesh.world.size() > 1 else None,
         parts=parallelism.cp > 1 and parallelism.cp_method != "ulysses",
     )
-    words = vocabulary_part(mesh, source.model.vocab_size) if parallelism.loss_parallel else None
-    whole = WholeModel(model, TokenLoss(experiment.training.loss_chunk_tokens, part=words), mesh)
+    words = vocab_shard(mesh, source.model.vocab_size) if parallelism.loss_parallel else None
+    whole = EagerModel(model, TokenLoss(experiment.training.loss_chunk_tokens, part=words), mesh)
     row = evaluate_sources(whole, loader.sources, mesh)
-    return Evaluation(row["validation_loss"], int(row["validation_tokens"]))
+    return ValidationResult(row["validation_loss"], int(row["validation_tokens"]))
 
 
 def on_rank(run_folder: str) -> None:

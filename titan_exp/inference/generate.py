@@ -19,13 +19,13 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.data.tokenizers.base import Tokenizer
-from titan_exp.inference.generation import Writer
+from titan_exp.inference.generation import DecodeSession
 from titan_exp.parallel.mesh import Mesh, build_mesh
-from titan_exp.parallel.tensor_parallel.apply import keep_used_rows, share_matrices
+from titan_exp.parallel.tensor_parallel.apply import apply_tensor_parallel, drop_unused_kv_rows
 from titan_exp.rules import degrees as layout
 from titan_exp.rules import tensor_parallel as tensor
 from titan_exp.trainer.load_model import Rows, describe, load_source, tokenizer_of, training_length
-from titan_exp.trainer.rank_call import Spread, answer
+from titan_exp.trainer.rank_call import RunOnRanks, answer
 
 USAGE = """\
 titan-exp generate [RUN|FOLDER] [prompt=...]
@@ -35,7 +35,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """What `dtype` may be."""
 
 
-def generate_command(arguments: Sequence[str], spread: Spread | None = None) -> int:
+def generate_command(arguments: Sequence[str], spread: RunOnRanks | None = None) -> int:
     """Run the verb; returns the exit code.
 
     Args:
@@ -91,13 +91,13 @@ def generate(
 
     def divide(model: nn.Module) -> Rows:
         assert mesh is not None, "there are others"
-        share_matrices(model, mesh, sequence_parallel=False, loss_parallel=False)
-        return keep_used_rows(model)
+        apply_tensor_parallel(model, mesh, sequence_parallel=False, loss_parallel=False)
+        return drop_unused_kv_rows(model)
 
     model = load_source(
         source, device, seq_len=window, dtype=DTYPES[options.dtype], divide=None if mesh is None else divide
     )
-    writer = Writer(model, window, cache=options.cache)
+    writer = DecodeSession(model, window, cache=options.cache)
     ends = _ends(source, tokenizer)
     texts = []
     for ids in begun:

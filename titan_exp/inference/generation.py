@@ -7,7 +7,7 @@ from titan_exp.models.decoder import Decoder
 from titan_exp.ops.attention.kv_cache import CachedAttention
 
 
-class Writer:
+class DecodeSession:
     """The text so far, and what the model says of its next token.
 
     A text longer than the model's window loses its first half window, and again whenever the window is full: what is

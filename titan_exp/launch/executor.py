@@ -37,7 +37,7 @@ class Look:
     """Why it waits, or how it ended, in words."""
 
 
-class Backend(Protocol):
+class Executor(Protocol):
     """One way to carry out runs."""
 
     def submit(self, plans: Sequence[Plan], *, say: Callable[[str], None]) -> list[Submission]:
@@ -53,18 +53,18 @@ class Backend(Protocol):
         ...
 
 
-def backend_for(kind: str) -> Backend:
+def backend_for(kind: str) -> Executor:
     """The backend of a kind: `cluster.kind` of a configuration, or `launched_by` of an attempt.
 
     Raises:
         UserError: this version has none of that kind.
     """
     if kind in ("local", "hand"):
-        from titan_exp.launch.local.executor import LocalBackend
+        from titan_exp.launch.local.executor import LocalExecutor
 
-        return LocalBackend()
+        return LocalExecutor()
     if kind == "slurm":
-        from titan_exp.launch.slurm.executor import SlurmBackend
+        from titan_exp.launch.slurm.executor import SlurmExecutor
 
-        return SlurmBackend()
+        return SlurmExecutor()
     raise UserError(f"cluster.kind={kind}: this version starts no runs there. Choose cluster=local.")

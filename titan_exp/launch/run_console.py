@@ -9,7 +9,7 @@ from titan_exp.tracking.sinks.base import Row
 from titan_exp.tracking.sinks.console import ConsoleSink
 
 
-class Screen:
+class RunConsole:
     """Progress and lines on standard output, errors on standard error."""
 
     def __init__(self) -> None:

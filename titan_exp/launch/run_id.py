@@ -11,7 +11,7 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.schema.identity_keys import LAYOUT, WITH_EFFECT, WITHOUT_EFFECT
+from titan_exp.config.schema.identity_keys import IN_RUN_ID_WHEN_SET, LAYOUT, NOT_IN_RUN_ID
 from titan_exp.config.schema.typed_config import to_dict
 
 ID_LENGTH = 12
@@ -24,7 +24,7 @@ def run_id(experiment: Experiment) -> str:
     Raises:
         UserError: a value has no stable identity.
     """
-    return _digest(experiment, WITHOUT_EFFECT)
+    return _digest(experiment, NOT_IN_RUN_ID)
 
 
 def experiment_id(experiment: Experiment) -> str:
@@ -33,7 +33,7 @@ def experiment_id(experiment: Experiment) -> str:
     Raises:
         UserError: a value has no stable identity.
     """
-    return _digest(experiment, [*WITHOUT_EFFECT, *LAYOUT])
+    return _digest(experiment, [*NOT_IN_RUN_ID, *LAYOUT])
 
 
 def canonical(value: object, key: str = "") -> str:
@@ -57,11 +57,11 @@ def _digest(experiment: Experiment, without: Iterable[str]) -> str:
         del config["optimizer"]["state_precision"]
     if not experiment.compile.cuda_graphs:
         del config["compile"]["cuda_graphs"]
-    begins_with = {key: _get(config, key.split(".")) for key in WITH_EFFECT}
+    begins_with = {key: _get(config, key.split(".")) for key in IN_RUN_ID_WHEN_SET}
     for key in without:
         _remove(config, key.split("."))
     # Without them the id is that of a run from before there were such keys.
-    if begins_with[WITH_EFFECT[0]] is not None:
+    if begins_with[IN_RUN_ID_WHEN_SET[0]] is not None:
         config |= begins_with
     return hashlib.sha256(canonical(config).encode()).hexdigest()[:ID_LENGTH]
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.layout.layout import world_size
 from titan_exp.launch.local.ranks import LocalRanks
-from titan_exp.launch.run_console import Screen
+from titan_exp.launch.run_console import RunConsole
 from titan_exp.launch.run_plan import Plan, commit, refresh, writable
 from titan_exp.launch.signals import Interrupts
 from titan_exp.launch.state.close_attempt import close_attempt, close_dead_attempts
-from titan_exp.launch.state.exit_status import Verdict
+from titan_exp.launch.state.exit_status import AttemptResult
 from titan_exp.launch.state.run_lock import await_orphans, hold
 from titan_exp.launch.state.tail import Follower, rows
 from titan_exp.launch.summary import Summary, describe, summarize
@@ -38,13 +38,13 @@ class Outcome:
     """What the run's files say now."""
 
 
-def run(plan: Plan, *, screen: Screen | None = None) -> Outcome:
+def run(plan: Plan, *, screen: RunConsole | None = None) -> Outcome:
     """Run a plan and wait for its end; a run that is done is only reported.
 
     Raises:
         UserError: the folder cannot be written, or the run goes on elsewhere.
     """
-    screen = screen or Screen()
+    screen = screen or RunConsole()
     commit(plan)
     with writable(plan.folder.path), hold(plan.folder, "launcher", screen.say):
         state = plan.folder.read_state()
@@ -64,7 +64,7 @@ def run(plan: Plan, *, screen: Screen | None = None) -> Outcome:
     return Outcome(plan.folder, INTERRUPTED if stopped_by_signal else verdict.exit_code, summary)
 
 
-def _open_attempt(plan: Plan, state: RunState | None, screen: Screen) -> int:
+def _open_attempt(plan: Plan, state: RunState | None, screen: RunConsole) -> int:
     """Write down the intent to start; returns the number of the attempt."""
     folder, size = plan.folder, world_size(plan.experiment)
     last = state.attempt if state else 0
@@ -87,16 +87,16 @@ def _open_attempt(plan: Plan, state: RunState | None, screen: Screen) -> int:
 class _Execution:
     """One attempt while it runs."""
 
-    def __init__(self, plan: Plan, attempt: int, screen: Screen) -> None:
+    def __init__(self, plan: Plan, attempt: int, screen: RunConsole) -> None:
         self.plan, self.folder, self.attempt, self.screen = plan, plan.folder, attempt, screen
         self.ranks = LocalRanks(plan.experiment, plan.folder, attempt)
         self.metrics = Follower(plan.folder.metrics, from_now=True)
         self.log = Follower(self.ranks.log(0))
         self.interrupts = Interrupts()
 
-    def run(self) -> Verdict:
+    def run(self) -> AttemptResult:
         """Start, follow and close the attempt."""
-        verdict = Verdict("failed", 1, "the launcher failed")
+        verdict = AttemptResult("failed", 1, "the launcher failed")
         try:
             with self.interrupts:
                 self.ranks.start()
@@ -109,7 +109,7 @@ class _Execution:
             self._write_down(verdict)
         return verdict
 
-    def _write_down(self, verdict: Verdict) -> None:
+    def _write_down(self, verdict: AttemptResult) -> None:
         state, code, reason = verdict.state, verdict.exit_code, verdict.reason
         try:
             close_attempt(self.folder, self.attempt, state, exit_code=code, reason=reason, overrule=True)
@@ -117,7 +117,7 @@ class _Execution:
             # The verdict matters more than the file; the next start finds a run that nobody holds.
             self.screen.complain(f"{self.folder.state} cannot be written ({error.strerror}).")
 
-    def _follow(self) -> Verdict:
+    def _follow(self) -> AttemptResult:
         told, interrupts = False, self.interrupts
         while not self.ranks.poll():
             if interrupts.first and not told:
@@ -127,7 +127,7 @@ class _Execution:
             if interrupts.again:
                 self.ranks.kill()
                 self._show()
-                return Verdict("preempted", INTERRUPTED, f"killed at the second signal, after {interrupts.first}")
+                return AttemptResult("preempted", INTERRUPTED, f"killed at the second signal, after {interrupts.first}")
             self._show()
             time.sleep(EVERY)
         self._show()
@@ -142,7 +142,7 @@ class _Execution:
         return f"{self.plan.experiment.experiment.name}/{self.plan.run_id}"
 
 
-def _report(plan: Plan, summary: Summary, verdict: Verdict, screen: Screen) -> None:
+def _report(plan: Plan, summary: Summary, verdict: AttemptResult, screen: RunConsole) -> None:
     if verdict.state == "failed":
         # What a user can put right says so itself; anything else is shown where it happened.
         text = verdict.detail if verdict.exit_code == UserError.exit_code else f"{verdict.detail}\n{verdict.reason}"

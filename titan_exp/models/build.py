@@ -6,10 +6,10 @@ from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.schema.import_path import import_dotted
 from titan_exp.models.blocks.initialization import Init
 from titan_exp.models.decoder import Decoder
-from titan_exp.ops.attention.sdpa import Backend
+from titan_exp.ops.attention.sdpa import AttentionBackend
 
 
-def build_model(config: ModelConfig, *, seq_len: int, attention_backend: Backend) -> nn.Module:
+def build_model(config: ModelConfig, *, seq_len: int, attention_backend: AttentionBackend) -> nn.Module:
     """Build the model on the current default device (meta, in training).
 
     A class of the user's own is called as `Class(config, **config.options)`; its `forward(tokens, positions,
@@ -24,7 +24,7 @@ def build_model(config: ModelConfig, *, seq_len: int, attention_backend: Backend
     return import_dotted(config.architecture, "model.architecture")(config, **config.options)
 
 
-def initial_table(model: nn.Module) -> dict[str, Init] | None:
+def init_specs(model: nn.Module) -> dict[str, Init] | None:
     """How every parameter starts, by full name; None where a model does not say so for all of them."""
     table = {
         f"{path}.{name}" if path else name: init

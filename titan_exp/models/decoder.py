@@ -16,13 +16,13 @@ from titan_exp.models.blocks.transformer import (
     Embedding,
     FeedForward,
     Head,
-    HeadLoss,
+    LogitsLoss,
     RMSNorm,
     TransformerBlock,
 )
-from titan_exp.models.spec.pp_plan import StageEnds
-from titan_exp.ops.attention.rope import Frequencies, RotaryTable
-from titan_exp.ops.attention.sdpa import Backend
+from titan_exp.models.spec.pp_plan import PipelinePlan
+from titan_exp.ops.attention.rope import Frequencies, RotaryEmbedding
+from titan_exp.ops.attention.sdpa import AttentionBackend
 from titan_exp.ops.loss.cross_entropy import LossSum
 
 
@@ -35,7 +35,7 @@ class Decoder(nn.Module):
         attention_backend: kernel behind attention.
     """
 
-    def __init__(self, config: ModelConfig, *, seq_len: int, attention_backend: Backend) -> None:
+    def __init__(self, config: ModelConfig, *, seq_len: int, attention_backend: AttentionBackend) -> None:
         super().__init__()
         self.config = config
         # Residual branches add up over 2 · layers of them; scaling their outputs keeps the stream's variance
@@ -49,7 +49,7 @@ class Decoder(nn.Module):
         # A tied head borrows the embedding's weight in `forward`: one parameter, not two names for one.
         self.head = Head(config.dim, config.vocab_size, config.init_std, tied=config.tied_embeddings)
         rope = config.rope
-        self.rope = RotaryTable(
+        self.rope = RotaryEmbedding(
             config.head_dim,
             seq_len,
             Frequencies(
@@ -67,7 +67,7 @@ class Decoder(nn.Module):
         x: Int[Tensor, "batch seq"] | Float[Tensor, "batch part dim"],
         positions: Int[Tensor, "batch seq"] | None = None,
         documents: Int[Tensor, "batch seq"] | None = None,
-        loss: HeadLoss | None = None,
+        loss: LogitsLoss | None = None,
     ) -> Float[Tensor, "batch seq vocab"] | Float[Tensor, "batch part dim"] | LossSum:
         """Logits of the next token, or what `loss` makes of them; hidden states where the head is another stage's.
 
@@ -90,10 +90,10 @@ class Decoder(nn.Module):
             return x
         return self.head(self.norm(x), self.embedding.weight if self.config.tied_embeddings else None, loss)
 
-    def stage_ends(self) -> StageEnds:
+    def pp_plan(self) -> PipelinePlan:
         """What a pipeline leaves out of most stages."""
         shared = ("embedding",) if self.config.tied_embeddings else ()
-        return StageEnds(first=("embedding",), last=("norm", "head"), shared=shared)
+        return PipelinePlan(first=("embedding",), last=("norm", "head"), shared=shared)
 
     def reset_buffers(self) -> None:
         """Compute what is not a parameter, once memory is real."""
@@ -119,7 +119,7 @@ class Decoder(nn.Module):
         return block and block.attention.core.mask(documents)  # type: ignore[union-attr]  # blocks are TransformerBlocks
 
 
-def _block(config: ModelConfig, out_std: float, backend: Backend) -> TransformerBlock:
+def _block(config: ModelConfig, out_std: float, backend: AttentionBackend) -> TransformerBlock:
     std = config.init_std
     attention = Attention(
         config.dim,

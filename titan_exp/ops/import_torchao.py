@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def quiet_import() -> Iterator[None]:
+def import_torchao() -> Iterator[None]:
     """Only errors are said inside."""
     talkative = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     levels = [logger.level for logger in talkative]

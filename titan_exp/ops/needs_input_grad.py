@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 
-def wanted_gradients(context: Any) -> tuple[bool, bool]:
+def needs_input_grad(context: Any) -> tuple[bool, bool]:
     """Of the first two inputs of an operator, whether their gradients are used now; asked inside its backward pass.
 
     `needs_input_grad` says only whether they ever are. A compiled graph computes both.

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_exp.config.groups.optimizer import OptimizerConfig
 from titan_exp.config.schema.import_path import import_dotted, is_dotted
-from titan_exp.optim.fused_clip_adamw import OnePassAdamW
+from titan_exp.optim.fused_clip_adamw import FusedClipAdamW
 from titan_exp.optim.low_precision_adamw import LowPrecisionAdamW
 
 
@@ -39,7 +39,7 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[nn.Parameter])
     assert config.name == "adamw", "checked by the configuration's rules"
     if config.implementation == "triton":
         assert config.state_precision in ("fp32", "bf16"), "checked by the configuration's rules"
-        return OnePassAdamW(
+        return FusedClipAdamW(
             groups,
             lr=config.lr,
             betas=(config.betas[0], config.betas[1]),

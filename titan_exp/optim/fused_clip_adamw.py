@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from titan_exp.ops.optim.adamw import adamw_update, bias_rates
 
 
-class OnePassAdamW(torch.optim.Optimizer):
+class FusedClipAdamW(torch.optim.Optimizer):
     """AdamW for plain tensors and DTensors on CUDA; a kernel for every parameter.
 
     States have the names, shapes and types of torch's fused AdamW, and with moments in bf16 those of

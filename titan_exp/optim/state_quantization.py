@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from titan_exp.config.groups.optimizer import MOMENT_BLOCK
-from titan_exp.ops.import_torchao import quiet_import
+from titan_exp.ops.import_torchao import import_torchao
 
 
 class MomentFormat(Protocol):
@@ -115,7 +115,7 @@ def formats_of(precision: str) -> tuple[MomentFormat, MomentFormat]:
     if precision in ("fp32", "bf16"):
         rounded = Rounded(torch.float32 if precision == "fp32" else torch.bfloat16)
         return rounded, rounded
-    with quiet_import():
+    with import_torchao():
         import torchao.optim  # noqa: F401  # what is used of it is imported where it is
     if precision == "fp8":
         return Float8Blocks(), Float8Blocks(root=True)

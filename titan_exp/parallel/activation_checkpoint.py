@@ -17,7 +17,9 @@ from titan_exp.config.machine.aten_ops import read_entry
 from titan_exp.parallel.fsdp.apply import blocks_of, numbered_blocks
 
 
-def recompute_blocks(model: nn.Module, config: ActivationCheckpointConfig, *, random: bool = True) -> None:
+def apply_activation_checkpointing(
+    model: nn.Module, config: ActivationCheckpointConfig, *, random: bool = True
+) -> None:
     """Make blocks keep what the configuration says and compute the rest again in backward, in place.
 
     Only `forward` is replaced, so parameter names stay as they are; sharding's hooks gather parameters around it.

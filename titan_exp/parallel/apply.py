@@ -9,32 +9,32 @@ from torch import nn
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import reshard_policy
-from titan_exp.parallel.activation_checkpoint import is_traced, recompute_blocks
+from titan_exp.parallel.activation_checkpoint import apply_activation_checkpointing, is_traced
 from titan_exp.parallel.compile import compile_blocks
-from titan_exp.parallel.context_parallel.apply import share_sequences
-from titan_exp.parallel.fsdp.apply import Sharding, shard_parameters
+from titan_exp.parallel.context_parallel.apply import apply_context_parallel
+from titan_exp.parallel.fsdp.apply import Sharding, apply_fsdp
 from titan_exp.parallel.mesh import Mesh
-from titan_exp.parallel.tensor_parallel.apply import overlap_exchanges, share_matrices
+from titan_exp.parallel.tensor_parallel.apply import apply_tensor_parallel, enable_async_tp
 
 
 def parallelize(model: nn.Module, experiment: Experiment, mesh: Mesh) -> None:
     """Apply the experiment's layout to a model on the meta device, or to a pipeline stage of it, in place."""
     parallelism = experiment.parallelism
-    share_matrices(
+    apply_tensor_parallel(
         model, mesh, sequence_parallel=parallelism.sequence_parallel, loss_parallel=parallelism.loss_parallel
     )
     if parallelism.async_tp:
-        overlap_exchanges(mesh)
-    share_sequences(model, mesh, parallelism.cp_method)
+        enable_async_tp(mesh)
+    apply_context_parallel(model, mesh, parallelism.cp_method)
     checkpointing = experiment.activation_checkpoint
     # Random numbers' state is read by the host; a pass that is recorded draws none.
     random = not experiment.compile.cuda_graphs
     if is_traced(checkpointing):
-        recompute_blocks(model, checkpointing, random=random)
+        apply_activation_checkpointing(model, checkpointing, random=random)
     if experiment.compile.compiles("blocks"):
         compile_blocks(model, experiment.compile.backend)
     if not is_traced(checkpointing):
-        recompute_blocks(model, checkpointing, random=random)
+        apply_activation_checkpointing(model, checkpointing, random=random)
     if experiment.compile.cuda_graphs:
         # One rank, whose weights stay where they are: `compute_weights` rounds them.
         assert mesh.world.size() == 1, "checked by the rules"
@@ -46,4 +46,4 @@ def parallelize(model: nn.Module, experiment: Experiment, mesh: Mesh) -> None:
         prefetch_blocks=parallelism.prefetch_blocks,
         fp32_modules=experiment.training.fp32_modules,
     )
-    shard_parameters(model, mesh, sharding)
+    apply_fsdp(model, mesh, sharding)

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.layout.layout import exchanging_heads
-from titan_exp.parallel.context_parallel.load_balance import DividedPart, SequencePart
+from titan_exp.parallel.context_parallel.load_balance import SequenceShard, ShardedSequence
 
 
 @dataclass(frozen=True)
@@ -32,30 +32,30 @@ class Mesh:
     """Device of this process."""
     control: dist.ProcessGroup
     """All ranks, on the CPU: token counts and decisions that must not wait for the device."""
-    sequence: DividedPart
+    sequence: ShardedSequence
     """Which tokens of its sequences this rank computes."""
 
     @cached_property
-    def data_rank(self) -> int:
+    def dp_rank(self) -> int:
         """Which share of every global batch this rank computes."""
         shard = self.world["dp_shard"]
         return self.world["dp_replicate"].get_local_rank() * shard.size() + shard.get_local_rank()
 
     @cached_property
-    def data_degree(self) -> int:
+    def dp_degree(self) -> int:
         """Into how many shares a global batch is divided."""
         return self.world["dp_replicate"].size() * self.world["dp_shard"].size()
 
     @cached_property
-    def copies_of_rows(self) -> int:
+    def batch_replicas(self) -> int:
         """How many ranks are handed the same rows: a count of whole rows, summed over ranks, is so many times it."""
-        return self.world.size() // self.data_degree
+        return self.world.size() // self.dp_degree
 
     @cached_property
-    def copies_of_tokens(self) -> int:
+    def loss_replicas(self) -> int:
         """How many ranks have the loss of the same tokens: a sum of losses over ranks is so many times the loss."""
         # Of a pipeline's ranks only one has the last stage; the others have no loss.
-        return self.copies_of_rows // self.sequence.degree // self.world["pp"].size()
+        return self.batch_replicas // self.sequence.degree // self.world["pp"].size()
 
     @cached_property
     def stages(self) -> dist.ProcessGroup | None:
@@ -75,7 +75,7 @@ class Mesh:
         return self.sharding.get_group("tp") if self.sharding["tp"].size() > 1 else None
 
     @cached_property
-    def weight_groups(self) -> list[dist.ProcessGroup]:
+    def shard_groups(self) -> list[dist.ProcessGroup]:
         """The ranks that have other parts of the same weights, group by group."""
         return [self.sharding.get_group(axis) for axis in ("fsdp", "tp") if self.sharding[axis].size() > 1]
 
@@ -99,8 +99,8 @@ def build_mesh(config: ParallelismConfig, device: torch.device) -> Mesh:
         (config.pp, config.dp_replicate, config.dp_shard * config.cp, config.tp),
         mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"),
     )
-    across = SequencePart(config.cp // within, world["cp_across"].get_local_rank(), head_and_tail=True)
-    part = DividedPart(across, SequencePart(within, world["cp_within"].get_local_rank(), head_and_tail=False))
+    across = SequenceShard(config.cp // within, world["cp_across"].get_local_rank(), head_and_tail=True)
+    part = ShardedSequence(across, SequenceShard(within, world["cp_within"].get_local_rank(), head_and_tail=False))
     return Mesh(world, sharding, device, new_cpu_group(), part)
 
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from titan_exp.models.blocks.initialization import Init, Part, initial_slice
 
 
-def materialize(model: nn.Module, device: torch.device, *, cpu_offload: bool = False) -> None:
+def materialize_parameters(model: nn.Module, device: torch.device, *, cpu_offload: bool = False) -> None:
     """Give a sharded meta model memory, parameters unfilled, and compute its buffers.
 
     Everything is on `device`, but for parameters that are offloaded to the CPU.
@@ -28,10 +28,10 @@ def materialize(model: nn.Module, device: torch.device, *, cpu_offload: bool = F
 
 
 @torch.no_grad()
-def draw_initial_weights(model: nn.Module, table: Mapping[str, Init], seed: int) -> None:
+def init_weights(model: nn.Module, table: Mapping[str, Init], seed: int) -> None:
     """Fill parameters from their declared distributions; the same values in every layout, without communication."""
     for name, parameter in model.named_parameters():
-        local(parameter).copy_(initial_slice(seed, name, table[name], part_of(parameter)))
+        local(parameter).copy_(initial_slice(seed, name, table[name], local_shard(parameter)))
 
 
 @torch.no_grad()
@@ -47,12 +47,12 @@ def copy_initial_weights(model: nn.Module, build: Callable[[], nn.Module], seed:
     for name, target in [*model.named_parameters(), *model.named_buffers()]:
         if name not in whole:
             continue
-        part = part_of(target)
+        part = local_shard(target)
         window = tuple(slice(first, first + size) for first, size in zip(part.start, part.size, strict=True))
         local(target).copy_(whole[name][window])
 
 
-def part_of(tensor: Tensor) -> Part:
+def local_shard(tensor: Tensor) -> Part:
     """What this rank holds of a tensor."""
     if not isinstance(tensor, DTensor):
         return Part.whole(tuple(tensor.shape))

@@ -4,7 +4,7 @@ import torch
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.quantization import QuantizationConfig
-from titan_exp.ops.import_torchao import quiet_import
+from titan_exp.ops.import_torchao import import_torchao
 
 LEAST = {
     "float8_tensorwise": (8, 9),
@@ -23,7 +23,7 @@ GROUPED_GENERATIONS = (9, 10)
 """CUDA compute capabilities, without what is after the point, that torch's scaled grouped matmul is for."""
 
 
-def is_emulated(config: QuantizationConfig, device: torch.device) -> bool:
+def needs_emulation(config: QuantizationConfig, device: torch.device) -> bool:
     """Whether the recipe is emulated on this device.
 
     Raises:
@@ -40,11 +40,11 @@ def is_emulated(config: QuantizationConfig, device: torch.device) -> bool:
 
 
 def is_grouped_emulated(config: QuantizationConfig, device: torch.device) -> bool:
-    """Whether the recipe's product of experts is emulated on this device, of which `is_emulated` has been asked.
+    """Whether the recipe's product of experts is emulated on this device, of which `needs_emulation` has been asked.
 
     torchao's kernels have scales that are powers of two alone.
     """
-    if is_emulated(config, device) or not config.power_of_two_scales:
+    if needs_emulation(config, device) or not config.power_of_two_scales:
         return True
     return not _has_grouped_kernels(config.recipe, device)
 
@@ -54,7 +54,7 @@ def _has_grouped_kernels(recipe: str, device: torch.device) -> bool:
         return False
     if recipe != "mxfp8":
         return True
-    with quiet_import():
+    with import_torchao():
         from torchao.prototype.moe_training.mxfp8_grouped_mm import _SM100_KERNELS_AVAILABLE
     return bool(_SM100_KERNELS_AVAILABLE)
 

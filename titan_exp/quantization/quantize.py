@@ -13,7 +13,7 @@ from titan_exp.config.groups.quantization import BLOCK, QuantizationConfig
 from titan_exp.config.layout.linear_shapes import is_quantized
 from titan_exp.models.blocks.grouped_linear import GroupedLinear
 from titan_exp.models.blocks.transformer import Linear
-from titan_exp.quantization.hardware_support import GROUPED_MULTIPLE, is_emulated, is_grouped_emulated
+from titan_exp.quantization.hardware_support import GROUPED_MULTIPLE, is_grouped_emulated, needs_emulation
 
 
 def quantize(model: nn.Module, config: QuantizationConfig, *, layers: int, device: torch.device) -> None:
@@ -34,7 +34,7 @@ def quantize(model: nn.Module, config: QuantizationConfig, *, layers: int, devic
         return
     from titan_exp.quantization.recipes import product_of
 
-    emulated = is_emulated(config, device)
+    emulated = needs_emulation(config, device)
     if config.recipe.startswith("float8_row") or (config.recipe == "nvfp4" and emulated):
         # Else inductor keeps what eager rounds to bf16 between operators, and a row's scale is of other numbers.
         import torch._inductor.config as inductor
@@ -71,7 +71,7 @@ def describe(model: nn.Module, config: QuantizationConfig, *, layers: int, devic
     experts = {name: it for name, it in taken.items() if isinstance(it, GroupedLinear)}
     alone = [_experts_are_emulated(name, it, config, device) for name, it in experts.items()]
     share = sum(it.weight.numel() for it in taken.values()) / sum(it.numel() for it in model.parameters())
-    emulated = is_emulated(config, device)
+    emulated = needs_emulation(config, device)
     how = f"emulated on {device.type}" if emulated else f"by the instructions of {device.type}"
     if config.fused_casts:
         how += ", torch's casts" if emulated else ", casts both ways in one pass"

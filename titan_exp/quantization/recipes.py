@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 
 from titan_exp.config.groups.quantization import QuantizationConfig
-from titan_exp.models.blocks.linear_impl import Product
+from titan_exp.models.blocks.linear_impl import LinearImpl
 from titan_exp.quantization.float8.float8_linear import Float8, float8_product
 from titan_exp.quantization.float8.float8_tensor import E4M3, scale_of_amax
 from titan_exp.quantization.mx.mxfp8_linear import mx_product
 from titan_exp.quantization.mx.nvfp4_linear import NVFP4, nvfp4_product
 
 
-class ScaledProduct(Product):
+class ScaledProduct(LinearImpl):
     """A recipe with a scale for the whole weight.
 
     Args:
@@ -63,7 +63,7 @@ class Float8Product(ScaledProduct):
         return scale_of_amax(amax, E4M3, power_of_two=self.recipe.power_of_two)
 
 
-class MXProduct(Product):
+class MXProduct(LinearImpl):
     """MXFP8. Blocks lie within what a rank holds, so it does not matter how a projection is divided."""
 
     def __init__(self, *, emulated: bool) -> None:
@@ -112,7 +112,7 @@ class NVFP4Product(ScaledProduct):
         return self.recipe.scale_of_amax(amax)
 
 
-def product_of(config: QuantizationConfig, *, emulated: bool) -> Product:
+def product_of(config: QuantizationConfig, *, emulated: bool) -> LinearImpl:
     """The product that a recipe makes."""
     if config.recipe == "mxfp8":
         return MXProduct(emulated=emulated)

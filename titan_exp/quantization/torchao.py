@@ -4,9 +4,9 @@ which only Blackwell has the instructions of, are imported where they are used.)
 Importing it takes a second, so only who has a recipe imports this.
 """
 
-from titan_exp.ops.import_torchao import quiet_import
+from titan_exp.ops.import_torchao import import_torchao
 
-with quiet_import():
+with import_torchao():
     from torchao.float8.float8_ops import addmm_float8_unwrapped
     from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
     from torchao.float8.float8_utils import amax_to_scale, to_fp8_saturated

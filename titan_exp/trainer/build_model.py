@@ -12,15 +12,15 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import pipeline_microbatches, reshard_policy
 from titan_exp.config.layout.pipeline_stages import pipeline_splits_backward, stage_layers, stage_placement
 from titan_exp.config.layout.schedule_timeline import timeline
-from titan_exp.models.build import build_model, flops_per_token, initial_table, parameter_count
+from titan_exp.models.build import build_model, flops_per_token, init_specs, parameter_count
 from titan_exp.ops.attention.sdpa import choose_backend
 from titan_exp.parallel.apply import parallelize
-from titan_exp.parallel.fsdp.all_gather_hooks import gather_otherwise
+from titan_exp.parallel.fsdp.all_gather_hooks import set_all_gather_format
 from titan_exp.parallel.fsdp.apply import require_modules
 from titan_exp.parallel.mesh import Mesh
-from titan_exp.parallel.meta_init import copy_initial_weights, draw_initial_weights, materialize
+from titan_exp.parallel.meta_init import copy_initial_weights, init_weights, materialize_parameters
 from titan_exp.parallel.pipeline_parallel.runtime import Hidden, Pipeline
-from titan_exp.parallel.pipeline_parallel.schedule_actions import training_orders
+from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 from titan_exp.parallel.pipeline_parallel.split import cut, shared_parameters
 from titan_exp.parallel.pipeline_parallel.stage import Stage, keep_compiled_buffers
 from titan_exp.quantization.quantize import describe, quantize
@@ -111,7 +111,7 @@ def _build_pipeline(
             )
         )
     counts = [len(its) for its in layers]
-    orders = training_orders(parallelism.pp_schedule, parallelism.pp, len(layers), microbatches)
+    orders = build_schedule(parallelism.pp_schedule, parallelism.pp, len(layers), microbatches)
     get_logger().info(
         "pipeline: %s, %d stages of %s layers, %d micro-batches of %d sequences, bubble %.0f %%",
         parallelism.pp_schedule,
@@ -139,18 +139,18 @@ def _make_real(
     pretending: AbstractContextManager[Any] | None,
 ) -> None:
     """Make a whole model, or a stage of one, parallel, and give it its initial weights."""
-    table = initial_table(module)
+    table = init_specs(module)
     quantize(module, experiment.quantization, layers=experiment.model.layers, device=mesh.device)
     parallelize(module, experiment, mesh)
     with pretending or nullcontext():
-        materialize(module, mesh.device, cpu_offload=experiment.parallelism.cpu_offload)
+        materialize_parameters(module, mesh.device, cpu_offload=experiment.parallelism.cpu_offload)
     if experiment.quantization.float8_all_gather:
         from titan_exp.quantization.float8_all_gather import float8_form
 
-        gather_otherwise(module, float8_form)
+        set_all_gather_format(module, float8_form)
     if pretending is not None:
         return
     if table is not None:
-        draw_initial_weights(module, table, experiment.experiment.seed)
+        init_weights(module, table, experiment.experiment.seed)
     else:
         copy_initial_weights(module, build, experiment.experiment.seed)

@@ -10,9 +10,9 @@ import os
 import torch
 
 
-def seed_step(seed: int, step: int, data_rank: int, device: torch.device) -> None:
+def seed_step(seed: int, step: int, dp_rank: int, device: torch.device) -> None:
     """Seed the generators that a step on this device draws from."""
-    digest = hashlib.sha256(f"{seed}/step/{step}/{data_rank}".encode()).digest()
+    digest = hashlib.sha256(f"{seed}/step/{step}/{dp_rank}".encode()).digest()
     number = int.from_bytes(digest[:7], "little")
     # torch.manual_seed would look for every kind of device there is, each step.
     torch.default_generator.manual_seed(number)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_exp.data.batch import Batch
-from titan_exp.parallel.fsdp.apply import synchronize_gradients
+from titan_exp.parallel.fsdp.apply import set_gradient_sync
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.trainer.batch_placement import place
 from titan_exp.trainer.loss import TokenLoss
@@ -44,7 +44,7 @@ class Model(Protocol):
         ...
 
 
-class WholeModel:
+class EagerModel:
     """A model of which every rank computes all layers."""
 
     together = 1
@@ -57,8 +57,10 @@ class WholeModel:
         """Micro-batches one after the other; the last backward pass reduces gradients over ranks."""
         loss, divisor = torch.zeros((), device=self._mesh.device), predicted(tokens, self._mesh.device)
         for index, batch in enumerate(batches):
-            synchronize_gradients(self._module, last=index == len(batches) - 1)
-            objective, cross_entropy = per_token(self._token_loss, self._module, place(batch, self._mesh), divisor)
+            set_gradient_sync(self._module, last=index == len(batches) - 1)
+            objective, cross_entropy = normalize_by_tokens(
+                self._token_loss, self._module, place(batch, self._mesh), divisor
+            )
             objective.backward()
             loss += cross_entropy
         return loss
@@ -77,7 +79,7 @@ class WholeModel:
     counted = parameters
 
 
-def per_token(
+def normalize_by_tokens(
     token_loss: TokenLoss, module: nn.Module, batch: Batch, tokens: Tensor, hidden: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """A micro-batch's share of the objective and of the cross-entropy (detached), as means over the global batch.

@@ -14,7 +14,7 @@ from titan_exp.data.tokenizers.base import ByteTokenizer, Tokenizer
 from titan_exp.models.build import build_model
 from titan_exp.ops.attention.flash_attention import runs_here
 from titan_exp.ops.attention.sdpa import choose_backend
-from titan_exp.parallel.meta_init import local, materialize, part_of
+from titan_exp.parallel.meta_init import local, local_shard, materialize_parameters
 
 Rows = Mapping[str, Sequence[slice]]
 """Rows of a parameter of the source that, one after the other, are this rank's parameter of that name."""
@@ -59,14 +59,14 @@ def load_source(
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)
     rows = {} if divide is None else divide(model)
-    materialize(model, device)
+    materialize_parameters(model, device)
     for name, tensor in model.state_dict().items():
         if name not in source.parameters.shapes:
             raise UserError(f"{source.path} holds no {name}, which the model {source.model.name} has.")
         if name in rows:
             tensor.copy_(torch.cat([source.parameters.read(name, these) for these in rows[name]]))
             continue
-        part = part_of(tensor)
+        part = local_shard(tensor)
         if 0 not in part.size:
             window = [slice(start, start + size) for start, size in zip(part.start, part.size, strict=True)]
             # Of stacked matrices a store cuts the first two dims.

@@ -12,7 +12,7 @@ from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.data.batch import Batch
 from titan_exp.ops.loss.cross_entropy import LossSum, loss_sum
 from titan_exp.ops.loss.linear_cross_entropy import ChunkLoss, chunk_loss, linear_loss_sum
-from titan_exp.ops.loss.vocab_parallel import VocabularyPart
+from titan_exp.ops.loss.vocab_parallel import VocabShard
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class TokenLoss:
     """Tokens whose logits are held at a time; None holds all of them."""
     z_loss: float = 0.0
     """Coefficient of log(Z)²."""
-    part: VocabularyPart | None = None
+    part: VocabShard | None = None
     """The words whose logits this rank computes, where they are divided among ranks."""
     whole: Callable[..., LossSum] = loss_sum
     """What makes a loss of all logits; `loss_sum`, or that compiled."""
@@ -31,7 +31,7 @@ class TokenLoss:
     """What makes a loss, and a gradient, of a chunk's logits; `chunk_loss`, or that compiled."""
 
     @staticmethod
-    def of(config: TrainingConfig, compile_: CompileConfig, part: VocabularyPart | None = None) -> "TokenLoss":
+    def of(config: TrainingConfig, compile_: CompileConfig, part: VocabShard | None = None) -> "TokenLoss":
         """The loss that a configuration says, on a rank with this part of the vocabulary."""
         loss = TokenLoss(config.loss_chunk_tokens, config.z_loss, part)
         return loss.compiled(compile_.backend) if compile_.compiles("loss") else loss

@@ -82,7 +82,7 @@ class Report:
             self.compilation.after("evaluation", step)
         # Over the CPU, in fp64: the order of ranks does not show in the last digits that are logged.
         loss, times = self._gather(result.loss.double().cpu())
-        loss /= self.mesh.copies_of_tokens
+        loss /= self.mesh.loss_replicas
         if self.leader:
             memory = self.memory.read()
             row = {

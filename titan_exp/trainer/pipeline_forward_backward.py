@@ -11,11 +11,11 @@ from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.pipeline_parallel.runtime import Pipeline
 from titan_exp.parallel.pipeline_parallel.stage import Stage
 from titan_exp.trainer.batch_placement import place
-from titan_exp.trainer.forward_backward import per_token, predicted
+from titan_exp.trainer.forward_backward import normalize_by_tokens, predicted
 from titan_exp.trainer.loss import TokenLoss
 
 
-class PipelinedModel:
+class PipelineModel:
     """Stages behind the interface of `trainer.model.Model`; only the rank of the last one has a loss that is not 0."""
 
     def __init__(self, pipeline: Pipeline, token_loss: TokenLoss, mesh: Mesh) -> None:
@@ -34,7 +34,7 @@ class PipelinedModel:
             if not stage.last:
                 return stage.module(batch.tokens if hidden is None else hidden, batch.positions, batch.documents)
             divisor = predicted(tokens, self._mesh.device)
-            objective, cross_entropy = per_token(self._token_loss, stage.module, batch, divisor, hidden)
+            objective, cross_entropy = normalize_by_tokens(self._token_loss, stage.module, batch, divisor, hidden)
             loss.add_(cross_entropy)
             return objective
 

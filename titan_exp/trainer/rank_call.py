@@ -17,7 +17,7 @@ from titan_exp.trainer.distributed import joined
 QUESTION, ANSWER = "question.json", "answer.json"
 """Files in the scratch run folder, beside the experiment whose layout the ranks have."""
 
-Spread = Callable[[str, Experiment, Any], Any]
+RunOnRanks = Callable[[str, Experiment, Any], Any]
 """Asks a rank's main function, by its dotted name, in an experiment's layout, a question in JSON's types; returns the
 answer of rank 0. The launcher has one for the processes of this machine."""
 

@@ -10,17 +10,17 @@ import torch
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.optim.build import build_optimizer
 from titan_exp.parallel.mesh import Mesh, build_mesh
-from titan_exp.parallel.tensor_parallel.apply import vocabulary_part
+from titan_exp.parallel.tensor_parallel.apply import vocab_shard
 from titan_exp.trainer.build_model import BuiltModel
 from titan_exp.trainer.cuda_graphs.capture import CudaRecorder
-from titan_exp.trainer.cuda_graphs.graphed_model import ReplayedModel
-from titan_exp.trainer.forward_backward import Model, WholeModel
+from titan_exp.trainer.cuda_graphs.graphed_model import GraphedModel
+from titan_exp.trainer.forward_backward import EagerModel, Model
 from titan_exp.trainer.loss import TokenLoss
-from titan_exp.trainer.pipeline_forward_backward import PipelinedModel
+from titan_exp.trainer.pipeline_forward_backward import PipelineModel
 
 
 @dataclass(frozen=True)
-class Assembly:
+class TrainState:
     """One rank's part of a run, before its first step."""
 
     mesh: Mesh
@@ -35,7 +35,7 @@ class Assembly:
 
 def assemble(
     experiment: Experiment, device: torch.device, *, pretending: AbstractContextManager[Any] | None = None
-) -> Assembly:
+) -> TrainState:
     """Build everything that `train_step` takes but the batches.
 
     Args:
@@ -49,16 +49,16 @@ def assemble(
     mesh = build_mesh(experiment.parallelism, device)
     built = BuiltModel(experiment, mesh, pretending=pretending)
     divided = experiment.parallelism.loss_parallel
-    words = vocabulary_part(mesh, experiment.model.vocab_size) if divided else None
+    words = vocab_shard(mesh, experiment.model.vocab_size) if divided else None
     token_loss = TokenLoss.of(experiment.training, experiment.compile, words)
     model = _model(experiment, built, token_loss, mesh)
-    return Assembly(mesh, built, model, build_optimizer(experiment.optimizer, model.parameters()))
+    return TrainState(mesh, built, model, build_optimizer(experiment.optimizer, model.parameters()))
 
 
 def _model(experiment: Experiment, built: BuiltModel, token_loss: TokenLoss, mesh: Mesh) -> Model:
     if built.pipeline is not None:
-        return PipelinedModel(built.pipeline, token_loss, mesh)
+        return PipelineModel(built.pipeline, token_loss, mesh)
     if experiment.compile.cuda_graphs:
         dtype = torch.bfloat16 if experiment.training.mixed_precision == "bf16" else torch.float32
-        return ReplayedModel(built.module, token_loss, mesh, CudaRecorder(mesh.device), dtype=dtype)
-    return WholeModel(built.module, token_loss, mesh)
+        return GraphedModel(built.module, token_loss, mesh, CudaRecorder(mesh.device), dtype=dtype)
+    return EagerModel(built.module, token_loss, mesh)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from titan_exp.data.batch import Batch
 from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
-from titan_exp.optim.fused_clip_adamw import OnePassAdamW
+from titan_exp.optim.fused_clip_adamw import FusedClipAdamW
 from titan_exp.optim.grad_clip import clip_factor, global_grad_norm, scale_gradients
 from titan_exp.parallel.mesh import Mesh
-from titan_exp.parallel.tensor_parallel.apply import sum_partial_gradients
+from titan_exp.parallel.tensor_parallel.apply import reduce_partial_gradients
 from titan_exp.trainer.forward_backward import Model
 
 
@@ -52,9 +52,9 @@ def train_step(
     """
     loss = model.forward_backward(batches, tokens)
 
-    sum_partial_gradients(model.parts, mesh)
+    reduce_partial_gradients(model.parts, mesh)
     grad_norm = global_grad_norm(model.counted(), mesh.stages)
-    if max_grad_norm is not None and isinstance(optimizer, OnePassAdamW):
+    if max_grad_norm is not None and isinstance(optimizer, FusedClipAdamW):
         optimizer.factor = clip_factor(grad_norm, max_grad_norm)
     elif max_grad_norm is not None:
         scale_gradients(list(model.parameters()), grad_norm, max_grad_norm)
@@ -76,4 +76,4 @@ def agree(batches: Sequence[Batch], mesh: Mesh, *, stop: bool, save: bool) -> tu
     if dist.get_world_size(mesh.control) > 1:
         dist.all_reduce(message, group=mesh.control)
     # Rows are counted whole, before they are cut, by every rank that is handed them.
-    return int(message[0]) // mesh.copies_of_rows, bool(message[1]), bool(message[2])
+    return int(message[0]) // mesh.batch_replicas, bool(message[1]), bool(message[2])

@@ -68,8 +68,8 @@ class Trainer:
         self.model: Model = parts.model
         self.schedule = LRSchedule(experiment.lr_schedule, peak=experiment.optimizer.lr, steps=training.steps)
         shares: dict[str, Any] = {
-            "dp_rank": self.mesh.data_rank,
-            "dp_degree": self.mesh.data_degree,
+            "dp_rank": self.mesh.dp_rank,
+            "dp_degree": self.mesh.dp_degree,
             "micro_batch_size": micro_batch_size(experiment),
         }
         self.loader = TrainLoader(experiment, **shares, pin_memory=device.type == "cuda")
@@ -129,7 +129,7 @@ class Trainer:
         times.begin()
         self.profile.before(step)
         self.memory.before(step)
-        seed_step(experiment.experiment.seed, step, self.mesh.data_rank, self.mesh.device)
+        seed_step(experiment.experiment.seed, step, self.mesh.dp_rank, self.mesh.device)
         with times.loading():
             batches = [next(self.loader) for _ in range(self.accumulation)]
         tokens, stop, save = agree(
@@ -218,7 +218,7 @@ class Trainer:
         from titan_exp.quantization.weight_scales import WeightScales
 
         low = torch.bfloat16 if self.experiment.training.mixed_precision == "bf16" else torch.float32
-        return WeightScales(self.model.parts, self.mesh.weight_groups, low).refresh
+        return WeightScales(self.model.parts, self.mesh.shard_groups, low).refresh
 
     def _begin_with_weights(self) -> None:
         """Where the configuration says so, replace the weights that were drawn by those of another run or tool."""

@@ -16,7 +16,7 @@ from titan_exp.trainer.forward_backward import Model
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class ValidationResult:
     """What the validation split says."""
 
     loss: float
@@ -44,7 +44,9 @@ def evaluate_sources(model: Model, sources: Mapping[str, Iterable[Batch]], mesh:
     total = sum(each.loss * each.tokens for each in found.values() if each.tokens)
     # One source's own number, untouched by a multiplication and a division.
     whole = (
-        next(iter(found.values())) if len(found) == 1 else Evaluation(total / tokens if tokens else math.nan, tokens)
+        next(iter(found.values()))
+        if len(found) == 1
+        else ValidationResult(total / tokens if tokens else math.nan, tokens)
     )
     return {
         "validation_loss": whole.loss,
@@ -55,7 +57,7 @@ def evaluate_sources(model: Model, sources: Mapping[str, Iterable[Batch]], mesh:
 
 
 @torch.no_grad()
-def evaluate(model: Model, batches: Iterable[Batch], mesh: Mesh) -> Evaluation:
+def evaluate(model: Model, batches: Iterable[Batch], mesh: Mesh) -> ValidationResult:
     """Run the model over a split.
 
     Args:
@@ -76,5 +78,5 @@ def evaluate(model: Model, batches: Iterable[Batch], mesh: Mesh) -> Evaluation:
     sums = torch.stack((total.cpu(), torch.tensor(float(tokens), dtype=torch.float64)))
     dist.all_reduce(sums, group=mesh.control)
     # Tokens were counted in whole rows, losses summed over this rank's part of them.
-    loss, predicted = sums[0] / mesh.copies_of_tokens, sums[1] / mesh.copies_of_rows
-    return Evaluation(float(loss / predicted) if predicted else math.nan, int(predicted))
+    loss, predicted = sums[0] / mesh.loss_replicas, sums[1] / mesh.batch_replicas
+    return ValidationResult(float(loss / predicted) if predicted else math.nan, int(predicted))

@@ -9,7 +9,7 @@ import pytest
 
 from tests.config.composing import experiment
 from titan_exp.config.layout.layout import resolve_layout
-from titan_exp.launch.provenance.code_snapshot import Frozen
+from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
 from titan_exp.launch.run_plan import Plan
 from titan_exp.launch.slurm.script import Script, render
 from titan_exp.launch.slurm.submit import grouped, resources_of
@@ -55,7 +55,7 @@ def script(*overrides: str) -> Script:
         name="x-0123456789ab",
         token="feedbeefcafe",
         resources=resources_of(plan),
-        frozen=Frozen("/runs/.code/0011223344556677", None, ()),
+        frozen=CodeSnapshot("/runs/.code/0011223344556677", None, ()),
         python="/venv/bin/python",
         import_path=["/home/me/project"],
         folder=str(plan.folder.path),

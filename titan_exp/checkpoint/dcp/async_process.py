@@ -24,7 +24,7 @@ LOOK_EVERY = 0.5
 _serve = executor._AsyncCheckpointProcess._checkpointing_subprocess
 
 
-class WritingProcess:
+class AsyncSaveProcess:
     """Of one rank; torch starts it with the first save.
 
     Args:

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from titan_exp.checkpoint.dcp.async_process import WritingProcess
+from titan_exp.checkpoint.dcp.async_process import AsyncSaveProcess
 from titan_exp.checkpoint.dcp.shared_memory import missing_shared_memory
 from titan_exp.tracking.logging import get_logger
 
 
-class BackgroundSaves:
+class AsyncSave:
     """The background saves of one run, one at a time: the next may begin when the last has ended.
 
     Args:
@@ -29,7 +29,7 @@ class BackgroundSaves:
 
     def __init__(self, mode: str, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._process = WritingProcess(group) if mode == "async_process" else None
+        self._process = AsyncSaveProcess(group) if mode == "async_process" else None
         self._stager = _stager(pinned=mode == "async_pinned") if mode != "async" else None
         self._staged = False
 

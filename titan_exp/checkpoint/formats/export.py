@@ -23,7 +23,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.data.tokenizers.files import write_tokenizer
 from titan_exp.models.convert.hf_config import generation_config, to_huggingface
-from titan_exp.models.convert.llama_state_dict import Dialect, llama_map
+from titan_exp.models.convert.llama_state_dict import CheckpointFormat, llama_map
 from titan_exp.models.convert.meta_params import to_params
 from titan_exp.models.convert.model_json import FILE, to_json
 
@@ -77,7 +77,7 @@ def write(source: Source, target: Path, export: Export) -> int:
     return total
 
 
-def _tensors(source: Source, dialect: Dialect | None, dtype: torch.dtype | None) -> tuple[list[Spec], Produce]:
+def _tensors(source: Source, dialect: CheckpointFormat | None, dtype: torch.dtype | None) -> tuple[list[Spec], Produce]:
     """What is to be written, in order, and what makes each."""
     if dialect is None:
         reader = source.parameters
@@ -137,7 +137,7 @@ def _distributed(folder: Path, source: Source, specs: Sequence[Spec], produce: P
     _tokenizer(folder, source)
 
 
-_DIALECTS: dict[str, Dialect] = {"huggingface": "huggingface", "llama": "llama", "torchtune": "torchtune"}
+_DIALECTS: dict[str, CheckpointFormat] = {"huggingface": "huggingface", "llama": "llama", "torchtune": "torchtune"}
 _WRITERS = {
     "huggingface": _huggingface,
     "llama": _llama,

@@ -11,7 +11,7 @@ from titan_exp.checkpoint.formats.open import open_huggingface
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.hydra.presets import NOT_THE_SHAPE, model_overrides
-from titan_exp.parallel.meta_init import local, part_of
+from titan_exp.parallel.meta_init import local, local_shard
 
 
 @torch.no_grad()
@@ -37,7 +37,7 @@ def read_huggingface_into(model: nn.Module, config: ModelConfig, folder: Path, e
     for name, parameter in model.named_parameters():
         if any(fnmatchcase(name, pattern) for pattern in exclude):
             continue
-        part = part_of(parameter)
+        part = local_shard(parameter)
         if 0 not in part.size:
             window = [slice(start, start + size) for start, size in zip(part.start, part.size, strict=True)]
             local(parameter).copy_(source.parameters.read(name, *window))

@@ -8,13 +8,13 @@ from torch import Tensor
 
 from titan_exp.checkpoint.formats.tensor_reader import WHOLE, TensorStore
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.models.convert.state_dict_map import RowMap, Run
+from titan_exp.models.convert.state_dict_map import Run, StateDictMap
 
 
 class MappedParameters:
     """A store of our parameters, by full name, whose tensors are gathered from a store of theirs."""
 
-    def __init__(self, store: TensorStore, row_map: RowMap) -> None:
+    def __init__(self, store: TensorStore, row_map: StateDictMap) -> None:
         self._store, self._map = store, row_map
         self.shapes = row_map.shapes
         """Shape of every parameter, by full name."""
@@ -49,7 +49,7 @@ class MappedParameters:
 class MappedTensors:
     """Their tensors, whole, out of a store of our parameters."""
 
-    def __init__(self, store: TensorStore, row_map: RowMap) -> None:
+    def __init__(self, store: TensorStore, row_map: StateDictMap) -> None:
         self._store, self._map = store, row_map
         # Query, key and value follow each other and are rows of one parameter of ours.
         self._held: tuple[str, Tensor] | None = None

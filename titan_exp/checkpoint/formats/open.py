@@ -21,7 +21,7 @@ from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.data.tokenizers.base import build_tokenizer, tokenizer_place
 from titan_exp.data.tokenizers.files import NAMES
 from titan_exp.models.convert.hf_config import from_huggingface, special_tokens_of
-from titan_exp.models.convert.llama_state_dict import Dialect, llama_map, names_of
+from titan_exp.models.convert.llama_state_dict import CheckpointFormat, llama_map, names_of
 from titan_exp.models.convert.model_json import FILE, from_json
 from titan_exp.rules.model_shape import FFN_MULTIPLE
 
@@ -186,7 +186,9 @@ def _torch_file(path: Path) -> Source:
     return Source(path, "torch", model, store, None, special)
 
 
-def _mapped(store: TensorStore, model: ModelConfig, dialect: Dialect, path: Path, extra: set[str]) -> MappedParameters:
+def _mapped(
+    store: TensorStore, model: ModelConfig, dialect: CheckpointFormat, path: Path, extra: set[str]
+) -> MappedParameters:
     row_map = llama_map(model, dialect)
     wanted = {name: shape for name, shape in row_map.their_shapes.items() if name not in row_map.copies}
     optional = extra | ({names_of(dialect)[1]} if model.tied_embeddings else set())

@@ -21,9 +21,9 @@ from titan_exp.checkpoint.formats.safetensors import Place, Spec, places, reserv
 from titan_exp.checkpoint.state_dict import MODEL, model_state
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.models.convert.llama_state_dict import llama_map
-from titan_exp.models.convert.state_dict_map import RowMap
+from titan_exp.models.convert.state_dict_map import StateDictMap
 from titan_exp.parallel.mesh import Mesh
-from titan_exp.parallel.meta_init import local, part_of
+from titan_exp.parallel.meta_init import local, local_shard
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.atomic_write import sync_folder
 
@@ -101,7 +101,12 @@ class RunExports:
         reserve_safetensors(partial, specs, file_bytes=self._file_bytes)
 
     def _fill(
-        self, partial: Path, specs: Sequence[Spec], row_map: RowMap, dtype: torch.dtype, parts: Sequence[nn.Module]
+        self,
+        partial: Path,
+        specs: Sequence[Spec],
+        row_map: StateDictMap,
+        dtype: torch.dtype,
+        parts: Sequence[nn.Module],
     ) -> None:
         """This rank's part of the tensors."""
         runs = _Runs(row_map, places(specs, file_bytes=self._file_bytes), dtype)
@@ -175,12 +180,12 @@ class _Files:
 class _Runs:
     """Where rows of our parameters go."""
 
-    def __init__(self, row_map: RowMap, where: Mapping[str, Place], dtype: torch.dtype) -> None:
+    def __init__(self, row_map: StateDictMap, where: Mapping[str, Place], dtype: torch.dtype) -> None:
         self._map, self._where, self._dtype = row_map, where, dtype
 
     def write(self, files: _Files, name: str, tensor: Tensor) -> None:
         """Write what this rank holds of a parameter."""
-        part = part_of(tensor)
+        part = local_shard(tensor)
         if 0 in part.size:
             return
         held = local(tensor).detach().to("cpu", self._dtype).reshape(part.size[0], -1).contiguous()

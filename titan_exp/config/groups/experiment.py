@@ -11,7 +11,7 @@ from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.plan import PlanConfig
 from titan_exp.config.groups.quantization import QuantizationConfig
-from titan_exp.config.groups.run import NamingConfig, PathsConfig
+from titan_exp.config.groups.run import PathsConfig, RunConfig
 from titan_exp.config.groups.tracking import ProfilingConfig, TrackingConfig
 from titan_exp.config.groups.training import TrainingConfig
 
@@ -20,7 +20,7 @@ from titan_exp.config.groups.training import TrainingConfig
 class Experiment:
     """One run: a field for each configuration group, in the order in which `conf/config.yaml` composes them."""
 
-    experiment: NamingConfig
+    experiment: RunConfig
     """Name, seed and words about the run."""
     paths: PathsConfig
     """Places on disk."""

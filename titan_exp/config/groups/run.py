@@ -6,7 +6,7 @@ from titan_exp.config.groups.types import Count
 
 
 @dataclass(frozen=True)
-class NamingConfig:
+class RunConfig:
     """The key `experiment`: a name for people, a seed for the computation."""
 
     name: str

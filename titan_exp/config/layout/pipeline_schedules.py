@@ -161,8 +161,8 @@ def check_complete(orders: Orders) -> None:
 
 
 def _read_cell(cell: str, where: str) -> Sequence[Action]:
-    overlapped = _OVERLAPPED.fullmatch(cell)
-    texts = [part.strip() for part in overlapped[1].split(";")] if overlapped else [cell] if cell else []
+    thread_map = _OVERLAPPED.fullmatch(cell)
+    texts = [part.strip() for part in thread_map[1].split(";")] if thread_map else [cell] if cell else []
     actions = []
     for text in texts:
         found = _ACTION.fullmatch(text)

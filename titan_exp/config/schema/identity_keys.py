@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-WITHOUT_EFFECT = {
+NOT_IN_RUN_ID = {
     "experiment.name": "the folder above the run's",
     "experiment.tags": "words for people",
     "experiment.notes": "words for people",
@@ -33,7 +33,7 @@ LAYOUT = {
 }
 """Keys that say how it is computed and change rounding at most."""
 
-WITH_EFFECT = ("checkpoint.initial", "checkpoint.initial_exclude")
+IN_RUN_ID_WHEN_SET = ("checkpoint.initial", "checkpoint.initial_exclude")
 """Keys of such a group that count where the first of them is not null: the weights that training begins with."""
 
 
@@ -44,4 +44,4 @@ def is_among(key: str, keys: Iterable[str]) -> bool:
 
 def has_effect(key: str) -> bool:
     """Whether a key with these values may change what is computed, or how."""
-    return is_among(key, WITH_EFFECT) or not is_among(key, WITHOUT_EFFECT)
+    return is_among(key, IN_RUN_ID_WHEN_SET) or not is_among(key, NOT_IN_RUN_ID)

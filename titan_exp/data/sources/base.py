@@ -74,11 +74,11 @@ def build_source(config: DataConfig) -> Source:
 
         return PythonStdlib()
     if config.source == "text":
-        from titan_exp.data.sources.split_files import DividedFiles
+        from titan_exp.data.sources.split_files import SplitFiles
         from titan_exp.data.sources.text import Text
 
         files = Text(config.paths)
-        return files if config.document == "file" else DividedFiles(files, config.document)
+        return files if config.document == "file" else SplitFiles(files, config.document)
     if config.source == "huggingface":
         from titan_exp.data.sources.huggingface import build_huggingface
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.data.epoch_shuffle import EpochOrder
+from titan_exp.data.epoch_shuffle import EpochShuffle
 from titan_exp.data.sources.base import RandomAccessSource
 from titan_exp.data.tokenizers.base import Tokenizer
 
@@ -79,7 +79,7 @@ def with_end_of_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
 class RandomAccessStream:
     """A `DocumentStream` whose position is `epoch` and `document`, the number of documents read in that epoch."""
 
-    def __init__(self, documents: TokenizedDocuments, order: EpochOrder, *, shard: int, shards: int) -> None:
+    def __init__(self, documents: TokenizedDocuments, order: EpochShuffle, *, shard: int, shards: int) -> None:
         self._documents = documents
         self._order = order
         self._shard = shard

@@ -17,7 +17,7 @@ _OPEN_FILES = 32
 Part = Literal["paragraph", "line"]
 
 
-class DividedFiles:
+class SplitFiles:
     """Random access to the parts of files, in the files' order and in their order within a file.
 
     Lines of nothing but white space are blank: they are no documents, and they separate paragraphs. White space that

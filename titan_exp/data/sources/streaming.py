@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.data.epoch_shuffle import EpochOrder
+from titan_exp.data.epoch_shuffle import EpochShuffle
 from titan_exp.data.permutation import Permutation
 from titan_exp.data.sources.base import StreamingSource
 from titan_exp.data.sources.indexed_stream import with_end_of_text
-from titan_exp.data.sources.thread_pool import ReadAhead
+from titan_exp.data.sources.thread_pool import ThreadPrefetch
 from titan_exp.data.tokenizers.base import Tokenizer
 from titan_exp.data.validation_split import place
 
@@ -33,7 +33,7 @@ class StreamedCorpus:
 
     source: StreamingSource
     tokenizer: Tokenizer
-    order: EpochOrder
+    order: EpochShuffle
     """Order of the source's parts."""
     seed: int
     shards: int
@@ -71,7 +71,7 @@ class StreamedDocuments:
 
     start = 0.0
 
-    def __init__(self, corpus: StreamedCorpus, pool: ReadAhead, shard: int) -> None:
+    def __init__(self, corpus: StreamedCorpus, pool: ThreadPrefetch, shard: int) -> None:
         self._corpus = corpus
         self._pool = pool
         self._shard = shard

@@ -23,8 +23,8 @@ from titan_exp.data.validation_split import place
 _STATE = "store"
 
 
-class StoreFeed:
-    """A `RowFeed` over the stores of `data.paths`. Raises UserError where one cannot be used."""
+class StoreSampler:
+    """A `Sampler` over the stores of `data.paths`. Raises UserError where one cannot be used."""
 
     def __init__(self, experiment: Experiment, *, dp_rank: int, dp_degree: int) -> None:
         self._dp_rank, self._dp_degree = dp_rank, dp_degree

@@ -31,7 +31,7 @@ REMEMBERED = "2000"
 """Collectives that torch's flight recorder keeps, unless the environment says otherwise."""
 
 
-class HangWatch(threading.Thread):
+class Watchdog(threading.Thread):
     """Runs beside the training until `stop`.
 
     Args:

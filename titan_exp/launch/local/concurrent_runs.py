@@ -29,7 +29,7 @@ class _Slot:
     process: "subprocess.Popen[bytes] | None" = None
 
 
-class SideBySide:
+class ConcurrentRuns:
     """Runs plans, at most `jobs` at a time.
 
     Args:

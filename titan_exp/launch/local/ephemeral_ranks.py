@@ -14,7 +14,7 @@ from titan_exp.launch.local.ranks import LocalRanks
 from titan_exp.launch.rank.child_env import environment
 from titan_exp.launch.rank.main import RANK_MAIN
 from titan_exp.launch.signals import Interrupts
-from titan_exp.launch.state.exit_status import Verdict
+from titan_exp.launch.state.exit_status import AttemptResult
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, write_atomically
 from titan_exp.trainer.rank_call import ANSWER, QUESTION
 
@@ -49,7 +49,7 @@ def together(main: str, experiment: Experiment, question: Any) -> Any:
         return json.loads((folder.path / ANSWER).read_text(encoding="utf-8"))
 
 
-def _run(main: str, experiment: Experiment, folder: RunFolder, attempt: int) -> Verdict:
+def _run(main: str, experiment: Experiment, folder: RunFolder, attempt: int) -> AttemptResult:
     ranks = LocalRanks(experiment, folder, attempt)
     with environment({RANK_MAIN: main}), Interrupts() as interrupts:
         try:

@@ -6,15 +6,15 @@ from typing import Literal
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.executor import Look, Submission
-from titan_exp.launch.local.concurrent_runs import SideBySide
-from titan_exp.launch.run_console import Screen
+from titan_exp.launch.local.concurrent_runs import ConcurrentRuns
+from titan_exp.launch.run_console import RunConsole
 from titan_exp.launch.run_plan import Plan
 from titan_exp.launch.run_plans import INTERRUPTED, run
 from titan_exp.launch.summary import describe, summarize
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 
-class LocalBackend:
+class LocalExecutor:
     """Carries runs out here and waits for each.
 
     Args:
@@ -75,7 +75,7 @@ class LocalBackend:
     def _one_by_one(
         self, waiting: Sequence[tuple[int, Plan]], found: dict[int, Submission], total: int, say: Callable[[str], None]
     ) -> None:
-        screen = Screen()
+        screen = RunConsole()
         for number, plan in waiting:
             if self.interrupted or self._stopped():
                 self._note(INTERRUPTED)
@@ -112,7 +112,7 @@ class LocalBackend:
             found[number] = Submission(plan, "refused" if refusal else _ending(summary.state), reason=reason)
             self._note(code)
 
-        side_by_side = SideBySide(self._jobs, begun=begun, ended=ended, stopped=self._stopped)
+        side_by_side = ConcurrentRuns(self._jobs, begun=begun, ended=ended, stopped=self._stopped)
         self.interrupted = side_by_side.run([plan for _, plan in waiting], say)
         if self.interrupted:
             self._note(INTERRUPTED)

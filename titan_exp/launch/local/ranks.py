@@ -24,7 +24,7 @@ from titan_exp.launch.rank.main import run_rank
 from titan_exp.launch.rank.rank_status import RankRecord, read_record
 from titan_exp.launch.signals import kept_from_children
 from titan_exp.launch.state import exit_status as verdicts
-from titan_exp.launch.state.exit_status import Death, Verdict
+from titan_exp.launch.state.exit_status import AttemptResult, RankFailure
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class LocalRanks:
         self._processes: dict[int, psutil.Process] = {}
         self._last_seen: dict[int, float] = {}
         self._records: dict[int, RankRecord] = {}
-        self._deaths: dict[int, Death] = {}
+        self._deaths: dict[int, RankFailure] = {}
         # By the clock that nobody sets.
         self._first_seen: float | None = None
         self._first_death: float | None = None
@@ -133,7 +133,7 @@ class LocalRanks:
         if self._meeting is not None:
             shutil.rmtree(self._meeting, ignore_errors=True)
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> AttemptResult:
         """How the attempt ended; called when `poll` has said that it has."""
         if self._deaths:
             hang = self._hang.conclude()
@@ -142,7 +142,7 @@ class LocalRanks:
         if len(codes) == self.world_size:
             return verdicts.ended(codes, self.folder.stop_reason())
         text = verdicts.tail(self.logs / "controller.log")
-        return Verdict("failed", 1, "the process that held the ranks (submitit's controller) died", text)
+        return AttemptResult("failed", 1, "the process that held the ranks (submitit's controller) died", text)
 
     def _over(self) -> bool:
         """Whether the controller is gone."""

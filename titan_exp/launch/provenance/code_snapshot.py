@@ -27,7 +27,7 @@ GIT_TIMEOUT = 60
 
 
 @dataclass(frozen=True)
-class Frozen:
+class CodeSnapshot:
     """Where ranks find the code of a run."""
 
     package: str
@@ -38,7 +38,7 @@ class Frozen:
     """Files that the run imports and that could not be frozen: edits count until the job starts."""
 
 
-def freeze(runs: Path, experiments: Sequence[Experiment], package: Path | None = None) -> Frozen:
+def take_code_snapshot(runs: Path, experiments: Sequence[Experiment], package: Path | None = None) -> CodeSnapshot:
     """Copy the code that the experiments need to below `runs`, unless the same is there.
 
     Args:
@@ -61,7 +61,7 @@ def freeze(runs: Path, experiments: Sequence[Experiment], package: Path | None =
     kept = {here / name for name in files or ()}
     own = str(_keep(runs, here, files)) if files and any(module in kept for module in mine) else None
     loose = sorted({str(module) for module in changing if own is None or module not in kept})
-    return Frozen(str(copy), own, tuple(loose))
+    return CodeSnapshot(str(copy), own, tuple(loose))
 
 
 def _dotted_names(experiments: Sequence[Experiment]) -> list[str]:

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from titan_exp.launch.provenance.code_snapshot import Frozen
+from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
 from titan_exp.launch.provenance.environment import read_surroundings
 from titan_exp.launch.provenance.git import Code, read_code
 
@@ -19,7 +19,7 @@ class Scene:
     """What differs from its commit."""
     surroundings: dict[str, Any]
     """Versions and hardware of the machine that launches."""
-    frozen: Frozen | None = None
+    frozen: CodeSnapshot | None = None
     """Where a copy of the code lies; None where ranks import it from its own place."""
 
     def code_json(self, ids: dict[str, str]) -> str:
@@ -28,7 +28,7 @@ class Scene:
         return json.dumps({**ids, **asdict(self.code), **copy}, indent=2) + "\n"
 
 
-def read_scene(frozen: Frozen | None = None) -> Scene:
+def read_scene(frozen: CodeSnapshot | None = None) -> Scene:
     """The scene as it is now."""
     code, diff = read_code()
     return Scene(code, diff, read_surroundings(), frozen)

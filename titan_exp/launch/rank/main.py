@@ -22,9 +22,9 @@ import psutil
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.health.hang_report import HangFiles
-from titan_exp.launch.health.watchdog import HangWatch
+from titan_exp.launch.health.watchdog import Watchdog
 from titan_exp.launch.rank.parent_watchdog import Watch
-from titan_exp.launch.rank.rank_env import Seat, plain_seat, srun_seat, submitted_seat
+from titan_exp.launch.rank.rank_env import RankInfo, srun_rank, submitit_rank, torchrun_rank
 from titan_exp.launch.rank.rank_status import SPARE, RankError, RankRecord, read_record, write_record
 from titan_exp.launch.slurm.rendezvous import slurm_place
 from titan_exp.launch.state.close_attempt import close_attempt
@@ -46,7 +46,7 @@ def run_rank(path: str) -> None:
     Raises:
         SystemExit: with the rank's exit code, unless it is 0.
     """
-    code = _Rank(RunFolder(path), submitted_seat()).run()
+    code = _Rank(RunFolder(path), submitit_rank()).run()
     if code:
         sys.exit(code)
 
@@ -66,7 +66,7 @@ def main(arguments: Sequence[str]) -> int:
             if place is None or place.rank == 0:
                 print(f"{folder.path}: done already, after step {state.step}")
             return DONE
-        seat = plain_seat(folder) if place is None else srun_seat(folder, place)
+        seat = torchrun_rank(folder) if place is None else srun_rank(folder, place)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str]) -> int:
 class _Rank:
     """One rank of one attempt, from its record's first line to its last."""
 
-    def __init__(self, folder: RunFolder, seat: Seat) -> None:
+    def __init__(self, folder: RunFolder, seat: RankInfo) -> None:
         self.folder, self.seat = folder, seat
         self.record = RankRecord(seat.rank, os.getpid(), socket.gethostname(), time.time())
         self.watch: Watch | None = None
@@ -161,8 +161,8 @@ class _Rank:
         )
         self.watch.start()
 
-    def _start_hang_watch(self) -> HangWatch:
-        watch = HangWatch(
+    def _start_hang_watch(self) -> Watchdog:
+        watch = Watchdog(
             load_experiment(self.folder.config).cluster,
             HangFiles(self.folder.attempt_logs(self.seat.attempt), self.seat.world_size),
             rank=self.seat.rank,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.layout.layout import world_size
 from titan_exp.config.schema.typed_config import load_experiment
-from titan_exp.launch.slurm.rendezvous import Place, announce_meeting, go_to_meeting
+from titan_exp.launch.slurm.rendezvous import Place, join_rendezvous, publish_rendezvous
 from titan_exp.launch.state.close_attempt import close_dead_attempts
 from titan_exp.launch.state.run_lock import hold
 from titan_exp.tracking.run_folder.file_lock import FileLock
@@ -28,7 +28,7 @@ ATTEMPT_TIMEOUT = 60.0
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankInfo:
     """The place of this process in the job."""
 
     rank: int
@@ -55,7 +55,7 @@ class Seat:
         os.environ["LOCAL_RANK"] = str(self.local_rank)
 
 
-def submitted_seat() -> Seat:
+def submitit_rank() -> RankInfo:
     """The seat that the launcher prepared through submitit. Gives CUDA_VISIBLE_DEVICES its value back, and the
     launcher's places to find packages."""
     search_import_path()
@@ -64,7 +64,7 @@ def submitted_seat() -> Seat:
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpus
-    return Seat(
+    return RankInfo(
         rank=int(os.environ["SUBMITIT_LOCAL_GLOBALID"]),
         world_size=int(os.environ["SUBMITIT_LOCAL_NTASKS"]),
         local_rank=int(os.environ["SUBMITIT_LOCAL_LOCALID"]),
@@ -80,7 +80,7 @@ def search_import_path() -> None:
     sys.path += [place for place in dict.fromkeys(places) if place and place not in sys.path]
 
 
-def srun_seat(folder: RunFolder, place: Place) -> Seat:
+def srun_rank(folder: RunFolder, place: Place) -> RankInfo:
     """The seat in a step of a SLURM job, whether our batch script started it or a user.
 
     Rank 0 claims the folder and writes the start down; the others wait for that.
@@ -97,8 +97,8 @@ def srun_seat(folder: RunFolder, place: Place) -> Seat:
     else:
         number = _await_attempt(folder, place.job_id, place.restarts)
     if place.world_size > 1:
-        go_to_meeting(folder, number)
-    return Seat(place.rank, place.world_size, place.local_rank, number, None, None, claim, gang=True)
+        join_rendezvous(folder, number)
+    return RankInfo(place.rank, place.world_size, place.local_rank, number, None, None, claim, gang=True)
 
 
 def _open_attempt(folder: RunFolder, place: Place) -> int:
@@ -122,12 +122,12 @@ def _open_attempt(folder: RunFolder, place: Place) -> int:
         ).attempt
     if place.token is None:
         folder.clear_stop()  # our batch script has done it, and may have been told to stop since
-    announce_meeting(folder, number, place)
+    publish_rendezvous(folder, number, place)
     folder.update_attempt(number, job_id=place.job_id, hosts=place.hosts, restarts=place.restarts, start=time.time())
     return number
 
 
-def plain_seat(folder: RunFolder) -> Seat:
+def torchrun_rank(folder: RunFolder) -> RankInfo:
     """The seat that torchrun's environment variables name, or that of the only process without them.
 
     Rank 0 claims the folder and writes the start down; the others wait for that.
@@ -148,7 +148,7 @@ def plain_seat(folder: RunFolder) -> Seat:
         folder.update_attempt(number, start=time.time())
     else:
         number = _await_attempt(folder, _job_key())
-    return Seat(rank, size, int(os.environ.get("LOCAL_RANK", "0")), number, None, None, claim)
+    return RankInfo(rank, size, int(os.environ.get("LOCAL_RANK", "0")), number, None, None, claim)
 
 
 def _job_key() -> str:

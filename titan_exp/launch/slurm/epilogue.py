@@ -18,7 +18,7 @@ from titan_exp.launch.rank.rank_status import RankRecord, read_record
 from titan_exp.launch.slurm.rendezvous import TOKEN
 from titan_exp.launch.state import exit_status as verdicts
 from titan_exp.launch.state.close_attempt import close_attempt
-from titan_exp.launch.state.exit_status import Verdict
+from titan_exp.launch.state.exit_status import AttemptResult
 from titan_exp.tracking.run_folder.attempts import Attempt
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.run_folder.state import DONE, FAILED, HUNG, STOPPED
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     return _go_on(folder, row, job, verdict, load_experiment(folder.config).cluster)
 
 
-def _verdict(folder: RunFolder, row: Attempt, job: str) -> Verdict:
+def _verdict(folder: RunFolder, row: Attempt, job: str) -> AttemptResult:
     records = {rank: read_record(folder, row.attempt, rank) for rank in range(row.world_size)}
     known = [record for record in records.values() if record is not None]
     hang = HangFiles(folder.attempt_logs(row.attempt), row.world_size).conclude()
@@ -65,11 +65,11 @@ def _verdict(folder: RunFolder, row: Attempt, job: str) -> Verdict:
     stop = folder.stop_reason()
     # A rank that dies makes srun send SIGTERM to the others, who take it for a request to stop.
     if stop is not None and not re.fullmatch(r"rank \d+ received SIGTERM", stop):
-        return Verdict("preempted", STOPPED, f"{stop}; killed before all ranks had saved")
+        return AttemptResult("preempted", STOPPED, f"{stop}; killed before all ranks had saved")
     return _vanished(folder, row, job, records)
 
 
-def _vanished(folder: RunFolder, row: Attempt, job: str, records: Mapping[int, RankRecord | None]) -> Verdict:
+def _vanished(folder: RunFolder, row: Attempt, job: str, records: Mapping[int, RankRecord | None]) -> AttemptResult:
     """The verdict where a rank is gone without a word: srun says which was the first, and of what."""
     missing = [rank for rank, record in records.items() if record is None or record.exit is None]
     said = (entry for entry in _said_by_srun(folder, job) if entry[0] in missing)
@@ -110,7 +110,7 @@ def _close_unstarted(folder: RunFolder, row: Attempt, job: str, code: int) -> in
     return code
 
 
-def _go_on(folder: RunFolder, row: Attempt, job: str, verdict: Verdict, cluster: ClusterConfig) -> int:
+def _go_on(folder: RunFolder, row: Attempt, job: str, verdict: AttemptResult, cluster: ClusterConfig) -> int:
     """Say how the attempt ended and, where the run shall go on, write down the intent to."""
     said = f"{folder.path}: attempt {row.attempt} {verdict.state}" + (f" ({verdict.reason})" if verdict.reason else "")
     if verdict.exit_code not in (STOPPED, HUNG):

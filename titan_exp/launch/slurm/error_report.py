@@ -8,7 +8,7 @@ from pathlib import Path
 
 from titan_exp.launch.executor import Submission
 from titan_exp.launch.run_plan import Plan
-from titan_exp.launch.slurm.executor import SlurmBackend
+from titan_exp.launch.slurm.executor import SlurmExecutor
 from titan_exp.launch.slurm.submit import resources_of
 
 SHOWN = 20
@@ -22,7 +22,7 @@ def submit(plans: Sequence[Plan], labels: Sequence[str] = ()) -> int:
         plans: the runs.
         labels: what tells them apart, where they are a sweep's.
     """
-    submissions = SlurmBackend().submit(plans, say=print)
+    submissions = SlurmExecutor().submit(plans, say=print)
     for number, submission in enumerate(submissions):
         if number < SHOWN or submission.outcome == "refused":
             stream = sys.stderr if submission.outcome == "refused" else sys.stdout

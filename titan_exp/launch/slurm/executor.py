@@ -8,7 +8,7 @@ from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.executor import Look, Submission
-from titan_exp.launch.provenance.code_snapshot import freeze
+from titan_exp.launch.provenance.code_snapshot import take_code_snapshot
 from titan_exp.launch.provenance.provenance import Scene, read_scene
 from titan_exp.launch.run_plan import Plan, commit, refresh, writable
 from titan_exp.launch.slurm.epilogue import CANCELLED
@@ -22,7 +22,7 @@ from titan_exp.launch.slurm.submit import (
     is_being_submitted,
 )
 from titan_exp.launch.state.close_attempt import close_dead_attempts
-from titan_exp.launch.state.thread_map import overlapped
+from titan_exp.launch.state.thread_map import thread_map
 from titan_exp.tracking.run_folder.attempts import Attempt
 from titan_exp.tracking.run_folder.file_lock import FileLock, LockedError
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
@@ -33,7 +33,7 @@ SUBMITTER_LIMIT = 120.0
 """Seconds to wait for another process that submits to the same folder of runs."""
 
 
-class SlurmBackend:
+class SlurmExecutor:
     """Runs as jobs of SLURM."""
 
     def submit(self, plans: Sequence[Plan], *, say: Callable[[str], None]) -> list[Submission]:
@@ -91,7 +91,7 @@ class SlurmBackend:
         failures = _scancel([], queued)
         # The script, not the ranks: it looks at the clock while they save.
         failures |= _scancel(["--batch", "--signal=USR2"], running)
-        overlapped(lambda job: _dequeued(queued[job], reason), [job for job in queued if job not in failures])
+        thread_map(lambda job: _dequeued(queued[job], reason), [job for job in queued if job not in failures])
         for job, folder in (queued | running).items():
             done = "taken out of the queue" if job in queued else "asked to save and stop"
             said[folder.path] = f"not cancelled: {failures[job]}" if job in failures else f"job {job}: {done}"
@@ -99,13 +99,13 @@ class SlurmBackend:
 
 
 def _submit(runs: Path, plans: Sequence[Plan], say: Callable[[str], None]) -> Iterable[Submission]:
-    frozen = freeze(runs, [plan.experiment for plan in plans])
+    frozen = take_code_snapshot(runs, [plan.experiment for plan in plans])
     for name in frozen.loose:
         say(f"{name} is in no repository of the current folder, so it is not frozen: edits count until the job starts.")
     scene = read_scene(frozen)
-    were_there = overlapped(lambda plan: commit(plan, scene), plans)
+    were_there = thread_map(lambda plan: commit(plan, scene), plans)
     there = {plan.folder.path for plan, was_there in zip(plans, were_there, strict=True) if was_there}
-    looks = SlurmBackend().look([plan.folder for plan in plans if plan.folder.path in there])
+    looks = SlurmExecutor().look([plan.folder for plan in plans if plan.folder.path in there])
     ready = []
     for plan in plans:
         before = _standing(plan, looks.get(plan.folder.path)) if plan.folder.path in there else None
@@ -168,7 +168,7 @@ def _submit_group(batch: Batch) -> Iterable[Submission]:
         for plan in batch.plans:
             yield Submission(plan, "refused", None, f"{error}; the same command asks whether there is a job")
         return
-    yield from overlapped(_submitted, zip(batch.plans, attempts, jobs, strict=True))
+    yield from thread_map(_submitted, zip(batch.plans, attempts, jobs, strict=True))
 
 
 def _submitted(made: tuple[Plan, int, str]) -> Submission:

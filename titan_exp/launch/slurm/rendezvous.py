@@ -63,7 +63,7 @@ def job_name() -> str:
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
 
 
-def announce_meeting(folder: RunFolder, attempt: int, place: Place) -> None:
+def publish_rendezvous(folder: RunFolder, attempt: int, place: Place) -> None:
     """Rank 0 says where it will listen, before the start is written down. On one node nothing leaves it."""
     address = "127.0.0.1" if os.environ.get("SLURM_STEP_NUM_NODES") == "1" else socket.gethostname()
     logs = folder.attempt_logs(attempt)
@@ -75,7 +75,7 @@ def announce_meeting(folder: RunFolder, attempt: int, place: Place) -> None:
             link.symlink_to(Path("..") / f"slurm-{place.job_id}-{place.restarts}-rank-{rank:05d}.log")
 
 
-def go_to_meeting(folder: RunFolder, attempt: int) -> None:
+def join_rendezvous(folder: RunFolder, attempt: int) -> None:
     """Set the environment variables by which torch finds rank 0.
 
     Raises:

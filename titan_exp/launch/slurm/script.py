@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.layout.layout import device_type
-from titan_exp.launch.provenance.code_snapshot import Frozen
+from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
 
 MARK = "titan_exp:"
 """Begins the job's comment, in which its token follows."""
@@ -34,7 +34,7 @@ class Script:
     """By which the job is found again; an array's tasks have its index after it."""
     resources: Resources
     """What it asks for."""
-    frozen: Frozen
+    frozen: CodeSnapshot
     """Where the code is."""
     python: str
     """Python of the submitting machine, for ranks outside a container."""

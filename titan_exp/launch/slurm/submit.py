@@ -17,11 +17,11 @@ from submitit.core.utils import FailedJobError
 from submitit.slurm.slurm import SlurmExecutor
 
 from titan_exp.config.layout.layout import node_size, nodes_needed, world_size
-from titan_exp.launch.provenance.code_snapshot import Frozen
+from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
 from titan_exp.launch.rank.child_env import environment
 from titan_exp.launch.run_plan import Plan
 from titan_exp.launch.slurm.script import Resources, Script, render
-from titan_exp.launch.state.thread_map import overlapped
+from titan_exp.launch.state.thread_map import thread_map
 from titan_exp.tracking.run_folder.file_lock import is_held
 from titan_exp.tracking.run_folder.run_folder import write_atomically
 
@@ -67,7 +67,7 @@ class Batch:
         frozen: the code that they run.
     """
 
-    def __init__(self, runs: Path, plans: Sequence[Plan], frozen: Frozen) -> None:
+    def __init__(self, runs: Path, plans: Sequence[Plan], frozen: CodeSnapshot) -> None:
         self.plans = plans
         self.token = uuid.uuid4().hex[:12]
         """By which the job is found."""
@@ -116,7 +116,7 @@ class Batch:
                 world_size=world_size(plan.experiment), hosts=(), launched_by="slurm", token=self.token_of(index)
             ).attempt
 
-        return overlapped(intend, range(len(self.plans)))
+        return thread_map(intend, range(len(self.plans)))
 
     def submit(self) -> list[str]:
         """Call sbatch; returns the job number of each run.
@@ -167,7 +167,7 @@ def _job_name(plan: Plan) -> str:
     return f"{plan.experiment.experiment.name}-{plan.run_id}"
 
 
-def _import_path(frozen: Frozen) -> list[str]:
+def _import_path(frozen: CodeSnapshot) -> list[str]:
     """Where this process finds packages, beyond its own installation; a copy of the current folder takes its place."""
     here, own = os.getcwd(), (sys.prefix, sys.base_prefix)
     places = dict.fromkeys(os.path.abspath(entry) for entry in [*sys.path, here])

@@ -14,7 +14,7 @@ TAIL = 20
 
 
 @dataclass(frozen=True)
-class Verdict:
+class AttemptResult:
     """The end of an attempt."""
 
     state: StateName
@@ -29,7 +29,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Death:
+class RankFailure:
     """A rank that ended otherwise than it should."""
 
     rank: int
@@ -44,51 +44,51 @@ class Death:
     """Traceback or end of the log."""
 
 
-def death_by_error(record: RankRecord) -> Death:
+def death_by_error(record: RankRecord) -> RankFailure:
     """The death of a rank that wrote down how it ended."""
     assert record.end is not None
     assert record.exit is not None
     if record.error is None:
-        return Death(record.rank, record.end, record.exit, f"rank {record.rank}: exit code {record.exit}", "")
+        return RankFailure(record.rank, record.end, record.exit, f"rank {record.rank}: exit code {record.exit}", "")
     error = record.error
     first_line = error.message.strip().partition("\n")[0]
     reason = f"rank {record.rank}: {error.type}: {first_line}".removesuffix(": ")
     if record.exit == HUNG:
         reason = first_line  # of the run, not of this rank
-    return Death(record.rank, record.end, record.exit, reason, error.message if error.user else error.traceback)
+    return RankFailure(record.rank, record.end, record.exit, reason, error.message if error.user else error.traceback)
 
 
-def death_by_signal(rank: int, last_seen: float, log: Path) -> Death:
+def death_by_signal(rank: int, last_seen: float, log: Path) -> RankFailure:
     """The death of a rank that began, and vanished without a word."""
     reason = (
         f"rank {rank} vanished without a word: a signal killed it. "
         "The likely cause is that memory ran out; `dmesg` tells, and a smaller training.micro_batch_size needs less"
     )
-    return Death(rank, last_seen, FAILED, reason, tail(log))
+    return RankFailure(rank, last_seen, FAILED, reason, tail(log))
 
 
-def death_at_start(rank: int, time: float, log: Path) -> Death:
+def death_at_start(rank: int, time: float, log: Path) -> RankFailure:
     """The death of a rank whose process ended before it came to run any of our code."""
-    return Death(rank, time, FAILED, f"rank {rank} did not start", tail(log))
+    return RankFailure(rank, time, FAILED, f"rank {rank} did not start", tail(log))
 
 
-def failed(deaths: Iterable[Death]) -> Verdict:
+def failed(deaths: Iterable[RankFailure]) -> AttemptResult:
     """The verdict where ranks died: the first to die is the cause, the others fail of its absence."""
     first = min(deaths, key=lambda death: (death.time, death.rank))
     code = UserError.exit_code if first.exit_code == UserError.exit_code else FAILED
-    return Verdict("failed", code, first.reason, first.detail)
+    return AttemptResult("failed", code, first.reason, first.detail)
 
 
-def hung(hang: Hang) -> Verdict:
+def hung(hang: Hang) -> AttemptResult:
     """The verdict where ranks ended because none of them got any further."""
-    return Verdict("failed", HUNG, hang.headline, hang.text)
+    return AttemptResult("failed", HUNG, hang.headline, hang.text)
 
 
-def ended(exit_codes: Iterable[int], stop_reason: str | None) -> Verdict:
+def ended(exit_codes: Iterable[int], stop_reason: str | None) -> AttemptResult:
     """The verdict where every rank ended as it should."""
     if STOPPED in exit_codes:
-        return Verdict("preempted", STOPPED, stop_reason or "stopped after saving")
-    return Verdict("done", DONE, None)
+        return AttemptResult("preempted", STOPPED, stop_reason or "stopped after saving")
+    return AttemptResult("done", DONE, None)
 
 
 def tail(log: Path) -> str:

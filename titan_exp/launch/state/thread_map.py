@@ -11,7 +11,7 @@ WAITING = 16
 """Folders that wait for the disk at a time."""
 
 
-def overlapped(do: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+def thread_map(do: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
     """What `do` returns for each item, in their order; it mostly waits, and touches nothing of other items.
 
     Raises:

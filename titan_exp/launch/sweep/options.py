@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True)
-class Asked:
+class SweepOptions:
     """How a sweep is to be carried out, and of what."""
 
     study: Path | None = None
@@ -29,11 +29,11 @@ class Asked:
     """Ask nothing."""
 
 
-_now: ContextVar[Asked] = ContextVar("asked", default=Asked())  # noqa: B039  # it is frozen
+_now: ContextVar[SweepOptions] = ContextVar("asked", default=SweepOptions())  # noqa: B039  # it is frozen
 
 
 @contextmanager
-def asking(asked: Asked) -> Iterator[None]:
+def asking(asked: SweepOptions) -> Iterator[None]:
     """Inside the block, the sweeper finds this."""
     token = _now.set(asked)
     try:
@@ -42,6 +42,6 @@ def asking(asked: Asked) -> Iterator[None]:
         _now.reset(token)
 
 
-def asked_now() -> Asked:
+def asked_now() -> SweepOptions:
     """What the block around asks; a sweep of all that is listed with commas, without one."""
     return _now.get()

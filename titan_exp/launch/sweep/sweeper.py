@@ -14,9 +14,9 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import device_type
 from titan_exp.config.study.points import values_of
 from titan_exp.launch.executor import Submission, backend_for
-from titan_exp.launch.local.executor import LocalBackend
-from titan_exp.launch.run_console import Screen
-from titan_exp.launch.sweep.options import Asked
+from titan_exp.launch.local.executor import LocalExecutor
+from titan_exp.launch.run_console import RunConsole
+from titan_exp.launch.sweep.options import SweepOptions
 from titan_exp.launch.sweep.shipped_study import OpenStudy
 from titan_exp.launch.sweep.sweep_memory import foreseen
 from titan_exp.launch.sweep.sweep_plan import Planned, Point, SweepPlan, plan_points
@@ -44,7 +44,7 @@ def points(overrides: Sequence[Override]) -> list[Point]:
 def sweep(
     points: Sequence[Point],
     compose: Callable[[Point], Experiment],
-    asked: Asked | None = None,
+    asked: SweepOptions | None = None,
     *,
     study: OpenStudy | None = None,
 ) -> int:
@@ -63,9 +63,9 @@ def sweep(
     Raises:
         UserError: points cannot run. It names all of them, and none was started.
     """
-    asked = asked or Asked()
+    asked = asked or SweepOptions()
     where = "of the sweep" if study is None else f"of {study.study.path}"
-    screen, skip = Screen(), asked.skip or study is not None
+    screen, skip = RunConsole(), asked.skip or study is not None
     made = plan_points(points, compose, skip=skip, where=where)
     if study is not None:
         study.plan(made)  # what is wrong with it as a whole is said before anything takes seconds
@@ -85,7 +85,7 @@ def sweep(
 
 
 def _carry_out(
-    made: SweepPlan, asked: Asked, screen: Screen, study: OpenStudy | None
+    made: SweepPlan, asked: SweepOptions, screen: RunConsole, study: OpenStudy | None
 ) -> tuple[dict[Path, Submission], int]:
     """What became of each run that was come to, by its folder's path, and the exit code.
 
@@ -108,7 +108,7 @@ def _carry_out(
         if asked.jobs > 1 and not on_cpu:
             screen.say("On GPUs every run may use all of them, so one runs after another.")
         with _held(study):
-            backend = LocalBackend(
+            backend = LocalExecutor(
                 jobs=asked.jobs if on_cpu else 1,
                 title=lambda plan: titles[plan.folder.path],
                 stopped=(lambda: False) if study is None else study.stop_requested,

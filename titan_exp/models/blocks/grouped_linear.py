@@ -6,7 +6,7 @@ from jaxtyping import Float, Int32
 from torch import Tensor, nn
 
 from titan_exp.models.blocks.initialization import Init
-from titan_exp.models.blocks.linear_impl import GroupedProduct
+from titan_exp.models.blocks.linear_impl import GroupedLinearImpl
 
 
 class GroupedLinear(nn.Module):
@@ -23,7 +23,7 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.experts, self.in_features, self.out_features, self.std = experts, fan_in, fan_out, std
         self.weight = nn.Parameter(torch.empty(experts, fan_out, fan_in))
-        self.product = GroupedProduct()
+        self.product = GroupedLinearImpl()
 
     def forward(
         self, x: Float[Tensor, "tokens fan_in"], ends: Int32[Tensor, " experts"]

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from titan_exp.ops.moe.grouped_mm import grouped_linear
 
 
-class Product(nn.Module):
+class LinearImpl(nn.Module):
     """The product in the type that input and weight have. A recipe is a subclass."""
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ class Product(nn.Module):
         """
 
 
-class GroupedProduct(nn.Module):
+class GroupedLinearImpl(nn.Module):
     """The product of experts in the type that input and weight have. A recipe is a subclass."""
 
     def forward(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:

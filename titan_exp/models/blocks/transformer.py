@@ -9,14 +9,14 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from titan_exp.models.blocks.initialization import Init
-from titan_exp.models.blocks.linear_impl import Product
+from titan_exp.models.blocks.linear_impl import LinearImpl
 from titan_exp.models.spec.tp_plan import Columns, Common, Logits, Lookup, Rows, Style, Tokens
 from titan_exp.ops.attention.rope import rotate
-from titan_exp.ops.attention.sdpa import Backend, CausalAttention
+from titan_exp.ops.attention.sdpa import AttentionBackend, CausalAttention
 from titan_exp.ops.loss.cross_entropy import LossSum
 from titan_exp.ops.swiglu import GROUP, swiglu
 
-HeadLoss = Callable[[Tensor, Tensor], LossSum]
+LogitsLoss = Callable[[Tensor, Tensor], LossSum]
 """A loss of hidden states [batch, seq, dim] and the head's weight [vocab, dim]."""
 
 
@@ -26,7 +26,7 @@ class Linear(nn.Linear):
     def __init__(self, fan_in: int, fan_out: int, std: float) -> None:
         super().__init__(fan_in, fan_out, bias=False)
         self.std = std
-        self.product = Product()
+        self.product = LinearImpl()
 
     def forward(self, input: Float[Tensor, "*any fan_in"]) -> Float[Tensor, "*any fan_out"]:
         """input · weightᵀ, as the product computes it."""
@@ -40,7 +40,7 @@ class Linear(nn.Linear):
 class RMSNorm(nn.Module):
     """Root-mean-square norm (Zhang and Sennrich 2019), computed in fp32."""
 
-    tensor_style = Tokens()
+    tp_style = Tokens()
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class RMSNorm(nn.Module):
 class Embedding(nn.Module):
     """Token embedding."""
 
-    tensor_style = Lookup()
+    tp_style = Lookup()
 
     def __init__(self, vocab: int, dim: int, std: float) -> None:
         super().__init__()
@@ -89,14 +89,14 @@ class Head(nn.Module):
         super().__init__()
         self.weight = None if tied else nn.Parameter(torch.empty(vocab, dim))
         self.std = std
-        self.tensor_style = Logits(vocab)
+        self.tp_style = Logits(vocab)
 
     def initial(self) -> dict[str, Init]:
         """How the parameters of this block start, by name."""
         return {} if self.weight is None else {"weight": Init("normal", self.std)}
 
     def forward(
-        self, x: Float[Tensor, "batch seq dim"], tied: Tensor | None = None, loss: HeadLoss | None = None
+        self, x: Float[Tensor, "batch seq dim"], tied: Tensor | None = None, loss: LogitsLoss | None = None
     ) -> Float[Tensor, "batch seq vocab"] | LossSum:
         """Logits, or what `loss` makes of the hidden states and the weight [vocab, dim] instead of their product."""
         weight = self.weight if tied is None else tied
@@ -112,7 +112,15 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, dim: int, heads: int, kv_heads: int, head_dim: int, *, std: float, out_std: float, backend: Backend
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        std: float,
+        out_std: float,
+        backend: AttentionBackend,
     ) -> None:
         super().__init__()
         self.head_dim, self.kv_heads, self.group = head_dim, kv_heads, heads // kv_heads
@@ -120,7 +128,7 @@ class Attention(nn.Module):
         self.out = Linear(heads * head_dim, dim, out_std)
         self.core = CausalAttention(backend)
 
-    def tensor_styles(self) -> dict[str, Style]:
+    def tp_plan(self) -> dict[str, Style]:
         """How the projections may be divided, by name: whole groups of heads, or a group's query heads."""
         return {"qkv": Columns(self.kv_heads, Common(self.group, self.head_dim, count="group")), "out": Rows()}
 
@@ -150,7 +158,7 @@ class FeedForward(nn.Module):
         self.gate_up = Linear(dim, 2 * ffn_dim, std)
         self.down = Linear(ffn_dim, dim, out_std)
 
-    def tensor_styles(self) -> dict[str, Style]:
+    def tp_plan(self) -> dict[str, Style]:
         """How the projections may be divided, by name."""
         return {"gate_up": Columns(self.down.in_features // GROUP), "down": Rows()}
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from titan_exp.config.groups.model import ModelConfig
-from titan_exp.models.convert.state_dict_map import RowMap, Run
+from titan_exp.models.convert.state_dict_map import Run, StateDictMap
 from titan_exp.ops.swiglu import GROUP
 
-Dialect = Literal["huggingface", "llama", "torchtune"]
+CheckpointFormat = Literal["huggingface", "llama", "torchtune"]
 """Whose names: Hugging Face's, Meta's `consolidated.*.pth`, or torchtune's own."""
 
 
@@ -38,7 +38,7 @@ class _Names:
     """Whether a tied head is written once more, as a tensor of its own."""
 
 
-_NAMES: dict[Dialect, _Names] = {
+_NAMES: dict[CheckpointFormat, _Names] = {
     "huggingface": _Names(
         embedding="model.embed_tokens.weight",
         norm="model.norm.weight",
@@ -90,7 +90,7 @@ _NAMES: dict[Dialect, _Names] = {
 }
 
 
-def llama_map(config: ModelConfig, dialect: Dialect) -> RowMap:
+def llama_map(config: ModelConfig, dialect: CheckpointFormat) -> StateDictMap:
     """Our parameters in terms of a tool's tensors.
 
     Args:
@@ -129,10 +129,10 @@ def llama_map(config: ModelConfig, dialect: Dialect) -> RowMap:
     elif names.tied_head:
         theirs[names.head] = (config.vocab_size, dim)
         copies[names.head] = names.embedding
-    return RowMap(runs, shapes, theirs, copies)
+    return StateDictMap(runs, shapes, theirs, copies)
 
 
-def names_of(dialect: Dialect) -> tuple[str, str, str]:
+def names_of(dialect: CheckpointFormat) -> tuple[str, str, str]:
     """What a tool calls the embedding, the head, and the first layer's gate projection."""
     names = _NAMES[dialect]
     return names.embedding, names.head, names.gate.format(0)

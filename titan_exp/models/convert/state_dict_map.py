@@ -42,7 +42,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class RowMap:
+class StateDictMap:
     """Every parameter of ours in terms of their tensors."""
 
     runs: Mapping[str, tuple[Run, ...]]

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class StageEnds:
+class PipelinePlan:
     """The children that not every stage has; `blocks` are divided, and every stage has what is not named here."""
 
     first: tuple[str, ...]

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 
-class RotaryTable(nn.Module):
+class RotaryEmbedding(nn.Module):
     """Cosines and sines by position, in fp32.
 
     A buffer, not a parameter: not part of a checkpoint, and recomputed by `reset` once its memory is real.

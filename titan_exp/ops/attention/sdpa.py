@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from titan_exp.config.machine.attention_backends import CUDNN_EVERYWHERE, HEAD_SIZES
 from titan_exp.ops.attention.flash_attention import activate
 
-Backend = Literal["cudnn", "flash", "fa3", "fa4", "efficient", "math", "flex"]
+AttentionBackend = Literal["cudnn", "flash", "fa3", "fa4", "efficient", "math", "flex"]
 
 SDPA_BACKENDS: dict[str, SDPBackend] = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -30,7 +30,7 @@ SDPA_BACKENDS: dict[str, SDPBackend] = {
 
 def choose_backend(
     requested: str, device: torch.device, *, head_dim: int, bf16: bool, documents: bool, parts: bool = False
-) -> Backend:
+) -> AttentionBackend:
     """Name the kernel that will run; where it takes the place of torch's own in the process, it does so now.
 
     Args:
@@ -71,9 +71,9 @@ def document_mask(documents: Int[Tensor, "batch seq"]) -> Bool[Tensor, "batch 1 
 class CausalAttention(nn.Module):
     """The attention core, without projections; a module of its own so that context parallelism can replace it."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: AttentionBackend) -> None:
         super().__init__()
-        self.backend: Backend = backend
+        self.backend: AttentionBackend = backend
 
     def mask(self, documents: Int[Tensor, "batch seq"] | None) -> Any:
         """What `forward` takes as `mask`, made once per forward pass of the model; None is plainly causal."""

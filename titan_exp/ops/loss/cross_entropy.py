@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from titan_exp.ops.loss.vocab_parallel import VocabularyPart, locate, log_normalizer_and_target
+from titan_exp.ops.loss.vocab_parallel import VocabShard, locate, log_normalizer_and_target
 
 IGNORE_INDEX = -100
 """Label of a token that is not predicted."""
@@ -31,7 +31,7 @@ def loss_sum(
     logits: Float[Tensor, "batch seq words"],
     labels: Int[Tensor, "batch seq"],
     z_loss: float = 0.0,
-    part: VocabularyPart | None = None,
+    part: VocabShard | None = None,
 ) -> LossSum:
     """Cross-entropy plus `z_loss` · log(Z)² (Chowdhery et al. 2022), Z being softmax's denominator.
 
@@ -57,7 +57,7 @@ def logits_gradient(
     log_z: Float[Tensor, " tokens"],
     labels: Int[Tensor, " tokens"],
     z_loss: float,
-    part: VocabularyPart | None,
+    part: VocabShard | None,
 ) -> Float[Tensor, "tokens words"]:
     """Gradient of the summed loss by fp32 logits, in their place: p - onehot, and 2 · z_loss · log Z · p."""
     gradient = logits.sub_(log_z[:, None]).exp_()
@@ -71,7 +71,7 @@ def logits_gradient(
 
 class _PartedLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, z_loss: float, part: VocabularyPart) -> Any:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, z_loss: float, part: VocabShard) -> Any:
         predicted = labels != IGNORE_INDEX
         log_z, chosen = log_normalizer_and_target(logits.float(), labels.where(predicted, 0), part)
         ctx.save_for_backward(logits, log_z, labels)

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX, LossSum, logits_gradient
-from titan_exp.ops.loss.vocab_parallel import VocabularyPart, log_normalizer_and_target
+from titan_exp.ops.loss.vocab_parallel import VocabShard, log_normalizer_and_target
 
 
 def linear_loss_sum(
@@ -22,7 +22,7 @@ def linear_loss_sum(
     *,
     chunk_tokens: int,
     z_loss: float = 0.0,
-    part: VocabularyPart | None = None,
+    part: VocabShard | None = None,
     of_chunk: Callable[..., Any] | None = None,
 ) -> LossSum:
     """`loss_sum(hidden @ weight.T, labels, z_loss, part)` with logits of at most `chunk_tokens` tokens in memory.
@@ -54,7 +54,7 @@ def chunk_loss(  # a compiled function takes arguments by place
     logits: Float[Tensor, "tokens words"],
     labels: Int[Tensor, " tokens"],
     z_loss: float,
-    part: VocabularyPart | None,
+    part: VocabShard | None,
     gradients: bool,
 ) -> ChunkLoss:
     """Loss and gradient of a chunk from its logits, which may be overwritten: all between the head's matmuls."""
@@ -101,7 +101,7 @@ def _over_chunks(  # noqa: PLR0917  # an autograd function takes arguments by pl
     labels: Tensor,
     chunk_tokens: int,
     z_loss: float,
-    part: VocabularyPart | None,
+    part: VocabShard | None,
     *,
     of_chunk: Callable[..., ChunkLoss],
     gradients: bool,

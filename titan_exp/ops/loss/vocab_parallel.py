@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class VocabularyPart:
+class VocabShard:
     """The words whose logits are here."""
 
     first: int
@@ -23,7 +23,7 @@ class VocabularyPart:
 
 @torch.no_grad()
 def log_normalizer_and_target(
-    logits: Float[Tensor, "tokens words"], target: Int[Tensor, " tokens"], part: VocabularyPart | None
+    logits: Float[Tensor, "tokens words"], target: Int[Tensor, " tokens"], part: VocabShard | None
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
     """Of fp32 logits: log of softmax's denominator over the whole vocabulary, and the target word's logit.
 
@@ -42,7 +42,7 @@ def log_normalizer_and_target(
 
 
 def locate(
-    target: Int[Tensor, " tokens"], part: VocabularyPart | None, words: int
+    target: Int[Tensor, " tokens"], part: VocabShard | None, words: int
 ) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " tokens"]]:
     """Column of each target among the `words` of this part, and whether it is there (1) or the column is any (0)."""
     if part is None:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int32
 from torch import Tensor
 
-from titan_exp.ops.needs_input_grad import wanted_gradients
+from titan_exp.ops.needs_input_grad import needs_input_grad
 
 ALIGNED = 8
 """What dims are multiples of for torch's kernel: rows of bf16 begin every 16 bytes."""
@@ -82,7 +82,7 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, weight, ends = ctx.saved_tensors
-        wants_x, wants_weight = wanted_gradients(ctx)
+        wants_x, wants_weight = needs_input_grad(ctx)
         of_x = grouped_rows(gradients[0], weight, ends) if wants_x else None
         of_weight = grouped_outer(gradients[0], x, ends) if wants_weight else None
         return of_x, of_weight, None

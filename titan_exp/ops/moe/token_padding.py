@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class AlignedRows:
+class TokenPadding:
     """Where rows are moved to, and back from."""
 
     ends: Tensor
@@ -29,7 +29,7 @@ class AlignedRows:
     """Whether there is one, or zeros, [room]."""
 
     @staticmethod
-    def of(ends: Tensor, tokens: int, multiple: int) -> "AlignedRows":
+    def of(ends: Tensor, tokens: int, multiple: int) -> "TokenPadding":
         """The move of so many rows to groups of a multiple.
 
         Args:
@@ -49,7 +49,7 @@ class AlignedRows:
         mine, mine_after = expert.clamp(max=experts - 1), expert_after.clamp(max=experts - 1)
         moved, source = expert < experts, row_after - shift[mine_after]
         filled = (expert_after < experts) & (source < ends[mine_after])
-        return AlignedRows(
+        return TokenPadding(
             after,
             expert_after,
             (row + shift[mine]).where(moved, 0),

@@ -9,7 +9,7 @@ from torch import Tensor
 from titan_exp.parallel.process_groups import all_gather, reduce_scatter
 
 
-class GatherExchange:
+class AllGatherKV:
     """One all-gather of every rank's keys and values, behind the attention to the own ones; one reduce-scatter back."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:

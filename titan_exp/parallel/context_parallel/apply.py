@@ -12,7 +12,7 @@ from titan_exp.parallel.fsdp.apply import blocks_of
 from titan_exp.parallel.mesh import Mesh
 
 
-def share_sequences(model: nn.Module, mesh: Mesh, method: Literal["ring", "allgather", "ulysses"]) -> None:
+def apply_context_parallel(model: nn.Module, mesh: Mesh, method: Literal["ring", "allgather", "ulysses"]) -> None:
     """Replace every block's attention core by one that sees the whole sequence from this rank's part, in place.
 
     Only the core mixes tokens, so nothing else of a block changes. A mesh whose cp axes are 1 leaves the model as it

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titan_exp.ops.attention.attention_with_lse import HIDDEN, PartialBackend, attend, attend_backward, merge
-from titan_exp.parallel.context_parallel.all_gather import GatherExchange
-from titan_exp.parallel.context_parallel.ring import RingExchange
+from titan_exp.parallel.context_parallel.all_gather import AllGatherKV
+from titan_exp.parallel.context_parallel.ring import RingKV
 from titan_exp.parallel.process_groups import gather_documents, group_named
 
 ExchangeMethod = Literal["ring", "allgather"]
@@ -128,8 +128,8 @@ def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...
 context_attention.register_autograd(_backward, setup_context=_save)
 
 
-def _exchange(method: str, group: str) -> RingExchange | GatherExchange:
-    return (RingExchange if method == "ring" else GatherExchange)(group_named(group))
+def _exchange(method: str, group: str) -> RingKV | AllGatherKV:
+    return (RingKV if method == "ring" else AllGatherKV)(group_named(group))
 
 
 def _visible(rank: int, other: int, length: int) -> tuple[slice, slice, bool]:

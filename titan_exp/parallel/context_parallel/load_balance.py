@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class SequencePart:
+class SequenceShard:
     """The part of every sequence that is one rank's."""
 
     degree: int
@@ -34,12 +34,12 @@ class SequencePart:
 
 
 @dataclass(frozen=True)
-class DividedPart:
+class ShardedSequence:
     """A part of what is one part of every sequence."""
 
-    across: SequencePart
+    across: SequenceShard
     """The part that a group of ranks has."""
-    within: SequencePart
+    within: SequenceShard
     """Which of that is this rank's."""
 
     @property

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 
-class RingExchange:
+class RingKV:
     """One round of a rank's keys and values through the group, and of their gradients behind them."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:

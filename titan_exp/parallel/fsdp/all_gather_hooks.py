@@ -16,7 +16,7 @@ Gathering = tuple[Callable[[Tensor, torch.dtype], Tensor], Callable[[Tensor, tor
 is computed in. The second, called once, makes the weight of what was gathered, sharing its memory."""
 
 
-def gather_otherwise(model: nn.Module, choose: Callable[[nn.Module], Gathering | None]) -> None:
+def set_all_gather_format(model: nn.Module, choose: Callable[[nn.Module], Gathering | None]) -> None:
     """Have weights gathered as `choose` says of the module that a weight belongs to; None is as they are.
 
     Args:

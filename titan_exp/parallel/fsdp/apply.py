@@ -36,7 +36,7 @@ class Sharding:
     """Names or patterns of modules that compute in fp32 with bf16."""
 
 
-def shard_parameters(model: nn.Module, mesh: Mesh, sharding: Sharding) -> None:
+def apply_fsdp(model: nn.Module, mesh: Mesh, sharding: Sharding) -> None:
     """Shard the model in place, block by block, over the mesh's parameter axes.
 
     One fp32 rank alone needs none of it and is left as it is, unless its parameters are offloaded. Of `fp32_modules`,
@@ -71,7 +71,7 @@ def shard_parameters(model: nn.Module, mesh: Mesh, sharding: Sharding) -> None:
         module.set_force_sum_reduction_for_comms(True)
 
 
-def synchronize_gradients(model: nn.Module, *, last: bool) -> None:
+def set_gradient_sync(model: nn.Module, *, last: bool) -> None:
     """Say whether the coming backward pass is the last of its optimizer step: only that one reduces gradients."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(last)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 
-class ComputeWeights:
+class SingleRankPrecision:
     """The parameters of a model on one rank, as it computes with them.
 
     Args:

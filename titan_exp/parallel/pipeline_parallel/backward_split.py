@@ -16,7 +16,7 @@ NODES_LIVE_ALONE = torch.__version__ >= "2.13"
 """Whether a node of an operator written in Python is kept by who refers to it; before, the graph had to be."""
 
 
-class SplitBackward:
+class BackwardSplit:
     """The backward pass of one micro-batch through one stage.
 
     Args:

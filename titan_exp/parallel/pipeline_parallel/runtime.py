@@ -12,9 +12,9 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import micro_batch_size
 from titan_exp.config.layout.pipeline_schedules import Action, Orders, microbatches_of, splits_backward
 from titan_exp.parallel.fsdp.gradient_sync import defer_reduction, reduce_gradients
-from titan_exp.parallel.pipeline_parallel.schedule_actions import Message, Step, forward_orders, with_messages
+from titan_exp.parallel.pipeline_parallel.schedule_actions import Message, Step, forward_orders, insert_p2p
 from titan_exp.parallel.pipeline_parallel.stage import Forward, Stage
-from titan_exp.parallel.pipeline_parallel.tied_weights import SharedWeights
+from titan_exp.parallel.pipeline_parallel.tied_weights import TiedWeights
 
 
 @dataclass(frozen=True)
@@ -72,10 +72,10 @@ class Pipeline:
         self._placement, self._group, self._keep_gathered = placement, group, keep_gathered
         self._rank = dist.get_rank(group)
         self._by_number = {stage.number: stage for stage in stages}
-        self._training = with_messages(orders, placement, self._rank)
-        self._shared = SharedWeights(self.stages, placement, group)
+        self._training = insert_p2p(orders, placement, self._rank)
+        self._shared = TiedWeights(self.stages, placement, group)
         # Not a method with a cache: that would keep every pipeline alive.
-        self._relay = cache(lambda number: with_messages(forward_orders(placement, number), placement, self._rank))
+        self._relay = cache(lambda number: insert_p2p(forward_orders(placement, number), placement, self._rank))
 
     def train(self, passes: Iterable[Forward]) -> None:
         """Run passes of `microbatches` each, forward and backward, and leave the sum of their gradients, reduced."""

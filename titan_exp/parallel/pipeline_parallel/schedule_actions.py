@@ -26,7 +26,7 @@ Step = Action | Message
 """What a rank does next."""
 
 
-def training_orders(schedule: str, ranks: int, stages: int, microbatches: int) -> Orders:
+def build_schedule(schedule: str, ranks: int, stages: int, microbatches: int) -> Orders:
     """The actions of each rank in one pass of training.
 
     Args:
@@ -59,7 +59,7 @@ def forward_orders(placement: list[int], microbatches: int) -> Orders:
     ]
 
 
-def with_messages(orders: Orders, placement: list[int], rank: int) -> list[Step]:
+def insert_p2p(orders: Orders, placement: list[int], rank: int) -> list[Step]:
     """What one rank does: its actions, and between them the messages that it sends and receives.
 
     All ranks derive their steps from one order of all actions, that in which they end where communication is free, and

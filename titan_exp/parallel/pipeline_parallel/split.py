@@ -4,21 +4,21 @@ from collections.abc import Collection
 
 from torch import nn
 
-from titan_exp.models.spec.pp_plan import StageEnds
+from titan_exp.models.spec.pp_plan import PipelinePlan
 
 
 def cut(model: nn.Module, layers: Collection[int], *, first: bool, last: bool) -> None:
     """Leave of a model what one stage holds, in place; parameters keep their names in the whole model.
 
     Args:
-        model: says by `stage_ends` what not every stage holds, and has a `ModuleDict` named `blocks` whose keys are
+        model: says by `pp_plan` what not every stage holds, and has a `ModuleDict` named `blocks` whose keys are
             the layers' numbers.
         layers: the layers that stay.
         first: whether this is the first stage.
         last: whether it is the last one.
     """
-    ends = model.stage_ends()  # type: ignore[operator]  # a method, not a submodule; checked by the rules
-    assert isinstance(ends, StageEnds)
+    ends = model.pp_plan()  # type: ignore[operator]  # a method, not a submodule; checked by the rules
+    assert isinstance(ends, PipelinePlan)
     blocks = model.get_submodule("blocks")
     assert isinstance(blocks, nn.ModuleDict), "checked by the rules"
     for key in list(blocks):
@@ -33,6 +33,6 @@ def shared_parameters(model: nn.Module) -> tuple[str, ...]:
     """Names of the first stage's parameters that the last stage has a copy of; of the whole model, before it is cut."""
     return tuple(
         f"{child}.{name}"
-        for child in model.stage_ends().shared  # type: ignore[operator]  # a method, not a submodule
+        for child in model.pp_plan().shared  # type: ignore[operator]  # a method, not a submodule
         for name, _ in model.get_submodule(child).named_parameters()
     )

@@ -8,7 +8,7 @@ import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 
 from titan_exp.parallel.fsdp.gradient_sync import accumulate_gradients
-from titan_exp.parallel.pipeline_parallel.backward_split import SplitBackward
+from titan_exp.parallel.pipeline_parallel.backward_split import BackwardSplit
 
 Forward = Callable[["Stage", int, Tensor | None], Tensor]
 """Computes a stage's output for a micro-batch, from its number and the hidden states of the stage before (None for the
@@ -27,7 +27,7 @@ class _Pass:
     input: Tensor | None
     output: Tensor
     gradient: Tensor | None = None
-    rest: SplitBackward | None = None
+    rest: BackwardSplit | None = None
 
 
 @dataclass
@@ -79,7 +79,7 @@ class Stage:
         kept.gradient = gradient
         if kept.input is None:
             return None  # Nobody waits for it: all of the first stage's backward pass is done with the weights.
-        kept.rest = SplitBackward(kept.output, gradient, kept.input, self.module.parameters())
+        kept.rest = BackwardSplit(kept.output, gradient, kept.input, self.module.parameters())
         return kept.rest.input_gradient
 
     def backward_weights(self, microbatch: int) -> None:

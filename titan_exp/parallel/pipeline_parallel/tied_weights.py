@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from titan_exp.parallel.pipeline_parallel.stage import Stage
 
 
-class SharedWeights:
+class TiedWeights:
     """The copies on this rank, if any. Both begin alike, get the same gradient and so stay alike.
 
     Args:

@@ -10,14 +10,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from titan_exp.models.spec.tp_plan import Columns, Common, Logits, Lookup, Rows, Tokens
-from titan_exp.ops.loss.vocab_parallel import VocabularyPart
+from titan_exp.ops.loss.vocab_parallel import VocabShard
 from titan_exp.parallel.functional_collectives import all_reduce
 from titan_exp.parallel.mesh import Mesh
-from titan_exp.parallel.tensor_parallel.collectives import TensorRegion
-from titan_exp.parallel.tensor_parallel.layers import ColumnLinear, PartedEmbedding, PartedHead, RowLinear
+from titan_exp.parallel.tensor_parallel.collectives import TensorParallelGroup
+from titan_exp.parallel.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+)
 
 
-def share_matrices(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, loss_parallel: bool) -> None:
+def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, loss_parallel: bool) -> None:
     """Replace projections, tables and heads by this rank's parts of them, in place; parameter names stay as they are.
 
     A mesh whose tp axis is 1 leaves the model as it is.
@@ -25,24 +30,24 @@ def share_matrices(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, los
     axis = mesh.sharding["tp"]
     if axis.size() == 1:
         return
-    region = TensorRegion(axis.get_group().group_name, axis.size(), axis.get_local_rank(), sequence_parallel)
+    region = TensorParallelGroup(axis.get_group().group_name, axis.size(), axis.get_local_rank(), sequence_parallel)
     for name, module in list(model.named_modules()):
-        if hasattr(module, "tensor_styles"):
-            for child, style in module.tensor_styles().items():  # type: ignore[operator]  # the blocks' own method
+        if hasattr(module, "tp_plan"):
+            for child, style in module.tp_plan().items():  # type: ignore[operator]  # the blocks' own method
                 _share_projection(module, child, style, axis, region)
-        match getattr(module, "tensor_style", None):
+        match getattr(module, "tp_style", None):
             case Lookup():
                 weight = _divided(module.get_parameter("weight"), axis, dim=0)
                 first = region.rank * -(-weight.shape[0] // region.degree)
-                model.set_submodule(name, PartedEmbedding(weight, region, first))
+                model.set_submodule(name, VocabParallelEmbedding(weight, region, first))
             case Logits(vocabulary):
                 weight = None if module.weight is None else _divided(module.get_parameter("weight"), axis, dim=0)
-                model.set_submodule(name, PartedHead(weight, region, None if loss_parallel else vocabulary))
+                model.set_submodule(name, VocabParallelHead(weight, region, None if loss_parallel else vocabulary))
             case Tokens() if sequence_parallel:
                 _mark_partial(module)
 
 
-def keep_used_rows(model: nn.Module) -> dict[str, tuple[slice, ...]]:
+def drop_unused_kv_rows(model: nn.Module) -> dict[str, tuple[slice, ...]]:
     """Of weights that every rank holds whole because each uses rows that others use too, keep this rank's, in place.
 
     For a model on the meta device that is not trained: what is left is no longer known as a part of the whole. Returns
@@ -50,14 +55,14 @@ def keep_used_rows(model: nn.Module) -> dict[str, tuple[slice, ...]]:
     """
     kept: dict[str, tuple[slice, ...]] = {}
     for name, module in model.named_modules():
-        if isinstance(module, ColumnLinear) and module.rows is not None:
+        if isinstance(module, ColumnParallelLinear) and module.rows is not None:
             kept[f"{name}.weight"] = module.rows
             module.weight = nn.Parameter(torch.cat([module.weight.detach()[rows] for rows in module.rows]))
             module.rows = None
     return kept
 
 
-def overlap_exchanges(mesh: Mesh) -> None:
+def enable_async_tp(mesh: Mesh) -> None:
     """Let the compiler cut tensor-parallel exchanges into pieces and overlap them with matmuls (CUDA only)."""
     import torch._inductor.config as inductor
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
@@ -66,13 +71,13 @@ def overlap_exchanges(mesh: Mesh) -> None:
     inductor._micro_pipeline_tp = True
 
 
-def vocabulary_part(mesh: Mesh, vocabulary: int) -> VocabularyPart | None:
+def vocab_shard(mesh: Mesh, vocabulary: int) -> VocabShard | None:
     """The words whose logits a rank computes under loss parallelism; None where it has all of them."""
     axis = mesh.sharding["tp"]
     if axis.size() == 1:
         return None
     group = axis.get_group().group_name
-    return VocabularyPart(
+    return VocabShard(
         axis.get_local_rank() * -(-vocabulary // axis.size()),
         total=partial(all_reduce, operation="sum", group=group),
         greatest=partial(all_reduce, operation="max", group=group),
@@ -80,7 +85,7 @@ def vocabulary_part(mesh: Mesh, vocabulary: int) -> VocabularyPart | None:
 
 
 @torch.no_grad()
-def sum_partial_gradients(parts: Iterable[nn.Module], mesh: Mesh) -> None:
+def reduce_partial_gradients(parts: Iterable[nn.Module], mesh: Mesh) -> None:
     """Add up, over tensor-parallel ranks, gradients of parameters that all of them hold and each used in part.
 
     Once for each optimizer step, after the last backward pass, in one message; `parts` are this rank's of the model.
@@ -102,25 +107,27 @@ def sum_partial_gradients(parts: Iterable[nn.Module], mesh: Mesh) -> None:
             gradient.copy_(summed.view_as(gradient))
 
 
-def _share_projection(block: nn.Module, name: str, style: object, axis: DeviceMesh, region: TensorRegion) -> None:
+def _share_projection(
+    block: nn.Module, name: str, style: object, axis: DeviceMesh, region: TensorParallelGroup
+) -> None:
     weight, product = block.get_parameter(f"{name}.weight"), getattr(block, name).product
     product.divide(inputs=isinstance(style, Rows), greatest=partial(all_reduce, operation="max", group=region.group))
     if isinstance(style, Rows):
-        setattr(block, name, RowLinear(_divided(weight, axis, dim=1), region, product))
+        setattr(block, name, RowParallelLinear(_divided(weight, axis, dim=1), region, product))
         return
     assert isinstance(style, Columns), "a projection is divided by columns or by rows"
     if style.units % region.degree == 0:
-        setattr(block, name, ColumnLinear(_divided(weight, axis, dim=0), region, product))
+        setattr(block, name, ColumnParallelLinear(_divided(weight, axis, dim=0), region, product))
         return
     assert style.common is not None, "checked by the rules"
     rows = tuple(_rows_of(region, weight.shape[0] // style.units, style.units, style.common))
-    shared = ColumnLinear(weight, region, product, rows)
+    shared = ColumnParallelLinear(weight, region, product, rows)
     _mark_partial(shared)
     setattr(block, name, shared)
     setattr(block, style.common.count, style.common.pieces * style.units // region.degree)
 
 
-def _rows_of(region: TensorRegion, unit: int, units: int, common: Common) -> Iterator[slice]:
+def _rows_of(region: TensorParallelGroup, unit: int, units: int, common: Common) -> Iterator[slice]:
     """Rows that a rank uses of a weight with fewer units, of so many rows each, than ranks."""
     sharing = region.degree // units
     assert region.degree % units == 0, "checked by the rules"

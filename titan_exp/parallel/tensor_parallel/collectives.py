@@ -16,7 +16,7 @@ from titan_exp.parallel.functional_collectives import all_gather, all_reduce, re
 
 
 @dataclass(frozen=True)
-class TensorRegion:
+class TensorParallelGroup:
     """The ranks that share a block's matrices."""
 
     group: str
@@ -41,14 +41,14 @@ class TensorRegion:
         return _GatherLogits.apply(part, self, vocabulary)  # type: ignore[return-value]  # a Tensor
 
 
-def _gather_tokens(x: Tensor, region: TensorRegion) -> Tensor:
+def _gather_tokens(x: Tensor, region: TensorParallelGroup) -> Tensor:
     if x.shape[0] == 1:
         # One row is contiguous in its tokens: nothing is copied.
         return all_gather(x[0], region.degree, region.group)[None]
     return torch.cat(all_gather(x, region.degree, region.group).chunk(region.degree), dim=1)
 
 
-def _scatter_tokens(x: Tensor, region: TensorRegion) -> Tensor:
+def _scatter_tokens(x: Tensor, region: TensorParallelGroup) -> Tensor:
     if x.shape[0] == 1:
         return reduce_scatter(x[0], region.degree, region.group)[None]
     return reduce_scatter(torch.cat(x.chunk(region.degree, dim=1)), region.degree, region.group)
@@ -56,7 +56,7 @@ def _scatter_tokens(x: Tensor, region: TensorRegion) -> Tensor:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, region: TensorRegion) -> Tensor:
+    def forward(ctx: Any, x: Tensor, region: TensorParallelGroup) -> Tensor:
         ctx.region = region
         return _gather_tokens(x, region)
 
@@ -67,7 +67,7 @@ class _Gather(torch.autograd.Function):
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, region: TensorRegion) -> Tensor:
+    def forward(ctx: Any, x: Tensor, region: TensorParallelGroup) -> Tensor:
         ctx.region = region
         return _scatter_tokens(x, region)
 
@@ -78,7 +78,7 @@ class _Scatter(torch.autograd.Function):
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, region: TensorRegion) -> Tensor:
+    def forward(ctx: Any, x: Tensor, region: TensorParallelGroup) -> Tensor:
         ctx.region = region
         return x.view_as(x)
 
@@ -89,7 +89,7 @@ class _Copy(torch.autograd.Function):
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, region: TensorRegion) -> Tensor:
+    def forward(ctx: Any, x: Tensor, region: TensorParallelGroup) -> Tensor:
         return all_reduce(x, "sum", region.group)
 
     @staticmethod
@@ -99,7 +99,7 @@ class _Sum(torch.autograd.Function):
 
 class _GatherLogits(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, region: TensorRegion, vocabulary: int) -> Tensor:
+    def forward(ctx: Any, part: Tensor, region: TensorParallelGroup, vocabulary: int) -> Tensor:
         largest = -(-vocabulary // region.degree)
         ctx.mine = slice(region.rank * largest, region.rank * largest + part.shape[-1])
         padded = F.pad(part, (0, largest - part.shape[-1]))

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan_exp.models.blocks.linear_impl import Product
-from titan_exp.models.blocks.transformer import HeadLoss
+from titan_exp.models.blocks.linear_impl import LinearImpl
+from titan_exp.models.blocks.transformer import LogitsLoss
 from titan_exp.ops.loss.cross_entropy import LossSum
-from titan_exp.parallel.tensor_parallel.collectives import TensorRegion
+from titan_exp.parallel.tensor_parallel.collectives import TensorParallelGroup
 
 
-class ColumnLinear(nn.Module):
+class ColumnParallelLinear(nn.Module):
     """A projection from whole tokens to this rank's outputs.
 
     Args:
@@ -28,7 +28,11 @@ class ColumnLinear(nn.Module):
     """
 
     def __init__(
-        self, weight: nn.Parameter, region: TensorRegion, product: Product, rows: tuple[slice, ...] | None = None
+        self,
+        weight: nn.Parameter,
+        region: TensorParallelGroup,
+        product: LinearImpl,
+        rows: tuple[slice, ...] | None = None,
     ) -> None:
         super().__init__()
         self.weight, self.region, self.product, self.rows = weight, region, product, rows
@@ -41,7 +45,7 @@ class ColumnLinear(nn.Module):
         return self.product(self.region.enter(x), weight)
 
 
-class RowLinear(nn.Module):
+class RowParallelLinear(nn.Module):
     """A projection from this rank's inputs to whole tokens.
 
     Args:
@@ -50,7 +54,7 @@ class RowLinear(nn.Module):
         product: how it multiplies.
     """
 
-    def __init__(self, weight: nn.Parameter, region: TensorRegion, product: Product) -> None:
+    def __init__(self, weight: nn.Parameter, region: TensorParallelGroup, product: LinearImpl) -> None:
         super().__init__()
         self.weight, self.region, self.product = weight, region, product
 
@@ -59,7 +63,7 @@ class RowLinear(nn.Module):
         return self.region.leave(self.product(x, local(self.weight)))
 
 
-class PartedEmbedding(nn.Module):
+class VocabParallelEmbedding(nn.Module):
     """A table of which this rank holds the rows of some words.
 
     Args:
@@ -68,7 +72,7 @@ class PartedEmbedding(nn.Module):
         first: the first word that is here.
     """
 
-    def __init__(self, weight: nn.Parameter, region: TensorRegion, first: int) -> None:
+    def __init__(self, weight: nn.Parameter, region: TensorParallelGroup, first: int) -> None:
         super().__init__()
         self.weight, self.region, self.first = weight, region, first
 
@@ -81,7 +85,7 @@ class PartedEmbedding(nn.Module):
         return self.region.leave(found)
 
 
-class PartedHead(nn.Module):
+class VocabParallelHead(nn.Module):
     """A head of which this rank holds the rows of some words.
 
     Args:
@@ -90,11 +94,11 @@ class PartedHead(nn.Module):
         vocabulary: words of all ranks where each needs all logits; None where this rank's logits are left apart.
     """
 
-    def __init__(self, weight: nn.Parameter | None, region: TensorRegion, vocabulary: int | None) -> None:
+    def __init__(self, weight: nn.Parameter | None, region: TensorParallelGroup, vocabulary: int | None) -> None:
         super().__init__()
         self.weight, self.region, self.vocabulary = weight, region, vocabulary
 
-    def forward(self, x: Tensor, tied: Tensor | None = None, loss: HeadLoss | None = None) -> Tensor | LossSum:
+    def forward(self, x: Tensor, tied: Tensor | None = None, loss: LogitsLoss | None = None) -> Tensor | LossSum:
         """Logits [batch, seq, words], or what `loss` makes of all tokens' hidden states and this rank's weight."""
         weight = self.weight if tied is None else tied
         assert weight is not None, "a tied head is handed the embedding's weight"

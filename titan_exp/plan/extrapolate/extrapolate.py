@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import gradient_accumulation, pipeline_microbatches
 from titan_exp.config.layout.pipeline_stages import layer_counts, stage_layers, stage_placement
-from titan_exp.parallel.pipeline_parallel.schedule_actions import training_orders
+from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 from titan_exp.plan.extrapolate.eligibility import LAYERS, recomputation
 from titan_exp.plan.extrapolate.layers_and_microbatches import (
     WholeSample,
@@ -129,7 +129,7 @@ def rehearsed(experiment: Experiment, pipeline_rank: int, parts: Parts) -> Rehea
     """A rank's schedule, gone through."""
     parallelism, placement = experiment.parallelism, stage_placement(experiment)
     sample = next(iter(parts.stages.values()))[0]
-    orders = training_orders(parallelism.pp_schedule, parallelism.pp, len(placement), pipeline_microbatches(experiment))
+    orders = build_schedule(parallelism.pp_schedule, parallelism.pp, len(placement), pipeline_microbatches(experiment))
     return rehearse(orders, placement, pipeline_rank, passes=1, delivered=sample.delivered)
 
 

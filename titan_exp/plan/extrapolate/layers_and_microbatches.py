@@ -154,11 +154,11 @@ def _passes(pieces: Sequence[Piece]) -> Passes:
 
 @contextmanager
 def _marked_micro_batches(tape: Tape) -> Iterator[None]:
-    original = trainer_model.synchronize_gradients
+    original = trainer_model.set_gradient_sync
 
     def marked(*args: Any, **kwargs: Any) -> None:
         tape.cut(MICRO_BATCH)
         original(*args, **kwargs)
 
-    with patch.object(trainer_model, "synchronize_gradients", marked):
+    with patch.object(trainer_model, "set_gradient_sync", marked):
         yield

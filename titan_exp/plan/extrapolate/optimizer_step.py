@@ -56,14 +56,14 @@ def trace_tail(experiment: Experiment, rank: int, *, cuda: bool) -> Tail:
 @contextmanager
 def marked_tail(tape: Tape) -> Iterator[None]:
     """Cut a tape where a step's passes are over."""
-    original = trainer_step.sum_partial_gradients
+    original = trainer_step.reduce_partial_gradients
 
     def marked(*args: Any) -> None:
         tape.reduced.append(births_of_gradients(tape, args[0]))
         tape.cut(TAIL)
         original(*args)
 
-    with patch.object(trainer_step, "sum_partial_gradients", marked):
+    with patch.object(trainer_step, "reduce_partial_gradients", marked):
         yield
 
 

@@ -17,7 +17,7 @@ from titan_exp.config.layout.layout import (
 from titan_exp.config.layout.pipeline_schedules import Orders
 from titan_exp.config.layout.pipeline_stages import stage_count, stage_placement
 from titan_exp.config.layout.schedule_timeline import timeline
-from titan_exp.parallel.pipeline_parallel.schedule_actions import training_orders
+from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate.extrapolate import Parts, extended
 from titan_exp.plan.extrapolate.schedule_simulation import Rehearsal, rehearse, timed_once
@@ -196,5 +196,5 @@ def _rehearsed(  # noqa: PLR0917  # a cache takes arguments by place
 
 @cache
 def _schedule(schedule: str, ranks: int, stages: int, microbatches: int) -> tuple[Orders, float]:
-    orders = training_orders(schedule, ranks, stages, microbatches)
+    orders = build_schedule(schedule, ranks, stages, microbatches)
     return orders, timeline(orders).bubble

@@ -12,7 +12,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import pipeline_microbatches
 from titan_exp.config.layout.pipeline_stages import stage_layers
 from titan_exp.config.layout.schedule_timeline import timeline
-from titan_exp.parallel.pipeline_parallel.schedule_actions import training_orders
+from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 from titan_exp.plan.cuda.cpu_offload import AXIS, WAITED_FOR
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.trace.dispatch_mode import Work
@@ -96,7 +96,7 @@ def step_time(experiment: Experiment, times: Sequence[RankTime | None]) -> tuple
     if experiment.parallelism.pp == 1:
         return 0.0, max(known, default=None)
     parallelism, stages = experiment.parallelism, len(stage_layers(experiment))
-    orders = training_orders(parallelism.pp_schedule, parallelism.pp, stages, pipeline_microbatches(experiment))
+    orders = build_schedule(parallelism.pp_schedule, parallelism.pp, stages, pipeline_microbatches(experiment))
     bubble = timeline(orders).bubble
     return bubble, max(known) / (1 - bubble) if known else None
 

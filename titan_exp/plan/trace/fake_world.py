@@ -24,7 +24,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import gradient_accumulation, micro_batch_size, world_size
 from titan_exp.data.batch import Batch
 from titan_exp.plan.cuda.cpu_offload import GPU, gpu_beside_host
-from titan_exp.trainer.train_state import Assembly, assemble
+from titan_exp.trainer.train_state import TrainState, assemble
 from titan_exp.trainer.train_step import train_step
 
 DEVICE = torch.device("cpu")
@@ -37,7 +37,7 @@ class PretendedRank:
 
     experiment: Experiment
     """The run, its layout resolved."""
-    parts: Assembly
+    parts: TrainState
     """What the trainer has put together for this rank."""
     batches: list[Batch]
     """Micro-batches as the loader would hand them over."""

@@ -18,7 +18,7 @@ from titan_exp.plan.trace.dispatch_mode import Watch, Work, ranks_by_axis
 from titan_exp.plan.trace.inductor import compiled_anew, kernels_left_out
 from titan_exp.plan.trace.memory_ledger import Ledger, Moment
 from titan_exp.plan.trace.phases import phases_told
-from titan_exp.trainer.train_state import Assembly
+from titan_exp.trainer.train_state import TrainState
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Trace:
 
 
 def trace_step(
-    parts: Assembly,
+    parts: TrainState,
     step: Callable[[], object],
     *,
     first_step: Callable[[], object] | None = None,

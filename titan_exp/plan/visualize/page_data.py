@@ -16,7 +16,7 @@ from titan_exp.config.layout.layout import (
     world_size,
 )
 from titan_exp.config.layout.pipeline_stages import stage_layers
-from titan_exp.parallel.context_parallel.load_balance import DividedPart, SequencePart
+from titan_exp.parallel.context_parallel.load_balance import SequenceShard, ShardedSequence
 from titan_exp.plan.predict import Plan, RankPlan
 from titan_exp.plan.trace.memory_ledger import CATEGORIES, Moment
 from titan_exp.plan.visualize.glossary import device_word
@@ -64,9 +64,9 @@ def token_ranges(experiment: Experiment) -> list[list[tuple[int, int]]]:
     across = parallelism.cp // within
     return [
         _pieces(
-            DividedPart(
-                SequencePart(across, rank // within, head_and_tail=True),
-                SequencePart(within, rank % within, head_and_tail=False),
+            ShardedSequence(
+                SequenceShard(across, rank // within, head_and_tail=True),
+                SequenceShard(within, rank % within, head_and_tail=False),
             )
             .take(whole)[0]
             .tolist()

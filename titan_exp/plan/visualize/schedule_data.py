@@ -9,7 +9,7 @@ from titan_exp.config.layout.layout import gradient_accumulation, pipeline_micro
 from titan_exp.config.layout.pipeline_schedules import Action, Orders
 from titan_exp.config.layout.pipeline_stages import stage_placement
 from titan_exp.config.layout.schedule_timeline import COST, timeline
-from titan_exp.parallel.pipeline_parallel.schedule_actions import training_orders
+from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 from titan_exp.plan.predict import Plan
 
 SMALLEST_GAP = 1e-6
@@ -34,7 +34,7 @@ def schedule_of(experiment: Experiment) -> Schedule:
     if parallelism.pp == 1:
         return Schedule([[Action(0, kind, number) for number in range(micro_batches) for kind in "FB"]], [0], 1)
     placement, together = stage_placement(experiment), pipeline_microbatches(experiment)
-    orders = training_orders(parallelism.pp_schedule, parallelism.pp, len(placement), together)
+    orders = build_schedule(parallelism.pp_schedule, parallelism.pp, len(placement), together)
     return Schedule(orders, placement, micro_batches // together)
 
 

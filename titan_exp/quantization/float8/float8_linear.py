@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from titan_exp.ops.float8.cast import cast_both_ways, largest_both_ways
-from titan_exp.ops.needs_input_grad import wanted_gradients
-from titan_exp.quantization.float8.float8_tensor import E4M3, E5M2, Greatest, cast, multiply, scale_of, scale_of_amax
+from titan_exp.ops.needs_input_grad import needs_input_grad
+from titan_exp.quantization.float8.float8_tensor import E4M3, E5M2, AmaxReduce, cast, multiply, scale_of, scale_of_amax
 from titan_exp.quantization.torchao import Float8TrainingTensor
 
 
@@ -28,9 +28,9 @@ class Float8:
     """Scales are powers of two."""
     emulated: bool
     """Multiply in fp32."""
-    inputs_divided: Greatest | None = None
+    inputs_divided: AmaxReduce | None = None
     """Set where tensor-parallel ranks have different inputs."""
-    outputs_divided: Greatest | None = None
+    outputs_divided: AmaxReduce | None = None
     """Set where they have different outputs."""
     both_ways: bool = False
     """Cast what is used as it is and transposed in one pass, by a kernel of ours; the same numbers."""
@@ -41,14 +41,14 @@ class Float8:
         return E4M3 if self.rowwise else E5M2
 
     def quantize(
-        self, tensor: Tensor, dtype: torch.dtype, over: int | None, greatest: Greatest | None
+        self, tensor: Tensor, dtype: torch.dtype, over: int | None, greatest: AmaxReduce | None
     ) -> tuple[Tensor, Tensor]:
         """A matrix in float8, and its scales (see `scale_of`)."""
         scale = scale_of(tensor, dtype, over=over, power_of_two=self.power_of_two, greatest=greatest)
         return cast(tensor, scale, dtype), scale
 
     def quantize_both_ways(
-        self, tensor: Tensor, dtype: torch.dtype, greatest: Greatest | None
+        self, tensor: Tensor, dtype: torch.dtype, greatest: AmaxReduce | None
     ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """A matrix in float8 with the scales of its rows, and with those of its columns, whose memory is transposed;
         with a scale for the whole both are the same numbers.
@@ -107,7 +107,7 @@ class _Float8Product(torch.autograd.Function):
         gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
         by_rows = by_columns = None
         of_x = of_weight = None
-        wants_x, wants_weight = wanted_gradients(ctx)
+        wants_x, wants_weight = needs_input_grad(ctx)
         if recipe.both_ways and wants_x and wants_weight:
             by_rows, by_columns = recipe.quantize_both_ways(gradient, recipe.gradient_type, recipe.outputs_divided)
         elif not recipe.rowwise:

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from titan_exp.quantization.torchao import addmm_float8_unwrapped, amax_to_scale, to_fp8_saturated
 
-Greatest = Callable[[Tensor], Tensor]
+AmaxReduce = Callable[[Tensor], Tensor]
 """The largest of several ranks' values, element by element."""
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def scale_of(
-    tensor: Tensor, dtype: torch.dtype, *, over: int | None, power_of_two: bool, greatest: Greatest | None = None
+    tensor: Tensor, dtype: torch.dtype, *, over: int | None, power_of_two: bool, greatest: AmaxReduce | None = None
 ) -> Tensor:
     """Scales that bring the largest absolute values of a matrix to that of a type, fp32.
 

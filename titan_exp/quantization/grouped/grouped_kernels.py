@@ -8,11 +8,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from titan_exp.ops.import_torchao import quiet_import
-from titan_exp.ops.moe.token_padding import AlignedRows
+from titan_exp.ops.import_torchao import import_torchao
+from titan_exp.ops.moe.token_padding import TokenPadding
 from titan_exp.quantization.hardware_support import GROUPED_MULTIPLE
 
-with quiet_import():
+with import_torchao():
     from torchao.prototype.moe_training import (
         _to_fp8_rowwise_then_scaled_grouped_mm,
         _to_mxfp8_then_scaled_grouped_mm,
@@ -27,7 +27,7 @@ def float8_rowwise_grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         weight: [experts, outputs, inputs]; dims are multiples of 16.
         ends: where the rows of each expert end.
     """
-    aligned = AlignedRows.of(ends, x.shape[0], GROUPED_MULTIPLE["float8_rowwise"])
+    aligned = TokenPadding.of(ends, x.shape[0], GROUPED_MULTIPLE["float8_rowwise"])
     product = _to_fp8_rowwise_then_scaled_grouped_mm(
         aligned.spread(x),
         weight.contiguous().mT,
@@ -47,7 +47,7 @@ def mxfp8_grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         weight: [experts, outputs, inputs]; dims are multiples of 128.
         ends: where the rows of each expert end.
     """
-    aligned = AlignedRows.of(ends, x.shape[0], GROUPED_MULTIPLE["mxfp8"])
+    aligned = TokenPadding.of(ends, x.shape[0], GROUPED_MULTIPLE["mxfp8"])
     product = _to_mxfp8_then_scaled_grouped_mm(
         aligned.spread(x),
         weight.contiguous().mT,

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from titan_exp.config.groups.quantization import QuantizationConfig
-from titan_exp.models.blocks.linear_impl import GroupedProduct
+from titan_exp.models.blocks.linear_impl import GroupedLinearImpl
 from titan_exp.ops.moe.grouped_mm import grouped_outer, grouped_rows
-from titan_exp.ops.needs_input_grad import wanted_gradients
+from titan_exp.ops.needs_input_grad import needs_input_grad
 from titan_exp.quantization.float8.float8_linear import Float8
 from titan_exp.quantization.float8.float8_tensor import in_type
 from titan_exp.quantization.grouped.grouped_recipes import (
@@ -25,7 +25,7 @@ from titan_exp.quantization.grouped.grouped_recipes import (
 from titan_exp.quantization.mx.nvfp4_linear import NVFP4
 
 
-class EmulatedGroupedProduct(GroupedProduct):
+class EmulatedGroupedProduct(GroupedLinearImpl):
     """A recipe, rounded as it says, multiplied in high precision.
 
     Args:
@@ -45,7 +45,7 @@ class EmulatedGroupedProduct(GroupedProduct):
         return str(self.recipe)
 
 
-class InstructedGroupedProduct(GroupedProduct):
+class InstructedGroupedProduct(GroupedLinearImpl):
     """`float8_rowwise` or `mxfp8` by torchao's kernels.
 
     Args:
@@ -68,7 +68,7 @@ class InstructedGroupedProduct(GroupedProduct):
         return self.recipe
 
 
-def grouped_product_of(config: QuantizationConfig, *, emulated: bool) -> GroupedProduct:
+def grouped_product_of(config: QuantizationConfig, *, emulated: bool) -> GroupedLinearImpl:
     """The product of experts that a recipe makes."""
     if not emulated:
         return InstructedGroupedProduct(config.recipe)
@@ -98,7 +98,7 @@ class _Emulated(torch.autograd.Function):
         recipe: GroupedRecipe = ctx.recipe
         x, weight, ends = ctx.saved_tensors
         gradient, of_x, of_weight = gradients[0], None, None
-        wants_x, wants_weight = wanted_gradients(ctx)
+        wants_x, wants_weight = needs_input_grad(ctx)
         if wants_x:
             of_x = _rows(recipe.of_input(gradient, weight, ends), gradient.dtype)
         if wants_weight:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from titan_exp.ops.moe.token_padding import AlignedRows, experts_of_rows
+from titan_exp.ops.moe.token_padding import TokenPadding, experts_of_rows
 from titan_exp.quantization.float8.float8_linear import Float8
 from titan_exp.quantization.float8.float8_tensor import E4M3, cast, scale_of, scale_of_amax
 from titan_exp.quantization.mx.hadamard import transformed
@@ -116,7 +116,7 @@ class GroupedMX(GroupedRecipe):
 
     def of_weight(self, gradient: Tensor, x: Tensor, ends: Tensor) -> Operands:
         """Blocks of tokens."""
-        aligned = AlignedRows.of(ends, x.shape[0], MX_BLOCK)
+        aligned = TokenPadding.of(ends, x.shape[0], MX_BLOCK)
         left, right = (rounded_mx(aligned.spread(rows).t().contiguous()).t() for rows in (gradient, x))
         return Operands(left, right, aligned.ends)
 
@@ -138,7 +138,7 @@ class GroupedNVFP4(GroupedRecipe):
 
     def of_weight(self, gradient: Tensor, x: Tensor, ends: Tensor) -> Operands:
         """Blocks of transformed tokens."""
-        aligned = AlignedRows.of(ends, x.shape[0], NVFP4_BLOCK)
+        aligned = TokenPadding.of(ends, x.shape[0], NVFP4_BLOCK)
         left, left_scale = self._transformed(gradient, aligned, stochastic=self.recipe.stochastic)
         right, right_scale = self._transformed(x, aligned)
         return Operands(left, right, aligned.ends, (left_scale, right_scale))
@@ -159,7 +159,7 @@ class GroupedNVFP4(GroupedRecipe):
             (scale[:, None], _of_rows(of_weight, expert)[:, None]),
         )
 
-    def _transformed(self, rows: Tensor, aligned: AlignedRows, *, stochastic: bool = False) -> tuple[Tensor, Tensor]:
+    def _transformed(self, rows: Tensor, aligned: TokenPadding, *, stochastic: bool = False) -> tuple[Tensor, Tensor]:
         columns = transformed(aligned.spread(rows))
         amax = _largest(columns.abs().amax(0), aligned.expert, aligned.ends.shape[0])
         scale = self.recipe.scale_of_amax(amax)

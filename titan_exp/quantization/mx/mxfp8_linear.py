@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_exp.ops.needs_input_grad import wanted_gradients
+from titan_exp.ops.needs_input_grad import needs_input_grad
 from titan_exp.quantization.torchao import (
     KernelPreference,
     MXFP8Dim0CastKernelChoice,
@@ -47,7 +47,7 @@ class _MXProduct(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
         of_x = of_weight = None
-        wants_x, wants_weight = wanted_gradients(ctx)
+        wants_x, wants_weight = needs_input_grad(ctx)
         if wants_x:
             of_x = _multiply(gradient, weight.t(), ctx.emulated)
             of_x = of_x.unflatten(0, gradients[0].shape[:-1]) if gradients[0].dim() != 2 else of_x

@@ -10,14 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titan_exp.ops.import_torchao import quiet_import
-from titan_exp.ops.needs_input_grad import wanted_gradients
-from titan_exp.quantization.float8.float8_tensor import Greatest
+from titan_exp.ops.import_torchao import import_torchao
+from titan_exp.ops.needs_input_grad import needs_input_grad
+from titan_exp.quantization.float8.float8_tensor import AmaxReduce
 from titan_exp.quantization.mx.hadamard import SIGNS
 from titan_exp.quantization.mx.nvfp4_linear import NVFP4
 from titan_exp.quantization.mx.nvfp4_tensor import E4M3, LARGEST
 
-with quiet_import():
+with import_torchao():
     from torchao.prototype.moe_training.nvfp4_training.hadamard_amax_triton import triton_rht_amax
     from torchao.prototype.moe_training.nvfp4_training.hadamard_quantize_row_col_triton import (
         triton_rht_quantize_row_col,
@@ -51,7 +51,7 @@ class _Instructed(torch.autograd.Function):
         weight, scale, *x_by_token = ctx.saved_tensors
         gradient = gradients[0].reshape(-1, gradients[0].shape[-1]).contiguous()
         of_x = of_weight = None
-        wants_x, wants_weight = wanted_gradients(ctx)
+        wants_x, wants_weight = needs_input_grad(ctx)
         by_row, by_token = _tokens(gradient, recipe, recipe.outputs_divided, stochastic=recipe.stochastic)
         if wants_x:
             of_x = _multiply(by_row, _weight(weight, scale)[1])
@@ -62,7 +62,7 @@ class _Instructed(torch.autograd.Function):
 
 
 def _tokens(
-    rows: Tensor, recipe: NVFP4, greatest: Greatest | None, *, stochastic: bool = False
+    rows: Tensor, recipe: NVFP4, greatest: AmaxReduce | None, *, stochastic: bool = False
 ) -> tuple[Operand, Operand]:
     """[tokens, columns] in blocks along columns; and its transpose, transformed, in blocks along tokens."""
     signs = list(SIGNS)

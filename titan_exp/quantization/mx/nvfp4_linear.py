@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_exp.ops.needs_input_grad import wanted_gradients
-from titan_exp.quantization.float8.float8_tensor import Greatest, in_type
+from titan_exp.ops.needs_input_grad import needs_input_grad
+from titan_exp.quantization.float8.float8_tensor import AmaxReduce, in_type
 from titan_exp.quantization.mx.hadamard import transformed
 from titan_exp.quantization.mx.nvfp4_tensor import rounded, tensor_scale
 
@@ -25,16 +25,16 @@ class NVFP4:
     """Scales of tensors are powers of two."""
     stochastic: bool
     """Round gradients of outputs stochastically."""
-    inputs_divided: Greatest | None = None
+    inputs_divided: AmaxReduce | None = None
     """Set where tensor-parallel ranks have different inputs."""
-    outputs_divided: Greatest | None = None
+    outputs_divided: AmaxReduce | None = None
     """Set where they have different outputs."""
 
-    def scale_of(self, matrix: Tensor, greatest: Greatest | None) -> Tensor:
+    def scale_of(self, matrix: Tensor, greatest: AmaxReduce | None) -> Tensor:
         """The scale of a matrix of which other ranks may have other parts."""
         return self.scale_of_amax(matrix.abs().amax(), greatest)
 
-    def scale_of_amax(self, amax: Tensor, greatest: Greatest | None = None) -> Tensor:
+    def scale_of_amax(self, amax: Tensor, greatest: AmaxReduce | None = None) -> Tensor:
         """The scale of a tensor from its largest absolute value, or this rank's."""
         return tensor_scale(amax if greatest is None else greatest(amax), power_of_two=self.power_of_two)
 
@@ -71,7 +71,7 @@ class _NVFP4Product(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
         of_x = of_weight = None
-        wants_x, wants_weight = wanted_gradients(ctx)
+        wants_x, wants_weight = needs_input_grad(ctx)
         if wants_x:
             left = _quantized(gradient, recipe, recipe.outputs_divided, stochastic=recipe.stochastic)
             of_x = _multiply(left, (rounded(weight, scale, square=True).t(), scale), gradient.dtype)
@@ -85,7 +85,7 @@ class _NVFP4Product(torch.autograd.Function):
 
 
 def _quantized(
-    matrix: Tensor, recipe: NVFP4, greatest: Greatest | None, *, stochastic: bool = False
+    matrix: Tensor, recipe: NVFP4, greatest: AmaxReduce | None, *, stochastic: bool = False
 ) -> tuple[Tensor, Tensor]:
     """A matrix in blocks of 16 along its rows, and its scale."""
     scale = recipe.scale_of(matrix, greatest)

@@ -6,7 +6,7 @@ from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.sinks.base import Row, Sink
 
 
-class Mirror:
+class BestEffortSink:
     """A sink that `start` makes, kept from ending the run: whatever it raises, the run's own metrics go on."""
 
     def __init__(self, name: str, switch: str, start: Callable[[], Sink]) -> None:

@@ -6,7 +6,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.tracking.run_folder.metrics_jsonl import JsonlSink
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.sinks.base import Sink
-from titan_exp.tracking.sinks.best_effort import Mirror
+from titan_exp.tracking.sinks.best_effort import BestEffortSink
 from titan_exp.tracking.sinks.tensorboard import TensorBoardSink
 
 
@@ -19,14 +19,14 @@ def build_sinks(experiment: Experiment, folder_path: Path, run_id: str, attempt:
     sinks: list[Sink] = [JsonlSink(folder.metrics, attempt)]
     if experiment.tracking.tensorboard:
         sinks.append(
-            Mirror("TensorBoard", "tracking.tensorboard", lambda: TensorBoardSink(folder.path / "tensorboard"))
+            BestEffortSink("TensorBoard", "tracking.tensorboard", lambda: TensorBoardSink(folder.path / "tensorboard"))
         )
     if experiment.tracking.wandb:
         from titan_exp.tracking.sinks.wandb import WandbSink
         from titan_exp.tracking.sinks.wandb_run import describe
 
         sinks.append(
-            Mirror(
+            BestEffortSink(
                 "W&B",
                 "tracking.wandb",
                 lambda: WandbSink(describe(experiment, folder, run_id), folder.path, folder.metrics),

@@ -11,18 +11,18 @@ from torch import Tensor, nn
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.data.batch import Batch
-from titan_exp.parallel.fsdp.single_rank_precision import ComputeWeights
+from titan_exp.parallel.fsdp.single_rank_precision import SingleRankPrecision
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.cuda_graphs.capture import Recorder, Recording
-from titan_exp.trainer.forward_backward import WholeModel, per_token, predicted
+from titan_exp.trainer.forward_backward import EagerModel, normalize_by_tokens, predicted
 from titan_exp.trainer.loss import TokenLoss
 
 REHEARSALS = 3
 """Passes before the one that is recorded: compilation, tuning and libraries' set-up happen in them."""
 
 
-class ReplayedModel(WholeModel):
+class GraphedModel(EagerModel):
     """A model on one rank, its parameters plain tensors.
 
     Micro-batches of another shape than the first one's are computed without the recording, and so is evaluation.
@@ -39,7 +39,7 @@ class ReplayedModel(WholeModel):
         self, module: nn.Module, token_loss: TokenLoss, mesh: Mesh, recorder: Recorder, *, dtype: torch.dtype
     ) -> None:
         super().__init__(module, token_loss, mesh)
-        self._recorder, self._weights = recorder, ComputeWeights(module, dtype)
+        self._recorder, self._weights = recorder, SingleRankPrecision(module, dtype)
         self._tokens, self._loss = predicted(1, mesh.device), torch.zeros((), device=mesh.device)
         self._inputs: Batch | None = None
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
@@ -95,7 +95,7 @@ class ReplayedModel(WholeModel):
     def _compute(self, inputs: Batch) -> None:
         """What is recorded: gradients and loss are added to what is there."""
         with self._weights.in_use():
-            objective, cross_entropy = per_token(self._token_loss, self._module, inputs, self._tokens)
+            objective, cross_entropy = normalize_by_tokens(self._token_loss, self._module, inputs, self._tokens)
             objective.backward()
         self._loss += cross_entropy
 

@@ -55,6 +55,8 @@ def _digest(experiment: Experiment, without: Iterable[str]) -> str:
         del config["quantization"]["stochastic_rounding"]
     if experiment.optimizer.state_precision == "fp32":
         del config["optimizer"]["state_precision"]
+    if experiment.training.objective == "language_modeling":
+        del config["training"]["objective"], config["training"]["objective_options"]
     if not experiment.compile.cuda_graphs:
         del config["compile"]["cuda_graphs"]
     begins_with = {key: _get(config, key.split(".")) for key in IN_RUN_ID_WHEN_SET}

@@ -34,9 +34,12 @@ class FusedClipAdamW(torch.optim.Optimizer):
         moments: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self.factor: Tensor | None = None
-        """A scalar on the device that the gradients of the next step are multiplied by; that step forgets it."""
+        self._grad_scale: Tensor | None = None
         self._moments = moments
+
+    def set_grad_scale(self, factor: Tensor) -> None:
+        """Multiply the gradients of the next step, and of no later one, by a scalar on the device."""
+        self._grad_scale = factor
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -44,7 +47,7 @@ class FusedClipAdamW(torch.optim.Optimizer):
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             self._update([parameter for parameter in group["params"] if parameter.grad is not None], group)
-        self.factor = None
+        self._grad_scale = None
         return loss
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
@@ -66,7 +69,7 @@ class FusedClipAdamW(torch.optim.Optimizer):
                 decay=group["lr"] * group["weight_decay"],
                 betas=group["betas"],
                 eps=group["eps"],
-                factor=self.factor,
+                factor=self._grad_scale,
             )
 
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:

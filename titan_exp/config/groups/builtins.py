@@ -6,6 +6,9 @@ ARCHITECTURES = ("decoder",)
 OPTIMIZERS = ("adamw",)
 """What `optimizer.name` may name."""
 
+OBJECTIVES = ("language_modeling",)
+"""Built-in values of `training.objective`."""
+
 DECAYS = ("linear", "cosine", "sqrt")
 """What `lr_schedule.decay` may name."""
 

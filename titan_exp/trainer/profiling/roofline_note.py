@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.optim.fused_clip_adamw import FusedClipAdamW
+from titan_exp.optim.grad_clip import ScalesGradients
 from titan_exp.tracking.device_rates import Peak, matmul_rate, read_measured
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.memory_stats import device_name
@@ -103,7 +103,7 @@ def note_roofline(
         peak_source=None if peak is None else peak.source,
         optimizer_bytes=optimizer_traffic(
             optimizer,
-            clipped=experiment.training.max_grad_norm is not None and not isinstance(optimizer, FusedClipAdamW),
+            clipped=experiment.training.max_grad_norm is not None and not isinstance(optimizer, ScalesGradients),
         ),
         copy_rate=None if measured is None else measured.copy,
     )

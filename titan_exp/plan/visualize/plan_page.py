@@ -11,7 +11,7 @@ from titan_exp.plan.predict import Plan
 from titan_exp.plan.visualize.glossary import AXES, CATEGORIES, COSTS, KINDS, TERMS, device_word, facts, layout_in_words
 from titan_exp.plan.visualize.page_data import drawn_numbers
 from titan_exp.plan.visualize.shards import Holding
-from titan_exp.tracking.html import page
+from titan_exp.tracking.html import render_page
 
 SCRIPTS = ("numbers.js", "layout.js", "ranks.js", "rank.js", "pipeline.js", "memory.js", "time.js", "start.js")
 """Of the folder `page`, in the order in which they stand in the page."""
@@ -26,7 +26,7 @@ def to_html(plan: Plan, holdings: Mapping[int, Holding]) -> str:
     """
     degrees = {axis: getattr(plan.experiment.parallelism, axis) for axis in AXES}
     words = {"axes": AXES, "kinds": KINDS, "costs": COSTS, "categories": CATEGORIES}
-    return page(
+    return render_page(
         "titan_exp.plan.visualize",
         SCRIPTS,
         drawn_numbers(plan, holdings) | {"words": words},

@@ -203,8 +203,8 @@ class Trainer:
             self.loader.load_state_dict(restored.data)
         elif not self._is_over:
             raise UserError(
-                f"{self.checkpointer.folder.path_of(step)} holds weights only (checkpoint.last=weights): training cannot "
-                f"continue after step {step}. Start a new run from them: checkpoint.initial={self.folder.path}"
+                f"{self.checkpointer.folder.path_of(step)} holds weights only (checkpoint.last=weights): training "
+                f"cannot continue after step {step}. Start a new run from them: checkpoint.initial={self.folder.path}"
             )
         get_logger().info("continuing after step %d", self.step)
         changed = differences(restored.progress.get("config"), to_dict(self.experiment))

@@ -107,7 +107,7 @@ def print_both() -> None:
         rows.append((fits, [row.step_seconds for row in result.rows]))
         looked.append(result.looked_at)
         for guess in guesses:
-            least = one._least.of(guess.experiment)
+            least = one._bounds.of(guess.experiment)
             peak = max(least.bytes, one._least_peak(guess.experiment))
             if least.seconds > guess.step_seconds * (1 + 1e-9) or peak > guess.peak_bytes:
                 violations.append(str(guess))

@@ -20,11 +20,11 @@ from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.config.layout.layout import resolve_layout
 from titan_exp.tracking.sinks.build_sinks import build_sinks
-from titan_exp.tracking.logging import configure
+from titan_exp.tracking.logging import configure_logging
 
 order = json.load(sys.stdin)
 folder = Path(order["folder"])
-configure(0, folder / "logs")
+configure_logging(0, folder / "logs")
 experiment = resolve_layout(to_experiment(compose(["model=llama_debug", "tracking=wandb", *order["overrides"]])), 1)
 sinks = build_sinks(experiment, folder, "3f2a", order["attempt"])
 for step in order["steps"]:

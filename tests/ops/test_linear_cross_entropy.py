@@ -59,7 +59,7 @@ def test_values_and_gradients_are_those_of_fp64(chunk: int, scale: float, z_loss
 @pytest.mark.parametrize("z_loss", [0.0, 0.01])
 def test_whole_logits_give_the_same(z_loss: float):
     hidden, weight, labels = problem()
-    objective, cross_entropy, z = loss_sum(hidden @ weight.T, labels, z_loss)
+    objective, cross_entropy, _ = loss_sum(hidden @ weight.T, labels, z_loss)
     objective.backward()
     expected, hidden_grad, weight_grad = exact(1, z_loss)
     torch.testing.assert_close(objective.detach().double(), expected, rtol=1e-6, atol=0)

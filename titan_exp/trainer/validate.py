@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from titan_exp.data.batch import Batch
 from titan_exp.parallel.mesh import Mesh
-from titan_exp.tracking.run_folder.heartbeat import PROGRESS
+from titan_exp.tracking.progress_tracker import PROGRESS
 from titan_exp.trainer.forward_backward import Model
 
 
@@ -71,7 +71,7 @@ def evaluate(model: Model, batches: Iterable[Batch], mesh: Mesh) -> ValidationRe
     while group := list(islice(rest, model.eval_microbatches)):
         tokens += sum(model.objective.count(batch) for batch in group)
         total += model.loss_sum(group)
-        PROGRESS.alive()
+        PROGRESS.keep_alive()
     for part in model.parts:
         part.train()
     sums = torch.stack((total.cpu(), torch.tensor(float(tokens), dtype=torch.float64)))

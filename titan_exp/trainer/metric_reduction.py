@@ -15,8 +15,8 @@ class MetricReducer:
     """Reduces named scalars of all ranks, and gathers each rank's own numbers, in one message over the CPU.
 
     Modules and optimizers report metrics by two members: `metric_reductions`, a mapping from name to `mean`, `sum` or
-    `max`, and `metrics()`, which returns these scalars of the last step as tensors. A module's `mean` and `sum` take the
-    sum over its tokens on this rank, and modules with the same name add up; an optimizer's are over ranks.
+    `max`, and `metrics()`, which returns these scalars of the last step as tensors. A module's `mean` and `sum` take
+    the sum over its tokens on this rank, and modules with the same name add up; an optimizer's are over ranks.
 
     Args:
         objective: reports `loss` and `objective/NAME`.

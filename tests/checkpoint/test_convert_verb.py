@@ -259,9 +259,10 @@ MEASURE = """
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """240 MB of weights, the largest tensor 16 MB."""
+    from titan_exp.models.convert.llama_state_dict import llama_map
+
     from titan_exp.checkpoint.formats.open import Source
     from titan_exp.checkpoint.formats.torch_file import TorchStore
-    from titan_exp.models.convert.llama_state_dict import llama_map
 
     sizes = {"dim": 1024, "heads": 8, "kv_heads": 4, "head_dim": 128, "ffn_dim": 2048, "vocab_size": 4096, "layers": 6}
     model = replace(kind("llama3"), **sizes)

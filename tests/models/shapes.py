@@ -6,15 +6,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_exp.config.groups.model import ModelConfig, RopeConfig
 from titan_exp.models.blocks.initialization import Part, initial_slice
 from titan_exp.models.build import build_model, init_specs
+from titan_exp.models.llama import Config
+from titan_exp.models.spec.rope import RopeConfig
 
 PLAIN_ROPE = RopeConfig(10000.0, "none", 1.0, 1.0, 4.0, 128)
 
-TINY = ModelConfig(
+TINY = Config(
     name="tiny",
-    architecture="decoder",
+    architecture="llama",
     layers=2,
     dim=64,
     heads=4,

@@ -1,9 +1,9 @@
 import pytest
 import torch
+from titan_exp.models.convert.llama_state_dict import CheckpointFormat, llama_map
 
 from tests.checkpoint.tools import KINDS, kind
 from titan_exp.models.build import build_model
-from titan_exp.models.convert.llama_state_dict import CheckpointFormat, llama_map
 from titan_exp.models.convert.meta_params import feed_forward_width, from_params, to_params
 
 

@@ -1,55 +1,78 @@
-"""How a block may be divided among ranks that share its matrices: plain data beside its definition, naming no mesh.
+"""Tensor-parallel styles of linears, norms, embedding and head: plain data, naming no mesh.
 
-A projection by `Columns` is followed by one by `Rows` (Shoeybi et al. 2019), so that what is between them, heads or
-feed-forward channels, is each rank's own, and only their input and output are exchanged.
+A `Colwise` linear is followed by a `Rowwise` one (Shoeybi et al. 2019), so that heads or feed-forward channels between
+them stay on their rank, and only the block's input and output are exchanged.
 """
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Common:
-    """What is left whole where a unit of outputs is itself divided among ranks."""
+class ReplicatedKV:
+    """Sharding inside a unit of outputs where there are more ranks than units: query heads are split, the key and value
+    head after them is replicated."""
 
     pieces: int
-    """Equal pieces that a unit begins with, and that can be divided, as query heads are."""
+    """Equal pieces that a unit begins with and that can be split (query heads)."""
     width: int
-    """Outputs in a piece."""
+    """Outputs per piece."""
     count: str
     """The block's attribute that counts a unit's pieces on this rank."""
 
 
 @dataclass(frozen=True)
-class Columns:
-    """A projection whose outputs are divided: a rank computes some of them from the whole input."""
+class Colwise:
+    """A linear whose outputs are split: each rank computes some of them from the whole input."""
 
     units: int
-    """Equal groups of consecutive outputs that stay together, as the heads of one key are."""
-    common: Common | None = None
-    """How a unit is divided where there are more ranks than units; None where it cannot be."""
+    """Equal groups of consecutive outputs that stay together, such as the heads of one key."""
+    common: ReplicatedKV | None = None
+    """Split of a unit where there are more ranks than units; None where there is none."""
+    described: str = "the units of a linear layer"
+    """Noun phrase for error messages."""
+    key: str = ""
+    """Key of the configuration that sets the number of units."""
+    width: int = 1
+    """Units of that key per unit here."""
+
+    @property
+    def pieces(self) -> int:
+        """Ranks that a unit can be split among."""
+        return 1 if self.common is None else self.common.pieces
+
+    def divides(self, degree: int) -> bool:
+        """True if each of so many ranks gets equal whole units, or an equal split of one."""
+        if self.units % degree == 0:
+            return True
+        return self.common is not None and degree % self.units == 0 and self.pieces % (degree // self.units) == 0
 
 
 @dataclass(frozen=True)
-class Rows:
-    """A projection whose inputs are divided, as the outputs of the `Columns` before are; ranks' outputs are summed."""
+class Rowwise:
+    """A linear whose inputs are split like the outputs of the `Colwise` linear before; ranks' outputs are summed."""
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """Computes every token by itself, with all of its parameters."""
+class SequenceParallel:
+    """A norm that sees this rank's tokens; with sequence parallelism its gradient is partial."""
 
 
 @dataclass(frozen=True)
-class Lookup:
-    """A table whose rows, one for each word of the vocabulary, are divided."""
+class HeadParallel:
+    """A norm over single heads that sees this rank's heads; its gradient is always partial."""
 
 
 @dataclass(frozen=True)
-class Logits:
-    """A head whose weight's rows, one for each word of the vocabulary, are divided, as a `Lookup` table's are."""
+class VocabEmbedding:
+    """An embedding whose rows, one per token of the vocabulary, are split."""
+
+
+@dataclass(frozen=True)
+class VocabLogits:
+    """A head whose rows, one per token of the vocabulary, are split like those of a `VocabEmbedding`."""
 
     vocabulary: int
-    """Words of the whole weight."""
+    """Rows of the whole weight."""
 
 
-Style = Columns | Rows | Tokens | Lookup | Logits
+TPStyle = Colwise | Rowwise | SequenceParallel | HeadParallel | VocabEmbedding | VocabLogits

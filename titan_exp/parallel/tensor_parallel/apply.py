@@ -9,7 +9,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from titan_exp.models.spec.tp_plan import Columns, Common, Logits, Lookup, Rows, Tokens
+from titan_exp.models.spec.tp_plan import (
+    Colwise,
+    HeadParallel,
+    ReplicatedKV,
+    Rowwise,
+    SequenceParallel,
+    VocabEmbedding,
+    VocabLogits,
+)
 from titan_exp.ops.loss.vocab_parallel import VocabShard
 from titan_exp.parallel.functional_collectives import all_reduce
 from titan_exp.parallel.mesh import Mesh
@@ -36,14 +44,16 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bo
             for child, style in module.tp_plan().items():  # type: ignore[operator]  # the blocks' own method
                 _share_projection(module, child, style, axis, region)
         match getattr(module, "tp_style", None):
-            case Lookup():
+            case VocabEmbedding():
                 weight = _divided(module.get_parameter("weight"), axis, dim=0)
                 first = region.rank * -(-weight.shape[0] // region.degree)
                 model.set_submodule(name, VocabParallelEmbedding(weight, region, first))
-            case Logits(vocabulary):
+            case VocabLogits(vocabulary):
                 weight = None if module.weight is None else _divided(module.get_parameter("weight"), axis, dim=0)
                 model.set_submodule(name, VocabParallelHead(weight, region, None if loss_parallel else vocabulary))
-            case Tokens() if sequence_parallel:
+            case SequenceParallel() if sequence_parallel:
+                _mark_partial(module)
+            case HeadParallel():
                 _mark_partial(module)
 
 
@@ -111,11 +121,11 @@ def _share_projection(
     block: nn.Module, name: str, style: object, axis: DeviceMesh, region: TensorParallelGroup
 ) -> None:
     weight, product = block.get_parameter(f"{name}.weight"), getattr(block, name).product
-    product.divide(inputs=isinstance(style, Rows), greatest=partial(all_reduce, operation="max", group=region.group))
-    if isinstance(style, Rows):
+    product.divide(inputs=isinstance(style, Rowwise), greatest=partial(all_reduce, operation="max", group=region.group))
+    if isinstance(style, Rowwise):
         setattr(block, name, RowParallelLinear(_divided(weight, axis, dim=1), region, product))
         return
-    assert isinstance(style, Columns), "a projection is divided by columns or by rows"
+    assert isinstance(style, Colwise), "a projection is divided by columns or by rows"
     if style.units % region.degree == 0:
         setattr(block, name, ColumnParallelLinear(_divided(weight, axis, dim=0), region, product))
         return
@@ -127,7 +137,7 @@ def _share_projection(
     setattr(block, style.common.count, style.common.pieces * style.units // region.degree)
 
 
-def _rows_of(region: TensorParallelGroup, unit: int, units: int, common: Common) -> Iterator[slice]:
+def _rows_of(region: TensorParallelGroup, unit: int, units: int, common: ReplicatedKV) -> Iterator[slice]:
     """Rows that a rank uses of a weight with fewer units, of so many rows each, than ranks."""
     sharing = region.degree // units
     assert region.degree % units == 0, "checked by the rules"

@@ -1,10 +1,10 @@
 """What a run's log says of options that cost speed."""
 
 import pytest
-from titan_exp.config.machine.slow_options import slower_options
 
 from tests.config.composing import experiment, give_gpus
 from titan_exp.config.layout.layout import resolve_layout
+from titan_exp.rules.slow_options import slower_options
 
 
 def said(*overrides: str) -> list[str]:

@@ -77,8 +77,8 @@ def component(group: str, name: str) -> ModuleType:
 def builtin_components(group: str) -> tuple[str, ...]:
     """Names of the components that come with the package, in alphabetical order. Imports none of them."""
     spec = find_spec(KINDS[group].package)
-    assert spec is not None and spec.submodule_search_locations, "the package is installed"
-    files = sorted(Path(spec.submodule_search_locations[0]).glob("*.py"))
+    assert spec is not None, "the package is installed"
+    files = sorted(file for folder in spec.submodule_search_locations or () for file in Path(folder).glob("*.py"))
     return tuple(file.stem for file in files if names_bound_by(file) >= {*KINDS[group].public})
 
 

@@ -10,8 +10,15 @@ from torch import Tensor, nn
 
 from titan_exp.models.blocks.initialization import Init
 from titan_exp.models.blocks.linear_impl import LinearImpl
-from titan_exp.models.spec.model_spec import LayerSpec, LinearSpec
-from titan_exp.models.spec.tp_plan import HeadParallel, SequenceParallel, TPStyle, VocabEmbedding, VocabLogits
+from titan_exp.models.spec.model_spec import LayerSpec
+from titan_exp.models.spec.tp_plan import (
+    SEQUENCE_PARALLEL,
+    HeadParallel,
+    SequenceParallel,
+    TPStyle,
+    VocabEmbedding,
+    VocabLogits,
+)
 from titan_exp.models.spec.transformer import FFN_GROUP
 from titan_exp.ops.attention.rope import rotate
 from titan_exp.ops.attention.sdpa import AttentionBackend, CausalAttention
@@ -23,11 +30,11 @@ LogitsLoss = Callable[[Tensor, Tensor], LossSum]
 
 
 class Linear(nn.Linear):
-    """A linear layer without bias."""
+    """A linear layer without bias, initialized with standard deviation `std`."""
 
-    def __init__(self, spec: LinearSpec) -> None:
-        super().__init__(spec.inputs, spec.outputs, bias=False)
-        self.std = spec.std
+    def __init__(self, fan_in: int, fan_out: int, std: float) -> None:
+        super().__init__(fan_in, fan_out, bias=False)
+        self.std = std
         self.product = LinearImpl()
 
     def forward(self, input: Float[Tensor, "*any fan_in"]) -> Float[Tensor, "*any fan_out"]:
@@ -42,7 +49,7 @@ class Linear(nn.Linear):
 class RMSNorm(nn.Module):
     """Root-mean-square norm (Zhang and Sennrich 2019), computed in fp32."""
 
-    def __init__(self, dim: int, eps: float, tp_style: SequenceParallel | HeadParallel = SequenceParallel()) -> None:
+    def __init__(self, dim: int, eps: float, tp_style: SequenceParallel | HeadParallel = SEQUENCE_PARALLEL) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
         self.eps, self.tp_style = eps, tp_style
@@ -116,10 +123,10 @@ class Attention(nn.Module):
         assert layer.attention is not None, "the layer has attention"
         self._plan = layer.tp_plan("attention")
         self.head_dim, self.group = layer.attention.qk_dim, layer.attention.group
-        self.qkv = Linear(layer.linear("attention.qkv"))
+        self.qkv = _linear(layer, "attention.qkv")
         self.q_norm = _head_norm(layer, "attention.q_norm", norm_eps)
         self.k_norm = _head_norm(layer, "attention.k_norm", norm_eps)
-        self.out = Linear(layer.linear("attention.out"))
+        self.out = _linear(layer, "attention.out")
         self.core = CausalAttention(backend)
 
     def tp_plan(self) -> dict[str, TPStyle]:
@@ -154,8 +161,8 @@ class FeedForward(nn.Module):
         assert FFN_GROUP == GROUP, "rows are fused as the operator reads them"
         assert layer.linear("feed_forward.down").inputs % GROUP == 0, "checked by the family's rules"
         self._plan = layer.tp_plan("feed_forward")
-        self.gate_up = Linear(layer.linear("feed_forward.gate_up"))
-        self.down = Linear(layer.linear("feed_forward.down"))
+        self.gate_up = _linear(layer, "feed_forward.gate_up")
+        self.down = _linear(layer, "feed_forward.down")
 
     def tp_plan(self) -> dict[str, TPStyle]:
         """Tensor-parallel sharding of the linears."""
@@ -185,6 +192,11 @@ class TransformerBlock(nn.Module):
         """One layer."""
         x = x + self.attention(self.attention_norm(x), rope, mask)
         return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+def _linear(layer: LayerSpec, name: str) -> Linear:
+    spec = layer.linear(name)
+    return Linear(spec.inputs, spec.outputs, spec.std)
 
 
 def _norm(layer: LayerSpec, name: str, eps: float) -> "RMSNorm":

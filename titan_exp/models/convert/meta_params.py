@@ -9,16 +9,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.model import ModelConfig
 from titan_exp.models.llama import Config
 from titan_exp.models.spec.rope import RopeConfig
 
 
-def to_params(config: Config) -> dict[str, Any]:
+def to_params(config: ModelConfig) -> dict[str, Any]:
     """What `params.json` says.
 
     Raises:
         UserError: the shape is none that Meta's Llama can have.
     """
+    assert isinstance(config, Config), "only Llama has Meta's tensor names"
     if config.head_dim * config.heads != config.dim:
         raise UserError(
             f"params.json cannot say head_dim={config.head_dim}: there it is dim / heads, "

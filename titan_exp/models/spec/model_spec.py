@@ -10,7 +10,7 @@ from functools import cached_property
 
 from titan_exp.models.spec.pp_plan import PipelinePlan
 from titan_exp.models.spec.rope import PlainRope
-from titan_exp.models.spec.tp_plan import Colwise, HeadParallel, Rowwise, SequenceParallel, TPStyle
+from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, Colwise, HeadParallel, Rowwise, SequenceParallel, TPStyle
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class VectorSpec:
     """Module path inside the block (`attention_norm`)."""
     size: int
     """Number of elements."""
-    tp: SequenceParallel | HeadParallel = SequenceParallel()
+    tp: SequenceParallel | HeadParallel = SEQUENCE_PARALLEL
     """Tensor-parallel use: on this rank's tokens, or on this rank's heads."""
 
 

@@ -57,6 +57,10 @@ class SequenceParallel:
     """A norm that sees this rank's tokens; with sequence parallelism its gradient is partial."""
 
 
+SEQUENCE_PARALLEL = SequenceParallel()
+"""Style of norms over the residual stream."""
+
+
 @dataclass(frozen=True)
 class HeadParallel:
     """A norm over single heads that sees this rank's heads; its gradient is always partial."""

@@ -3,7 +3,7 @@
 import torch
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.rules.slow_options import slower_options
+from titan_exp.trainer.profiling.slow_options import slower_options
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.memory_stats import GIB
 

@@ -5,7 +5,7 @@ from torch import nn
 
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.schema.component import component
-from titan_exp.models.blocks.initialization import Init
+from titan_exp.models.blocks.initialization import InitSpec
 from titan_exp.models.decoder import Decoder
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.ops.attention.sdpa import AttentionBackend, choose_backend
@@ -44,13 +44,13 @@ def choose_attention_backend(
     return choose_backend(requested, device, head_dim=head_dim, bf16=bf16, documents=documents, parts=parts)
 
 
-def init_specs(model: nn.Module) -> dict[str, Init] | None:
+def init_specs(model: nn.Module) -> dict[str, InitSpec] | None:
     """Initialization of every parameter by full name; None where a model does not declare all of them."""
     table = {
         f"{path}.{name}" if path else name: init
         for path, module in model.named_modules()
-        if hasattr(module, "initial")
-        for name, init in module.initial().items()  # type: ignore[operator]  # the blocks' own method
+        if hasattr(module, "init_spec")
+        for name, init in module.init_spec().items()  # type: ignore[operator]  # the blocks' own method
     }
     return table if all(name in table for name, _ in model.named_parameters()) else None
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from titan_exp.models.blocks.initialization import Init
+from titan_exp.models.blocks.initialization import InitSpec
 from titan_exp.models.blocks.linear_impl import LinearImpl
 from titan_exp.models.spec.model_spec import LayerSpec
 from titan_exp.models.spec.tp_plan import (
@@ -35,15 +35,15 @@ class Linear(nn.Linear):
     def __init__(self, fan_in: int, fan_out: int, std: float) -> None:
         super().__init__(fan_in, fan_out, bias=False)
         self.std = std
-        self.product = LinearImpl()
+        self.linear_impl = LinearImpl()
 
     def forward(self, input: Float[Tensor, "*any fan_in"]) -> Float[Tensor, "*any fan_out"]:
         """input · weightᵀ, as the product computes it."""
-        return self.product(input, self.weight)
+        return self.linear_impl(input, self.weight)
 
-    def initial(self) -> dict[str, Init]:
+    def init_spec(self) -> dict[str, InitSpec]:
         """How the parameters of this block start, by name."""
-        return {"weight": Init("normal", self.std)}
+        return {"weight": InitSpec("normal", self.std)}
 
 
 class RMSNorm(nn.Module):
@@ -54,9 +54,9 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim))
         self.eps, self.tp_style = eps, tp_style
 
-    def initial(self) -> dict[str, Init]:
+    def init_spec(self) -> dict[str, InitSpec]:
         """How the parameters of this block start, by name."""
-        return {"weight": Init("ones")}
+        return {"weight": InitSpec("ones")}
 
     def forward(self, x: Float[Tensor, "batch seq dim"]) -> Float[Tensor, "batch seq dim"]:
         """x / rms(x) · weight, in the type of `x`."""
@@ -73,9 +73,9 @@ class Embedding(nn.Module):
         self.weight = nn.Parameter(torch.empty(vocab, dim))
         self.std = std
 
-    def initial(self) -> dict[str, Init]:
+    def init_spec(self) -> dict[str, InitSpec]:
         """How the parameters of this block start, by name."""
-        return {"weight": Init("normal", self.std)}
+        return {"weight": InitSpec("normal", self.std)}
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq dim"]:
         """Rows of the embedding."""
@@ -98,9 +98,9 @@ class Head(nn.Module):
         self.std = std
         self.tp_style = VocabLogits(vocab)
 
-    def initial(self) -> dict[str, Init]:
+    def init_spec(self) -> dict[str, InitSpec]:
         """How the parameters of this block start, by name."""
-        return {} if self.weight is None else {"weight": Init("normal", self.std)}
+        return {} if self.weight is None else {"weight": InitSpec("normal", self.std)}
 
     def forward(
         self, x: Float[Tensor, "batch seq dim"], tied: Tensor | None = None, loss: LogitsLoss | None = None

@@ -89,8 +89,8 @@ def vocab_shard(mesh: Mesh, vocabulary: int) -> VocabShard | None:
     group = axis.get_group().group_name
     return VocabShard(
         axis.get_local_rank() * -(-vocabulary // axis.size()),
-        total=partial(all_reduce, operation="sum", group=group),
-        greatest=partial(all_reduce, operation="max", group=group),
+        all_reduce_sum=partial(all_reduce, operation="sum", group=group),
+        all_reduce_max=partial(all_reduce, operation="max", group=group),
     )
 
 
@@ -100,7 +100,7 @@ def reduce_partial_gradients(parts: Iterable[nn.Module], mesh: Mesh) -> None:
 
     Once for each optimizer step, after the last backward pass, in one message; `parts` are this rank's of the model.
     """
-    if mesh.tensor_group is None:
+    if mesh.tp_group is None:
         return
     gradients = [
         gradient.to_local() if isinstance(gradient, DTensor) else gradient
@@ -112,7 +112,7 @@ def reduce_partial_gradients(parts: Iterable[nn.Module], mesh: Mesh) -> None:
     ]
     if gradients:
         together = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(together, group=mesh.tensor_group)
+        dist.all_reduce(together, group=mesh.tp_group)
         for gradient, summed in zip(gradients, together.split([it.numel() for it in gradients]), strict=True):
             gradient.copy_(summed.view_as(gradient))
 
@@ -120,18 +120,20 @@ def reduce_partial_gradients(parts: Iterable[nn.Module], mesh: Mesh) -> None:
 def _share_projection(
     block: nn.Module, name: str, style: object, axis: DeviceMesh, region: TensorParallelGroup
 ) -> None:
-    weight, product = block.get_parameter(f"{name}.weight"), getattr(block, name).product
-    product.divide(inputs=isinstance(style, Rowwise), greatest=partial(all_reduce, operation="max", group=region.group))
+    weight, linear_impl = block.get_parameter(f"{name}.weight"), getattr(block, name).linear_impl
+    linear_impl.shard(
+        input_sharded=isinstance(style, Rowwise), amax_reduce=partial(all_reduce, operation="max", group=region.group)
+    )
     if isinstance(style, Rowwise):
-        setattr(block, name, RowParallelLinear(_divided(weight, axis, dim=1), region, product))
+        setattr(block, name, RowParallelLinear(_divided(weight, axis, dim=1), region, linear_impl))
         return
     assert isinstance(style, Colwise), "a projection is divided by columns or by rows"
     if style.units % region.degree == 0:
-        setattr(block, name, ColumnParallelLinear(_divided(weight, axis, dim=0), region, product))
+        setattr(block, name, ColumnParallelLinear(_divided(weight, axis, dim=0), region, linear_impl))
         return
     assert style.common is not None, "checked by the rules"
     rows = tuple(_rows_of(region, weight.shape[0] // style.units, style.units, style.common))
-    shared = ColumnParallelLinear(weight, region, product, rows)
+    shared = ColumnParallelLinear(weight, region, linear_impl, rows)
     _mark_partial(shared)
     setattr(block, name, shared)
     setattr(block, style.common.count, style.common.pieces * style.units // region.degree)

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from titan_exp.models import plain
 from titan_exp.models.blocks.initialization import ShardSpec, init_slice
 from titan_exp.models.build import build_model, init_specs
 from titan_exp.models.llama import Config
@@ -30,6 +31,12 @@ TINY = Config(
     init_std=0.02,
     attention_backend="auto",
 )
+
+
+def own_class(import_path: str, **options: Any) -> plain.Config:
+    """A plain class of the user's own, of the tiny shape."""
+    fields: dict[str, Any] = {**vars(TINY), "architecture": import_path}
+    return plain.Config(**fields, options=options)
 
 
 def real_model(seed: int = 0, seq_len: int = 64, **changes: Any) -> nn.Module:

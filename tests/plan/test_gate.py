@@ -11,6 +11,7 @@ from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.layout import offered_devices, resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.models.build import build_model
+from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.cuda.devices import DEVICES
 from titan_exp.plan.gate import gate as gate_module
 from titan_exp.plan.gate import suggestions as remedies_module

@@ -29,7 +29,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.layout import data_parallel_degree
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment
-from titan_exp.data.sources.python_stdlib import PythonStdlib
+from titan_exp.data.sources.python_stdlib import PythonStdlibSource
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 
@@ -78,7 +78,7 @@ def measured_need(folder: Path) -> float:
 
 def corpora(scratch: Path, run: Experiment) -> dict[str, dict[str, Any]]:
     """The `data` groups to measure, by name."""
-    library = PythonStdlib()
+    library = PythonStdlibSource()
     texts = [library[index] for index in range(len(library))]
     text, jsonl, parquet = scratch / "text", scratch / "jsonl", scratch / "parquet"
     for folder in (text, jsonl, parquet):

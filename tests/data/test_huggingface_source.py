@@ -17,7 +17,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.sources import load_dataset as huggingface_loading
 from titan_exp.data.sources.base import build_source, build_validation_source, fingerprint
-from titan_exp.data.sources.huggingface import HuggingFaceStream, HuggingFaceTable, build_huggingface
+from titan_exp.data.sources.huggingface import HuggingFaceStream, HuggingFaceTable, build_huggingface_source
 from titan_exp.data.tokenizers.base import ByteTokenizer
 from titan_exp.data.validation_loader import ValidationLoader
 
@@ -141,7 +141,7 @@ def test_moved_files_are_the_same_corpus_and_others_are_not(corpus: Path, tmp_pa
 def test_rows_without_text_are_empty_documents(tmp_path: Path):
     pyarrow.parquet.write_table(pa.table({"text": ["a", None, "b"]}), tmp_path / "x.parquet")
     config = experiment(source="huggingface", dataset="parquet", data_files=(str(tmp_path / "x.parquet"),)).data
-    source = build_huggingface(config, "train")
+    source = build_huggingface_source(config, "train")
     assert isinstance(source, HuggingFaceTable)
     assert [source[index] for index in range(3)] == ["a", "", "b"]
 

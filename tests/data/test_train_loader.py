@@ -12,7 +12,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.tokenizers.base import ByteTokenizer
 from titan_exp.data.train_loader import TrainLoader
-from titan_exp.data.validation_split import held_out_part
+from titan_exp.data.validation_split import validation_subset
 from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
 
 CORPORA = {
@@ -132,7 +132,7 @@ def test_the_seed_orders_the_data_and_the_layout_of_validation_does_not():
 @pytest.mark.parametrize("seed", [0, 1])
 def test_held_out_documents_are_never_trained_on(seed: int):
     run = experiment(seed=seed, validation_fraction=0.3)
-    held_out = held_out_part(OwnTable(run.data), 0.3)
+    held_out = validation_subset(OwnTable(run.data), 0.3)
     numbers = {held_out[index][:4] for index in range(len(held_out))}
     trainer = loader(run)
     rows = [ByteTokenizer().decode(row) for batch in islice(trainer, 150) for row in rows_of(batch)]

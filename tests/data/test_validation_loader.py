@@ -7,7 +7,7 @@ from tests.data.corpora import OWN_STREAM, OwnTable, experiment, text
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.validation_loader import ValidationLoader
-from titan_exp.data.validation_split import held_out_part, place
+from titan_exp.data.validation_split import unit_hash, validation_subset
 from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
 
 SEQ_LEN = 24
@@ -35,7 +35,7 @@ def predictions(run: Experiment, dp_degree: int, micro_batch_size: int) -> list[
 
 
 def split_tokens(run: Experiment) -> list[int]:
-    held_out = held_out_part(OwnTable(run.data, **run.data.options), run.data.validation_fraction)
+    held_out = validation_subset(OwnTable(run.data, **run.data.options), run.data.validation_fraction)
     return [token for index in range(len(held_out)) for token in [*held_out[index].encode(), 256]]
 
 
@@ -80,7 +80,7 @@ def streamed_labels(run: Experiment) -> list[int]:
 
 def test_a_stream_holds_out_by_text_and_evaluates_its_first_documents():
     run = experiment(source=OWN_STREAM, validation_fraction=0.2, validation_documents=1000)
-    held_out = [each for each in map(text, range(9 * 13)) if place(each) < 0.2]
+    held_out = [each for each in map(text, range(9 * 13)) if unit_hash(each) < 0.2]
     assert len(held_out) > 4
     everything = [token for each in held_out for token in [*each.encode(), 256]]
     assert sorted(streamed_labels(run)) == sorted(everything[1:])
@@ -91,7 +91,7 @@ def test_a_stream_holds_out_by_text_and_evaluates_its_first_documents():
 
 def test_the_first_documents_with_text_are_evaluated_in_every_layout():
     table = experiment(validation_fraction=0.3)
-    texts = held_out_part(OwnTable(table.data), 0.3)
+    texts = validation_subset(OwnTable(table.data), 0.3)
     first = texts[0]
     number = int(first[:3])
     run = experiment(validation_fraction=0.3, validation_documents=3, options={"empty": [number]})

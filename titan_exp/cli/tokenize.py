@@ -22,12 +22,12 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.paths.token_store_manifest import MANIFEST, UNFINISHED, Manifest, read_manifest
-from titan_exp.data.token_store.parts import Corpus
+from titan_exp.data.token_store.corpus import Corpus
 from titan_exp.data.token_store.progress import Progress
 from titan_exp.data.token_store.shard_writer import write_json
-from titan_exp.data.token_store.verify import damage
+from titan_exp.data.token_store.verify import find_damage
 from titan_exp.data.token_store.workers import tokenize_parts
-from titan_exp.data.token_store.writer import JOB, Job, complete, describe, sweep
+from titan_exp.data.token_store.writer import JOB, TokenizeJob, describe_store, remove_temporary_files, write_manifest
 from titan_exp.data.tokenizers.base import build_tokenizer
 from titan_exp.rules.data import tokenizer_file, unreadable_source
 
@@ -101,7 +101,7 @@ def check_store(folder: str) -> int:
         UserError: there is no such store, or it is damaged.
     """
     manifest = read_manifest(folder)
-    found = list(damage(manifest))
+    found = list(find_damage(manifest))
     if found:
         lines = [f"{name}: {trouble}" for name, trouble in islice(found, _NAMED)]
         more = [f"and {len(found) - _NAMED} more"] if len(found) > _NAMED else []
@@ -128,8 +128,10 @@ def make_store(options: TokenizeOptions, experiment: Experiment) -> int:
     with _in_words(folder):
         _require_own(folder, options.out)
         corpus = Corpus(experiment.data, options.parts, options.shuffle)
-        job = Job(folder, experiment.data, options.parts, options.shard_tokens, corpus.fingerprint, options.shuffle)
-        description = describe(job, corpus, build_tokenizer(experiment.data))
+        job = TokenizeJob(
+            folder, experiment.data, options.parts, options.shard_tokens, corpus.fingerprint, options.shuffle
+        )
+        description = describe_store(job, corpus, build_tokenizer(experiment.data))
         if (folder / MANIFEST).exists():
             _require_same(folder / MANIFEST, description, options.out)
             print(f"{options.out} is done, so nothing was tokenized. {_summary(read_manifest(folder))}")
@@ -143,7 +145,7 @@ def make_store(options: TokenizeOptions, experiment: Experiment) -> int:
     return 0
 
 
-def _make(job: Job, corpus: Corpus, description: dict[str, Any], options: TokenizeOptions) -> None:
+def _make(job: TokenizeJob, corpus: Corpus, description: dict[str, Any], options: TokenizeOptions) -> None:
     job.journal.mkdir(parents=True, exist_ok=True)
     with _held(job.journal / "lock", options.out):
         began = job.journal / JOB
@@ -151,7 +153,7 @@ def _make(job: Job, corpus: Corpus, description: dict[str, Any], options: Tokeni
             _require_same(began, description, options.out)
         else:
             write_json(began, description)
-        sweep(job)
+        remove_temporary_files(job)
         _copy_tokenizer(job.data, job.folder)
         # From here on the copy is what is used, so that it is what the tokens are of.
         own = job.data if job.data.tokenizer == "bytes" else replace(job.data, tokenizer=str(job.folder))
@@ -164,11 +166,11 @@ def _make(job: Job, corpus: Corpus, description: dict[str, Any], options: Tokeni
             with Progress(len(corpus.parts), done, corpus.documents).shown() as progress:
                 tokenize_parts(replace(job, data=own), left, workers, progress.add)
         finally:
-            sweep(job)
-        complete(job, corpus, description)
+            remove_temporary_files(job)
+        write_manifest(job, corpus, description)
 
 
-def _finished(job: Job, part: Any) -> bool:
+def _finished(job: TokenizeJob, part: Any) -> bool:
     entries = job.entries(part)
     return bool(entries) and entries[-1]["next"] is None
 

@@ -37,7 +37,7 @@ class Batch:
         return Batch(change(self.tokens), change(self.labels), *optional)
 
 
-def assemble(
+def collate(
     windows: np.ndarray, starts: Sequence[Sequence[int]], *, document_mask: bool, reset_positions: bool
 ) -> Batch:
     """Make a batch of `windows` [rows, seq + 1], in which documents begin at `starts[row]` (each in 1..seq).

@@ -38,7 +38,7 @@ def preview(experiment: Experiment, step: int) -> Iterator[str]:
         )
         for row in range(rows):
             number = (step - 1) * rows + row
-            source = loader.source_of(number)
+            source = loader.source_name(number)
             yield ""
             yield f"row {number}" + (f", from {source}" if source else "")
             yield from _documents(batch, row, tokenizer)

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-States = dict[str, dict[str, Any]]
+SamplerState = dict[str, dict[str, Any]]
 """Positions, in JSON's types, by name; each rank holds some of a run's."""
 
 
@@ -16,7 +16,7 @@ class RowReader(Protocol):
         """Begin to fetch what the first rows need, without waiting for it."""
         ...
 
-    def next_row(self, window: np.ndarray) -> tuple[list[int], States]:
+    def next_row(self, window: np.ndarray) -> tuple[list[int], SamplerState]:
         """Fill `window` [seq_len + 1] with the next row.
 
         Returns where in it documents begin (each in 1..seq_len), and the positions that the row has changed.
@@ -29,10 +29,10 @@ class Sampler(Protocol):
 
     corpus: dict[str, Any]
     """What positions refer to, the same on every rank; each key is the configuration key to blame where it differs."""
-    beginning: States
+    initial_state: SamplerState
     """The positions before the first row."""
 
-    def take(self, states: Mapping[str, dict[str, Any]]) -> States:
+    def restrict(self, states: Mapping[str, dict[str, Any]]) -> SamplerState:
         """This rank's part of the positions of all ranks of a run, of any dp degree, at the end of a global batch.
 
         Raises:
@@ -40,19 +40,19 @@ class Sampler(Protocol):
         """
         ...
 
-    def open(self, states: States) -> RowReader:
+    def open(self, states: SamplerState) -> RowReader:
         """A reader from positions of this rank on."""
         ...
 
-    def at(self, rows: int) -> States | None:
+    def state_at(self, rows: int) -> SamplerState | None:
         """The positions after so many rows of the run (a multiple of dp); None where only reading leads there."""
         ...
 
-    def source_of(self, row: int) -> str:
+    def source_name(self, row: int) -> str:
         """Name of the source of row `row` of the run; empty where there is one source."""
         ...
 
-    def epochs(self, states: States) -> dict[str, float]:
+    def epochs(self, states: SamplerState) -> dict[str, float]:
         """Passes over each source until these positions, by its name, and over all of them under the empty name."""
         ...
 

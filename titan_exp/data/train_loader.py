@@ -14,9 +14,9 @@ import torch
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.data.batch import Batch, assemble
+from titan_exp.data.batch import Batch, collate
 from titan_exp.data.prefetch import Prefetcher
-from titan_exp.data.sampler import RowReader, Sampler, States
+from titan_exp.data.sampler import RowReader, Sampler, SamplerState
 
 
 class TrainLoader(Iterator[Batch]):
@@ -37,15 +37,15 @@ class TrainLoader(Iterator[Batch]):
         self._dp_degree = dp_degree
         self._micro_batch_size = micro_batch_size
         self._pin_memory = pin_memory
-        self._feed = build_feed(experiment, dp_rank=dp_rank, dp_degree=dp_degree)
-        self._consumed: States = dict(self._feed.beginning)
-        self._prefetcher: Prefetcher[tuple[Batch, States]] | None = None
+        self._sampler = build_sampler(experiment, dp_rank=dp_rank, dp_degree=dp_degree)
+        self._consumed: SamplerState = dict(self._sampler.initial_state)
+        self._prefetcher: Prefetcher[tuple[Batch, SamplerState]] | None = None
         self._closed = False
 
     @property
     def fingerprint(self) -> str:
         """Identifies everything that a data state refers to: corpus, split, tokenizer, seed, order."""
-        return blake2b(json.dumps(self._feed.corpus, sort_keys=True).encode(), digest_size=16).hexdigest()
+        return blake2b(json.dumps(self._sampler.corpus, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def __next__(self) -> Batch:
         """The next micro-batch. Raises RuntimeError after `close`."""
@@ -61,7 +61,7 @@ class TrainLoader(Iterator[Batch]):
         """The position after the last batch handed out, in JSON's types: an entry for each position that this rank
         keeps, and `corpus`, the same on every rank. `{**a, **b, ...}` over all ranks is what `load_state_dict` takes.
         """
-        return {"corpus": self._feed.corpus, **self._consumed}
+        return {"corpus": self._sampler.corpus, **self._consumed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the batches that the ranks of a run, of any dp degree, have consumed.
@@ -69,50 +69,50 @@ class TrainLoader(Iterator[Batch]):
         `state` is the union of their `state_dict()`s at the end of a global batch. Raises UserError where it belongs to
         another corpus, or is not such a union.
         """
-        _check_same_corpus(state.get("corpus"), self._feed.corpus)
-        self._go_to(self._feed.take({key: position for key, position in state.items() if key != "corpus"}))
+        _check_same_corpus(state.get("corpus"), self._sampler.corpus)
+        self._go_to(self._sampler.restrict({key: position for key, position in state.items() if key != "corpus"}))
 
     def skip(self, global_batches: int) -> None:
         """Go from the beginning to after so many global batches: at once where the order allows, else by reading."""
-        states = self._feed.at(global_batches * self._experiment.training.global_batch_size)
+        states = self._sampler.state_at(global_batches * self._experiment.training.global_batch_size)
         if states is not None:
             self._go_to(states)
             return
-        self._go_to(dict(self._feed.beginning))
+        self._go_to(dict(self._sampler.initial_state))
         rows = self._dp_degree * self._micro_batch_size
         for _ in range(global_batches * self._experiment.training.global_batch_size // rows):
             next(self)
 
-    def source_of(self, row: int) -> str:
+    def source_name(self, row: int) -> str:
         """Name of the source that row `row` of the run is from; empty where there is one source."""
-        return self._feed.source_of(row)
+        return self._sampler.source_name(row)
 
     def epochs(self) -> float:
         """Passes over the training documents so far; estimated from this rank's share where they are streamed."""
-        return self._feed.epochs(self._consumed)[""]
+        return self._sampler.epochs(self._consumed)[""]
 
-    def epoch_row(self) -> dict[str, float]:
+    def epoch_metrics(self) -> dict[str, float]:
         """What a row of metrics says of it: `epoch`, and of a mixture also `epoch/NAME` of each source."""
-        passes = self._feed.epochs(self._consumed)
+        passes = self._sampler.epochs(self._consumed)
         return {f"epoch/{name}" if name else "epoch": value for name, value in passes.items()}
 
     def close(self) -> None:
         """Stop the background threads; the loader gives no more batches, its state stays."""
         self._closed = True
-        self._feed.close()
+        self._sampler.close()
         if self._prefetcher is not None:
             self._prefetcher.close()
 
-    def _go_to(self, states: States) -> None:
+    def _go_to(self, states: SamplerState) -> None:
         if self._prefetcher is not None:
             self._prefetcher.close()
             self._prefetcher = None
         self._consumed = dict(states)
 
-    def _produce(self) -> Iterator[tuple[Batch, States]]:
+    def _produce(self) -> Iterator[tuple[Batch, SamplerState]]:
         """Batches from the consumed position on. The generator must not hold this object: see `Prefetcher`."""
         return _batches(
-            self._feed.open(self._consumed),
+            self._sampler.open(self._consumed),
             window=self._experiment.training.seq_len + 1,
             rows=self._micro_batch_size,
             config=self._experiment.data,
@@ -120,20 +120,20 @@ class TrainLoader(Iterator[Batch]):
         )
 
 
-def build_feed(experiment: Experiment, *, dp_rank: int, dp_degree: int) -> Sampler:
+def build_sampler(experiment: Experiment, *, dp_rank: int, dp_degree: int) -> Sampler:
     """The rows of one data rank. Raises UserError where the corpus or the tokenizer cannot be used."""
     if experiment.data.source == "tokens":
-        from titan_exp.data.token_store.window_sampler import StoreSampler
+        from titan_exp.data.token_store.window_sampler import WindowSampler
 
-        return StoreSampler(experiment, dp_rank=dp_rank, dp_degree=dp_degree)
-    from titan_exp.data.virtual_shards import VirtualShards
+        return WindowSampler(experiment, dp_rank=dp_rank, dp_degree=dp_degree)
+    from titan_exp.data.virtual_shards.sampler import VirtualShardSampler
 
-    return VirtualShards(experiment, dp_rank=dp_rank, dp_degree=dp_degree)
+    return VirtualShardSampler(experiment, dp_rank=dp_rank, dp_degree=dp_degree)
 
 
 def _batches(
     reader: RowReader, *, window: int, rows: int, config: DataConfig, pin_for: int | None
-) -> Iterator[tuple[Batch, States]]:
+) -> Iterator[tuple[Batch, SamplerState]]:
     """Micro-batches of `rows` rows, each with the positions that it has changed."""
     if pin_for is not None:
         torch.cuda.set_device(pin_for)  # a new thread is on GPU 0, where every rank would open a context
@@ -141,12 +141,12 @@ def _batches(
     while True:
         windows = np.empty((rows, window), dtype=np.int64)
         starts: list[list[int]] = []
-        reached: States = {}
+        reached: SamplerState = {}
         for row in windows:
             begins, changed = reader.next_row(row)
             starts.append(begins)
             reached.update(changed)
-        batch = assemble(windows, starts, document_mask=config.document_mask, reset_positions=config.reset_positions)
+        batch = collate(windows, starts, document_mask=config.document_mask, reset_positions=config.reset_positions)
         yield (batch if pin_for is None else batch.pin_memory()), reached
 
 

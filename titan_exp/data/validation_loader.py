@@ -18,7 +18,7 @@ from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.paths.data_files import unlimited_split
 from titan_exp.config.paths.token_store_manifest import read_manifest, store_names
-from titan_exp.data.batch import Batch, assemble
+from titan_exp.data.batch import Batch, collate
 from titan_exp.data.sources.base import (
     RandomAccessSource,
     Source,
@@ -26,10 +26,10 @@ from titan_exp.data.sources.base import (
     build_source,
     build_validation_source,
 )
-from titan_exp.data.sources.indexed_stream import with_end_of_text
 from titan_exp.data.token_store.reader import TokenSplit
 from titan_exp.data.tokenizers.base import Tokenizer, build_tokenizer
-from titan_exp.data.validation_split import held_out_part, place
+from titan_exp.data.validation_split import unit_hash, validation_subset
+from titan_exp.data.virtual_shards.indexed_stream import encode_document
 from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
 
 
@@ -47,9 +47,9 @@ class ValidationLoader:
         self, experiment: Experiment, *, dp_rank: int, dp_degree: int, micro_batch_size: int, everything: bool = False
     ) -> None:
         rows = functools.partial(
-            SplitRows, experiment, dp_rank=dp_rank, dp_degree=dp_degree, micro_batch_size=micro_batch_size
+            SplitBatches, experiment, dp_rank=dp_rank, dp_degree=dp_degree, micro_batch_size=micro_batch_size
         )
-        self.sources: dict[str, SplitRows] = {
+        self.sources: dict[str, SplitBatches] = {
             name: rows(read) for name, read in _sequences(experiment.data, everything).items()
         }
         """The split of each source of a mixture, by its name; the only one otherwise, by an empty name."""
@@ -62,7 +62,7 @@ class ValidationLoader:
         return chain.from_iterable(self.sources.values())
 
 
-class Sequence(Protocol):
+class TokenSequence(Protocol):
     """The documents of a split, end to end."""
 
     @property
@@ -76,7 +76,7 @@ class Sequence(Protocol):
         ...
 
 
-class SplitRows:
+class SplitBatches:
     """One data rank's batches of the documents of one split.
 
     Args:
@@ -90,7 +90,7 @@ class SplitRows:
     def __init__(
         self,
         experiment: Experiment,
-        open_: Callable[[], Sequence],
+        open_: Callable[[], TokenSequence],
         *,
         dp_rank: int,
         dp_degree: int,
@@ -114,7 +114,7 @@ class SplitRows:
             yield self._batch([self._dp_rank + row * self._dp_degree for row in rows])
 
     @cached_property
-    def _sequence(self) -> Sequence:
+    def _sequence(self) -> TokenSequence:
         return self._open()
 
     def _batch(self, rows: list[int]) -> Batch:
@@ -124,7 +124,7 @@ class SplitRows:
             at = row * self._seq_len
             there = max(0, min(len(window), sequence.tokens - at))
             starts.append(sequence.read(at, window[:there]) if there else [])
-        batch = assemble(
+        batch = collate(
             windows,
             starts,
             document_mask=self._config.document_mask,
@@ -136,10 +136,10 @@ class SplitRows:
 
 
 class _TokenizedTexts:
-    """A `Sequence` in memory."""
+    """A `TokenSequence` in memory."""
 
     def __init__(self, texts: Iterable[str], tokenizer: Tokenizer) -> None:
-        documents = [with_end_of_text(text, tokenizer) for text in texts]
+        documents = [encode_document(text, tokenizer) for text in texts]
         self._all = np.concatenate(documents)
         self._begins = np.cumsum([0, *map(len, documents[:-1])])
         self.tokens = len(self._all)
@@ -151,14 +151,14 @@ class _TokenizedTexts:
 
 
 class _StoredTexts:
-    """A `Sequence` in a token store, which stays there."""
+    """A `TokenSequence` in a token store, which stays there."""
 
     def __init__(self, split: TokenSplit, documents: int | None) -> None:
-        self.tokens = split.tokens_of(documents)
+        self.tokens = split.tokens_in(documents)
         self.read = split.read
 
 
-def _sequences(config: DataConfig, everything: bool) -> dict[str, Callable[[], Sequence]]:
+def _sequences(config: DataConfig, everything: bool) -> dict[str, Callable[[], TokenSequence]]:
     """What opens the documents of each source, by name. Raises UserError where a source has none to evaluate on."""
     if config.source == "tokens":
         names = store_names(config.paths) if len(config.paths) > 1 else [""]
@@ -170,9 +170,9 @@ def _sequences(config: DataConfig, everything: bool) -> dict[str, Callable[[], S
     return {"": functools.partial(_TokenizedTexts, _Texts(config, everything), build_tokenizer(config))}
 
 
-def _whole_stores(config: DataConfig, names: list[str]) -> dict[str, Callable[[], Sequence]]:
+def _whole_stores(config: DataConfig, names: list[str]) -> dict[str, Callable[[], TokenSequence]]:
     """Both splits of each store."""
-    found: dict[str, Callable[[], Sequence]] = {}
+    found: dict[str, Callable[[], TokenSequence]] = {}
     for name, path in zip(names, config.paths, strict=True):
         manifest = read_manifest(path)
         for split, tokens in manifest.tokens.items():
@@ -220,14 +220,14 @@ class _Texts:
             violation = Violation("data.validation_fraction", 0.0, "it holds out nothing to evaluate on", remedy)
             raise UserError("There is nothing to evaluate on.", [violation])
         if isinstance(self._source, RandomAccessSource):
-            self._source = held_out_part(self._source, config.validation_fraction)
+            self._source = validation_subset(self._source, config.validation_fraction)
         else:
             _require_end(self._source, config)
             self._fraction = config.validation_fraction
 
     def _streamed(self, source: StreamingSource) -> Iterator[str]:
         for part in range(source.parts):
-            yield from (text for text in source.open(part, None) if text and place(text) < self._fraction)
+            yield from (text for text in source.open(part, None) if text and unit_hash(text) < self._fraction)
 
 
 def _require_end(source: Source, config: DataConfig) -> None:

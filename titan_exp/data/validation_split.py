@@ -22,24 +22,24 @@ class Subset:
         return self._source[int(self._indices[index])]
 
 
-def place(identity: str) -> float:
-    """A fixed place in [0, 1) for whatever `identity` names; it is held out where `place(identity) < fraction`."""
+def unit_hash(identity: str) -> float:
+    """A fixed place in [0, 1) for whatever `identity` names; it is held out where `unit_hash(identity) < fraction`."""
     digest = blake2b(identity.encode("utf-8", errors="surrogatepass"), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) / 2**53
 
 
-def training_part(source: RandomAccessSource, fraction: float) -> Subset:
+def training_subset(source: RandomAccessSource, fraction: float) -> Subset:
     """The documents to train on. Raises UserError where the held-out fraction leaves none."""
-    kept = np.flatnonzero(places(source) >= fraction)
+    kept = np.flatnonzero(unit_hashes(source) >= fraction)
     if len(kept) == 0:
         reason = f"it leaves none of the {len(source)} documents to train on"
         raise _refusal(fraction, reason, _or_finer("a smaller fraction", source))
     return Subset(source, kept)
 
 
-def held_out_part(source: RandomAccessSource, fraction: float) -> Subset:
+def validation_subset(source: RandomAccessSource, fraction: float) -> Subset:
     """The documents to evaluate on. Raises UserError where there would be none."""
-    found = places(source)
+    found = unit_hashes(source)
     held_out = np.flatnonzero(found < fraction)
     if len(held_out) == 0:
         remedy = "training.evaluate_every=0 to go without evaluation"
@@ -56,16 +56,16 @@ def _or_finer(remedy: str, source: RandomAccessSource) -> str:
     return remedy if finer is None else f"{finer} divides the same text into more documents; {remedy}"
 
 
-def places(source: RandomAccessSource, which: range | None = None) -> np.ndarray:
+def unit_hashes(source: RandomAccessSource, which: range | None = None) -> np.ndarray:
     """The place of each of some documents (None: all) by their keys, or their numbers; float64 [documents]."""
     which = range(len(source)) if which is None else which
     key = getattr(source, "key", None)
     if key is not None:
-        return np.fromiter((place(key(index)) for index in which), np.float64, len(which))
-    return _places_of_numbers(which)
+        return np.fromiter((unit_hash(key(index)) for index in which), np.float64, len(which))
+    return _index_hashes(which)
 
 
-def _places_of_numbers(which: range) -> np.ndarray:
+def _index_hashes(which: range) -> np.ndarray:
     """Places for sources whose documents have no name but their number: splitmix64 (Steele et al. 2014), vectorized."""
     mixed = np.arange(which.start + 1, which.stop + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

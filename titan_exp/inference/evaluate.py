@@ -80,7 +80,7 @@ def evaluate_command(arguments: Sequence[str], spread: RunOnRanks | None = None)
     else:
         assert spread is not None, "the command line has it"
         question = {"path": str(source.path), "everything": everything}
-        found = ValidationResult(**spread(f"{__name__}.on_rank", experiment, question))
+        found = ValidationResult(**spread(f"{__name__}.rank_main", experiment, question))
     described = describe(path, source)
     table = Table("weights", "data", "tokens", "loss (nats)", "perplexity")
     table.add_row(
@@ -122,7 +122,7 @@ def evaluate_source(source: Source, experiment: Experiment, mesh: Mesh, everythi
     return ValidationResult(row["validation_loss"], int(row["validation_tokens"]))
 
 
-def on_rank(run_folder: str) -> None:
+def rank_main(run_folder: str) -> None:
     """What each of several ranks runs."""
 
     def evaluation(experiment: Experiment, question: Any, device: torch.device) -> dict[str, Any]:

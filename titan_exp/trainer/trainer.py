@@ -164,7 +164,7 @@ class Trainer:
             with PROGRESS.phase("the evaluation"), self.report.throughput.pause("evaluation"):
                 numbers |= evaluate_sources(self.model, self.validation.sources, self.mesh)
         if numbers or last or stop or save or step % self.experiment.tracking.log_every == 0:
-            numbers |= {**self.loader.epoch_row(), **self.checkpointer.take_times()}
+            numbers |= {**self.loader.epoch_metrics(), **self.checkpointer.take_times()}
             loss = self.report.log(step, self.tokens, result, lr=self.schedule(step), also=numbers)
             self._check_finite(loss, float(result.grad_norm))
         self.checkpointer.poll()

@@ -30,7 +30,7 @@ class RandomAccessSource(Protocol):
         ...
 
 
-class Reader(Protocol):
+class PartReader(Protocol):
     """One pass over one part of a streaming source."""
 
     def __iter__(self) -> Iterator[str]:
@@ -59,7 +59,7 @@ class StreamingSource(Protocol):
         """Number of parts; fixed for the whole run."""
         ...
 
-    def open(self, part: int, state: Mapping[str, Any] | None) -> Reader:
+    def open(self, part: int, state: Mapping[str, Any] | None) -> PartReader:
         """A new reader of a part, from its beginning or from a reader's `state_dict()`. Called from several threads."""
         ...
 
@@ -70,19 +70,19 @@ Source = RandomAccessSource | StreamingSource
 def build_source(config: DataConfig) -> Source:
     """The source of the documents to train on, those held out included. Raises UserError where it cannot be read."""
     if config.source == "python_stdlib":
-        from titan_exp.data.sources.python_stdlib import PythonStdlib
+        from titan_exp.data.sources.python_stdlib import PythonStdlibSource
 
-        return PythonStdlib()
+        return PythonStdlibSource()
     if config.source == "text":
-        from titan_exp.data.sources.split_files import SplitFiles
-        from titan_exp.data.sources.text import Text
+        from titan_exp.data.sources.split_files import SplitFileSource
+        from titan_exp.data.sources.text import TextSource
 
-        files = Text(config.paths)
-        return files if config.document == "file" else SplitFiles(files, config.document)
+        files = TextSource(config.paths)
+        return files if config.document == "file" else SplitFileSource(files, config.document)
     if config.source == "huggingface":
-        from titan_exp.data.sources.huggingface import build_huggingface
+        from titan_exp.data.sources.huggingface import build_huggingface_source
 
-        return build_huggingface(config, config.split)
+        return build_huggingface_source(config, config.split)
     return _build_own(config)
 
 
@@ -90,10 +90,10 @@ def build_validation_source(config: DataConfig) -> Source | None:
     """The source of the documents to evaluate on; None where they are held out of the training documents instead."""
     if not has_validation_split(config):
         return None
-    from titan_exp.data.sources.huggingface import build_huggingface
+    from titan_exp.data.sources.huggingface import build_huggingface_source
 
     assert config.validation_split is not None
-    return build_huggingface(config, config.validation_split)
+    return build_huggingface_source(config, config.validation_split)
 
 
 def has_validation_split(config: DataConfig) -> bool:

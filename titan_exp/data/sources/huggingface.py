@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from titan_exp.data.sources.base import Source
 
 
-def build_huggingface(config: DataConfig, split: str) -> Source:
+def build_huggingface_source(config: DataConfig, split: str) -> Source:
     """The documents of one split. Raises UserError where it cannot be loaded or has no such text column."""
     dataset = load(config, split)
     if config.streaming:

@@ -12,7 +12,7 @@ from pathlib import Path
 from platform import python_version
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.data.sources.text_files import TextFiles
+from titan_exp.data.sources.text_files import FileSource
 
 _LEFT_OUT = {
     *("test", "tests", "idle_test"),
@@ -21,7 +21,7 @@ _LEFT_OUT = {
 }
 
 
-class PythonStdlib(TextFiles):
+class PythonStdlibSource(FileSource):
     """One document for each module. Raises UserError where this Python comes without its source."""
 
     def __init__(self) -> None:

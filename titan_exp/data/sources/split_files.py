@@ -11,13 +11,13 @@ from typing import Literal
 import numpy as np
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.data.sources.text_files import TextFiles
+from titan_exp.data.sources.text_files import FileSource
 
 _OPEN_FILES = 32
-Part = Literal["paragraph", "line"]
+Granularity = Literal["paragraph", "line"]
 
 
-class SplitFiles:
+class SplitFileSource:
     """Random access to the parts of files, in the files' order and in their order within a file.
 
     Lines of nothing but white space are blank: they are no documents, and they separate paragraphs. White space that
@@ -25,7 +25,7 @@ class SplitFiles:
     memory. Files must not change while they are in use. Raises UserError where all of them are blank.
     """
 
-    def __init__(self, files: TextFiles, part: Part) -> None:
+    def __init__(self, files: FileSource, part: Granularity) -> None:
         self._files = files
         begins = [_begins(files.path(number), part) for number in range(len(files))]
         self._begins = np.concatenate([np.empty(0, dtype=np.int64), *begins])
@@ -75,7 +75,7 @@ class _OpenFile:
         return b"".join(pieces)
 
 
-def _begins(path: Path, part: Part) -> np.ndarray:
+def _begins(path: Path, part: Granularity) -> np.ndarray:
     """Where the documents of a file begin, in bytes, int64 [documents]; one line is in memory at a time."""
     begins, offset, follows_text = array("q"), 0, False
     with path.open("rb") as file:

@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.data.sources.text_files import TextFiles
+from titan_exp.data.sources.text_files import FileSource
 
 _SNIFFED_BYTES = 8192
 
 
-class Text(TextFiles):
+class TextSource(FileSource):
     """One document for each file that `paths` names. Files with a NUL byte near their start are binary and skipped.
 
     Raises UserError where an entry of `paths` matches nothing, or where no text is left.

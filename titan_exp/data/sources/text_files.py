@@ -5,7 +5,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 
-class TextFiles:
+class FileSource:
     """Random access to files, in the order of their keys.
 
     `files` are pairs of a key, the file's place within the corpus wherever the corpus lies, and its path. Empty files

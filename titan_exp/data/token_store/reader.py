@@ -42,7 +42,7 @@ class TokenSplit:
             number += 1
         return starts[1:] if starts and starts[0] == 0 else starts
 
-    def tokens_of(self, documents: int | None) -> int:
+    def tokens_in(self, documents: int | None) -> int:
         """How many tokens the first so many documents have; all there are where None, or where there are fewer."""
         if documents is None:
             return len(self)

@@ -24,16 +24,16 @@ def checksum() -> Any:
 
 def write_json(path: Path, values: Any) -> None:
     """Replace the file by the JSON of `values`, or leave it as it was."""
-    file = WholeFile(path)
+    file = AtomicFile(path)
     try:
         file.write(json.dumps(values, indent=1).encode() + b"\n")
         file.finish()
     except BaseException:
-        file.abandon()
+        file.discard()
         raise
 
 
-class WholeFile:
+class AtomicFile:
     """A file that appears under its name when it is finished and durable."""
 
     def __init__(self, path: Path) -> None:
@@ -56,7 +56,7 @@ class WholeFile:
         os.replace(self._temporary, self._path)
         return self._digest.hexdigest()
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         """Remove what was written."""
         self._temporary.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # a full disk refuses the rest of the buffer again
@@ -69,7 +69,7 @@ class ShardWriter:
     def __init__(self, folder: Path, name: str, token_bytes: int) -> None:
         self._name = name
         self._dtype = np.dtype(f"<u{token_bytes}")
-        self._tokens = WholeFile(folder / f"{name}.tokens")
+        self._tokens = AtomicFile(folder / f"{name}.tokens")
         self._path = folder / f"{name}.documents"
         self._begins = array("Q")
         self.tokens = 0
@@ -83,15 +83,15 @@ class ShardWriter:
 
     def finish(self) -> dict[str, Any]:
         """Put both files in their places; returns what the manifest says of the shard."""
-        documents = WholeFile(self._path)
+        documents = AtomicFile(self._path)
         try:
             documents.write(np.asarray(self._begins, dtype=f"<u{BEGIN_BYTES}").data)
             checksums = {"tokens": self._tokens.finish(), "documents": documents.finish()}
         except BaseException:
-            documents.abandon()
+            documents.discard()
             raise
         return {"name": self._name, "tokens": self.tokens, "documents": len(self._begins), "checksums": checksums}
 
-    def abandon(self) -> None:
+    def discard(self) -> None:
         """Remove what was written."""
-        self._tokens.abandon()
+        self._tokens.discard()

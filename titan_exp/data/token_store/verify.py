@@ -11,7 +11,7 @@ from titan_exp.data.token_store.shard_writer import checksum
 _BLOCK = 1 << 22
 
 
-def damage(manifest: Manifest) -> Iterator[tuple[str, str]]:
+def find_damage(manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Every file of the store that is not as it was written, and what is wrong with it; all of them are read."""
     missing = dict(manifest.damaged())
     yield from missing.items()

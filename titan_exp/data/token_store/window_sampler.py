@@ -15,15 +15,15 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.paths.token_store_manifest import Manifest, read_manifest, store_names
 from titan_exp.data.permutation import Permutation
-from titan_exp.data.sampler import States
+from titan_exp.data.sampler import SamplerState
 from titan_exp.data.token_store.mixture import Mixture
 from titan_exp.data.token_store.reader import TokenSplit
-from titan_exp.data.validation_split import place
+from titan_exp.data.validation_split import unit_hash
 
 _STATE = "store"
 
 
-class StoreSampler:
+class WindowSampler:
     """A `Sampler` over the stores of `data.paths`. Raises UserError where one cannot be used."""
 
     def __init__(self, experiment: Experiment, *, dp_rank: int, dp_degree: int) -> None:
@@ -39,9 +39,9 @@ class StoreSampler:
             "experiment.seed": seed,
             "training.seq_len": seq_len,
         }
-        self.beginning: States = {_STATE: {"rows": 0}}
+        self.initial_state: SamplerState = {_STATE: {"rows": 0}}
 
-    def take(self, states: Mapping[str, dict[str, Any]]) -> States:
+    def restrict(self, states: Mapping[str, dict[str, Any]]) -> SamplerState:
         """The one state, which every rank shares."""
         if _STATE not in states:
             raise UserError("The checkpoint's data state holds no position in a token store.")
@@ -51,19 +51,19 @@ class StoreSampler:
             raise UserError(f"The checkpoint stopped after {rows} rows, which {ranks} data ranks cannot share evenly.")
         return {_STATE: {"rows": rows}}
 
-    def open(self, states: States) -> "StoreRows":
+    def open(self, states: SamplerState) -> "WindowReader":
         """A reader from a number of rows on."""
-        return StoreRows(self._windows, self._mixture, states[_STATE]["rows"], self._dp_rank, self._dp_degree)
+        return WindowReader(self._windows, self._mixture, states[_STATE]["rows"], self._dp_rank, self._dp_degree)
 
-    def at(self, rows: int) -> States:
+    def state_at(self, rows: int) -> SamplerState:
         """Every position is known."""
         return {_STATE: {"rows": rows}}
 
-    def source_of(self, row: int) -> str:
+    def source_name(self, row: int) -> str:
         """Name of the store, where there are several."""
         return self._names[self._mixture[row][0]] if len(self._names) > 1 else ""
 
-    def epochs(self, states: States) -> dict[str, float]:
+    def epochs(self, states: SamplerState) -> dict[str, float]:
         """Rows given of each store, as passes over its windows; over all of them for the empty name."""
         rows = states[_STATE]["rows"]
         passes = {"": rows / sum(map(len, self._windows))}
@@ -76,7 +76,7 @@ class StoreSampler:
         """Nothing runs."""
 
 
-class StoreRows:
+class WindowReader:
     """A `RowReader`: the rows of one rank."""
 
     def __init__(
@@ -88,7 +88,7 @@ class StoreRows:
     def prepare(self) -> None:
         """Nothing: a window is read when its turn comes."""
 
-    def next_row(self, window: np.ndarray) -> tuple[list[int], States]:
+    def next_row(self, window: np.ndarray) -> tuple[list[int], SamplerState]:
         """Fill `window`; the state counts the rows of all ranks, which keep step."""
         source, number = self._mixture[self._rows + self._dp_rank]
         starts = self._windows[source].read(number, window)
@@ -117,7 +117,7 @@ class ShuffledWindows:
         key = (seed, number)
         self._order = lru_cache(maxsize=4)(lambda epoch: Permutation(self._count, "windows", *key, epoch))
         self._shift = lru_cache(maxsize=4)(
-            lambda epoch: int(place(f"shift/{seed}/{number}/{epoch}") * (self._rest + 1))
+            lambda epoch: int(unit_hash(f"shift/{seed}/{number}/{epoch}") * (self._rest + 1))
         )
 
     def __len__(self) -> int:

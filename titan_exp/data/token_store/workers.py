@@ -9,14 +9,14 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.data.token_store.parts import Part
-from titan_exp.data.token_store.writer import Job, Tokenization
+from titan_exp.data.token_store.corpus import CorpusPart
+from titan_exp.data.token_store.writer import PartTokenizer, TokenizeJob
 
 Progress = Callable[[int, int, int], None]
 """Called with how many documents, tokens and parts have been done since."""
 
 
-def tokenize_parts(job: Job, parts: Sequence[Part], workers: int, progress: Progress) -> None:
+def tokenize_parts(job: TokenizeJob, parts: Sequence[CorpusPart], workers: int, progress: Progress) -> None:
     """Tokenize parts in so many processes; one is this process itself.
 
     Raises:
@@ -25,7 +25,7 @@ def tokenize_parts(job: Job, parts: Sequence[Part], workers: int, progress: Prog
     """
     workers = min(workers, len(parts))
     if workers <= 1:
-        tokenization = Tokenization(job) if parts else None
+        tokenization = PartTokenizer(job) if parts else None
         for part in parts:
             assert tokenization is not None
             tokenization.run(part, lambda documents, tokens: progress(documents, tokens, 0))
@@ -50,7 +50,7 @@ def tokenize_parts(job: Job, parts: Sequence[Part], workers: int, progress: Prog
             connection.close()
 
 
-def _share_out(pool: dict[Connection, BaseProcess], left: list[Part], progress: Progress) -> None:
+def _share_out(pool: dict[Connection, BaseProcess], left: list[CorpusPart], progress: Progress) -> None:
     """Give each process a part as soon as it has none, until all are done."""
     busy = set(pool)
     while busy:
@@ -84,14 +84,14 @@ def _killed(process: BaseProcess) -> UserError:
     )
 
 
-def _serve(connection: Connection, job: Job) -> None:
+def _serve(connection: Connection, job: TokenizeJob) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to stop
 
     def say(kind: str, value: Any = None) -> None:
         connection.send((kind, value))
 
     try:
-        tokenization = Tokenization(job)
+        tokenization = PartTokenizer(job)
         say("ready")
         while True:
             tokenization.run(connection.recv(), lambda documents, tokens: say("told", (documents, tokens)))

@@ -15,10 +15,10 @@ from typing import Any
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.paths.token_store_manifest import FORMAT, MANIFEST, SPLITS, UNFINISHED, VERSION
-from titan_exp.data.sources.indexed_stream import with_end_of_text
-from titan_exp.data.token_store.parts import Corpus, Document, Part
+from titan_exp.data.token_store.corpus import Corpus, CorpusPart, Document
 from titan_exp.data.token_store.shard_writer import TEMPORARY, ShardWriter, checksum, write_json
 from titan_exp.data.tokenizers.base import Tokenizer, build_tokenizer
+from titan_exp.data.virtual_shards.indexed_stream import encode_document
 
 JOB = "job.json"
 Tell = Callable[[int, int], None]
@@ -27,7 +27,7 @@ _TOLD_EVERY = 64
 
 
 @dataclass(frozen=True)
-class Job:
+class TokenizeJob:
     """A store to make."""
 
     folder: Path
@@ -48,22 +48,22 @@ class Job:
         """Folder of the journal."""
         return self.folder / UNFINISHED
 
-    def entries(self, part: Part) -> list[dict[str, Any]]:
+    def entries(self, part: CorpusPart) -> list[dict[str, Any]]:
         """What the journal says of a part, a dictionary for each cut, in order."""
         found = []
         while (path := self.entry(part, len(found))).exists():
             found.append(json.loads(path.read_text()))
         return found
 
-    def entry(self, part: Part, number: int) -> Path:
+    def entry(self, part: CorpusPart, number: int) -> Path:
         """The file of the journal for a cut of a part, counted from 0."""
         return self.journal / f"{part}-{number:04d}.json"
 
 
-class Tokenization:
+class PartTokenizer:
     """Tokenizes parts of a job; built anew in each process. Raises UserError where text or tokenizer cannot be used."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: TokenizeJob) -> None:
         self._job = job
         self._corpus = Corpus(job.data, job.parts, job.shuffle)
         if self._corpus.fingerprint != job.source:
@@ -71,7 +71,7 @@ class Tokenization:
         self._tokenizer = build_tokenizer(job.data)
         self._token_bytes = token_bytes(self._tokenizer)
 
-    def run(self, part: Part, tell: Tell) -> None:
+    def run(self, part: CorpusPart, tell: Tell) -> None:
         """Make the shards of a part that are not made yet."""
         done = self._job.entries(part)
         position, number = (done[-1]["next"], len(done)) if done else (None, 0)
@@ -83,7 +83,7 @@ class Tokenization:
             more = self._cut(part, number, documents, tell)
             number += 1
 
-    def _cut(self, part: Part, number: int, documents: Any, tell: Tell) -> bool:
+    def _cut(self, part: CorpusPart, number: int, documents: Any, tell: Tell) -> bool:
         """Write the next shard of each split and note it; returns whether there may be more documents."""
         name = f"{part.number:05d}-{number:04d}"
         writers: dict[str, ShardWriter] = {}
@@ -95,7 +95,7 @@ class Tokenization:
             write_json(self._job.entry(part, number), entry)
         except BaseException:
             for writer in writers.values():
-                writer.abandon()
+                writer.discard()
             raise
         return last is not None
 
@@ -105,7 +105,7 @@ class Tokenization:
         for document in documents:
             counted += 1
             if document.text:
-                ids = with_end_of_text(document.text, self._tokenizer)
+                ids = encode_document(document.text, self._tokenizer)
                 # As in training from the text itself, which passes over documents without a token.
                 if len(ids) > 1 or document.split == "validation":
                     if document.split not in writers:
@@ -125,7 +125,7 @@ class Tokenization:
         return None
 
 
-def describe(job: Job, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
+def describe_store(job: TokenizeJob, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
     """What a store is made of and how, in JSON's types; what makes another store if it differs."""
     return {
         "format": FORMAT,
@@ -144,7 +144,7 @@ def describe(job: Job, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def complete(job: Job, corpus: Corpus, description: dict[str, Any]) -> None:
+def write_manifest(job: TokenizeJob, corpus: Corpus, description: dict[str, Any]) -> None:
     """Write the manifest over all that the journal says is whole, and remove the journal."""
     splits: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
     for part in corpus.parts:
@@ -165,7 +165,7 @@ def complete(job: Job, corpus: Corpus, description: dict[str, Any]) -> None:
     shutil.rmtree(job.journal, ignore_errors=True)
 
 
-def sweep(job: Job) -> None:
+def remove_temporary_files(job: TokenizeJob) -> None:
     """Remove files that a death left torn."""
     for folder in (job.folder, job.journal):
         for path in folder.glob(f"*{TEMPORARY}"):

@@ -66,7 +66,7 @@ def build_tokenizer(config: DataConfig) -> Tokenizer:
     return HuggingFaceTokenizer(config.tokenizer)
 
 
-def tokenizer_place(config: DataConfig) -> str:
+def tokenizer_path(config: DataConfig) -> str:
     """`bytes`, or where the tokenizer's files are: what `data.tokenizer` names, or the copy in the first store."""
     if config.tokenizer != "store":
         return config.tokenizer

@@ -8,7 +8,7 @@ from typing import Any
 from titan_exp.config.paths.data_files import tokenizer_file
 from titan_exp.data.tokenizers.base import ByteTokenizer
 
-NAMES = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -36,10 +36,10 @@ def write_tokenizer(tokenizer: str, folder: Path, *, end_of_text: str | None, co
         end_of_text = END_OF_TEXT
     else:
         file = tokenizer_file(tokenizer)
-        for name in NAMES:
+        for name in TOKENIZER_FILES:
             if file.with_name(name).is_file():
                 shutil.copyfile(file.with_name(name), folder / name)
-        if file.is_file() and file.name not in NAMES:
+        if file.is_file() and file.name not in TOKENIZER_FILES:
             shutil.copyfile(file, folder / "tokenizer.json")
     described = folder / "tokenizer_config.json"
     if (folder / "tokenizer.json").is_file() and not described.is_file():
@@ -51,7 +51,7 @@ def write_tokenizer(tokenizer: str, folder: Path, *, end_of_text: str | None, co
         if end_of_text is not None:
             values |= {"bos_token": end_of_text, "eos_token": end_of_text}
         described.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    return [name for name in NAMES if (folder / name).is_file()]
+    return [name for name in TOKENIZER_FILES if (folder / name).is_file()]
 
 
 def _bytes_as_json(path: Path) -> None:

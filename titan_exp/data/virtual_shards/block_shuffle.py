@@ -16,19 +16,19 @@ from typing import Any
 import numpy as np
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.data.epoch_shuffle import EpochShuffle
 from titan_exp.data.permutation import Permutation
 from titan_exp.data.sources.base import StreamingSource
-from titan_exp.data.sources.indexed_stream import with_end_of_text
-from titan_exp.data.sources.thread_pool import ThreadPrefetch
 from titan_exp.data.tokenizers.base import Tokenizer
-from titan_exp.data.validation_split import place
+from titan_exp.data.validation_split import unit_hash
+from titan_exp.data.virtual_shards.epoch_shuffle import EpochShuffle
+from titan_exp.data.virtual_shards.indexed_stream import encode_document
+from titan_exp.data.virtual_shards.thread_pool import DaemonThreadPool
 
 _MOST_EMPTY_PARTS = 1_000
 
 
 @dataclass(frozen=True)
-class StreamedCorpus:
+class StreamSpec:
     """What the shards of a streamed corpus have in common."""
 
     source: StreamingSource
@@ -45,7 +45,7 @@ class StreamedCorpus:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _BlockStart:
     """Where a block begins."""
 
     epoch: int = 0
@@ -62,16 +62,16 @@ class _Place:
 @dataclass(frozen=True)
 class _Block:
     begin: dict[str, Any]
-    """Its `_Place`, as JSON's types."""
+    """Its `_BlockStart`, as JSON's types."""
     texts: list[str]
 
 
-class StreamedDocuments:
+class BlockShuffledStream:
     """A `DocumentStream` whose position is where its block begins, and `document`, a number within the block."""
 
     start = 0.0
 
-    def __init__(self, corpus: StreamedCorpus, pool: ThreadPrefetch, shard: int) -> None:
+    def __init__(self, corpus: StreamSpec, pool: DaemonThreadPool, shard: int) -> None:
         self._corpus = corpus
         self._pool = pool
         self._shard = shard
@@ -81,7 +81,7 @@ class StreamedDocuments:
             self._turn, self._turns = 0, 1
         else:
             self._turn, self._turns = shard // parts, len(range(shard % parts, shards, parts))
-        self._go_to(_Place(), 0)
+        self._go_to(_BlockStart(), 0)
 
     def prepare(self) -> None:
         """Have the pool read the next block, so that all shards wait for their first one together."""
@@ -93,7 +93,7 @@ class StreamedDocuments:
         """Tokens of the present document and its end-of-text."""
         if self._tokens is None:
             block = self._present_block()
-            self._tokens = with_end_of_text(block.texts[self._document], self._corpus.tokenizer)
+            self._tokens = encode_document(block.texts[self._document], self._corpus.tokenizer)
         return self._tokens
 
     def advance(self) -> None:
@@ -111,15 +111,17 @@ class StreamedDocuments:
     def seek(self, position: Mapping[str, Any] | None) -> None:
         """Go to a position of this shard, or to its beginning."""
         if position is None:
-            self._go_to(_Place(), 0)
+            self._go_to(_BlockStart(), 0)
         else:
-            self._go_to(_Place(**{field.name: position[field.name] for field in fields(_Place)}), position["document"])
+            self._go_to(
+                _BlockStart(**{field.name: position[field.name] for field in fields(_BlockStart)}), position["document"]
+            )
 
     def passes(self, position: Mapping[str, Any]) -> float:
         """Parts finished until `position`, as passes over the corpus (its length is unknown)."""
         return position.get("epoch", 0) + position.get("part", 0) / self._parts
 
-    def _go_to(self, begin: _Place, document: int) -> None:
+    def _go_to(self, begin: _BlockStart, document: int) -> None:
         self._blocks = self._read_blocks(begin)
         self._block: _Block | None = None
         self._next: Future[_Block] | None = None
@@ -134,7 +136,7 @@ class StreamedDocuments:
             self.prepare()
         return self._block
 
-    def _read_blocks(self, at: _Place) -> Iterator[_Block]:
+    def _read_blocks(self, at: _BlockStart) -> Iterator[_Block]:
         """Blocks for ever. Runs in the pool's threads, one task of a shard at a time."""
         empty = 0
         while True:
@@ -145,11 +147,11 @@ class StreamedDocuments:
             if seen and not found and not at.alone:
                 at = replace(at, alone=True)
             elif at.part + 1 < self._parts:
-                at = _Place(at.epoch, at.part + 1)
+                at = _BlockStart(at.epoch, at.part + 1)
             else:
-                at = _Place(at.epoch + 1)
+                at = _BlockStart(at.epoch + 1)
 
-    def _part_blocks(self, at: _Place) -> Generator[_Block, None, tuple[bool, int]]:
+    def _part_blocks(self, at: _BlockStart) -> Generator[_Block, None, tuple[bool, int]]:
         """The blocks of one part; returns whether there was one, and how many documents the part holds."""
         corpus = self._corpus
         turn, turns = (0, 1) if at.alone else (self._turn, self._turns)
@@ -160,7 +162,7 @@ class StreamedDocuments:
             texts, seen = [], at.seen
             while len(texts) < corpus.shuffle_buffer and (text := next(reader, None)) is not None:
                 self._pool.check_open()
-                if not text or (corpus.held_out and place(text) < corpus.held_out):
+                if not text or (corpus.held_out and unit_hash(text) < corpus.held_out):
                     continue
                 if seen % turns == turn:
                     texts.append(text)

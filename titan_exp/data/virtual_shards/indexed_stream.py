@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.data.epoch_shuffle import EpochShuffle
 from titan_exp.data.sources.base import RandomAccessSource
 from titan_exp.data.tokenizers.base import Tokenizer
+from titan_exp.data.virtual_shards.epoch_shuffle import EpochShuffle
 
 _MOST_EMPTY_IN_A_ROW = 10_000
 
@@ -66,17 +66,17 @@ class TokenizedDocuments:
         """Tokens [length], end-of-text included."""
         tokens = self._in_use.get(index)
         if tokens is None:
-            tokens = self._in_use[index] = with_end_of_text(self._source[index], self._tokenizer)
+            tokens = self._in_use[index] = encode_document(self._source[index], self._tokenizer)
         return tokens
 
 
-def with_end_of_text(text: str, tokenizer: Tokenizer) -> np.ndarray:
+def encode_document(text: str, tokenizer: Tokenizer) -> np.ndarray:
     """Tokens of `text` and the end-of-text token, [length + 1]."""
     tokens = tokenizer.encode(text)
     return np.append(tokens, np.asarray(tokenizer.end_of_text, dtype=tokens.dtype))
 
 
-class RandomAccessStream:
+class IndexedStream:
     """A `DocumentStream` whose position is `epoch` and `document`, the number of documents read in that epoch."""
 
     def __init__(self, documents: TokenizedDocuments, order: EpochShuffle, *, shard: int, shards: int) -> None:

@@ -14,20 +14,20 @@ import numpy as np
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.data.epoch_shuffle import EpochShuffle
-from titan_exp.data.packing import PackedShard
-from titan_exp.data.sampler import States
+from titan_exp.data.sampler import SamplerState
 from titan_exp.data.sources.base import RandomAccessSource, Source, build_source, fingerprint, has_validation_split
-from titan_exp.data.sources.indexed_stream import DocumentStream, RandomAccessStream, TokenizedDocuments
-from titan_exp.data.sources.streaming import StreamedCorpus, StreamedDocuments
-from titan_exp.data.sources.thread_pool import ThreadPrefetch
 from titan_exp.data.tokenizers.base import Tokenizer, build_tokenizer
-from titan_exp.data.validation_split import training_part
+from titan_exp.data.validation_split import training_subset
+from titan_exp.data.virtual_shards.block_shuffle import BlockShuffledStream, StreamSpec
+from titan_exp.data.virtual_shards.epoch_shuffle import EpochShuffle
+from titan_exp.data.virtual_shards.indexed_stream import DocumentStream, IndexedStream, TokenizedDocuments
+from titan_exp.data.virtual_shards.packing import PackedStream
+from titan_exp.data.virtual_shards.thread_pool import DaemonThreadPool
 
 _READ_AHEAD_THREADS = 8
 
 
-class VirtualShards:
+class VirtualShardSampler:
     """A `Sampler` over the shards of one rank. Raises UserError where the corpus or the tokenizer cannot be used."""
 
     def __init__(self, experiment: Experiment, *, dp_rank: int, dp_degree: int) -> None:
@@ -40,34 +40,34 @@ class VirtualShards:
         self.corpus = _describe(experiment, source, tokenizer)
         own = range(dp_rank, self._shards, dp_degree)
         self._pool = (
-            None if isinstance(source, RandomAccessSource) else ThreadPrefetch(min(_READ_AHEAD_THREADS, len(own)))
+            None if isinstance(source, RandomAccessSource) else DaemonThreadPool(min(_READ_AHEAD_THREADS, len(own)))
         )
         if self._pool is not None:
             weakref.finalize(self, self._pool.close)  # a task that runs would keep the pool alive after its last user
         self._streams = _build_streams(experiment, source, tokenizer, own, self._pool)
-        self.beginning: States = {str(shard): {"rows": 0} for shard in own}
+        self.initial_state: SamplerState = {str(shard): {"rows": 0} for shard in own}
 
-    def take(self, states: Mapping[str, dict[str, Any]]) -> States:
+    def restrict(self, states: Mapping[str, dict[str, Any]]) -> SamplerState:
         """The states of this rank's shards."""
         _check_complete(states, self._shards, self._dp_degree)
-        return {shard: dict(states[shard]) for shard in self.beginning}
+        return {shard: dict(states[shard]) for shard in self.initial_state}
 
-    def open(self, states: States) -> "PackedShards":
+    def open(self, states: SamplerState) -> "RoundRobinReader":
         """A reader; only one may be in use, for it moves this rank's streams."""
-        packed = {shard: PackedShard(stream, self._seq_len) for shard, stream in self._streams.items()}
+        packed = {shard: PackedStream(stream, self._seq_len) for shard, stream in self._streams.items()}
         for shard, state in states.items():
             packed[int(shard)].load_state_dict(state)
-        return PackedShards(packed, sum(state["rows"] for state in states.values()))
+        return RoundRobinReader(packed, sum(state["rows"] for state in states.values()))
 
-    def at(self, rows: int) -> States | None:
+    def state_at(self, rows: int) -> SamplerState | None:
         """Only the beginning is known."""
-        return None if rows else self.beginning
+        return None if rows else self.initial_state
 
-    def source_of(self, row: int) -> str:
+    def source_name(self, row: int) -> str:
         """There is one source."""
         return ""
 
-    def epochs(self, states: States) -> dict[str, float]:
+    def epochs(self, states: SamplerState) -> dict[str, float]:
         """Passes over the training documents, estimated from this rank's shards."""
         return {"": sum(self._streams[int(shard)].passes(state) for shard, state in states.items()) / len(states)}
 
@@ -77,10 +77,10 @@ class VirtualShards:
             self._pool.close()
 
 
-class PackedShards:
+class RoundRobinReader:
     """A `RowReader` that takes a row from each shard in turn."""
 
-    def __init__(self, shards: Mapping[int, PackedShard], rows: int) -> None:
+    def __init__(self, shards: Mapping[int, PackedStream], rows: int) -> None:
         self._shards = shards
         self._order = sorted(shards)
         self._rows = rows
@@ -90,7 +90,7 @@ class PackedShards:
         for shard in self._shards.values():
             shard.prepare()
 
-    def next_row(self, window: np.ndarray) -> tuple[list[int], States]:
+    def next_row(self, window: np.ndarray) -> tuple[list[int], SamplerState]:
         """Fill `window` from the next shard."""
         number = self._order[self._rows % len(self._order)]
         self._rows += 1
@@ -99,20 +99,20 @@ class PackedShards:
 
 
 def _build_streams(
-    experiment: Experiment, source: Source, tokenizer: Tokenizer, own: range, pool: ThreadPrefetch | None
+    experiment: Experiment, source: Source, tokenizer: Tokenizer, own: range, pool: DaemonThreadPool | None
 ) -> dict[int, DocumentStream]:
     """The document stream of each of the virtual shards `own`."""
     seed, shards, held_out = experiment.experiment.seed, experiment.data.virtual_shards, _held_out(experiment)
     if isinstance(source, RandomAccessSource):
-        documents = TokenizedDocuments(training_part(source, held_out), tokenizer)
+        documents = TokenizedDocuments(training_subset(source, held_out), tokenizer)
         order = EpochShuffle(len(documents), seed)
-        return {shard: RandomAccessStream(documents, order, shard=shard, shards=shards) for shard in own}
+        return {shard: IndexedStream(documents, order, shard=shard, shards=shards) for shard in own}
     assert pool is not None
     if source.parts < shards:
         _warn_of_shared_parts(source.parts, shards)
     order = EpochShuffle(source.parts, seed)
-    corpus = StreamedCorpus(source, tokenizer, order, seed, shards, experiment.data.shuffle_buffer, held_out)
-    return {shard: StreamedDocuments(corpus, pool, shard) for shard in own}
+    corpus = StreamSpec(source, tokenizer, order, seed, shards, experiment.data.shuffle_buffer, held_out)
+    return {shard: BlockShuffledStream(corpus, pool, shard) for shard in own}
 
 
 def _warn_of_shared_parts(parts: int, shards: int) -> None:

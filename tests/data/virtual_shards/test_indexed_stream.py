@@ -7,20 +7,20 @@ import pytest
 
 from tests.data.corpora import OwnTable, experiment
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.data.epoch_shuffle import EpochShuffle
-from titan_exp.data.sources.indexed_stream import RandomAccessStream, TokenizedDocuments
 from titan_exp.data.tokenizers.base import ByteTokenizer
+from titan_exp.data.virtual_shards.epoch_shuffle import EpochShuffle
+from titan_exp.data.virtual_shards.indexed_stream import IndexedStream, TokenizedDocuments
 
 CONFIG = experiment().data
 
 
-def streams(source, shards: int, seed: int = 0) -> list[RandomAccessStream]:
+def streams(source, shards: int, seed: int = 0) -> list[IndexedStream]:
     documents = TokenizedDocuments(source, ByteTokenizer())
     order = EpochShuffle(len(source), seed)
-    return [RandomAccessStream(documents, order, shard=shard, shards=shards) for shard in range(shards)]
+    return [IndexedStream(documents, order, shard=shard, shards=shards) for shard in range(shards)]
 
 
-def read(stream: RandomAccessStream, *, epoch: int) -> list[bytes]:
+def read(stream: IndexedStream, *, epoch: int) -> list[bytes]:
     """The documents of the stream's present epoch, which must be `epoch`."""
     found = []
     while stream.position()["epoch"] == epoch:

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from titan_exp.data.sources.indexed_stream import DocumentStream
+from titan_exp.data.virtual_shards.indexed_stream import DocumentStream
 
 
-class PackedShard:
+class PackedStream:
     """The endless rows of one virtual shard. Its state is the place of the next row's first token."""
 
     def __init__(self, stream: DocumentStream, seq_len: int) -> None:

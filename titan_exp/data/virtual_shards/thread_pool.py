@@ -16,7 +16,7 @@ _Task = tuple[Callable[[], object], "Future"] | None
 _PATIENCE_SECONDS = 2.0
 
 
-class ThreadPrefetch:
+class DaemonThreadPool:
     """Runs tasks in `threads` threads. After `close`, tasks that wait are cancelled; those that run `check_open`."""
 
     def __init__(self, threads: int) -> None:

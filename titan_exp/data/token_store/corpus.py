@@ -17,13 +17,13 @@ from titan_exp.data.sources.base import (
     fingerprint,
     has_validation_split,
 )
-from titan_exp.data.validation_split import place, places
+from titan_exp.data.validation_split import unit_hash, unit_hashes
 
 _CHUNK = 4096
 
 
 @dataclass(frozen=True, order=True)
-class Part:
+class CorpusPart:
     """A part of the text. All parts in their order are all of it."""
 
     split: str
@@ -78,9 +78,9 @@ class Corpus:
         """What is evaluated on: a share of the documents, or a split of its own."""
 
     @property
-    def parts(self) -> list[Part]:
+    def parts(self) -> list[CorpusPart]:
         """All parts, in order."""
-        return [Part(split, number) for split, count in self._counts.items() for number in range(count)]
+        return [CorpusPart(split, number) for split, count in self._counts.items() for number in range(count)]
 
     @property
     def documents(self) -> int | None:
@@ -88,14 +88,14 @@ class Corpus:
         lengths = [len(source) for source in self._sources.values() if isinstance(source, RandomAccessSource)]
         return sum(lengths) if len(lengths) == len(self._sources) else None
 
-    def read(self, part: Part, position: Any) -> Iterator[Document]:
+    def read(self, part: CorpusPart, position: Any) -> Iterator[Document]:
         """The documents of a part, from a position of it (None: its beginning) on."""
         source = self._sources[part.split]
         fraction = self._fraction if part.split == "train" else 1.0
         if not isinstance(source, RandomAccessSource):
             reader = source.open(part.number, position)
             for text in reader:
-                split = "validation" if fraction and place(text) < fraction else "train"
+                split = "validation" if fraction and unit_hash(text) < fraction else "train"
                 yield Document(text, split, reader.state_dict)
             return
         count = self._counts[part.split]
@@ -108,9 +108,9 @@ class Corpus:
             numbers = which if order is None else [order[index] for index in which]
             held_out = np.ones(len(which), dtype=bool)
             if fraction < 1 and isinstance(numbers, range):
-                held_out = places(source, numbers) < fraction
+                held_out = unit_hashes(source, numbers) < fraction
             elif fraction < 1:
-                held_out = np.array([places(source, range(one, one + 1))[0] < fraction for one in numbers])
+                held_out = np.array([unit_hashes(source, range(one, one + 1))[0] < fraction for one in numbers])
             for index, number, held in zip(which, numbers, held_out, strict=True):
                 yield Document(source[number], "validation" if held else "train", lambda after=index + 1: after)
 

@@ -8,10 +8,9 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.data.sources.base import (
     RandomAccessSource,
     StreamingSource,
-    build_source,
-    build_validation_source,
     fingerprint,
 )
+from titan_exp.data.sources.build import build_source, build_validation_source
 from titan_exp.data.sources.python_stdlib import PythonStdlibSource
 from titan_exp.data.sources.split_files import SplitFileSource
 from titan_exp.data.sources.text import TextSource

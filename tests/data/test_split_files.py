@@ -6,7 +6,8 @@ import pytest
 from tests.data.corpora import Ranks, experiment, rows_of, text
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.data.sources import split_files as divided_files
-from titan_exp.data.sources.base import RandomAccessSource, build_source
+from titan_exp.data.sources.base import RandomAccessSource
+from titan_exp.data.sources.build import build_source
 from titan_exp.data.sources.split_files import Granularity, SplitFileSource
 from titan_exp.data.sources.text import TextSource
 from titan_exp.data.train_loader import TrainLoader
@@ -77,7 +78,9 @@ def test_the_fingerprint_tells_ways_to_divide_apart(tmp_path: Path):
     found = []
     for document in ("file", "paragraph", "line"):
         run = experiment(source="text", paths=(str(tmp_path),), document=document)
-        loader = TrainLoader(run, dp_rank=0, dp_degree=1, micro_batch_size=8, pin_memory=False)
+        loader = TrainLoader(
+            run.data, run.training, run.experiment.seed, dp_rank=0, dp_degree=1, micro_batch_size=8, pin_memory=False
+        )
         found.append(loader.fingerprint)
         loader.close()
     assert len(set(found)) == 3
@@ -109,7 +112,7 @@ def test_one_file_trains_and_is_evaluated_on_in_every_layout(tmp_path: Path, doc
     held_out = documents(validation_subset(source, 0.2))
     assert 4 < len(held_out) < 30
 
-    validation = ValidationLoader(run, dp_rank=0, dp_degree=1, micro_batch_size=4)
+    validation = ValidationLoader(run.data, run.training.seq_len, dp_rank=0, dp_degree=1, micro_batch_size=4)
     evaluated = [token for batch in validation for row in rows_of(batch) for token in row[:-1]]
     expected = [token for each in held_out for token in [*each.encode(), 256]]
     assert evaluated[: len(expected) - 1] == expected[:-1]

@@ -10,7 +10,7 @@ import torch
 from tests.data.corpora import BROKEN, OWN_STREAM, OwnTable, Ranks, experiment, rows_of, write_files
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.data.tokenizers.base import ByteTokenizer
+from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.data.validation_split import validation_subset
 from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
@@ -31,7 +31,15 @@ every_corpus = pytest.mark.parametrize("run", CORPORA.values(), ids=CORPORA)
 
 
 def loader(run: Experiment, *, dp_rank: int = 0, dp_degree: int = 1, micro_batch_size: int = 8) -> TrainLoader:
-    return TrainLoader(run, dp_rank=dp_rank, dp_degree=dp_degree, micro_batch_size=micro_batch_size, pin_memory=False)
+    return TrainLoader(
+        run.data,
+        run.training,
+        run.experiment.seed,
+        dp_rank=dp_rank,
+        dp_degree=dp_degree,
+        micro_batch_size=micro_batch_size,
+        pin_memory=False,
+    )
 
 
 @every_corpus
@@ -259,7 +267,8 @@ def test_the_interpreter_exits_with_the_loader_still_open(source: str, end: str)
     program = f"""
 from tests.data.corpora import {source}, experiment
 from titan_exp.data.train_loader import TrainLoader
-trainer = TrainLoader(experiment(source={source}), dp_rank=0, dp_degree=1, micro_batch_size=8, pin_memory=False)
+run = experiment(source={source})
+trainer = TrainLoader(run.data, run.training, run.experiment.seed, dp_rank=0, dp_degree=1, micro_batch_size=8, pin_memory=False)
 next(trainer)
 {end}
 """
@@ -273,7 +282,9 @@ next(trainer)
 def test_pinned_batches_hold_the_same_rows():
     plain = loader(experiment(document_mask=True, reset_positions=True))
     run = experiment(document_mask=True, reset_positions=True)
-    pinned = TrainLoader(run, dp_rank=0, dp_degree=1, micro_batch_size=8, pin_memory=True)
+    pinned = TrainLoader(
+        run.data, run.training, run.experiment.seed, dp_rank=0, dp_degree=1, micro_batch_size=8, pin_memory=True
+    )
     for _ in range(5):
         batch, expected = next(pinned), next(plain)
         assert batch.documents is not None

@@ -15,7 +15,9 @@ SEQ_LEN = 24
 
 def ranks(run: Experiment, dp_degree: int, micro_batch_size: int) -> list[ValidationLoader]:
     return [
-        ValidationLoader(run, dp_rank=rank, dp_degree=dp_degree, micro_batch_size=micro_batch_size)
+        ValidationLoader(
+            run.data, run.training.seq_len, dp_rank=rank, dp_degree=dp_degree, micro_batch_size=micro_batch_size
+        )
         for rank in range(dp_degree)
     ]
 

@@ -72,8 +72,11 @@ class Trainer:
             "dp_degree": self.mesh.dp_degree,
             "micro_batch_size": micro_batch_size(experiment),
         }
-        self.loader = TrainLoader(experiment, **shares, pin_memory=device.type == "cuda")
-        self.validation = ValidationLoader(experiment, **shares) if training.evaluate_every else None
+        seed, pin_memory = experiment.experiment.seed, device.type == "cuda"
+        self.loader = TrainLoader(experiment.data, training, seed, **shares, pin_memory=pin_memory)
+        self.validation = (
+            ValidationLoader(experiment.data, training.seq_len, **shares) if training.evaluate_every else None
+        )
         self.accumulation = gradient_accumulation(experiment)
         remote = experiment.checkpoint.remote
         self.checkpointer = Checkpointer(

@@ -20,7 +20,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.token_store_manifest import UNFINISHED, Manifest, read_manifest
 from titan_exp.data.token_store import shard_writer as shard_files
 from titan_exp.data.token_store.writer import PartTokenizer
-from titan_exp.data.tokenizers.base import build_tokenizer
+from titan_exp.data.tokenizers.build import build_tokenizer
 from titan_exp.data.validation_split import unit_hashes
 
 REPOSITORY = Path(__file__).parents[3]
@@ -162,7 +162,7 @@ def test_a_table_of_the_datasets_library_is_continued_inside_a_file(
     data |= {"data_files": (str(tmp_path / "*.jsonl"),), "validation_fraction": 0.0}
     reference = make(tmp_path / "reference", **data)
     assert documents(reference, "train") == [each for each in texts if each]
-    original, left = PartTokenizer._cut, [3]
+    original, left = PartTokenizer._write_cut, [3]
 
     def cut(self: PartTokenizer, *given: Any) -> bool:
         left[0] -= 1
@@ -171,7 +171,7 @@ def test_a_table_of_the_datasets_library_is_continued_inside_a_file(
         return original(self, *given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(PartTokenizer, "_cut", cut)
+        patch.setattr(PartTokenizer, "_write_cut", cut)
         with pytest.raises(KeyboardInterrupt):
             make(tmp_path / "store", **data)
     make(tmp_path / "store", **data)
@@ -217,7 +217,7 @@ def wait_for_the_end_of(process: int) -> None:
 
 def test_a_full_disk_is_said_and_what_is_finished_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     reference = make(tmp_path / "reference")
-    original, left = shard_files.AtomicFile.finish, [5]
+    original, left = shard_files.AtomicFile.commit, [5]
 
     def finish(self: shard_files.AtomicFile) -> str:
         left[0] -= 1
@@ -226,7 +226,7 @@ def test_a_full_disk_is_said_and_what_is_finished_stays(tmp_path: Path, monkeypa
         return original(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(shard_files.AtomicFile, "finish", finish)
+        patch.setattr(shard_files.AtomicFile, "commit", finish)
         with pytest.raises(UserError, match=r"disk of .*store is full[\s\S]*same command continues"):
             make(tmp_path / "store")
     with pytest.raises(UserError, match="not complete yet"):

@@ -15,7 +15,7 @@ from titan_exp.data.validation_loader import SplitBatches, ValidationLoader
 
 
 def batches(run: Experiment, dp_rank: int = 0, dp_degree: int = 1) -> ValidationLoader:
-    return ValidationLoader(run, dp_rank=dp_rank, dp_degree=dp_degree, micro_batch_size=3)
+    return ValidationLoader(run.data, run.training.seq_len, dp_rank=dp_rank, dp_degree=dp_degree, micro_batch_size=3)
 
 
 def listed(loader: ValidationLoader | SplitBatches) -> list[list[Any]]:

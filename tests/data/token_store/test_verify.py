@@ -49,7 +49,9 @@ def test_files_that_are_cut_or_missing_are_refused_before_a_run_and_while_it_rea
         check_store(str(store.path))
     with pytest.raises(UserError, match=f"damaged[\\s\\S]*{first.name}"):
         TokenSplit(store, "train").read(0, np.empty(8, dtype=np.int64))
-    loader = TrainLoader(run, dp_rank=0, dp_degree=1, micro_batch_size=24, pin_memory=False)
+    loader = TrainLoader(
+        run.data, run.training, run.experiment.seed, dp_rank=0, dp_degree=1, micro_batch_size=24, pin_memory=False
+    )
     with pytest.raises(UserError, match="damaged"):
         next(loader)
     loader.close()

@@ -34,7 +34,15 @@ def run(request: pytest.FixtureRequest, stores: list[Manifest]) -> Experiment:
 
 
 def loader(run: Experiment, *, dp_rank: int = 0, dp_degree: int = 1, micro_batch_size: int = 24) -> TrainLoader:
-    return TrainLoader(run, dp_rank=dp_rank, dp_degree=dp_degree, micro_batch_size=micro_batch_size, pin_memory=False)
+    return TrainLoader(
+        run.data,
+        run.training,
+        run.experiment.seed,
+        dp_rank=dp_rank,
+        dp_degree=dp_degree,
+        micro_batch_size=micro_batch_size,
+        pin_memory=False,
+    )
 
 
 def test_global_batches_are_the_same_rows_in_every_layout(run: Experiment):

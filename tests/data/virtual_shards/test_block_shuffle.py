@@ -7,7 +7,7 @@ import pytest
 
 from tests.data.corpora import OwnStream, experiment, text
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.data.tokenizers.base import ByteTokenizer
+from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
 from titan_exp.data.validation_split import unit_hash
 from titan_exp.data.virtual_shards.block_shuffle import BlockShuffledStream, StreamSpec
 from titan_exp.data.virtual_shards.epoch_shuffle import EpochShuffle
@@ -107,7 +107,7 @@ def test_empty_parts_are_passed_over_and_an_empty_corpus_is_an_error(pool: Daemo
 def test_the_first_blocks_of_all_shards_are_read_in_the_background(pool: DaemonThreadPool):
     shards = streams(pool, MANY)
     for stream in shards:
-        stream.prepare()
+        stream.prefetch()
     for stream in shards:
         assert stream._next is not None
         stream._next.result(timeout=10)
@@ -115,6 +115,6 @@ def test_the_first_blocks_of_all_shards_are_read_in_the_background(pool: DaemonT
 
 def test_passes_count_parts(pool: DaemonThreadPool):
     stream = streams(pool, MANY)[0]
-    assert stream.passes({}) == 0
-    assert stream.passes({"epoch": 1, "part": 0}) == 1
-    assert stream.passes({"epoch": 1, "part": 2}) == pytest.approx(1 + 2 / 3)
+    assert stream.epochs({}) == 0
+    assert stream.epochs({"epoch": 1, "part": 0}) == 1
+    assert stream.epochs({"epoch": 1, "part": 2}) == pytest.approx(1 + 2 / 3)

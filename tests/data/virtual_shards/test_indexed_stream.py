@@ -7,7 +7,7 @@ import pytest
 
 from tests.data.corpora import OwnTable, experiment
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.data.tokenizers.base import ByteTokenizer
+from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
 from titan_exp.data.virtual_shards.epoch_shuffle import EpochShuffle
 from titan_exp.data.virtual_shards.indexed_stream import IndexedStream, TokenizedDocuments
 
@@ -101,8 +101,8 @@ def test_a_document_in_use_by_several_shards_is_read_once():
 
 def test_passes_count_documents_of_the_whole_corpus():
     shards = streams(OwnTable(CONFIG, documents=40), 8)
-    assert shards[0].passes({}) == 0
-    assert shards[0].passes({"epoch": 2, "document": 0}) == 2
-    assert shards[0].passes({"epoch": 2, "document": 1}) == pytest.approx(2.2)
+    assert shards[0].epochs({}) == 0
+    assert shards[0].epochs({"epoch": 2, "document": 0}) == 2
+    assert shards[0].epochs({"epoch": 2, "document": 1}) == pytest.approx(2.2)
     # One document read by each of 8 shards is 8 passes over a corpus of one.
-    assert streams(OwnTable(CONFIG, documents=1), 8)[0].passes({"epoch": 1, "document": 0}) == 8
+    assert streams(OwnTable(CONFIG, documents=1), 8)[0].epochs({"epoch": 1, "document": 0}) == 8

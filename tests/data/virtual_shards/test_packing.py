@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.data.corpora import OwnTable, experiment, text
-from titan_exp.data.tokenizers.base import ByteTokenizer
+from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
 from titan_exp.data.virtual_shards.epoch_shuffle import EpochShuffle
 from titan_exp.data.virtual_shards.indexed_stream import IndexedStream, TokenizedDocuments
 from titan_exp.data.virtual_shards.packing import PackedStream

@@ -18,7 +18,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.schema.typed_config import load_experiment
-from titan_exp.data.tokenizers.base import build_tokenizer, tokenizer_path
+from titan_exp.data.tokenizers.build import build_tokenizer, tokenizer_path
 from titan_exp.data.tokenizers.files import TOKENIZER_FILES
 from titan_exp.models.convert.hf_config import from_huggingface, special_tokens_of
 from titan_exp.models.convert.llama_state_dict import CheckpointFormat, llama_map, names_of

@@ -1,1 +1,1 @@
-"""Text tokenized while training: a fixed number of virtual shards, each an endless packed stream of documents."""
+"""Row order of text tokenized while training: virtual shards, each an endless packed stream of documents."""

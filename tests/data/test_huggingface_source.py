@@ -15,7 +15,7 @@ import pytest
 from tests.data.corpora import Ranks, experiment, text
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.data.sources import load_dataset as huggingface_loading
+from titan_exp.data.sources import load_dataset
 from titan_exp.data.sources.base import fingerprint
 from titan_exp.data.sources.build import build_source, build_validation_source
 from titan_exp.data.sources.huggingface import HuggingFaceStream, HuggingFaceTable, build
@@ -171,7 +171,7 @@ def silent_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
         monkeypatch.setattr(datasets.config, "HF_ENDPOINT", address)
-        monkeypatch.setattr(huggingface_loading, "_REACH_SECONDS", 0.2)
+        monkeypatch.setattr(load_dataset, "_HUB_TIMEOUT_SECONDS", 0.2)
         yield
 
 
@@ -187,9 +187,9 @@ def test_without_a_network_it_gives_up_soon_and_says_what_works(streaming: bool)
 def test_local_files_need_no_network(corpus: Path, monkeypatch: pytest.MonkeyPatch):
     asked = []
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_: asked.append(host))
-    assert not huggingface_loading._needs_hub(local(corpus, "json").data)
-    assert not huggingface_loading._needs_hub(replace(local(corpus, "json").data, dataset=str(corpus)))
-    assert huggingface_loading._needs_hub(experiment(dataset="allenai/c4").data)
+    assert not load_dataset._needs_hub(local(corpus, "json").data)
+    assert not load_dataset._needs_hub(replace(local(corpus, "json").data, dataset=str(corpus)))
+    assert load_dataset._needs_hub(experiment(dataset="allenai/c4").data)
     for streaming in (False, True):
         build_source(local(corpus, "parquet", streaming=streaming).data)
         build_source(local(corpus, "parquet", streaming=streaming, dataset=str(corpus / "splits"), data_files=()).data)

@@ -5,7 +5,7 @@ import pytest
 
 from tests.data.corpora import Ranks, experiment, rows_of, text
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.data.sources import split_files as divided_files
+from titan_exp.data.sources import split_files
 from titan_exp.data.sources.base import RandomAccessSource
 from titan_exp.data.sources.build import build_source
 from titan_exp.data.sources.split_files import Granularity, SplitFileSource
@@ -61,7 +61,7 @@ def test_files_in_order_those_without_a_document_too_and_numbers_within_each(div
 
 
 def test_more_files_than_stay_open(divide: Divide, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(divided_files, "_OPEN_FILES", 2)
+    monkeypatch.setattr(split_files, "_OPEN_FILES", 2)
     source = divide("line", **{f"f{number}": f"{number} x\n{number} y".encode() for number in range(6)})
     expected = [f"{number} {line}" for number in range(6) for line in "xy"]
     assert documents(source) == documents(source) == expected
@@ -69,7 +69,7 @@ def test_more_files_than_stay_open(divide: Divide, monkeypatch: pytest.MonkeyPat
 
 
 def test_blank_files_are_refused(divide: Divide):
-    with pytest.raises(UserError, match=r"data\.document=line: the files of data\.paths are blank"):
+    with pytest.raises(UserError, match=r"data\.document=line: all files of data\.paths are blank"):
         divide("line", a=b"\n \n", b=b"\n")
 
 

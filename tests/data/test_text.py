@@ -52,7 +52,7 @@ def test_the_same_corpus_elsewhere_is_the_same_corpus(corpus: Path, tmp_path: Pa
 def test_binary_files_are_skipped_with_one_warning(corpus: Path):
     for name in ("x.png", "y.bin"):
         (corpus / name).write_bytes(b"PNG\0\1\2")
-    with pytest.warns(UserWarning, match=r"data\.paths: 2 binary files are skipped, such as .*x\.png") as caught:
+    with pytest.warns(UserWarning, match=r"data\.paths: skipped 2 binary files, such as .*x\.png") as caught:
         assert len(TextSource([str(corpus)])) == 4
     assert len(caught) == 1
 
@@ -78,5 +78,8 @@ def test_no_text_at_all_is_an_error(tmp_path: Path):
     with pytest.raises(UserError, match=r"no file is named[\s\S]*data\.paths="):
         TextSource([])
     (tmp_path / "x.bin").write_bytes(b"\0")
-    with pytest.warns(UserWarning, match="1 binary"), pytest.raises(UserError, match="no file there holds text"):
+    with (
+        pytest.warns(UserWarning, match="skipped 1 binary"),
+        pytest.raises(UserError, match="no file there contains text"),
+    ):
         TextSource([str(tmp_path)])

@@ -97,7 +97,7 @@ def test_1_2_3_4_or_8_ranks_see_the_same_and_so_do_resumes_across_them(kind: str
 
 
 def test_parts_that_shards_have_to_share_are_warned_of():
-    with pytest.warns(UserWarning, match="3 independent parts, each to be read 3 times; data.virtual_shards=3"):
+    with pytest.warns(UserWarning, match="3 independent parts, each of which is read 3 times; data.virtual_shards=3"):
         loader(experiment(source=OWN_STREAM, options={"sizes": (20, 20, 20)})).close()
 
 
@@ -268,7 +268,8 @@ def test_the_interpreter_exits_with_the_loader_still_open(source: str, end: str)
 from tests.data.corpora import {source}, experiment
 from titan_exp.data.train_loader import TrainLoader
 run = experiment(source={source})
-trainer = TrainLoader(run.data, run.training, run.experiment.seed, dp_rank=0, dp_degree=1, micro_batch_size=8, pin_memory=False)
+layout = dict(dp_rank=0, dp_degree=1, micro_batch_size=8, pin_memory=False)
+trainer = TrainLoader(run.data, run.training, run.experiment.seed, **layout)
 next(trainer)
 {end}
 """

@@ -1,4 +1,4 @@
-"""Batch preview (`data.preview`): the decoded rows of one global batch with document boundaries, positions and labels."""
+"""Batch preview (`data.preview`): decoded rows of one global batch, with document boundaries, positions and labels."""
 
 from collections.abc import Iterator
 

@@ -1,7 +1,7 @@
 """Validation data loader: one pass over the validation split per iteration, in rows that do not depend on the layout.
 
-The split's documents, in source order and limited by `data.validation_documents`, form one sequence of tokens; its row n
-belongs to data rank n mod dp. Each store of a mixture is a sequence of its own and has a loss of its own.
+The split's documents, in source order and limited by `data.validation_documents`, form one sequence of tokens; its
+row n belongs to data rank n mod dp. Each store of a mixture is a sequence of its own and has a loss of its own.
 """
 
 import math

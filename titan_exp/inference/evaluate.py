@@ -96,11 +96,12 @@ def evaluate_source(source: Source, experiment: Experiment, mesh: Mesh, everythi
     """Loss and perplexity over the validation split of the experiment's data, or over `everything`; all ranks of the
     mesh together, each of which reads its part of the weights."""
     loader = ValidationLoader(
-        experiment,
+        experiment.data,
+        experiment.training.seq_len,
         dp_rank=mesh.dp_rank,
         dp_degree=mesh.dp_degree,
         micro_batch_size=experiment.training.micro_batch_size or BATCH,
-        everything=everything,
+        all_documents=everything,
     )
     parallelism = experiment.parallelism
 

@@ -50,5 +50,5 @@ def test_each_source_of_a_mixture_has_a_split_of_its_own(tmp_path: Path):
 
 def test_a_store_without_documents_to_evaluate_on_is_refused(tmp_path: Path):
     store = make(tmp_path / "store", validation_fraction=0.0)
-    with pytest.raises(UserError, match="made without documents to evaluate on"):
+    with pytest.raises(UserError, match="made without validation documents"):
         batches(over(store))

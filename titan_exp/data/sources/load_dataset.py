@@ -71,8 +71,8 @@ def _explain(config: DataConfig, split: str, error: Exception, *, offline: bool)
     message = (str(error).strip() or type(error).__name__).splitlines()[0]
     if offline:
         remedy = (
-            "a machine that reaches the hub; or the same command once on such a machine, to fill the cache under HF_HOME "
-            "(streaming=false); or local files: data.dataset=parquet data.data_files='[part-*.parquet]'; "
+            "a machine that reaches the hub; or the same command once on such a machine, to fill the cache of "
+            "HF_HOME (streaming=false); or local files: data.dataset=parquet data.data_files='[part-*.parquet]'; "
             "or data=python_stdlib"
         )
         reason = f"the hub cannot be reached, and the cache lacks it ({message})"

@@ -44,8 +44,8 @@ class Document:
 class Corpus:
     """Text of a `data` group, divided into at most `max_parts` parts (a stream has parts of its own).
 
-    Held-out documents are those of `TrainLoader` and `ValidationLoader`. A non-zero `shuffle` seed permutes the training
-    documents (held-out ones included); the order is a function of seed and number of documents.
+    Held-out documents are those of `TrainLoader` and `ValidationLoader`. A non-zero `shuffle` seed permutes the
+    training documents (held-out ones included), as a function of seed and number of documents.
 
     Raises:
         UserError: the text cannot be read, or cannot be shuffled.

@@ -75,11 +75,11 @@ def test_an_entry_that_matches_nothing_is_named(corpus: Path, entry: str):
 
 
 def test_no_text_at_all_is_an_error(tmp_path: Path):
-    with pytest.raises(UserError, match=r"no file is named[\s\S]*data\.paths="):
+    with pytest.raises(UserError, match=r"no file is given[\s\S]*data\.paths="):
         TextSource([])
     (tmp_path / "x.bin").write_bytes(b"\0")
     with (
-        pytest.warns(UserWarning, match="skipped 1 binary"),
+        pytest.warns(UserWarning, match="skipped 1 b"),
         pytest.raises(UserError, match="no file there contains text"),
     ):
         TextSource([str(tmp_path)])

@@ -19,10 +19,10 @@ from titan_exp.config.layout.layout import offered_devices, resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.plan.cuda.caching_allocator import MIB
 from titan_exp.plan.cuda.devices import DEVICES, device_named
-from titan_exp.plan.plan_table import print_plan, print_whole
+from titan_exp.plan.plan_table import print_plan, print_unwrapped
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.rules import check
-from titan_exp.tracking.memory_stats import PEAKS
+from titan_exp.tracking.memory_stats import PEAK_TFLOPS
 
 CLUSTER = ["cluster=slurm_h100", "training.seq_len=512", "training.mixed_precision=bf16"]
 SMALL = ["model=llama_debug", *CLUSTER, "training.global_batch_size=64"]
@@ -93,7 +93,7 @@ def test_no_digit_is_cut_off_where_it_is_narrow():
     table = Table("parameters", "activations", "in all")
     table.add_row("123.45", "6789.01", "6912.46")
     text = io.StringIO()
-    print_whole(Console(file=text, width=12), table)
+    print_unwrapped(Console(file=text, width=12), table)
     assert "123.45" in text.getvalue()
     assert "activations" in text.getvalue()
     assert "\u2026" not in text.getvalue()
@@ -163,5 +163,5 @@ def test_a_verb_misspelt_is_no_override(capsys: pytest.CaptureFixture[str]):
 def test_devices_are_those_that_mfu_is_counted_by():
     with pytest.raises(UserError, match="did you mean h100"):
         device_named("h10")
-    peaks = {peak for _, peak in PEAKS}
+    peaks = {peak for _, peak in PEAK_TFLOPS}
     assert {device.bf16_tflops for device in DEVICES.values()} <= peaks

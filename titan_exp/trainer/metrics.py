@@ -14,7 +14,7 @@ from titan_exp.tracking.device_rates import mfu_peak
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.memory_stats import PeakMemory
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.sinks.build import build_sinks
+from titan_exp.tracking.sinks.build_sinks import build_sinks
 from titan_exp.tracking.throughput import Throughput
 from titan_exp.trainer.profiling.compile_cache import cache_of
 from titan_exp.trainer.profiling.compile_report import CompileReport
@@ -111,7 +111,7 @@ class Report:
         message[0] = loss
         message[1 + rank * fields :][:fields] = torch.tensor(dataclasses.astuple(self.times.take()))
         if size > 1:
-            dist.all_reduce(message, group=self.mesh.control)
+            dist.all_reduce(message, group=self.mesh.cpu_group)
         return message[0], [OwnTimes(*times) for times in message[1:].view(size, fields).tolist()]
 
     def _step_times(self, step: int, times: Sequence[OwnTimes]) -> dict[str, float]:

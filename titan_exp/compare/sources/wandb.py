@@ -14,8 +14,8 @@ from titan_exp.compare.run_record import Run
 from titan_exp.compare.select_runs import Selection
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.run_folder.metrics_jsonl import decode
-from titan_exp.tracking.sinks.base import Row, Value
-from titan_exp.tracking.sinks.wandb_service import end_service
+from titan_exp.tracking.sinks.sink import Row, Value
+from titan_exp.tracking.sinks.wandb_service import stop_wandb_service
 
 STATES = {"finished": "done", "running": "running", "preempted": "preempted", "preempting": "preempted"}
 """W&B's states in our words; `pending` is the same, and any other is a failure."""
@@ -52,7 +52,7 @@ def select_from_wandb(place: str, group: str | None, ids: Sequence[str], runs: P
     Raises:
         UserError: wandb or its server cannot be used, or there are no such runs.
     """
-    with explained(place):
+    with explain_wandb_errors(place):
         import wandb
 
         api = wandb.Api()
@@ -97,7 +97,7 @@ def from_wandb(run: WandbApiRun) -> Run:
 
 
 @contextmanager
-def explained(place: str) -> Iterator[None]:
+def explain_wandb_errors(place: str) -> Iterator[None]:
     """Turns what wandb says into words for the user: no package, no account, no network, no such project.
 
     The service that wandb started for it is ended, in bounded time, whatever came of it.
@@ -123,7 +123,7 @@ def explained(place: str) -> Iterator[None]:
         ) from error
     finally:
         if "wandb" in sys.modules:
-            end_service()
+            stop_wandb_service()
 
 
 def _is_of_wandb(error: Exception) -> bool:

@@ -102,12 +102,12 @@ def plan_command(cfg: Any, options: Options) -> int:
     """
     from titan_exp.config.layout.layout import offered_devices, resolve_layout
     from titan_exp.config.schema.typed_config import to_experiment
-    from titan_exp.plan.supported import require_modelled
+    from titan_exp.plan.supported import check_supported
     from titan_exp.rules import check
 
     experiment = to_experiment(cfg)
     experiment = resolve_layout(check(experiment), offered_devices(experiment.cluster))
-    require_modelled(experiment)
+    check_supported(experiment)
     device = device_for(experiment, options.device)
     if options.ranks is not None and max(options.ranks) >= experiment.parallelism.pp:
         raise UserError(

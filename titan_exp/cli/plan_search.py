@@ -84,7 +84,7 @@ def search_command(cfg: Any, options: SearchOptions, typed: Sequence[str]) -> in
     from titan_exp.cli.plan import device_for
     from titan_exp.config.schema.typed_config import to_experiment
     from titan_exp.plan.search.layouts import candidates, fixed_keys
-    from titan_exp.plan.supported import require_modelled, require_modelled_on
+    from titan_exp.plan.supported import check_supported, check_supported_on
 
     experiment = to_experiment(cfg)
     if device_type(experiment.cluster) == "cpu":
@@ -96,8 +96,8 @@ def search_command(cfg: Any, options: SearchOptions, typed: Sequence[str]) -> in
     assert device is not None, "a GPU is known, or refused"
     gpus = options.gpus or offered_devices(experiment.cluster)
     # What no layout changes is told before any is looked at.
-    require_modelled(experiment)
-    require_modelled_on(experiment, device)
+    check_supported(experiment)
+    check_supported_on(experiment, device)
     if experiment.training.mixed_precision == "fp32":
         raise UserError(
             "plan search: layouts are ranked by speed, and of GPUs in fp32 none is known "
@@ -133,10 +133,10 @@ def _count(name: str, value: str, example: str) -> int:
 
 def _require_shortcut(experiment: Experiment) -> None:
     """A search traces a few layers for all of them, which must be alike."""
-    from titan_exp.plan.extrapolate.eligibility import why_not
+    from titan_exp.plan.extrapolate.eligibility import unsupported_reason
 
     parallelism = replace(experiment.parallelism, dp_replicate=1, dp_shard=1, tp=1, cp=1, pp=1, pp_microbatches=None)
-    reason = why_not(resolve_layout(replace(experiment, parallelism=parallelism), 1))
+    reason = unsupported_reason(resolve_layout(replace(experiment, parallelism=parallelism), 1))
     if reason is not None:
         raise UserError(
             f"plan search: layers must be alike to be traced once, and {reason}. titan-exp plan takes one layout of it."

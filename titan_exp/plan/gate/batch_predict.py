@@ -15,11 +15,11 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.machine.local_machine import usable_cores
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.extrapolate.eligibility import pays, why_not
+from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 from titan_exp.plan.gate.child_process import end_with_parent
 from titan_exp.plan.gate.prediction_cache import key_of, recall, remember
 from titan_exp.plan.plan_json import Prediction, Unpredicted, joined
-from titan_exp.plan.supported import require_modelled
+from titan_exp.plan.supported import check_supported
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -54,7 +54,7 @@ def foretell(
     lasting: set[str] = set()
     for number, question in enumerate(questions):
         try:
-            require_modelled(question.experiment)
+            check_supported(question.experiment)
         except UserError as error:
             keys.append(f"question {number}")
             found[keys[-1]] = Unpredicted("; ".join(_short(it) for it in error.violations) or str(error))
@@ -99,7 +99,7 @@ def _answers(asked: dict[str, Question]) -> dict[str, Prediction | Unpredicted]:
 def _shares(experiment: Experiment) -> list[tuple[int, ...]]:
     """Pipeline ranks that are planned together."""
     ranks = tuple(range(experiment.parallelism.pp))
-    if why_not(experiment) is None and pays(experiment, len(ranks)):
+    if unsupported_reason(experiment) is None and is_worthwhile(experiment, len(ranks)):
         return [ranks]
     return [(rank,) for rank in ranks]
 

@@ -135,9 +135,9 @@ def _end(it: FakeRank) -> None:
         return torch.zeros(())
 
     model: Any = SimpleNamespace(
-        parts=state.model.parts,
-        parameters=state.model.parameters,
-        counted=state.model.counted,
+        parts=parts.model.parts,
+        parameters=parts.model.parameters,
+        counted=parts.model.unique_parameters,
         forward_backward=no_passes,
     )
     trainer_step.train_step(

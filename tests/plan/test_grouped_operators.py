@@ -87,9 +87,9 @@ def test_a_model_with_experts_is_predicted_as_ranks_do(tmp_path: Path):
 def test_kernels_that_are_not_there_are_not_planned():
     config = experiment_of("quantization=float8_rowwise").quantization
     gpu = torch.device("cuda")
-    with cuda_instructions((9, 0)), pytest.raises(UserError, match="Triton kernels of torchao's"):
+    with fake_cuda_capability((9, 0)), pytest.raises(UserError, match="Triton kernels of torchao's"):
         needs_grouped_emulation(config, gpu)
-    with cuda_instructions((8, 0)):
+    with fake_cuda_capability((8, 0)):
         assert needs_grouped_emulation(config, gpu)
-    with cuda_instructions((9, 0)):
+    with fake_cuda_capability((9, 0)):
         assert needs_grouped_emulation(experiment_of("quantization=float8_tensorwise").quantization, gpu)

@@ -132,7 +132,7 @@ def _parts(layouts: list[str]) -> list[Any]:
                         truth = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
                     found.append((sharded_dims(weight), list(weight.shape), degrees, places, *truth))
             assert sum(max(1, len(weight.layers)) for weight in read_shards(it).weights) == len(
-                [1 for module in it.parts.model.parts for _ in module.parameters()]
+                [1 for module in it.state.model.parts for _ in module.parameters()]
             )
     return found
 

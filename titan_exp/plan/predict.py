@@ -12,10 +12,10 @@ from titan_exp.config.layout.layout import device_type, node_size, nodes_needed,
 from titan_exp.plan.cuda.caching_allocator import Reservations, reservations
 from titan_exp.plan.cuda.cpu_offload import GPU
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.cuda.fake_kernels import cuda_instructions
-from titan_exp.plan.extrapolate.allocation_events import Unwoven
-from titan_exp.plan.extrapolate.eligibility import pays, why_not
-from titan_exp.plan.extrapolate.extrapolated_trace import Retelling
+from titan_exp.plan.cuda.fake_kernels import fake_cuda_capability
+from titan_exp.plan.extrapolate.allocation_events import ExtrapolationError
+from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
+from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
 from titan_exp.plan.supported import attention_kernel, check_supported, check_supported_on
 from titan_exp.plan.time.roofline import RankTime, rank_time, step_time
 from titan_exp.plan.trace.fake_world import DEVICE, FakeRank, fake_rank, pipeline_ranks
@@ -127,7 +127,7 @@ def predict(
     experiment: Experiment,
     device: Device | None,
     pipeline_ranks: Collection[int] | None = None,
-    on_rank: Callable[[int, PretendedRank], None] | None = None,
+    on_rank: Callable[[int, FakeRank], None] | None = None,
     *,
     full: bool = False,
 ) -> Plan:
@@ -178,7 +178,7 @@ class _Tracer:
         self,
         experiment: Experiment,
         device: Device | None,
-        on_rank: Callable[[int, PretendedRank], None] | None,
+        on_rank: Callable[[int, FakeRank], None] | None,
         *,
         cuda: bool,
         where: torch.device,
@@ -225,9 +225,9 @@ class _Tracer:
             )
 
     @contextmanager
-    def _rank(self, number: int) -> Iterator[PretendedRank]:
-        rank = ranks_of_pipeline(self._experiment)[number]
-        with pretended_rank(self._experiment, rank, self._where) as it:
+    def _rank(self, number: int) -> Iterator[FakeRank]:
+        rank = pipeline_ranks(self._experiment)[number]
+        with fake_rank(self._experiment, rank, self._where) as it:
             if self._on_rank is not None:
                 self._on_rank(number, it)
             yield it

@@ -75,7 +75,7 @@ class BuiltModel:
         if recipe is not None:
             get_logger().info("quantization: %s", recipe)
         if mesh.pp_group is None:
-            _make_real(model, build, experiment, mesh, pretending)
+            _make_real(model, build, experiment, mesh, fake_mode)
         else:
             self.pipeline = _build_pipeline(model, build, experiment, mesh, fake_mode)
 
@@ -100,7 +100,7 @@ def _build_pipeline(
         with torch.device("meta"):
             module = build()
         prune_to_stage(module, layers[number], first=number == 0, last=number == last)
-        _make_real(module, build, experiment, mesh, pretending)
+        _make_real(module, build, experiment, mesh, fake_mode)
         stages.append(
             Stage(
                 number,
@@ -148,7 +148,7 @@ def _make_real(
         from titan_exp.quantization.float8_all_gather import float8_all_gather_format
 
         set_all_gather_format(module, float8_all_gather_format)
-    if pretending is not None:
+    if fake_mode is not None:
         return
     if table is not None:
         init_weights(module, table, experiment.experiment.seed)

@@ -135,9 +135,9 @@ def _end(it: FakeRank) -> None:
         return torch.zeros(())
 
     model: Any = SimpleNamespace(
-        parts=parts.model.parts,
-        parameters=parts.model.parameters,
-        counted=parts.model.unique_parameters,
+        parts=state.model.parts,
+        parameters=state.model.parameters,
+        unique_parameters=state.model.unique_parameters,
         forward_backward=no_passes,
     )
     trainer_step.train_step(

@@ -138,7 +138,9 @@ class _Stage:
         tally.turns.append(ScheduledAction(Action(self.number, kind, microbatch), first, waiting, before, after))
 
 
-def rehearse(orders: Schedule, placement: Sequence[int], rank: int, *, passes: int, delivered: bool) -> Rehearsal:
+def simulate_schedule(
+    orders: Schedule, placement: Sequence[int], rank: int, *, passes: int, sends_complete: bool
+) -> ScheduleSimulation:
     """Go through a rank's step.
 
     Args:

@@ -22,11 +22,20 @@ from titan_exp.config.layout.layout import data_parallel_degree, micro_batch_siz
 from titan_exp.config.layout.pipeline_schedules import Action, Schedule
 from titan_exp.parallel.pipeline_parallel import runtime as parallel_pipeline
 from titan_exp.parallel.pipeline_parallel.runtime import ActivationSpec
-from titan_exp.plan.extrapolate.optimizer_step import TAIL, marked_tail
-from titan_exp.plan.extrapolate.schedule_simulation import KINDS, Turn, rehearse
-from titan_exp.plan.extrapolate.segments import NOTHING, Amounts, Piece, Scene, Tape, added, amounts, joined
-from titan_exp.plan.trace.dispatch_mode import Work
-from titan_exp.plan.trace.fake_world import DEVICE, PretendedRank, pretended_rank
+from titan_exp.plan.extrapolate.optimizer_step import OPTIMIZER_STEP, marked_tail
+from titan_exp.plan.extrapolate.schedule_simulation import KINDS, ScheduledAction, simulate_schedule
+from titan_exp.plan.extrapolate.segments import (
+    NOTHING,
+    CategoryBytes,
+    EventSegment,
+    Segment,
+    SegmentTracker,
+    category_bytes,
+    join_segments,
+    sum_costs,
+)
+from titan_exp.plan.trace.dispatch_mode import OpCosts
+from titan_exp.plan.trace.fake_world import DEVICE, FakeRank, fake_rank
 from titan_exp.plan.trace.trace_step import trace_step
 
 FIRST, MIDDLE, LAST = "first", "middle", "last"
@@ -140,7 +149,7 @@ def sample_stages(experiment: Experiment, mode: str, *, lone: bool, cuda: bool, 
 
 
 def _sorted(
-    pieces: Sequence[Piece], kinds: Sequence[str], placement: Sequence[int], orders: Schedule, known: Any, *story: Any
+    pieces: Sequence[Segment], kinds: Sequence[str], placement: Sequence[int], orders: Schedule, known: Any, *story: Any
 ) -> StageSample:
     layers, base, buffers, batch, sizes, sends_complete = known
     rehearsal = simulate_schedule(orders, placement, 0, passes=PASSES, sends_complete=sends_complete)
@@ -212,7 +221,7 @@ def _small_run(experiment: Experiment, layers: Sequence[int], schedule: str, mod
     )
 
 
-def _sizes(tape: Tape, experiment: Experiment) -> list[Amounts]:
+def _sizes(tape: SegmentTracker, experiment: Experiment) -> list[CategoryBytes]:
     hidden = ActivationSpec.of(experiment, DEVICE)
     whole = torch.Size(hidden.shape).numel() * hidden.dtype.itemsize
     size = {"received": whole, "made": whole, "objective": torch.float32.itemsize}

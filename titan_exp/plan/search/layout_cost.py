@@ -63,7 +63,7 @@ class Traced:
     """Ranks of its group along every axis that it sends messages on."""
 
 
-def layout_cost(experiment: Experiment, sampled: Experiment, parts: Parts, device: Device) -> LayoutCost:
+def layout_cost(experiment: Experiment, sampled: Experiment, parts: TracedParts, device: Device) -> LayoutCost:
     """What a layout takes.
 
     Args:
@@ -95,7 +95,7 @@ def kv_heads(experiment: Experiment) -> int:
     return experiment.model.kv_heads or experiment.model.heads
 
 
-def peak_lower_bound(experiment: Experiment, sampled: Experiment, parts: Parts) -> float:
+def peak_lower_bound(experiment: Experiment, sampled: Experiment, parts: TracedParts) -> float:
     """Bytes that the fullest rank of a layout holds at least, from a profile of smaller degrees or equal ones.
 
     What is of tokens is divided by tensor and context parallelism and by the micro-batch at most, and what is of

@@ -21,6 +21,7 @@ from titan_exp.config.layout.pipeline_stages import layer_counts, stage_count, s
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate.segments import Segment, join_segments, sum_costs
 from titan_exp.plan.extrapolate.stage_sample import FIRST, LAST, MIDDLE, StageSample
+from titan_exp.plan.extrapolate.step_cost import TracedParts
 from titan_exp.plan.search.layout_cost import axes_of, kv_heads, safety_factor
 from titan_exp.plan.time.roofline import message_seconds
 from titan_exp.plan.trace.dispatch_mode import OpCosts

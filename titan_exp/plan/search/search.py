@@ -87,7 +87,7 @@ class LayoutSearch:
         self._room = device.memory_gb * 1e9 * HEADROOM
         self._bounds = LowerBounds(device)
         self._left: list[tuple[float, int]] = []
-        self._traced: dict[Key, tuple[Experiment, Parts]] = {}
+        self._traced: dict[Key, tuple[Experiment, TracedParts]] = {}
         self._guesses: list[LayoutCost] = []
         self._floor = 0
         self._slack: tuple[float, Experiment] | None = None
@@ -147,7 +147,7 @@ class LayoutSearch:
         add([its for its in self._all if its.parallelism.pp == 1 and its.parallelism.dp_shard > 1])
         return list(seeds.values())
 
-    def _add(self, experiment: Experiment, parts: Parts) -> None:
+    def _add(self, experiment: Experiment, parts: TracedParts) -> None:
         self._traced[_key(experiment)] = experiment, parts
         profile = profile_of(experiment, parts)
         if profile is not None:

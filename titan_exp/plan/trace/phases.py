@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_exp.models.blocks.block_list import iter_numbered_blocks
-from titan_exp.plan.trace.memory_ledger import Ledger
+from titan_exp.plan.trace.memory_tracker import MemoryTracker
 
 
 @dataclass
@@ -57,7 +57,7 @@ def track_phases(
             hook.remove()
 
 
-def _on_part(ledger: Ledger, part: nn.Module) -> list[Any]:
+def _on_part(ledger: MemoryTracker, part: nn.Module) -> list[Any]:
     blocks = list(iter_numbered_blocks(part))
     head = getattr(part, "head", None)
     ends = "head and loss" if head is not None else "the stage's ends"

@@ -30,7 +30,7 @@ class Visualization:
         except OSError as error:
             raise self._unwritten(error) from error
 
-    def add_rank(self, pipeline_rank: int, rank: PretendedRank) -> None:
+    def add_rank(self, pipeline_rank: int, rank: FakeRank) -> None:
         """See what a pretended rank holds."""
         self._holdings[pipeline_rank] = read_shards(rank)
 

@@ -18,7 +18,7 @@ from titan_exp.config.layout.layout import (
 from titan_exp.config.layout.pipeline_stages import stage_layers
 from titan_exp.parallel.context_parallel.load_balance import SequenceShard, ShardedSequence
 from titan_exp.plan.predict import Plan, RankPlan
-from titan_exp.plan.trace.memory_ledger import CATEGORIES, Moment
+from titan_exp.plan.trace.memory_tracker import CATEGORIES, Moment
 from titan_exp.plan.visualize.glossary import device_noun
 from titan_exp.plan.visualize.schedule_data import schedule_data
 from titan_exp.plan.visualize.shards import RankShards

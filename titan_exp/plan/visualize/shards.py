@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_exp.models.blocks.block_list import iter_numbered_blocks
-from titan_exp.plan.trace.fake_world import PretendedRank
+from titan_exp.plan.trace.fake_world import FakeRank
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class RankShards:
     """Of this rank's stages."""
 
 
-def read_shards(rank: PretendedRank) -> RankShards:
+def read_shards(rank: FakeRank) -> RankShards:
     """See what a pretended rank holds, before or after its step."""
     mesh, pipeline = rank.state.mesh, rank.state.built.pipeline
     names, shape = mesh.world.mesh_dim_names or (), mesh.world.shape

@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.run_plan import Plan
+from titan_exp.launch.run_plan import RunPlan
 from titan_exp.plan.gate.gate import Judgement, gib, judge, record, refusal
 from titan_exp.plan.gate.suggestions import Remedy, remedies
 
 Say = Callable[[str], None]
 
 
-def pass_gate(plan: Plan, say: Say) -> Plan:
+def gate_run(plan: RunPlan, say: Say) -> RunPlan:
     """A plan that may be started, with what is predicted of it.
 
     Args:
@@ -30,10 +30,10 @@ def pass_gate(plan: Plan, say: Say) -> Plan:
         raise UserError(_refusal(judgement, _runs(plan), say))
     for line in remarks([judgement]):
         say(line)
-    return with_judgement(plan, judgement)
+    return with_prediction(plan, judgement)
 
 
-def pass_gate_together(plans: Sequence[Plan], say: Say) -> list[Plan]:
+def gate_runs(plans: Sequence[RunPlan], say: Say) -> list[RunPlan]:
     """The same of several plans.
 
     Raises:
@@ -43,13 +43,13 @@ def pass_gate_together(plans: Sequence[Plan], say: Say) -> list[Plan]:
     refused = [(plan, it) for plan, it in zip(plans, judged, strict=True) if it is not None and is_refused(it)]
     if refused:
         lines = [f"{plan.folder.path}: {refusal(judgement)}" for plan, judgement in refused]
-        raise UserError("\n".join([*lines, HOW_ALL_THE_SAME]))
+        raise UserError("\n".join([*lines, GATE_HINT]))
     for line in remarks([it for it in judged if it is not None]):
         say(line)
-    return [plan if it is None else with_judgement(plan, it) for plan, it in zip(plans, judged, strict=True)]
+    return [plan if it is None else with_prediction(plan, it) for plan, it in zip(plans, judged, strict=True)]
 
 
-def judgements(plans: Sequence[Plan], say: Say) -> list[Judgement | None]:
+def judgements(plans: Sequence[RunPlan], say: Say) -> list[Judgement | None]:
     """What is known of each plan's memory; None for runs that are done, which are not started again."""
     found: dict[int, Judgement] = {}
     open_plans = [number for number, plan in enumerate(plans) if not is_done(plan)]
@@ -64,10 +64,10 @@ def is_refused(judgement: Judgement) -> bool:
     return judgement.fits is False and judgement.experiment.plan.gate == "refuse"
 
 
-def with_judgement(plan: Plan, judgement: Judgement) -> Plan:
+def with_prediction(plan: RunPlan, judgement: Judgement) -> RunPlan:
     """The plan with what plan.json will say."""
     found = record(judgement)
-    return plan if found is None else replace(plan, foreseen=json.dumps(found, indent=1) + "\n")
+    return plan if found is None else replace(plan, prediction=json.dumps(found, indent=1) + "\n")
 
 
 def remarks(judged: Sequence[Judgement]) -> list[str]:
@@ -80,13 +80,13 @@ def remarks(judged: Sequence[Judgement]) -> list[str]:
     return [f"{text} ({count} runs)" if count > 1 else text for text, count in said.items()]
 
 
-def is_done(plan: Plan) -> bool:
+def is_done(plan: RunPlan) -> bool:
     """Whether the run has come to its end before."""
     state = plan.folder.read_state() if plan.folder.path.exists() else None
     return state is not None and state.state == "done"
 
 
-HOW_ALL_THE_SAME = "  plan.gate=warn starts it all the same, plan.gate=off without looking."
+GATE_HINT = "  plan.gate=warn starts it all the same, plan.gate=off without looking."
 
 
 def _remark(judgement: Judgement) -> str:
@@ -106,7 +106,7 @@ def _refusal(judgement: Judgement, runs: Path, say: Say) -> str:
         lines += [f"    {_typed(remedy):{width}}  {_outcome(remedy)}" for remedy in found]
     else:
         lines.append("  No change that was tried would fit; a smaller model, or shorter sequences, would need less.")
-    return "\n".join([*lines, HOW_ALL_THE_SAME])
+    return "\n".join([*lines, GATE_HINT])
 
 
 def _typed(remedy: Remedy) -> str:
@@ -124,5 +124,5 @@ def _outcome(remedy: Remedy) -> str:
     return ", ".join(words)
 
 
-def _runs(plan: Plan) -> Path:
+def _runs(plan: RunPlan) -> Path:
     return plan.folder.path.parents[1]

@@ -13,7 +13,7 @@ from titan_exp.config.layout.layout import device_type, offered_devices, resolve
 
 if TYPE_CHECKING:
     from titan_exp.plan.cuda.devices import Device
-    from titan_exp.plan.search.search import RunEntry
+    from titan_exp.plan.search.search import Found
 
 HELP = """\
 titan-exp plan search [--gpus N] [--tokens N] [--global-batch-size N] [--limit K] [--device NAME] [--json] ...
@@ -143,7 +143,7 @@ def _require_shortcut(experiment: Experiment) -> None:
         )
 
 
-def _nothing_fits(result: "RunEntry", device: "Device", gpus: int) -> str:
+def _nothing_fits(result: "Found", device: "Device", gpus: int) -> str:
     room = f"{device.memory_gb * 1e9 / 2**30:.1f} GiB"
     if result.smallest is None and result.unknown and not result.floor:
         return (

@@ -14,7 +14,7 @@ from titan_exp.config.layout.layout import (
     pipeline_microbatches,
     world_size,
 )
-from titan_exp.config.layout.pipeline_schedules import Orders
+from titan_exp.config.layout.pipeline_schedules import Schedule
 from titan_exp.config.layout.pipeline_stages import stage_count, stage_placement
 from titan_exp.config.layout.schedule_timeline import timeline
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
@@ -195,6 +195,6 @@ def _rehearsed(  # noqa: PLR0917  # a cache takes arguments by place
 
 
 @cache
-def _schedule(schedule: str, ranks: int, stages: int, microbatches: int) -> tuple[Orders, float]:
+def _schedule(schedule: str, ranks: int, stages: int, microbatches: int) -> tuple[Schedule, float]:
     orders = build_schedule(schedule, ranks, stages, microbatches)
     return orders, timeline(orders).bubble

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.local.relaunch import PREDICTION
+from titan_exp.launch.local.relaunch import PREDICTION_FLAG
 from titan_exp.launch.run_plan import RunPlan, create_run_folder
 from titan_exp.launch.signals import Interrupts
 
@@ -86,7 +86,7 @@ class ConcurrentRuns:
                 command = [sys.executable, "-m", "titan_exp.launch.local.relaunch", str(plan.folder.path)]
                 if plan.prediction is not None:
                     # Only who holds a folder that is there already may write into it, and that is the process.
-                    command.append(PREDICTION)
+                    command.append(PREDICTION_FLAG)
                     told.write(plan.prediction.encode())
                     told.seek(0)
                 slot.process = subprocess.Popen(command, stdin=told, stdout=log, stderr=log, process_group=0)

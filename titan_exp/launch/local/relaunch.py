@@ -15,7 +15,7 @@ from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.run_plan import RunPlan, plan_run
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
-PREDICTION = "--prediction"
+PREDICTION_FLAG = "--prediction"
 
 
 def plan_relaunch(folder: RunFolder) -> RunPlan:
@@ -36,8 +36,8 @@ def main(arguments: Sequence[str]) -> int:
     from titan_exp.launch.run_plans import run
 
     folder, *rest = arguments or [""]
-    if not folder or rest not in ([], [PREDICTION]):
-        print(f"usage: python -m titan_exp.launch.local.relaunch RUN_FOLDER [{PREDICTION}]", file=sys.stderr)
+    if not folder or rest not in ([], [PREDICTION_FLAG]):
+        print(f"usage: python -m titan_exp.launch.local.relaunch RUN_FOLDER [{PREDICTION_FLAG}]", file=sys.stderr)
         return UserError.exit_code
     prediction = sys.stdin.read() if rest else None
     try:

@@ -3,7 +3,15 @@
 from dataclasses import replace
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.memory_gate import GATE_HINT, Say, is_refused, judgements, refusal, remarks, with_prediction
+from titan_exp.launch.memory_gate import (
+    GATE_HINT,
+    Say,
+    check_open_runs,
+    explain_oom,
+    is_refused,
+    remarks,
+    with_prediction,
+)
 from titan_exp.launch.sweep.sweep_plan import PlannedPoint, Point, SkippedPoint, SweepPlan, format_reasons
 
 
@@ -19,17 +27,17 @@ def predict_sweep_memory(sweep_plan: SweepPlan, say: Say, *, skip: bool, where: 
     Raises:
         UserError: points do not fit and, without `skip`, none is started; or none is left.
     """
-    judged = judgements([one.plan for one in sweep_plan.planned], say)
+    memory_checks = check_open_runs([one.plan for one in sweep_plan.planned], say)
     kept: list[PlannedPoint] = []
     refused: dict[object, str] = {}
-    for one, judgement in zip(sweep_plan.planned, judged, strict=True):
-        if judgement is None:
+    for one, memory_check in zip(sweep_plan.planned, memory_checks, strict=True):
+        if memory_check is None:
             kept.append(one)
-        elif is_refused(judgement):
-            refused[one.plan.folder.path] = f"it does not fit: {refusal(judgement)}"
+        elif is_refused(memory_check):
+            refused[one.plan.folder.path] = f"it does not fit: {explain_oom(memory_check)}"
         else:
-            kept.append(replace(one, plan=with_prediction(one.plan, judgement), judgement=judgement))
-    for line in remarks([one.judgement for one in kept if one.judgement is not None]):
+            kept.append(replace(one, plan=with_prediction(one.plan, memory_check), memory_check=memory_check))
+    for line in remarks([one.memory_check for one in kept if one.memory_check is not None]):
         say(line)
     if not refused:
         return replace(sweep_plan, planned=tuple(kept))

@@ -12,8 +12,13 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import pipeline_microbatches, reshard_policy
 from titan_exp.config.layout.pipeline_stages import pipeline_splits_backward, stage_layers, stage_placement
 from titan_exp.config.layout.schedule_timeline import timeline
-from titan_exp.models.build import build_model, flops_per_token, init_specs, parameter_count
-from titan_exp.ops.attention.sdpa import choose_backend
+from titan_exp.models.build import (
+    build_model,
+    choose_attention_backend,
+    flops_per_token,
+    init_specs,
+    parameter_count,
+)
 from titan_exp.parallel.apply import parallelize
 from titan_exp.parallel.fsdp.all_gather_hooks import set_all_gather_format
 from titan_exp.parallel.fsdp.apply import require_modules
@@ -40,12 +45,11 @@ class BuiltModel:
     """
 
     def __init__(
-        self, experiment: Experiment, mesh: Mesh, *, pretending: AbstractContextManager[Any] | None = None
+        self, experiment: Experiment, mesh: Mesh, *, fake_mode: AbstractContextManager[Any] | None = None
     ) -> None:
-        backend = choose_backend(
-            experiment.model.attention_backend,
+        backend = choose_attention_backend(
+            experiment.model,
             mesh.device,
-            head_dim=experiment.model.head_dim,
             bf16=experiment.training.mixed_precision == "bf16",
             documents=experiment.data.document_mask,
             parts=experiment.parallelism.cp > 1 and experiment.parallelism.cp_method != "ulysses",
@@ -75,9 +79,9 @@ class BuiltModel:
         if recipe is not None:
             get_logger().info("quantization: %s", recipe)
         if mesh.pp_group is None:
-            _make_real(model, build, experiment, mesh, pretending)
+            _make_real(model, build, experiment, mesh, fake_mode)
         else:
-            self.pipeline = _build_pipeline(model, build, experiment, mesh, pretending)
+            self.pipeline = _build_pipeline(model, build, experiment, mesh, fake_mode)
 
 
 def _build_pipeline(
@@ -85,7 +89,7 @@ def _build_pipeline(
     build: Callable[[], nn.Module],
     experiment: Experiment,
     mesh: Mesh,
-    pretending: AbstractContextManager[Any] | None,
+    fake_mode: AbstractContextManager[Any] | None,
 ) -> Pipeline:
     parallelism = experiment.parallelism
     layers, placement = stage_layers(experiment), stage_placement(experiment)
@@ -100,7 +104,7 @@ def _build_pipeline(
         with torch.device("meta"):
             module = build()
         prune_to_stage(module, layers[number], first=number == 0, last=number == last)
-        _make_real(module, build, experiment, mesh, pretending)
+        _make_real(module, build, experiment, mesh, fake_mode)
         stages.append(
             Stage(
                 number,
@@ -136,19 +140,19 @@ def _make_real(
     build: Callable[[], nn.Module],
     experiment: Experiment,
     mesh: Mesh,
-    pretending: AbstractContextManager[Any] | None,
+    fake_mode: AbstractContextManager[Any] | None,
 ) -> None:
     """Make a whole model, or a stage of one, parallel, and give it its initial weights."""
     table = init_specs(module)
     quantize(module, experiment.quantization, layers=experiment.model.layers, device=mesh.device)
     parallelize(module, experiment, mesh)
-    with pretending or nullcontext():
+    with fake_mode or nullcontext():
         materialize_parameters(module, mesh.device, cpu_offload=experiment.parallelism.cpu_offload)
     if experiment.quantization.float8_all_gather:
         from titan_exp.quantization.float8_all_gather import float8_all_gather_format
 
         set_all_gather_format(module, float8_all_gather_format)
-    if pretending is not None:
+    if fake_mode is not None:
         return
     if table is not None:
         init_weights(module, table, experiment.experiment.seed)

@@ -35,7 +35,7 @@ class TrainState:
 
 
 def assemble(
-    experiment: Experiment, device: torch.device, *, pretending: AbstractContextManager[Any] | None = None
+    experiment: Experiment, device: torch.device, *, fake_mode: AbstractContextManager[Any] | None = None
 ) -> TrainState:
     """Build everything that `train_step` takes but the batches.
 
@@ -48,7 +48,7 @@ def assemble(
         UserError: a dotted name cannot be imported; a module that is named does not exist.
     """
     mesh = build_mesh(experiment.parallelism, device)
-    built = BuiltModel(experiment, mesh, pretending=pretending)
+    built = BuiltModel(experiment, mesh, fake_mode=fake_mode)
     shard = vocab_shard(mesh, experiment.model.vocab_size) if experiment.parallelism.loss_parallel else None
     model = _model(experiment, built, build_objective(experiment.training, experiment.compile, shard), mesh)
     return TrainState(mesh, built, model, build_optimizer(experiment.optimizer, model.parameters()))

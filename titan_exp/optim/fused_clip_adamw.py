@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.ops.optim.adamw import adamw_update, bias_rates
 
 
@@ -61,10 +61,10 @@ class FusedClipAdamW(torch.optim.Optimizer):
             gradient = parameter.grad
             assert gradient is not None, "asked above"
             adamw_update(
-                _local(parameter),
-                _local(gradient),
-                _local(state["exp_avg"]),
-                _local(state["exp_avg_sq"]),
+                local_tensor(parameter),
+                local_tensor(gradient),
+                local_tensor(state["exp_avg"]),
+                local_tensor(state["exp_avg_sq"]),
                 rates=its_rates,
                 decay=group["lr"] * group["weight_decay"],
                 betas=group["betas"],
@@ -75,11 +75,7 @@ class FusedClipAdamW(torch.optim.Optimizer):
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros((), device=_local(parameter).device)
+            state["step"] = torch.zeros((), device=local_tensor(parameter).device)
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = torch.zeros_like(parameter, dtype=self._moments, memory_format=torch.preserve_format)
         return state
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

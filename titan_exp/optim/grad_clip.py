@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from titan_exp.ops.local_tensor import local_tensor
+
 
 @torch.no_grad()
 def global_grad_norm(parameters: Iterable[Tensor], pp_group: dist.ProcessGroup | None = None) -> Tensor:
@@ -30,7 +32,7 @@ def global_grad_norm(parameters: Iterable[Tensor], pp_group: dist.ProcessGroup |
             continue
         key = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
         meshes[key] = gradient if isinstance(gradient, DTensor) else None
-        groups[key].append(_local(gradient))
+        groups[key].append(local_tensor(gradient))
     squares = []
     for key, gradients in groups.items():
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
@@ -77,10 +79,6 @@ def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
 def scale_gradients(parameters: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
     """Scale all gradients by `clip_factor` in place, without a device sync."""
     factor = clip_factor(norm, max_norm)
-    gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

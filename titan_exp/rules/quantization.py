@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed, multiples_near
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.groups.optimizer import MOMENT_BLOCK
+from titan_exp.config.groups.optimizer import MOMENT_BLOCK, AdamWConfig
 from titan_exp.config.groups.quantization import BLOCK, NVFP4_TILE
 from titan_exp.config.layout.layout import device_type, micro_batch_size
 from titan_exp.config.layout.linear_shapes import is_quantized
@@ -203,9 +203,9 @@ def one_precision_for_a_module(experiment: Experiment) -> Iterator[Violation]:
 def moments_are_adamws(experiment: Experiment) -> Iterator[Violation]:
     """Only of the built-in optimizer is it known which moments it has."""
     optimizer, field = experiment.optimizer, "optimizer.state_precision"
-    precision = optimizer.state_precision
-    if precision == "fp32":
+    if not isinstance(optimizer, AdamWConfig) or optimizer.state_precision == "fp32":
         return
+    precision = optimizer.state_precision
     if optimizer.name != "adamw":
         reason = f"it is about AdamW's moments, and optimizer.name is {optimizer.name}"
         yield Violation(field, precision, reason, f"{field}=fp32, or optimizer.name=adamw")

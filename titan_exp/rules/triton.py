@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.optimizer import AdamWConfig
 from titan_exp.config.layout.layout import device_type
 
 BOTH_WAYS = ("float8_tensorwise", "float8_rowwise")
@@ -14,7 +15,7 @@ BOTH_WAYS = ("float8_tensorwise", "float8_rowwise")
 def one_pass_adamw(experiment: Experiment) -> Iterator[Violation]:
     """The kernel that clips and updates in one pass."""
     optimizer, field = experiment.optimizer, "optimizer.implementation"
-    if optimizer.implementation != "triton":
+    if not isinstance(optimizer, AdamWConfig) or optimizer.implementation != "triton":
         return
     if optimizer.name != "adamw":
         reason, remedy = f"it is a kernel of AdamW, and optimizer.name is {optimizer.name}", "optimizer.name=adamw"

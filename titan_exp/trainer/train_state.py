@@ -51,7 +51,7 @@ def assemble(
     built = BuiltModel(experiment, mesh, fake_mode=fake_mode)
     shard = vocab_shard(mesh, experiment.model.vocab_size) if experiment.parallelism.loss_parallel else None
     model = _model(experiment, built, build_objective(experiment.training, experiment.compile, shard), mesh)
-    return TrainState(mesh, built, model, build_optimizer(experiment.optimizer, model.parameters()))
+    return TrainState(mesh, built, model, build_optimizer(model.parts, experiment.optimizer))
 
 
 def _model(experiment: Experiment, built: BuiltModel, objective: Objective, mesh: Mesh) -> Model:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.pipeline_parallel.stage import Stage
 
 
@@ -62,4 +62,4 @@ def _receive(_: Tensor, other: Tensor, group: dist.ProcessGroup, peer: int) -> d
 def _gradient(parameter: nn.Parameter) -> Tensor:
     gradient = parameter.grad
     assert gradient is not None, "a shared weight is used by both of its stages"
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return local_tensor(gradient)

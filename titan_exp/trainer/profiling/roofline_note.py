@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.optim.grad_clip import ScalesGradients
 from titan_exp.tracking.device_rates import PeakRate, matmul_rate, read_rates
 from titan_exp.tracking.logging import get_logger
@@ -140,5 +140,5 @@ def _flops(tflops: float) -> str:
 
 
 def _bytes(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_tensor(tensor)
     return local.numel() * local.element_size()

@@ -82,3 +82,20 @@ def test_roles_are_those_of_the_modules():
     assert {role for name, role in roles.items() if "norm" in name} == {"vector"}
     assert {role for name, role in roles.items() if name.endswith(("qkv.weight", "down.weight"))} == {"matrix"}
     assert named_parameters([GroupedLinear(2, 4, 8, 0.02)])[0].role == "expert"
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("adam", "did you mean adamw?"),
+        ("shampoo", "give its import path"),
+        ("torch.optim.SGDD", "SGD"),
+        ("nowhere.Lion", "PYTHONPATH"),
+    ],
+)
+def test_an_unknown_optimizer_is_refused(name: str, remedy: str):
+    with pytest.raises(UserError) as refused:
+        to_experiment(compose([f"optimizer.name={name}"]))
+    (violation,) = refused.value.violations
+    assert violation.field == "optimizer.name"
+    assert remedy in violation.remedy

@@ -20,7 +20,7 @@ from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import CONF_DIR, compose
-from titan_exp.config.layout.layout import world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.schema import value_keys
 from titan_exp.config.schema.typed_config import load_experiment, to_dict, to_experiment
 from titan_exp.data.validation_loader import ValidationLoader
@@ -74,7 +74,7 @@ def evaluate_command(arguments: Sequence[str], spread: RunOnRanks | None = None)
     overrides = [word for word in arguments if "=" in word and word not in own]
     everything = options.split == "all"
     experiment = evaluated_experiment(path, source, overrides, everything)
-    if world_size(experiment) == 1:
+    if ResolvedLayout.of(experiment).world_size == 1:
         with joined_process_group(device := _device()):
             found = evaluate_source(source, experiment, build_mesh(experiment.parallelism, device), everything)
     else:
@@ -105,7 +105,7 @@ def evaluate_source(source: Source, experiment: Experiment, mesh: Mesh, everythi
     parallelism = experiment.parallelism
 
     def divide(model: nn.Module) -> Rows:
-        parallelize(model, experiment, mesh)
+        parallelize(model, mesh, ResolvedLayout.of(experiment), experiment.activation_checkpoint, experiment.compile)
         return {}
 
     model = load_source(

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import offered_devices, resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
+from titan_exp.config.machine.devices import offered_devices
 from titan_exp.rules import (
     attention,
     batch,

@@ -7,8 +7,8 @@ from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.builtins import ARCHITECTURES
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import device_type
 from titan_exp.config.machine.attention_backends import FLASH_PACKAGES, HEAD_SIZES, ON_CPU
+from titan_exp.config.machine.devices import device_type
 
 
 def kernel_exists(experiment: Experiment) -> Iterator[Violation]:

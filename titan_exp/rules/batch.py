@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from titan_exp.config.errors.did_you_mean import divisors, listed, multiples_near, nearest_numbers
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import data_parallel_degree
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 
 
 def whole_micro_batches(experiment: Experiment) -> Iterator[Violation]:
     """Every data rank runs the same whole number of micro-batches."""
-    training, ranks = experiment.training, data_parallel_degree(experiment)
+    training, ranks = experiment.training, ResolvedLayout.of(experiment).dp_degree
     micro = training.micro_batch_size or 1
     if training.global_batch_size % (ranks * micro) == 0:
         return
@@ -32,7 +32,7 @@ def whole_virtual_shards(experiment: Experiment) -> Iterator[Violation]:
     """Every data rank reads the same number of virtual shards; token stores have none."""
     if experiment.data.source == "tokens":
         return
-    shards, ranks = experiment.data.virtual_shards, data_parallel_degree(experiment)
+    shards, ranks = experiment.data.virtual_shards, ResolvedLayout.of(experiment).dp_degree
     if shards % ranks:
         yield Violation(
             "data.virtual_shards",

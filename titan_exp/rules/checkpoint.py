@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.builtins import ARCHITECTURES
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import device_type
+from titan_exp.config.machine.devices import device_type
 from titan_exp.config.paths.checkpoint_paths import huggingface_folder, saved_state
 from titan_exp.config.paths.remote_url import is_url, problem_of_url
 

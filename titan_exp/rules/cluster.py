@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from titan_exp.config.errors.did_you_mean import divisors, listed
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import device_type, node_size, nodes_needed, world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine.devices import device_type, node_size
 
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
 
@@ -55,7 +56,8 @@ def slurm_understands(experiment: Experiment) -> Iterator[Violation]:
 
 def nodes_are_full(experiment: Experiment) -> Iterator[Violation]:
     """Every node runs the same number of processes, and as many nodes are asked for as the degrees fill."""
-    cluster, world = experiment.cluster, world_size(experiment)
+    layout = ResolvedLayout.of(experiment)
+    cluster, world = experiment.cluster, layout.world_size
     if cluster.kind != "slurm" or (device_type(cluster) == "cuda" and not _gpus(experiment)):
         return
     size = node_size(cluster, world)
@@ -69,8 +71,8 @@ def nodes_are_full(experiment: Experiment) -> Iterator[Violation]:
             f"degrees that multiply to {below} or {below + size}, or "
             f"cluster.{key}={listed([number for number in divisors(world) if number <= size])}",
         )
-    elif cluster.nodes is not None and cluster.nodes != nodes_needed(experiment):
-        needed = nodes_needed(experiment)
+    elif cluster.nodes is not None and cluster.nodes != layout.nodes:
+        needed = layout.nodes
         yield Violation(
             "cluster.nodes",
             cluster.nodes,

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbers
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import device_type, offered_devices, world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine.devices import device_type, offered_devices
 from titan_exp.config.machine.local_machine import visible_gpus
 
 
@@ -53,7 +54,7 @@ def ranks_fit(experiment: Experiment) -> Iterator[Violation]:
     """On CUDA every rank has a GPU of its own."""
     if experiment.cluster.kind == "slurm" or device_type(experiment.cluster) == "cpu":
         return
-    offered, world = offered_devices(experiment.cluster), world_size(experiment)
+    offered, world = offered_devices(experiment.cluster), ResolvedLayout.of(experiment).world_size
     if offered and world > offered:
         parallelism = experiment.parallelism
         field = "dp_shard" if parallelism.dp_shard >= parallelism.dp_replicate else "dp_replicate"

@@ -7,7 +7,7 @@ from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.builtins import ARCHITECTURES, COMPILE_BACKENDS, DECAYS, OPTIMIZERS, SOURCES
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import device_type
+from titan_exp.config.machine.devices import device_type
 from titan_exp.config.schema.import_path import find_dotted, is_dotted
 
 

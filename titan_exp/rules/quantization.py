@@ -10,8 +10,9 @@ from titan_exp.config.groups.builtins import ARCHITECTURES
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.optimizer import MOMENT_BLOCK
 from titan_exp.config.groups.quantization import BLOCK, NVFP4_TILE
-from titan_exp.config.layout.layout import device_type, micro_batch_size
 from titan_exp.config.layout.linear_shapes import Projection, is_quantized, projections
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine.devices import device_type
 from titan_exp.rules.context_parallel import chunks_of_a_sequence
 
 RECIPE = "quantization.recipe"
@@ -94,7 +95,7 @@ def tokens_are_multiples(experiment: Experiment) -> Iterator[Violation]:
     if recipe in ("none", "float8_rowwise_gw_hp"):
         return
     block, parts = _multiple(experiment), experiment.parallelism.cp
-    tokens = micro_batch_size(experiment) * training.seq_len
+    tokens = ResolvedLayout.of(experiment).micro_batch_size * training.seq_len
     run, rest = divmod(training.seq_len, chunks_of_a_sequence(experiment))
     if recipe == "nvfp4" and rest == 0 and run % BLOCK[recipe]:
         among = f", of which a rank of parallelism.cp={parts} has runs of {run}" if parts > 1 else ""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import device_type
+from titan_exp.config.machine.devices import device_type
 
 BOTH_WAYS = ("float8_tensorwise", "float8_rowwise")
 """Recipes that use a matrix as it is and transposed, both times in float8."""

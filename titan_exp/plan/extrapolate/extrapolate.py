@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import gradient_accumulation, pipeline_microbatches
-from titan_exp.config.layout.pipeline_stages import layer_counts, stage_layers, stage_placement
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 from titan_exp.plan.extrapolate.eligibility import LAYERS, recomputation
 from titan_exp.plan.extrapolate.layers_and_microbatches import (
@@ -76,7 +75,7 @@ def trace_parts(experiment: Experiment, *, cuda: bool, told: bool = False) -> Pa
     if experiment.parallelism.pp == 1:
         whole = [sample_whole(experiment, mode, cuda=cuda, told=told) for mode in modes]
         return Parts(whole, None if told else whole_tails(experiment, cuda=cuda), {}, None)
-    lone = {count == 1 for count in layer_counts(experiment)}
+    lone = {count == 1 for count in ResolvedLayout.of(experiment).layer_counts}
     stages = {
         alone: [sample_stages(experiment, mode, lone=alone, cuda=cuda, told=told) for mode in modes] for alone in lone
     }
@@ -93,16 +92,17 @@ def extended(experiment: Experiment, pipeline_rank: int, parts: Parts, rehearsal
         rehearsal: of this rank's schedule, where it is known.
     """
     pieces = passes_of(experiment, pipeline_rank, parts, rehearsal)
+    layout = ResolvedLayout.of(experiment)
     if parts.stage_tails is None:
         assert parts.whole_tails is not None, "one of them is there"
         tail = tail_of(parts.whole_tails, experiment.model.layers)
-        sample, batches = parts.whole[0], gradient_accumulation(experiment)
+        sample, batches = parts.whole[0], layout.gradient_accumulation
         base = sample.base - tail_of(parts.whole_tails, LAYERS).kept + tail.kept + batches * sample.batch
         return _put_together(base, pieces, tail)
     stages = stages_of(experiment, pipeline_rank)
     sample = parts.stages[len(stages[0].modes) == 1][0]
     base = base_of(
-        sample, parts.stage_tails, stages, pipeline_microbatches(experiment), shared=experiment.parallelism.cp > 1
+        sample, parts.stage_tails, stages, layout.pipeline_microbatches, shared=experiment.parallelism.cp > 1
     )
     return _put_together(base, pieces, parts.stage_tails.of(stages))
 
@@ -113,7 +113,7 @@ def passes_of(
     """The pieces of a rank's step but its end; the arguments are those of `extended`."""
     if experiment.parallelism.pp == 1:
         _, of_block = recomputation(experiment)
-        return whole_pieces(parts.whole, of_block, gradient_accumulation(experiment))
+        return whole_pieces(parts.whole, of_block, ResolvedLayout.of(experiment).gradient_accumulation)
     rehearsal = rehearsal or rehearsed(experiment, pipeline_rank, parts)
     stages = stages_of(experiment, pipeline_rank)
     by_number = {stage.number: stage for stage in stages}
@@ -127,15 +127,17 @@ def passes_of(
 
 def rehearsed(experiment: Experiment, pipeline_rank: int, parts: Parts) -> Rehearsal:
     """A rank's schedule, gone through."""
-    parallelism, placement = experiment.parallelism, stage_placement(experiment)
+    layout = ResolvedLayout.of(experiment)
+    parallelism, placement = experiment.parallelism, layout.stage_placement
     sample = next(iter(parts.stages.values()))[0]
-    orders = build_schedule(parallelism.pp_schedule, parallelism.pp, len(placement), pipeline_microbatches(experiment))
+    orders = build_schedule(parallelism.pp_schedule, parallelism.pp, len(placement), layout.pipeline_microbatches)
     return rehearse(orders, placement, pipeline_rank, passes=1, delivered=sample.delivered)
 
 
 def stages_of(experiment: Experiment, pipeline_rank: int) -> list[StageShape]:
     """The stages of a pipeline rank."""
-    layers, placement = stage_layers(experiment), stage_placement(experiment)
+    layout = ResolvedLayout.of(experiment)
+    layers, placement = layout.stage_layers, layout.stage_placement
     _, of_block = recomputation(experiment)
     kinds = [FIRST, *[MIDDLE] * (len(layers) - 2), LAST]
     return [

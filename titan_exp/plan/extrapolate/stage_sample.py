@@ -18,8 +18,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import data_parallel_degree, micro_batch_size
 from titan_exp.config.layout.pipeline_schedules import Action, Orders
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.parallel.pipeline_parallel import runtime as parallel_pipeline
 from titan_exp.parallel.pipeline_parallel.runtime import Hidden
 from titan_exp.plan.extrapolate.optimizer_step import TAIL, marked_tail
@@ -189,7 +189,8 @@ def _pipeline(layers: Collection[str]) -> tuple[list[str], list[int], Orders]:
 
 
 def _small_run(experiment: Experiment, layers: Sequence[int], schedule: str, mode: str) -> Experiment:
-    size = micro_batch_size(experiment)
+    layout = ResolvedLayout.of(experiment)
+    size = layout.micro_batch_size
     parallelism = replace(
         experiment.parallelism,
         pp=2,
@@ -200,7 +201,7 @@ def _small_run(experiment: Experiment, layers: Sequence[int], schedule: str, mod
         pp_first_stage_less=0,
         pp_last_stage_less=0,
     )
-    batch = data_parallel_degree(experiment) * size * PASSES
+    batch = layout.dp_degree * size * PASSES
     return replace(
         experiment,
         model=replace(experiment.model, layers=sum(layers)),
@@ -211,7 +212,7 @@ def _small_run(experiment: Experiment, layers: Sequence[int], schedule: str, mod
 
 
 def _sizes(tape: Tape, experiment: Experiment) -> list[Amounts]:
-    hidden = Hidden.of(experiment, DEVICE)
+    hidden = Hidden.of(layout, DEVICE)
     whole = torch.Size(hidden.shape).numel() * hidden.dtype.itemsize
     size = {"received": whole, "made": whole, "objective": torch.float32.itemsize}
     grain = tape.granularity

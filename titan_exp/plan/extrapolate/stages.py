@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import data_parallel_degree, micro_batch_size, world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.plan.extrapolate.optimizer_step import Tail, combined, trace_tail
 from titan_exp.plan.extrapolate.schedule_simulation import Rehearsal
 from titan_exp.plan.extrapolate.segments import Amounts, Piece, added, amounts, joined
@@ -55,7 +55,7 @@ def trace_stage_tails(experiment: Experiment, *, cuda: bool) -> StageTails:
     """Trace the ends of the step of small ranks."""
 
     def tail(rank: int, layers: tuple[int, ...]) -> Tail:
-        size = micro_batch_size(experiment)
+        size = ResolvedLayout.of(experiment).micro_batch_size
         parallelism = replace(
             experiment.parallelism,
             pp=3,
@@ -72,12 +72,12 @@ def trace_stage_tails(experiment: Experiment, *, cuda: bool) -> StageTails:
             parallelism=parallelism,
             training=replace(
                 experiment.training,
-                global_batch_size=data_parallel_degree(experiment) * size,
+                global_batch_size=ResolvedLayout.of(experiment).dp_degree * size,
                 micro_batch_size=size,
             ),
             activation_checkpoint=replace(experiment.activation_checkpoint, mode="none"),
         )
-        return trace_tail(small, rank * world_size(small) // 3, cuda=cuda)
+        return trace_tail(small, rank * ResolvedLayout.of(small).world_size // 3, cuda=cuda)
 
     first, one, last = (tail(rank, (1, 1, 1)) for rank in range(3))
     block = combined([(-1, one), (1, tail(1, (1, 2, 1)))])

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import device_type, world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine.devices import device_type
 from titan_exp.plan.calibrated_constants import FITTED
 from titan_exp.plan.device_memory import Target, target_of
 from titan_exp.plan.gate.batch_predict import Question, foretell
@@ -73,7 +74,7 @@ def needed(experiment: Experiment, judgement: Judgement) -> int:
     prediction, target = judgement.prediction, judgement.target
     assert prediction is not None, "nothing is predicted"
     assert target is not None, "nobody looked"
-    if target.sharing < world_size(experiment) or target.sharing == 1:
+    if target.sharing < ResolvedLayout.of(experiment).world_size or target.sharing == 1:
         # Which ranks come together is the scheduler's affair: none of them needs more than the largest.
         return target.sharing * (prediction.largest.peak + target.overhead)
     copies = target.sharing // len(prediction.ranks)
@@ -119,7 +120,7 @@ def record(judgement: Judgement) -> dict[str, Any] | None:
     }
     if prediction is None:
         return found
-    world = world_size(judgement.experiment)
+    world = ResolvedLayout.of(judgement.experiment).world_size
     speed = prediction.tokens_per_second_per_device
     return {
         **found,

@@ -5,8 +5,9 @@ attention kept, every micro-batch of a pipeline held at once. Imports no torch.
 """
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import data_parallel_degree, device_type, micro_batch_size
 from titan_exp.config.layout.parameter_count import has_known_state, parameters
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine.devices import device_type
 
 FOR_A_PARAMETER = 128
 """Bytes: 16 for weight, gradient and AdamW's moments; 28 for what FSDP gathers and reduces, with its buffers; 20 for an
@@ -30,8 +31,9 @@ def upper_bound(experiment: Experiment) -> int | None:
     # Of every tensor that a block makes twice as many numbers as there are: what is kept, and its gradient.
     block = 16 * model.dim + 16 * model.ffn_dim + 8 * attention + 6 * model.heads * seq
     ends = 6 * model.vocab_size + 4 * model.dim
-    rows = experiment.training.global_batch_size // data_parallel_degree(experiment)
-    rows = micro_batch_size(experiment) if experiment.parallelism.pp == 1 else rows
+    layout = ResolvedLayout.of(experiment)
+    rows = experiment.training.global_batch_size // layout.dp_degree
+    rows = layout.micro_batch_size if experiment.parallelism.pp == 1 else rows
     # Recipes keep what they have rounded beside what it was.
     recipe = 1 if experiment.quantization.recipe == "none" else 2
     # A recorded pass keeps its memory, and evaluation takes its own.

@@ -6,7 +6,7 @@ carries.
 
 from collections.abc import Mapping
 
-from titan_exp.config.layout.layout import world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.plan.predict import Plan
 from titan_exp.plan.visualize.glossary import AXES, CATEGORIES, COSTS, KINDS, TERMS, device_word, facts, layout_in_words
 from titan_exp.plan.visualize.page_data import drawn_numbers
@@ -31,7 +31,7 @@ def to_html(plan: Plan, holdings: Mapping[int, Holding]) -> str:
         SCRIPTS,
         drawn_numbers(plan, holdings) | {"words": words},
         plan=plan,
-        processes=world_size(plan.experiment),
+        processes=ResolvedLayout.of(plan.experiment).world_size,
         device=device_word(plan.experiment),
         degrees=degrees,
         facts=list(facts(plan)),

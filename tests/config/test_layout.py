@@ -9,6 +9,10 @@ from titan_exp.config.machine import local_machine as machine
 from titan_exp.config.machine.devices import device_type, offered_devices
 
 
+def laid_out(*overrides: str) -> ResolvedLayout:
+    return ResolvedLayout.of(resolve_layout(experiment(*overrides), 1))
+
+
 @pytest.mark.parametrize(
     ("gpus", "overrides", "device", "offered"),
     [
@@ -102,25 +106,22 @@ def test_micro_batches_of_a_pipeline(overrides: list[str], micro: int, passes: t
     ],
 )
 def test_layers_of_stages(overrides: list[str], counts: list[int]):
-    run = experiment("model.layers=10", "parallelism.pp=2", *overrides)
-    assert ResolvedLayout.of(run).layer_counts == counts
-    assert [layer for layers in ResolvedLayout.of(run).stage_layers for layer in layers] == list(range(10))
+    layout = laid_out("model.layers=10", "parallelism.pp=2", *overrides)
+    assert layout.layer_counts == counts
+    assert [layer for layers in layout.stage_layers for layer in layers] == list(range(10))
 
 
 def test_where_stages_are():
-    looped = experiment("model.layers=6", "parallelism.pp=3", "parallelism.pp_schedule=Interleaved1F1B")
-    assert ResolvedLayout.of(looped).stage_placement == [0, 1, 2, 0, 1, 2]
-    there_and_back = experiment("model.layers=6", "parallelism.pp=3", "parallelism.pp_schedule=DualPipeV")
-    assert ResolvedLayout.of(there_and_back).stage_placement == [0, 1, 2, 2, 1, 0]
+    looped = laid_out("model.layers=6", "parallelism.pp=3", "parallelism.pp_schedule=Interleaved1F1B")
+    assert looped.stage_placement == [0, 1, 2, 0, 1, 2]
+    v_shaped = laid_out("model.layers=6", "parallelism.pp=3", "parallelism.pp_schedule=DualPipeV")
+    assert v_shaped.stage_placement == [0, 1, 2, 2, 1, 0]
 
 
 def test_when_parameters_are_freed():
-    def policy(*overrides: str) -> str:
-        return ResolvedLayout.of(experiment("parallelism.dp_shard=1", *overrides)).reshard_policy
-
-    assert policy() == "all_but_last"
-    assert policy("parallelism.pp=2") == "never"
-    assert policy("parallelism.pp=2", "parallelism.reshard_after_forward=always") == "always"
+    assert laid_out().reshard_policy == "all_but_last"
+    assert laid_out("parallelism.pp=2").reshard_policy == "never"
+    assert laid_out("parallelism.pp=2", "parallelism.reshard_after_forward=always").reshard_policy == "always"
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from titan_exp.rules import context_parallel as context
 from titan_exp.rules import data
 from titan_exp.rules import degrees as layout
 from titan_exp.rules import tensor_parallel as tensor
+from titan_exp.rules.rule import ask
 from titan_exp.trainer.distributed import joined_process_group
 from titan_exp.trainer.forward_backward import EagerModel
 from titan_exp.trainer.load_model import Rows, describe, load_source
@@ -158,10 +159,9 @@ def evaluated_experiment(path: Path, source: Source, overrides: Sequence[str], e
         key, _, value = word.lstrip("+").partition("=")
         OmegaConf.update(base, key, _parsed(word, value), force_add=key.startswith("data.options."))
     experiment = to_experiment(base)
-    rules = (*data.RULES, *tensor.RULES, *context.RULES, *layout.RULES)
     every = 0 if everything else experiment.training.evaluate_every
     asked = dataclasses.replace(experiment, training=dataclasses.replace(experiment.training, evaluate_every=every))
-    violations = [violation for rule in rules for violation in rule(asked)]
+    violations = ask((*data.RULES, *tensor.RULES, *context.RULES, *layout.RULES), asked)
     if experiment.parallelism.pp > 1:
         reason = "a pipeline pays in training; evaluation spreads a model over ranks by its matrices and its layers"
         remedy = f"parallelism.tp or parallelism.dp_shard={experiment.parallelism.pp}"

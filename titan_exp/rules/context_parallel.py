@@ -8,6 +8,7 @@ from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.builtins import ARCHITECTURES
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.machine.devices import device_type
+from titan_exp.rules.rule import rules
 
 MERGING = ("auto", "flash", "efficient")
 """Kernels whose log-sum-exp ring and allgather can merge by, where the device has them."""
@@ -128,4 +129,6 @@ def shared_sequences(experiment: Experiment) -> Iterator[Violation]:
         yield from rule(experiment)
 
 
-RULES = (shared_sequences,)
+RULES = rules(
+    shared_sequences,
+)

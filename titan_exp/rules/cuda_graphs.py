@@ -8,6 +8,7 @@ from titan_exp.config.groups.builtins import ARCHITECTURES
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
+from titan_exp.rules.rule import rules
 
 BACKENDS = ("inductor", "aot_eager", "eager")
 """Backends of torch.compile that record nothing themselves."""
@@ -77,5 +78,9 @@ def _refused(reason: str, remedy: str = "") -> Violation:
     return Violation(_FIELD, True, reason, f"{_WITHOUT}, or {remedy}" if remedy else _WITHOUT)
 
 
-RULES = (passes_can_be_recorded,)
-LAYOUT_RULES = (one_rank_records,)
+RULES = rules(
+    passes_can_be_recorded,
+)
+LAYOUT_RULES = rules(
+    one_rank_records,
+)

@@ -9,6 +9,7 @@ from titan_exp.config.groups.builtins import ARCHITECTURES, COMPILE_BACKENDS, DE
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.machine.devices import device_type
 from titan_exp.config.schema.import_path import find_dotted, is_dotted
+from titan_exp.rules.rule import rules
 
 
 def names_are_known(experiment: Experiment) -> Iterator[Violation]:
@@ -65,4 +66,4 @@ def compiler_exists(experiment: Experiment) -> Iterator[Violation]:
         yield Violation(field, compile_.backend, "a CPU has no CUDA graphs", "compile.backend=inductor or aot_eager")
 
 
-RULES = (names_are_known, compiler_exists)
+RULES = rules(names_are_known, compiler_exists)

@@ -19,6 +19,7 @@ from titan_exp.config.layout.pipeline_schedules import (
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import timeline
 from titan_exp.rules.recompute import PARTITIONING_BACKENDS
+from titan_exp.rules.rule import rules
 
 SCHEDULE = "parallelism.pp_schedule"
 WHOLE_BACKWARD = "GPipe, 1F1B, Interleaved1F1B or LoopedBFS"
@@ -314,5 +315,9 @@ def _too_many_stages(experiment: Experiment, stages: int) -> Violation:
     )
 
 
-RULES = (pipelines,)
-LAYOUT_RULES = (micro_batches_fit,)
+RULES = rules(
+    pipelines,
+)
+LAYOUT_RULES = rules(
+    micro_batches_fit,
+)

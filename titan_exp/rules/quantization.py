@@ -14,6 +14,7 @@ from titan_exp.config.layout.linear_shapes import Projection, is_quantized, proj
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
 from titan_exp.rules.context_parallel import chunks_of_a_sequence
+from titan_exp.rules.rule import rules
 
 RECIPE = "quantization.recipe"
 
@@ -226,7 +227,7 @@ def moments_are_adamws(experiment: Experiment) -> Iterator[Violation]:
             return
 
 
-RULES = (
+RULES = rules(
     engine_is_installed,
     filter_names_projections,
     something_is_quantized,
@@ -237,7 +238,9 @@ RULES = (
     one_precision_for_a_module,
     moments_are_adamws,
 )
-LAYOUT_RULES = (tokens_are_multiples,)
+LAYOUT_RULES = rules(
+    tokens_are_multiples,
+)
 """Asked where there is a layout."""
 
 

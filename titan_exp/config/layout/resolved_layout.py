@@ -10,6 +10,7 @@ from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.config.layout.axes import world_size
 from titan_exp.config.layout.pipeline_schedules import (
     SCHEDULES,
     is_file,
@@ -64,7 +65,7 @@ class ResolvedLayout:
     @cached_property
     def world_size(self) -> int:
         """Number of processes."""
-        return _degrees_but_shard(self.parallelism) * self.parallelism.dp_shard
+        return world_size(self.parallelism)
 
     @cached_property
     def node_size(self) -> int:
@@ -201,7 +202,7 @@ def resolve_layout(experiment: Experiment, offered: int) -> Experiment:
     parallelism = experiment.parallelism
     if parallelism.dp_shard != -1:
         return experiment
-    others = _degrees_but_shard(parallelism)
+    others = world_size(replace(parallelism, dp_shard=1))
     if offered > others and offered % others:
         violation = Violation(
             "parallelism.dp_shard",
@@ -220,8 +221,3 @@ def _resolve_smallest_gemm(experiment: Experiment) -> Experiment:
     emulated = quantization.emulate is True or device_type(experiment.cluster) == "cpu"
     smallest = 0 if emulated or quantization.recipe == "none" else SMALLEST_GEMM
     return replace(experiment, quantization=replace(quantization, smallest_gemm=smallest))
-
-
-def _degrees_but_shard(parallelism: ParallelismConfig) -> int:
-    # Expert degrees are cut out of the others and start no process of their own.
-    return parallelism.dp_replicate * parallelism.tp * parallelism.pp * parallelism.cp

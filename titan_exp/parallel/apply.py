@@ -9,10 +9,10 @@ from torch import nn
 
 from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig, CompileConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.parallel.activation_checkpoint import apply_activation_checkpointing, is_traced
+from titan_exp.parallel.activation_checkpoint import apply_activation_checkpointing, needs_compiler
 from titan_exp.parallel.compile import compile_blocks
 from titan_exp.parallel.context_parallel.apply import apply_context_parallel
-from titan_exp.parallel.fsdp.apply import Sharding, apply_fsdp
+from titan_exp.parallel.fsdp.apply import FSDPOptions, apply_fsdp
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.tensor_parallel.apply import apply_tensor_parallel, enable_async_tp
 
@@ -34,17 +34,17 @@ def parallelize(
     apply_context_parallel(model, mesh, parallelism.cp_method)
     # Random numbers' state is read by the host; a pass that is recorded draws none.
     random = not compilation.cuda_graphs
-    if is_traced(checkpointing):
+    if needs_compiler(checkpointing):
         apply_activation_checkpointing(model, checkpointing, random=random)
     if compilation.compiles("blocks"):
         compile_blocks(model, compilation.backend)
-    if not is_traced(checkpointing):
+    if not needs_compiler(checkpointing):
         apply_activation_checkpointing(model, checkpointing, random=random)
     if compilation.cuda_graphs:
         # One rank, whose weights stay where they are: `compute_weights` rounds them.
         assert mesh.world.size() == 1, "checked by the rules"
         return
-    sharding = Sharding(
+    sharding = FSDPOptions(
         bf16=training.mixed_precision == "bf16",
         reshard_after_forward=layout.reshard_policy,
         cpu_offload=parallelism.cpu_offload,

@@ -18,9 +18,9 @@ from titan_exp.parallel.fsdp.all_gather_hooks import set_all_gather_format
 from titan_exp.parallel.fsdp.apply import require_modules
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.meta_init import copy_initial_weights, init_weights, materialize_parameters
-from titan_exp.parallel.pipeline_parallel.runtime import Hidden, Pipeline
+from titan_exp.parallel.pipeline_parallel.runtime import ActivationSpec, Pipeline
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
-from titan_exp.parallel.pipeline_parallel.split import cut, shared_parameters
+from titan_exp.parallel.pipeline_parallel.split import prune_to_stage, shared_parameters
 from titan_exp.parallel.pipeline_parallel.stage import Stage, keep_compiled_buffers
 from titan_exp.quantization.quantize import describe, quantize
 from titan_exp.tracking.logging import get_logger
@@ -79,7 +79,7 @@ class BuiltModel:
         make_real = functools.partial(
             _make_real, build=build, experiment=experiment, layout=layout, mesh=mesh, pretending=pretending
         )
-        if mesh.stages is None:
+        if mesh.pp_group is None:
             make_real(model)
         else:
             self.pipeline = _build_pipeline(model, build, make_real, layout, mesh)
@@ -95,16 +95,16 @@ def _build_pipeline(
     parallelism = layout.parallelism
     layers, placement = layout.stage_layers, layout.stage_placement
     microbatches, last = layout.pipeline_microbatches, len(layers) - 1
-    assert mesh.stages is not None, "there is a pipeline"
+    assert mesh.pp_group is not None, "there is a pipeline"
     if layout.splits_backward:
         keep_compiled_buffers()
     stages, shared = [], shared_parameters(whole)
     for number, rank in enumerate(placement):
-        if rank != mesh.stages.rank():
+        if rank != mesh.pp_group.rank():
             continue
         with torch.device("meta"):
             module = build()
-        cut(module, layers[number], first=number == 0, last=number == last)
+        prune_to_stage(module, layers[number], first=number == 0, last=number == last)
         make_real(module)
         stages.append(
             Stage(
@@ -130,8 +130,8 @@ def _build_pipeline(
         stages,
         orders,
         placement,
-        mesh.stages,
-        Hidden.of(layout, mesh.device),
+        mesh.pp_group,
+        ActivationSpec.of(layout, mesh.device),
         keep_gathered=layout.reshard_policy == "never",
     )
 
@@ -152,9 +152,9 @@ def _make_real(
     with pretending or nullcontext():
         materialize_parameters(module, mesh.device, cpu_offload=layout.parallelism.cpu_offload)
     if experiment.quantization.float8_all_gather:
-        from titan_exp.quantization.float8_all_gather import float8_form
+        from titan_exp.quantization.float8_all_gather import float8_all_gather_format
 
-        set_all_gather_format(module, float8_form)
+        set_all_gather_format(module, float8_all_gather_format)
     if pretending is not None:
         return
     if table is not None:

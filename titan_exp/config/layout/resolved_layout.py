@@ -17,7 +17,7 @@ from titan_exp.config.layout.pipeline_schedules import (
     microbatches_of,
     placement,
     placement_of,
-    read_orders,
+    read_schedule,
     splits_backward,
     takes,
 )
@@ -108,7 +108,7 @@ class ResolvedLayout:
     def pipeline_microbatches(self) -> int:
         """Micro-batches in one pass through the pipeline."""
         if is_file(self.parallelism.pp_schedule):
-            return microbatches_of(read_orders(self.parallelism.pp_schedule))
+            return microbatches_of(read_schedule(self.parallelism.pp_schedule))
         return self.parallelism.pp_microbatches or self.gradient_accumulation
 
     @cached_property
@@ -121,7 +121,7 @@ class ResolvedLayout:
             held = self.layers + parallelism.pp_first_stage_less + parallelism.pp_last_stage_less
             return -(-held // parallelism.pp_layers_per_stage)
         if is_file(parallelism.pp_schedule):
-            return len(placement_of(read_orders(parallelism.pp_schedule)))
+            return len(placement_of(read_schedule(parallelism.pp_schedule)))
         return parallelism.pp * SCHEDULES[parallelism.pp_schedule].stages_per_rank
 
     @cached_property
@@ -150,7 +150,7 @@ class ResolvedLayout:
     def stage_placement(self) -> list[int]:
         """Pipeline rank of each stage."""
         if is_file(self.parallelism.pp_schedule):
-            return [rank for _, rank in sorted(placement_of(read_orders(self.parallelism.pp_schedule)).items())]
+            return [rank for _, rank in sorted(placement_of(read_schedule(self.parallelism.pp_schedule)).items())]
         return placement(SCHEDULES[self.parallelism.pp_schedule], self.parallelism.pp, self.stage_count)
 
     @cached_property
@@ -159,7 +159,7 @@ class ResolvedLayout:
         if self.parallelism.pp == 1:
             return False
         if is_file(self.parallelism.pp_schedule):
-            return splits_backward(read_orders(self.parallelism.pp_schedule))
+            return splits_backward(read_schedule(self.parallelism.pp_schedule))
         return SCHEDULES[self.parallelism.pp_schedule].splits_backward
 
     @cached_property

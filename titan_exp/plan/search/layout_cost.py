@@ -7,7 +7,7 @@ from functools import cache
 import numpy as np
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.pipeline_schedules import Orders
+from titan_exp.config.layout.pipeline_schedules import Schedule
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import timeline
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
@@ -189,6 +189,6 @@ def _rehearsed(  # noqa: PLR0917  # a cache takes arguments by place
 
 
 @cache
-def _schedule(schedule: str, ranks: int, stages: int, microbatches: int) -> tuple[Orders, float]:
+def _schedule(schedule: str, ranks: int, stages: int, microbatches: int) -> tuple[Schedule, float]:
     orders = build_schedule(schedule, ranks, stages, microbatches)
     return orders, timeline(orders).bubble

@@ -57,8 +57,8 @@ def token_ranges(experiment: Experiment) -> list[list[tuple[int, int]]]:
     return [
         _pieces(
             ShardedSequence(
-                SequenceShard(across, rank // within, head_and_tail=True),
-                SequenceShard(within, rank % within, head_and_tail=False),
+                SequenceShard(across, rank // within, zigzag=True),
+                SequenceShard(within, rank % within, zigzag=False),
             )
             .take(whole)[0]
             .tolist()

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.pipeline_schedules import Action, Orders
+from titan_exp.config.layout.pipeline_schedules import Action, Schedule
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import COST, timeline
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
@@ -16,10 +16,10 @@ SMALLEST_GAP = 1e-6
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """One pass of a step's micro-batches."""
 
-    orders: Orders
+    orders: Schedule
     """Actions of each pipeline rank."""
     placement: list[int]
     """The pipeline rank of each stage."""
@@ -27,15 +27,15 @@ class Schedule:
     """How many such passes a step has, one after the other."""
 
 
-def schedule_of(experiment: Experiment) -> Schedule:
+def schedule_of(experiment: Experiment) -> PipelineSchedule:
     """What the ranks of a pipeline do, or one that has none; the layout must be resolved."""
     layout = ResolvedLayout.of(experiment)
     parallelism, micro_batches = experiment.parallelism, layout.gradient_accumulation
     if parallelism.pp == 1:
-        return Schedule([[Action(0, kind, number) for number in range(micro_batches) for kind in "FB"]], [0], 1)
+        return PipelineSchedule([[Action(0, kind, number) for number in range(micro_batches) for kind in "FB"]], [0], 1)
     placement, together = layout.stage_placement, layout.pipeline_microbatches
     orders = build_schedule(parallelism.pp_schedule, parallelism.pp, len(placement), together)
-    return Schedule(orders, placement, micro_batches // together)
+    return PipelineSchedule(orders, placement, micro_batches // together)
 
 
 def drawn_passes(plan: Plan) -> dict[str, Any]:
@@ -74,12 +74,12 @@ def words_of(order: Sequence[Action], end: dict[Action, float], stage_costs: Seq
     return " ".join(words)
 
 
-def _way(name: str, schedule: Schedule, costs: list[float]) -> dict[str, Any]:
+def _way(name: str, schedule: PipelineSchedule, costs: list[float]) -> dict[str, Any]:
     line = timeline(schedule.orders, costs)
     rows = [words_of(order, line.end, costs) for order in schedule.orders]
     return {"name": name, "costs": costs, "end": max(line.end.values()), "bubble": line.bubble, "rows": rows}
 
 
-def _forward_seconds(schedule: Schedule, rank: int, total: float) -> float:
+def _forward_seconds(schedule: PipelineSchedule, rank: int, total: float) -> float:
     """What a forward pass of one stage takes where a rank's whole step takes `total`, its stages being alike."""
     return total / schedule.passes / sum(COST[action.kind] for action in schedule.orders[rank])

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from titan_exp.parallel.fsdp.apply import numbered_blocks
+from titan_exp.models.blocks.block_list import iter_numbered_blocks
 from titan_exp.plan.trace.fake_world import PretendedRank
 
 
@@ -59,7 +59,7 @@ def _weights(stage: int, module: nn.Module) -> Iterator[Weight]:
     """A stage's weights, like ones of its blocks once."""
     in_blocks = {
         id(weight): (number, name)
-        for number, block in numbered_blocks(module)
+        for number, block in iter_numbered_blocks(module)
         for name, weight in block.named_parameters()
     }
     layers: dict[tuple[str, tuple[int, ...], int, tuple[tuple[str, int], ...]], list[int]] = {}

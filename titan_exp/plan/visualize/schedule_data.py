@@ -38,7 +38,7 @@ def schedule_of(experiment: Experiment) -> PipelineSchedule:
     return PipelineSchedule(orders, placement, micro_batches // together)
 
 
-def drawn_passes(plan: Plan) -> dict[str, Any]:
+def schedule_data(plan: Plan) -> dict[str, Any]:
     """What the page draws: each rank's actions and idle times as words, in the ways that times are known."""
     schedule = schedule_of(plan.experiment)
     totals = {rank.pipeline_rank: rank.time.total for rank in plan.ranks if rank.time is not None}
@@ -61,7 +61,7 @@ def drawn_passes(plan: Plan) -> dict[str, Any]:
     }
 
 
-def words_of(order: Sequence[Action], end: dict[Action, float], stage_costs: Sequence[float]) -> str:
+def schedule_text(order: Sequence[Action], end: dict[Action, float], stage_costs: Sequence[float]) -> str:
     """A rank's actions, as in `2F0`, with idle times between, as in `~1.5`."""
     words, now = [], 0.0
     for action in order:
@@ -76,7 +76,7 @@ def words_of(order: Sequence[Action], end: dict[Action, float], stage_costs: Seq
 
 def _way(name: str, schedule: PipelineSchedule, costs: list[float]) -> dict[str, Any]:
     line = timeline(schedule.orders, costs)
-    rows = [words_of(order, line.end, costs) for order in schedule.orders]
+    rows = [schedule_text(order, line.end, costs) for order in schedule.orders]
     return {"name": name, "costs": costs, "end": max(line.end.values()), "bubble": line.bubble, "rows": rows}
 
 

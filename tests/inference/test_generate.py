@@ -73,11 +73,11 @@ def test_the_cache_changes_no_word(trained, capsys):
 
 
 def test_logits_with_the_cache_are_those_without(trained):
-    from titan_exp.checkpoint.formats.open import open_source
+    from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
     from titan_exp.inference.generation import DecodeSession, window_start
     from titan_exp.trainer.load_model import load_source
 
-    source, device = open_source(trained), torch.device("cpu")
+    source, device = open_checkpoint(trained), torch.device("cpu")
     ids = [256, *b"import os, sys, re, json and a lot more than that"]
     cached = DecodeSession(load_source(source, device, seq_len=32), 32, cache=True)
     plain = load_source(source, device, seq_len=32)

@@ -20,7 +20,7 @@ from titan_exp.doctor.compute import attention_rates, copy_rates, gemm_rates
 from titan_exp.doctor.disk_and_scheduler import disk_rate, scheduler
 from titan_exp.doctor.interconnect import link_rates
 from titan_exp.doctor.timing import Rate
-from titan_exp.tracking.device_rates import Measured, write_measured
+from titan_exp.tracking.device_rates import DeviceRates, write_rates
 from titan_exp.tracking.memory_stats import device_name, peak_tflops
 from titan_exp.trainer.rank_call import RunOnRanks
 
@@ -66,7 +66,7 @@ def machine_command(arguments: Sequence[str], spread: RunOnRanks) -> int:
     console = Console(highlight=False, stderr=as_json)
     measured = measure(device, runs, seconds, spread, console.print)
     try:
-        kept = f"kept in {write_measured(runs / '.cache', measured)}"
+        kept = f"kept in {write_rates(runs / '.cache', measured)}"
     except OSError as error:
         kept = f"not kept: {runs} cannot be written ({error.strerror or error})"
     if as_json:
@@ -80,7 +80,7 @@ def machine_command(arguments: Sequence[str], spread: RunOnRanks) -> int:
 
 def measure(
     device: torch.device, runs: Path, seconds: float, spread: RunOnRanks, say: Callable[[str], None]
-) -> Measured:
+) -> DeviceRates:
     """Measure everything in about `seconds`.
 
     Args:
@@ -105,7 +105,7 @@ def measure(
         take("link", lambda limit: link_rates(spread, ranks=ranks, device=device.type, limit=limit))
     take("disk", lambda limit: [disk_rate(runs, limit)])
     say(f"measured in {time.perf_counter() - began:.0f} s")
-    return Measured(
+    return DeviceRates(
         device=name,
         when=datetime.now(UTC).isoformat(timespec="seconds"),
         torch=torch.__version__,
@@ -145,7 +145,7 @@ def _best(rates: Iterable[Rate], kind: str, beginning: str) -> float | None:
     )
 
 
-def _table(measured: Measured) -> Table:
+def _table(measured: DeviceRates) -> Table:
     title = f"{measured.device}, torch {measured.torch}"
     table = Table("", "what", "measured", "unit", "data sheet", "share", title=title)
     for column in (2, 4, 5):
@@ -169,13 +169,13 @@ def _table(measured: Measured) -> Table:
     return table
 
 
-def _partitions(measured: Measured) -> list[str]:
+def _partitions(measured: DeviceRates) -> list[str]:
     if not measured.scheduler:
         return ["scheduler: no SLURM answers here, so runs start with cluster=local"]
     return ["scheduler: SLURM, so cluster=slurm submits to", *(f"  {line}" for line in measured.scheduler)]
 
 
-def _mfu_line(device: torch.device, configured: float | None, measured: Measured) -> str:
+def _mfu_line(device: torch.device, configured: float | None, measured: DeviceRates) -> str:
     if configured is not None:
         return f"MFU is over {configured:g} TFLOP/s, as cluster.peak_tflops says"
     if device.type != "cuda":

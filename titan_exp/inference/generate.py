@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_exp.checkpoint.formats.open import Source, open_source
+from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
 from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.command_line.parse_options import HELP, options_help, parse_options
@@ -52,7 +52,7 @@ def generate_command(arguments: Sequence[str], spread: RunOnRanks | None = None)
     options = parse_options(GenerateOptions, arguments, positional="run")
     prompts = _prompts(options, arguments)
     path = local_copy(options.run, step=options.step) if options.run else _latest_run(Path(options.runs))
-    source = open_source(path, options.step)
+    source = open_checkpoint(path, options.step)
     if options.tp == 1:
         texts = generate(source, options, prompts, window=training_length(path, source))
     else:
@@ -67,7 +67,7 @@ def generate_command(arguments: Sequence[str], spread: RunOnRanks | None = None)
 
 
 def generate(
-    source: Source, options: GenerateOptions, prompts: Sequence[str], *, window: int, mesh: Mesh | None = None
+    source: OpenCheckpoint, options: GenerateOptions, prompts: Sequence[str], *, window: int, mesh: Mesh | None = None
 ) -> list[str]:
     """The texts that a model writes after prompts, without them; one after the other, each as if it were the only one.
 
@@ -120,13 +120,13 @@ def on_rank(run_folder: str) -> None:
 
     def texts(experiment: Experiment, question: Any, device: torch.device) -> list[str]:
         path, options = Path(question["path"]), GenerateOptions(**question["options"])
-        source, mesh = open_source(path, options.step), build_mesh(experiment.parallelism, device)
+        source, mesh = open_checkpoint(path, options.step), build_mesh(experiment.parallelism, device)
         return generate(source, options, question["prompts"], window=training_length(path, source), mesh=mesh)
 
     answer(run_folder, texts)
 
 
-def divided(source: Source, degree: int) -> Experiment:
+def divided(source: OpenCheckpoint, degree: int) -> Experiment:
     """An experiment around a source's model that so many tensor-parallel ranks share.
 
     Raises:
@@ -186,7 +186,7 @@ def _prompts(options: GenerateOptions, arguments: Sequence[str]) -> list[str]:
     return found
 
 
-def _ends(source: Source, tokenizer: Tokenizer) -> set[int]:
+def _ends(source: OpenCheckpoint, tokenizer: Tokenizer) -> set[int]:
     """The tokens that end a text; published models may have several."""
     said = source.special_tokens.get("eos_token_id")
     return {tokenizer.end_of_text, *(said if isinstance(said, list) else [] if said is None else [said])}
@@ -196,7 +196,7 @@ def _latest_run(runs: Path) -> Path:
     found = [
         (checkpoint.stat().st_mtime, checkpoint.parent.parent)
         for checkpoint in runs.glob("*/*/checkpoints/step-*")
-        if CheckpointFolder(checkpoint.parent).complete()
+        if CheckpointFolder(checkpoint.parent).complete_steps()
     ]
     if not found:
         raise UserError(

@@ -28,7 +28,7 @@ from titan_exp.launch.rank.rank_env import RankInfo, srun_rank, submitit_rank, t
 from titan_exp.launch.rank.rank_status import SPARE, RankError, RankRecord, read_record, write_record
 from titan_exp.launch.slurm.rendezvous import slurm_place
 from titan_exp.launch.state.close_attempt import close_attempt
-from titan_exp.tracking.run_folder.heartbeat import PROGRESS
+from titan_exp.tracking.progress_tracker import PROGRESS
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.run_folder.state import DONE, FAILED, HUNG, STOPPED, StateName
 

@@ -1,16 +1,34 @@
-"""Attention kernels: device, packages, precision, masks and head sizes that they support (as of torch 2.13)."""
+"""The model's shape, and its attention kernel: device, package, precision, mask and head size (as of torch 2.13)."""
 
 from collections.abc import Iterator
 
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.machine.attention_backends import FLASH_PACKAGES, HEAD_SIZES, ON_CPU
+from titan_exp.models.spec.lookup import family_violations
 from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.rules.rule import rules
 
 FIELD = "model.attention_backend"
+
+
+def family_supports_the_shape(model: ModelConfig) -> Iterator[Violation]:
+    """The family's own rules hold."""
+    yield from family_violations(model)
+
+
+def sequence_within_context(spec: ModelSpec, model: ModelConfig, training: TrainingConfig) -> Iterator[Violation]:
+    """Positions stay within the context that the model was made for; a plain class has no such bound."""
+    if training.seq_len > model.context:
+        yield Violation(
+            "training.seq_len",
+            training.seq_len,
+            f"it is longer than the context of {model.name}, {model.context} tokens",
+            f"at most training.seq_len={model.context}, or a longer context: model.context={training.seq_len}",
+        )
 
 
 def kernel_runs_on_cpu(spec: ModelSpec) -> Iterator[Violation]:
@@ -65,6 +83,7 @@ def kernel_supports_head_size(spec: ModelSpec) -> Iterator[Violation]:
 
 
 RULES = (
+    *rules(family_supports_the_shape, sequence_within_context),
     *rules(kernel_runs_on_cpu, when=lambda device: device == "cpu"),
     *rules(
         kernel_is_installed, kernel_supports_inputs, kernel_supports_head_size, when=lambda device: device == "cuda"

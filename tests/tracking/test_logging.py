@@ -31,7 +31,7 @@ def without_time(text: str) -> list[str]:
     return [line[20:] for line in text.splitlines() if line[:2] == "20"]
 
 
-def test_rank_0_speaks_on_standard_output(tmp_path: Path) -> None:
+def test_rank_0_logs_to_standard_output(tmp_path: Path) -> None:
     text = speak(0, tmp_path)
     lines = without_time(text)
     assert lines[:3] == ["step 7", "warning: beware", "warning: beware"]

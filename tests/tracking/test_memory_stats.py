@@ -49,7 +49,7 @@ def test_what_is_not_in_the_table_is_unknown(name: str) -> None:
     assert peak_by_name(name) is None
 
 
-def test_an_unknown_device_is_warned_of_once_with_the_switch(
+def test_unknown_device_is_one_warning_with_the_key(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Frobnicator 9001")

@@ -54,7 +54,7 @@ def export_weights(source: OpenCheckpoint, target: Path, export: ExportOptions) 
         UserError: the target exists, the disk has no room, or the format cannot hold the model.
     """
     if target.exists():
-        raise UserError(f"{target} exists. Name another place, or remove it first.")
+        raise UserError(f"{target} exists. Use another path, or remove it first.")
     mapped_format = _MAPPED_FORMATS.get(export.format)
     if mapped_format is not None and source.model.architecture != "decoder":
         raise UserError(

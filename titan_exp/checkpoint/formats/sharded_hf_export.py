@@ -176,8 +176,8 @@ class _OffsetFiles:
 class _RowWriter:
     """Writes rows of our parameters to their locations."""
 
-    def __init__(self, row_map: StateDictMap, where: Mapping[str, TensorLocation], dtype: torch.dtype) -> None:
-        self._map, self._where, self._dtype = row_map, where, dtype
+    def __init__(self, row_map: StateDictMap, locations: Mapping[str, TensorLocation], dtype: torch.dtype) -> None:
+        self._map, self._locations, self._dtype = row_map, locations, dtype
 
     def write(self, files: _OffsetFiles, name: str, tensor: Tensor) -> None:
         """Write this rank's shard of a parameter."""
@@ -188,11 +188,11 @@ class _RowWriter:
         width, columns, column = (part.shape[1], part.size[1], part.start[1]) if len(part.shape) > 1 else (1, 1, 0)
         data, item, first = held.view(torch.uint8).numpy(), self._dtype.itemsize, part.start[0]
         for run in self._map.of(name, first, first + part.size[0]):
-            place, rows = self._where[run.name], data[run.start - first : run.start - first + run.rows]
-            begin = place.begin + column * item
+            location, rows = self._locations[run.name], data[run.start - first : run.start - first + run.rows]
+            begin = location.begin + column * item
             if columns == width and run.step == 1:
-                files.write(place.file, begin + run.first * width * item, rows.reshape(-1).data)
+                files.write(location.file, begin + run.first * width * item, rows.reshape(-1).data)
                 continue
             for number, row in enumerate(rows):
                 at = run.first + number * run.step
-                files.write(place.file, begin + at * width * item, row.data)
+                files.write(location.file, begin + at * width * item, row.data)

@@ -34,7 +34,8 @@ for step in order["steps"]:
             child.kill()
             child.wait(10)
     for sink in sinks:
-        sink.log({"step": step, "loss": 10.0 - min(step, 6 - step), "grad_norm": float("nan"), "mfu": None})
+        row = {"step": step, "loss": 10.0 - min(step, 6 - step), "grad_norm": float("nan"), "mfu": None}
+        sink.log({**row, "router/z_loss": 0.5, "router/entropy": 1.5})
 for sink in sinks:
     sink.close(order["state"])
 os._exit(0) if order["kill_at"] else sys.exit(0)  # wandb's own exit handler prints a traceback of the dead service
@@ -134,16 +135,14 @@ def test_run_metadata_and_metrics(tmp_path: Path) -> None:
     assert (run["run_group"], run["job_type"], run["resume"]) == ("heads", "train", True)
     defined = {metric.get("name") or metric["glob_name"]: metric for metric in records(directory, "metric")}
     assert {metric["step_metric"] for metric in defined.values()} == {"step"}
-    assert {name for name, metric in defined.items() if metric.get("summary", {}).get("min")} == {
-        "loss",
-        "validation_loss",
-        "validation_perplexity",
-    }
+    minimized = {name for name, metric in defined.items() if metric.get("summary", {}).get("min")}
+    assert minimized == {"loss", "router/z_loss"}
     history = [record["item"] for record in records(directory, "history")]
     assert [row["step"] for row in history] == [1, 2, 3, 4]
     assert [row["loss"] for row in history] == [9, 8, 7, 8]
     assert history[0]["grad_norm"] == "NaN"
     assert "mfu" not in history[0]
+    assert history[0]["router/entropy"] == 1.5, "any further column is logged"
 
 
 def test_the_newest_directory_holds_the_whole_run_after_a_resume(tmp_path: Path) -> None:

@@ -24,13 +24,15 @@ from titan_exp.checkpoint.formats.safetensors import (
     tensor_locations,
 )
 from titan_exp.checkpoint.state_dict import MODEL_PREFIX, model_state_dict
-from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.checkpoint import CheckpointConfig
+from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.model import ModelConfig
 from titan_exp.models.convert.llama_state_dict import llama_map
 from titan_exp.models.convert.state_dict_map import StateDictMap
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.meta_init import local, local_shard
 from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.run_folder.atomic_write import sync_folder
+from titan_exp.tracking.run_folder.atomic_write import sync_all, sync_folder
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 """Dtypes of `checkpoint.export`."""
@@ -41,9 +43,18 @@ FILE_BYTES = 5e9
 class ShardedHFExporter:
     """Exports of one run into its `export/` folder `path`; all ranks call `write` together."""
 
-    def __init__(self, experiment: Experiment, path: Path, mesh: Mesh, *, file_bytes: float = FILE_BYTES) -> None:
-        self._experiment, self._path, self._mesh, self._file_bytes = experiment, path, mesh, file_bytes
-        self._config = experiment.checkpoint
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        model: ModelConfig,
+        data: DataConfig,
+        path: Path,
+        mesh: Mesh,
+        *,
+        file_bytes: float = FILE_BYTES,
+    ) -> None:
+        self._config, self._model, self._data = config, model, data
+        self._path, self._mesh, self._file_bytes = path, mesh, file_bytes
         self._leader = dist.get_rank() == 0
         if self._leader:
             for stale in path.glob("*.partial"):
@@ -67,7 +78,7 @@ class ShardedHFExporter:
         if self._config.export == "none" or self._exists(target):
             return True
         partial = target.with_name(f"{target.name}.partial")
-        row_map, dtype = llama_map(self._experiment.model, "huggingface"), DTYPES[self._config.export]
+        row_map, dtype = llama_map(self._model, "huggingface"), DTYPES[self._config.export]
         specs = [TensorSpec(name, tuple(shape), dtype) for name, shape in row_map.their_shapes.items()]
         written = (
             self._all_succeed(lambda: self._preallocate(partial, specs, dtype) if self._leader else None)
@@ -90,8 +101,8 @@ class ShardedHFExporter:
         """Write everything but the tensors."""
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        tokenizer, special = run_tokenizer(self._experiment.data)
-        write_hf_metadata(partial, self._experiment.model, dtype, tokenizer, special)
+        tokenizer, special = run_tokenizer(self._data)
+        write_hf_metadata(partial, self._model, dtype, tokenizer, special)
         preallocate_safetensors(partial, specs, file_bytes=self._file_bytes)
 
     def _write_shards(
@@ -110,10 +121,7 @@ class ShardedHFExporter:
                     writer.write(files, key.removeprefix(MODEL_PREFIX), tensor)
 
     def _publish(self, partial: Path, target: Path) -> None:
-        for file in partial.iterdir():
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
-        sync_folder(partial)
+        sync_all(partial)
         os.rename(partial, target)
         sync_folder(target.parent)
 

@@ -139,4 +139,4 @@ def test_too_little_shared_memory_falls_back_to_a_thread(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "newest 20" in done.stdout
     assert "/dev/shm of" in done.stdout
-    assert "A thread writes the checkpoints instead" in done.stdout
+    assert "A thread writes checkpoints instead" in done.stdout

@@ -29,7 +29,7 @@ from titan_exp.launch.provenance.provenance import read_scene
 from titan_exp.launch.run_plan import commit, plan
 from titan_exp.launch.state.run_lookup import find
 from titan_exp.launch.sweep.fast_compose import FastCompose
-from titan_exp.launch.sweep.sweep_memory import foreseen
+from titan_exp.launch.sweep.sweep_memory import prediction
 from titan_exp.launch.sweep.sweep_plan import Point, SweepPlan, plan_points
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
@@ -73,7 +73,7 @@ def time_planning(folder: Path, count: int) -> None:
             made = planned(file, composer)
         assert len(made.planned) == count
         with timed(f"{count:4d} points: memory"):
-            made = foreseen(made, print, skip=True)
+            made = prediction(made, print, skip=True)
         assert len(made.planned) == count
         with timed(f"{count:4d} points: commit"):
             scene = read_scene()

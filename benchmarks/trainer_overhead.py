@@ -94,7 +94,7 @@ def ours(steps: int) -> dict[str, Any]:
             trainer = trainer_module.Trainer(run, folder, device)
             timed = _Timed(spent)
             timed.method(trainer.loader, "__next__", "next batch")
-            timed.function(trainer_module, "agree", "agree on tokens and stop")
+            timed.function(trainer_module, "sync_step_flags", "agree on tokens and stop")
             timed.function(trainer_module, "seed_step", "seed the step")
             timed.function(trainer_step, "global_grad_norm", "gradient norm")
             timed.function(trainer_step, "scale_gradients", "clip")

@@ -73,7 +73,7 @@ class TapeRecorder:
         self.rehearsals = 0
         self.tapes: list[Tape] = []
 
-    def rehearse(self, work: Callable[[], None]) -> None:
+    def warmup(self, work: Callable[[], None]) -> None:
         """Just do it."""
         self.rehearsals += 1
         work()
@@ -101,14 +101,14 @@ class FromHost(TorchDispatchMode):
 class HostWatch:
     """A recorder for tensors on the meta device, which stands for a GPU: its operators have no data and no `item()`."""
 
-    def rehearse(self, work: Callable[[], None]) -> None:
+    def warmup(self, work: Callable[[], None]) -> None:
         """Do it and watch."""
         with FromHost():
             work()
 
     def record(self, work: Callable[[], None]) -> Recording:
         """The same."""
-        self.rehearse(work)
+        self.warmup(work)
         return Recording(lambda: None, "nothing")
 
 

@@ -19,7 +19,7 @@ from titan_exp.config.layout.layout import offered_devices, resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.plan.cuda.caching_allocator import MIB
 from titan_exp.plan.cuda.devices import DEVICES, device_named
-from titan_exp.plan.plan_table import print_plan, print_whole
+from titan_exp.plan.plan_table import print_plan, print_unwrapped
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.rules import check
 from titan_exp.tracking.memory_stats import PEAKS
@@ -93,7 +93,7 @@ def test_no_digit_is_cut_off_where_it_is_narrow():
     table = Table("parameters", "activations", "in all")
     table.add_row("123.45", "6789.01", "6912.46")
     text = io.StringIO()
-    print_whole(Console(file=text, width=12), table)
+    print_unwrapped(Console(file=text, width=12), table)
     assert "123.45" in text.getvalue()
     assert "activations" in text.getvalue()
     assert "\u2026" not in text.getvalue()

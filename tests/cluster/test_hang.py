@@ -25,7 +25,7 @@ def test_a_hung_rank_is_named_and_the_run_is_queued_again(cluster: Submitting, m
     assert reason.startswith("hung at step 3 in the training step: rank 1 stands at ")
     assert reason.endswith("in _await_a_batch while the others wait in a collective")
     assert "_await_a_batch" in files.stacks(1).read_text()
-    assert "agree" in files.stacks(0).read_text()
+    assert "sync_step_flags" in files.stacks(0).read_text()
     assert cluster.ended(folder, "done") is None
     assert ends(folder) == [86, 0]
     assert [row["step"] for row in read_metrics(folder.metrics)][-1] == 4

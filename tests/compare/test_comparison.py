@@ -8,7 +8,7 @@ import pytest
 
 from tests.compare.made_runs import make_run, make_study, rows
 from titan_exp.compare.comparison import Comparison, compare
-from titan_exp.compare.differing_keys import differences
+from titan_exp.compare.differing_keys import differing_keys
 from titan_exp.compare.findings import findings, heading, remarks, verdict
 from titan_exp.compare.layout_check import layout_checks
 from titan_exp.compare.select_runs import select
@@ -35,7 +35,7 @@ def value(comparison: Comparison, row: int, metric: str) -> float | None:
 def test_columns_are_what_differs_and_seeds_are_one_row(tmp_path: Path):
     make_study(tmp_path, THREE)
     found = compared(tmp_path)
-    assert found.differences.keys == ("optimizer.lr",)
+    assert found.differing_keys.keys == ("optimizer.lr",)
     assert [row.label for row in found.rows] == ["lr=0.001", "lr=0.003", "lr=0.01"]
     assert [len(row.runs) for row in found.rows] == [3, 3, 3]
     assert heading(found) == "3 rows, 9 runs · at 50,000 tokens, where every run ends"
@@ -173,7 +173,7 @@ def test_labels_say_what_the_study_varies_and_columns_what_differs(tmp_path: Pat
     (tmp_path / "made" / "study.json").write_text(json.dumps({"name": "made", "points": points}))
     found = compared(tmp_path, baseline="decay_steps=50")
     assert [row.label for row in found.rows] == ["steps=50", "steps=60"]
-    assert found.differences.keys == ("training.steps", "lr_schedule.decay_steps")
+    assert found.differing_keys.keys == ("training.steps", "lr_schedule.decay_steps")
     assert found.baseline == 1
     # Without a study nothing says which key matters.
     (tmp_path / "made" / "study.json").unlink()
@@ -329,7 +329,7 @@ def test_rounding_puts_no_layout_on_the_front(tmp_path: Path):
     ],
 )
 def test_what_differs(first: dict, second: dict, keys: list[str], short: list[str] | None):
-    found = differences([first, second])
+    found = differing_keys([first, second])
     assert list(found.keys) == keys
     if short is not None:
         assert [found.short[key] for key in keys] == short
@@ -338,12 +338,12 @@ def test_what_differs(first: dict, second: dict, keys: list[str], short: list[st
 def test_a_model_s_name_stands_for_its_shape():
     small = {"model": {"name": "s", "dim": 1, "layers": 1, "heads": 1}, "optimizer": {"lr": 1}}
     large = {"model": {"name": "l", "dim": 2, "layers": 2, "heads": 2}, "optimizer": {"lr": 2}}
-    found = differences([small, large])
+    found = differing_keys([small, large])
     assert found.keys == ("model.name", "optimizer.lr")
     assert found.all_keys == ("model.dim", "model.layers", "model.heads", "optimizer.lr")
     # A name that means two shapes tells nothing apart.
     other = {"model": {"name": "l", "dim": 3, "layers": 3, "heads": 3}, "optimizer": {"lr": 2}}
-    assert "model.name" not in differences([small, large, other]).keys
+    assert "model.name" not in differing_keys([small, large, other]).keys
 
 
 def test_predicted_is_shown_against_measured_where_something_was_predicted(tmp_path: Path):

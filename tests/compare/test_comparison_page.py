@@ -8,7 +8,7 @@ import pytest
 from tests.compare.made_runs import make_run, make_study, rows
 from titan_exp.compare.comparison import compare
 from titan_exp.compare.output.comparison_page import to_html
-from titan_exp.compare.output.downsample import thinned
+from titan_exp.compare.output.downsample import downsample
 from titan_exp.compare.run_record import read_run
 from titan_exp.compare.select_runs import select
 
@@ -61,15 +61,15 @@ def test_the_numbers_in_the_page_are_those_of_the_runs(tmp_path: Path):
     full_study(tmp_path / "runs")
     text = page(tmp_path / "runs", tmp_path).read_text()
     numbers = json.loads(text.split('id="numbers">')[1].split("</script>")[0])
-    assert len(numbers["curves"]) == 9
-    assert numbers["curves"][0]["loss"][0][-1] == 50_000
+    assert len(numbers["downsampled_curves"]) == 9
+    assert numbers["downsampled_curves"][0]["loss"][0][-1] == 50_000
     assert {point["label"] for point in numbers["scaling"][0]["points"]} == {"tp=1", "tp=2", "tp=4"}
 
 
 def test_very_long_runs_are_thinned_and_a_gap_stays_a_gap(tmp_path: Path):
     many = [{"step": step, "tokens": step, "loss": float(step)} for step in range(1, 1001)]
     many[500]["loss"] = float("nan")
-    tokens, steps, values = thinned(read_run(make_run(tmp_path, {}, metrics=many)), "loss", 100)
+    tokens, steps, values = downsample(read_run(make_run(tmp_path, {}, metrics=many)), "loss", 100)
     assert len(tokens) == len(steps) == len(values) == 100
     assert values[0] == pytest.approx(5.5)
     assert [place for place, value in enumerate(values) if value is None] == [50]

@@ -10,7 +10,7 @@ from titan_exp.config.layout.pipeline_schedules import (
     check_complete,
     microbatches_of,
     placement_of,
-    read_orders,
+    read_schedule,
     splits_backward,
 )
 from titan_exp.config.layout.schedule_timeline import timeline
@@ -27,7 +27,7 @@ GOOD = orders("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")
 def test_a_file_is_read(tmp_path: Path):
     path = tmp_path / "own.csv"
     path.write_text("0F0,0F1,,,0B0,,0B1\n\n,1F0,1B0,(1F1;1B1)OVERLAP_F_B\n")
-    assert read_orders(path) == GOOD
+    assert read_schedule(path) == GOOD
     assert placement_of(GOOD) == {0: 0, 1: 1}
     assert microbatches_of(GOOD) == 2
     assert not splits_backward(GOOD)
@@ -38,7 +38,7 @@ def test_a_file_is_read(tmp_path: Path):
 def test_a_cell_that_is_no_action(tmp_path: Path, cell: str, where: str):
     (tmp_path / "own.csv").write_text(f"0F0,{cell}\n")
     with pytest.raises(MalformedSchedule, match=where):
-        read_orders(tmp_path / "own.csv")
+        read_schedule(tmp_path / "own.csv")
 
 
 @pytest.mark.parametrize(

@@ -45,7 +45,7 @@ def test_the_rank_that_holds_up_the_others_is_named(tmp_path: Path, main: str, s
     assert err.startswith("hung at step 3 in the training step: ")
     assert says in err
     assert stack in files.stacks(1).read_text()
-    assert "agree" in files.stacks(0).read_text()
+    assert "sync_step_flags" in files.stacks(0).read_text()
     last = json.loads(files.recorder(0).read_text())["entries"][-1]
     assert (last["profiling_name"], last["retired"]) == ("gloo:all_reduce", False)
     for rank in (0, 1):
@@ -75,7 +75,7 @@ def test_a_rank_that_runs_no_python_is_named_and_ended(tmp_path: Path, main: str
     assert code == 86, err
     assert err.startswith(f"hung at step 3 in the training step: {says}")
     assert line in files.report.read_text()
-    assert "agree" in files.stacks(0).read_text()
+    assert "sync_step_flags" in files.stacks(0).read_text()
     stuck = files.stacks(1)
     assert ("hanging_ranks.py" in stuck.read_text()) if main == "in_native_code" else not stuck.exists()
     assert ranks_of(tmp_path) == []

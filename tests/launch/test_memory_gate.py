@@ -16,8 +16,8 @@ from titan_exp.launch.memory_gate import pass_gate
 from titan_exp.launch.run_plan import Plan, commit, plan
 from titan_exp.plan.gate import gate as gate_module
 from titan_exp.plan.gate.gate import GIB
-from titan_exp.plan.gate.predicted import read_foreseen
-from titan_exp.plan.plan_json import Prediction, RankPrediction, Unpredicted
+from titan_exp.plan.gate.predicted import read_predicted_metrics
+from titan_exp.plan.plan_json import NotPredicted, Prediction, RankPrediction
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
 SMALL = ["model=llama_debug", "cluster.device=cpu", "training.steps=10", "plan.predict=always"]
@@ -36,13 +36,13 @@ def foretold(monkeypatch: pytest.MonkeyPatch):
     """A GiB for each 32 tokens of a sequence, with no planning; notes what was asked."""
     asked: list[int] = []
 
-    def foretell(questions, cache, say=print):
-        found: list[Prediction | Unpredicted] = []
+    def predict_many(questions, cache, say=print):
+        found: list[Prediction | NotPredicted] = []
         for question in questions:
             training = question.experiment.training
             asked.append(training.seq_len)
             if training.seq_len == 32:
-                found.append(Unpredicted("its kernels are not modelled"))
+                found.append(NotPredicted("its kernels are not modelled"))
                 continue
             size = round(training.seq_len / 32 * GIB * (training.micro_batch_size or 8) / 8)
             parts = {"activations": size // 2, "loss": size - size // 2}
@@ -50,7 +50,7 @@ def foretold(monkeypatch: pytest.MonkeyPatch):
             found.append(Prediction((rank,), 0.0, 0.5, 2048.0, None))
         return found
 
-    monkeypatch.setattr(gate_module, "foretell", foretell)
+    monkeypatch.setattr(gate_module, "predict_many", predict_many)
     return asked
 
 
@@ -82,9 +82,9 @@ def test_warned_of_and_written_down(home: Path, foretold):
     written = json.loads(found.folder.plan.read_text())
     assert (written["fits"], written["needed_bytes"]) == (False, 8 * GIB + 450_000_000)
     assert written["ranks"][0]["by_category"] == {"activations": 4 * GIB, "loss": 4 * GIB}
-    foreseen = read_foreseen(found.folder)
-    assert foreseen.memory == pytest.approx(8 + 0.45e9 / GIB)
-    assert foreseen.tokens_per_second == 2048.0
+    prediction = read_predicted_metrics(found.folder)
+    assert prediction.memory == pytest.approx(8 + 0.45e9 / GIB)
+    assert prediction.tokens_per_second == 2048.0
 
 
 def test_the_gate_changes_no_name_and_is_not_passed_twice(home: Path, foretold):
@@ -105,11 +105,11 @@ def test_a_folder_that_is_there_says_what_was_predicted_last(home: Path, foretol
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     first = [pass_gate(planned("training.seq_len=64", f"experiment.seed={seed}"), print) for seed in (1, 2)]
     for one in first:
-        commit(replace(one, foreseen="{}"))
+        commit(replace(one, prediction="{}"))
     backend = LocalExecutor(jobs=2)
     assert [one.outcome for one in backend.submit(first, say=print)] == ["done", "done"]
     for one in first:
-        assert read_foreseen(one.folder).tokens_per_second == 2048.0
+        assert read_predicted_metrics(one.folder).tokens_per_second == 2048.0
 
 
 def test_what_cannot_be_predicted_is_one_line(home: Path, foretold):
@@ -118,14 +118,14 @@ def test_what_cannot_be_predicted_is_one_line(home: Path, foretold):
     assert said == ["Whether its memory fits is not predicted: its kernels are not modelled."]
     commit(found)
     assert json.loads(found.folder.plan.read_text())["why_not_predicted"] == "its kernels are not modelled"
-    assert read_foreseen(found.folder).memory is None
+    assert read_predicted_metrics(found.folder).memory is None
 
 
 def test_a_damaged_note_hides_nothing(home: Path):
     folder = RunFolder(home)
-    assert read_foreseen(folder).memory is None
+    assert read_predicted_metrics(folder).memory is None
     folder.plan.write_text("[1]")
-    assert read_foreseen(folder).memory is None
+    assert read_predicted_metrics(folder).memory is None
 
 
 def test_a_sweep_shows_predictions_and_refuses(home: Path, foretold, capsys: pytest.CaptureFixture[str]):

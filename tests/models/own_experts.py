@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.models.blocks.grouped_linear import GroupedLinear
-from titan_exp.models.blocks.initialization import Init
+from titan_exp.models.blocks.initialization import InitSpec
 from titan_exp.models.blocks.transformer import Embedding, Head, RMSNorm
 from titan_exp.ops.swiglu import swiglu
 
@@ -23,9 +23,9 @@ class Experts(nn.Module):
         self.gate_up = GroupedLinear(experts, dim, 2 * ffn_dim, std)
         self.down = GroupedLinear(experts, ffn_dim, dim, std)
 
-    def initial(self) -> dict[str, Init]:
+    def init_spec(self) -> dict[str, InitSpec]:
         """How the router starts."""
-        return {"router": Init("normal", self.std)}
+        return {"router": InitSpec("normal", self.std)}
 
     def forward(self, x: Tensor) -> Tensor:
         """Each token's experts, weighted by the router's scores."""

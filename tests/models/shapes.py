@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from titan_exp.config.groups.model import ModelConfig, RopeConfig
-from titan_exp.models.blocks.initialization import Part, initial_slice
+from titan_exp.models.blocks.initialization import ShardSpec, init_slice
 from titan_exp.models.build import build_model, init_specs
 
 PLAIN_ROPE = RopeConfig(10000.0, "none", 1.0, 1.0, 4.0, 128)
@@ -38,6 +38,6 @@ def real_model(seed: int = 0, seq_len: int = 64, **changes: Any) -> nn.Module:
     assert table is not None
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(initial_slice(seed, name, table[name], Part.whole(tuple(parameter.shape))))
+            parameter.copy_(init_slice(seed, name, table[name], ShardSpec.whole(tuple(parameter.shape))))
     model.reset_buffers()  # type: ignore[operator]  # the decoder's own
     return model

@@ -2,13 +2,13 @@ import numpy as np
 import pytest
 import torch
 
-from titan_exp.models.blocks.initialization import TRUNCATION, Init, Part, initial_slice
+from titan_exp.models.blocks.initialization import TRUNCATION, InitSpec, ShardSpec, init_slice
 
-NORMAL = Init("normal", 0.5)
+NORMAL = InitSpec("normal", 0.5)
 
 
 def whole(shape: tuple[int, ...], name: str = "w", seed: int = 0) -> torch.Tensor:
-    return initial_slice(seed, name, NORMAL, Part.whole(shape))
+    return init_slice(seed, name, NORMAL, ShardSpec.whole(shape))
 
 
 @pytest.mark.parametrize("shape", [(200, 30), (64, 7), (1, 5), (37,), (3, 130, 6)])
@@ -19,7 +19,7 @@ def test_any_part_is_that_part_of_the_whole(shape):
         start = tuple(int(random.integers(0, extent)) for extent in shape)
         size = tuple(int(random.integers(0, extent - first + 1)) for extent, first in zip(shape, start, strict=True))
         window = tuple(slice(first, first + extent) for first, extent in zip(start, size, strict=True))
-        assert torch.equal(initial_slice(0, "w", NORMAL, Part(shape, start, size)), everything[window])
+        assert torch.equal(init_slice(0, "w", NORMAL, ShardSpec(shape, start, size)), everything[window])
 
 
 def test_values_depend_on_seed_and_name():
@@ -47,5 +47,5 @@ def test_bits_are_pinned():
 
 
 def test_constants():
-    assert torch.equal(initial_slice(0, "w", Init("ones"), Part((4,), (0,), (2,))), torch.ones(2))
-    assert torch.equal(initial_slice(0, "w", Init("zeros"), Part((4,), (1,), (3,))), torch.zeros(3))
+    assert torch.equal(init_slice(0, "w", InitSpec("ones"), ShardSpec((4,), (0,), (2,))), torch.ones(2))
+    assert torch.equal(init_slice(0, "w", InitSpec("zeros"), ShardSpec((4,), (1,), (3,))), torch.zeros(3))

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from titan_exp.ops.attention.attention_with_lse import HIDDEN, attend, attend_backward, merge
+from titan_exp.ops.attention.attention_with_lse import HIDDEN, attention_backward, attention_forward, merge_lse
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
@@ -26,12 +26,15 @@ def test_parts_merge_into_the_whole(kv_heads, masked):
         for keys in (slice(0, 9), slice(9, 24))
     ]
     q = query.detach()
-    (out, lse), (second, second_lse) = (attend(q, k, v, bias=b, causal=False, backend="flash") for k, v, b in parts)
+    (out, lse), (second, second_lse) = (
+        attention_forward(q, k, v, bias=b, causal=False, backend="flash") for k, v, b in parts
+    )
     lse = lse.clone()
-    merge(out, lse, second, second_lse)
+    merge_lse(out, lse, second, second_lse)
     torch.testing.assert_close(out, expected.detach(), atol=1e-6, rtol=1e-5)
     grads = [
-        attend_backward(gradient, q, k, v, out=out, lse=lse, bias=b, causal=False, backend="flash") for k, v, b in parts
+        attention_backward(gradient, q, k, v, out=out, lse=lse, bias=b, causal=False, backend="flash")
+        for k, v, b in parts
     ]
     assert query.grad is not None
     assert key.grad is not None
@@ -58,8 +61,8 @@ def test_cuda_kernels_agree_with_the_cpu(backend, bf16, masked):
     def on(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
         q, k, v, g, b = (tensor.to(device, dtype) for tensor in (query, key, value, gradient, bias))
         b = b if masked else None
-        out, lse = attend(q, k, v, bias=b, causal=not masked, backend=backend)
-        grads = attend_backward(g, q, k, v, out=out, lse=lse, bias=b, causal=not masked, backend=backend)
+        out, lse = attention_forward(q, k, v, bias=b, causal=not masked, backend=backend)
+        grads = attention_backward(g, q, k, v, out=out, lse=lse, bias=b, causal=not masked, backend=backend)
         return [tensor.float().cpu() for tensor in (out, lse, *grads)]
 
     found = on("cuda", torch.bfloat16 if bf16 else torch.float32)

@@ -5,7 +5,7 @@ from tests.models.shapes import TINY
 from tests.parallel.test_meta_init import CPU, layout
 from tests.ranks import run_ranks
 from titan_exp.models.build import build_model, init_specs
-from titan_exp.parallel.fsdp.apply import Sharding, apply_fsdp
+from titan_exp.parallel.fsdp.apply import FSDPOptions, apply_fsdp
 from titan_exp.parallel.mesh import build_mesh
 from titan_exp.parallel.meta_init import init_weights, materialize_parameters
 from titan_exp.trainer.distributed import joined_process_group
@@ -31,7 +31,7 @@ def types_in_forward(fp32_modules: tuple[str, ...]) -> dict[str, tuple[torch.dty
         # Before sharding's own hooks, which turn outputs of fp32 modules into bf16, and free weights.
         for name in NAMES:
             model.get_submodule(name).register_forward_hook(record(name))
-        sharding = Sharding(bf16=True, fp32_modules=fp32_modules)
+        sharding = FSDPOptions(bf16=True, fp32_modules=fp32_modules)
         apply_fsdp(model, build_mesh(layout(1, 2), CPU), sharding)
         materialize_parameters(model, CPU)
         init_weights(model, table, seed=0)
@@ -61,7 +61,7 @@ def gathered_ahead(ahead: int) -> list[list[int]]:
     with joined_process_group(CPU):
         with torch.device("meta"):
             model = build_model(TINY, seq_len=16, attention_backend="math")
-        apply_fsdp(model, build_mesh(layout(1, 2), CPU), Sharding(bf16=False, prefetch_blocks=ahead))
+        apply_fsdp(model, build_mesh(layout(1, 2), CPU), FSDPOptions(bf16=False, prefetch_blocks=ahead))
         blocks = list(model.get_submodule("blocks").children())
         states = [block._get_fsdp_state() for block in blocks]  # type: ignore[operator]  # FSDP's own
         return [[states.index(later) for later in state._states_to_forward_prefetch] for state in states]

@@ -10,7 +10,7 @@ from tests.models.shapes import TINY, real_model
 from tests.ranks import run_ranks
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.models.build import build_model, init_specs
-from titan_exp.parallel.fsdp.apply import Sharding, apply_fsdp
+from titan_exp.parallel.fsdp.apply import FSDPOptions, apply_fsdp
 from titan_exp.parallel.mesh import build_mesh
 from titan_exp.parallel.meta_init import copy_initial_weights, init_weights, materialize_parameters
 from titan_exp.trainer.distributed import joined_process_group
@@ -29,7 +29,7 @@ def sharded_weights(degrees: tuple[int, int]) -> tuple[dict[str, torch.Tensor], 
             model = build_model(TINY, seq_len=64, attention_backend="math")
         table = init_specs(model)
         assert table is not None
-        apply_fsdp(model, build_mesh(layout(*degrees), CPU), Sharding(bf16=False, reshard_after_forward="always"))
+        apply_fsdp(model, build_mesh(layout(*degrees), CPU), FSDPOptions(bf16=False, reshard_after_forward="always"))
         materialize_parameters(model, CPU)
         init_weights(model, table, seed=3)
         parameters = dict(model.named_parameters())
@@ -56,7 +56,7 @@ def undeclared_weights() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tenso
     with joined_process_group(CPU):
         with torch.device("meta"):
             model = build()
-        apply_fsdp(model, build_mesh(layout(1, 2), CPU), Sharding(bf16=False, reshard_after_forward="always"))
+        apply_fsdp(model, build_mesh(layout(1, 2), CPU), FSDPOptions(bf16=False, reshard_after_forward="always"))
         materialize_parameters(model, CPU)
         copy_initial_weights(model, build, seed=3)
         found = {name: value.full_tensor() for name, value in model.named_parameters()}  # type: ignore[attr-defined]

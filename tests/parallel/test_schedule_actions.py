@@ -7,9 +7,9 @@ import pytest
 from titan_exp.config.layout.pipeline_schedules import SCHEDULES, Action, check_complete, placement, placement_of
 from titan_exp.config.layout.schedule_timeline import timeline
 from titan_exp.parallel.pipeline_parallel.schedule_actions import (
-    Message,
+    P2POp,
     build_schedule,
-    forward_orders,
+    forward_schedule,
     insert_p2p,
 )
 
@@ -39,7 +39,7 @@ def test_what_a_schedule_takes_can_be_run(name: str, ranks: int, per_rank: int):
 @pytest.mark.parametrize("stages", [[0, 1], [0, 1, 2, 0, 1, 2], [0, 1, 2, 2, 1, 0], [1, 0, 0, 1]])
 def test_the_relay_needs_no_schedule(stages: list[int]):
     for microbatches in (1, 2, 5):
-        orders = forward_orders(stages, microbatches)
+        orders = forward_schedule(stages, microbatches)
         assert len(timeline(orders).end) == len(stages) * microbatches
         meet(orders, stages)
 
@@ -72,9 +72,9 @@ def meet(orders: list[list[Action]], stages: list[int]) -> int:
             if isinstance(step, Action):
                 done.add(step)
                 at[rank] += 1
-            elif isinstance(step, Message) and step.sending:
+            elif isinstance(step, P2POp) and step.sending:
                 other = steps[step.peer][at[step.peer]] if at[step.peer] < len(steps[step.peer]) else None
-                if other == Message(False, rank, step.action):
+                if other == P2POp(False, rank, step.action):
                     assert step.action in done
                     at[rank] += 1
                     at[step.peer] += 1

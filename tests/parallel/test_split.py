@@ -8,7 +8,7 @@ import torch
 
 from tests.models.shapes import TINY
 from titan_exp.models.build import build_model
-from titan_exp.parallel.pipeline_parallel.split import cut, shared_parameters
+from titan_exp.parallel.pipeline_parallel.split import prune_to_stage, shared_parameters
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -22,7 +22,7 @@ def test_every_parameter_has_its_stage(tied: bool):
     names, x = Counter(), tokens
     for number, layers in enumerate(([], [0, 1], [2])):
         stage = build_model(config, seq_len=16, attention_backend="math")
-        cut(stage, layers, first=number == 0, last=number == 2)
+        prune_to_stage(stage, layers, first=number == 0, last=number == 2)
         stage.reset_buffers()  # type: ignore[operator]
         stage.load_state_dict({name: whole.state_dict()[name] for name in stage.state_dict()})
         names.update(name for name, _ in stage.named_parameters())

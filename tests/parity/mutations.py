@@ -141,9 +141,9 @@ def partial_gradients_are_taken_for_whole_ones() -> None:
 
 
 def gradients_of_hidden_states_are_not_summed() -> None:
-    from titan_exp.parallel.tensor_parallel.collectives import _Copy
+    from titan_exp.parallel.tensor_parallel.collectives import _CopyToTP
 
-    _Copy.backward = lambda ctx, *gradients: (gradients[0], None)  # type: ignore[method-assign]
+    _CopyToTP.backward = lambda ctx, *gradients: (gradients[0], None)  # type: ignore[method-assign]
 
 
 def partial_outputs_are_taken_for_whole_ones() -> None:
@@ -160,7 +160,7 @@ def softmax_is_of_the_own_words() -> None:
     def part(mesh: Any, vocabulary: int) -> Any:
         found = original(mesh, vocabulary)
         assert found is not None
-        return replace(found, total=lambda tensor: tensor)
+        return replace(found, all_reduce_sum=lambda tensor: tensor)
 
     _replace("titan_exp.trainer.trainer.vocab_shard", part)
 
@@ -192,25 +192,25 @@ def a_head_is_computed_with_another_ranks_queries() -> None:
 
 
 def positions_are_those_of_the_part() -> None:
-    from titan_exp.trainer import batch_placement as place
+    from titan_exp.trainer import batch_placement as shard_batch
 
-    original = place.place
+    original = shard_batch.shard_batch
 
     def placed(batch: Any, mesh: Any) -> Any:
         part = original(batch, mesh)
         return replace(part, positions=torch.arange(part.tokens.shape[1]).expand_as(part.tokens))
 
-    _replace("titan_exp.trainer.forward_backward.place", placed)
+    _replace("titan_exp.trainer.forward_backward.shard_batch", placed)
 
 
 def parts_of_the_softmax_are_merged_unweighed() -> None:
     from titan_exp.parallel.context_parallel import attention as context_attention
 
-    def merge(out: Any, lse: Any, part: Any, part_lse: Any) -> None:
+    def merge_lse(out: Any, lse: Any, part: Any, part_lse: Any) -> None:
         out.add_(part).div_(2)
 
-    assert context_attention.merge
-    _replace("titan_exp.parallel.context_parallel.attention.merge", merge)
+    assert context_attention.merge_lse
+    _replace("titan_exp.parallel.context_parallel.attention.merge_lse", merge_lse)
 
 
 def tokens_of_context_ranks_are_counted_again() -> None:
@@ -247,7 +247,7 @@ def the_norm_is_not_summed_over_stages() -> None:
 def the_tied_weight_counts_twice() -> None:
     from titan_exp.trainer.pipeline_forward_backward import PipelineModel
 
-    PipelineModel.counted = PipelineModel.parameters  # type: ignore[method-assign]
+    PipelineModel.unique_parameters = PipelineModel.parameters  # type: ignore[method-assign]
 
 
 def micro_batches_are_taken_for_each_other() -> None:

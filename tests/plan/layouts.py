@@ -216,7 +216,7 @@ def _on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, Any]:
         mutate()
     from titan_exp.trainer.distributed import joined
     from titan_exp.trainer.train_state import TrainState
-    from titan_exp.trainer.train_step import agree, train_step
+    from titan_exp.trainer.train_step import sync_step_flags, train_step
     from titan_exp.trainer.trainer import Trainer
 
     torch.set_num_threads(1)
@@ -226,7 +226,7 @@ def _on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, Any]:
         trainer = Trainer(experiment, folder, device)
 
         batches = [next(trainer.loader) for _ in range(trainer.accumulation)]
-        tokens, _, _ = agree(batches, trainer.mesh, stop=False, save=False)
+        tokens, _, _ = sync_step_flags(batches, trainer.mesh, stop=False, save=False)
 
         def step() -> None:
             lr, clip = trainer.schedule(1), experiment.training.max_grad_norm

@@ -127,7 +127,7 @@ def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         made.folder.env.write_text(json.dumps({**env, "cpu": "Some CPU", "cores": 2, "cores_usable": 2, "gpus": []}))
         return made.folder
 
-    def foretell(questions, cache, say=print):
+    def predict_many(questions, cache, say=print):
         found = []
         for question in questions:
             seconds = {"matmuls": question.experiment.training.seq_len / 1e3, "elementwise": 0.0}
@@ -136,7 +136,7 @@ def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
             found.append(Prediction((rank,), 0.0, seconds["matmuls"], None, None))
         return found
 
-    monkeypatch.setattr(calibrate, "foretell", foretell)
+    monkeypatch.setattr(calibrate, "predict_many", predict_many)
     return make
 
 

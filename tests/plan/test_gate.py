@@ -15,12 +15,12 @@ from titan_exp.models.build import build_model
 from titan_exp.plan.cuda.devices import DEVICES
 from titan_exp.plan.gate import gate as gate_module
 from titan_exp.plan.gate import suggestions as remedies_module
-from titan_exp.plan.gate.batch_predict import Question, foretell
-from titan_exp.plan.gate.gate import GIB, Judgement, judge, record, refusal
-from titan_exp.plan.gate.prediction_cache import key_of, recall, remember
-from titan_exp.plan.gate.suggestions import remedies
+from titan_exp.plan.gate.batch_predict import PredictionRequest, predict_many
+from titan_exp.plan.gate.gate import GIB, MemoryCheck, check_memory, explain_oom, plan_record
+from titan_exp.plan.gate.prediction_cache import cache_key, get, put
+from titan_exp.plan.gate.suggestions import suggestions
 from titan_exp.plan.gate.upper_bound import upper_bound
-from titan_exp.plan.plan_json import Prediction, RankPrediction, Unpredicted, from_json, joined, to_json
+from titan_exp.plan.plan_json import NotPredicted, Prediction, RankPrediction, from_json, joined, to_json
 
 H100 = ["cluster=slurm_h100", "training.mixed_precision=bf16"]
 
@@ -54,11 +54,11 @@ def foretold(monkeypatch: pytest.MonkeyPatch):
     def stand(answer):
         asked = []
 
-        def foretell(questions, cache, say=print):
+        def predict_many(questions, cache, say=print):
             asked.extend(question.experiment for question in questions)
             return [answer(question.experiment) for question in questions]
 
-        monkeypatch.setattr(gate_module, "foretell", foretell)
+        monkeypatch.setattr(gate_module, "predict_many", predict_many)
         return asked
 
     return stand
@@ -101,14 +101,14 @@ def test_the_bound_of_a_recorded_pass_counts_what_it_keeps_beside_others():
 def test_small_models_are_not_planned(tmp_path: Path, foretold):
     asked = foretold(lambda _: made_up(1.0))
     small = resolved("model=llama_debug", "cluster.device=cpu")
-    (judgement,) = judge([small], tmp_path)
-    assert (judgement.fits, judgement.prediction, asked) == (True, None, [])
+    (memory_check,) = check_memory([small], tmp_path)
+    assert (memory_check.fits, memory_check.prediction, asked) == (True, None, [])
     always = replace(small, plan=replace(small.plan, predict="always"))
-    (judgement,) = judge([always], tmp_path)
-    assert (judgement.fits, judgement.prediction) == (True, made_up(1.0))
+    (memory_check,) = check_memory([always], tmp_path)
+    assert (memory_check.fits, memory_check.prediction) == (True, made_up(1.0))
     off = replace(small, plan=replace(small.plan, gate="off", predict="always"))
-    (judgement,) = judge([off], tmp_path)
-    assert (judgement.fits, record(judgement), len(asked)) == (None, None, 1)
+    (memory_check,) = check_memory([off], tmp_path)
+    assert (memory_check.fits, plan_record(memory_check), len(asked)) == (None, None, 1)
 
 
 def test_all_processes_of_a_machine_share_its_memory(tmp_path: Path, foretold, monkeypatch: pytest.MonkeyPatch):
@@ -118,14 +118,14 @@ def test_all_processes_of_a_machine_share_its_memory(tmp_path: Path, foretold, m
         *("model=llama_debug", "cluster.device=cpu", "parallelism.dp_shard=2", "parallelism.pp=2"),
         *("plan.predict=always", "parallelism.pp_microbatches=2"),
     )
-    (judgement,) = judge([four], tmp_path)
+    (memory_check,) = check_memory([four], tmp_path)
     # Two of each pipeline rank, and 0.45 GB for each process.
-    assert judgement.needed == 2 * (4 + 2) * GIB + 4 * 450_000_000
-    assert judgement.fits
+    assert memory_check.needed == 2 * (4 + 2) * GIB + 4 * 450_000_000
+    assert memory_check.fits
     monkeypatch.setattr("titan_exp.plan.device_memory.host_memory", lambda: 13 * GIB)
-    (judgement,) = judge([four], tmp_path)
-    assert judgement.fits is False
-    said = refusal(judgement)
+    (memory_check,) = check_memory([four], tmp_path)
+    assert memory_check.fits is False
+    said = explain_oom(memory_check)
     assert "pipeline rank 0 of 2 needs 4.42 GiB at its peak (forward, block 3), the 4 that share its memory" in said
     assert "activations 4.00 GiB, the process beside them 0.42 GiB" in said
 
@@ -133,12 +133,12 @@ def test_all_processes_of_a_machine_share_its_memory(tmp_path: Path, foretold, m
 def test_a_gpu_is_held_against_its_own_memory(tmp_path: Path, foretold):
     large = resolved("model=llama3_8b", *H100, "parallelism.dp_shard=8")
     foretold(lambda _: made_up(60.0, reserved=74.0))
-    (judgement,) = judge([large], tmp_path)
-    assert judgement.fits
+    (memory_check,) = check_memory([large], tmp_path)
+    assert memory_check.fits
     foretold(lambda _: made_up(70.0, reserved=75.0))
-    (judgement,) = judge([large], tmp_path)
-    assert judgement.fits is False
-    assert "what the allocator keeps beyond them 5.00 GiB" in refusal(judgement)
+    (memory_check,) = check_memory([large], tmp_path)
+    assert memory_check.fits is False
+    assert "what the allocator keeps beyond them 5.00 GiB" in explain_oom(memory_check)
 
 
 @pytest.mark.parametrize(
@@ -154,12 +154,12 @@ def test_a_gpu_is_held_against_its_own_memory(tmp_path: Path, foretold):
     ],
 )
 def test_what_is_not_known_is_said_and_stops_nothing(overrides: list[str], why: str, tmp_path: Path):
-    (judgement,) = judge([resolved("model=llama3_8b", *overrides, "parallelism.dp_shard=8")], tmp_path)
-    assert judgement.fits is None
-    assert why in judgement.why_not
-    found = record(judgement)
+    (memory_check,) = check_memory([resolved("model=llama3_8b", *overrides, "parallelism.dp_shard=8")], tmp_path)
+    assert memory_check.fits is None
+    assert why in memory_check.why_not
+    found = plan_record(memory_check)
     assert found is not None
-    assert found["why_not_predicted"] == judgement.why_not
+    assert found["why_not_predicted"] == memory_check.why_not
 
 
 def test_what_decides_a_prediction_and_what_does_not(tmp_path: Path):
@@ -168,17 +168,19 @@ def test_what_decides_a_prediction_and_what_does_not(tmp_path: Path):
         *("model=llama_debug", "cluster.device=cpu", "optimizer.lr=1e-5", "lr_schedule=cosine", "experiment.seed=3"),
         *("training.steps=77", "optimizer.weight_decay=0.3", "experiment.name=y", "training.max_grad_norm=2"),
     )
-    assert key_of(first, None) == key_of(same, None)
-    assert key_of(first, DEVICES["h100"]) != key_of(first, None)
+    assert cache_key(first, None) == cache_key(same, None)
+    assert cache_key(first, DEVICES["h100"]) != cache_key(first, None)
     for other in (
         *("training.seq_len=128", "training.max_grad_norm=null", "parallelism.dp_shard=2"),
         *("optimizer.state_precision=int8", "activation_checkpoint=full", "data.document_mask=true"),
     ):
-        assert key_of(resolved("model=llama_debug", "cluster.device=cpu", other), None) != key_of(first, None), other
-    assert key_of(replace(first, optimizer=replace(first.optimizer, name="mine.Lion")), None) is None
-    assert recall(tmp_path, "x") is None
-    remember(tmp_path, "x", made_up(1.0, 2.0))
-    assert recall(tmp_path, "x") == made_up(1.0, 2.0)
+        assert cache_key(resolved("model=llama_debug", "cluster.device=cpu", other), None) != cache_key(first, None), (
+            other
+        )
+    assert cache_key(replace(first, optimizer=replace(first.optimizer, name="mine.Lion")), None) is None
+    assert get(tmp_path, "x") is None
+    put(tmp_path, "x", made_up(1.0, 2.0))
+    assert get(tmp_path, "x") == made_up(1.0, 2.0)
     assert from_json(to_json(made_up(3.0))) == made_up(3.0)
 
 
@@ -189,13 +191,13 @@ def test_each_memory_profile_is_planned_once(tmp_path: Path):
     ]
     broken = replace(rates[0], model=replace(rates[0].model, architecture="nowhere.Model"))
     said: list[str] = []
-    found = foretell([Question(one, None) for one in (*rates, broken)], tmp_path, said.append)
+    found = predict_many([PredictionRequest(one, None) for one in (*rates, broken)], tmp_path, said.append)
     assert said == ["Predicting the memory of 2 runs ..."]
     assert isinstance(found[0], Prediction)
     assert found[0] == found[1] == found[2]
-    assert isinstance(found[3], Unpredicted)
+    assert isinstance(found[3], NotPredicted)
     assert "nowhere" in found[3].reason
-    assert foretell([Question(rates[1], None)], tmp_path, said.append) == [found[0]]
+    assert predict_many([PredictionRequest(rates[1], None)], tmp_path, said.append) == [found[0]]
     assert len(said) == 1
     (numbers,) = predicted(rates[0], tmp_path / "here")
     assert found[0].ranks[0].allocated == numbers.peak
@@ -234,11 +236,11 @@ def test_the_cheapest_changes_that_fit_are_offered(tmp_path: Path, foretold):
         "paths.runs=runs",
     )
     asked = foretold(memory_like)
-    (judgement,) = judge([large], tmp_path)
-    assert judgement.fits is False
-    found = remedies(judgement, tmp_path)
+    (memory_check,) = check_memory([large], tmp_path)
+    assert memory_check.fits is False
+    found = suggestions(memory_check, tmp_path)
     assert found[0].overrides == ("training.micro_batch_size=2",)
-    assert all(remedy.judgement.fits for remedy in found)
+    assert all(suggestion.memory_check.fits for suggestion in found)
     assert len(found) == remedies_module.ENOUGH
     # Nothing that is offered has all of what another offer has, and more.
     assert not any(set(one.overrides) < set(other.overrides) for one in found for other in found)
@@ -248,9 +250,9 @@ def test_the_cheapest_changes_that_fit_are_offered(tmp_path: Path, foretold):
 def test_nothing_is_offered_that_would_not_fit(tmp_path: Path, foretold):
     large = resolved("model=llama3_8b", *H100, "parallelism.dp_shard=8")
     foretold(lambda _: made_up(500.0, category="other"))
-    (judgement,) = judge([large], tmp_path)
-    assert remedies(judgement, tmp_path) == []
+    (memory_check,) = check_memory([large], tmp_path)
+    assert suggestions(memory_check, tmp_path) == []
 
 
 def test_a_judgement_of_nothing_says_nothing():
-    assert Judgement(resolved("model=llama_debug"), None).fits is None
+    assert MemoryCheck(resolved("model=llama_debug"), None).fits is None

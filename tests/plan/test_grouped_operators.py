@@ -14,7 +14,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.ops.moe.grouped_mm import grouped_linear
 from titan_exp.plan.cuda.fake_kernels import cuda_calls, cuda_instructions
 from titan_exp.plan.trace.op_costs import operations
-from titan_exp.quantization.hardware_support import is_grouped_emulated
+from titan_exp.quantization.hardware_support import needs_grouped_emulation
 
 TOKENS, INPUTS, OUTPUTS = 40, 16, 24
 ONE = 2 * TOKENS * INPUTS * OUTPUTS
@@ -88,8 +88,8 @@ def test_kernels_that_are_not_there_are_not_planned():
     config = experiment_of("quantization=float8_rowwise").quantization
     gpu = torch.device("cuda")
     with cuda_instructions((9, 0)), pytest.raises(UserError, match="Triton kernels of torchao's"):
-        is_grouped_emulated(config, gpu)
+        needs_grouped_emulation(config, gpu)
     with cuda_instructions((8, 0)):
-        assert is_grouped_emulated(config, gpu)
+        assert needs_grouped_emulation(config, gpu)
     with cuda_instructions((9, 0)):
-        assert is_grouped_emulated(experiment_of("quantization=float8_tensorwise").quantization, gpu)
+        assert needs_grouped_emulation(experiment_of("quantization=float8_tensorwise").quantization, gpu)

@@ -84,30 +84,30 @@ def test_what_bounds_leave_out_would_be_no_row():
 def print_both() -> None:
     """Rows of a search that looks at everything and of those that do not, on three devices, as JSON."""
     from titan_exp.plan.cuda.devices import device_named
-    from titan_exp.plan.search.layouts import candidates
-    from titan_exp.plan.search.search import Search
+    from titan_exp.plan.search.layouts import search_space
+    from titan_exp.plan.search.search import LayoutSearch
 
     def quiet(_: str) -> None:
         return
 
     experiment = replace(composed(*WORDS), model=replace(composed().model, layers=8))
     found, device = (
-        candidates(experiment, 8, {"parallelism.dp_replicate", "training.micro_batch_size"}),
+        search_space(experiment, 8, {"parallelism.dp_replicate", "training.micro_batch_size"}),
         device_named("h100"),
     )
-    whole = Search(found, device, 10_000, quiet, bounded=False)
+    whole = LayoutSearch(found, device, 10_000, quiet, bounded=False)
     whole.run()
     guesses = sorted(whole._guesses, key=lambda guess: guess.step_seconds)
     peaks = sorted(guess.peak_bytes for guess in guesses)
     rows, looked, violations = [], [], []
     for room, limit in ((peaks[-1] + 1, 2), (peaks[len(peaks) // 2], 3), (peaks[len(peaks) // 8], 3)):
-        one = Search(found, replace(device, memory_gb=room / 1e9 / 0.88), limit, quiet)
+        one = LayoutSearch(found, replace(device, memory_gb=room / 1e9 / 0.88), limit, quiet)
         result = one.run()
         fits = [guess.step_seconds for guess in guesses if guess.peak_bytes <= room][:limit]
         rows.append((fits, [row.step_seconds for row in result.rows]))
         looked.append(result.looked_at)
         for guess in guesses:
-            least = one._least.of(guess.experiment)
+            least = one._bounds.of(guess.experiment)
             peak = max(least.bytes, one._least_peak(guess.experiment))
             if least.seconds > guess.step_seconds * (1 + 1e-9) or peak > guess.peak_bytes:
                 violations.append(str(guess))

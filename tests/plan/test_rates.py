@@ -10,7 +10,7 @@ from titan_exp.cli.plan import device_for
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.plan.calibrated_constants import Constants, write_constants
 from titan_exp.plan.cuda.devices import DEVICES
-from titan_exp.plan.device_memory import known_gpu
+from titan_exp.plan.device_memory import refine_gpu
 from titan_exp.plan.search.layout_cost import Traced
 from titan_exp.plan.time.roofline import rank_time
 from titan_exp.plan.trace.dispatch_mode import Work
@@ -40,7 +40,7 @@ def test_links_are_those_that_the_cluster_names(tmp_path: Path):
     work = Work(messages={("tp", "all-gather"): 2**30}, calls={("tp", "all-gather"): 1})
 
     def waited(ranks: int, **links: float) -> float:
-        device = known_gpu(H100, in_cluster(**links), tmp_path)
+        device = refine_gpu(H100, in_cluster(**links), tmp_path)
         return rank_time(Traced(work, {"tp": list(range(ranks))}), device, 8).exposed
 
     assert waited(8, link_gbs=225.0) == pytest.approx(2 * waited(8))
@@ -49,12 +49,12 @@ def test_links_are_those_that_the_cluster_names(tmp_path: Path):
 
 
 def test_what_doctor_measured_of_a_gpu_goes_before_the_table(tmp_path: Path):
-    assert known_gpu(H100, in_cluster(), tmp_path) == H100
+    assert refine_gpu(H100, in_cluster(), tmp_path) == H100
     write_measured(
         tmp_path,
         Measured("NVIDIA H100 80GB HBM3", "", "", {"bf16": 700.0, "fp8": 1300.0}, copy=2680.0, link=360.0),
     )
-    device = known_gpu(H100, in_cluster(), tmp_path)
+    device = refine_gpu(H100, in_cluster(), tmp_path)
     assert device.matmul_rate == pytest.approx(700e12)
     assert device.fp8_rate == pytest.approx(1300e12)
     assert device.bandwidth_tbs * device.bandwidth_share == pytest.approx(2.68)
@@ -62,7 +62,7 @@ def test_what_doctor_measured_of_a_gpu_goes_before_the_table(tmp_path: Path):
     assert device.bf16_tflops == H100.bf16_tflops, "MFU is of the maker's peak"
     # Fitted constants go before both.
     write_constants(tmp_path, Constants(H100.name, matmul_share=0.5))
-    fitted = known_gpu(H100, in_cluster(), tmp_path)
+    fitted = refine_gpu(H100, in_cluster(), tmp_path)
     assert (fitted.matmul_share, fitted.bandwidth_share) == (0.5, device.bandwidth_share)
 
 

@@ -13,7 +13,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.layout import world_size
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.plan.search.layouts import KEYS, candidates, command_line, fixed_keys
+from titan_exp.plan.search.layouts import KEYS, command_line, fixed_keys, search_space
 from titan_exp.rules import violations
 
 TYPED = [
@@ -30,7 +30,7 @@ def composed(*more: str) -> Experiment:
 
 
 def test_candidates_are_all_factorizations_that_the_rules_allow():
-    found = candidates(composed(), 16, frozenset())
+    found = search_space(composed(), 16, frozenset())
     assert found.tried == len(found.experiments) + sum(count for count, _ in found.left_out)
     assert all(world_size(each) == 16 and not violations(each) for each in found.experiments)
     layouts = {
@@ -47,19 +47,19 @@ def test_what_is_typed_is_kept():
     typed = ["parallelism.tp=2", "activation_checkpoint=full", "training.micro_batch_size=1", "optimizer.lr=1e-3"]
     fixed = fixed_keys(typed)
     assert fixed == {"parallelism.tp", "activation_checkpoint.mode", "training.micro_batch_size"} < set(KEYS)
-    found = candidates(composed(*typed), 8, fixed)
+    found = search_space(composed(*typed), 8, fixed)
     assert {(each.parallelism.tp, each.activation_checkpoint.mode) for each in found.experiments} == {(2, "full")}
 
 
 def test_impossible_totals_are_said():
     with pytest.raises(UserError, match=r"12 GPUs cannot be laid out with parallelism.tp=8"):
-        candidates(composed("parallelism.tp=8"), 12, {"parallelism.tp"})
+        search_space(composed("parallelism.tp=8"), 12, {"parallelism.tp"})
     with pytest.raises(UserError, match=r"none of \d+ layouts on 7 GPUs can be"):
-        candidates(composed(), 7, {"parallelism.dp_replicate"})
+        search_space(composed(), 7, {"parallelism.dp_replicate"})
 
 
 def test_commands_compose_to_their_layouts():
-    found = candidates(composed(), 8, frozenset())
+    found = search_space(composed(), 8, frozenset())
     for each in found.experiments[:: len(found.experiments) // 5]:
         program, verb, *words = shlex.split(command_line(each, TYPED, {"training.steps": 7}))
         assert (program, verb) == ("titan-exp", "train")

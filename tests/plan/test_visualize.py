@@ -27,10 +27,10 @@ from titan_exp.plan.predict import predict
 from titan_exp.plan.trace.fake_world import pretended_rank
 from titan_exp.plan.trace.memory_ledger import CATEGORIES, Ledger
 from titan_exp.plan.visualize import glossary as words_module
-from titan_exp.plan.visualize.draw import Picture
+from titan_exp.plan.visualize.draw import Visualization
 from titan_exp.plan.visualize.page_data import token_ranges
-from titan_exp.plan.visualize.schedule_data import schedule_of, words_of
-from titan_exp.plan.visualize.shards import cuts_of, look_at
+from titan_exp.plan.visualize.schedule_data import schedule_of, schedule_text
+from titan_exp.plan.visualize.shards import read_shards, sharded_dims
 
 EVIL = '</script><script>window.broken=1</script><img src=x onerror="window.broken=1">'
 LAYOUT = (
@@ -51,11 +51,11 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def _draw(folder: str) -> None:
     experiment = experiment_of(LAYOUT)
     experiment = replace(experiment, model=replace(experiment.model, name=EVIL))
-    picture = Picture(Path(folder) / "new" / "all.html")
-    plan = predict(experiment, DEVICES["h100"], look=picture.look)
-    picture.write(plan)
-    picture.path = picture.path.with_name("some.html")
-    picture.write(replace(plan, ranks=plan.ranks[:1]))
+    visualization = Visualization(Path(folder) / "new" / "all.html")
+    plan = predict(experiment, DEVICES["h100"], on_rank=visualization.add_rank)
+    visualization.write(plan)
+    visualization.path = visualization.path.with_name("some.html")
+    visualization.write(replace(plan, ranks=plan.ranks[:1]))
 
 
 def numbers_in(page: str) -> dict[str, Any]:
@@ -103,7 +103,7 @@ def test_what_a_rank_holds_is_what_torch_gives_it():
 def cut(
     shape: list[int], cuts: list[tuple[str, int]], degrees: dict[str, int], places: dict[str, int]
 ) -> list[list[int]]:
-    """What `Weight.cuts` says, done."""
+    """What `ShardedWeight.cuts` says, done."""
     bounds = [[0, size] for size in shape]
     for axis, dim in cuts:
         first, last = bounds[dim]
@@ -130,8 +130,8 @@ def _parts(layouts: list[str]) -> list[Any]:
                     places = dict(zip(names, mesh.get_coordinate() or (), strict=True))
                     with _disable_current_modes():
                         truth = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
-                    found.append((cuts_of(weight), list(weight.shape), degrees, places, *truth))
-            assert sum(max(1, len(weight.layers)) for weight in look_at(it).weights) == len(
+                    found.append((sharded_dims(weight), list(weight.shape), degrees, places, *truth))
+            assert sum(max(1, len(weight.layers)) for weight in read_shards(it).weights) == len(
                 [1 for module in it.parts.model.parts for _ in module.parameters()]
             )
     return found
@@ -156,7 +156,7 @@ def test_the_pipeline_is_drawn_as_it_is_run(name: str):
     line = timeline(schedule.orders, costs)
     busy = idle = 0.0
     for order in schedule.orders:
-        words, now, actions = words_of(order, line.end, costs).split(" "), 0.0, []
+        words, now, actions = schedule_text(order, line.end, costs).split(" "), 0.0, []
         for word in words:
             if word[0] == "~":
                 now += float(word[1:])
@@ -195,10 +195,10 @@ def test_a_story_told_in_few_moments_keeps_its_peak():
 
 def test_a_page_that_cannot_be_written_is_refused_before_the_plan(tmp_path: Path):
     with pytest.raises(UserError, match=r"this is a folder.*plan\.html"):
-        Picture(tmp_path)
+        Visualization(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
-        Picture(tmp_path / "file" / "plan.html")
+        Visualization(tmp_path / "file" / "plan.html")
 
 
 def test_the_verb_writes_a_page_beside_what_it_prints(tmp_path: Path):

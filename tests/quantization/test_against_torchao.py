@@ -6,8 +6,8 @@ import logging
 import pytest
 import torch
 
-from titan_exp.quantization.float8.float8_linear import Float8, float8_product
-from titan_exp.quantization.mx.mxfp8_linear import mx_product
+from titan_exp.quantization.float8.float8_linear import Float8, float8_linear
+from titan_exp.quantization.mx.mxfp8_linear import mxfp8_linear
 from titan_exp.quantization.torchao import KernelPreference, MXFP8Dim0CastKernelChoice, ScaleCalculationMode
 
 NAMES = {"tensorwise": (False, False), "rowwise": (True, False), "rowwise_with_gw_hp": (True, True)}
@@ -50,7 +50,7 @@ def test_float8(name: str, power_of_two: bool, dtype: torch.dtype):
     rowwise, high_precision = NAMES[name]
     recipe = Float8(rowwise, high_precision, power_of_two, emulated=True)
     expected = passes(theirs, *operands(dtype))
-    found = passes(lambda x, weight: float8_product(x, weight, None, recipe), *operands(dtype))
+    found = passes(lambda x, weight: float8_linear(x, weight, None, recipe), *operands(dtype))
     for mine, their in zip(found, expected, strict=True):
         assert torch.equal(mine, their)
     exact = passes(torch.nn.functional.linear, *operands(dtype))
@@ -69,7 +69,7 @@ def test_mxfp8(dtype: torch.dtype):
         return mx_mm.apply(x, weight, e4m3, e4m3, e4m3, 32, *kernels, ScaleCalculationMode.RCEIL, False)
 
     expected = passes(theirs, *operands(dtype))
-    found = passes(lambda x, weight: mx_product(x, weight, emulated=True), *operands(dtype))
+    found = passes(lambda x, weight: mxfp8_linear(x, weight, emulated=True), *operands(dtype))
     for mine, their in zip(found, expected, strict=True):
         assert torch.equal(mine, their)
 
@@ -84,9 +84,9 @@ def test_powers_of_two_forget_whom_they_share_a_scale_with(recipe: Float8 | str)
     def gradient_of_weight(part: slice) -> torch.Tensor:
         mine = weight.clone().requires_grad_()
         if isinstance(recipe, Float8):
-            output = float8_product(x[part], mine, None, recipe)
+            output = float8_linear(x[part], mine, None, recipe)
         else:
-            output = mx_product(x[part], mine, emulated=True)
+            output = mxfp8_linear(x[part], mine, emulated=True)
         output.backward(torch.ones_like(output))
         assert mine.grad is not None
         return mine.grad
@@ -99,7 +99,7 @@ def test_powers_of_two_forget_whom_they_share_a_scale_with(recipe: Float8 | str)
 def test_parts_have_the_scales_of_the_whole(recipe: Float8):
     """What ranks that divide inputs, or outputs, compute with common largest values is the whole product."""
     x, weight = operands(torch.float32)
-    expected = passes(lambda x, weight: float8_product(x, weight, None, recipe), x, weight)
+    expected = passes(lambda x, weight: float8_linear(x, weight, None, recipe), x, weight)
 
     class Together:
         """Remembers every rank's values in a first round, and gives their largest in a second."""
@@ -117,7 +117,7 @@ def test_parts_have_the_scales_of_the_whole(recipe: Float8):
             return torch.stack([values[self.calls - 1] for values in self.values]).amax(0)
 
     def parts(dim: int) -> list[list[torch.Tensor]]:
-        together, name = Together(), "inputs_divided" if dim else "outputs_divided"
+        together, name = Together(), "input_amax_reduce" if dim else "output_amax_reduce"
         for how in (together.first, together.second):
             found = []
             for rank in range(2):
@@ -127,7 +127,7 @@ def test_parts_have_the_scales_of_the_whole(recipe: Float8):
                 mine = weight.chunk(2, dim)[rank]
                 its_x = x.chunk(2, -1)[rank].contiguous() if dim else x
                 leaf, its_weight = its_x.clone().requires_grad_(), mine.clone().requires_grad_()
-                output = float8_product(leaf, its_weight, None, shared)
+                output = float8_linear(leaf, its_weight, None, shared)
                 gradient = torch.randn(2, 48, 160, generator=torch.Generator().manual_seed(1)).mul(1e-3)
                 gradient = gradient if dim else gradient.chunk(2, -1)[rank].contiguous()
                 found.append([output.detach(), *torch.autograd.grad(output, [leaf, its_weight], gradient)])
@@ -150,8 +150,8 @@ def test_a_backward_pass_in_two_computes_every_gradient_once(monkeypatch: pytest
     original = module._multiply
     monkeypatch.setattr(module, "_multiply", lambda *args: products.append(1) or original(*args))
     x, weight = torch.randn(32, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
-    output = mx_product(x * 1, weight, emulated=True)
+    output = mxfp8_linear(x * 1, weight, emulated=True)
     split = BackwardSplit(output, torch.ones_like(output), x, [torch.nn.Parameter(weight)])
     assert len(products) == 2, "forward, and the gradient of the input"
-    whole = torch.autograd.grad(mx_product(x * 1, weight, emulated=True), x, torch.ones_like(output))[0]
+    whole = torch.autograd.grad(mxfp8_linear(x * 1, weight, emulated=True), x, torch.ones_like(output))[0]
     assert torch.equal(split.input_gradient, whole)

@@ -12,7 +12,7 @@ from tests.config.composing import experiment
 from tests.models.own_experts import Mixture
 from titan_exp.config.layout.layout import resolve_layout
 from titan_exp.models.blocks.grouped_linear import GroupedLinear
-from titan_exp.models.blocks.initialization import Part, initial_slice
+from titan_exp.models.blocks.initialization import ShardSpec, init_slice
 from titan_exp.models.blocks.linear_impl import GroupedLinearImpl
 from titan_exp.models.build import init_specs
 from titan_exp.quantization.quantize import quantize
@@ -30,7 +30,7 @@ def curve(recipe: str, *, bf16: bool = True) -> list[float]:
     model = Mixture(replace(run.model, vocab_size=64, layers=2))
     draw(model)
     quantize(model, run.quantization, layers=2, device=torch.device("cpu"))
-    products = {type(it.product) for it in model.modules() if isinstance(it, GroupedLinear)}
+    products = {type(it.linear_impl) for it in model.modules() if isinstance(it, GroupedLinear)}
     assert (products == {GroupedLinearImpl}) == (recipe == "none")
     optimizer, losses = torch.optim.AdamW(model.parameters(), lr=2e-3), []
     random = torch.Generator().manual_seed(0)
@@ -52,7 +52,7 @@ def draw(model: nn.Module) -> None:
     assert table is not None
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(initial_slice(0, name, table[name], Part.whole(tuple(parameter.shape))))
+            parameter.copy_(init_slice(0, name, table[name], ShardSpec.whole(tuple(parameter.shape))))
 
 
 def text(after: Tensor, random: torch.Generator) -> Tensor:

@@ -21,13 +21,13 @@ from titan_exp.quantization import hardware_support as instructions
 from titan_exp.quantization.float8.float8_linear import Float8
 from titan_exp.quantization.grouped import grouped_kernels as grouped_instructions
 from titan_exp.quantization.grouped.grouped_linear import (
-    EmulatedGroupedProduct,
-    InstructedGroupedProduct,
-    grouped_product_of,
+    EmulatedGroupedLinear,
+    NativeGroupedLinear,
+    grouped_linear_impl_for,
 )
 from titan_exp.quantization.grouped.grouped_recipes import GroupedFloat8, GroupedMX
 from titan_exp.quantization.quantize import describe, quantize
-from titan_exp.quantization.recipes import product_of
+from titan_exp.quantization.recipes import linear_impl_for
 from titan_exp.quantization.torchao import KernelPreference, amax_to_scale
 
 CPU = torch.device("cpu")
@@ -85,10 +85,10 @@ def one_by_one(product, ends: tuple[int, ...], multiple: int, *tensors: Tensor) 
 @pytest.mark.parametrize("name", RECIPES)
 def test_it_is_the_product_of_one_projection(name: str, dtype: torch.dtype):
     config, tensors = config_of(*RECIPES[name]), operands(dtype)
-    product = grouped_product_of(config, emulated=True)
+    product = grouped_linear_impl_for(config, emulated=True)
     for ends, multiple in ((WHOLE, 1), (RAGGED, 32)):
         found = passes(product, *tensors, torch.tensor(ends, dtype=torch.int32))
-        expected = one_by_one(product_of(config, emulated=True), ends, multiple, *tensors)
+        expected = one_by_one(linear_impl_for(config, emulated=True), ends, multiple, *tensors)
         for mine, single in zip(found, expected, strict=True):
             assert mine.dtype == dtype
             if ends == WHOLE:
@@ -102,7 +102,7 @@ def test_it_is_the_product_of_one_projection(name: str, dtype: torch.dtype):
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_what_is_nobody_s_is_neither_read_nor_written(name: str):
-    product = grouped_product_of(config_of(*RECIPES[name]), emulated=True)
+    product = grouped_linear_impl_for(config_of(*RECIPES[name]), emulated=True)
     x, weight, gradient = operands(torch.float32)
     ends = torch.tensor(RAGGED, dtype=torch.int32)
     clean = passes(product, x, weight, gradient, ends)
@@ -130,8 +130,8 @@ def compiled() -> dict[str, list[tuple[Tensor, Tensor]]]:
     for dtype, names in ((torch.bfloat16, RECIPES), (torch.float32, ("tensorwise", "mx", "nvfp4"))):
         x, weight, gradient = operands(dtype)
         for name in names:
-            many = grouped_product_of(config_of(*RECIPES[name]), emulated=True)
-            one = product_of(config_of(*RECIPES[name]), emulated=True)
+            many = grouped_linear_impl_for(config_of(*RECIPES[name]), emulated=True)
+            one = linear_impl_for(config_of(*RECIPES[name]), emulated=True)
             for product, of in ((many, (x, weight, gradient, ends)), (one, (x, weight[2], gradient))):
                 if product is many or dtype == torch.float32:
                     torch.compiler.reset()
@@ -151,8 +151,10 @@ def test_every_recipe_is_compiled_as_one_graph():
 
 
 def test_gradients_are_rounded_at_random_where_asked():
-    product = grouped_product_of(config_of(*RECIPES["nvfp4"], "quantization.stochastic_rounding=true"), emulated=True)
-    nearest = grouped_product_of(config_of(*RECIPES["nvfp4"]), emulated=True)
+    product = grouped_linear_impl_for(
+        config_of(*RECIPES["nvfp4"], "quantization.stochastic_rounding=true"), emulated=True
+    )
+    nearest = grouped_linear_impl_for(config_of(*RECIPES["nvfp4"]), emulated=True)
     of = (*operands(torch.float32), torch.tensor(WHOLE, dtype=torch.int32))
     torch.manual_seed(1)
     first, again = passes(product, *of), passes(product, *of)
@@ -175,15 +177,15 @@ def taken(*overrides: str, device: torch.device = CPU) -> dict[str, GroupedLinea
     """The products of experts after a recipe, by name."""
     model, config = mixture(), config_of(*overrides)
     quantize(model, config, layers=4, device=device)
-    return {name: it.product for name, it in model.named_modules() if isinstance(it, GroupedLinear)}
+    return {name: it.linear_impl for name, it in model.named_modules() if isinstance(it, GroupedLinear)}
 
 
 def test_names_layers_and_sizes_are_left_out_as_of_projections():
     def emulated(*overrides: str) -> set[str]:
         found = taken("quantization=float8_rowwise", *overrides)
         assert len(found) == 8
-        assert {type(it) for it in found.values()} <= {GroupedLinearImpl, EmulatedGroupedProduct}
-        return {name for name, it in found.items() if isinstance(it, EmulatedGroupedProduct)}
+        assert {type(it) for it in found.values()} <= {GroupedLinearImpl, EmulatedGroupedLinear}
+        return {name for name, it in found.items() if isinstance(it, EmulatedGroupedLinear)}
 
     assert len(emulated()) == 8
     ends = emulated("quantization.high_precision_first=1", "quantization.high_precision_last=2")
@@ -230,7 +232,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch, *capability: int) -> torch.device:
 def test_torchao_s_kernels_are_taken_where_there_are_any(monkeypatch: pytest.MonkeyPatch):
     gpu, small = hopper(monkeypatch, 9, 0), "quantization.smallest_gemm=0"
     rowwise = taken("quantization=float8_rowwise", small, device=gpu)
-    assert {type(it) for it in rowwise.values()} == {InstructedGroupedProduct}
+    assert {type(it) for it in rowwise.values()} == {NativeGroupedLinear}
     for overrides in (
         ["quantization=float8_tensorwise"],
         ["quantization=float8_rowwise_gw_hp"],
@@ -238,13 +240,13 @@ def test_torchao_s_kernels_are_taken_where_there_are_any(monkeypatch: pytest.Mon
         ["quantization=float8_rowwise", "quantization.power_of_two_scales=false"],
         ["quantization=float8_rowwise", "quantization.emulate=true"],
     ):
-        assert {type(it) for it in taken(*overrides, small, device=gpu).values()} == {EmulatedGroupedProduct}
+        assert {type(it) for it in taken(*overrides, small, device=gpu).values()} == {EmulatedGroupedLinear}
     # Capability 12 has float8, and torch's grouped matmul of it is not for it.
     found = taken("quantization=float8_rowwise", small, device=hopper(monkeypatch, 12, 0))
-    assert {type(it) for it in found.values()} == {EmulatedGroupedProduct}
+    assert {type(it) for it in found.values()} == {EmulatedGroupedLinear}
     blackwell = hopper(monkeypatch, 10, 0)
     found = taken("quantization=mxfp8", small, device=blackwell)
-    assert {type(it) for it in found.values()} == {EmulatedGroupedProduct}, "torchao here is built without its kernels"
+    assert {type(it) for it in found.values()} == {EmulatedGroupedLinear}, "torchao here is built without its kernels"
     from torchao.prototype.moe_training import mxfp8_grouped_mm
 
     monkeypatch.setattr(mxfp8_grouped_mm, "_SM100_KERNELS_AVAILABLE", True)
@@ -315,7 +317,7 @@ def test_mxfp8_is_torchao_s():
             x, weight.mT, ends, kernel_preference=KernelPreference.EMULATED
         )
 
-    found = passes(EmulatedGroupedProduct(GroupedMX()), x, weight, gradient, ends)
+    found = passes(EmulatedGroupedLinear(GroupedMX()), x, weight, gradient, ends)
     for mine, their in zip(found, passes(theirs, x, weight, gradient), strict=True):
         assert torch.equal(mine, their)
 
@@ -332,8 +334,8 @@ def test_the_path_of_mxfp8_s_kernels_is_the_emulation(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(grouped_instructions, "_to_mxfp8_then_scaled_grouped_mm", theirs)
     of = (*operands(torch.bfloat16), torch.tensor(RAGGED, dtype=torch.int32))
-    found = passes(InstructedGroupedProduct("mxfp8"), *of)
-    for mine, emulated in zip(found, passes(EmulatedGroupedProduct(GroupedMX()), *of), strict=True):
+    found = passes(NativeGroupedLinear("mxfp8"), *of)
+    for mine, emulated in zip(found, passes(EmulatedGroupedLinear(GroupedMX()), *of), strict=True):
         torch.testing.assert_close(mine, emulated, rtol=2**-7, atol=1e-6 * float(emulated.abs().max()))
     assert not found[0][176:].any()
     assert not found[1][176:].any()
@@ -398,8 +400,8 @@ def test_the_path_of_float8_s_kernels_is_the_emulation(monkeypatch: pytest.Monke
     recipe = GroupedFloat8(Float8(True, False, power_of_two=True, emulated=True))
     for dtype in (torch.bfloat16, torch.float32):
         of = (*operands(dtype), torch.tensor(RAGGED, dtype=torch.int32))
-        found = passes(InstructedGroupedProduct("float8_rowwise"), *of)
-        for mine, emulated in zip(found, passes(EmulatedGroupedProduct(recipe), *of), strict=True):
+        found = passes(NativeGroupedLinear("float8_rowwise"), *of)
+        for mine, emulated in zip(found, passes(EmulatedGroupedLinear(recipe), *of), strict=True):
             assert mine.dtype == dtype
             if dtype == torch.bfloat16:
                 torch.testing.assert_close(mine, emulated, rtol=2**-7, atol=1e-6 * float(emulated.abs().max()))

@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titan_exp.quantization.mx import nvfp4_linear as module
 from titan_exp.quantization.mx.hadamard import SIGNS, transform, transformed
-from titan_exp.quantization.mx.nvfp4_linear import NVFP4, nvfp4_product
+from titan_exp.quantization.mx.nvfp4_linear import NVFP4, nvfp4_linear
 from titan_exp.quantization.mx.nvfp4_tensor import BLOCK, rounded, tensor_scale
 
 RECIPE = NVFP4(power_of_two=True, stochastic=False)
@@ -100,7 +100,7 @@ def test_the_transform_is_torchaos_and_its_own_inverse_s_transpose(dtype: torch.
 
 def passes(x: Tensor, weight: Tensor, gradient: Tensor, recipe: NVFP4) -> list[Tensor]:
     x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
-    output = nvfp4_product(x, weight, None, recipe)
+    output = nvfp4_linear(x, weight, None, recipe)
     return [output.detach(), *torch.autograd.grad(output, [x, weight], gradient)]
 
 
@@ -191,10 +191,10 @@ def test_a_backward_pass_in_two_computes_every_gradient_once(monkeypatch: pytest
     original = module._multiply
     monkeypatch.setattr(module, "_multiply", lambda *args: products.append(1) or original(*args))
     x, weight = torch.randn(32, 64, requires_grad=True), torch.randn(64, 64, requires_grad=True)
-    output = nvfp4_product(x * 1, weight, None, RECIPE)
+    output = nvfp4_linear(x * 1, weight, None, RECIPE)
     split = BackwardSplit(output, torch.ones_like(output), x, [torch.nn.Parameter(weight)])
     assert len(products) == 2, "forward, and the gradient of the input"
-    whole = torch.autograd.grad(nvfp4_product(x * 1, weight, None, RECIPE), x, torch.ones_like(output))[0]
+    whole = torch.autograd.grad(nvfp4_linear(x * 1, weight, None, RECIPE), x, torch.ones_like(output))[0]
     assert torch.equal(split.input_gradient, whole)
 
 
@@ -206,13 +206,13 @@ def test_torchaos_kernels_take_what_they_are_given(monkeypatch: pytest.MonkeyPat
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.delitem(sys.modules, "titan_exp.quantization.mx.nvfp4_kernels", raising=False)
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
-    from titan_exp.quantization.mx.nvfp4_kernels import nvfp4_instructed
+    from titan_exp.quantization.mx.nvfp4_kernels import nvfp4_native
 
     for stochastic in (False, True):
         with FakeTensorMode():
             x = torch.empty(2, 128, 256, dtype=torch.bfloat16, requires_grad=True)
             weight = torch.empty(512, 256, dtype=torch.bfloat16, requires_grad=True)
-            output = nvfp4_instructed(x, weight, None, NVFP4(power_of_two=True, stochastic=stochastic))
+            output = nvfp4_native(x, weight, None, NVFP4(power_of_two=True, stochastic=stochastic))
             of_x, of_weight = torch.autograd.grad(output, [x, weight], torch.empty_like(output))
         assert (output.shape, of_x.shape, of_weight.shape) == ((2, 128, 512), x.shape, weight.shape)
         assert output.dtype == of_x.dtype == of_weight.dtype == torch.bfloat16
@@ -245,6 +245,6 @@ def test_the_path_of_the_instructions_pairs_numbers_with_their_scales(monkeypatc
         for shape, size in (((2, 32, 64), 1), ((48, 64), 1e-2), ((2, 32, 48), 1e-5))
     )
     expected = passes(x, weight, gradient, RECIPE)
-    monkeypatch.setattr(sys.modules[__name__], "nvfp4_product", instructions.nvfp4_instructed)
+    monkeypatch.setattr(sys.modules[__name__], "nvfp4_linear", instructions.nvfp4_native)
     for mine, their in zip(passes(x, weight, gradient, RECIPE), expected, strict=True):
         assert torch.equal(mine, their)

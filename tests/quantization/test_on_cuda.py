@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_exp.quantization.float8.float8_linear import Float8, float8_product
+from titan_exp.quantization.float8.float8_linear import Float8, float8_linear
 from titan_exp.quantization.hardware_support import LEAST
-from titan_exp.quantization.mx.mxfp8_linear import mx_product
-from titan_exp.quantization.mx.nvfp4_linear import NVFP4, nvfp4_product
+from titan_exp.quantization.mx.mxfp8_linear import mxfp8_linear
+from titan_exp.quantization.mx.nvfp4_linear import NVFP4, nvfp4_linear
 
 pytestmark = [
     pytest.mark.cuda,
@@ -19,23 +19,23 @@ pytestmark = [
 
 
 def eight(rowwise: bool, high_precision: bool, x: Tensor, weight: Tensor, *, emulated: bool) -> Tensor:
-    return float8_product(x, weight, None, Float8(rowwise, high_precision, power_of_two=True, emulated=emulated))
+    return float8_linear(x, weight, None, Float8(rowwise, high_precision, power_of_two=True, emulated=emulated))
 
 
 def four(power_of_two: bool, x: Tensor, weight: Tensor, *, emulated: bool) -> Tensor:
     recipe = NVFP4(power_of_two=power_of_two, stochastic=False)
     if emulated:
-        return nvfp4_product(x, weight, None, recipe)
-    from titan_exp.quantization.mx.nvfp4_kernels import nvfp4_instructed
+        return nvfp4_linear(x, weight, None, recipe)
+    from titan_exp.quantization.mx.nvfp4_kernels import nvfp4_native
 
-    return nvfp4_instructed(x, weight, None, recipe)
+    return nvfp4_native(x, weight, None, recipe)
 
 
 RECIPES: dict[str, Callable[..., Tensor]] = {
     "float8_tensorwise": partial(eight, False, False),
     "float8_rowwise": partial(eight, True, False),
     "float8_rowwise_gw_hp": partial(eight, True, True),
-    "mxfp8": mx_product,
+    "mxfp8": mxfp8_linear,
     "nvfp4": partial(four, True),
     "nvfp4, any scales": partial(four, False),
 }
@@ -63,7 +63,7 @@ def test_instructions_compute_what_is_emulated(name: str):
 
 @pytest.mark.parametrize("name", ["float8_rowwise", "mxfp8"])
 def test_kernels_of_experts_compute_what_is_emulated(name: str):
-    from titan_exp.quantization.grouped.grouped_linear import EmulatedGroupedProduct, InstructedGroupedProduct
+    from titan_exp.quantization.grouped.grouped_linear import EmulatedGroupedLinear, NativeGroupedLinear
     from titan_exp.quantization.grouped.grouped_recipes import GroupedFloat8, GroupedMX
     from titan_exp.quantization.hardware_support import _has_grouped_kernels
 
@@ -83,9 +83,7 @@ def test_kernels_of_experts_compute_what_is_emulated(name: str):
         output = product(ours, its_weight, ends)
         return [output.detach(), *torch.autograd.grad(output, [ours, its_weight], gradient)]
 
-    for real, emulated in zip(
-        passes(InstructedGroupedProduct(name)), passes(EmulatedGroupedProduct(recipe)), strict=True
-    ):
+    for real, emulated in zip(passes(NativeGroupedLinear(name)), passes(EmulatedGroupedLinear(recipe)), strict=True):
         error = (real.float() - emulated.float()).norm() / emulated.float().norm()
         assert error < 5e-3
-    assert not passes(InstructedGroupedProduct(name))[0][280:].any()
+    assert not passes(NativeGroupedLinear(name))[0][280:].any()

@@ -16,7 +16,7 @@ from titan_exp.quantization import hardware_support as instructions
 from titan_exp.quantization.float8.float8_tensor import E4M3, scale_of
 from titan_exp.quantization.hardware_support import needs_emulation
 from titan_exp.quantization.quantize import describe, quantize
-from titan_exp.quantization.recipes import Float8Product, NVFP4Product
+from titan_exp.quantization.recipes import Float8LinearImpl, NVFP4LinearImpl
 from titan_exp.quantization.weight_scales import WeightScales
 
 CPU = torch.device("cpu")
@@ -37,7 +37,9 @@ def quantized(*overrides: str) -> list[str]:
     run, model = made(*overrides), model_of(*overrides)
     quantize(model, run.quantization, layers=run.model.layers, device=CPU)
     return [
-        name for name, module in model.named_modules() if isinstance(getattr(module, "product", None), Float8Product)
+        name
+        for name, module in model.named_modules()
+        if isinstance(getattr(module, "linear_impl", None), Float8LinearImpl)
     ]
 
 
@@ -113,11 +115,11 @@ def test_scales_are_those_of_the_weights_as_they_are_now(recipe: str):
     for name in ("blocks.2.feed_forward.down", "blocks.0.attention.qkv"):
         module = model.get_submodule(name)
         assert isinstance(module, Linear)
-        assert isinstance(module.product, Float8Product | NVFP4Product)
+        assert isinstance(module.linear_impl, Float8LinearImpl | NVFP4LinearImpl)
         rounded = module.weight.bfloat16()
-        if isinstance(module.product, NVFP4Product):
-            expected = module.product.recipe.scale_of_weight(rounded)
+        if isinstance(module.linear_impl, NVFP4LinearImpl):
+            expected = module.linear_impl.recipe.scale_of_weight(rounded)
         else:
             expected = scale_of(rounded, E4M3, over=None, power_of_two=False)
-        assert module.product.weight_scale is not None
-        assert torch.equal(module.product.weight_scale, expected)
+        assert module.linear_impl.weight_scale is not None
+        assert torch.equal(module.linear_impl.weight_scale, expected)

@@ -68,9 +68,9 @@ def _on_rank(path: str, mutate: Callable[[], None] | None) -> tuple[dict[str, to
     passes = {"rehearsed": 0, "recorded": 0, "replayed": 0}
 
     class Counting(TapeRecorder):
-        def rehearse(self, work: Callable[[], None]) -> None:
+        def warmup(self, work: Callable[[], None]) -> None:
             passes["rehearsed"] += 1
-            super().rehearse(work)
+            super().warmup(work)
 
         def record(self, work: Callable[[], None]) -> Any:
             passes["recorded"] += 1
@@ -260,7 +260,7 @@ def test_what_comes_from_the_host_is_seen():
     here, there = torch.ones(3), torch.ones(3, device="meta")
     for work in (lambda: there + torch.ones(()), lambda: here.to("meta"), lambda: there.copy_(here)):
         with pytest.raises(AssertionError, match="from the host"):
-            HostWatch().rehearse(work)  # type: ignore[arg-type]  # what it returns is left alone
+            HostWatch().warmup(work)  # type: ignore[arg-type]  # what it returns is left alone
 
 
 def test_rounded_weights_are_put_back_after_an_error():

@@ -102,12 +102,12 @@ def plan_command(cfg: Any, options: Options) -> int:
     """
     from titan_exp.config.layout.layout import offered_devices, resolve_layout
     from titan_exp.config.schema.typed_config import to_experiment
-    from titan_exp.plan.supported import require_modelled
+    from titan_exp.plan.supported import check_supported
     from titan_exp.rules import check
 
     experiment = to_experiment(cfg)
     experiment = resolve_layout(check(experiment), offered_devices(experiment.cluster))
-    require_modelled(experiment)
+    check_supported(experiment)
     device = device_for(experiment, options.device)
     if options.ranks is not None and max(options.ranks) >= experiment.parallelism.pp:
         raise UserError(
@@ -117,19 +117,21 @@ def plan_command(cfg: Any, options: Options) -> int:
     from titan_exp.plan.plan_table import as_json, print_plan
     from titan_exp.plan.predict import predict
 
-    picture = None
+    visualization = None
     if options.html is not None:
-        from titan_exp.plan.visualize.draw import Picture
+        from titan_exp.plan.visualize.draw import Visualization
 
-        picture = Picture(options.html)
-    plan = predict(experiment, device, options.ranks, look=picture and picture.look, full=options.full)
+        visualization = Visualization(options.html)
+    plan = predict(
+        experiment, device, options.ranks, on_rank=visualization and visualization.add_rank, full=options.full
+    )
     if options.json:
         print(json.dumps(as_json(plan), indent=2))
     else:
         print_plan(plan)
-    if picture is not None:
-        picture.write(plan)
-        print(f"page: {picture.path}", file=sys.stderr if options.json else sys.stdout)
+    if visualization is not None:
+        visualization.write(plan)
+        print(f"page: {visualization.path}", file=sys.stderr if options.json else sys.stdout)
     return 0
 
 
@@ -141,12 +143,12 @@ def device_for(experiment: Experiment, asked: str | None) -> "Device | None":
     """
     from titan_exp.config.layout.layout import device_type
     from titan_exp.plan.cuda.devices import DEVICES, device_named
-    from titan_exp.plan.device_memory import known_gpu, target_of
+    from titan_exp.plan.device_memory import device_memory_of, refine_gpu
 
     runs = Path(experiment.paths.runs).expanduser()
     if asked is not None:
-        return known_gpu(device_named(asked), experiment, runs / ".cache")
-    target = target_of(experiment, runs)
+        return refine_gpu(device_named(asked), experiment, runs / ".cache")
+    target = device_memory_of(experiment, runs)
     if target.device is None and device_type(experiment.cluster) == "cuda":
         raise UserError(
             f"plan: which GPU? cluster.gpu_type={experiment.cluster.gpu_type or 'null'} is none that is known here. "

@@ -18,10 +18,10 @@ from titan_exp.launch.sweep.sweep_table import plain_table
 from titan_exp.plan.calibrated_constants import FITTED, read_constants, write_constants
 from titan_exp.plan.cuda.devices import DEVICES, Device
 from titan_exp.plan.device_memory import NAMES, cpu_device
-from titan_exp.plan.gate.batch_predict import Question, foretell
-from titan_exp.plan.gate.prediction_cache import profile
-from titan_exp.plan.plan_json import Prediction, Unpredicted
-from titan_exp.plan.time.fit import LEAST, Fit, Observation, fit
+from titan_exp.plan.gate.batch_predict import PredictionRequest, predict_many
+from titan_exp.plan.gate.prediction_cache import prediction_inputs
+from titan_exp.plan.plan_json import NotPredicted, Prediction
+from titan_exp.plan.time.fit import MIN_RUNS, Fit, Observation, fit
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.run_folder.state import read_json
@@ -65,13 +65,15 @@ def calibrate_command(words: Sequence[str]) -> int:
     left_out: dict[str, int] = {}
     measured = _measured(find(named, runs), runs / ".cache", left_out)
     _require_one_device(measured)
-    answers = foretell([Question(one.experiment, one.device) for one in measured], runs / ".cache", print)
-    observations = _observations(measured, answers, left_out)
-    different = {profile(one.experiment, one.device) for one in measured}
-    if len(observations) < LEAST or len(different) < LEAST:
+    predictions = predict_many(
+        [PredictionRequest(one.experiment, one.device) for one in measured], runs / ".cache", print
+    )
+    observations = _observations(measured, predictions, left_out)
+    different = {prediction_inputs(one.experiment, one.device) for one in measured}
+    if len(observations) < MIN_RUNS or len(different) < MIN_RUNS:
         why = "; ".join(f"{count} left out: {reason}" for reason, count in left_out.items())
         raise UserError(
-            f"plan calibrate: {len(observations)} finished runs of {len(different)} kinds are too few: {LEAST} are "
+            f"plan calibrate: {len(observations)} finished runs of {len(different)} kinds are too few: {MIN_RUNS} are "
             f"needed that differ in what they take (model, sequence length, layout)."
             + (f"\n  {why}" if why else "")
             + "\n  Short ones are enough: titan-exp train training.steps=30 tracking.log_every=5 ..."
@@ -156,11 +158,11 @@ def _require_one_device(measured: Sequence[_Measured]) -> None:
 
 
 def _observations(
-    measured: Sequence[_Measured], answers: Sequence[Prediction | Unpredicted], left_out: dict[str, int]
+    measured: Sequence[_Measured], predictions: Sequence[Prediction | NotPredicted], left_out: dict[str, int]
 ) -> list[Observation]:
     found = []
-    for one, answer in zip(measured, answers, strict=True):
-        if isinstance(answer, Unpredicted):
+    for one, answer in zip(measured, predictions, strict=True):
+        if isinstance(answer, NotPredicted):
             left_out[answer.reason] = left_out.get(answer.reason, 0) + 1
             continue
         tokens = one.experiment.training.global_batch_size * one.experiment.training.seq_len

@@ -13,7 +13,7 @@ from titan_exp.config.layout.layout import device_type, offered_devices, resolve
 
 if TYPE_CHECKING:
     from titan_exp.plan.cuda.devices import Device
-    from titan_exp.plan.search.search import Found
+    from titan_exp.plan.search.search import SearchResult
 
 HELP = """\
 titan-exp plan search [--gpus N] [--tokens N] [--global-batch-size N] [--limit K] [--device NAME] [--json] ...
@@ -83,8 +83,8 @@ def search_command(cfg: Any, options: SearchOptions, typed: Sequence[str]) -> in
     """
     from titan_exp.cli.plan import device_for
     from titan_exp.config.schema.typed_config import to_experiment
-    from titan_exp.plan.search.layouts import candidates, fixed_keys
-    from titan_exp.plan.supported import require_modelled, require_modelled_on
+    from titan_exp.plan.search.layouts import fixed_keys, search_space
+    from titan_exp.plan.supported import check_supported, check_supported_on
 
     experiment = to_experiment(cfg)
     if device_type(experiment.cluster) == "cpu":
@@ -96,21 +96,21 @@ def search_command(cfg: Any, options: SearchOptions, typed: Sequence[str]) -> in
     assert device is not None, "a GPU is known, or refused"
     gpus = options.gpus or offered_devices(experiment.cluster)
     # What no layout changes is told before any is looked at.
-    require_modelled(experiment)
-    require_modelled_on(experiment, device)
+    check_supported(experiment)
+    check_supported_on(experiment, device)
     if experiment.training.mixed_precision == "fp32":
         raise UserError(
             "plan search: layouts are ranked by speed, and of GPUs in fp32 none is known "
             "(training.mixed_precision=fp32). titan-exp plan says what a layout of it takes."
         )
     _require_shortcut(experiment)
-    found = candidates(experiment, gpus, fixed_keys(typed))
+    found = search_space(experiment, gpus, fixed_keys(typed))
 
-    from titan_exp.plan.search.search import Search
+    from titan_exp.plan.search.search import LayoutSearch
     from titan_exp.plan.search.search_table import print_search, search_json, steps_for
 
     with _progress() as tell:
-        result = Search(found, device, options.limit, tell).run()
+        result = LayoutSearch(found, device, options.limit, tell).run()
     if not result.rows:
         raise UserError(_nothing_fits(result, device, gpus))
     more = {} if options.tokens is None else {"training.steps": steps_for(experiment, options.tokens)}
@@ -143,7 +143,7 @@ def _require_shortcut(experiment: Experiment) -> None:
         )
 
 
-def _nothing_fits(result: "Found", device: "Device", gpus: int) -> str:
+def _nothing_fits(result: "SearchResult", device: "Device", gpus: int) -> str:
     room = f"{device.memory_gb * 1e9 / 2**30:.1f} GiB"
     if result.smallest is None and result.unknown and not result.floor:
         return (

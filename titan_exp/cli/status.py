@@ -15,7 +15,7 @@ from titan_exp.config.command_line.flags import take_flags
 from titan_exp.launch.state.run_lookup import Found, find, runs_among, study_of
 from titan_exp.launch.state.run_status import Standing, standings
 from titan_exp.launch.sweep.sweep_table import plain_console
-from titan_exp.plan.gate.predicted import read_foreseen
+from titan_exp.plan.gate.predicted import read_predicted_metrics
 from titan_exp.tracking.run_folder.metrics_jsonl import read_last_values
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.sinks.base import Value
@@ -119,7 +119,7 @@ def status_rows(found: Sequence[Found]) -> list[StatusRow]:
 
 
 def _row(one: Found, standing: Standing) -> StatusRow:
-    values, foreseen = read_last_values(one.folder.metrics), read_foreseen(one.folder)
+    values, predicted = read_last_values(one.folder.metrics), read_predicted_metrics(one.folder)
     # The newest row may be newer than state.json, which is written at the end.
     logged = int(values.get("step") or 0) if values.get("attempt") == standing.attempt else 0
     step = max(standing.step, logged)
@@ -144,8 +144,8 @@ def _row(one: Found, standing: Standing) -> StatusRow:
         reason=standing.reason,
         removed=one.removed,
         memory=values.get("memory"),
-        memory_predicted=foreseen.memory,
-        tokens_per_second_predicted=foreseen.tokens_per_second,
+        memory_predicted=predicted.memory,
+        tokens_per_second_predicted=predicted.tokens_per_second,
     )
 
 

@@ -7,10 +7,10 @@ from statistics import median
 from typing import Literal
 
 from titan_exp.compare.run_record import Run
-from titan_exp.compare.stats.moving_average import smooth
+from titan_exp.compare.stats.moving_average import moving_average
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.plan.gate.predicted import Foreseen
+from titan_exp.plan.gate.predicted import PredictedMetrics
 
 Direction = Literal["min", "max"]
 
@@ -46,14 +46,14 @@ def target_metric(target: float) -> Metric:
     def read(run: Run, tokens: float) -> float | None:
         seen, losses = run.series("loss", tokens)
         values = [value if math.isfinite(value) else math.nan for value in losses]
-        reached = (count for count, loss in zip(seen, smooth(values), strict=True) if loss <= target)
+        reached = (count for count, loss in zip(seen, moving_average(values), strict=True) if loss <= target)
         return next(reached, None)
 
     meaning = f"tokens until the smoothed training loss is {target:g} or less; empty where it never was"
     return Metric("tokens_to_target", f"tokens to loss {target:g}", "tokens", "min", meaning, read, needs_point=False)
 
 
-def choose(names: Sequence[tuple[str, str | None]], runs: Sequence[Run], target: float | None) -> list[Metric]:
+def choose_metrics(names: Sequence[tuple[str, str | None]], runs: Sequence[Run], target: float | None) -> list[Metric]:
     """The metrics of these names, each with its own better direction where one is given; by default all that are known.
 
     Raises:
@@ -82,7 +82,7 @@ def final_loss(run: Run, tokens: float) -> float | None:
     return math.fsum(tail) / len(tail) if tail and all(map(math.isfinite, tail)) else math.nan if tail else None
 
 
-def share(run: Run, tokens: float) -> float:
+def fraction_before(run: Run, tokens: float) -> float:
     """How much of what a run has done lies before `tokens`, from 0 to 1: by which its time is divided."""
     return min(1.0, tokens / run.tokens) if run.tokens else 1.0
 
@@ -126,22 +126,22 @@ def _memory(run: Run, tokens: float) -> float | None:
     return max(run.series("memory", tokens)[1], default=None)
 
 
-def _of_predicted(measured: Reader, predicted: Callable[[Foreseen], float | None]) -> Reader:
+def _of_predicted(measured: Reader, predicted: Callable[[PredictedMetrics], float | None]) -> Reader:
     """What a run has measured over what was predicted of it before it started."""
 
     def read(run: Run, tokens: float) -> float | None:
-        found, expected = measured(run, tokens), predicted(run.foreseen)
+        found, expected = measured(run, tokens), predicted(run.predicted)
         return found / expected if found is not None and expected else None
 
     return read
 
 
 def _hours(run: Run, tokens: float) -> float | None:
-    return None if run.seconds is None else run.seconds / 3600 * share(run, tokens)
+    return None if run.seconds is None else run.seconds / 3600 * fraction_before(run, tokens)
 
 
 def _device_hours(run: Run, tokens: float) -> float | None:
-    return None if run.device_seconds is None else run.device_seconds / 3600 * share(run, tokens)
+    return None if run.device_seconds is None else run.device_seconds / 3600 * fraction_before(run, tokens)
 
 
 def _worsens(runs: Sequence[Run]) -> bool:
@@ -182,7 +182,7 @@ METRICS = (
         "",
         None,
         "tokens/s over what was predicted before the start",
-        _of_predicted(_median("tokens_per_second"), lambda foreseen: foreseen.tokens_per_second),
+        _of_predicted(_median("tokens_per_second"), lambda predicted: predicted.tokens_per_second),
         needs_point=False,
     ),
     Metric(
@@ -191,7 +191,7 @@ METRICS = (
         "",
         None,
         "peak of rank 0 over the predicted one: of allocated tensors on a GPU, of the process on a CPU",
-        _of_predicted(_memory, lambda foreseen: foreseen.memory),
+        _of_predicted(_memory, lambda predicted: predicted.memory),
         needs_point=False,
     ),
     Metric("time", "time", "h", "min", "wall clock of all starts, the share up to here", _hours),

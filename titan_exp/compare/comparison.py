@@ -5,13 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from titan_exp.compare.compared_metrics import Metric, choose
-from titan_exp.compare.differing_keys import ABSENT, LABEL_OF_MODEL, Differences, differences, flatten, value_text
+from titan_exp.compare.compared_metrics import Metric, choose_metrics
+from titan_exp.compare.differing_keys import ABSENT, LABEL_OF_MODEL, DifferingKeys, differing_keys, flatten, value_text
 from titan_exp.compare.run_record import Run
 from titan_exp.compare.select_runs import Selection
 from titan_exp.compare.stats.ttest import Delta, Estimate, difference, estimate, holm
-from titan_exp.compare.study_runs import Study
-from titan_exp.compare.token_budget import Point, choose_point
+from titan_exp.compare.study_runs import StudyRecord
+from titan_exp.compare.token_budget import TokenBudget, choose_token_budget
 from titan_exp.config.errors.did_you_mean import did_you_mean
 from titan_exp.config.errors.user_error import UserError
 
@@ -52,11 +52,11 @@ class Comparison:
 
     name: str
     """Of the study, or of the folders."""
-    study: Study | None
+    study: StudyRecord | None
     """The study, where the runs belong to one."""
-    point: Point
+    point: TokenBudget
     """Where metrics are taken."""
-    differences: Differences
+    differing_keys: DifferingKeys
     """The columns."""
     metrics: tuple[Metric, ...]
     """What is compared; the first is the one that matters most."""
@@ -96,7 +96,7 @@ def compare(
 
     Args:
         selection: the runs.
-        at: where, as `choose_point` takes it.
+        at: where, as `choose_token_budget` takes it.
         baseline: a row: its label, `key=value` pairs, or a run id; else the study's, else the first row.
         metrics: names; else the study's, else all that are known.
         target: loss for `tokens_to_target`.
@@ -106,13 +106,13 @@ def compare(
     """
     notes = list(selection.notes)
     runs = _without_doubles(selection.runs, notes)
-    columns = differences([run.config for run in runs])
+    columns = differing_keys([run.config for run in runs])
     groups = _grouped(runs, columns, notes)
     if selection.study is None:
         groups.sort(key=lambda group: [_order(group[0][key]) for key in columns.keys])
-    point = choose_point(runs, at)
+    point = choose_token_budget(runs, at)
     wanted = [(name, None) for name in metrics] or (selection.study.metrics if selection.study else ())
-    chosen = choose(wanted, runs, target)
+    chosen = choose_metrics(wanted, runs, target)
     names = selection.study.points if selection.study else {}
     said = _said(columns, [values for values, _ in groups], names)
     rows = [_row(values, members, columns, chosen, point=point, names=names, said=said) for values, members in groups]
@@ -146,7 +146,7 @@ def _without_doubles(runs: Sequence[Run], notes: list[str]) -> list[Run]:
     return list(best.values())
 
 
-def _grouped(runs: Sequence[Run], columns: Differences, notes: list[str]) -> list[tuple[dict[str, Any], list[Run]]]:
+def _grouped(runs: Sequence[Run], columns: DifferingKeys, notes: list[str]) -> list[tuple[dict[str, Any], list[Run]]]:
     groups: dict[str, tuple[dict[str, Any], list[Run]]] = {}
     for run in runs:
         flat = flatten(run.config)
@@ -171,7 +171,7 @@ def _order(value: Any) -> tuple[int, float, str]:
     return (0, float(value), "") if is_number else (1, 0.0, str(value))
 
 
-def _said(columns: Differences, rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> Sequence[str]:
+def _said(columns: DifferingKeys, rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> Sequence[str]:
     """Columns that a row's label says: those that the study names, where they tell all rows apart, and else all.
 
     Others follow from these: steps of the decay from those of the run, a group's further keys from its option.
@@ -184,10 +184,10 @@ def _said(columns: Differences, rows: Sequence[Mapping[str, Any]], names: Mappin
 def _row(
     values: dict[str, Any],
     runs: list[Run],
-    columns: Differences,
+    columns: DifferingKeys,
     metrics: Sequence[Metric],
     *,
-    point: Point,
+    point: TokenBudget,
     names: Mapping[str, str],
     said: Sequence[str],
 ) -> Row:
@@ -224,7 +224,9 @@ def _finite(numbers: Mapping[object, float]) -> dict[object, float]:
     return {seed: number for seed, number in numbers.items() if math.isfinite(number)}
 
 
-def _baseline(rows: Sequence[Row], columns: Differences, asked: str | None, study: Study | None) -> tuple[int, str]:
+def _baseline(
+    rows: Sequence[Row], columns: DifferingKeys, asked: str | None, study: StudyRecord | None
+) -> tuple[int, str]:
     if asked is not None:
         return _find_row(rows, columns, asked, study), "as asked for"
     if study is not None and study.baseline is not None:
@@ -239,7 +241,7 @@ def _baseline(rows: Sequence[Row], columns: Differences, asked: str | None, stud
     return 0, "the first row; --baseline chooses another"
 
 
-def _find_row(rows: Sequence[Row], columns: Differences, asked: str, study: Study | None) -> int:
+def _find_row(rows: Sequence[Row], columns: DifferingKeys, asked: str, study: StudyRecord | None) -> int:
     """The one row that is meant."""
     points = study.points if study else {}
     exact = [
@@ -260,7 +262,7 @@ def _find_row(rows: Sequence[Row], columns: Differences, asked: str, study: Stud
     raise UserError(f"baseline={asked}: no row matches. {offer}")
 
 
-def _matches(row: Row, columns: Differences, pairs: Sequence[tuple[str, str, str]]) -> bool:
+def _matches(row: Row, columns: DifferingKeys, pairs: Sequence[tuple[str, str, str]]) -> bool:
     """Whether a row has all of these values, of columns by either name or of any other key by its full one."""
     values = {**flatten(row.runs[0].config), **{columns.short[key]: row.values[key] for key in columns.keys}}
     return all(name in values and _same(values[name], text) for name, _, text in pairs)

@@ -22,7 +22,7 @@ ABSENT = "not there"
 
 
 @dataclass(frozen=True)
-class Differences:
+class DifferingKeys:
     """The keys that tell runs apart."""
 
     keys: tuple[str, ...]
@@ -49,7 +49,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def differences(configs: Sequence[Mapping[str, Any]]) -> Differences:
+def differing_keys(configs: Sequence[Mapping[str, Any]]) -> DifferingKeys:
     """The keys in which configurations differ, less those that do not change what is computed, and the seed.
 
     Args:
@@ -62,7 +62,7 @@ def differences(configs: Sequence[Mapping[str, Any]]) -> Differences:
         if key != SEED and has_effect(key) and len({_hashable(values.get(key, ABSENT)) for values in flat}) > 1
     ]
     keys, stands_for = _fold_model(keys, flat)
-    return Differences(tuple(keys), _short_names(keys), stands_for)
+    return DifferingKeys(tuple(keys), _short_names(keys), stands_for)
 
 
 def value_text(value: Any) -> str:

@@ -10,7 +10,7 @@ from titan_exp.compare.stats.format_numbers import percent, signed
 from titan_exp.compare.stats.ttest import LEVEL, Delta
 from titan_exp.config.errors.did_you_mean import listed
 
-AttemptResult = str
+Verdict = str
 """`better`, `worse`, `different` (no direction is better), `not distinguishable`, `only uncorrected`, `no interval`."""
 
 
@@ -18,10 +18,10 @@ def heading(comparison: Comparison) -> str:
     """How many rows and runs, and where they are compared."""
     rows, runs = len(comparison.rows), len(comparison.runs)
     counts = f"{_count(rows, 'row')}, {_count(runs, 'run')}"
-    return f"{counts} · {where(comparison)}"
+    return f"{counts} · {token_budget_text(comparison)}"
 
 
-def where(comparison: Comparison) -> str:
+def token_budget_text(comparison: Comparison) -> str:
     """At how many tokens metrics are taken, and why there."""
     point = comparison.point
     if point.tokens == 0 or math.isinf(point.tokens):
@@ -29,7 +29,7 @@ def where(comparison: Comparison) -> str:
     return f"at {point.tokens:,.0f} tokens, {point.why}"
 
 
-def verdict(metric: Metric, delta: Delta | None) -> AttemptResult:
+def verdict(metric: Metric, delta: Delta | None) -> Verdict:
     """What may be said of a difference, all comparisons of its metric counted; empty where there is none."""
     if delta is None:
         return ""
@@ -65,7 +65,7 @@ def remarks(comparison: Comparison, checks: Sequence[LayoutCheck]) -> list[str]:
     ]
 
 
-def state_words(row: Row) -> str:
+def state_text(row: Row) -> str:
     """`done`, or how many are in each state."""
     states = row.states
     if len(states) == 1:
@@ -76,8 +76,8 @@ def state_words(row: Row) -> str:
 def stands_for(comparison: Comparison) -> list[str]:
     """A sentence for each column that stands for several keys."""
     return [
-        f"{comparison.differences.short[column]} stands for {listed(keys, 'and')}."
-        for column, keys in comparison.differences.stands_for.items()
+        f"{comparison.differing_keys.short[column]} stands for {listed(keys, 'and')}."
+        for column, keys in comparison.differing_keys.stands_for.items()
     ]
 
 

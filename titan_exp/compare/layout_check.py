@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titan_exp.compare.differing_keys import differences, flatten, value_text
+from titan_exp.compare.differing_keys import differing_keys, flatten, value_text
 from titan_exp.compare.run_record import Run
 
 STEPS = 10
@@ -81,7 +81,7 @@ def _check(one: Run, two: Run) -> LayoutCheck:
 
 
 def _layouts(one: Mapping[str, Any], two: Mapping[str, Any]) -> tuple[str, str]:
-    columns = differences([one, two])
+    columns = differing_keys([one, two])
     sides = flatten(one), flatten(two)
     first, second = (
         " ".join(f"{columns.short[key]}={value_text(side.get(key))}" for key in columns.keys) for side in sides

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.plan.gate.predicted import Foreseen, read_foreseen
+from titan_exp.plan.gate.predicted import PredictedMetrics, read_predicted_metrics
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import Attempt, RunFolder
 from titan_exp.tracking.run_folder.state import read_json
@@ -53,7 +53,7 @@ class Run:
     """What was typed."""
     source: str
     """Where it was read: a folder, or an address."""
-    foreseen: Foreseen = field(default_factory=Foreseen)
+    predicted: PredictedMetrics = field(default_factory=PredictedMetrics)
     """What was predicted of it before it started."""
 
     @property
@@ -114,7 +114,7 @@ def read_run(path: str | Path) -> Run:
         dirty=code.get("dirty"),
         overrides=_read_overrides(folder.overrides),
         source=str(path),
-        foreseen=read_foreseen(folder),
+        predicted=read_predicted_metrics(folder),
     )
 
 

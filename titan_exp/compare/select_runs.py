@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_exp.compare.run_record import Run, read_run
-from titan_exp.compare.study_runs import Study, read_study
+from titan_exp.compare.study_runs import StudyRecord, read_study_record
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError
 
@@ -19,7 +19,7 @@ class Selection:
 
     runs: tuple[Run, ...]
     """In the order in which they were named; within a study, in that of its points."""
-    study: Study | None
+    study: StudyRecord | None
     """The study, where exactly one was named."""
     name: str
     """What to call the comparison."""
@@ -45,7 +45,7 @@ def select(words: Sequence[str], runs: Path) -> Selection:
     folders = list(dict.fromkeys(folder.resolve() for folder in found))
     parents = list(dict.fromkeys(folder.parent for folder in folders))
     whole = len(words) == 1 and _study_folder(words[0], runs) is not None
-    study = read_study(parents[0]) if len(parents) == 1 else None
+    study = read_study_record(parents[0]) if len(parents) == 1 else None
     notes: list[str] = []
     if whole and study is not None and study.points:
         folders = _points_of(study, parents[0], folders, notes)
@@ -104,7 +104,7 @@ def _glob(folder: Path, pattern: str) -> list[Path]:
     return sorted(folder.glob(pattern))
 
 
-def _points_of(study: Study, folder: Path, folders: list[Path], notes: list[str]) -> list[Path]:
+def _points_of(study: StudyRecord, folder: Path, folders: list[Path], notes: list[str]) -> list[Path]:
     """The study's own runs in the order of its points; says which are missing and which are no points of it."""
     there = {path.name: path for path in folders}
     if study.skipped:

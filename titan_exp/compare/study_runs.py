@@ -13,7 +13,7 @@ STUDY_FILE = "study.json"
 
 
 @dataclass(frozen=True)
-class Study:
+class StudyRecord:
     """A study, as far as comparing needs it. Runs that were started by hand have none."""
 
     name: str
@@ -30,7 +30,7 @@ class Study:
     """Why, by label, for points that cannot run."""
 
 
-def read_study(folder: Path) -> Study | None:
+def read_study_record(folder: Path) -> StudyRecord | None:
     """The study in a folder of runs; None where the runs there belong to none.
 
     Raises:
@@ -41,7 +41,7 @@ def read_study(folder: Path) -> Study | None:
     if found is None:
         return None
     try:
-        return Study(
+        return StudyRecord(
             name=str(found.get("name") or folder.name),
             question=str(found.get("question") or ""),
             points={str(point["run_id"]): _varies(point) for point in found.get("points") or []},

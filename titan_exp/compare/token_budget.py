@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from titan_exp.compare.run_record import Run
-from titan_exp.compare.stats.format_numbers import short
+from titan_exp.compare.stats.format_numbers import short_count
 from titan_exp.config.errors.user_error import UserError
 
 COUNTED = ("done", "running", "preempted")
@@ -13,7 +13,7 @@ COUNTED = ("done", "running", "preempted")
 
 
 @dataclass(frozen=True)
-class Point:
+class TokenBudget:
     """A number of tokens at which metrics are taken."""
 
     tokens: float
@@ -28,7 +28,7 @@ class Point:
         return run.tokens >= self.tokens * (1 - 1e-9) and bool(run.rows)
 
 
-def choose_point(runs: Sequence[Run], at: str) -> Point:
+def choose_token_budget(runs: Sequence[Run], at: str) -> TokenBudget:
     """The point that was asked for.
 
     Args:
@@ -41,9 +41,9 @@ def choose_point(runs: Sequence[Run], at: str) -> Point:
     """
     begun = [run for run in runs if run.tokens]
     if not begun:
-        return Point(0, "no run has logged a step yet")
+        return TokenBudget(0, "no run has logged a step yet")
     if at == "end":
-        return Point(math.inf, "each run at its own end, which is not at equal tokens")
+        return TokenBudget(math.inf, "each run at its own end, which is not at equal tokens")
     if at in ("least", "done"):
         counted = [run for run in begun if run.state == "done" or (at == "least" and run.state in COUNTED)]
         return _least(counted or begun, begun)
@@ -51,17 +51,17 @@ def choose_point(runs: Sequence[Run], at: str) -> Point:
     furthest = max(run.tokens for run in begun)
     if tokens > furthest:
         raise UserError(f"at={at}: no run has come so far; the furthest is at {furthest:,} tokens.")
-    return Point(tokens, "as asked for")
+    return TokenBudget(tokens, "as asked for")
 
 
-def _least(counted: Sequence[Run], begun: Sequence[Run]) -> Point:
+def _least(counted: Sequence[Run], begun: Sequence[Run]) -> TokenBudget:
     tokens = min(run.tokens for run in counted)
     if all(run.tokens == tokens for run in begun):
-        return Point(tokens, "where every run ends")
+        return TokenBudget(tokens, "where every run ends")
     if all(run.tokens == tokens and run.state == "done" for run in counted):
-        return Point(tokens, "where every finished run ends")
+        return TokenBudget(tokens, "where every finished run ends")
     behind = next(run for run in counted if run.tokens == tokens)
-    return Point(tokens, f"where the least advanced is ({behind.run_id}, {behind.state})")
+    return TokenBudget(tokens, f"where the least advanced is ({behind.run_id}, {behind.state})")
 
 
 def _tokens(at: str) -> float:
@@ -71,5 +71,5 @@ def _tokens(at: str) -> float:
     except ValueError:
         tokens = -1.0
     if not (tokens > 0 and math.isfinite(tokens)):
-        raise UserError(f"at={at}: write least, done, end, or a number of tokens ({short(30720)}, 1e9, 2.5B).")
+        raise UserError(f"at={at}: write least, done, end, or a number of tokens ({short_count(30720)}, 1e9, 2.5B).")
     return tokens

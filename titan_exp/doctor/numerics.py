@@ -69,7 +69,7 @@ def report_numerics(model: nn.Module, experiment: Experiment, batch: Batch) -> N
     config = replace(experiment.quantization, emulate=True, precomputed_scales=False, float8_all_gather=False)
     assert isinstance(config, QuantizationConfig)
     names = {name: module for name, module in model.named_modules() if isinstance(module, Linear | GroupedLinear)}
-    plain = {name: projection.product for name, projection in names.items()}
+    plain = {name: projection.linear_impl for name, projection in names.items()}
     exact = _run(model, names, batch)
     quantize(model, config, layers=experiment.model.layers, device=batch.tokens.device)
     rounded = _run(model, names, batch)
@@ -82,7 +82,7 @@ def report_numerics(model: nn.Module, experiment: Experiment, batch: Batch) -> N
         found.append(
             ProjectionError(
                 name,
-                projection.product is not plain[name],
+                projection.linear_impl is not plain[name],
                 own=decibels(exact.outputs[name], own),
                 output=decibels(exact.outputs[name], rounded.outputs[name]) if same_rows else None,
                 weight_gradient=decibels(exact.gradients[name], rounded.gradients[name]),

@@ -168,7 +168,7 @@ def _agreed(token: int, mesh: Mesh | None) -> int:
     if mesh is None:
         return token
     chosen = torch.tensor(token)
-    dist.broadcast(chosen, src=0, group=mesh.control)
+    dist.broadcast(chosen, src=0, group=mesh.cpu_group)
     return int(chosen)
 
 

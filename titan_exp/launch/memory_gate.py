@@ -7,8 +7,8 @@ from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.run_plan import Plan
-from titan_exp.plan.gate.gate import Judgement, gib, judge, record, refusal
-from titan_exp.plan.gate.suggestions import Remedy, remedies
+from titan_exp.plan.gate.gate import MemoryCheck, check_memory, explain_oom, gib, plan_record
+from titan_exp.plan.gate.suggestions import Suggestion, suggestions
 
 Say = Callable[[str], None]
 
@@ -25,12 +25,12 @@ def pass_gate(plan: Plan, say: Say) -> Plan:
     """
     if is_done(plan):
         return plan
-    (judgement,) = judge([plan.experiment], _runs(plan), say)
-    if judgement.fits is False and plan.experiment.plan.gate == "refuse":
-        raise UserError(_refusal(judgement, _runs(plan), say))
-    for line in remarks([judgement]):
+    (memory_check,) = check_memory([plan.experiment], _runs(plan), say)
+    if memory_check.fits is False and plan.experiment.plan.gate == "refuse":
+        raise UserError(_refusal(memory_check, _runs(plan), say))
+    for line in remarks([memory_check]):
         say(line)
-    return with_judgement(plan, judgement)
+    return with_judgement(plan, memory_check)
 
 
 def pass_gate_together(plans: Sequence[Plan], say: Say) -> list[Plan]:
@@ -39,42 +39,42 @@ def pass_gate_together(plans: Sequence[Plan], say: Say) -> list[Plan]:
     Raises:
         UserError: one of them is refused; it names all of these.
     """
-    judged = judgements(plans, say)
-    refused = [(plan, it) for plan, it in zip(plans, judged, strict=True) if it is not None and is_refused(it)]
+    memory_checks = judgements(plans, say)
+    refused = [(plan, it) for plan, it in zip(plans, memory_checks, strict=True) if it is not None and is_refused(it)]
     if refused:
-        lines = [f"{plan.folder.path}: {refusal(judgement)}" for plan, judgement in refused]
+        lines = [f"{plan.folder.path}: {explain_oom(memory_check)}" for plan, memory_check in refused]
         raise UserError("\n".join([*lines, HOW_ALL_THE_SAME]))
-    for line in remarks([it for it in judged if it is not None]):
+    for line in remarks([it for it in memory_checks if it is not None]):
         say(line)
-    return [plan if it is None else with_judgement(plan, it) for plan, it in zip(plans, judged, strict=True)]
+    return [plan if it is None else with_judgement(plan, it) for plan, it in zip(plans, memory_checks, strict=True)]
 
 
-def judgements(plans: Sequence[Plan], say: Say) -> list[Judgement | None]:
+def judgements(plans: Sequence[Plan], say: Say) -> list[MemoryCheck | None]:
     """What is known of each plan's memory; None for runs that are done, which are not started again."""
-    found: dict[int, Judgement] = {}
+    found: dict[int, MemoryCheck] = {}
     open_plans = [number for number, plan in enumerate(plans) if not is_done(plan)]
     for runs in dict.fromkeys(_runs(plans[number]) for number in open_plans):
         here = [number for number in open_plans if _runs(plans[number]) == runs]
-        found |= zip(here, judge([plans[number].experiment for number in here], runs, say), strict=True)
+        found |= zip(here, check_memory([plans[number].experiment for number in here], runs, say), strict=True)
     return [found.get(number) for number in range(len(plans))]
 
 
-def is_refused(judgement: Judgement) -> bool:
+def is_refused(memory_check: MemoryCheck) -> bool:
     """Whether the run must not be started."""
-    return judgement.fits is False and judgement.experiment.plan.gate == "refuse"
+    return memory_check.fits is False and memory_check.experiment.plan.gate == "refuse"
 
 
-def with_judgement(plan: Plan, judgement: Judgement) -> Plan:
+def with_judgement(plan: Plan, memory_check: MemoryCheck) -> Plan:
     """The plan with what plan.json will say."""
-    found = record(judgement)
-    return plan if found is None else replace(plan, foreseen=json.dumps(found, indent=1) + "\n")
+    found = plan_record(memory_check)
+    return plan if found is None else replace(plan, prediction=json.dumps(found, indent=1) + "\n")
 
 
-def remarks(judged: Sequence[Judgement]) -> list[str]:
+def remarks(memory_checks: Sequence[MemoryCheck]) -> list[str]:
     """What is to be said of runs that are started: each thing once, with how many runs it is about."""
     said: dict[str, int] = {}
-    for judgement in judged:
-        text = _remark(judgement)
+    for memory_check in memory_checks:
+        text = _remark(memory_check)
         if text:
             said[text] = said.get(text, 0) + 1
     return [f"{text} ({count} runs)" if count > 1 else text for text, count in said.items()]
@@ -89,38 +89,38 @@ def is_done(plan: Plan) -> bool:
 HOW_ALL_THE_SAME = "  plan.gate=warn starts it all the same, plan.gate=off without looking."
 
 
-def _remark(judgement: Judgement) -> str:
-    if judgement.fits is False:
-        return f"This run is not expected to fit: {refusal(judgement)}"
-    if judgement.why_not and judgement.target is not None:
-        return f"Whether its memory fits is not predicted: {judgement.why_not}."
+def _remark(memory_check: MemoryCheck) -> str:
+    if memory_check.fits is False:
+        return f"This run is not expected to fit: {explain_oom(memory_check)}"
+    if memory_check.why_not and memory_check.device_memory is not None:
+        return f"Whether its memory fits is not predicted: {memory_check.why_not}."
     return ""
 
 
-def _refusal(judgement: Judgement, runs: Path, say: Say) -> str:
-    found = remedies(judgement, runs, say)
-    lines = [f"This run does not fit: {refusal(judgement)}"]
+def _refusal(memory_check: MemoryCheck, runs: Path, say: Say) -> str:
+    found = suggestions(memory_check, runs, say)
+    lines = [f"This run does not fit: {explain_oom(memory_check)}"]
     if found:
         lines.append("  What would fit, each of these planned:")
-        width = max(len(_typed(remedy)) for remedy in found)
-        lines += [f"    {_typed(remedy):{width}}  {_outcome(remedy)}" for remedy in found]
+        width = max(len(_typed(suggestion)) for suggestion in found)
+        lines += [f"    {_typed(suggestion):{width}}  {_outcome(suggestion)}" for suggestion in found]
     else:
         lines.append("  No change that was tried would fit; a smaller model, or shorter sequences, would need less.")
     return "\n".join([*lines, HOW_ALL_THE_SAME])
 
 
-def _typed(remedy: Remedy) -> str:
-    return " ".join(remedy.overrides)
+def _typed(suggestion: Suggestion) -> str:
+    return " ".join(suggestion.overrides)
 
 
-def _outcome(remedy: Remedy) -> str:
-    judgement = remedy.judgement
-    assert judgement.target is not None, "it was planned"
-    if judgement.prediction is None:
+def _outcome(suggestion: Suggestion) -> str:
+    memory_check = suggestion.memory_check
+    assert memory_check.device_memory is not None, "it was planned"
+    if memory_check.prediction is None:
         return "fits by an upper bound"
-    words = [gib(judgement.prediction.largest.peak + judgement.target.overhead)]
-    if judgement.target.sharing > 1:
-        words.append(f"{gib(judgement.needed or 0)} together")
+    words = [gib(memory_check.prediction.largest.peak + memory_check.device_memory.overhead)]
+    if memory_check.device_memory.sharing > 1:
+        words.append(f"{gib(memory_check.needed or 0)} together")
     return ", ".join(words)
 
 

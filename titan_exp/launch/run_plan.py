@@ -40,7 +40,7 @@ class Plan:
     """Name of what it computes, in any layout."""
     folder: RunFolder
     """Where it is, or will be."""
-    foreseen: str | None = None
+    prediction: str | None = None
     """What plan.json is to say; None leaves it as it is."""
 
 
@@ -124,9 +124,9 @@ def _snapshot(plan: Plan, scene: Scene | None) -> dict[str, str]:
     scene = scene or read_scene()
     ids = {"run_id": plan.run_id, "experiment_id": plan.experiment_id}
     typed = [f"- {json.dumps(mask_override(override), ensure_ascii=False)}\n" for override in plan.overrides]
-    foreseen = {} if plan.foreseen is None else {plan.folder.plan.name: plan.foreseen}
+    prediction = {} if plan.prediction is None else {plan.folder.plan.name: plan.prediction}
     return {
-        **foreseen,
+        **prediction,
         plan.folder.config.name: to_yaml(plan.experiment),
         plan.folder.overrides.name: "".join(typed) or "[]\n",
         plan.folder.code.name: scene.code_json(ids),

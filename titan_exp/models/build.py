@@ -4,7 +4,7 @@ from torch import nn
 
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.schema.import_path import import_dotted
-from titan_exp.models.blocks.initialization import Init
+from titan_exp.models.blocks.initialization import InitSpec
 from titan_exp.models.decoder import Decoder
 from titan_exp.ops.attention.sdpa import AttentionBackend
 
@@ -24,13 +24,13 @@ def build_model(config: ModelConfig, *, seq_len: int, attention_backend: Attenti
     return import_dotted(config.architecture, "model.architecture")(config, **config.options)
 
 
-def init_specs(model: nn.Module) -> dict[str, Init] | None:
+def init_specs(model: nn.Module) -> dict[str, InitSpec] | None:
     """How every parameter starts, by full name; None where a model does not say so for all of them."""
     table = {
         f"{path}.{name}" if path else name: init
         for path, module in model.named_modules()
-        if hasattr(module, "initial")
-        for name, init in module.initial().items()  # type: ignore[operator]  # the blocks' own method
+        if hasattr(module, "init_spec")
+        for name, init in module.init_spec().items()  # type: ignore[operator]  # the blocks' own method
     }
     return table if all(name in table for name, _ in model.named_parameters()) else None
 

@@ -14,7 +14,7 @@ from titan_exp.config.errors.did_you_mean import did_you_mean
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig
 from titan_exp.config.machine.aten_ops import read_entry
-from titan_exp.parallel.fsdp.apply import blocks_of, numbered_blocks
+from titan_exp.models.blocks.block_list import iter_blocks, iter_numbered_blocks
 
 
 def apply_activation_checkpointing(
@@ -32,13 +32,13 @@ def apply_activation_checkpointing(
     Raises:
         UserError: an operator to keep does not exist.
     """
-    blocks = list(blocks_of(model))
+    blocks = list(iter_blocks(model))
     match config.mode:
         case "full":
             _recompute(blocks, preserve_rng_state=random)
         case "every_n":
             # By number in the whole model, of which a pipeline stage has some.
-            every = [block for number, block in numbered_blocks(model) if (number + 1) % config.every == 0]
+            every = [block for number, block in iter_numbered_blocks(model) if (number + 1) % config.every == 0]
             _recompute(every, preserve_rng_state=random)
         case "selective":
             kept = _kept_operators(config.save)
@@ -52,7 +52,7 @@ def apply_activation_checkpointing(
                 functorch_config.unsafe_treat_script_objects_as_zero_size = True
 
 
-def is_traced(config: ActivationCheckpointConfig) -> bool:
+def needs_compiler(config: ActivationCheckpointConfig) -> bool:
     """Whether the compiler has to see the recomputation, because it chooses among a block's operators."""
     return config.mode == "selective"
 

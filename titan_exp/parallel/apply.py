@@ -9,10 +9,10 @@ from torch import nn
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import reshard_policy
-from titan_exp.parallel.activation_checkpoint import apply_activation_checkpointing, is_traced
+from titan_exp.parallel.activation_checkpoint import apply_activation_checkpointing, needs_compiler
 from titan_exp.parallel.compile import compile_blocks
 from titan_exp.parallel.context_parallel.apply import apply_context_parallel
-from titan_exp.parallel.fsdp.apply import Sharding, apply_fsdp
+from titan_exp.parallel.fsdp.apply import FSDPOptions, apply_fsdp
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.tensor_parallel.apply import apply_tensor_parallel, enable_async_tp
 
@@ -29,17 +29,17 @@ def parallelize(model: nn.Module, experiment: Experiment, mesh: Mesh) -> None:
     checkpointing = experiment.activation_checkpoint
     # Random numbers' state is read by the host; a pass that is recorded draws none.
     random = not experiment.compile.cuda_graphs
-    if is_traced(checkpointing):
+    if needs_compiler(checkpointing):
         apply_activation_checkpointing(model, checkpointing, random=random)
     if experiment.compile.compiles("blocks"):
         compile_blocks(model, experiment.compile.backend)
-    if not is_traced(checkpointing):
+    if not needs_compiler(checkpointing):
         apply_activation_checkpointing(model, checkpointing, random=random)
     if experiment.compile.cuda_graphs:
         # One rank, whose weights stay where they are: `compute_weights` rounds them.
         assert mesh.world.size() == 1, "checked by the rules"
         return
-    sharding = Sharding(
+    sharding = FSDPOptions(
         bf16=experiment.training.mixed_precision == "bf16",
         reshard_after_forward=reshard_policy(parallelism),
         cpu_offload=parallelism.cpu_offload,

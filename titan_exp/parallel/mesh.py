@@ -30,9 +30,9 @@ class Mesh:
     """Axes pp, dp_replicate, fsdp, tp over the same ranks."""
     device: torch.device
     """Device of this process."""
-    control: dist.ProcessGroup
+    cpu_group: dist.ProcessGroup
     """All ranks, on the CPU: token counts and decisions that must not wait for the device."""
-    sequence: ShardedSequence
+    sequence_shard: ShardedSequence
     """Which tokens of its sequences this rank computes."""
 
     @cached_property
@@ -55,22 +55,22 @@ class Mesh:
     def loss_replicas(self) -> int:
         """How many ranks have the loss of the same tokens: a sum of losses over ranks is so many times the loss."""
         # Of a pipeline's ranks only one has the last stage; the others have no loss.
-        return self.batch_replicas // self.sequence.degree // self.world["pp"].size()
+        return self.batch_replicas // self.sequence_shard.degree // self.world["pp"].size()
 
     @cached_property
-    def stages(self) -> dist.ProcessGroup | None:
+    def pp_group(self) -> dist.ProcessGroup | None:
         """The ranks of this rank's pipeline, in order; None where there is no pipeline."""
         return self.world.get_group("pp") if self.world["pp"].size() > 1 else None
 
     @cached_property
-    def parameters(self) -> DeviceMesh:
+    def fsdp_mesh(self) -> DeviceMesh:
         """The mesh that FSDP2 takes: (dp_replicate, fsdp) for HSDP and DDP, fsdp alone otherwise."""
         if self.sharding["dp_replicate"].size() > 1:
             return self.sharding["dp_replicate", "fsdp"]
         return self.sharding["fsdp"]
 
     @cached_property
-    def tensor_group(self) -> dist.ProcessGroup | None:
+    def tp_group(self) -> dist.ProcessGroup | None:
         """The ranks that share this rank's matrices; None where nobody does."""
         return self.sharding.get_group("tp") if self.sharding["tp"].size() > 1 else None
 
@@ -99,8 +99,8 @@ def build_mesh(config: ParallelismConfig, device: torch.device) -> Mesh:
         (config.pp, config.dp_replicate, config.dp_shard * config.cp, config.tp),
         mesh_dim_names=("pp", "dp_replicate", "fsdp", "tp"),
     )
-    across = SequenceShard(config.cp // within, world["cp_across"].get_local_rank(), head_and_tail=True)
-    part = ShardedSequence(across, SequenceShard(within, world["cp_within"].get_local_rank(), head_and_tail=False))
+    across = SequenceShard(config.cp // within, world["cp_across"].get_local_rank(), zigzag=True)
+    part = ShardedSequence(across, SequenceShard(within, world["cp_within"].get_local_rank(), zigzag=False))
     return Mesh(world, sharding, device, new_cpu_group(), part)
 
 

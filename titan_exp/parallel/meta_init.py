@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from titan_exp.models.blocks.initialization import Init, Part, initial_slice
+from titan_exp.models.blocks.initialization import InitSpec, ShardSpec, init_slice
 
 
 def materialize_parameters(model: nn.Module, device: torch.device, *, cpu_offload: bool = False) -> None:
@@ -28,10 +28,10 @@ def materialize_parameters(model: nn.Module, device: torch.device, *, cpu_offloa
 
 
 @torch.no_grad()
-def init_weights(model: nn.Module, table: Mapping[str, Init], seed: int) -> None:
+def init_weights(model: nn.Module, table: Mapping[str, InitSpec], seed: int) -> None:
     """Fill parameters from their declared distributions; the same values in every layout, without communication."""
     for name, parameter in model.named_parameters():
-        local(parameter).copy_(initial_slice(seed, name, table[name], local_shard(parameter)))
+        local(parameter).copy_(init_slice(seed, name, table[name], local_shard(parameter)))
 
 
 @torch.no_grad()
@@ -52,12 +52,12 @@ def copy_initial_weights(model: nn.Module, build: Callable[[], nn.Module], seed:
         local(target).copy_(whole[name][window])
 
 
-def local_shard(tensor: Tensor) -> Part:
+def local_shard(tensor: Tensor) -> ShardSpec:
     """What this rank holds of a tensor."""
     if not isinstance(tensor, DTensor):
-        return Part.whole(tuple(tensor.shape))
+        return ShardSpec.whole(tuple(tensor.shape))
     size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return Part(tuple(tensor.shape), tuple(start), tuple(size))
+    return ShardSpec(tuple(tensor.shape), tuple(start), tuple(size))
 
 
 def local(tensor: Tensor) -> Tensor:

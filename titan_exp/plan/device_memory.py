@@ -29,7 +29,7 @@ NAMES = {
 
 
 @dataclass(frozen=True)
-class Target:
+class DeviceMemory:
     """Where a run would be."""
 
     device: Device | None
@@ -46,7 +46,7 @@ class Target:
     """Why the capacity is not known, and what would tell."""
 
 
-def target_of(experiment: Experiment, runs: Path) -> Target:
+def device_memory_of(experiment: Experiment, runs: Path) -> DeviceMemory:
     """Where an experiment would be.
 
     Args:
@@ -81,7 +81,7 @@ def cpu_device(name: str, cache: Path, *, dtype: str, threads: int, processes: i
     return read_constants(cache, name).over(device)
 
 
-def known_gpu(device: Device, experiment: Experiment, cache: Path) -> Device:
+def refine_gpu(device: Device, experiment: Experiment, cache: Path) -> Device:
     """A GPU of the table with what is known better: the links of `cluster`, measured rates, fitted constants.
 
     Args:
@@ -107,7 +107,7 @@ def known_gpu(device: Device, experiment: Experiment, cache: Path) -> Device:
     return read_constants(cache, device.name).over(device)
 
 
-def _gpu(experiment: Experiment, cache: Path) -> Target:
+def _gpu(experiment: Experiment, cache: Path) -> DeviceMemory:
     kind, asked = experiment.cluster.gpu_type, (experiment.cluster.gpu_type or "").lower()
     names = gpu_names() if experiment.cluster.kind == "local" and kind is None else []
     found = NAMES.get(names[0], "") if names and len(set(names)) == 1 else asked
@@ -115,20 +115,20 @@ def _gpu(experiment: Experiment, cache: Path) -> Target:
         said = f"cluster.gpu_type={kind or 'null'}"
         if names:
             said = f"{listed(sorted(set(names)), 'and')} here, {said}"
-        return Target(None, None, 1, 0, "the GPU", f"{said}; the planner knows {listed(DEVICES, 'and')}")
-    device = known_gpu(DEVICES[found], experiment, cache)
-    return Target(device, round(device.memory_gb * 1e9), 1, round(device.overhead_gb * 1e9), device.name)
+        return DeviceMemory(None, None, 1, 0, "the GPU", f"{said}; the planner knows {listed(DEVICES, 'and')}")
+    device = refine_gpu(DEVICES[found], experiment, cache)
+    return DeviceMemory(device, round(device.memory_gb * 1e9), 1, round(device.overhead_gb * 1e9), device.name)
 
 
-def _cpu(experiment: Experiment, cache: Path) -> Target:
+def _cpu(experiment: Experiment, cache: Path) -> DeviceMemory:
     world, cluster = world_size(experiment), experiment.cluster
     processes, dtype = min(world, node_size(cluster, world)), experiment.training.mixed_precision
     if cluster.kind != "local":
         # The nodes are others than this machine.
         overhead = round(CPU_OVERHEAD_GB * 1e9)
         if cluster.memory_gb:
-            return Target(None, cluster.memory_gb * 2**30, processes, overhead, "a node's cluster.memory_gb")
-        return Target(
+            return DeviceMemory(None, cluster.memory_gb * 2**30, processes, overhead, "a node's cluster.memory_gb")
+        return DeviceMemory(
             None, None, processes, overhead, "a node", "a node's memory is not known; cluster.memory_gb says it"
         )
     name = cpu_name()
@@ -138,4 +138,4 @@ def _cpu(experiment: Experiment, cache: Path) -> Target:
     overhead = CPU_OVERHEAD_GB if constants.overhead_gb is None else constants.overhead_gb
     capacity = host_memory()
     unknown = "" if capacity else "the system does not say how much memory it has"
-    return Target(device, capacity, processes, round(overhead * 1e9), "this machine", unknown)
+    return DeviceMemory(device, capacity, processes, round(overhead * 1e9), "this machine", unknown)

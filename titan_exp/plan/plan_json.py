@@ -55,7 +55,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Unpredicted:
+class NotPredicted:
     """A run of which nothing was predicted."""
 
     reason: str

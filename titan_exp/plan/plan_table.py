@@ -50,18 +50,18 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         f"{sequences}, {gradient_accumulation(experiment)} of them a step",
         highlight=False,
     )
-    print_whole(console, _memory(plan))
+    print_unwrapped(console, _memory(plan))
     console.print(_verdict(plan, largest), highlight=False, soft_wrap=True)
     for line in (*_sent(plan, largest), *_on_host(plan, largest)):
         console.print(line, highlight=False, soft_wrap=True)
-    print_whole(console, _messages(plan, largest))
+    print_unwrapped(console, _messages(plan, largest))
     for line in (*_emulated(plan), *_speed(plan)):
         console.print(line, highlight=False, soft_wrap=True)
     whole = f", every layer and micro-batch traced, because {plan.why_full}" if plan.why_full else ""
     console.print(f"planned in {plan.planning_seconds:.1f} s{whole}", style="dim", highlight=False, soft_wrap=True)
 
 
-def print_whole(console: Console, table: Table) -> None:
+def print_unwrapped(console: Console, table: Table) -> None:
     """Print a table with every digit: where it is wider than the terminal or the pipe, its lines are longer."""
     endless = console.options.update(width=10_000)
     console.width = max(console.width, Measurement.get(console, endless, table).maximum)

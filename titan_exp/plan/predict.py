@@ -16,7 +16,7 @@ from titan_exp.plan.cuda.fake_kernels import cuda_instructions
 from titan_exp.plan.extrapolate.allocation_events import Unwoven
 from titan_exp.plan.extrapolate.eligibility import pays, why_not
 from titan_exp.plan.extrapolate.extrapolated_trace import Retelling
-from titan_exp.plan.supported import attention_kernel, require_modelled, require_modelled_on
+from titan_exp.plan.supported import attention_kernel, check_supported, check_supported_on
 from titan_exp.plan.time.roofline import RankTime, rank_time, step_time
 from titan_exp.plan.trace.fake_world import DEVICE, PretendedRank, pretended_rank, ranks_of_pipeline
 from titan_exp.plan.trace.inductor import by_inductor
@@ -127,7 +127,7 @@ def predict(
     experiment: Experiment,
     device: Device | None,
     pipeline_ranks: Collection[int] | None = None,
-    look: Callable[[int, PretendedRank], None] | None = None,
+    on_rank: Callable[[int, PretendedRank], None] | None = None,
     *,
     full: bool = False,
 ) -> Plan:
@@ -137,7 +137,7 @@ def predict(
         experiment: the run, its layout resolved.
         device: what it runs on; None is a CPU of which no speed is known.
         pipeline_ranks: those that are looked at; None looks at all.
-        look: is shown each of them and its number, before its step.
+        on_rank: called with each pipeline rank and its fake rank before its step.
         full: trace every layer and micro-batch, also where those of small runs would be put together.
 
     Raises:
@@ -145,14 +145,14 @@ def predict(
     """
     began = time.perf_counter()
     cuda = device_type(experiment.cluster) == "cuda"
-    require_modelled(experiment)
+    check_supported(experiment)
     if cuda and device is not None:
-        require_modelled_on(experiment, device)
+        check_supported_on(experiment, device)
     traced = on_cpu(experiment) if cuda else experiment
     where = GPU if cuda and experiment.parallelism.cpu_offload else DEVICE
     node = node_size(experiment.cluster, world_size(experiment)) if cuda else world_size(experiment)
     numbers = [it for it in range(traced.parallelism.pp) if pipeline_ranks is None or it in pipeline_ranks]
-    tracer = _Tracer(traced, device if cuda else None, look, cuda=cuda, where=where)
+    tracer = _Tracer(traced, device if cuda else None, on_rank, cuda=cuda, where=where)
     with _instructions(device):
         traces = tracer.traces(numbers, full=full)
     plans, held, state = [], 0, 0
@@ -176,12 +176,12 @@ class _Tracer:
         self,
         experiment: Experiment,
         device: Device | None,
-        look: Callable[[int, PretendedRank], None] | None,
+        on_rank: Callable[[int, PretendedRank], None] | None,
         *,
         cuda: bool,
         where: torch.device,
     ) -> None:
-        self._experiment, self._look, self._cuda, self._where = experiment, look, cuda, where
+        self._experiment, self._on_rank, self._cuda, self._where = experiment, on_rank, cuda, where
         self._workspace = 0 if device is None else device.matmul_workspace
         self.parameters, self.flops_per_token, self.why_full = 0, 0.0, ""
 
@@ -202,7 +202,7 @@ class _Tracer:
             found.append(retelling.trace(number))
             tail = retelling.tail(number)
             self.parameters, self.flops_per_token = tail.parameters, tail.flops_per_token
-        for number in numbers if self._look is not None else ():
+        for number in numbers if self._on_rank is not None else ():
             with self._rank(number):
                 pass
         return found
@@ -226,8 +226,8 @@ class _Tracer:
     def _rank(self, number: int) -> Iterator[PretendedRank]:
         rank = ranks_of_pipeline(self._experiment)[number]
         with pretended_rank(self._experiment, rank, self._where) as it:
-            if self._look is not None:
-                self._look(number, it)
+            if self._on_rank is not None:
+                self._on_rank(number, it)
             yield it
 
 

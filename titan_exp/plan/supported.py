@@ -23,7 +23,7 @@ WHY_NOT = {
 """Of attention kernels that are not modelled, why."""
 
 
-def require_modelled(experiment: Experiment) -> None:
+def check_supported(experiment: Experiment) -> None:
     """Every option of a run is one whose memory is known.
 
     Raises:
@@ -56,7 +56,7 @@ def _on_cuda(experiment: Experiment) -> Iterator[Violation]:
         yield Violation("model.attention_backend", backend, reason, "model.attention_backend=auto")
 
 
-def require_modelled_on(experiment: Experiment, device: Device) -> None:
+def check_supported_on(experiment: Experiment, device: Device) -> None:
     """What the run does on this GPU is known, too.
 
     Raises:

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from titan_exp.quantization.float8.float8_tensor import E4M3, cast
-from titan_exp.quantization.recipes import Float8Product
+from titan_exp.quantization.recipes import Float8LinearImpl
 from titan_exp.quantization.torchao import Float8TrainingTensor, GemmInputRole
 
 Form = tuple[Callable[[Tensor, torch.dtype], Tensor], Callable[[Tensor, torch.dtype], Tensor]]
 
 
-def float8_form(module: nn.Module) -> Form | None:
+def float8_all_gather_format(module: nn.Module) -> Form | None:
     """How the weight of a module is sent in float8, and made of what arrives; None where it is not quantized as a
     whole, or by a scale that a shard does not know."""
-    product = getattr(module, "product", None)
-    if not isinstance(product, Float8Product) or product.recipe.rowwise or product.weight_scale is None:
+    product = getattr(module, "linear_impl", None)
+    if not isinstance(product, Float8LinearImpl) or product.recipe.rowwise or product.weight_scale is None:
         return None
     scale = product.weight_scale
 

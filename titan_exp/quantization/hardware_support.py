@@ -39,7 +39,7 @@ def needs_emulation(config: QuantizationConfig, device: torch.device) -> bool:
     return config.emulate is True or not has
 
 
-def is_grouped_emulated(config: QuantizationConfig, device: torch.device) -> bool:
+def needs_grouped_emulation(config: QuantizationConfig, device: torch.device) -> bool:
     """Whether the recipe's product of experts is emulated on this device, of which `needs_emulation` has been asked.
 
     torchao's kernels have scales that are powers of two alone.

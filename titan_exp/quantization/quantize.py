@@ -13,7 +13,7 @@ from titan_exp.config.groups.quantization import BLOCK, QuantizationConfig
 from titan_exp.config.layout.linear_shapes import is_quantized
 from titan_exp.models.blocks.grouped_linear import GroupedLinear
 from titan_exp.models.blocks.transformer import Linear
-from titan_exp.quantization.hardware_support import GROUPED_MULTIPLE, is_grouped_emulated, needs_emulation
+from titan_exp.quantization.hardware_support import GROUPED_MULTIPLE, needs_emulation, needs_grouped_emulation
 
 
 def quantize(model: nn.Module, config: QuantizationConfig, *, layers: int, device: torch.device) -> None:
@@ -32,7 +32,7 @@ def quantize(model: nn.Module, config: QuantizationConfig, *, layers: int, devic
     """
     if config.recipe == "none":
         return
-    from titan_exp.quantization.recipes import product_of
+    from titan_exp.quantization.recipes import linear_impl_for
 
     emulated = needs_emulation(config, device)
     if config.recipe.startswith("float8_row") or (config.recipe == "nvfp4" and emulated):
@@ -42,12 +42,12 @@ def quantize(model: nn.Module, config: QuantizationConfig, *, layers: int, devic
         inductor.emulate_precision_casts = True
     for name, projection in _taken(model, config, layers):
         if isinstance(projection, Linear):
-            projection.product = product_of(config, emulated=emulated)
+            projection.linear_impl = linear_impl_for(config, emulated=emulated)
             continue
-        from titan_exp.quantization.grouped.grouped_linear import grouped_product_of
+        from titan_exp.quantization.grouped.grouped_linear import grouped_linear_impl_for
 
         grouped_emulated = _experts_are_emulated(name, projection, config, device)
-        projection.product = grouped_product_of(config, emulated=grouped_emulated)
+        projection.linear_impl = grouped_linear_impl_for(config, emulated=grouped_emulated)
 
 
 def describe(model: nn.Module, config: QuantizationConfig, *, layers: int, device: torch.device) -> str | None:
@@ -87,7 +87,7 @@ def _experts_are_emulated(
     name: str, projection: GroupedLinear, config: QuantizationConfig, device: torch.device
 ) -> bool:
     """Whether they are, which must be allowed, as their dims must."""
-    emulated, pattern = is_grouped_emulated(config, device), re.sub(r"^blocks\.\d+\.", "*.", name)
+    emulated, pattern = needs_grouped_emulation(config, device), re.sub(r"^blocks\.\d+\.", "*.", name)
     if emulated and config.emulate is False:
         scales = "" if config.power_of_two_scales else " with scales that are no powers of two"
         reason = f"torchao has no kernel here for the experts of {name} in {config.recipe}{scales}"

@@ -9,13 +9,13 @@ from torch import Tensor
 
 from titan_exp.config.groups.quantization import QuantizationConfig
 from titan_exp.models.blocks.linear_impl import LinearImpl
-from titan_exp.quantization.float8.float8_linear import Float8, float8_product
+from titan_exp.quantization.float8.float8_linear import Float8, float8_linear
 from titan_exp.quantization.float8.float8_tensor import E4M3, scale_of_amax
-from titan_exp.quantization.mx.mxfp8_linear import mx_product
-from titan_exp.quantization.mx.nvfp4_linear import NVFP4, nvfp4_product
+from titan_exp.quantization.mx.mxfp8_linear import mxfp8_linear
+from titan_exp.quantization.mx.nvfp4_linear import NVFP4, nvfp4_linear
 
 
-class ScaledProduct(LinearImpl):
+class ScaledLinearImpl(LinearImpl):
     """A recipe with a scale for the whole weight.
 
     Args:
@@ -33,12 +33,12 @@ class ScaledProduct(LinearImpl):
         """Scales of weights with these largest absolute values, element by element."""
 
 
-class Float8Product(ScaledProduct):
+class Float8LinearImpl(ScaledLinearImpl):
     """A float8 recipe.
 
     Args:
         recipe: how.
-        precomputed: see `ScaledProduct`.
+        precomputed: see `ScaledLinearImpl`.
     """
 
     def __init__(self, recipe: Float8, *, precomputed: bool) -> None:
@@ -47,12 +47,12 @@ class Float8Product(ScaledProduct):
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """x · weightᵀ."""
-        return float8_product(x, weight, self.weight_scale, self.recipe)
+        return float8_linear(x, weight, self.weight_scale, self.recipe)
 
-    def divide(self, *, inputs: bool, greatest: Callable[[Tensor], Tensor]) -> None:
+    def shard(self, *, input_sharded: bool, amax_reduce: Callable[[Tensor], Tensor]) -> None:
         """Scales are those of all ranks' parts together."""
-        divided = {"inputs_divided" if inputs else "outputs_divided": greatest}
-        self.recipe = replace(self.recipe, **divided)
+        sharded = {"input_amax_reduce" if input_sharded else "output_amax_reduce": amax_reduce}
+        self.recipe = replace(self.recipe, **sharded)
 
     def extra_repr(self) -> str:
         """The recipe, where the model is printed."""
@@ -63,7 +63,7 @@ class Float8Product(ScaledProduct):
         return scale_of_amax(amax, E4M3, power_of_two=self.recipe.power_of_two)
 
 
-class MXProduct(LinearImpl):
+class MXLinearImpl(LinearImpl):
     """MXFP8. Blocks lie within what a rank holds, so it does not matter how a projection is divided."""
 
     def __init__(self, *, emulated: bool) -> None:
@@ -72,36 +72,36 @@ class MXProduct(LinearImpl):
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """x · weightᵀ."""
-        return mx_product(x, weight, emulated=self.emulated)
+        return mxfp8_linear(x, weight, emulated=self.emulated)
 
 
-class NVFP4Product(ScaledProduct):
+class NVFP4LinearImpl(ScaledLinearImpl):
     """NVFP4. Blocks lie within what a rank holds; the scales of tensors are those of all ranks' parts together.
 
     Args:
         recipe: how.
         emulated: whether to round as the recipe says and multiply in fp32.
-        precomputed: see `ScaledProduct`.
+        precomputed: see `ScaledLinearImpl`.
     """
 
     def __init__(self, recipe: NVFP4, *, emulated: bool, precomputed: bool) -> None:
         super().__init__(precomputed=precomputed)
         self.recipe = recipe
         if emulated:
-            self._multiply = nvfp4_product
+            self._multiply = nvfp4_linear
         else:
-            from titan_exp.quantization.mx.nvfp4_kernels import nvfp4_instructed
+            from titan_exp.quantization.mx.nvfp4_kernels import nvfp4_native
 
-            self._multiply = nvfp4_instructed
+            self._multiply = nvfp4_native
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """x · weightᵀ."""
         return self._multiply(x, weight, self.weight_scale, self.recipe)
 
-    def divide(self, *, inputs: bool, greatest: Callable[[Tensor], Tensor]) -> None:
+    def shard(self, *, input_sharded: bool, amax_reduce: Callable[[Tensor], Tensor]) -> None:
         """Scales of tensors are those of all ranks' parts together."""
-        divided = {"inputs_divided" if inputs else "outputs_divided": greatest}
-        self.recipe = replace(self.recipe, **divided)
+        sharded = {"input_amax_reduce" if input_sharded else "output_amax_reduce": amax_reduce}
+        self.recipe = replace(self.recipe, **sharded)
 
     def extra_repr(self) -> str:
         """The recipe, where the model is printed."""
@@ -112,18 +112,18 @@ class NVFP4Product(ScaledProduct):
         return self.recipe.scale_of_amax(amax)
 
 
-def product_of(config: QuantizationConfig, *, emulated: bool) -> LinearImpl:
+def linear_impl_for(config: QuantizationConfig, *, emulated: bool) -> LinearImpl:
     """The product that a recipe makes."""
     if config.recipe == "mxfp8":
-        return MXProduct(emulated=emulated)
+        return MXLinearImpl(emulated=emulated)
     if config.recipe == "nvfp4":
         four = NVFP4(power_of_two=config.power_of_two_scales, stochastic=config.stochastic_rounding)
-        return NVFP4Product(four, emulated=emulated, precomputed=config.precomputed_scales)
+        return NVFP4LinearImpl(four, emulated=emulated, precomputed=config.precomputed_scales)
     recipe = Float8(
         rowwise=config.recipe != "float8_tensorwise",
         high_precision_weight_gradient=config.recipe == "float8_rowwise_gw_hp",
         power_of_two=config.power_of_two_scales,
         emulated=emulated,
-        both_ways=config.fused_casts and not emulated,
+        dual_cast=config.fused_casts and not emulated,
     )
-    return Float8Product(recipe, precomputed=config.precomputed_scales)
+    return Float8LinearImpl(recipe, precomputed=config.precomputed_scales)

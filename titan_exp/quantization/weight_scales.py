@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan_exp.quantization.recipes import ScaledProduct
+from titan_exp.quantization.recipes import ScaledLinearImpl
 
 
 class WeightScales:
@@ -44,11 +44,11 @@ class WeightScales:
         torch._foreach_copy_(self._scales, list(scales.unbind()))
 
 
-def _weights(parts: Sequence[nn.Module]) -> Iterator[tuple[nn.Parameter, ScaledProduct]]:
+def _weights(parts: Sequence[nn.Module]) -> Iterator[tuple[nn.Parameter, ScaledLinearImpl]]:
     for part in parts:
         for module in part.modules():
-            product = getattr(module, "product", None)
-            if isinstance(product, ScaledProduct) and product.weight_scale is not None:
+            product = getattr(module, "linear_impl", None)
+            if isinstance(product, ScaledLinearImpl) and product.weight_scale is not None:
                 yield module.get_parameter("weight"), product
 
 

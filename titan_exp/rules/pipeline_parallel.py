@@ -14,7 +14,7 @@ from titan_exp.config.layout.pipeline_schedules import (
     is_file,
     microbatches_of,
     placement_of,
-    read_orders,
+    read_schedule,
 )
 from titan_exp.config.layout.pipeline_stages import layer_counts, pipeline_splits_backward, stage_count, takes
 from titan_exp.config.layout.schedule_timeline import timeline
@@ -49,7 +49,7 @@ def schedule_is_known(experiment: Experiment) -> Iterator[Violation]:
     if ranks == 1:
         return
     try:
-        orders = read_orders(name)
+        orders = read_schedule(name)
         idle = [rank for rank, order in enumerate(orders) if not order]
         if len(orders) != ranks:
             reason = f"it has {len(orders)} rows, one for each pipeline rank, and parallelism.pp is {ranks}"
@@ -103,7 +103,7 @@ def stages_fit_the_schedule(experiment: Experiment) -> Iterator[Violation]:
     if wants(count):
         return
     if is_file(name):
-        asked = f"{name} has {len(placement_of(read_orders(name)))} stages"
+        asked = f"{name} has {len(placement_of(read_schedule(name)))} stages"
     elif SCHEDULES[name].fixed:
         asked = f"{name} has {ranks * SCHEDULES[name].stages_per_rank} stages on {ranks} ranks"
     else:
@@ -251,13 +251,13 @@ def _given_passes_fit(experiment: Experiment, share: int) -> Iterator[Violation]
 def _fits(experiment: Experiment, total: int) -> bool:
     """Whether a step of so many micro-batches can be run; a file says how many one pass has."""
     name = experiment.parallelism.pp_schedule
-    return total % microbatches_of(read_orders(name)) == 0 if is_file(name) else takes(experiment.parallelism, total)
+    return total % microbatches_of(read_schedule(name)) == 0 if is_file(name) else takes(experiment.parallelism, total)
 
 
 def _takes_what(experiment: Experiment) -> str:
     name, ranks = experiment.parallelism.pp_schedule, experiment.parallelism.pp
     if is_file(name):
-        return f"passes of {microbatches_of(read_orders(name))}"
+        return f"passes of {microbatches_of(read_schedule(name))}"
     if SCHEDULES[name].in_rounds:
         return f"fewer than {2 * ranks}, or a multiple of how many times {ranks} goes into them"
     return f"at least {SCHEDULES[name].fill * ranks}"
@@ -280,7 +280,7 @@ def _wanted_stages(experiment: Experiment) -> Callable[[int], bool]:
     """Whether a number of stages fits the schedule."""
     name, ranks = experiment.parallelism.pp_schedule, experiment.parallelism.pp
     if is_file(name):
-        exactly = len(placement_of(read_orders(name)))
+        exactly = len(placement_of(read_schedule(name)))
     elif SCHEDULES[name].fixed:
         exactly = ranks * SCHEDULES[name].stages_per_rank
     else:

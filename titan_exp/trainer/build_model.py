@@ -19,9 +19,9 @@ from titan_exp.parallel.fsdp.all_gather_hooks import set_all_gather_format
 from titan_exp.parallel.fsdp.apply import require_modules
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.meta_init import copy_initial_weights, init_weights, materialize_parameters
-from titan_exp.parallel.pipeline_parallel.runtime import Hidden, Pipeline
+from titan_exp.parallel.pipeline_parallel.runtime import ActivationSpec, Pipeline
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
-from titan_exp.parallel.pipeline_parallel.split import cut, shared_parameters
+from titan_exp.parallel.pipeline_parallel.split import prune_to_stage, shared_parameters
 from titan_exp.parallel.pipeline_parallel.stage import Stage, keep_compiled_buffers
 from titan_exp.quantization.quantize import describe, quantize
 from titan_exp.tracking.logging import get_logger
@@ -74,7 +74,7 @@ class BuiltModel:
         )
         if recipe is not None:
             get_logger().info("quantization: %s", recipe)
-        if mesh.stages is None:
+        if mesh.pp_group is None:
             _make_real(model, build, experiment, mesh, pretending)
         else:
             self.pipeline = _build_pipeline(model, build, experiment, mesh, pretending)
@@ -90,16 +90,16 @@ def _build_pipeline(
     parallelism = experiment.parallelism
     layers, placement = stage_layers(experiment), stage_placement(experiment)
     microbatches, last = pipeline_microbatches(experiment), len(layers) - 1
-    assert mesh.stages is not None, "there is a pipeline"
+    assert mesh.pp_group is not None, "there is a pipeline"
     if pipeline_splits_backward(parallelism):
         keep_compiled_buffers()
     stages, shared = [], shared_parameters(whole)
     for number, rank in enumerate(placement):
-        if rank != mesh.stages.rank():
+        if rank != mesh.pp_group.rank():
             continue
         with torch.device("meta"):
             module = build()
-        cut(module, layers[number], first=number == 0, last=number == last)
+        prune_to_stage(module, layers[number], first=number == 0, last=number == last)
         _make_real(module, build, experiment, mesh, pretending)
         stages.append(
             Stage(
@@ -118,15 +118,15 @@ def _build_pipeline(
         len(layers),
         ", ".join(map(str, counts if len(set(counts)) > 1 else counts[:1])),
         microbatches,
-        Hidden.of(experiment, mesh.device).shape[0],
+        ActivationSpec.of(experiment, mesh.device).shape[0],
         100 * timeline(orders).bubble,
     )
     return Pipeline(
         stages,
         orders,
         placement,
-        mesh.stages,
-        Hidden.of(experiment, mesh.device),
+        mesh.pp_group,
+        ActivationSpec.of(experiment, mesh.device),
         keep_gathered=reshard_policy(parallelism) == "never",
     )
 
@@ -145,9 +145,9 @@ def _make_real(
     with pretending or nullcontext():
         materialize_parameters(module, mesh.device, cpu_offload=experiment.parallelism.cpu_offload)
     if experiment.quantization.float8_all_gather:
-        from titan_exp.quantization.float8_all_gather import float8_form
+        from titan_exp.quantization.float8_all_gather import float8_all_gather_format
 
-        set_all_gather_format(module, float8_form)
+        set_all_gather_format(module, float8_all_gather_format)
     if pretending is not None:
         return
     if table is not None:

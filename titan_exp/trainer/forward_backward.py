@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from titan_exp.data.batch import Batch
 from titan_exp.parallel.fsdp.apply import set_gradient_sync
 from titan_exp.parallel.mesh import Mesh
-from titan_exp.trainer.batch_placement import place
+from titan_exp.trainer.batch_placement import shard_batch
 from titan_exp.trainer.loss import TokenLoss
 
 
@@ -22,7 +22,7 @@ class Model(Protocol):
         ...
 
     @property
-    def together(self) -> int:
+    def eval_microbatches(self) -> int:
         """How many micro-batches at once evaluation is quickest with."""
         ...
 
@@ -39,7 +39,7 @@ class Model(Protocol):
         """All parameters on this rank."""
         ...
 
-    def counted(self) -> Iterator[nn.Parameter]:
+    def unique_parameters(self) -> Iterator[nn.Parameter]:
         """Those of them that no other part of the model counts in a sum over all."""
         ...
 
@@ -47,7 +47,7 @@ class Model(Protocol):
 class EagerModel:
     """A model of which every rank computes all layers."""
 
-    together = 1
+    eval_microbatches = 1
 
     def __init__(self, module: nn.Module, token_loss: TokenLoss, mesh: Mesh) -> None:
         self.parts = [module]
@@ -59,7 +59,7 @@ class EagerModel:
         for index, batch in enumerate(batches):
             set_gradient_sync(self._module, last=index == len(batches) - 1)
             objective, cross_entropy = normalize_by_tokens(
-                self._token_loss, self._module, place(batch, self._mesh), divisor
+                self._token_loss, self._module, shard_batch(batch, self._mesh), divisor
             )
             objective.backward()
             loss += cross_entropy
@@ -69,14 +69,14 @@ class EagerModel:
         """Summed over the micro-batches, one after the other."""
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for batch in batches:
-            total += self._token_loss(self._module, place(batch, self._mesh)).cross_entropy
+            total += self._token_loss(self._module, shard_batch(batch, self._mesh)).cross_entropy
         return total
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """All of them."""
         return self._module.parameters()
 
-    counted = parameters
+    unique_parameters = parameters
 
 
 def normalize_by_tokens(

@@ -111,7 +111,7 @@ class Report:
         message[0] = loss
         message[1 + rank * fields :][:fields] = torch.tensor(dataclasses.astuple(self.times.take()))
         if size > 1:
-            dist.all_reduce(message, group=self.mesh.control)
+            dist.all_reduce(message, group=self.mesh.cpu_group)
         return message[0], [OwnTimes(*times) for times in message[1:].view(size, fields).tolist()]
 
     def _step_times(self, step: int, times: Sequence[OwnTimes]) -> dict[str, float]:

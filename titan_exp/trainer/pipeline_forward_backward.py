@@ -10,7 +10,7 @@ from titan_exp.data.batch import Batch
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.pipeline_parallel.runtime import Pipeline
 from titan_exp.parallel.pipeline_parallel.stage import Stage
-from titan_exp.trainer.batch_placement import place
+from titan_exp.trainer.batch_placement import shard_batch
 from titan_exp.trainer.forward_backward import normalize_by_tokens, predicted
 from titan_exp.trainer.loss import TokenLoss
 
@@ -20,7 +20,7 @@ class PipelineModel:
 
     def __init__(self, pipeline: Pipeline, token_loss: TokenLoss, mesh: Mesh) -> None:
         self.parts = [stage.module for stage in pipeline.stages]
-        self.together = pipeline.microbatches
+        self.eval_microbatches = pipeline.microbatches
         self._pipeline, self._token_loss, self._mesh = pipeline, token_loss, mesh
 
     def forward_backward(self, batches: Sequence[Batch], tokens: int) -> Tensor:
@@ -30,7 +30,7 @@ class PipelineModel:
         assert len(batches) % size == 0, "checked by the rules"
 
         def compute(first: int, stage: Stage, microbatch: int, hidden: Tensor | None) -> Tensor:
-            batch = place(batches[first + microbatch], self._mesh)
+            batch = shard_batch(batches[first + microbatch], self._mesh)
             if not stage.last:
                 return stage.module(batch.tokens if hidden is None else hidden, batch.positions, batch.documents)
             divisor = predicted(tokens, self._mesh.device)
@@ -46,14 +46,14 @@ class PipelineModel:
         total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
 
         def compute(stage: Stage, microbatch: int, hidden: Tensor | None) -> Tensor:
-            batch = place(batches[microbatch], self._mesh)
+            batch = shard_batch(batches[microbatch], self._mesh)
             if not stage.last:
                 return stage.module(batch.tokens if hidden is None else hidden, batch.positions, batch.documents)
             cross_entropy = self._token_loss(stage.module, batch, hidden).cross_entropy
             total.add_(cross_entropy)
             return cross_entropy
 
-        self._pipeline.relay(len(batches), compute)
+        self._pipeline.forward_only(len(batches), compute)
         return total
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -61,7 +61,7 @@ class PipelineModel:
         for part in self.parts:
             yield from part.parameters()
 
-    def counted(self) -> Iterator[nn.Parameter]:
+    def unique_parameters(self) -> Iterator[nn.Parameter]:
         """Less those that are copies of the first stage's."""
         for stage in self._pipeline.stages:
             yield from (parameter for name, parameter in stage.module.named_parameters() if name not in stage.copied)

@@ -53,7 +53,7 @@ def train_step(
     loss = model.forward_backward(batches, tokens)
 
     reduce_partial_gradients(model.parts, mesh)
-    grad_norm = global_grad_norm(model.counted(), mesh.stages)
+    grad_norm = global_grad_norm(model.unique_parameters(), mesh.pp_group)
     if max_grad_norm is not None and isinstance(optimizer, FusedClipAdamW):
         optimizer.factor = clip_factor(grad_norm, max_grad_norm)
     elif max_grad_norm is not None:
@@ -66,14 +66,14 @@ def train_step(
     return StepResult(loss, grad_norm, tokens)
 
 
-def agree(batches: Sequence[Batch], mesh: Mesh, *, stop: bool, save: bool) -> tuple[int, bool, bool]:
+def sync_step_flags(batches: Sequence[Batch], mesh: Mesh, *, stop: bool, save: bool) -> tuple[int, bool, bool]:
     """Predicted tokens of the global batch, whether any rank was asked to stop, and whether rank 0 has it time to save.
 
     One message over the CPU.
     """
     predicted = sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
     message = torch.tensor([predicted, int(stop), int(save and dist.get_rank() == 0)])
-    if dist.get_world_size(mesh.control) > 1:
-        dist.all_reduce(message, group=mesh.control)
+    if dist.get_world_size(mesh.cpu_group) > 1:
+        dist.all_reduce(message, group=mesh.cpu_group)
     # Rows are counted whole, before they are cut, by every rank that is handed them.
     return int(message[0]) // mesh.batch_replicas, bool(message[1]), bool(message[2])

@@ -36,7 +36,7 @@ from titan_exp.trainer.profiling.profiler import ProfileWindow
 from titan_exp.trainer.profiling.roofline_note import note_roofline
 from titan_exp.trainer.profiling.slow_option_warnings import note_slower
 from titan_exp.trainer.train_state import assemble
-from titan_exp.trainer.train_step import StepResult, agree, train_step
+from titan_exp.trainer.train_step import StepResult, sync_step_flags, train_step
 from titan_exp.trainer.validate import evaluate_sources
 
 
@@ -132,7 +132,7 @@ class Trainer:
         seed_step(experiment.experiment.seed, step, self.mesh.dp_rank, self.mesh.device)
         with times.loading():
             batches = [next(self.loader) for _ in range(self.accumulation)]
-        tokens, stop, save = agree(
+        tokens, stop, save = sync_step_flags(
             batches, self.mesh, stop=self.folder.stop_requested(), save=self.checkpointer.time_is_up()
         )
         with times.computing():

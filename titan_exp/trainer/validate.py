@@ -69,14 +69,14 @@ def evaluate(model: Model, batches: Iterable[Batch], mesh: Mesh) -> ValidationRe
         part.eval()
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     tokens, rest = 0, iter(batches)
-    while group := list(islice(rest, model.together)):
+    while group := list(islice(rest, model.eval_microbatches)):
         tokens += sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in group)
         total += model.cross_entropy(group)
         PROGRESS.alive()
     for part in model.parts:
         part.train()
     sums = torch.stack((total.cpu(), torch.tensor(float(tokens), dtype=torch.float64)))
-    dist.all_reduce(sums, group=mesh.control)
+    dist.all_reduce(sums, group=mesh.cpu_group)
     # Tokens were counted in whole rows, losses summed over this rank's part of them.
     loss, predicted = sums[0] / mesh.loss_replicas, sums[1] / mesh.batch_replicas
     return ValidationResult(float(loss / predicted) if predicted else math.nan, int(predicted))

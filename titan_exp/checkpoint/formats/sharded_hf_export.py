@@ -89,7 +89,7 @@ class RunExports:
     def _is_there(self, target: Path) -> bool:
         """Rank 0's word: another rank may look through a cache of its own."""
         found = [target.is_dir() if self._leader else None]
-        dist.broadcast_object_list(found, src=0, group=self._mesh.control)
+        dist.broadcast_object_list(found, src=0, group=self._mesh.cpu_group)
         return bool(found[0])
 
     def _lay_out(self, partial: Path, specs: Sequence[Spec], dtype: torch.dtype) -> None:
@@ -131,7 +131,7 @@ class RunExports:
         except OSError as error:
             failure = f"rank {dist.get_rank()}: {error}"
         said: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, failure, group=self._mesh.control)
+        dist.all_gather_object(said, failure, group=self._mesh.cpu_group)
         failed = [each for each in said if each is not None]
         if failed:
             get_logger().error("the weights could not be exported: %s", failed[0])

@@ -10,17 +10,17 @@ from typing import Any
 from titan_exp.compare.compared_metrics import METRICS
 from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.differing_keys import flatten, value_text
-from titan_exp.compare.findings import findings, remarks, stands_for, verdict, where
+from titan_exp.compare.findings import findings, remarks, stands_for, token_budget_text, verdict
 from titan_exp.compare.layout_check import layout_checks
-from titan_exp.compare.output.downsample import curves
+from titan_exp.compare.output.downsample import downsampled_curves
 from titan_exp.compare.output.formats import plain
-from titan_exp.compare.output.table import MARKS, grid, title
-from titan_exp.compare.stats.format_numbers import short
+from titan_exp.compare.output.table import MARKS, text_table, title
+from titan_exp.compare.stats.format_numbers import short_count
 from titan_exp.compare.stats.pareto import loss_metric, pareto
 from titan_exp.compare.stats.scaling_efficiency import scaling
 from titan_exp.tracking.html import page
 
-SCRIPTS = ("frame.js", "curves.js", "bars.js", "dots.js", "tables.js", "start.js")
+SCRIPTS = ("frame.js", "downsampled_curves.js", "bars.js", "dots.js", "tables.js", "start.js")
 """Of the folder `page`, in the order in which they stand in the page."""
 
 
@@ -29,20 +29,20 @@ def to_html(comparison: Comparison) -> str:
     checks = layout_checks(comparison.runs)
     series = scaling(comparison)
     return page(
-        "titan_exp.compare",
+        "titan_exp.compare.output",
         SCRIPTS,
         plain(_numbers(comparison, series)),
         comparison=comparison,
-        grid=grid(comparison),
+        table=text_table(comparison),
         title=title,
         marks=MARKS,
-        where=where(comparison),
+        token_budget=token_budget_text(comparison),
         states=_states(comparison),
         findings=_findings(comparison),
         remarks=[*stands_for(comparison), *remarks(comparison, [])],
         checks=checks,
         scaling=series,
-        short=short,
+        short_count=short_count,
         differing=_differing(comparison),
     )
 
@@ -66,7 +66,7 @@ def _differing(comparison: Comparison) -> list[tuple[str, list[str]]]:
     flat = [flatten(row.runs[0].config) for row in comparison.rows]
     return [
         (key, [value_text(values[key]) if key in values else "not there" for values in flat])
-        for key in comparison.differences.all_keys
+        for key in comparison.differing_keys.all_keys
     ]
 
 
@@ -78,7 +78,7 @@ def _numbers(comparison: Comparison, series: Sequence[Any]) -> dict[str, Any]:
             {"label": row.label, "baseline": place == comparison.baseline} for place, row in enumerate(comparison.rows)
         ],
         "point": comparison.point.tokens,
-        "curves": curves(comparison),
+        "downsampled_curves": downsampled_curves(comparison),
         "metrics": [_metric_numbers(comparison, place) for place in range(len(comparison.metrics))],
         "scaling": [
             {

@@ -13,7 +13,7 @@ LEAST, MOST = 60, 1_000
 """Points of one run."""
 
 
-def curves(comparison: Comparison) -> list[dict[str, Any]]:
+def downsampled_curves(comparison: Comparison) -> list[dict[str, Any]]:
     """For each run with rows: the place of its row, seed, id; `loss` and `validation_loss` as [tokens, steps, values].
 
     A value is None where it is not finite, which leaves a gap.
@@ -25,8 +25,8 @@ def curves(comparison: Comparison) -> list[dict[str, Any]]:
             "row": place,
             "seed": run.seed,
             "run": run.run_id,
-            "loss": thinned(run, "loss", most),
-            "validation_loss": thinned(run, "validation_loss", most),
+            "loss": downsample(run, "loss", most),
+            "validation_loss": downsample(run, "validation_loss", most),
         }
         for place, row in enumerate(comparison.rows)
         for run in row.runs
@@ -34,7 +34,7 @@ def curves(comparison: Comparison) -> list[dict[str, Any]]:
     ]
 
 
-def thinned(run: Run, key: str, most: int) -> list[list[float | None]]:
+def downsample(run: Run, key: str, most: int) -> list[list[float | None]]:
     """Tokens, steps and values of a metric, at most `most` of each: means over as many neighbours as it takes.
 
     A group that holds a value that is not finite is not finite, so no divergence is averaged away.

@@ -10,7 +10,7 @@ from typing import Any
 from titan_exp.compare.comparison import Comparison, Row
 from titan_exp.compare.findings import findings, heading, remarks, stands_for, verdict
 from titan_exp.compare.layout_check import layout_checks
-from titan_exp.compare.output.table import Cell, grid, title
+from titan_exp.compare.output.table import Cell, text_table, title
 from titan_exp.compare.stats.pareto import pareto
 from titan_exp.compare.stats.scaling_efficiency import scaling
 
@@ -43,8 +43,8 @@ def to_json(comparison: Comparison) -> str:
         "question": study.question if study else None,
         "tokens": comparison.point.tokens if math.isfinite(comparison.point.tokens) else None,
         "tokens_why": comparison.point.why,
-        "keys": comparison.differences.keys,
-        "stands_for": comparison.differences.stands_for,
+        "keys": comparison.differing_keys.keys,
+        "stands_for": comparison.differing_keys.stands_for,
         "metrics": [
             {"name": it.name, "title": it.title, "unit": it.unit, "better": it.better, "meaning": it.meaning}
             for it in comparison.metrics
@@ -65,7 +65,7 @@ def to_json(comparison: Comparison) -> str:
 
 def to_markdown(comparison: Comparison) -> str:
     """A table as GitHub shows it, the findings and the remarks."""
-    found = grid(comparison)
+    found = text_table(comparison)
     heads = [*found.keys, *(["n"] if found.has_seeds else []), *(["state"] if found.has_states else [])]
     lines = [
         [
@@ -88,7 +88,7 @@ def to_markdown(comparison: Comparison) -> str:
 
 def to_latex(comparison: Comparison) -> str:
     r"""A `tabular` for `\usepackage{booktabs}`; what was learned with its difference, costs as numbers."""
-    found = grid(comparison)
+    found = text_table(comparison)
     heads = [*found.keys, *(["$n$"] if found.has_seeds else [])]
     spec = "l" * len(found.keys) + ("r" if found.has_seeds else "") + "r" * len(found.metrics)
     lines = [[*map(_latex, found.keys), *heads[len(found.keys) :], *(_latex(title(it)) for it in found.metrics)]]
@@ -114,7 +114,7 @@ def plain(value: Any) -> Any:
 
 
 def _record(comparison: Comparison, place: int, row: Row) -> dict[str, Any]:
-    record: dict[str, Any] = {key: row.values[key] for key in comparison.differences.keys}
+    record: dict[str, Any] = {key: row.values[key] for key in comparison.differing_keys.keys}
     record |= {"seeds": len(row.runs), "states": ", ".join(f"{n} {state}" for state, n in row.states.items())}
     record["baseline"] = place == comparison.baseline
     for metric in comparison.metrics:

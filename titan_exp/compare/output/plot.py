@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from titan_exp.compare.stats.moving_average import smooth
+from titan_exp.compare.stats.moving_average import moving_average
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder
@@ -97,7 +97,7 @@ def _draw_loss(axes: "Axes", rows: list[dict[str, Value]]) -> None:
         axes.plot(steps, losses, color=TRAIN, marker="o", markersize=4, label="train")
     else:
         axes.plot(steps, losses, color=TRAIN, linewidth=0.8, alpha=0.3)
-        axes.plot(steps, smooth(losses), color=TRAIN, linewidth=1.8, label="train, smoothed")
+        axes.plot(steps, moving_average(losses), color=TRAIN, linewidth=1.8, label="train, smoothed")
     steps, losses = _series(rows, "validation_loss")
     if losses:
         axes.plot(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from titan_exp.compare.compared_metrics import Metric
 from titan_exp.compare.comparison import Comparison, Row
 from titan_exp.compare.differing_keys import value_text
-from titan_exp.compare.findings import state_words, verdict
+from titan_exp.compare.findings import state_text, verdict
 from titan_exp.compare.stats.format_numbers import change, with_interval
 
 MARKS = {"not distinguishable": "n.d.", "only uncorrected": "n.d.*", "no interval": "n = 1", "different": "differs"}
@@ -27,7 +27,7 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class GridRow:
+class TextRow:
     """One row of the table."""
 
     keys: tuple[str, ...]
@@ -43,14 +43,14 @@ class GridRow:
 
 
 @dataclass(frozen=True)
-class Grid:
+class TextTable:
     """The table."""
 
     keys: tuple[str, ...]
     """Short names of the keys that differ."""
     metrics: tuple[Metric, ...]
     """Columns after them."""
-    rows: tuple[GridRow, ...]
+    rows: tuple[TextRow, ...]
     """In the order of the comparison."""
     has_seeds: bool
     """Whether any row has more than one run."""
@@ -58,11 +58,11 @@ class Grid:
     """Whether any run is not done."""
 
 
-def grid(comparison: Comparison) -> Grid:
+def text_table(comparison: Comparison) -> TextTable:
     """The comparison as text."""
     rows = tuple(_row(comparison, place, row) for place, row in enumerate(comparison.rows))
-    names = tuple(comparison.differences.short[key] for key in comparison.differences.keys)
-    return Grid(
+    names = tuple(comparison.differing_keys.short[key] for key in comparison.differing_keys.keys)
+    return TextTable(
         names or ("run",),
         comparison.metrics,
         rows,
@@ -77,10 +77,10 @@ def title(metric: Metric) -> str:
     return f"{metric.title}{unit}"
 
 
-def _row(comparison: Comparison, place: int, row: Row) -> GridRow:
-    keys = tuple(value_text(row.values[key]) for key in comparison.differences.keys) or (row.runs[0].run_id,)
+def _row(comparison: Comparison, place: int, row: Row) -> TextRow:
+    keys = tuple(value_text(row.values[key]) for key in comparison.differing_keys.keys) or (row.runs[0].run_id,)
     cells = tuple(_cell(comparison, metric, place, row) for metric in comparison.metrics)
-    return GridRow(keys, len(row.runs), state_words(row), cells, place == comparison.baseline)
+    return TextRow(keys, len(row.runs), state_text(row), cells, place == comparison.baseline)
 
 
 def _cell(comparison: Comparison, metric: Metric, place: int, row: Row) -> Cell:

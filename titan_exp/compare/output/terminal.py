@@ -11,8 +11,8 @@ from titan_exp.compare.compared_metrics import Metric
 from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.findings import findings, heading, remarks, stands_for
 from titan_exp.compare.layout_check import layout_checks
-from titan_exp.compare.output.table import Cell, Grid, grid, title
-from titan_exp.compare.stats.format_numbers import short
+from titan_exp.compare.output.table import Cell, TextTable, text_table, title
+from titan_exp.compare.stats.format_numbers import short_count
 from titan_exp.compare.stats.scaling_efficiency import ScalingSeries, scaling
 
 COLORS = {"better": "green", "worse": "red", "different": "yellow"}
@@ -27,7 +27,7 @@ def show(comparison: Comparison, console: Console) -> None:
     console.print(Text.assemble((comparison.name, "bold"), "  ", heading(comparison)))
     if comparison.study and comparison.study.question:
         console.print(Text(comparison.study.question, style="italic"))
-    table = grid(comparison)
+    table = text_table(comparison)
     for metrics in _fitting(table, range(len(table.metrics)), console.width):
         console.print(_table(table, metrics))
     baseline = comparison.rows[comparison.baseline].label
@@ -46,7 +46,7 @@ def show(comparison: Comparison, console: Console) -> None:
         console.print(Text(sentence, style="bold red" if "MORE THAN ROUNDING" in sentence else QUIET))
 
 
-def _table(found: Grid, metrics: Sequence[int]) -> Table:
+def _table(found: TextTable, metrics: Sequence[int]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, header_style="bold", border_style=QUIET, pad_edge=False)
     for name in found.keys:
         table.add_column(name, no_wrap=True)
@@ -79,7 +79,7 @@ def _head(metric: Metric) -> Text:
     return Text(title(metric) + arrow)
 
 
-def _fitting(found: Grid, metrics: Sequence[int], width: int) -> list[list[int]]:
+def _fitting(found: TextTable, metrics: Sequence[int], width: int) -> list[list[int]]:
     """The metrics in as many tables as it takes for no cell to be wrapped."""
     tables: list[list[int]] = []
     for place in metrics:
@@ -90,7 +90,7 @@ def _fitting(found: Grid, metrics: Sequence[int], width: int) -> list[list[int]]
     return tables
 
 
-def _width(found: Grid, metrics: Sequence[int]) -> int:
+def _width(found: TextTable, metrics: Sequence[int]) -> int:
     """Columns of characters that the table takes without wrapping a cell."""
     columns = [[name, *(row.keys[place] for row in found.rows)] for place, name in enumerate(found.keys)]
     columns += [["state", *(row.state for row in found.rows)]] if found.has_states else []
@@ -114,7 +114,7 @@ def _scaling_table(series: ScalingSeries) -> Table:
         table.add_row(
             Text(point.label),
             str(point.world_size),
-            short(point.tokens_per_second),
+            short_count(point.tokens_per_second),
             f"{point.speedup:.2f}",
             f"{100 * point.efficiency:.0f} %",
         )

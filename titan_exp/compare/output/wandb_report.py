@@ -4,7 +4,7 @@ from typing import Any
 
 from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.output.formats import to_markdown
-from titan_exp.compare.sources.wandb import explained
+from titan_exp.compare.sources.wandb import explain_wandb_errors
 
 
 def publish(comparison: Comparison, place: str) -> str:
@@ -17,7 +17,7 @@ def publish(comparison: Comparison, place: str) -> str:
     Raises:
         UserError: wandb or its report package is not installed, or the server cannot be used.
     """
-    with explained(place):
+    with explain_wandb_errors(place):
         report = report_of(comparison, place)
         report.save()
         return report.url
@@ -35,16 +35,16 @@ def report_of(comparison: Comparison, place: str) -> Any:
         project=project,
         name=study,
         filters=[expr.Metric("group") == study],
-        groupby=[f"config.{key}" for key in comparison.differences.all_keys],
+        groupby=[f"config.{key}" for key in comparison.differing_keys.all_keys],
     )
     # The keys of metrics.jsonl are those in W&B; what was computed from them only exists here.
-    curves = [
+    downsampled_curves = [
         reports.LinePlot(title=words, x="tokens", y=[key], smoothing_type="none")
         for key, words in (("loss", "training loss"), ("validation_loss", "validation loss"))
     ]
     blocks = [
         reports.MarkdownBlock(to_markdown(comparison)),
-        reports.PanelGrid(runsets=[runs], panels=[*curves, reports.RunComparer(diff_only=True)]),
+        reports.PanelGrid(runsets=[runs], panels=[*downsampled_curves, reports.RunComparer(diff_only=True)]),
     ]
     question = comparison.study.question if comparison.study else ""
     return reports.Report(

@@ -52,7 +52,7 @@ def select_from_wandb(place: str, group: str | None, ids: Sequence[str], runs: P
     Raises:
         UserError: wandb or its server cannot be used, or there are no such runs.
     """
-    with explained(place):
+    with explain_wandb_errors(place):
         import wandb
 
         api = wandb.Api()
@@ -97,7 +97,7 @@ def from_wandb(run: WandbApiRun) -> Run:
 
 
 @contextmanager
-def explained(place: str) -> Iterator[None]:
+def explain_wandb_errors(place: str) -> Iterator[None]:
     """Turns what wandb says into words for the user: no package, no account, no network, no such project.
 
     The service that wandb started for it is ended, in bounded time, whatever came of it.

@@ -10,7 +10,7 @@ NOTHING = "\N{EM DASH}"
 """Where there is no number."""
 
 
-def short(number: float) -> str:
+def short_count(number: float) -> str:
     """A count in at most six characters: 950, 30.72k, 1.25M."""
     for scale, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(number) >= scale * 0.99995:
@@ -29,7 +29,7 @@ def value(metric: Metric, number: float | None) -> str:
     if metric.name == "mfu" or metric.name.endswith("_of_predicted"):
         return f"{100 * number:.1f} %"
     if metric.unit in ("tokens/s", "tokens"):
-        return short(number)
+        return short_count(number)
     return f"{number:.4f}" if metric.unit == "nats" else f"{number:.4g}" if metric.unit != "h" else f"{number:.3g}"
 
 

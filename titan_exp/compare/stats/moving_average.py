@@ -3,7 +3,7 @@
 import numpy as np
 
 
-def smooth(values: list[float]) -> list[float]:
+def moving_average(values: list[float]) -> list[float]:
     """Centred moving mean over up to a twenty-fifth of the values. Symmetric, towards the ends too, so that it neither
     lags behind a falling loss nor bends where it stops. NaN stays NaN, and does not count in the means around it."""
     loss = np.array(values)

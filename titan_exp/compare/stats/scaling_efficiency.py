@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from titan_exp.compare.compared_metrics import METRICS
 from titan_exp.compare.comparison import Comparison, Row
-from titan_exp.compare.differing_keys import differences, flatten, value_text
+from titan_exp.compare.differing_keys import differing_keys, flatten, value_text
 from titan_exp.config.schema.identity_keys import LAYOUT, is_among
 
 GLOBAL_BATCH = "training.global_batch_size"
@@ -61,7 +61,7 @@ def scaling(comparison: Comparison) -> list[ScalingSeries]:
 
 def _series(comparison: Comparison, places: list[int], *, alone: bool) -> ScalingSeries:
     rows = {place: comparison.rows[place] for place in places}
-    columns = differences([row.runs[0].config for row in rows.values()])
+    columns = differing_keys([row.runs[0].config for row in rows.values()])
     measured = [(int(_world_size(row) or 0), float(_speed(comparison, row) or 0), place) for place, row in rows.items()]
     measured.sort(key=lambda entry: (entry[0], -entry[1]))
     smallest, reference, _ = measured[0]
@@ -75,8 +75,8 @@ def _series(comparison: Comparison, places: list[int], *, alone: bool) -> Scalin
     first = rows[places[0]].values
     inner = set(columns.keys)
     fixed = " ".join(
-        f"{comparison.differences.short[key]}={value_text(first[key])}"
-        for key in comparison.differences.keys
+        f"{comparison.differing_keys.short[key]}={value_text(first[key])}"
+        for key in comparison.differing_keys.keys
         if key not in inner
     )
     return ScalingSeries("strong" if len(batches) == 1 else "weak", "" if alone else fixed, tuple(points))

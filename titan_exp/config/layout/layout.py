@@ -8,7 +8,7 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.parallelism import ParallelismConfig
-from titan_exp.config.layout.pipeline_schedules import is_file, microbatches_of, read_orders
+from titan_exp.config.layout.pipeline_schedules import is_file, microbatches_of, read_schedule
 from titan_exp.config.layout.pipeline_stages import chosen_microbatches
 from titan_exp.config.machine.local_machine import visible_gpus
 
@@ -132,7 +132,7 @@ def pipeline_microbatches(experiment: Experiment) -> int:
     """Micro-batches in one pass through the pipeline. The layout must be resolved."""
     parallelism = experiment.parallelism
     if is_file(parallelism.pp_schedule):
-        return microbatches_of(read_orders(parallelism.pp_schedule))
+        return microbatches_of(read_schedule(parallelism.pp_schedule))
     return parallelism.pp_microbatches or gradient_accumulation(experiment)
 
 

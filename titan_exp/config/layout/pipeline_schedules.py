@@ -32,12 +32,12 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
-Orders = list[list[Action]]
+Schedule = list[list[Action]]
 """The actions of each pipeline rank, in order."""
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ScheduleTraits:
     """What a named schedule takes."""
 
     stages_per_rank: int
@@ -60,13 +60,13 @@ class Schedule:
 
 
 SCHEDULES = {
-    "GPipe": Schedule(1, fixed=True),
-    "1F1B": Schedule(1, fixed=True),
-    "Interleaved1F1B": Schedule(2, fixed=False, in_rounds=True),
-    "LoopedBFS": Schedule(2, fixed=False),
-    "InterleavedZeroBubble": Schedule(2, fixed=False, splits_backward=True, in_rounds=True),
-    "ZBVZeroBubble": Schedule(2, fixed=True, v_shaped=True, splits_backward=True),
-    "DualPipeV": Schedule(2, fixed=True, v_shaped=True, splits_backward=True, fill=2),
+    "GPipe": ScheduleTraits(1, fixed=True),
+    "1F1B": ScheduleTraits(1, fixed=True),
+    "Interleaved1F1B": ScheduleTraits(2, fixed=False, in_rounds=True),
+    "LoopedBFS": ScheduleTraits(2, fixed=False),
+    "InterleavedZeroBubble": ScheduleTraits(2, fixed=False, splits_backward=True, in_rounds=True),
+    "ZBVZeroBubble": ScheduleTraits(2, fixed=True, v_shaped=True, splits_backward=True),
+    "DualPipeV": ScheduleTraits(2, fixed=True, v_shaped=True, splits_backward=True, fill=2),
 }
 """What `parallelism.pp_schedule` may name; anything else is the path of a CSV file."""
 
@@ -80,7 +80,7 @@ def is_file(name: str) -> bool:
     return name.lower().endswith(".csv")
 
 
-def read_orders(path: str | Path) -> Orders:
+def read_schedule(path: str | Path) -> Schedule:
     """The schedule in a CSV file in torch's compute-only format: one row a rank, one action a cell.
 
     Empty cells are the time that a rank waits, and count nothing. `(1F2;0B1)OVERLAP_F_B` is two actions, in this order.
@@ -102,7 +102,7 @@ def read_orders(path: str | Path) -> Orders:
     ]
 
 
-def placement_of(orders: Orders) -> dict[int, int]:
+def placement_of(orders: Schedule) -> dict[int, int]:
     """The rank of each stage.
 
     Raises:
@@ -121,24 +121,24 @@ def placement_of(orders: Orders) -> dict[int, int]:
     return placement
 
 
-def placement(schedule: Schedule, ranks: int, stages: int) -> list[int]:
+def placement(schedule: ScheduleTraits, ranks: int, stages: int) -> list[int]:
     """The rank of each stage of a named schedule."""
     if schedule.v_shaped:
         return [*range(ranks), *reversed(range(ranks))]
     return [stage % ranks for stage in range(stages)]
 
 
-def splits_backward(orders: Orders) -> bool:
+def splits_backward(orders: Schedule) -> bool:
     """Whether any backward pass is in two."""
     return any(action.kind == "W" for order in orders for action in order)
 
 
-def microbatches_of(orders: Orders) -> int:
+def microbatches_of(orders: Schedule) -> int:
     """How many micro-batches a schedule is for."""
     return 1 + max((action.microbatch for order in orders for action in order), default=-1)
 
 
-def check_complete(orders: Orders) -> None:
+def check_complete(orders: Schedule) -> None:
     """Every stage does every micro-batch once forward and once backward, whole or in two.
 
     Raises:

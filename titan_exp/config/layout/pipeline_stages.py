@@ -9,7 +9,7 @@ from titan_exp.config.layout.pipeline_schedules import (
     microbatches_of,
     placement,
     placement_of,
-    read_orders,
+    read_schedule,
     splits_backward,
 )
 
@@ -50,7 +50,7 @@ def stage_count(experiment: Experiment) -> int:
         held = experiment.model.layers + parallelism.pp_first_stage_less + parallelism.pp_last_stage_less
         return -(-held // parallelism.pp_layers_per_stage)
     if is_file(parallelism.pp_schedule):
-        return len(placement_of(read_orders(parallelism.pp_schedule)))
+        return len(placement_of(read_schedule(parallelism.pp_schedule)))
     return parallelism.pp * SCHEDULES[parallelism.pp_schedule].stages_per_rank
 
 
@@ -58,7 +58,7 @@ def stage_placement(experiment: Experiment) -> list[int]:
     """The pipeline rank of each stage. The rules must hold."""
     parallelism = experiment.parallelism
     if is_file(parallelism.pp_schedule):
-        return [rank for _, rank in sorted(placement_of(read_orders(parallelism.pp_schedule)).items())]
+        return [rank for _, rank in sorted(placement_of(read_schedule(parallelism.pp_schedule)).items())]
     return placement(SCHEDULES[parallelism.pp_schedule], parallelism.pp, stage_count(experiment))
 
 
@@ -67,7 +67,7 @@ def pipeline_splits_backward(parallelism: ParallelismConfig) -> bool:
     if parallelism.pp == 1:
         return False
     if is_file(parallelism.pp_schedule):
-        return splits_backward(read_orders(parallelism.pp_schedule))
+        return splits_backward(read_schedule(parallelism.pp_schedule))
     return SCHEDULES[parallelism.pp_schedule].splits_backward
 
 
@@ -86,5 +86,5 @@ def chosen_microbatches(experiment: Experiment, share: int) -> int:
 def takes(parallelism: ParallelismConfig, microbatches: int) -> bool:
     """Whether the schedule can be laid out for so many micro-batches in one pass."""
     if is_file(parallelism.pp_schedule):
-        return microbatches == microbatches_of(read_orders(parallelism.pp_schedule))
+        return microbatches == microbatches_of(read_schedule(parallelism.pp_schedule))
     return SCHEDULES[parallelism.pp_schedule].takes(microbatches, parallelism.pp)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from titan_exp.config.layout.pipeline_schedules import Action, MalformedSchedule, Orders
+from titan_exp.config.layout.pipeline_schedules import Action, MalformedSchedule, Schedule
 
 COST = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
 """Time of an action where a stage's forward pass is 1: a backward pass has two matmuls for each of the forward's."""
@@ -19,7 +19,7 @@ class Timeline:
     """Share of the ranks' time, until the last of them ends, in which they are idle."""
 
 
-def timeline(orders: Orders, stage_costs: Sequence[float] | None = None) -> Timeline:
+def timeline(orders: Schedule, stage_costs: Sequence[float] | None = None) -> Timeline:
     """Run a schedule through: every rank in its order, every action once what it needs is there.
 
     Args:

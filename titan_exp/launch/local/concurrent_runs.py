@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.local.relaunch import FORESEEN
+from titan_exp.launch.local.relaunch import PREDICTION_FLAG
 from titan_exp.launch.run_plan import Plan, commit
 from titan_exp.launch.signals import Interrupts
 
@@ -84,10 +84,10 @@ class ConcurrentRuns:
             plan.folder.logs.mkdir(exist_ok=True)
             with (plan.folder.logs / LOG).open("ab") as log, tempfile.TemporaryFile() as told:
                 command = [sys.executable, "-m", "titan_exp.launch.local.relaunch", str(plan.folder.path)]
-                if plan.foreseen is not None:
+                if plan.prediction is not None:
                     # Only who holds a folder that is there already may write into it, and that is the process.
-                    command.append(FORESEEN)
-                    told.write(plan.foreseen.encode())
+                    command.append(PREDICTION_FLAG)
+                    told.write(plan.prediction.encode())
                     told.seek(0)
                 slot.process = subprocess.Popen(command, stdin=told, stdout=log, stderr=log, process_group=0)
         except (UserError, OSError) as error:

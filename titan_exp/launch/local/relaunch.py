@@ -1,6 +1,6 @@
 """A run folder carried out again, as it says itself: by `retry`, and in a process of its own beside others.
 
-`python -m titan_exp.launch.local.relaunch RUN_FOLDER [--foreseen]` launches its ranks on this machine and waits for
+`python -m titan_exp.launch.local.relaunch RUN_FOLDER [--prediction]` launches its ranks on this machine and waits for
 them; what plan.json is to say comes from standard input, where it is foreseen.
 """
 
@@ -15,7 +15,7 @@ from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.run_plan import Plan, plan
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
-FORESEEN = "--foreseen"
+PREDICTION_FLAG = "--prediction"
 
 
 def plan_again(folder: RunFolder) -> Plan:
@@ -36,12 +36,12 @@ def main(arguments: Sequence[str]) -> int:
     from titan_exp.launch.run_plans import run
 
     folder, *rest = arguments or [""]
-    if not folder or rest not in ([], [FORESEEN]):
-        print(f"usage: python -m titan_exp.launch.local.relaunch RUN_FOLDER [{FORESEEN}]", file=sys.stderr)
+    if not folder or rest not in ([], [PREDICTION_FLAG]):
+        print(f"usage: python -m titan_exp.launch.local.relaunch RUN_FOLDER [{PREDICTION_FLAG}]", file=sys.stderr)
         return UserError.exit_code
-    foreseen = sys.stdin.read() if rest else None
+    prediction = sys.stdin.read() if rest else None
     try:
-        return run(replace(plan_again(RunFolder(Path(folder))), foreseen=foreseen)).exit_code
+        return run(replace(plan_again(RunFolder(Path(folder))), prediction=prediction)).exit_code
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -3,11 +3,19 @@
 from dataclasses import replace
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.memory_gate import HOW_ALL_THE_SAME, Say, is_refused, judgements, refusal, remarks, with_judgement
+from titan_exp.launch.memory_gate import (
+    HOW_ALL_THE_SAME,
+    Say,
+    explain_oom,
+    is_refused,
+    judgements,
+    remarks,
+    with_judgement,
+)
 from titan_exp.launch.sweep.sweep_plan import Planned, Point, Skipped, SweepPlan, blocks
 
 
-def foreseen(made: SweepPlan, say: Say, *, skip: bool, where: str = "of the sweep") -> SweepPlan:
+def prediction(made: SweepPlan, say: Say, *, skip: bool, where: str = "of the sweep") -> SweepPlan:
     """The plan with what is predicted of every point; those that do not fit are skipped, or refuse the sweep.
 
     Args:
@@ -19,17 +27,17 @@ def foreseen(made: SweepPlan, say: Say, *, skip: bool, where: str = "of the swee
     Raises:
         UserError: points do not fit and, without `skip`, none is started; or none is left.
     """
-    judged = judgements([one.plan for one in made.planned], say)
+    memory_checks = judgements([one.plan for one in made.planned], say)
     kept: list[Planned] = []
     refused: dict[object, str] = {}
-    for one, judgement in zip(made.planned, judged, strict=True):
-        if judgement is None:
+    for one, memory_check in zip(made.planned, memory_checks, strict=True):
+        if memory_check is None:
             kept.append(one)
-        elif is_refused(judgement):
-            refused[one.plan.folder.path] = f"it does not fit: {refusal(judgement)}"
+        elif is_refused(memory_check):
+            refused[one.plan.folder.path] = f"it does not fit: {explain_oom(memory_check)}"
         else:
-            kept.append(replace(one, plan=with_judgement(one.plan, judgement), judgement=judgement))
-    for line in remarks([one.judgement for one in kept if one.judgement is not None]):
+            kept.append(replace(one, plan=with_judgement(one.plan, memory_check), memory_check=memory_check))
+    for line in remarks([one.memory_check for one in kept if one.memory_check is not None]):
         say(line)
     if not refused:
         return replace(made, planned=tuple(kept))

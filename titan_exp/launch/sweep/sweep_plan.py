@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.launch.run_plan import Plan, plan
-from titan_exp.plan.gate.gate import Judgement
+from titan_exp.plan.gate.gate import MemoryCheck
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Planned:
     """The first point of this run."""
     plan: Plan
     """What would run."""
-    judgement: Judgement | None = None
+    memory_check: MemoryCheck | None = None
     """What is known of its memory; None before anybody looked, and of runs that are done."""
 
 

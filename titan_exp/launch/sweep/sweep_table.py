@@ -15,7 +15,7 @@ from titan_exp.launch.state.run_status import standings
 from titan_exp.launch.summary import summarize
 from titan_exp.launch.sweep.shipped_study import OpenStudy
 from titan_exp.launch.sweep.sweep_plan import Skipped, SweepPlan
-from titan_exp.plan.gate.gate import GIB, Judgement
+from titan_exp.plan.gate.gate import GIB, MemoryCheck
 from titan_exp.tracking.sinks.base import Value
 
 
@@ -43,7 +43,7 @@ def show_plan(made: SweepPlan, study: OpenStudy | None) -> None:
     labels = {one.plan.folder.path: one.point.label for one in made.planned}
     asked = {one.plan.folder.path: _gpu_hours(one.plan) for one in made.planned}
     headings = ["point", "run", "experiment", "state", "processes", "nodes"]
-    predicted = {one.plan.folder.path: _predicted(one.judgement) for one in made.planned}
+    predicted = {one.plan.folder.path: _predicted(one.memory_check) for one in made.planned}
     shown = [name for name in _PREDICTED if any(cells[name] != "-" for cells in predicted.values())]
     with_hours = any(value is not None for value in asked.values())
     rows = []
@@ -124,16 +124,16 @@ PREDICTED = (
 """Below a table with predictions."""
 
 
-def _predicted(judgement: Judgement | None) -> dict[str, str]:
+def _predicted(memory_check: MemoryCheck | None) -> dict[str, str]:
     """Cells of a point."""
     cells: dict[str, str] = dict.fromkeys(_PREDICTED, "-")
-    if judgement is None or judgement.target is None:
+    if memory_check is None or memory_check.device_memory is None:
         return cells
-    if judgement.prediction is None:
-        return cells if judgement.bound is None else cells | {"GiB": f"< {judgement.bound / GIB:.1f}"}
-    cells["GiB"] = f"{(judgement.prediction.largest.peak + judgement.target.overhead) / GIB:.2f}"
-    if judgement.prediction.step_seconds is not None:
-        experiment, seconds = judgement.experiment, judgement.prediction.step_seconds
+    if memory_check.prediction is None:
+        return cells if memory_check.bound is None else cells | {"GiB": f"< {memory_check.bound / GIB:.1f}"}
+    cells["GiB"] = f"{(memory_check.prediction.largest.peak + memory_check.device_memory.overhead) / GIB:.2f}"
+    if memory_check.prediction.step_seconds is not None:
+        experiment, seconds = memory_check.experiment, memory_check.prediction.step_seconds
         tokens = experiment.training.global_batch_size * experiment.training.seq_len
         cells |= {"s/step": f"{seconds:.3g}", "tokens/s": f"{tokens / seconds:,.0f}"}
     return cells

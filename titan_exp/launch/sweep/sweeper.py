@@ -18,7 +18,7 @@ from titan_exp.launch.local.executor import LocalExecutor
 from titan_exp.launch.run_console import RunConsole
 from titan_exp.launch.sweep.options import SweepOptions
 from titan_exp.launch.sweep.shipped_study import OpenStudy
-from titan_exp.launch.sweep.sweep_memory import foreseen
+from titan_exp.launch.sweep.sweep_memory import prediction
 from titan_exp.launch.sweep.sweep_plan import Planned, Point, SweepPlan, plan_points
 from titan_exp.launch.sweep.sweep_table import show_outcomes, show_plan
 
@@ -69,7 +69,7 @@ def sweep(
     made = plan_points(points, compose, skip=skip, where=where)
     if study is not None:
         study.plan(made)  # what is wrong with it as a whole is said before anything takes seconds
-    made = foreseen(made, screen.say, skip=skip, where=where)
+    made = prediction(made, screen.say, skip=skip, where=where)
     if study is not None:
         study.plan(made)
     if asked.dry_run:

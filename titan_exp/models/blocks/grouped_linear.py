@@ -5,7 +5,7 @@ import torch
 from jaxtyping import Float, Int32
 from torch import Tensor, nn
 
-from titan_exp.models.blocks.initialization import Init
+from titan_exp.models.blocks.initialization import InitSpec
 from titan_exp.models.blocks.linear_impl import GroupedLinearImpl
 
 
@@ -23,7 +23,7 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.experts, self.in_features, self.out_features, self.std = experts, fan_in, fan_out, std
         self.weight = nn.Parameter(torch.empty(experts, fan_out, fan_in))
-        self.product = GroupedLinearImpl()
+        self.linear_impl = GroupedLinearImpl()
 
     def forward(
         self, x: Float[Tensor, "tokens fan_in"], ends: Int32[Tensor, " experts"]
@@ -34,11 +34,11 @@ class GroupedLinear(nn.Module):
             x: tokens, those of the first expert first.
             ends: where the rows of each expert end; rows from the last end on give zeros and no gradient.
         """
-        return self.product(x, self.weight, ends)
+        return self.linear_impl(x, self.weight, ends)
 
-    def initial(self) -> dict[str, Init]:
+    def init_spec(self) -> dict[str, InitSpec]:
         """How the parameters of this block start, by name."""
-        return {"weight": Init("normal", self.std)}
+        return {"weight": InitSpec("normal", self.std)}
 
     def extra_repr(self) -> str:
         """The shape, where the model is printed."""

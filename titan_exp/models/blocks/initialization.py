@@ -20,7 +20,7 @@ TRUNCATION = 3.0
 
 
 @dataclass(frozen=True)
-class Init:
+class InitSpec:
     """How a parameter starts."""
 
     kind: Literal["normal", "ones", "zeros"]
@@ -30,7 +30,7 @@ class Init:
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardSpec:
     """A rectangular part of a parameter."""
 
     shape: tuple[int, ...]
@@ -41,12 +41,12 @@ class Part:
     """Extent of the part in each dim; zero where a rank holds nothing."""
 
     @staticmethod
-    def whole(shape: tuple[int, ...]) -> "Part":
+    def whole(shape: tuple[int, ...]) -> "ShardSpec":
         """All of a parameter."""
-        return Part(shape, (0,) * len(shape), shape)
+        return ShardSpec(shape, (0,) * len(shape), shape)
 
 
-def initial_slice(seed: int, name: str, init: Init, part: Part) -> Tensor:
+def init_slice(seed: int, name: str, init: InitSpec, part: ShardSpec) -> Tensor:
     """The initial values of one rectangular part of a parameter, fp32 on the CPU.
 
     Args:
@@ -61,18 +61,18 @@ def initial_slice(seed: int, name: str, init: Init, part: Part) -> Tensor:
     if 0 in size:
         return torch.empty(size)
     if len(shape) == 1:
-        return initial_slice(seed, name, init, Part((1, *shape), (0, *start), (1, *size)))[0]
+        return init_slice(seed, name, init, ShardSpec((1, *shape), (0, *start), (1, *size)))[0]
     if len(shape) > 2:
         # Stacked matrices (experts): each is drawn like a parameter of its own.
         parts = (
-            initial_slice(seed, f"{name}[{index}]", init, Part(shape[1:], start[1:], size[1:]))
+            init_slice(seed, f"{name}[{index}]", init, ShardSpec(shape[1:], start[1:], size[1:]))
             for index in range(start[0], start[0] + size[0])
         )
         return torch.stack(list(parts))
     return torch.from_numpy(_matrix_slice(seed, name, init.std, part))
 
 
-def _matrix_slice(seed: int, name: str, std: float, part: Part) -> np.ndarray:
+def _matrix_slice(seed: int, name: str, std: float, part: ShardSpec) -> np.ndarray:
     shape, start, size = part.shape, part.start, part.size
     values = np.empty(size, dtype=np.float32)
     end = start[0] + size[0]

@@ -15,7 +15,7 @@ class LinearImpl(nn.Module):
         """x · weightᵀ: [..., inputs] and [outputs, inputs] to [..., outputs]."""
         return F.linear(x, weight)
 
-    def divide(self, *, inputs: bool, greatest: Callable[[Tensor], Tensor]) -> None:
+    def shard(self, *, input_sharded: bool, amax_reduce: Callable[[Tensor], Tensor]) -> None:
         """Be told that every rank multiplies a part of the inputs, or else of the outputs, by its part of the weight.
 
         Args:

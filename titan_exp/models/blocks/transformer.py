@@ -8,9 +8,17 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from titan_exp.models.blocks.initialization import Init
+from titan_exp.models.blocks.initialization import InitSpec
 from titan_exp.models.blocks.linear_impl import LinearImpl
-from titan_exp.models.spec.tp_plan import Columns, Common, Logits, Lookup, Rows, Style, Tokens
+from titan_exp.models.spec.tp_plan import (
+    Colwise,
+    ReplicatedKV,
+    Rowwise,
+    SequenceParallel,
+    TPStyle,
+    VocabEmbedding,
+    VocabLogits,
+)
 from titan_exp.ops.attention.rope import rotate
 from titan_exp.ops.attention.sdpa import AttentionBackend, CausalAttention
 from titan_exp.ops.loss.cross_entropy import LossSum
@@ -26,30 +34,30 @@ class Linear(nn.Linear):
     def __init__(self, fan_in: int, fan_out: int, std: float) -> None:
         super().__init__(fan_in, fan_out, bias=False)
         self.std = std
-        self.product = LinearImpl()
+        self.linear_impl = LinearImpl()
 
     def forward(self, input: Float[Tensor, "*any fan_in"]) -> Float[Tensor, "*any fan_out"]:
         """input · weightᵀ, as the product computes it."""
-        return self.product(input, self.weight)
+        return self.linear_impl(input, self.weight)
 
-    def initial(self) -> dict[str, Init]:
+    def init_spec(self) -> dict[str, InitSpec]:
         """How the parameters of this block start, by name."""
-        return {"weight": Init("normal", self.std)}
+        return {"weight": InitSpec("normal", self.std)}
 
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm (Zhang and Sennrich 2019), computed in fp32."""
 
-    tp_style = Tokens()
+    tp_style = SequenceParallel()
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
         self.eps = eps
 
-    def initial(self) -> dict[str, Init]:
+    def init_spec(self) -> dict[str, InitSpec]:
         """How the parameters of this block start, by name."""
-        return {"weight": Init("ones")}
+        return {"weight": InitSpec("ones")}
 
     def forward(self, x: Float[Tensor, "batch seq dim"]) -> Float[Tensor, "batch seq dim"]:
         """x / rms(x) · weight, in the type of `x`."""
@@ -59,16 +67,16 @@ class RMSNorm(nn.Module):
 class Embedding(nn.Module):
     """Token embedding."""
 
-    tp_style = Lookup()
+    tp_style = VocabEmbedding()
 
     def __init__(self, vocab: int, dim: int, std: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab, dim))
         self.std = std
 
-    def initial(self) -> dict[str, Init]:
+    def init_spec(self) -> dict[str, InitSpec]:
         """How the parameters of this block start, by name."""
-        return {"weight": Init("normal", self.std)}
+        return {"weight": InitSpec("normal", self.std)}
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq dim"]:
         """Rows of the embedding."""
@@ -89,11 +97,11 @@ class Head(nn.Module):
         super().__init__()
         self.weight = None if tied else nn.Parameter(torch.empty(vocab, dim))
         self.std = std
-        self.tp_style = Logits(vocab)
+        self.tp_style = VocabLogits(vocab)
 
-    def initial(self) -> dict[str, Init]:
+    def init_spec(self) -> dict[str, InitSpec]:
         """How the parameters of this block start, by name."""
-        return {} if self.weight is None else {"weight": Init("normal", self.std)}
+        return {} if self.weight is None else {"weight": InitSpec("normal", self.std)}
 
     def forward(
         self, x: Float[Tensor, "batch seq dim"], tied: Tensor | None = None, loss: LogitsLoss | None = None
@@ -128,9 +136,9 @@ class Attention(nn.Module):
         self.out = Linear(heads * head_dim, dim, out_std)
         self.core = CausalAttention(backend)
 
-    def tp_plan(self) -> dict[str, Style]:
+    def tp_plan(self) -> dict[str, TPStyle]:
         """How the projections may be divided, by name: whole groups of heads, or a group's query heads."""
-        return {"qkv": Columns(self.kv_heads, Common(self.group, self.head_dim, count="group")), "out": Rows()}
+        return {"qkv": Colwise(self.kv_heads, ReplicatedKV(self.group, self.head_dim, count="group")), "out": Rowwise()}
 
     def forward(
         self,
@@ -158,9 +166,9 @@ class FeedForward(nn.Module):
         self.gate_up = Linear(dim, 2 * ffn_dim, std)
         self.down = Linear(ffn_dim, dim, out_std)
 
-    def tp_plan(self) -> dict[str, Style]:
+    def tp_plan(self) -> dict[str, TPStyle]:
         """How the projections may be divided, by name."""
-        return {"gate_up": Columns(self.down.in_features // GROUP), "down": Rows()}
+        return {"gate_up": Colwise(self.down.in_features // GROUP), "down": Rowwise()}
 
     def forward(self, x: Float[Tensor, "batch seq dim"]) -> Float[Tensor, "batch seq dim"]:
         """down(silu(gate(x)) · up(x))."""

@@ -1,6 +1,6 @@
 """How a block may be divided among ranks that share its matrices: plain data beside its definition, naming no mesh.
 
-A projection by `Columns` is followed by one by `Rows` (Shoeybi et al. 2019), so that what is between them, heads or
+A projection by `Colwise` is followed by one by `Rowwise` (Shoeybi et al. 2019), so that what is between them, heads or
 feed-forward channels, is each rank's own, and only their input and output are exchanged.
 """
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Common:
+class ReplicatedKV:
     """What is left whole where a unit of outputs is itself divided among ranks."""
 
     pieces: int
@@ -20,36 +20,36 @@ class Common:
 
 
 @dataclass(frozen=True)
-class Columns:
+class Colwise:
     """A projection whose outputs are divided: a rank computes some of them from the whole input."""
 
     units: int
     """Equal groups of consecutive outputs that stay together, as the heads of one key are."""
-    common: Common | None = None
+    common: ReplicatedKV | None = None
     """How a unit is divided where there are more ranks than units; None where it cannot be."""
 
 
 @dataclass(frozen=True)
-class Rows:
-    """A projection whose inputs are divided, as the outputs of the `Columns` before are; ranks' outputs are summed."""
+class Rowwise:
+    """A projection whose inputs are divided, as the outputs of the `Colwise` before are; ranks' outputs are summed."""
 
 
 @dataclass(frozen=True)
-class Tokens:
+class SequenceParallel:
     """Computes every token by itself, with all of its parameters."""
 
 
 @dataclass(frozen=True)
-class Lookup:
+class VocabEmbedding:
     """A table whose rows, one for each word of the vocabulary, are divided."""
 
 
 @dataclass(frozen=True)
-class Logits:
-    """A head whose weight's rows, one for each word of the vocabulary, are divided, as a `Lookup` table's are."""
+class VocabLogits:
+    """LM head whose weight is sharded by vocabulary rows, as a `VocabEmbedding` table is."""
 
     vocabulary: int
     """Words of the whole weight."""
 
 
-Style = Columns | Rows | Tokens | Lookup | Logits
+TPStyle = Colwise | Rowwise | SequenceParallel | VocabEmbedding | VocabLogits

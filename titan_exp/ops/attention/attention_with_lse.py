@@ -26,7 +26,7 @@ Rows = Float[Tensor, "batch heads rows"]
 Bias = Float[Tensor, "batch 1 rows keys"]
 
 
-def attend(
+def attention_forward(
     query: Heads, key: KVHeads, value: KVHeads, *, bias: Bias | None, causal: bool, backend: PartialBackend
 ) -> tuple[Heads, Rows]:
     """Softmax attention over these keys alone.
@@ -57,7 +57,7 @@ def attend(
     return out, lse[:, :, : query.shape[2]]
 
 
-def attend_backward(
+def attention_backward(
     gradient: Heads,
     query: Heads,
     key: KVHeads,
@@ -73,7 +73,7 @@ def attend_backward(
 
     Args:
         gradient: of the whole output.
-        query: as in `attend`, and so are the other arguments not named here.
+        query: as in `attention_forward`, and so are the other arguments not named here.
         key: keys of this part.
         value: values of this part.
         out: output over all parts.
@@ -110,7 +110,7 @@ def takes_the_cpus(query: Heads, _: PartialBackend) -> bool:
     return query.device.type == "cpu"
 
 
-def merge(out: Heads, lse: Rows, part: Heads, part_lse: Rows) -> None:
+def merge_lse(out: Heads, lse: Rows, part: Heads, part_lse: Rows) -> None:
     """Merge attention to other keys into `out` and `lse`, which are fp32, in place."""
     whole = torch.logaddexp(lse, part_lse)
     out.mul_((lse - whole).exp_()[..., None]).add_(part * (part_lse - whole).exp_()[..., None])

@@ -13,8 +13,8 @@ SIDE = 64
 """Rows and columns of the square that a program of the kernels reads."""
 
 
-@torch.library.custom_op("titan_exp::largest_both_ways", mutates_args=())
-def largest_both_ways(matrix: Tensor) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("titan_exp::dual_amax", mutates_args=())
+def dual_amax(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Largest absolute values of the rows, [height, 1], and of the columns, [1, width], of a contiguous matrix; fp32,
     on CUDA (or anywhere in Triton's interpreter)."""
     from titan_exp.ops.float8.kernels import largest_kernel
@@ -28,10 +28,8 @@ def largest_both_ways(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return of_rows, of_columns
 
 
-@torch.library.custom_op("titan_exp::cast_both_ways", mutates_args=())
-def cast_both_ways(
-    matrix: Tensor, row_scales: Tensor, column_scales: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
+@torch.library.custom_op("titan_exp::dual_cast", mutates_args=())
+def dual_cast(matrix: Tensor, row_scales: Tensor, column_scales: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """A contiguous matrix times its scales in float8, as it is and transposed; what lies beyond the largest number of
     the type is that.
 
@@ -61,14 +59,14 @@ def cast_both_ways(
     return rows, transposed
 
 
-@largest_both_ways.register_fake
+@dual_amax.register_fake
 def _largest_made(matrix: Tensor) -> tuple[Tensor, Tensor]:
     height, width = matrix.shape
     fp32 = matrix.new_empty(height, 1, dtype=torch.float32)
     return fp32, matrix.new_empty(1, width, dtype=torch.float32)
 
 
-@cast_both_ways.register_fake
+@dual_cast.register_fake
 def _cast_made(matrix: Tensor, row_scales: Tensor, column_scales: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     height, width = matrix.shape
     return matrix.new_empty(height, width, dtype=dtype), matrix.new_empty(width, height, dtype=dtype)

@@ -15,9 +15,9 @@ class VocabShard:
 
     first: int
     """Number of the first of them."""
-    total: Callable[[Tensor], Tensor]
+    all_reduce_sum: Callable[[Tensor], Tensor]
     """The sum over all parts of a tensor, as a new tensor."""
-    greatest: Callable[[Tensor], Tensor]
+    all_reduce_max: Callable[[Tensor], Tensor]
     """The elementwise maximum over all parts of a tensor, as a new tensor."""
 
 
@@ -34,11 +34,11 @@ def log_normalizer_and_target(
     """
     if part is None:
         return logits.logsumexp(-1), logits.gather(1, target[:, None])[:, 0]
-    greatest = part.greatest(logits.amax(-1))
+    max_logit = part.all_reduce_max(logits.amax(-1))
     place, here = locate(target, part, logits.shape[1])
-    own = torch.stack(((logits - greatest[:, None]).exp().sum(-1), logits.gather(1, place[:, None])[:, 0] * here))
-    denominator, chosen = part.total(own)
-    return greatest + denominator.log(), chosen
+    own = torch.stack(((logits - max_logit[:, None]).exp().sum(-1), logits.gather(1, place[:, None])[:, 0] * here))
+    denominator, chosen = part.all_reduce_sum(own)
+    return max_logit + denominator.log(), chosen
 
 
 def locate(

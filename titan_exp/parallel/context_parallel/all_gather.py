@@ -27,13 +27,13 @@ class AllGatherKV:
             rank = (self.rank - step) % self.degree
             yield rank, gathered.unflatten(0, (self.degree, -1))[rank]
 
-    def give_gradient(self, rank: int, gradient: Tensor) -> None:
+    def accumulate_grad(self, rank: int, gradient: Tensor) -> None:
         """Set this rank's part in the gradient of the block that `blocks` has just yielded."""
         if self._gradients is None:
             self._gradients = gradient.new_empty((self.degree, *gradient.shape))
         self._gradients[rank] = gradient
 
-    def own_gradient(self) -> Tensor:
+    def reduced_grad(self) -> Tensor:
         """The sum over all ranks of the gradient of the own block, once all are given."""
         assert self._gradients is not None, "blocks were not gone through"
         own = torch.empty_like(self._gradients[0])

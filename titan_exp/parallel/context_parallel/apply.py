@@ -4,11 +4,11 @@ from typing import Literal, cast
 
 from torch import nn
 
+from titan_exp.models.blocks.block_list import iter_blocks
 from titan_exp.ops.attention.attention_with_lse import PartialBackend
 from titan_exp.ops.attention.sdpa import CausalAttention
 from titan_exp.parallel.context_parallel.attention import ContextAttention
 from titan_exp.parallel.context_parallel.ulysses import UlyssesAttention
-from titan_exp.parallel.fsdp.apply import blocks_of
 from titan_exp.parallel.mesh import Mesh
 
 
@@ -18,10 +18,10 @@ def apply_context_parallel(model: nn.Module, mesh: Mesh, method: Literal["ring",
     Only the core mixes tokens, so nothing else of a block changes. A mesh whose cp axes are 1 leaves the model as it
     is.
     """
-    if mesh.sequence.degree == 1:
+    if mesh.sequence_shard.degree == 1:
         return
     across, within = mesh.world["cp_across"], mesh.world["cp_within"]
-    for block in blocks_of(model):
+    for block in iter_blocks(model):
         attention = block.get_submodule("attention")
         core = attention.get_submodule("core")
         assert isinstance(core, CausalAttention), "checked by the rules"

@@ -11,7 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_exp.ops.attention.attention_with_lse import HIDDEN, PartialBackend, attend, attend_backward, merge
+from titan_exp.ops.attention.attention_with_lse import (
+    HIDDEN,
+    PartialBackend,
+    attention_backward,
+    attention_forward,
+    merge_lse,
+)
 from titan_exp.parallel.context_parallel.all_gather import AllGatherKV
 from titan_exp.parallel.context_parallel.ring import RingKV
 from titan_exp.parallel.process_groups import gather_documents, group_named
@@ -52,7 +58,7 @@ def context_attention(  # noqa: PLR0917  # operators take arguments by place
     out = lse = None
     for rank, (k, v) in exchange.blocks(torch.stack((key, value))):
         rows, keys, causal = _visible(exchange.rank, rank, query.shape[2])
-        part, part_lse = attend(
+        part, part_lse = attention_forward(
             query[:, :, rows],
             k[:, :, keys],
             v[:, :, keys],
@@ -63,7 +69,7 @@ def context_attention(  # noqa: PLR0917  # operators take arguments by place
         if out is None or lse is None:
             out, lse = part.float(), part_lse.clone(memory_format=torch.contiguous_format)
         else:
-            merge(out[:, :, rows], lse[:, :, rows], part, part_lse)
+            merge_lse(out[:, :, rows], lse[:, :, rows], part, part_lse)
     assert out is not None, "the own block comes first"
     assert lse is not None
     return _like_projection(query).copy_(out), lse
@@ -87,7 +93,7 @@ def context_attention_backward(  # noqa: PLR0917  # operators take arguments by 
     by_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     for rank, (k, v) in exchange.blocks(torch.stack((key, value))):
         rows, keys, causal = _visible(exchange.rank, rank, query.shape[2])
-        dq, dk, dv = attend_backward(
+        dq, dk, dv = attention_backward(
             gradient[:, :, rows],
             query[:, :, rows],
             k[:, :, keys],
@@ -101,8 +107,8 @@ def context_attention_backward(  # noqa: PLR0917  # operators take arguments by 
         by_query[:, :, rows] += dq
         by_block = torch.zeros((2, *key.shape), dtype=torch.float32, device=key.device)
         by_block[0, :, :, keys], by_block[1, :, :, keys] = dk, dv
-        exchange.give_gradient(rank, by_block)
-    by_key, by_value = exchange.own_gradient().to(key.dtype).unbind(0)
+        exchange.accumulate_grad(rank, by_block)
+    by_key, by_value = exchange.reduced_grad().to(key.dtype).unbind(0)
     return by_query.to(query.dtype), by_key.contiguous(), by_value.clone()
 
 

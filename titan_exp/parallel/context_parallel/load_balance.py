@@ -18,14 +18,14 @@ class SequenceShard:
     """Ranks that share a sequence."""
     rank: int
     """Which of them this is."""
-    head_and_tail: bool
+    zigzag: bool
     """Whether the part is a chunk from the head and one from the tail, else it is contiguous."""
 
     def take(self, whole: Tensor) -> Tensor:
         """This rank's tokens of a tensor [rows, seq, ...], in order of position; all of them where nobody shares."""
         if self.degree == 1:
             return whole
-        if not self.head_and_tail:
+        if not self.zigzag:
             assert whole.shape[1] % self.degree == 0, "checked by the rules"
             return whole.chunk(self.degree, dim=1)[self.rank].contiguous()
         assert whole.shape[1] % (2 * self.degree) == 0, "checked by the rules"

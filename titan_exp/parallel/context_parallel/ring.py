@@ -27,13 +27,13 @@ class RingKV:
             if following is not None:
                 block = following.wait()
 
-    def give_gradient(self, rank: int, gradient: Tensor) -> None:
+    def accumulate_grad(self, rank: int, gradient: Tensor) -> None:
         """Add to the gradient of the block that `blocks` has just yielded; it travels on with the block."""
         if self._gradient is not None:
             gradient = gradient + self._gradient.wait()
         self._gradient = _Transfer(gradient, self.group)
 
-    def own_gradient(self) -> Tensor:
+    def reduced_grad(self) -> Tensor:
         """The sum over all ranks of the gradient of the own block, once the round is done."""
         assert self._gradient is not None, "blocks were not gone through"
         return self._gradient.wait()

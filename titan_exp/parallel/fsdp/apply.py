@@ -17,11 +17,12 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titan_exp.config.errors.did_you_mean import did_you_mean
 from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.models.blocks.block_list import iter_blocks
 from titan_exp.parallel.mesh import Mesh
 
 
 @dataclass(frozen=True)
-class Sharding:
+class FSDPOptions:
     """How parameters are kept and gathered."""
 
     bf16: bool
@@ -36,21 +37,21 @@ class Sharding:
     """Names or patterns of modules that compute in fp32 with bf16."""
 
 
-def apply_fsdp(model: nn.Module, mesh: Mesh, sharding: Sharding) -> None:
+def apply_fsdp(model: nn.Module, mesh: Mesh, sharding: FSDPOptions) -> None:
     """Shard the model in place, block by block, over the mesh's parameter axes.
 
     One fp32 rank alone needs none of it and is left as it is, unless its parameters are offloaded. Of `fp32_modules`,
     those count that are there: `require_modules` tells whether a whole model has them.
     """
-    if mesh.parameters.size() == 1 and not sharding.bf16 and not sharding.cpu_offload:
+    if mesh.fsdp_mesh.size() == 1 and not sharding.bf16 and not sharding.cpu_offload:
         return
     # Inputs are not cast: the residual stream has its type from the embedding, and rotary tables stay fp32.
     low = torch.bfloat16 if sharding.bf16 else None
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
     place = partial(_sharded_dim, degree=mesh.sharding["fsdp"].size())
     offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if sharding.cpu_offload else OffloadPolicy()
-    how: dict[str, Any] = {"mesh": mesh.parameters, "offload_policy": offload, "shard_placement_fn": place}
-    blocks = list(blocks_of(model))
+    how: dict[str, Any] = {"mesh": mesh.fsdp_mesh, "offload_policy": offload, "shard_placement_fn": place}
+    blocks = list(iter_blocks(model))
     for module in _matching(model, sharding.fp32_modules):
         full = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, output_dtype=low)
         fully_shard(module, mp_policy=full, reshard_after_forward=False, **how)
@@ -90,20 +91,6 @@ def require_modules(model: nn.Module, patterns: tuple[str, ...]) -> None:
             offer = did_you_mean(pattern, named) or "patterns look like blocks.*.attention_norm"
             violation = Violation("training.fp32_modules", pattern, "the model has no such module", offer)
             raise UserError("This run cannot be started.", [violation])
-
-
-def blocks_of(model: nn.Module) -> Iterator[nn.Module]:
-    """The model's transformer blocks, in order; none for a model that does not show them."""
-    for _, block in numbered_blocks(model):
-        yield block
-
-
-def numbered_blocks(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
-    """Those blocks with their numbers in the whole model, which their keys are, else those in this one."""
-    blocks = getattr(model, "blocks", None)
-    if isinstance(blocks, nn.ModuleDict):
-        for place, (key, block) in enumerate(blocks.items()):
-            yield int(key) if key.isdecimal() else place, block
 
 
 def _sharded_dim(parameter: nn.Parameter, degree: int) -> Shard | None:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 
-def defer_reduction(module: nn.Module, *, keep_gathered: bool) -> None:
+def disable_gradient_sync(module: nn.Module, *, keep_gathered: bool) -> None:
     """From here on backward passes add to unreduced gradients.
 
     Args:

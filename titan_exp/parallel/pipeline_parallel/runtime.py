@@ -10,15 +10,15 @@ from torch import Tensor
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import micro_batch_size
-from titan_exp.config.layout.pipeline_schedules import Action, Orders, microbatches_of, splits_backward
-from titan_exp.parallel.fsdp.gradient_sync import defer_reduction, reduce_gradients
-from titan_exp.parallel.pipeline_parallel.schedule_actions import Message, Step, forward_orders, insert_p2p
+from titan_exp.config.layout.pipeline_schedules import Action, Schedule, microbatches_of, splits_backward
+from titan_exp.parallel.fsdp.gradient_sync import disable_gradient_sync, reduce_gradients
+from titan_exp.parallel.pipeline_parallel.schedule_actions import P2POp, Step, forward_schedule, insert_p2p
 from titan_exp.parallel.pipeline_parallel.stage import Forward, Stage
 from titan_exp.parallel.pipeline_parallel.tied_weights import TiedWeights
 
 
 @dataclass(frozen=True)
-class Hidden:
+class ActivationSpec:
     """What stages send each other."""
 
     shape: tuple[int, ...]
@@ -29,14 +29,14 @@ class Hidden:
     """Where they are."""
 
     @staticmethod
-    def of(experiment: Experiment, device: torch.device) -> "Hidden":
+    def of(experiment: Experiment, device: torch.device) -> "ActivationSpec":
         """Of a run, its layout resolved."""
         parallelism = experiment.parallelism
         tokens = (
             experiment.training.seq_len // parallelism.cp // (parallelism.tp if parallelism.sequence_parallel else 1)
         )
         low = experiment.training.mixed_precision == "bf16"
-        return Hidden(
+        return ActivationSpec(
             (micro_batch_size(experiment), tokens, experiment.model.dim),
             torch.bfloat16 if low else torch.float32,
             device,
@@ -58,10 +58,10 @@ class Pipeline:
     def __init__(
         self,
         stages: Sequence[Stage],
-        orders: Orders,
+        orders: Schedule,
         placement: list[int],
         group: dist.ProcessGroup,
-        hidden: Hidden,
+        hidden: ActivationSpec,
         *,
         keep_gathered: bool,
     ) -> None:
@@ -75,27 +75,27 @@ class Pipeline:
         self._training = insert_p2p(orders, placement, self._rank)
         self._shared = TiedWeights(self.stages, placement, group)
         # Not a method with a cache: that would keep every pipeline alive.
-        self._relay = cache(lambda number: insert_p2p(forward_orders(placement, number), placement, self._rank))
+        self._relay = cache(lambda number: insert_p2p(forward_schedule(placement, number), placement, self._rank))
 
     def train(self, passes: Iterable[Forward]) -> None:
         """Run passes of `microbatches` each, forward and backward, and leave the sum of their gradients, reduced."""
         for stage in self.stages:
-            defer_reduction(stage.module, keep_gathered=self._keep_gathered)
+            disable_gradient_sync(stage.module, keep_gathered=self._keep_gathered)
         for compute in passes:
             self._run(self._training, compute)
         for stage in self.stages:
             reduce_gradients(stage.module)
         self._shared.sum_gradients()
 
-    def relay(self, microbatches: int, compute: Forward) -> None:
+    def forward_only(self, microbatches: int, compute: Forward) -> None:
         """Run any number of micro-batches forward only, whatever the schedule of training is."""
         with torch.no_grad():
             self._run(self._relay(microbatches), compute)
 
     def _run(self, steps: Iterable[Step], compute: Forward) -> None:
-        mail = _Mail(self._group, self.hidden)
+        mail = P2PQueue(self._group, self.hidden)
         for step in steps:
-            if isinstance(step, Message):
+            if isinstance(step, P2POp):
                 mail.exchange(step)
                 continue
             stage = self._by_number[step.stage]
@@ -131,10 +131,10 @@ def has_left(work: dist.Work) -> bool:
     return True
 
 
-class _Mail:
+class P2PQueue:
     """Results of actions on their way to those that take them, on this rank or between ranks."""
 
-    def __init__(self, group: dist.ProcessGroup, hidden: Hidden) -> None:
+    def __init__(self, group: dist.ProcessGroup, hidden: ActivationSpec) -> None:
         self._group, self._hidden = group, hidden
         self._there: dict[Action, tuple[Tensor, dist.Work | None]] = {}
         self._sent: list[tuple[Tensor, dist.Work]] = []
@@ -150,7 +150,7 @@ class _Mail:
             work.wait()
         return tensor
 
-    def exchange(self, message: Message) -> None:
+    def exchange(self, message: P2POp) -> None:
         """Begin to send or to receive a result."""
         if message.sending:
             tensor = self.take(_named(message.action)).contiguous()

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch.distributed.pipelining import schedules
 
-from titan_exp.config.layout.pipeline_schedules import SCHEDULES, Action, Orders, is_file, read_orders
+from titan_exp.config.layout.pipeline_schedules import SCHEDULES, Action, Schedule, is_file, read_schedule
 from titan_exp.config.layout.schedule_timeline import timeline
 
 
 @dataclass(frozen=True)
-class Message:
+class P2POp:
     """One tensor that goes from a rank to another: a stage's output forward, or its input's gradient backward."""
 
     sending: bool
@@ -22,11 +22,11 @@ class Message:
     """The action that makes it."""
 
 
-Step = Action | Message
+Step = Action | P2POp
 """What a rank does next."""
 
 
-def build_schedule(schedule: str, ranks: int, stages: int, microbatches: int) -> Orders:
+def build_schedule(schedule: str, ranks: int, stages: int, microbatches: int) -> Schedule:
     """The actions of each rank in one pass of training.
 
     Args:
@@ -36,7 +36,7 @@ def build_schedule(schedule: str, ranks: int, stages: int, microbatches: int) ->
         microbatches: micro-batches of the pass.
     """
     if is_file(schedule):
-        return read_orders(schedule)
+        return read_schedule(schedule)
     if schedule == "GPipe":
         return [
             [Action(rank, kind, number) for kind in "FB" for number in range(microbatches)] for rank in range(ranks)
@@ -46,7 +46,7 @@ def build_schedule(schedule: str, ranks: int, stages: int, microbatches: int) ->
     return _by_torch(schedule, ranks, stages // ranks, microbatches)
 
 
-def forward_orders(placement: list[int], microbatches: int) -> Orders:
+def forward_schedule(placement: list[int], microbatches: int) -> Schedule:
     """The actions of each rank in a pass without backward: all micro-batches through its first stage, then the next."""
     return [
         [
@@ -59,7 +59,7 @@ def forward_orders(placement: list[int], microbatches: int) -> Orders:
     ]
 
 
-def insert_p2p(orders: Orders, placement: list[int], rank: int) -> list[Step]:
+def insert_p2p(orders: Schedule, placement: list[int], rank: int) -> list[Step]:
     """What one rank does: its actions, and between them the messages that it sends and receives.
 
     All ranks derive their steps from one order of all actions, that in which they end where communication is free, and
@@ -80,7 +80,7 @@ def insert_p2p(orders: Orders, placement: list[int], rank: int) -> list[Step]:
         there = placement[to]
         if here != there and rank in (here, there):
             sending = rank == here
-            steps.append(Message(sending, there if sending else here, action))
+            steps.append(P2POp(sending, there if sending else here, action))
     return steps
 
 
@@ -93,7 +93,7 @@ def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[
     return order + [Action(rank, "B", number) for number in range(microbatches - ahead, microbatches)]
 
 
-def _by_torch(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> Orders:
+def _by_torch(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> Schedule:
     """What torch's schedule of this name would do, asked of it over stages that only have numbers."""
     assert SCHEDULES[name].takes(microbatches, ranks), "checked by the rules"
     stages: list[Any] = [

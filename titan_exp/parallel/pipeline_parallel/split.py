@@ -7,7 +7,7 @@ from torch import nn
 from titan_exp.models.spec.pp_plan import PipelinePlan
 
 
-def cut(model: nn.Module, layers: Collection[int], *, first: bool, last: bool) -> None:
+def prune_to_stage(model: nn.Module, layers: Collection[int], *, first: bool, last: bool) -> None:
     """Leave of a model what one stage holds, in place; parameters keep their names in the whole model.
 
     Args:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from titan_exp.models.spec.tp_plan import Columns, Common, Logits, Lookup, Rows, Tokens
+from titan_exp.models.spec.tp_plan import Colwise, ReplicatedKV, Rowwise, SequenceParallel, VocabEmbedding, VocabLogits
 from titan_exp.ops.loss.vocab_parallel import VocabShard
 from titan_exp.parallel.functional_collectives import all_reduce
 from titan_exp.parallel.mesh import Mesh
@@ -36,14 +36,14 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bo
             for child, style in module.tp_plan().items():  # type: ignore[operator]  # the blocks' own method
                 _share_projection(module, child, style, axis, region)
         match getattr(module, "tp_style", None):
-            case Lookup():
+            case VocabEmbedding():
                 weight = _divided(module.get_parameter("weight"), axis, dim=0)
                 first = region.rank * -(-weight.shape[0] // region.degree)
                 model.set_submodule(name, VocabParallelEmbedding(weight, region, first))
-            case Logits(vocabulary):
+            case VocabLogits(vocabulary):
                 weight = None if module.weight is None else _divided(module.get_parameter("weight"), axis, dim=0)
                 model.set_submodule(name, VocabParallelHead(weight, region, None if loss_parallel else vocabulary))
-            case Tokens() if sequence_parallel:
+            case SequenceParallel() if sequence_parallel:
                 _mark_partial(module)
 
 
@@ -79,8 +79,8 @@ def vocab_shard(mesh: Mesh, vocabulary: int) -> VocabShard | None:
     group = axis.get_group().group_name
     return VocabShard(
         axis.get_local_rank() * -(-vocabulary // axis.size()),
-        total=partial(all_reduce, operation="sum", group=group),
-        greatest=partial(all_reduce, operation="max", group=group),
+        all_reduce_sum=partial(all_reduce, operation="sum", group=group),
+        all_reduce_max=partial(all_reduce, operation="max", group=group),
     )
 
 
@@ -90,7 +90,7 @@ def reduce_partial_gradients(parts: Iterable[nn.Module], mesh: Mesh) -> None:
 
     Once for each optimizer step, after the last backward pass, in one message; `parts` are this rank's of the model.
     """
-    if mesh.tensor_group is None:
+    if mesh.tp_group is None:
         return
     gradients = [
         gradient.to_local() if isinstance(gradient, DTensor) else gradient
@@ -102,7 +102,7 @@ def reduce_partial_gradients(parts: Iterable[nn.Module], mesh: Mesh) -> None:
     ]
     if gradients:
         together = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(together, group=mesh.tensor_group)
+        dist.all_reduce(together, group=mesh.tp_group)
         for gradient, summed in zip(gradients, together.split([it.numel() for it in gradients]), strict=True):
             gradient.copy_(summed.view_as(gradient))
 
@@ -110,24 +110,26 @@ def reduce_partial_gradients(parts: Iterable[nn.Module], mesh: Mesh) -> None:
 def _share_projection(
     block: nn.Module, name: str, style: object, axis: DeviceMesh, region: TensorParallelGroup
 ) -> None:
-    weight, product = block.get_parameter(f"{name}.weight"), getattr(block, name).product
-    product.divide(inputs=isinstance(style, Rows), greatest=partial(all_reduce, operation="max", group=region.group))
-    if isinstance(style, Rows):
-        setattr(block, name, RowParallelLinear(_divided(weight, axis, dim=1), region, product))
+    weight, linear_impl = block.get_parameter(f"{name}.weight"), getattr(block, name).linear_impl
+    linear_impl.shard(
+        input_sharded=isinstance(style, Rowwise), amax_reduce=partial(all_reduce, operation="max", group=region.group)
+    )
+    if isinstance(style, Rowwise):
+        setattr(block, name, RowParallelLinear(_divided(weight, axis, dim=1), region, linear_impl))
         return
-    assert isinstance(style, Columns), "a projection is divided by columns or by rows"
+    assert isinstance(style, Colwise), "a projection is divided by columns or by rows"
     if style.units % region.degree == 0:
-        setattr(block, name, ColumnParallelLinear(_divided(weight, axis, dim=0), region, product))
+        setattr(block, name, ColumnParallelLinear(_divided(weight, axis, dim=0), region, linear_impl))
         return
     assert style.common is not None, "checked by the rules"
     rows = tuple(_rows_of(region, weight.shape[0] // style.units, style.units, style.common))
-    shared = ColumnParallelLinear(weight, region, product, rows)
+    shared = ColumnParallelLinear(weight, region, linear_impl, rows)
     _mark_partial(shared)
     setattr(block, name, shared)
     setattr(block, style.common.count, style.common.pieces * style.units // region.degree)
 
 
-def _rows_of(region: TensorParallelGroup, unit: int, units: int, common: Common) -> Iterator[slice]:
+def _rows_of(region: TensorParallelGroup, unit: int, units: int, common: ReplicatedKV) -> Iterator[slice]:
     """Rows that a rank uses of a weight with fewer units, of so many rows each, than ranks."""
     sharing = region.degree // units
     assert region.degree % units == 0, "checked by the rules"

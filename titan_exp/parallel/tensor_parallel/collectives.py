@@ -28,13 +28,13 @@ class TensorParallelGroup:
     sequence: bool
     """Whether, outside, each of them holds a part of the tokens."""
 
-    def enter(self, x: Tensor) -> Tensor:
+    def gather_input(self, x: Tensor) -> Tensor:
         """All tokens [batch, seq, dim] of what is whole outside; its gradient is the sum over ranks."""
-        return _Gather.apply(x, self) if self.sequence else _Copy.apply(x, self)  # type: ignore[return-value]  # a Tensor
+        return _AllGatherSeq.apply(x, self) if self.sequence else _CopyToTP.apply(x, self)  # type: ignore[return-value]  # a Tensor
 
-    def leave(self, x: Tensor) -> Tensor:
+    def reduce_output(self, x: Tensor) -> Tensor:
         """The sum over ranks of [batch, seq, dim], of which a rank keeps its tokens where sequences are divided."""
-        return _Scatter.apply(x, self) if self.sequence else _Sum.apply(x, self)  # type: ignore[return-value]  # a Tensor
+        return _ReduceScatterSeq.apply(x, self) if self.sequence else _ReduceFromTP.apply(x, self)  # type: ignore[return-value]  # a Tensor
 
     def whole_logits(self, part: Tensor, vocabulary: int) -> Tensor:
         """All logits [batch, seq, vocabulary] from the ranks' parts of them, the last of which may be smaller."""
@@ -54,7 +54,7 @@ def _scatter_tokens(x: Tensor, region: TensorParallelGroup) -> Tensor:
     return reduce_scatter(torch.cat(x.chunk(region.degree, dim=1)), region.degree, region.group)
 
 
-class _Gather(torch.autograd.Function):
+class _AllGatherSeq(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, region: TensorParallelGroup) -> Tensor:
         ctx.region = region
@@ -65,7 +65,7 @@ class _Gather(torch.autograd.Function):
         return _scatter_tokens(gradients[0], ctx.region), None
 
 
-class _Scatter(torch.autograd.Function):
+class _ReduceScatterSeq(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, region: TensorParallelGroup) -> Tensor:
         ctx.region = region
@@ -76,7 +76,7 @@ class _Scatter(torch.autograd.Function):
         return _gather_tokens(gradients[0], ctx.region), None
 
 
-class _Copy(torch.autograd.Function):
+class _CopyToTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, region: TensorParallelGroup) -> Tensor:
         ctx.region = region
@@ -87,7 +87,7 @@ class _Copy(torch.autograd.Function):
         return all_reduce(gradients[0], "sum", ctx.region.group), None
 
 
-class _Sum(torch.autograd.Function):
+class _ReduceFromTP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, region: TensorParallelGroup) -> Tensor:
         return all_reduce(x, "sum", region.group)

@@ -31,18 +31,18 @@ class ColumnParallelLinear(nn.Module):
         self,
         weight: nn.Parameter,
         region: TensorParallelGroup,
-        product: LinearImpl,
+        linear_impl: LinearImpl,
         rows: tuple[slice, ...] | None = None,
     ) -> None:
         super().__init__()
-        self.weight, self.region, self.product, self.rows = weight, region, product, rows
+        self.weight, self.region, self.linear_impl, self.rows = weight, region, linear_impl, rows
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, seq of this rank, dim] to [batch, seq, outputs of this rank]."""
         weight = local(self.weight)
         if self.rows is not None:
             weight = torch.cat([weight[rows] for rows in self.rows])
-        return self.product(self.region.enter(x), weight)
+        return self.linear_impl(self.region.gather_input(x), weight)
 
 
 class RowParallelLinear(nn.Module):
@@ -54,13 +54,13 @@ class RowParallelLinear(nn.Module):
         product: how it multiplies.
     """
 
-    def __init__(self, weight: nn.Parameter, region: TensorParallelGroup, product: LinearImpl) -> None:
+    def __init__(self, weight: nn.Parameter, region: TensorParallelGroup, linear_impl: LinearImpl) -> None:
         super().__init__()
-        self.weight, self.region, self.product = weight, region, product
+        self.weight, self.region, self.linear_impl = weight, region, linear_impl
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, seq, inputs of this rank] to [batch, seq of this rank, dim]."""
-        return self.region.leave(self.product(x, local(self.weight)))
+        return self.region.reduce_output(self.linear_impl(x, local(self.weight)))
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -82,7 +82,7 @@ class VocabParallelEmbedding(nn.Module):
         row = tokens - self.first
         here = (row >= 0) & (row < weight.shape[0])
         found = F.embedding(row.where(here, 0), weight) * here[..., None]
-        return self.region.leave(found)
+        return self.region.reduce_output(found)
 
 
 class VocabParallelHead(nn.Module):
@@ -102,7 +102,7 @@ class VocabParallelHead(nn.Module):
         """Logits [batch, seq, words], or what `loss` makes of all tokens' hidden states and this rank's weight."""
         weight = self.weight if tied is None else tied
         assert weight is not None, "a tied head is handed the embedding's weight"
-        x, weight = self.region.enter(x), local(weight)
+        x, weight = self.region.gather_input(x), local(weight)
         if loss is not None:
             return loss(x, weight)
         logits = F.linear(x, weight)

@@ -125,7 +125,7 @@ def _end(it: PretendedRank) -> None:
     model: Any = SimpleNamespace(
         parts=parts.model.parts,
         parameters=parts.model.parameters,
-        counted=parts.model.counted,
+        counted=parts.model.unique_parameters,
         forward_backward=no_passes,
     )
     trainer_step.train_step(

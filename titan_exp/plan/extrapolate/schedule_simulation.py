@@ -13,11 +13,11 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from titan_exp.config.layout.pipeline_schedules import Action, Orders
+from titan_exp.config.layout.pipeline_schedules import Action, Schedule
 from titan_exp.config.layout.schedule_timeline import timeline
 from titan_exp.parallel.pipeline_parallel import runtime as parallel_pipeline
 from titan_exp.parallel.pipeline_parallel import schedule_actions as parallel_orders
-from titan_exp.parallel.pipeline_parallel.runtime import Hidden, Pipeline
+from titan_exp.parallel.pipeline_parallel.runtime import ActivationSpec, Pipeline
 
 KINDS = ("received", "made", "objective")
 """What is handed over: hidden states and their gradients from another rank; those of a stage here; the last stage's
@@ -138,7 +138,7 @@ class _Stage:
         tally.turns.append(Turn(Action(self.number, kind, microbatch), first, waiting, before, after))
 
 
-def rehearse(orders: Orders, placement: Sequence[int], rank: int, *, passes: int, delivered: bool) -> Rehearsal:
+def rehearse(orders: Schedule, placement: Sequence[int], rank: int, *, passes: int, delivered: bool) -> Rehearsal:
     """Go through a rank's step.
 
     Args:
@@ -157,7 +157,12 @@ def rehearse(orders: Orders, placement: Sequence[int], rank: int, *, passes: int
     group: Any = None
     with _nobody_answers(tally, rank, delivered):
         pipeline = Pipeline(
-            stages, orders, list(placement), group, Hidden((), torch.float32, torch.device("cpu")), keep_gathered=True
+            stages,
+            orders,
+            list(placement),
+            group,
+            ActivationSpec((), torch.float32, torch.device("cpu")),
+            keep_gathered=True,
         )
         pipeline.train([_compute] * passes)
         heard = list(tally.heard)
@@ -169,7 +174,7 @@ def timed_once() -> Iterator[None]:
     """For the time of the block, when actions happen is found out once for each list of orders."""
     kept: dict[int, Any] = {}
 
-    def once(orders: Orders) -> Any:
+    def once(orders: Schedule) -> Any:
         if id(orders) not in kept:
             kept[id(orders)] = (orders, timeline(orders))
         return kept[id(orders)][1]

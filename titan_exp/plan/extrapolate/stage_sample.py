@@ -19,9 +19,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import data_parallel_degree, micro_batch_size
-from titan_exp.config.layout.pipeline_schedules import Action, Orders
+from titan_exp.config.layout.pipeline_schedules import Action, Schedule
 from titan_exp.parallel.pipeline_parallel import runtime as parallel_pipeline
-from titan_exp.parallel.pipeline_parallel.runtime import Hidden
+from titan_exp.parallel.pipeline_parallel.runtime import ActivationSpec
 from titan_exp.plan.extrapolate.optimizer_step import TAIL, marked_tail
 from titan_exp.plan.extrapolate.schedule_simulation import KINDS, Turn, rehearse
 from titan_exp.plan.extrapolate.segments import NOTHING, Amounts, Piece, Scene, Tape, added, amounts, joined
@@ -140,7 +140,7 @@ def sample_stages(experiment: Experiment, mode: str, *, lone: bool, cuda: bool, 
 
 
 def _sorted(
-    pieces: Sequence[Piece], kinds: Sequence[str], placement: Sequence[int], orders: Orders, known: Any, *story: Any
+    pieces: Sequence[Piece], kinds: Sequence[str], placement: Sequence[int], orders: Schedule, known: Any, *story: Any
 ) -> StageSample:
     layers, base, buffers, batch, sizes, delivered = known
     rehearsal = rehearse(orders, placement, 0, passes=PASSES, delivered=delivered)
@@ -176,12 +176,12 @@ def _sorted(
     return StageSample(layers, base, buffers, batch, sizes, delivered, opening, windows, reduction, each, turns, *story)
 
 
-def _pipeline(layers: Collection[str]) -> tuple[list[str], list[int], Orders]:
+def _pipeline(layers: Collection[str]) -> tuple[list[str], list[int], Schedule]:
     """Kinds of the stages, their ranks, and one pass: forward through all of them, and back."""
     *own_kinds, last = layers
     kinds = [*own_kinds, "other", last]
     placement = [int(kind == "other") for kind in kinds]
-    orders: Orders = []
+    orders: Schedule = []
     for rank in (0, 1):
         own = [stage for stage, its in enumerate(placement) if its == rank]
         orders.append([*(Action(stage, "F", 0) for stage in own), *(Action(stage, "B", 0) for stage in reversed(own))])
@@ -211,7 +211,7 @@ def _small_run(experiment: Experiment, layers: Sequence[int], schedule: str, mod
 
 
 def _sizes(tape: Tape, experiment: Experiment) -> list[Amounts]:
-    hidden = Hidden.of(experiment, DEVICE)
+    hidden = ActivationSpec.of(experiment, DEVICE)
     whole = torch.Size(hidden.shape).numel() * hidden.dtype.itemsize
     size = {"received": whole, "made": whole, "objective": torch.float32.itemsize}
     grain = tape.granularity

@@ -17,19 +17,19 @@ from titan_exp.config.machine.local_machine import usable_cores
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate.eligibility import pays, why_not
 from titan_exp.plan.gate.child_process import end_with_parent
-from titan_exp.plan.gate.prediction_cache import key_of, recall, remember
-from titan_exp.plan.plan_json import Prediction, Unpredicted, joined
-from titan_exp.plan.supported import require_modelled
+from titan_exp.plan.gate.prediction_cache import cache_key, get, put
+from titan_exp.plan.plan_json import NotPredicted, Prediction, joined
+from titan_exp.plan.supported import check_supported
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
-MOST_PROCESSES = 8
+MAX_PROCESSES = 8
 """At a time; each holds torch, a third of a GiB and more."""
 
 
 @dataclass(frozen=True)
-class Question:
+class PredictionRequest:
     """A run to predict."""
 
     experiment: Experiment
@@ -38,9 +38,9 @@ class Question:
     """What it would run on; None is a CPU of which no speed is known."""
 
 
-def foretell(
-    questions: Sequence[Question], cache: Path, say: Callable[[str], None] = lambda _: None
-) -> list[Prediction | Unpredicted]:
+def predict_many(
+    questions: Sequence[PredictionRequest], cache: Path, say: Callable[[str], None] = lambda _: None
+) -> list[Prediction | NotPredicted]:
     """Predict runs, in their order.
 
     Args:
@@ -49,21 +49,21 @@ def foretell(
         say: takes a line before what takes seconds.
     """
     keys: list[str] = []
-    found: dict[str, Prediction | Unpredicted] = {}
-    asked: dict[str, Question] = {}
+    found: dict[str, Prediction | NotPredicted] = {}
+    asked: dict[str, PredictionRequest] = {}
     lasting: set[str] = set()
     for number, question in enumerate(questions):
         try:
-            require_modelled(question.experiment)
+            check_supported(question.experiment)
         except UserError as error:
             keys.append(f"question {number}")
-            found[keys[-1]] = Unpredicted("; ".join(_short(it) for it in error.violations) or str(error))
+            found[keys[-1]] = NotPredicted("; ".join(_short(it) for it in error.violations) or str(error))
             continue
-        key = key_of(question.experiment, question.device)
+        key = cache_key(question.experiment, question.device)
         keys.append(key or f"question {number}")
         if key is not None:
             lasting.add(key)
-            known = recall(cache, key) if key not in found else found[key]
+            known = get(cache, key) if key not in found else found[key]
             if known is not None:
                 found[key] = known
         if keys[-1] not in found:
@@ -76,17 +76,17 @@ def foretell(
         for key, answer in _answers(asked).items():
             found[key] = answer
             if isinstance(answer, Prediction) and key in lasting:
-                remember(cache, key, answer)
+                put(cache, key, answer)
     return [found[key] for key in keys]
 
 
-def _answers(asked: dict[str, Question]) -> dict[str, Prediction | Unpredicted]:
+def _answers(asked: dict[str, PredictionRequest]) -> dict[str, Prediction | NotPredicted]:
     # Here, because most launches never come to it.
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
     shares = {key: _shares(question.experiment) for key, question in asked.items()}
-    processes = min(usable_cores(), sum(map(len, shares.values())), MOST_PROCESSES)
+    processes = min(usable_cores(), sum(map(len, shares.values())), MAX_PROCESSES)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_begin) as pool:
         waiting = {
@@ -116,18 +116,18 @@ def _plan(experiment: Experiment, device: Device | None, ranks: tuple[int, ...])
     return as_json(predict(experiment, device, ranks))
 
 
-def _answer(parts: "Sequence[Future[dict[str, Any]]]") -> Prediction | Unpredicted:
+def _answer(parts: "Sequence[Future[dict[str, Any]]]") -> Prediction | NotPredicted:
     from concurrent.futures.process import BrokenProcessPool
 
     try:
         return joined([part.result() for part in parts])
     except UserError as error:
-        return Unpredicted("; ".join(_short(it) for it in error.violations) or str(error))
+        return NotPredicted("; ".join(_short(it) for it in error.violations) or str(error))
     except BrokenProcessPool:
-        return Unpredicted("the process that planned it died; titan-exp plan shows why")
+        return NotPredicted("the process that planned it died; titan-exp plan shows why")
     except Exception as error:
         # Whatever a model of the user's own does: that is no reason not to train it.
-        return Unpredicted(f"planning it failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        return NotPredicted(f"planning it failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
 
 def _short(violation: Any) -> str:

@@ -8,21 +8,21 @@ from typing import Any
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import device_type, world_size
 from titan_exp.plan.calibrated_constants import FITTED
-from titan_exp.plan.device_memory import Target, target_of
-from titan_exp.plan.gate.batch_predict import Question, foretell
+from titan_exp.plan.device_memory import DeviceMemory, device_memory_of
+from titan_exp.plan.gate.batch_predict import PredictionRequest, predict_many
 from titan_exp.plan.gate.upper_bound import upper_bound
-from titan_exp.plan.plan_json import Prediction, RankPrediction, Unpredicted, to_json
+from titan_exp.plan.plan_json import NotPredicted, Prediction, RankPrediction, to_json
 
 GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Judgement:
+class MemoryCheck:
     """What is known of a run's memory before it starts."""
 
     experiment: Experiment
     """The run, its layout resolved."""
-    target: Target | None
+    device_memory: DeviceMemory | None
     """Where it would be; None where nobody looked."""
     bound: int | None = None
     """Bytes that each of its processes stays below; None where that was not asked."""
@@ -34,21 +34,21 @@ class Judgement:
     @property
     def needed(self) -> int | None:
         """Bytes that the processes that share a memory need together; None where nothing is predicted."""
-        return None if self.prediction is None or self.target is None else needed(self.experiment, self)
+        return None if self.prediction is None or self.device_memory is None else needed(self.experiment, self)
 
     @property
     def fits(self) -> bool | None:
         """Whether the run fits; None where that is not known."""
-        if self.target is None or self.target.capacity is None:
+        if self.device_memory is None or self.device_memory.capacity is None:
             return None
         if self.needed is not None:
-            return self.needed <= self.target.capacity
+            return self.needed <= self.device_memory.capacity
         return True if self.bound is not None else None
 
 
-def judge(
+def check_memory(
     experiments: Sequence[Experiment], runs: Path, say: Callable[[str], None] = lambda _: None
-) -> list[Judgement]:
+) -> list[MemoryCheck]:
     """What is known of each run's memory, in their order.
 
     Args:
@@ -57,44 +57,44 @@ def judge(
         say: takes a line before what takes seconds.
     """
     found = [_at_once(experiment, runs) for experiment in experiments]
-    asked = [number for number, judgement in enumerate(found) if _is_open(judgement)]
-    questions = [Question(found[number].experiment, _device(found[number])) for number in asked]
-    for number, answer in zip(asked, foretell(questions, runs / ".cache", say), strict=True):
+    asked = [number for number, memory_check in enumerate(found) if _is_open(memory_check)]
+    questions = [PredictionRequest(found[number].experiment, _device(found[number])) for number in asked]
+    for number, answer in zip(asked, predict_many(questions, runs / ".cache", say), strict=True):
         before = found[number]
-        if isinstance(answer, Unpredicted):
-            found[number] = Judgement(before.experiment, before.target, before.bound, None, answer.reason)
+        if isinstance(answer, NotPredicted):
+            found[number] = MemoryCheck(before.experiment, before.device_memory, before.bound, None, answer.reason)
         else:
-            found[number] = Judgement(before.experiment, before.target, before.bound, answer, before.why_not)
+            found[number] = MemoryCheck(before.experiment, before.device_memory, before.bound, answer, before.why_not)
     return found
 
 
-def needed(experiment: Experiment, judgement: Judgement) -> int:
+def needed(experiment: Experiment, memory_check: MemoryCheck) -> int:
     """Bytes that the processes that share a memory need together."""
-    prediction, target = judgement.prediction, judgement.target
+    prediction, device_memory = memory_check.prediction, memory_check.device_memory
     assert prediction is not None, "nothing is predicted"
-    assert target is not None, "nobody looked"
-    if target.sharing < world_size(experiment) or target.sharing == 1:
+    assert device_memory is not None, "nobody looked"
+    if device_memory.sharing < world_size(experiment) or device_memory.sharing == 1:
         # Which ranks come together is the scheduler's affair: none of them needs more than the largest.
-        return target.sharing * (prediction.largest.peak + target.overhead)
-    copies = target.sharing // len(prediction.ranks)
-    return sum(copies * (rank.peak + target.overhead) for rank in prediction.ranks)
+        return device_memory.sharing * (prediction.largest.peak + device_memory.overhead)
+    copies = device_memory.sharing // len(prediction.ranks)
+    return sum(copies * (rank.peak + device_memory.overhead) for rank in prediction.ranks)
 
 
-def refusal(judgement: Judgement) -> str:
+def explain_oom(memory_check: MemoryCheck) -> str:
     """Why a run does not fit: which pipeline rank, how much, and of what it is made."""
-    prediction, target = judgement.prediction, judgement.target
+    prediction, device_memory = memory_check.prediction, memory_check.device_memory
     assert prediction is not None, "nothing is predicted"
-    assert target is not None, "nobody looked"
+    assert device_memory is not None, "nobody looked"
     largest = prediction.largest
     who = f"pipeline rank {largest.pipeline_rank} of {len(prediction.ranks)}" if len(prediction.ranks) > 1 else "a rank"
-    rank = f"{who} needs {gib(largest.peak + target.overhead)} at its peak ({largest.during})"
-    has = f"{target.name} has {gib(target.capacity or 0)}"
-    if target.sharing > 1:
-        rank += f", the {target.sharing} that share its memory {gib(judgement.needed or 0)}"
-    return f"{rank}; {has}.\n  {composition(largest, target.overhead)}"
+    rank = f"{who} needs {gib(largest.peak + device_memory.overhead)} at its peak ({largest.during})"
+    has = f"{device_memory.name} has {gib(device_memory.capacity or 0)}"
+    if device_memory.sharing > 1:
+        rank += f", the {device_memory.sharing} that share its memory {gib(memory_check.needed or 0)}"
+    return f"{rank}; {has}.\n  {breakdown(largest, device_memory.overhead)}"
 
 
-def composition(rank: RankPrediction, overhead: int) -> str:
+def breakdown(rank: RankPrediction, overhead: int) -> str:
     """What a rank's peak is made of, the largest first."""
     parts = sorted(((size, name) for name, size in rank.by_category.items()), reverse=True)
     if rank.reserved is not None:
@@ -104,41 +104,43 @@ def composition(rank: RankPrediction, overhead: int) -> str:
     return "It is made of: " + ", ".join(f"{name} {gib(size)}" for size, name in parts if size >= GIB / 200)
 
 
-def record(judgement: Judgement) -> dict[str, Any] | None:
+def plan_record(memory_check: MemoryCheck) -> dict[str, Any] | None:
     """What plan.json says of a run; None where nobody looked."""
-    target, prediction = judgement.target, judgement.prediction
-    if target is None:
+    device_memory, prediction = memory_check.device_memory, memory_check.prediction
+    if device_memory is None:
         return None
     found: dict[str, Any] = {
-        "device": target.device.name if target.device else target.name,
-        "capacity_bytes": target.capacity,
-        "processes_that_share_it": target.sharing,
-        "fits": judgement.fits,
-        "bound_bytes": judgement.bound,
-        "why_not_predicted": judgement.why_not or None,
+        "device": device_memory.device.name if device_memory.device else device_memory.name,
+        "capacity_bytes": device_memory.capacity,
+        "processes_that_share_it": device_memory.sharing,
+        "fits": memory_check.fits,
+        "bound_bytes": memory_check.bound,
+        "why_not_predicted": memory_check.why_not or None,
     }
     if prediction is None:
         return found
-    world = world_size(judgement.experiment)
+    world = world_size(memory_check.experiment)
     speed = prediction.tokens_per_second_per_device
     return {
         **found,
-        "needed_bytes": judgement.needed,
-        "overhead_bytes": target.overhead,
+        "needed_bytes": memory_check.needed,
+        "overhead_bytes": device_memory.overhead,
         # As metrics.jsonl has them: of rank 0, and of the whole job.
-        "memory": expected_memory(judgement) / GIB,
+        "memory": predicted_memory(memory_check) / GIB,
         "tokens_per_second": None if speed is None else speed * world,
-        "constants": None if target.device is None else {name: getattr(target.device, name) for name in FITTED},
+        "constants": None
+        if device_memory.device is None
+        else {name: getattr(device_memory.device, name) for name in FITTED},
         **to_json(prediction),
     }
 
 
-def expected_memory(judgement: Judgement) -> int:
+def predicted_memory(memory_check: MemoryCheck) -> int:
     """What `memory` of metrics.jsonl should say, in bytes: on a GPU allocated tensors, on a CPU the process."""
-    assert judgement.prediction is not None, "nothing is predicted"
-    assert judgement.target is not None, "nobody looked"
-    overhead = 0 if device_type(judgement.experiment.cluster) == "cuda" else judgement.target.overhead
-    return judgement.prediction.ranks[0].allocated + overhead
+    assert memory_check.prediction is not None, "nothing is predicted"
+    assert memory_check.device_memory is not None, "nobody looked"
+    overhead = 0 if device_type(memory_check.experiment.cluster) == "cuda" else memory_check.device_memory.overhead
+    return memory_check.prediction.ranks[0].allocated + overhead
 
 
 def gib(size: float) -> str:
@@ -146,25 +148,25 @@ def gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB" if size >= 10 * GIB else f"{size / GIB:.2f} GiB"
 
 
-def _at_once(experiment: Experiment, runs: Path) -> Judgement:
+def _at_once(experiment: Experiment, runs: Path) -> MemoryCheck:
     """What can be said without planning anything."""
     if experiment.plan.gate == "off":
-        return Judgement(experiment, None, why_not="plan.gate=off")
-    target = target_of(experiment, runs)
-    if target.capacity is None:
-        return Judgement(experiment, target, why_not=target.unknown)
+        return MemoryCheck(experiment, None, why_not="plan.gate=off")
+    device_memory = device_memory_of(experiment, runs)
+    if device_memory.capacity is None:
+        return MemoryCheck(experiment, device_memory, why_not=device_memory.unknown)
     bound = upper_bound(experiment)
-    fits = bound is not None and bound * target.sharing <= target.capacity
-    return Judgement(experiment, target, bound if fits else None)
+    fits = bound is not None and bound * device_memory.sharing <= device_memory.capacity
+    return MemoryCheck(experiment, device_memory, bound if fits else None)
 
 
-def _is_open(judgement: Judgement) -> bool:
-    if judgement.target is None:
+def _is_open(memory_check: MemoryCheck) -> bool:
+    if memory_check.device_memory is None:
         return False
-    if judgement.experiment.plan.predict == "always":
+    if memory_check.experiment.plan.predict == "always":
         return True
-    return judgement.target.capacity is not None and judgement.bound is None
+    return memory_check.device_memory.capacity is not None and memory_check.bound is None
 
 
-def _device(judgement: Judgement) -> Any:
-    return None if judgement.target is None else judgement.target.device
+def _device(memory_check: MemoryCheck) -> Any:
+    return None if memory_check.device_memory is None else memory_check.device_memory.device

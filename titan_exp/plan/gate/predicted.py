@@ -8,7 +8,7 @@ from titan_exp.tracking.run_folder.state import read_json
 
 
 @dataclass(frozen=True)
-class Foreseen:
+class PredictedMetrics:
     """Numbers that are compared with what a run measures; None where nothing was predicted."""
 
     memory: float | None = None
@@ -17,14 +17,14 @@ class Foreseen:
     """Of the whole job."""
 
 
-def read_foreseen(folder: RunFolder) -> Foreseen:
+def read_predicted_metrics(folder: RunFolder) -> PredictedMetrics:
     """What was predicted of a run; nothing where no plan.json says it."""
     try:
         found = read_json(folder.plan) or {}
     except UserError:
-        return Foreseen()  # a damaged note must not hide the run
+        return PredictedMetrics()  # a damaged note must not hide the run
     memory, speed = found.get("memory"), found.get("tokens_per_second")
-    return Foreseen(
+    return PredictedMetrics(
         float(memory) if isinstance(memory, int | float) else None,
         float(speed) if isinstance(speed, int | float) else None,
     )

@@ -24,18 +24,18 @@ from titan_exp.tracking.run_folder.atomic_write import write_atomically
 
 FOLDER = "plan"
 """In the `.cache` of the runs."""
-UNDECIDING = {
+IRRELEVANT_KEYS = {
     "model": ("name", "init_std", "norm_eps"),
     "training": ("steps", "evaluate_every", "gc_every", "deterministic", "stop_on_nonfinite"),
     "optimizer": ("lr", "betas", "eps"),
 }
 """Keys of groups that decide, which do not."""
-ONLY_WHETHER = {"training": ("max_grad_norm", "z_loss"), "optimizer": ("weight_decay",)}
+ON_OFF_KEYS = {"training": ("max_grad_norm", "z_loss"), "optimizer": ("weight_decay",)}
 """Keys whose being set decides, and not how."""
-DECIDING = ("model", "training", "parallelism", "optimizer", "quantization", "activation_checkpoint", "compile")
+RELEVANT_GROUPS = ("model", "training", "parallelism", "optimizer", "quantization", "activation_checkpoint", "compile")
 
 
-def key_of(experiment: Experiment, device: Device | None) -> str | None:
+def cache_key(experiment: Experiment, device: Device | None) -> str | None:
     """What decides a prediction, as a name; None where code of the user's own does.
 
     Args:
@@ -44,16 +44,16 @@ def key_of(experiment: Experiment, device: Device | None) -> str | None:
     """
     if experiment.model.architecture not in ARCHITECTURES or not has_known_state(experiment.optimizer.name):
         return None
-    return hashlib.sha256(f"{_code()} {profile(experiment, device)}".encode()).hexdigest()[:24]
+    return hashlib.sha256(f"{_code()} {prediction_inputs(experiment, device)}".encode()).hexdigest()[:24]
 
 
-def profile(experiment: Experiment, device: Device | None) -> str:
+def prediction_inputs(experiment: Experiment, device: Device | None) -> str:
     """What decides a prediction, as text, less the code."""
     config = to_dict(experiment)
-    found: dict[str, Any] = {group: config[group] for group in DECIDING}
-    for group, names in UNDECIDING.items():
+    found: dict[str, Any] = {group: config[group] for group in RELEVANT_GROUPS}
+    for group, names in IRRELEVANT_KEYS.items():
         found[group] = {name: value for name, value in found[group].items() if name not in names}
-    for group, names in ONLY_WHETHER.items():
+    for group, names in ON_OFF_KEYS.items():
         found[group] |= {name: bool(found[group][name]) for name in names}
     schedule = experiment.parallelism.pp_schedule
     if is_file(schedule):
@@ -65,7 +65,7 @@ def profile(experiment: Experiment, device: Device | None) -> str:
     return json.dumps(found, sort_keys=True)
 
 
-def recall(cache: Path, key: str) -> Prediction | None:
+def get(cache: Path, key: str) -> Prediction | None:
     """What was predicted under this name; None where nothing was, or it cannot be read."""
     try:
         return from_json(json.loads((cache / FOLDER / f"{key}.json").read_text(encoding="utf-8")))
@@ -73,7 +73,7 @@ def recall(cache: Path, key: str) -> Prediction | None:
         return None
 
 
-def remember(cache: Path, key: str, prediction: Prediction) -> None:
+def put(cache: Path, key: str, prediction: Prediction) -> None:
     """Keep a prediction under this name, unless the disk does not let it."""
     path = cache / FOLDER / f"{key}.json"
     try:

@@ -15,7 +15,7 @@ from titan_exp.config.errors.did_you_mean import divisors
 from titan_exp.config.errors.user_error import UserError, shown
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import device_type, micro_batch_size
-from titan_exp.plan.gate.gate import Judgement, judge
+from titan_exp.plan.gate.gate import MemoryCheck, check_memory
 from titan_exp.rules import check
 
 ENOUGH = 3
@@ -43,16 +43,16 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class Remedy:
+class Suggestion:
     """A change that makes the run fit."""
 
     overrides: tuple[str, ...]
     """As typed."""
-    judgement: Judgement
+    memory_check: MemoryCheck
     """What was predicted of it."""
 
 
-def remedies(judgement: Judgement, runs: Path, say: Callable[[str], None] = lambda _: None) -> list[Remedy]:
+def suggestions(memory_check: MemoryCheck, runs: Path, say: Callable[[str], None] = lambda _: None) -> list[Suggestion]:
     """The cheapest changes that would fit, each planned; empty where none was found in time.
 
     Args:
@@ -60,19 +60,19 @@ def remedies(judgement: Judgement, runs: Path, say: Callable[[str], None] = lamb
         runs: `paths.runs`.
         say: takes a line before what takes seconds.
     """
-    began, found, places = time.monotonic(), list[Remedy](), list[tuple[int, ...]]()
+    began, found, places = time.monotonic(), list[Suggestion](), list[tuple[int, ...]]()
     say("It does not fit; looking for changes that would ...")
-    queue = _changed(judgement)
+    queue = _changed(memory_check)
     while len(found) < ENOUGH and time.monotonic() - began < SECONDS:
         # More of what is enough already is no further offer.
         fresh = (it for it in queue if not any(_is_more(it[0], place) for place in places))
         batch = list(itertools.islice(fresh, TOGETHER))
         if not batch:
             break
-        judged = judge([experiment for _, _, experiment in batch], runs)
-        for (place, typed, _), it in zip(batch, judged, strict=True):
+        memory_checks = check_memory([experiment for _, _, experiment in batch], runs)
+        for (place, typed, _), it in zip(batch, memory_checks, strict=True):
             if it.fits and not any(_is_more(place, other) for other in places):
-                found.append(Remedy(typed, it))
+                found.append(Suggestion(typed, it))
                 places.append(place)
     return found[:ENOUGH]
 
@@ -83,16 +83,16 @@ def axes(experiment: Experiment) -> list[list[Choice]]:
     return [*found, _devices(experiment)] if device_type(experiment.cluster) == "cuda" else found
 
 
-def _changed(judgement: Judgement) -> Iterator[tuple[tuple[int, ...], tuple[str, ...], Experiment]]:
+def _changed(memory_check: MemoryCheck) -> Iterator[tuple[tuple[int, ...], tuple[str, ...], Experiment]]:
     """Combinations that may be enough and keep every rule, the cheapest first, with their places on the axes."""
-    there = axes(judgement.experiment)
+    there = axes(memory_check.experiment)
     combinations = itertools.product(*(range(len(axis)) for axis in there))
     for place in sorted(combinations, key=lambda it: sum(there[axis][at].cost for axis, at in enumerate(it))):
         chosen = [there[axis][at] for axis, at in enumerate(place)]
-        if not any(place) or not _may_be_enough(judgement, chosen):
+        if not any(place) or not _may_be_enough(memory_check, chosen):
             continue
         overrides = tuple(pair for choice in chosen for pair in choice.overrides)
-        changed = judgement.experiment
+        changed = memory_check.experiment
         for key, value in overrides:
             group, _, name = key.partition(".")
             changed = replace(changed, **{group: replace(getattr(changed, group), **{name: value})})
@@ -103,16 +103,16 @@ def _changed(judgement: Judgement) -> Iterator[tuple[tuple[int, ...], tuple[str,
         yield place, tuple(_typed(key, value) for key, value in overrides), changed
 
 
-def _may_be_enough(judgement: Judgement, chosen: list[Choice]) -> bool:
-    prediction, target = judgement.prediction, judgement.target
+def _may_be_enough(memory_check: MemoryCheck, chosen: list[Choice]) -> bool:
+    prediction, device_memory = memory_check.prediction, memory_check.device_memory
     assert prediction is not None, "it was found not to fit"
-    assert target is not None, "it was found not to fit"
-    largest, needed = prediction.largest, judgement.needed or 0
+    assert device_memory is not None, "it was found not to fit"
+    largest, needed = prediction.largest, memory_check.needed or 0
     left = sum(
         size * math.prod(choice.left(category) for choice in chosen) for category, size in largest.by_category.items()
     )
-    beside = target.overhead * target.sharing
-    return (needed - beside) * left / largest.allocated + beside <= (target.capacity or 0)
+    beside = device_memory.overhead * device_memory.sharing
+    return (needed - beside) * left / largest.allocated + beside <= (device_memory.capacity or 0)
 
 
 def _chunks(experiment: Experiment) -> list[Choice]:

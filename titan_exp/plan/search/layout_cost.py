@@ -14,7 +14,7 @@ from titan_exp.config.layout.layout import (
     pipeline_microbatches,
     world_size,
 )
-from titan_exp.config.layout.pipeline_schedules import Orders
+from titan_exp.config.layout.pipeline_schedules import Schedule
 from titan_exp.config.layout.pipeline_stages import stage_count, stage_placement
 from titan_exp.config.layout.schedule_timeline import timeline
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
@@ -24,13 +24,13 @@ from titan_exp.plan.extrapolate.schedule_simulation import Rehearsal, rehearse, 
 from titan_exp.plan.time.roofline import rank_time
 from titan_exp.plan.trace.dispatch_mode import Work
 
-CAUTION, MORE_CAUTION = 0.95, 0.85
+SAFETY_FACTOR, SAFETY_FACTOR_VIEWS = 0.95, 0.85
 """Of what is of tokens, where it follows from a profile of other degrees; and where that has several heads of keys and
 a rank of the layout only one, so that copies become views."""
 
 
 @dataclass(frozen=True)
-class LayoutPlan:
+class LayoutCost:
     """A layout, and what it takes."""
 
     experiment: Experiment
@@ -63,7 +63,7 @@ class Traced:
     """Ranks of its group along every axis that it sends messages on."""
 
 
-def plan_layout(experiment: Experiment, sampled: Experiment, parts: Parts, device: Device) -> LayoutPlan:
+def layout_cost(experiment: Experiment, sampled: Experiment, parts: Parts, device: Device) -> LayoutCost:
     """What a layout takes.
 
     Args:
@@ -81,21 +81,21 @@ def plan_layout(experiment: Experiment, sampled: Experiment, parts: Parts, devic
         peak = step.peak.bytes + round(sum(step.kept.values()) * (_shards(sampled) / _shards(experiment) - 1))
         # What the matmuls' library keeps for the forward pass's thread and for the backward pass's.
         most = max(most, (peak + 2 * device.matmul_workspace, rank, step.peak.where))
-    return LayoutPlan(experiment, seconds / (1 - bubble), bubble, *most)
+    return LayoutCost(experiment, seconds / (1 - bubble), bubble, *most)
 
 
-def caution(experiment: Experiment, sampled: Experiment) -> float:
+def safety_factor(experiment: Experiment, sampled: Experiment) -> float:
     """Which part of what follows from a profile a layout takes at least."""
-    views = sampled.parallelism.tp < key_heads(experiment) <= experiment.parallelism.tp
-    return MORE_CAUTION if views else CAUTION
+    views = sampled.parallelism.tp < kv_heads(experiment) <= experiment.parallelism.tp
+    return SAFETY_FACTOR_VIEWS if views else SAFETY_FACTOR
 
 
-def key_heads(experiment: Experiment) -> int:
+def kv_heads(experiment: Experiment) -> int:
     """Heads of keys and values, which ranks of more tensor parallelism share."""
     return experiment.model.kv_heads or experiment.model.heads
 
 
-def least_peak(experiment: Experiment, sampled: Experiment, parts: Parts) -> float:
+def peak_lower_bound(experiment: Experiment, sampled: Experiment, parts: Parts) -> float:
     """Bytes that the fullest rank of a layout holds at least, from a profile of smaller degrees or equal ones.
 
     What is of tokens is divided by tensor and context parallelism and by the micro-batch at most, and what is of
@@ -109,7 +109,7 @@ def least_peak(experiment: Experiment, sampled: Experiment, parts: Parts) -> flo
     of_parameters = other.tp / own.tp if other.tp <= own.tp else 0.5
     sharded = of_parameters * _shards(sampled) / _shards(experiment)
     sequences = micro_batch_size(experiment) / micro_batch_size(sampled)
-    tokens = of_parameters * other.cp / own.cp * sequences * caution(experiment, sampled)
+    tokens = of_parameters * other.cp / own.cp * sequences * safety_factor(experiment, sampled)
     share = {
         "parameters": sharded,
         "optimizer": sharded,
@@ -195,6 +195,6 @@ def _rehearsed(  # noqa: PLR0917  # a cache takes arguments by place
 
 
 @cache
-def _schedule(schedule: str, ranks: int, stages: int, microbatches: int) -> tuple[Orders, float]:
+def _schedule(schedule: str, ranks: int, stages: int, microbatches: int) -> tuple[Schedule, float]:
     orders = build_schedule(schedule, ranks, stages, microbatches)
     return orders, timeline(orders).bubble

@@ -32,7 +32,7 @@ KEYS = (
 
 
 @dataclass(frozen=True)
-class Candidates:
+class SearchSpace:
     """What may be launched."""
 
     experiments: list[Experiment]
@@ -52,7 +52,7 @@ def fixed_keys(overrides: Sequence[str]) -> frozenset[str]:
     return frozenset(fixed)
 
 
-def candidates(experiment: Experiment, gpus: int, fixed: Collection[str]) -> Candidates:
+def search_space(experiment: Experiment, gpus: int, fixed: Collection[str]) -> SearchSpace:
     """All layouts on so many GPUs.
 
     Args:
@@ -88,7 +88,7 @@ def candidates(experiment: Experiment, gpus: int, fixed: Collection[str]) -> Can
         raise UserError(
             f"plan search: none of {tried} layouts on {gpus} GPUs can be.", [its for _, its in left_out[:3]]
         )
-    return Candidates(found, tried, left_out)
+    return SearchSpace(found, tried, left_out)
 
 
 def command_line(experiment: Experiment, typed: Sequence[str], more: Mapping[str, Any]) -> str:

@@ -22,11 +22,11 @@ from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate.extrapolate import Parts
 from titan_exp.plan.extrapolate.segments import Piece, added, joined
 from titan_exp.plan.extrapolate.stage_sample import FIRST, LAST, MIDDLE, StageSample
-from titan_exp.plan.search.layout_cost import axes_of, caution, key_heads
+from titan_exp.plan.search.layout_cost import axes_of, kv_heads, safety_factor
 from titan_exp.plan.time.roofline import message_seconds
 from titan_exp.plan.trace.dispatch_mode import Work
 
-ROUNDED = 0.985
+BOUND_MARGIN = 0.985
 """Of what follows from other traces, what is relied on: sizes are rounded up, and in places copies become views."""
 
 
@@ -58,7 +58,7 @@ class Profile:
 
 
 @dataclass(frozen=True)
-class Least:
+class LowerBound:
     """What a layout takes at least."""
 
     seconds: float
@@ -125,7 +125,7 @@ def _of_whole(experiment: Experiment, parts: Parts) -> Profile:
     )
 
 
-class LeastOf:
+class LowerBounds:
     """Bounds of layouts, which rise with every profile that is learned.
 
     Args:
@@ -137,11 +137,11 @@ class LeastOf:
         self._profiles: list[Profile] = []
         self._rates: dict[tuple[object, ...], float] = {}
 
-    def learn(self, profile: Profile) -> None:
+    def add(self, profile: Profile) -> None:
         """Take note of a trace."""
         self._profiles.append(profile)
 
-    def of(self, experiment: Experiment, bubble: float | None = None) -> Least:
+    def of(self, experiment: Experiment, bubble: float | None = None) -> LowerBound:
         """What a layout, resolved, takes at least.
 
         Args:
@@ -169,13 +169,13 @@ class LeastOf:
             + share.chunks * most.get("left", 0.0)
             + most.get("passing", 0.0)
         )
-        return Least(ROUNDED * seconds, ROUNDED * max(share.layers * stays, first))
+        return LowerBound(BOUND_MARGIN * seconds, BOUND_MARGIN * max(share.layers * stays, first))
 
     def _terms(self, experiment: Experiment, share: "_Share", profile: Profile) -> dict[str, float]:
         """What one profile tells of a micro-batch and a block: seconds by unit and kind of work, and bytes held."""
         own, other = experiment.parallelism, profile.experiment.parallelism
         # Beyond that, weights are divided by less than the degree.
-        if own.tp < other.tp > key_heads(experiment):
+        if own.tp < other.tp > kv_heads(experiment):
             return {}
         there = _share_of(profile.experiment)
         found = _held(profile, own, there, share)
@@ -191,7 +191,7 @@ class LeastOf:
         if other.cp > own.cp:
             return found
         scale = other.cp / own.cp * (other.tp / own.tp if other.tp <= own.tp else 0.5)
-        scale *= caution(experiment, profile.experiment)
+        scale *= safety_factor(experiment, profile.experiment)
         same = mode == experiment.activation_checkpoint.mode
         # With a pipeline, sharded weights are gathered before, and no part of what a later micro-batch leaves.
         tokens_alone = other.pp > 1 and there.shards > 1

@@ -25,9 +25,9 @@ from titan_exp.plan.extrapolate.eligibility import why_not
 from titan_exp.plan.extrapolate.extrapolate import Parts, trace_parts
 from titan_exp.plan.gate.child_process import end_with_parent
 from titan_exp.plan.predict import on_cpu
-from titan_exp.plan.search.layout_cost import LayoutPlan, least_peak, plan_layout
-from titan_exp.plan.search.layouts import MODES, Candidates
-from titan_exp.plan.search.lower_bounds import LeastOf, profile_of
+from titan_exp.plan.search.layout_cost import LayoutCost, layout_cost, peak_lower_bound
+from titan_exp.plan.search.layouts import MODES, SearchSpace
+from titan_exp.plan.search.lower_bounds import LowerBounds, profile_of
 
 HEADROOM = 0.88
 """Of a device's memory, what tensors may fill: the rest is for what the allocator reserves beyond them, CUDA's context,
@@ -40,14 +40,14 @@ Key = tuple[object, ...]
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search has come to."""
 
-    rows: list[LayoutPlan]
+    rows: list[LayoutCost]
     """The fastest layouts that fit, fastest first."""
     front: list[bool]
     """Of each, whether no faster layout takes less memory."""
-    smallest: LayoutPlan | None
+    smallest: LayoutCost | None
     """Of the layouts that were looked at, that of the least memory."""
     looked_at: int
     """Layouts whose step was put together from traces."""
@@ -65,7 +65,7 @@ class Found:
     """What it took."""
 
 
-class Search:
+class LayoutSearch:
     """A search over candidates, by as many processes as there are cores.
 
     Args:
@@ -77,7 +77,7 @@ class Search:
     """
 
     def __init__(
-        self, found: Candidates, device: Device, limit: int, tell: Callable[[str], None], *, bounded: bool = True
+        self, found: SearchSpace, device: Device, limit: int, tell: Callable[[str], None], *, bounded: bool = True
     ) -> None:
         self._device, self._limit, self._tell, self._bounded = device, limit, tell, bounded
         reasons = [_too_long(its) or why_not(its) for its in found.experiments]
@@ -85,14 +85,14 @@ class Search:
         self._all = [its for its, reason in zip(found.experiments, reasons, strict=True) if reason is None]
         self._numbers = {id(its): number for number, its in enumerate(self._all)}
         self._room = device.memory_gb * 1e9 * HEADROOM
-        self._least = LeastOf(device)
+        self._bounds = LowerBounds(device)
         self._left: list[tuple[float, int]] = []
         self._traced: dict[Key, tuple[Experiment, Parts]] = {}
-        self._guesses: list[LayoutPlan] = []
+        self._guesses: list[LayoutCost] = []
         self._floor = 0
         self._slack: tuple[float, Experiment] | None = None
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         """Search.
 
         Raises:
@@ -102,16 +102,16 @@ class Search:
         cores = len(os.sched_getaffinity(0))
         with ProcessPoolExecutor(cores, _processes(), _quiet) as pool:
             for future in [pool.submit(_traced, its) for its in self._seeds()]:
-                self._learn(*future.result())
-            self._left = [(self._least.of(its).seconds, number) for number, its in enumerate(self._all)]
+                self._add(*future.result())
+            self._left = [(self._bounds.of(its).seconds, number) for number, its in enumerate(self._all)]
             heapq.heapify(self._left)
             self._look(pool, cores)
             if not self._guesses and self._slack is not None:
-                self._learn(*_traced(self._slack[1]))
+                self._add(*_traced(self._slack[1]))
                 self._guess(self._slack[1])
             rows = self._confirm(pool)
         front = [all(row.peak_bytes < faster.peak_bytes for faster in rows[:place]) for place, row in enumerate(rows)]
-        return Found(
+        return SearchResult(
             rows,
             front,
             min(self._guesses, key=lambda guess: guess.peak_bytes, default=None),
@@ -147,11 +147,11 @@ class Search:
         add([its for its in self._all if its.parallelism.pp == 1 and its.parallelism.dp_shard > 1])
         return list(seeds.values())
 
-    def _learn(self, experiment: Experiment, parts: Parts) -> None:
+    def _add(self, experiment: Experiment, parts: Parts) -> None:
         self._traced[_key(experiment)] = experiment, parts
         profile = profile_of(experiment, parts)
         if profile is not None:
-            self._least.learn(profile)
+            self._bounds.add(profile)
         self._tell(f"{len(self._traced)} profiles traced, {len(self._guesses)} layouts looked at")
 
     def _look(self, pool: ProcessPoolExecutor, cores: int) -> None:
@@ -177,13 +177,13 @@ class Search:
                     waiting[key] = [its]
                     running.add(pool.submit(_traced, its))
             for its in later:
-                heapq.heappush(self._left, (self._least.of(its).seconds, self._numbers[id(its)]))
+                heapq.heappush(self._left, (self._bounds.of(its).seconds, self._numbers[id(its)]))
             if not running:
                 return
             done, running = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
                 experiment, parts = future.result()
-                self._learn(experiment, parts)
+                self._add(experiment, parts)
                 for its in waiting.pop(_key(experiment)):
                     self._guess(its)
 
@@ -200,7 +200,7 @@ class Search:
             if not self._bounded:
                 return its
             # More may be known by now, and then other layouts have better bounds.
-            least = self._least.of(its)
+            least = self._bounds.of(its)
             if least.bytes <= self._room and least.seconds > before * (1 + 1e-9):
                 heapq.heappush(self._left, (least.seconds, number))
                 continue
@@ -220,7 +220,7 @@ class Search:
         distance, key = min(near, key=lambda its: its[0], default=(math.inf, None))
         if key is None or distance == math.inf:
             return 0.0
-        return least_peak(experiment, *self._traced[key])
+        return peak_lower_bound(experiment, *self._traced[key])
 
     def _worst(self) -> float:
         """Seconds of the last row as it is now."""
@@ -228,16 +228,16 @@ class Search:
         return fits[self._limit - 1] if len(fits) >= self._limit else math.inf
 
     def _guess(self, experiment: Experiment) -> None:
-        self._guesses.append(plan_layout(experiment, *self._traced[_key(experiment)], self._device))
+        self._guesses.append(layout_cost(experiment, *self._traced[_key(experiment)], self._device))
 
-    def _confirm(self, pool: ProcessPoolExecutor) -> list[LayoutPlan]:
+    def _confirm(self, pool: ProcessPoolExecutor) -> list[LayoutCost]:
         """Of the fastest, the layouts that fit when they are put together from traces of their own degrees."""
-        rows = list[LayoutPlan]()
+        rows = list[LayoutCost]()
         guesses = sorted(self._guesses, key=lambda guess: guess.step_seconds)
         guesses = [guess for guess in guesses if guess.peak_bytes <= self._room]
         while guesses and len(rows) < self._limit:
             wave, guesses = guesses[: self._limit - len(rows)], guesses[self._limit - len(rows) :]
-            by_profile: dict[Key, list[LayoutPlan]] = {}
+            by_profile: dict[Key, list[LayoutCost]] = {}
             for its in wave:
                 sampled = _shards(self._traced[_key(its.experiment)][0])
                 if _shards(its.experiment) != sampled:
@@ -343,9 +343,9 @@ def _shards(experiment: Experiment) -> tuple[int, int]:
     return experiment.parallelism.dp_replicate, experiment.parallelism.dp_shard
 
 
-def _exactly(given: tuple[list[LayoutPlan], Device]) -> list[LayoutPlan]:
+def _exactly(given: tuple[list[LayoutCost], Device]) -> list[LayoutCost]:
     """Layouts of one profile anew, from a trace with their own number of shards."""
     plans, device = given
     sampled = plans[0].experiment
     _, parts = _traced(sampled)
-    return [plan_layout(its.experiment, sampled, parts, device) for its in plans]
+    return [layout_cost(its.experiment, sampled, parts, device) for its in plans]

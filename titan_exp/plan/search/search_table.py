@@ -11,17 +11,17 @@ from rich.table import Table
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import gradient_accumulation, world_size
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.plan_table import print_whole
-from titan_exp.plan.search.layout_cost import LayoutPlan
-from titan_exp.plan.search.layouts import Candidates, command_line
-from titan_exp.plan.search.search import HEADROOM, Found
+from titan_exp.plan.plan_table import print_unwrapped
+from titan_exp.plan.search.layout_cost import LayoutCost
+from titan_exp.plan.search.layouts import SearchSpace, command_line
+from titan_exp.plan.search.search import HEADROOM, SearchResult
 
 GIB = 2**30
 
 
 def print_search(
-    found: Found,
-    tried: Candidates,
+    found: SearchResult,
+    tried: SearchSpace,
     device: Device,
     *,
     typed: Sequence[str],
@@ -45,7 +45,7 @@ def print_search(
         f"{training.seq_len} tokens a step",
         highlight=False,
     )
-    print_whole(console, _table(found, tokens))
+    print_unwrapped(console, _table(found, tokens))
     for line in _left_out(found, tried):
         console.print(line, highlight=False, soft_wrap=True)
     console.print("\nTo launch them:", highlight=False)
@@ -59,7 +59,7 @@ def print_search(
 
 
 def search_json(
-    found: Found, tried: Candidates, typed: Sequence[str], more: Mapping[str, Any], tokens: int | None
+    found: SearchResult, tried: SearchSpace, typed: Sequence[str], more: Mapping[str, Any], tokens: int | None
 ) -> dict[str, Any]:
     """A search for programs: bytes, seconds."""
     return {
@@ -91,12 +91,12 @@ def search_json(
     }
 
 
-def gpu_hours(row: LayoutPlan, tokens: int) -> float:
+def gpu_hours(row: LayoutCost, tokens: int) -> float:
     """Of a run of so many tokens."""
     return tokens / row.tokens_per_second / 3600
 
 
-def days(row: LayoutPlan, tokens: int) -> float:
+def days(row: LayoutCost, tokens: int) -> float:
     """Of a run of so many tokens."""
     return gpu_hours(row, tokens) / world_size(row.experiment) / 24
 
@@ -106,7 +106,7 @@ def steps_for(experiment: Experiment, tokens: int) -> int:
     return math.ceil(tokens / (experiment.training.global_batch_size * experiment.training.seq_len))
 
 
-def _table(found: Found, tokens: int | None) -> Table:
+def _table(found: SearchResult, tokens: int | None) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     columns = ["", "tokens/s/GPU", "GiB", "", "replicate", "shard", "tp", "cp", "pp", "schedule", "micro", "recompute"]
     for name in [*columns, "bubble", *(["GPU-hours", "days"] if tokens else [])]:
@@ -126,7 +126,7 @@ def _table(found: Found, tokens: int | None) -> Table:
     return table
 
 
-def _left_out(found: Found, tried: Candidates) -> list[str]:
+def _left_out(found: SearchResult, tried: SearchSpace) -> list[str]:
     broken = sum(count for count, _ in tried.left_out)
     return [
         "* no faster layout takes less memory. Times are estimates; GiB are of tensors, and fit within "

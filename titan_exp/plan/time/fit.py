@@ -16,13 +16,13 @@ from titan_exp.plan.plan_json import Prediction
 if TYPE_CHECKING:
     import numpy as np
 
-LEAST = 4
+MIN_RUNS = 4
 """Runs that differ in what they take, for that many constants."""
-PULL = 0.02
+PRIOR_WEIGHT = 0.02
 """Weight of a constant's distance from what it was, in log or in tens of microseconds, against a run's error in log."""
-LOWEST, HIGHEST = 0.02, 2.0
+MIN_SHARE, MAX_SHARE = 0.02, 2.0
 """Between which shares are looked for; above 1 where a rate was measured on a busier machine."""
-SLOWEST_US = 1000.0
+MAX_OPERATOR_US = 1000.0
 """Microseconds below which the time of an operator is looked for."""
 
 Item = TypeVar("Item")
@@ -66,9 +66,9 @@ def fit(observations: Sequence[Observation]) -> Fit:
     """Fit a device's constants.
 
     Args:
-        observations: runs of one device, at least `LEAST` that differ in what was predicted of them.
+        observations: runs of one device, at least `MIN_RUNS` that differ in what was predicted of them.
     """
-    assert len(observations) >= LEAST, "the caller refuses fewer, in words"
+    assert len(observations) >= MIN_RUNS, "the caller refuses fewer, in words"
     first = observations[0].device
     found = _fitted(observations, first)
     unseen = [
@@ -107,15 +107,15 @@ def _fitted(observations: Sequence[Observation], device: Device) -> Constants:
     from scipy.optimize import least_squares
 
     shares = [device.matmul_share, device.bandwidth_share, device.link_share]
-    start = np.array([*np.log(np.clip(shares, LOWEST, HIGHEST)), min(device.operator_us, SLOWEST_US) / 10])
+    start = np.array([*np.log(np.clip(shares, MIN_SHARE, MAX_SHARE)), min(device.operator_us, MAX_OPERATOR_US) / 10])
 
     def misses(point: "np.ndarray") -> "np.ndarray":
         constants = _constants(point)
         missed = [np.log(step_seconds(one, constants) / one.step_seconds) for one in observations]
-        return np.array([*missed, *(PULL * (point - start))])
+        return np.array([*missed, *(PRIOR_WEIGHT * (point - start))])
 
-    low, high = np.log(LOWEST), np.log(HIGHEST)
-    bounds = ([low] * 3 + [0.0], [high] * 3 + [SLOWEST_US / 10])
+    low, high = np.log(MIN_SHARE), np.log(MAX_SHARE)
+    bounds = ([low] * 3 + [0.0], [high] * 3 + [MAX_OPERATOR_US / 10])
     inside = np.clip(start, np.array(bounds[0]) + 1e-6, np.array(bounds[1]) - 1e-6)
     return _constants(least_squares(misses, inside, bounds=bounds, loss="soft_l1", f_scale=0.1).x)
 

@@ -45,7 +45,7 @@ class PretendedRank:
     @property
     def standing(self) -> list[torch.Tensor]:
         """What is there before the first step: batches, where every stage cuts its part out of a sequence."""
-        if self.parts.mesh.stages is None or self.experiment.parallelism.cp == 1:
+        if self.parts.mesh.pp_group is None or self.experiment.parallelism.cp == 1:
             return []
         values = [getattr(batch, field.name) for batch in self.batches for field in fields(batch)]
         return [value for value in values if value is not None]
@@ -57,7 +57,7 @@ class PretendedRank:
     def shortest_step(self) -> None:
         """One of as few micro-batches as the model takes, which leaves the optimizer with the same state."""
         model = self.parts.model
-        self._step(self.batches[: model.together if self.parts.mesh.stages is not None else 1])
+        self._step(self.batches[: model.eval_microbatches if self.parts.mesh.pp_group is not None else 1])
 
     def _step(self, batches: list[Batch]) -> None:
         train_step(

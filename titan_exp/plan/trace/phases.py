@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan_exp.parallel.fsdp.apply import numbered_blocks
+from titan_exp.models.blocks.block_list import iter_numbered_blocks
 from titan_exp.plan.trace.memory_ledger import Ledger
 
 
@@ -56,7 +56,7 @@ def phases_told(ledger: Ledger, parts: Sequence[nn.Module], optimizer: torch.opt
 
 
 def _on_part(ledger: Ledger, part: nn.Module) -> list[Any]:
-    blocks = list(numbered_blocks(part))
+    blocks = list(iter_numbered_blocks(part))
     head = getattr(part, "head", None)
     ends = "head and loss" if head is not None else "the stage's ends"
 

@@ -6,11 +6,11 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.plan.predict import Plan
 from titan_exp.plan.trace.fake_world import PretendedRank
 from titan_exp.plan.visualize.plan_page import to_html
-from titan_exp.plan.visualize.shards import Holding, look_at
+from titan_exp.plan.visualize.shards import RankShards, read_shards
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
 
 
-class Picture:
+class Visualization:
     """A page that will be written.
 
     Args:
@@ -22,7 +22,7 @@ class Picture:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
-        self._holdings: dict[int, Holding] = {}
+        self._holdings: dict[int, RankShards] = {}
         if self.path.is_dir():
             raise UserError(f"--html {path}: this is a folder. Name a file, as in --html {self.path / 'plan.html'}")
         try:
@@ -30,9 +30,9 @@ class Picture:
         except OSError as error:
             raise self._unwritten(error) from error
 
-    def look(self, pipeline_rank: int, rank: PretendedRank) -> None:
+    def add_rank(self, pipeline_rank: int, rank: PretendedRank) -> None:
         """See what a pretended rank holds."""
-        self._holdings[pipeline_rank] = look_at(rank)
+        self._holdings[pipeline_rank] = read_shards(rank)
 
     def write(self, plan: Plan) -> None:
         """Write the page, whole or not at all.

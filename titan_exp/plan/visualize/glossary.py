@@ -109,11 +109,11 @@ def facts(plan: Plan) -> Iterator[Fact]:
     yield Fact("checkpoint", size(plan.checkpoint_bytes), "weights and the optimizer's state")
 
 
-def layout_in_words(plan: Plan) -> Iterator[str]:
+def layout_sentences(plan: Plan) -> Iterator[str]:
     """The layout told from the outside in, for somebody who has never seen one."""
     experiment = plan.experiment
     parallelism, training = experiment.parallelism, experiment.training
-    nodes, processes = nodes_needed(experiment), _count(world_size(experiment), device_word(experiment))
+    nodes, processes = nodes_needed(experiment), _count(world_size(experiment), device_noun(experiment))
     yield f"{experiment.model.name} trains on {processes} in {_count(nodes, 'node')}."
     if parallelism.pp > 1:
         yield _stages(plan)
@@ -137,7 +137,7 @@ def layout_in_words(plan: Plan) -> Iterator[str]:
     yield _batch(plan)
 
 
-def device_word(experiment: Experiment) -> str:
+def device_noun(experiment: Experiment) -> str:
     """What a rank computes on, or is."""
     return "GPU" if device_type(experiment.cluster) == "cuda" else "process"
 

@@ -19,9 +19,9 @@ from titan_exp.config.layout.pipeline_stages import stage_layers
 from titan_exp.parallel.context_parallel.load_balance import SequenceShard, ShardedSequence
 from titan_exp.plan.predict import Plan, RankPlan
 from titan_exp.plan.trace.memory_ledger import CATEGORIES, Moment
-from titan_exp.plan.visualize.glossary import device_word
-from titan_exp.plan.visualize.schedule_data import drawn_passes
-from titan_exp.plan.visualize.shards import Holding
+from titan_exp.plan.visualize.glossary import device_noun
+from titan_exp.plan.visualize.schedule_data import schedule_data
+from titan_exp.plan.visualize.shards import RankShards
 
 POINTS = 8000
 """Moments of memory on the page, of all pipeline ranks together."""
@@ -29,29 +29,29 @@ FEWEST_POINTS = 100
 """Of one rank, however many there are."""
 
 
-def drawn_numbers(plan: Plan, holdings: Mapping[int, Holding]) -> dict[str, Any]:
+def page_data(plan: Plan, shards_by_rank: Mapping[int, RankShards]) -> dict[str, Any]:
     """What is drawn of a plan.
 
     Args:
         plan: of the run.
         holdings: what was seen of the pipeline ranks that were looked at, by their numbers.
     """
-    experiment, holding = plan.experiment, next(iter(holdings.values()))
+    experiment, shards = plan.experiment, next(iter(shards_by_rank.values()))
     moments = max(FEWEST_POINTS, POINTS // len(plan.ranks))
     return {
         "mesh": {
-            "axes": holding.axes,
-            "sharding": holding.sharding,
+            "axes": shards.axes,
+            "sharding": shards.sharding,
             "node": node_size(experiment.cluster, world_size(experiment)),
-            "device": device_word(experiment),
+            "device": device_noun(experiment),
         },
         "stages": [_ranges(layers) for layers in stage_layers(experiment)],
         "layers": experiment.model.layers,
         "batch": _batch(experiment),
-        "passes": drawn_passes(plan),
+        "passes": schedule_data(plan),
         "categories": CATEGORIES,
         "room": None if plan.device is None else plan.device.memory_gb * 1e9,
-        "ranks": {rank.pipeline_rank: _rank(rank, holdings[rank.pipeline_rank], moments) for rank in plan.ranks},
+        "ranks": {rank.pipeline_rank: _rank(rank, shards_by_rank[rank.pipeline_rank], moments) for rank in plan.ranks},
         "step": plan.step_seconds,
         "bubble": plan.bubble,
     }
@@ -65,8 +65,8 @@ def token_ranges(experiment: Experiment) -> list[list[tuple[int, int]]]:
     return [
         _pieces(
             ShardedSequence(
-                SequenceShard(across, rank // within, head_and_tail=True),
-                SequenceShard(within, rank % within, head_and_tail=False),
+                SequenceShard(across, rank // within, zigzag=True),
+                SequenceShard(within, rank % within, zigzag=False),
             )
             .take(whole)[0]
             .tolist()
@@ -87,10 +87,10 @@ def _batch(experiment: Experiment) -> dict[str, Any]:
     }
 
 
-def _rank(rank: RankPlan, holding: Holding, moments: int) -> dict[str, Any]:
+def _rank(rank: RankPlan, shards: RankShards, moments: int) -> dict[str, Any]:
     trace = rank.trace
     return {
-        "weights": [asdict(weight) | {"layers": _ranges(weight.layers)} for weight in holding.weights],
+        "weights": [asdict(weight) | {"layers": _ranges(weight.layers)} for weight in shards.weights],
         "messages": [
             {"axis": axis, "kind": kind, "bytes": size, "calls": trace.work.calls[axis, kind]}
             for (axis, kind), size in sorted(trace.work.messages.items(), key=lambda item: -item[1])

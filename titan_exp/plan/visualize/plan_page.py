@@ -8,16 +8,25 @@ from collections.abc import Mapping
 
 from titan_exp.config.layout.layout import world_size
 from titan_exp.plan.predict import Plan
-from titan_exp.plan.visualize.glossary import AXES, CATEGORIES, COSTS, KINDS, TERMS, device_word, facts, layout_in_words
-from titan_exp.plan.visualize.page_data import drawn_numbers
-from titan_exp.plan.visualize.shards import Holding
+from titan_exp.plan.visualize.glossary import (
+    AXES,
+    CATEGORIES,
+    COSTS,
+    KINDS,
+    TERMS,
+    device_noun,
+    facts,
+    layout_sentences,
+)
+from titan_exp.plan.visualize.page_data import page_data
+from titan_exp.plan.visualize.shards import RankShards
 from titan_exp.tracking.html import page
 
 SCRIPTS = ("numbers.js", "layout.js", "ranks.js", "rank.js", "pipeline.js", "memory.js", "time.js", "start.js")
 """Of the folder `page`, in the order in which they stand in the page."""
 
 
-def to_html(plan: Plan, holdings: Mapping[int, Holding]) -> str:
+def to_html(plan: Plan, shards_by_rank: Mapping[int, RankShards]) -> str:
     """The page's text.
 
     Args:
@@ -29,13 +38,13 @@ def to_html(plan: Plan, holdings: Mapping[int, Holding]) -> str:
     return page(
         "titan_exp.plan.visualize",
         SCRIPTS,
-        drawn_numbers(plan, holdings) | {"words": words},
+        page_data(plan, shards_by_rank) | {"words": words},
         plan=plan,
         processes=world_size(plan.experiment),
-        device=device_word(plan.experiment),
+        device=device_noun(plan.experiment),
         degrees=degrees,
         facts=list(facts(plan)),
-        sentences=list(layout_in_words(plan)),
+        sentences=list(layout_sentences(plan)),
         axes=dict(sorted(AXES.items(), key=lambda entry: degrees[entry[0]] == 1)),
         terms=TERMS,
     )

@@ -6,7 +6,7 @@ from typing import Any
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import gradient_accumulation, pipeline_microbatches
-from titan_exp.config.layout.pipeline_schedules import Action, Orders
+from titan_exp.config.layout.pipeline_schedules import Action, Schedule
 from titan_exp.config.layout.pipeline_stages import stage_placement
 from titan_exp.config.layout.schedule_timeline import COST, timeline
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
@@ -17,10 +17,10 @@ SMALLEST_GAP = 1e-6
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """One pass of a step's micro-batches."""
 
-    orders: Orders
+    orders: Schedule
     """Actions of each pipeline rank."""
     placement: list[int]
     """The pipeline rank of each stage."""
@@ -28,17 +28,17 @@ class Schedule:
     """How many such passes a step has, one after the other."""
 
 
-def schedule_of(experiment: Experiment) -> Schedule:
+def schedule_of(experiment: Experiment) -> PipelineSchedule:
     """What the ranks of a pipeline do, or one that has none; the layout must be resolved."""
     parallelism, micro_batches = experiment.parallelism, gradient_accumulation(experiment)
     if parallelism.pp == 1:
-        return Schedule([[Action(0, kind, number) for number in range(micro_batches) for kind in "FB"]], [0], 1)
+        return PipelineSchedule([[Action(0, kind, number) for number in range(micro_batches) for kind in "FB"]], [0], 1)
     placement, together = stage_placement(experiment), pipeline_microbatches(experiment)
     orders = build_schedule(parallelism.pp_schedule, parallelism.pp, len(placement), together)
-    return Schedule(orders, placement, micro_batches // together)
+    return PipelineSchedule(orders, placement, micro_batches // together)
 
 
-def drawn_passes(plan: Plan) -> dict[str, Any]:
+def schedule_data(plan: Plan) -> dict[str, Any]:
     """What the page draws: each rank's actions and idle times as words, in the ways that times are known."""
     schedule = schedule_of(plan.experiment)
     totals = {rank.pipeline_rank: rank.time.total for rank in plan.ranks if rank.time is not None}
@@ -61,7 +61,7 @@ def drawn_passes(plan: Plan) -> dict[str, Any]:
     }
 
 
-def words_of(order: Sequence[Action], end: dict[Action, float], stage_costs: Sequence[float]) -> str:
+def schedule_text(order: Sequence[Action], end: dict[Action, float], stage_costs: Sequence[float]) -> str:
     """A rank's actions, as in `2F0`, with idle times between, as in `~1.5`."""
     words, now = [], 0.0
     for action in order:
@@ -74,12 +74,12 @@ def words_of(order: Sequence[Action], end: dict[Action, float], stage_costs: Seq
     return " ".join(words)
 
 
-def _way(name: str, schedule: Schedule, costs: list[float]) -> dict[str, Any]:
+def _way(name: str, schedule: PipelineSchedule, costs: list[float]) -> dict[str, Any]:
     line = timeline(schedule.orders, costs)
-    rows = [words_of(order, line.end, costs) for order in schedule.orders]
+    rows = [schedule_text(order, line.end, costs) for order in schedule.orders]
     return {"name": name, "costs": costs, "end": max(line.end.values()), "bubble": line.bubble, "rows": rows}
 
 
-def _forward_seconds(schedule: Schedule, rank: int, total: float) -> float:
+def _forward_seconds(schedule: PipelineSchedule, rank: int, total: float) -> float:
     """What a forward pass of one stage takes where a rank's whole step takes `total`, its stages being alike."""
     return total / schedule.passes / sum(COST[action.kind] for action in schedule.orders[rank])

@@ -7,12 +7,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from titan_exp.parallel.fsdp.apply import numbered_blocks
+from titan_exp.models.blocks.block_list import iter_numbered_blocks
 from titan_exp.plan.trace.fake_world import PretendedRank
 
 
 @dataclass(frozen=True)
-class Weight:
+class ShardedWeight:
     """A weight of one stage, with its likes in the stage's other blocks."""
 
     stage: int
@@ -31,47 +31,47 @@ class Weight:
 
 
 @dataclass(frozen=True)
-class Holding:
+class RankShards:
     """What was seen of a rank."""
 
     axes: dict[str, int]
     """Axes of the mesh and their degrees, from the slowest to the fastest in the order of ranks."""
     sharding: dict[str, tuple[str, ...]]
     """For every axis that weights are cut along, those of `axes` that it is made of, the slowest first."""
-    weights: tuple[Weight, ...]
+    weights: tuple[ShardedWeight, ...]
     """Of this rank's stages."""
 
 
-def look_at(rank: PretendedRank) -> Holding:
+def read_shards(rank: PretendedRank) -> RankShards:
     """See what a pretended rank holds, before or after its step."""
     mesh, pipeline = rank.parts.mesh, rank.parts.built.pipeline
     names, shape = mesh.world.mesh_dim_names or (), mesh.world.shape
     stages = [(0, rank.parts.built.module)] if pipeline is None else [(it.number, it.module) for it in pipeline.stages]
     folded = {"fsdp": ("dp_shard", "cp_across", "cp_within")}
-    return Holding(
+    return RankShards(
         dict(zip(names, shape, strict=True)),
         {axis: folded.get(axis, (axis,)) for axis in mesh.sharding.mesh_dim_names or ()},
         tuple(weight for number, module in stages for weight in _weights(number, module)),
     )
 
 
-def _weights(stage: int, module: nn.Module) -> Iterator[Weight]:
+def _weights(stage: int, module: nn.Module) -> Iterator[ShardedWeight]:
     """A stage's weights, like ones of its blocks once."""
     in_blocks = {
         id(weight): (number, name)
-        for number, block in numbered_blocks(module)
+        for number, block in iter_numbered_blocks(module)
         for name, weight in block.named_parameters()
     }
     layers: dict[tuple[str, tuple[int, ...], int, tuple[tuple[str, int], ...]], list[int]] = {}
     for full_name, weight in module.named_parameters():
         number, name = in_blocks.get(id(weight), (None, full_name))
-        like = (_plain(name), tuple(weight.shape), weight.element_size(), cuts_of(weight))
+        like = (_plain(name), tuple(weight.shape), weight.element_size(), sharded_dims(weight))
         layers.setdefault(like, []).extend([] if number is None else [number])
     for (name, shape, itemsize, cuts), numbers in layers.items():
-        yield Weight(stage, name, tuple(numbers), shape, itemsize, cuts)
+        yield ShardedWeight(stage, name, tuple(numbers), shape, itemsize, cuts)
 
 
-def cuts_of(weight: Tensor) -> tuple[tuple[str, int], ...]:
+def sharded_dims(weight: Tensor) -> tuple[tuple[str, int], ...]:
     """Mesh axes of more than one rank that divide a weight, and the dim that each divides, in the order of cutting."""
     if not isinstance(weight, DTensor):
         return ()

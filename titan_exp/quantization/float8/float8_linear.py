@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_exp.ops.float8.cast import cast_both_ways, largest_both_ways
+from titan_exp.ops.float8.cast import dual_amax, dual_cast
 from titan_exp.ops.needs_input_grad import needs_input_grad
 from titan_exp.quantization.float8.float8_tensor import E4M3, E5M2, AmaxReduce, cast, multiply, scale_of, scale_of_amax
 from titan_exp.quantization.torchao import Float8TrainingTensor
@@ -28,11 +28,11 @@ class Float8:
     """Scales are powers of two."""
     emulated: bool
     """Multiply in fp32."""
-    inputs_divided: AmaxReduce | None = None
+    input_amax_reduce: AmaxReduce | None = None
     """Set where tensor-parallel ranks have different inputs."""
-    outputs_divided: AmaxReduce | None = None
+    output_amax_reduce: AmaxReduce | None = None
     """Set where they have different outputs."""
-    both_ways: bool = False
+    dual_cast: bool = False
     """Cast what is used as it is and transposed in one pass, by a kernel of ours; the same numbers."""
 
     @property
@@ -41,14 +41,14 @@ class Float8:
         return E4M3 if self.rowwise else E5M2
 
     def quantize(
-        self, tensor: Tensor, dtype: torch.dtype, over: int | None, greatest: AmaxReduce | None
+        self, tensor: Tensor, dtype: torch.dtype, over: int | None, amax_reduce: AmaxReduce | None
     ) -> tuple[Tensor, Tensor]:
         """A matrix in float8, and its scales (see `scale_of`)."""
-        scale = scale_of(tensor, dtype, over=over, power_of_two=self.power_of_two, greatest=greatest)
+        scale = scale_of(tensor, dtype, over=over, power_of_two=self.power_of_two, amax_reduce=amax_reduce)
         return cast(tensor, scale, dtype), scale
 
-    def quantize_both_ways(
-        self, tensor: Tensor, dtype: torch.dtype, greatest: AmaxReduce | None
+    def quantize_dual(
+        self, tensor: Tensor, dtype: torch.dtype, amax_reduce: AmaxReduce | None
     ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
         """A matrix in float8 with the scales of its rows, and with those of its columns, whose memory is transposed;
         with a scale for the whole both are the same numbers.
@@ -59,15 +59,17 @@ class Float8:
             greatest: where other ranks have other channels of the same tokens.
         """
         tensor = tensor.contiguous()
-        of_rows, of_columns = largest_both_ways(tensor)
+        of_rows, of_columns = dual_amax(tensor)
         amax = of_rows if self.rowwise else of_rows.amax()
-        scales = scale_of_amax(amax if greatest is None else greatest(amax), dtype, power_of_two=self.power_of_two)
+        scales = scale_of_amax(
+            amax if amax_reduce is None else amax_reduce(amax), dtype, power_of_two=self.power_of_two
+        )
         columns = scale_of_amax(of_columns, dtype, power_of_two=self.power_of_two) if self.rowwise else scales
-        rows, transposed = cast_both_ways(tensor, scales, columns, dtype)
+        rows, transposed = dual_cast(tensor, scales, columns, dtype)
         return (rows, scales), (transposed.t(), columns)
 
 
-def float8_product(x: Tensor, weight: Tensor, scale: Tensor | None, recipe: Float8) -> Tensor:
+def float8_linear(x: Tensor, weight: Tensor, scale: Tensor | None, recipe: Float8) -> Tensor:
     """x · weightᵀ, [..., inputs] and [outputs, inputs].
 
     Args:
@@ -76,10 +78,10 @@ def float8_product(x: Tensor, weight: Tensor, scale: Tensor | None, recipe: Floa
         scale: the whole weight's, where it is known.
         recipe: how.
     """
-    return _Float8Product.apply(x, weight, scale, recipe)  # type: ignore[return-value]  # a Tensor
+    return _Float8Linear.apply(x, weight, scale, recipe)  # type: ignore[return-value]  # a Tensor
 
 
-class _Float8Product(torch.autograd.Function):
+class _Float8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None, recipe: Float8) -> Tensor:
         ctx.recipe = recipe
@@ -87,13 +89,13 @@ class _Float8Product(torch.autograd.Function):
         over = -1 if recipe.rowwise else None
         # A matrix that one scale holds for is divided by tensor parallelism if the dim that is contracted is.
         kept: tuple[Tensor, ...] = (x,)
-        if recipe.both_ways:
-            (left, left_scale), kept = recipe.quantize_both_ways(rows, E4M3, recipe.inputs_divided)
+        if recipe.dual_cast:
+            (left, left_scale), kept = recipe.quantize_dual(rows, E4M3, recipe.input_amax_reduce)
         else:
-            left, left_scale = recipe.quantize(rows, E4M3, over, recipe.inputs_divided)
+            left, left_scale = recipe.quantize(rows, E4M3, over, recipe.input_amax_reduce)
             kept = kept if recipe.rowwise else (left, left_scale)
         if recipe.rowwise:
-            right, right_scale = recipe.quantize(weight, E4M3, -1, recipe.inputs_divided)
+            right, right_scale = recipe.quantize(weight, E4M3, -1, recipe.input_amax_reduce)
         else:
             right, right_scale = _whole(weight, scale, recipe)
         ctx.save_for_backward(weight, scale, *kept)
@@ -108,10 +110,10 @@ class _Float8Product(torch.autograd.Function):
         by_rows = by_columns = None
         of_x = of_weight = None
         wants_x, wants_weight = needs_input_grad(ctx)
-        if recipe.both_ways and wants_x and wants_weight:
-            by_rows, by_columns = recipe.quantize_both_ways(gradient, recipe.gradient_type, recipe.outputs_divided)
+        if recipe.dual_cast and wants_x and wants_weight:
+            by_rows, by_columns = recipe.quantize_dual(gradient, recipe.gradient_type, recipe.output_amax_reduce)
         elif not recipe.rowwise:
-            by_rows = by_columns = recipe.quantize(gradient, recipe.gradient_type, None, recipe.outputs_divided)
+            by_rows = by_columns = recipe.quantize(gradient, recipe.gradient_type, None, recipe.output_amax_reduce)
         if wants_x:
             of_x = _gradient_of_input(gradient, by_rows, weight, scale, recipe)
             of_x = of_x.unflatten(0, gradients[0].shape[:-1]) if gradients[0].dim() != 2 else of_x
@@ -123,9 +125,9 @@ class _Float8Product(torch.autograd.Function):
 def _gradient_of_input(
     gradient: Tensor, by_rows: tuple[Tensor, Tensor] | None, weight: Tensor, scale: Tensor | None, recipe: Float8
 ) -> Tensor:
-    left, left_scale = by_rows or recipe.quantize(gradient, recipe.gradient_type, -1, recipe.outputs_divided)
+    left, left_scale = by_rows or recipe.quantize(gradient, recipe.gradient_type, -1, recipe.output_amax_reduce)
     if recipe.rowwise and not recipe.high_precision_weight_gradient:
-        right, right_scale = recipe.quantize(weight, E4M3, 0, recipe.outputs_divided)
+        right, right_scale = recipe.quantize(weight, E4M3, 0, recipe.output_amax_reduce)
     else:
         right, right_scale = _whole(weight, scale, recipe)
     return multiply(left, left_scale, right, right_scale, gradient.dtype, emulated=recipe.emulated)
@@ -148,4 +150,4 @@ def _whole(weight: Tensor, scale: Tensor | None, recipe: Float8) -> tuple[Tensor
         return weight._data, weight._scale
     if scale is not None:
         return cast(weight, scale, E4M3), scale
-    return recipe.quantize(weight, E4M3, None, recipe.inputs_divided or recipe.outputs_divided)
+    return recipe.quantize(weight, E4M3, None, recipe.input_amax_reduce or recipe.output_amax_reduce)

@@ -18,7 +18,7 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def scale_of(
-    tensor: Tensor, dtype: torch.dtype, *, over: int | None, power_of_two: bool, greatest: AmaxReduce | None = None
+    tensor: Tensor, dtype: torch.dtype, *, over: int | None, power_of_two: bool, amax_reduce: AmaxReduce | None = None
 ) -> Tensor:
     """Scales that bring the largest absolute values of a matrix to that of a type, fp32.
 
@@ -30,7 +30,7 @@ def scale_of(
         greatest: where other ranks have other numbers that share these scales.
     """
     amax = tensor.abs().amax() if over is None else tensor.abs().amax(over, keepdim=True)
-    return scale_of_amax(amax if greatest is None else greatest(amax), dtype, power_of_two=power_of_two)
+    return scale_of_amax(amax if amax_reduce is None else amax_reduce(amax), dtype, power_of_two=power_of_two)
 
 
 def scale_of_amax(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool) -> Tensor:

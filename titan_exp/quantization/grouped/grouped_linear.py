@@ -25,7 +25,7 @@ from titan_exp.quantization.grouped.grouped_recipes import (
 from titan_exp.quantization.mx.nvfp4_linear import NVFP4
 
 
-class EmulatedGroupedProduct(GroupedLinearImpl):
+class EmulatedGroupedLinear(GroupedLinearImpl):
     """A recipe, rounded as it says, multiplied in high precision.
 
     Args:
@@ -45,7 +45,7 @@ class EmulatedGroupedProduct(GroupedLinearImpl):
         return str(self.recipe)
 
 
-class InstructedGroupedProduct(GroupedLinearImpl):
+class NativeGroupedLinear(GroupedLinearImpl):
     """`float8_rowwise` or `mxfp8` by torchao's kernels.
 
     Args:
@@ -68,22 +68,22 @@ class InstructedGroupedProduct(GroupedLinearImpl):
         return self.recipe
 
 
-def grouped_product_of(config: QuantizationConfig, *, emulated: bool) -> GroupedLinearImpl:
+def grouped_linear_impl_for(config: QuantizationConfig, *, emulated: bool) -> GroupedLinearImpl:
     """The product of experts that a recipe makes."""
     if not emulated:
-        return InstructedGroupedProduct(config.recipe)
+        return NativeGroupedLinear(config.recipe)
     if config.recipe == "mxfp8":
-        return EmulatedGroupedProduct(GroupedMX())
+        return EmulatedGroupedLinear(GroupedMX())
     if config.recipe == "nvfp4":
         four = NVFP4(power_of_two=config.power_of_two_scales, stochastic=config.stochastic_rounding)
-        return EmulatedGroupedProduct(GroupedNVFP4(four))
+        return EmulatedGroupedLinear(GroupedNVFP4(four))
     eight = Float8(
         rowwise=config.recipe != "float8_tensorwise",
         high_precision_weight_gradient=config.recipe == "float8_rowwise_gw_hp",
         power_of_two=config.power_of_two_scales,
         emulated=True,
     )
-    return EmulatedGroupedProduct(GroupedFloat8(eight))
+    return EmulatedGroupedLinear(GroupedFloat8(eight))
 
 
 class _Emulated(torch.autograd.Function):

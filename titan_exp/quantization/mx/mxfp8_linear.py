@@ -23,7 +23,7 @@ BLOCK = 32
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
-def mx_product(x: Tensor, weight: Tensor, *, emulated: bool) -> Tensor:
+def mxfp8_linear(x: Tensor, weight: Tensor, *, emulated: bool) -> Tensor:
     """x · weightᵀ, [..., inputs] and [outputs, inputs]; all three products of forward and backward are quantized.
 
     Args:
@@ -31,10 +31,10 @@ def mx_product(x: Tensor, weight: Tensor, *, emulated: bool) -> Tensor:
         weight: high precision.
         emulated: multiply the rounded numbers in high precision.
     """
-    return _MXProduct.apply(x, weight, emulated)  # type: ignore[return-value]  # a Tensor
+    return _MXLinear.apply(x, weight, emulated)  # type: ignore[return-value]  # a Tensor
 
 
-class _MXProduct(torch.autograd.Function):
+class _MXLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, emulated: bool) -> Tensor:
         ctx.save_for_backward(x, weight)

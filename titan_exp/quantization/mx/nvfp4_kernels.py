@@ -1,4 +1,4 @@
-"""NVFP4 training on Blackwell: the products of `nvfp4_product` by torchao's kernels and torch's scaled matmul.
+"""NVFP4 training on Blackwell: the products of `nvfp4_linear` by torchao's kernels and torch's scaled matmul.
 
 They want dims and tokens in multiples of 128, and bf16. Under scales that are powers of two they round as the emulation
 does, to the bit; under others, torchao's kernels divide in another order, and may differ in a scale's last bit.
@@ -28,8 +28,8 @@ Operand = tuple[Tensor, Tensor, Tensor]
 """Packed e2m1 [rows, columns / 2], the blocks' scales as the matmul wants them, and the tensor's scale."""
 
 
-def nvfp4_instructed(x: Tensor, weight: Tensor, scale: Tensor | None, recipe: NVFP4) -> Tensor:
-    """x · weightᵀ, as `nvfp4_product` computes it."""
+def nvfp4_native(x: Tensor, weight: Tensor, scale: Tensor | None, recipe: NVFP4) -> Tensor:
+    """x · weightᵀ, as `nvfp4_linear` computes it."""
     return _Instructed.apply(x, weight, scale, recipe)  # type: ignore[return-value]  # a Tensor
 
 
@@ -39,7 +39,7 @@ class _Instructed(torch.autograd.Function):
         ctx.recipe = recipe
         scale = recipe.scale_of_weight(weight) if scale is None else scale
         rows = x.reshape(-1, x.shape[-1]).contiguous()
-        by_row, by_token = _tokens(rows, recipe, recipe.inputs_divided)
+        by_row, by_token = _tokens(rows, recipe, recipe.input_amax_reduce)
         # The input is kept in four bits. The weight is rounded anew: sharded, it is gathered anew as well.
         ctx.save_for_backward(weight, scale, *by_token)
         output = _multiply(by_row, _weight(weight, scale)[0])
@@ -52,7 +52,7 @@ class _Instructed(torch.autograd.Function):
         gradient = gradients[0].reshape(-1, gradients[0].shape[-1]).contiguous()
         of_x = of_weight = None
         wants_x, wants_weight = needs_input_grad(ctx)
-        by_row, by_token = _tokens(gradient, recipe, recipe.outputs_divided, stochastic=recipe.stochastic)
+        by_row, by_token = _tokens(gradient, recipe, recipe.output_amax_reduce, stochastic=recipe.stochastic)
         if wants_x:
             of_x = _multiply(by_row, _weight(weight, scale)[1])
             of_x = of_x.unflatten(0, gradients[0].shape[:-1]) if gradients[0].dim() != 2 else of_x
@@ -62,12 +62,12 @@ class _Instructed(torch.autograd.Function):
 
 
 def _tokens(
-    rows: Tensor, recipe: NVFP4, greatest: AmaxReduce | None, *, stochastic: bool = False
+    rows: Tensor, recipe: NVFP4, amax_reduce: AmaxReduce | None, *, stochastic: bool = False
 ) -> tuple[Operand, Operand]:
     """[tokens, columns] in blocks along columns; and its transpose, transformed, in blocks along tokens."""
     signs = list(SIGNS)
     amax = torch.stack(triton_rht_amax(rows, signs))
-    by_token, by_row = recipe.scale_of_amax(amax, greatest).unbind()
+    by_token, by_row = recipe.scale_of_amax(amax, amax_reduce).unbind()
     keys: list[Tensor | None] = [None] * 4
     if stochastic:
         # Keys and counters of the kernel's generator, from the device's, which every step seeds.

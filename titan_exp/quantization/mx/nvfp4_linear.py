@@ -25,25 +25,25 @@ class NVFP4:
     """Scales of tensors are powers of two."""
     stochastic: bool
     """Round gradients of outputs stochastically."""
-    inputs_divided: AmaxReduce | None = None
+    input_amax_reduce: AmaxReduce | None = None
     """Set where tensor-parallel ranks have different inputs."""
-    outputs_divided: AmaxReduce | None = None
+    output_amax_reduce: AmaxReduce | None = None
     """Set where they have different outputs."""
 
-    def scale_of(self, matrix: Tensor, greatest: AmaxReduce | None) -> Tensor:
+    def scale_of(self, matrix: Tensor, amax_reduce: AmaxReduce | None) -> Tensor:
         """The scale of a matrix of which other ranks may have other parts."""
-        return self.scale_of_amax(matrix.abs().amax(), greatest)
+        return self.scale_of_amax(matrix.abs().amax(), amax_reduce)
 
-    def scale_of_amax(self, amax: Tensor, greatest: AmaxReduce | None = None) -> Tensor:
+    def scale_of_amax(self, amax: Tensor, amax_reduce: AmaxReduce | None = None) -> Tensor:
         """The scale of a tensor from its largest absolute value, or this rank's."""
-        return tensor_scale(amax if greatest is None else greatest(amax), power_of_two=self.power_of_two)
+        return tensor_scale(amax if amax_reduce is None else amax_reduce(amax), power_of_two=self.power_of_two)
 
     def scale_of_weight(self, weight: Tensor) -> Tensor:
         """The scale of the whole weight."""
-        return self.scale_of(weight, self.inputs_divided or self.outputs_divided)
+        return self.scale_of(weight, self.input_amax_reduce or self.output_amax_reduce)
 
 
-def nvfp4_product(x: Tensor, weight: Tensor, scale: Tensor | None, recipe: NVFP4) -> Tensor:
+def nvfp4_linear(x: Tensor, weight: Tensor, scale: Tensor | None, recipe: NVFP4) -> Tensor:
     """x · weightᵀ, [..., inputs] and [outputs, inputs], emulated.
 
     Args:
@@ -52,16 +52,16 @@ def nvfp4_product(x: Tensor, weight: Tensor, scale: Tensor | None, recipe: NVFP4
         scale: the whole weight's, where it is known.
         recipe: how.
     """
-    return _NVFP4Product.apply(x, weight, scale, recipe)  # type: ignore[return-value]  # a Tensor
+    return _NVFP4Linear.apply(x, weight, scale, recipe)  # type: ignore[return-value]  # a Tensor
 
 
-class _NVFP4Product(torch.autograd.Function):
+class _NVFP4Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None, recipe: NVFP4) -> Tensor:
         ctx.recipe = recipe
         scale = recipe.scale_of_weight(weight) if scale is None else scale
         ctx.save_for_backward(x, weight, scale)
-        left = _quantized(x.reshape(-1, x.shape[-1]), recipe, recipe.inputs_divided)
+        left = _quantized(x.reshape(-1, x.shape[-1]), recipe, recipe.input_amax_reduce)
         output = _multiply(left, (rounded(weight, scale, square=True), scale), x.dtype)
         return output.unflatten(0, x.shape[:-1]) if x.dim() != 2 else output
 
@@ -73,22 +73,22 @@ class _NVFP4Product(torch.autograd.Function):
         of_x = of_weight = None
         wants_x, wants_weight = needs_input_grad(ctx)
         if wants_x:
-            left = _quantized(gradient, recipe, recipe.outputs_divided, stochastic=recipe.stochastic)
+            left = _quantized(gradient, recipe, recipe.output_amax_reduce, stochastic=recipe.stochastic)
             of_x = _multiply(left, (rounded(weight, scale, square=True).t(), scale), gradient.dtype)
             of_x = of_x.unflatten(0, gradients[0].shape[:-1]) if gradients[0].dim() != 2 else of_x
         if wants_weight:
             # What is contracted are tokens, which every rank has all of here; it has some of the rows, and columns.
-            left = _quantized(transformed(gradient), recipe, recipe.outputs_divided, stochastic=recipe.stochastic)
-            right = _quantized(transformed(x.reshape(-1, x.shape[-1])), recipe, recipe.inputs_divided)
+            left = _quantized(transformed(gradient), recipe, recipe.output_amax_reduce, stochastic=recipe.stochastic)
+            right = _quantized(transformed(x.reshape(-1, x.shape[-1])), recipe, recipe.input_amax_reduce)
             of_weight = _multiply(left, right, gradient.dtype)
         return of_x, of_weight, None, None
 
 
 def _quantized(
-    matrix: Tensor, recipe: NVFP4, greatest: AmaxReduce | None, *, stochastic: bool = False
+    matrix: Tensor, recipe: NVFP4, amax_reduce: AmaxReduce | None, *, stochastic: bool = False
 ) -> tuple[Tensor, Tensor]:
     """A matrix in blocks of 16 along its rows, and its scale."""
-    scale = recipe.scale_of(matrix, greatest)
+    scale = recipe.scale_of(matrix, amax_reduce)
     return rounded(matrix, scale, stochastic=stochastic), scale
 
 

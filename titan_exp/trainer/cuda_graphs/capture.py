@@ -21,7 +21,7 @@ class Recording:
 class Recorder(Protocol):
     """Records work: a function without arguments that waits for no device and takes nothing from the host's memory."""
 
-    def rehearse(self, work: Callable[[], None]) -> None:
+    def warmup(self, work: Callable[[], None]) -> None:
         """Do the work as it will be recorded, so that whatever is set up at a first call is there."""
         ...
 
@@ -43,7 +43,7 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
-    def rehearse(self, work: Callable[[], None]) -> None:
+    def warmup(self, work: Callable[[], None]) -> None:
         """On the stream of the recording, which waits for the current one, and that for it."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)

@@ -18,7 +18,7 @@ from titan_exp.trainer.cuda_graphs.capture import Recorder, Recording
 from titan_exp.trainer.forward_backward import EagerModel, normalize_by_tokens, predicted
 from titan_exp.trainer.loss import TokenLoss
 
-REHEARSALS = 3
+WARMUP_STEPS = 3
 """Passes before the one that is recorded: compilation, tuning and libraries' set-up happen in them."""
 
 
@@ -73,14 +73,14 @@ class GraphedModel(EagerModel):
         inputs = self._inputs
         if not _alike(inputs, batch):
             other = batch.to(self._mesh.device)
-            self._recorder.rehearse(lambda: self._compute(other))
+            self._recorder.warmup(lambda: self._compute(other))
             return
         for target, source in zip(_tensors(inputs), _tensors(batch), strict=True):
             target.copy_(source, non_blocking=True)
         if self._recording is not None:
             self._recording.replay()
-        elif self._rehearsed < REHEARSALS:
-            self._recorder.rehearse(lambda: self._compute(inputs))
+        elif self._rehearsed < WARMUP_STEPS:
+            self._recorder.warmup(lambda: self._compute(inputs))
             self._rehearsed += 1
             self._gradients = [(it, it.grad) for it in self.parameters() if it.grad is not None]
         else:
@@ -89,7 +89,7 @@ class GraphedModel(EagerModel):
             rows, length = inputs.tokens.shape
             get_logger().info(
                 "compile.cuda_graphs: after %d passes of %d × %d tokens, what follows replays the next one, %s",
-                *(REHEARSALS, rows, length, self._recording.description),
+                *(WARMUP_STEPS, rows, length, self._recording.description),
             )
 
     def _compute(self, inputs: Batch) -> None:

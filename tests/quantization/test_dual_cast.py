@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.interpreted import DEVICES, needs_triton, run_kernels
-from titan_exp.quantization.float8.float8_linear import Float8, float8_product
+from titan_exp.quantization.float8.float8_linear import Float8, float8_linear
 from titan_exp.quantization.float8.float8_tensor import E4M3, E5M2, cast, scale_of
 
 pytestmark = needs_triton
@@ -36,7 +36,7 @@ def casts(device: str, dtype: torch.dtype, rowwise: bool, power_of_two: bool) ->
     recipe = Float8(rowwise, False, power_of_two, emulated=False)
     tensor, found = matrix(dtype).to(device), []
     for float8 in (E4M3, E5M2):
-        mine = recipe.quantize_both_ways(tensor, float8, None)
+        mine = recipe.quantize_dual(tensor, float8, None)
         for way, (numbers, scale), over in zip(("rows", "columns"), mine, (-1, 0), strict=True):
             its = scale_of(tensor, float8, over=over if rowwise else None, power_of_two=power_of_two)
             found.append((f"{way} {float8}", bits(numbers), bits(cast(tensor, its, float8))))
@@ -57,7 +57,7 @@ def test_numbers_and_scales_are_torchaos(device: str, rowwise: bool):
 
 def every_number(device: str) -> list[tuple[Tensor, Tensor]]:
     """All bf16 numbers up to the largest of the type, and halfway between all float8 numbers, under a scale of 1."""
-    from titan_exp.ops.float8.cast import cast_both_ways
+    from titan_exp.ops.float8.cast import dual_cast
 
     found = []
     for float8 in (E4M3, E5M2):
@@ -69,7 +69,7 @@ def every_number(device: str) -> list[tuple[Tensor, Tensor]]:
         tensor = torch.cat([numbers[numbers.isfinite()], *near])
         tensor = torch.cat([tensor, tensor.new_zeros(-len(tensor) % 64)]).view(-1, 64).to(device)
         one = torch.ones((), device=device)
-        rows, transposed = cast_both_ways(tensor, one, one, float8)
+        rows, transposed = dual_cast(tensor, one, one, float8)
         expected = cast(tensor, one, float8)
         found += [(bits(rows), bits(expected)), (bits(transposed.t()), bits(expected))]
     return found
@@ -90,10 +90,10 @@ def products(device: str, rowwise: bool) -> tuple[list[Tensor], list[Tensor]]:
     weight = torch.randn(96, 144, generator=random).to(device, torch.bfloat16)
     gradient = torch.randn(2, 40, 96, generator=random).mul(1e-3).to(device, torch.bfloat16)
     results = []
-    for both_ways in (True, False):
+    for dual_cast in (True, False):
         x = matrix(torch.bfloat16).view(2, 40, 144).to(device).requires_grad_()
         its_weight = weight.clone().requires_grad_()
-        output = float8_product(x, its_weight, None, dataclasses.replace(recipe, both_ways=both_ways))
+        output = float8_linear(x, its_weight, None, dataclasses.replace(recipe, dual_cast=dual_cast))
         results.append(
             [output.detach().cpu(), *(it.cpu() for it in torch.autograd.grad(output, [x, its_weight], gradient))]
         )
@@ -110,12 +110,12 @@ def test_products_are_the_same(device: str, rowwise: bool):
 
 def compiled(device: str) -> tuple[list[Tensor], list[Tensor]]:
     """In a graph of the compiler's: the kernels are operators that it does not look into."""
-    recipe = Float8(True, False, power_of_two=True, emulated=device == "cpu", both_ways=True)
+    recipe = Float8(True, False, power_of_two=True, emulated=device == "cpu", dual_cast=True)
     results = []
     for compile_ in (True, False):
         x = matrix(torch.bfloat16).to(device).requires_grad_()
         weight = torch.ones(96, 144, device=device, dtype=torch.bfloat16, requires_grad=True)
-        product = lambda x, weight: float8_product(x, weight, None, recipe)  # noqa: E731
+        product = lambda x, weight: float8_linear(x, weight, None, recipe)  # noqa: E731
         call = torch.compile(product, backend="aot_eager", fullgraph=True) if compile_ else product
         output = call(x, weight)
         results.append([output.detach().cpu(), *(it.cpu() for it in torch.autograd.grad(output.sum(), [x, weight]))])

@@ -61,9 +61,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder=folder,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    make_study(folder / "runs", "rates")
+    losses = {1e-3: [3.1, 3.2, 3.3], 3e-3: [2.7, 2.8, 2.9], 1e-2: [2.9, 3.0, 3.0]}
+    make_study(folder / "runs", losses, study="rates")
+    make_study(folder / "runs", losses, study="optimizers")
     for out in ("mine", "mixed"):
-        assert titan_exp("tokenize", "data=text", "data.paths=[notes]", f"out=stores/{out}", folder=folder).returncode == 0
+        assert (
+            titan_exp("tokenize", "data=text", "data.paths=[notes]", f"out=stores/{out}", folder=folder).returncode == 0
+        )
     (run,) = (folder / "runs" / "first").iterdir()
     assert titan_exp("convert", str(run), "export/mine", folder=folder).returncode == 0
     return folder

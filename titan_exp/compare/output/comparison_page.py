@@ -20,7 +20,7 @@ from titan_exp.compare.stats.pareto import loss_metric, pareto
 from titan_exp.compare.stats.scaling_efficiency import scaling
 from titan_exp.tracking.html import page
 
-SCRIPTS = ("frame.js", "downsampled_curves.js", "bars.js", "dots.js", "tables.js", "start.js")
+SCRIPTS = ("frame.js", "curves.js", "bars.js", "dots.js", "tables.js", "start.js")
 """Of the folder `page`, in the order in which they stand in the page."""
 
 
@@ -78,7 +78,7 @@ def _numbers(comparison: Comparison, series: Sequence[Any]) -> dict[str, Any]:
             {"label": row.label, "baseline": place == comparison.baseline} for place, row in enumerate(comparison.rows)
         ],
         "point": comparison.point.tokens,
-        "downsampled_curves": downsampled_curves(comparison),
+        "curves": downsampled_curves(comparison),
         "metrics": [_metric_numbers(comparison, place) for place in range(len(comparison.metrics))],
         "scaling": [
             {

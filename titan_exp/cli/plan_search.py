@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import device_type, offered_devices, resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
+from titan_exp.config.machine.devices import device_type, offered_devices
 
 if TYPE_CHECKING:
     from titan_exp.plan.cuda.devices import Device
@@ -133,10 +134,10 @@ def _count(name: str, value: str, example: str) -> int:
 
 def _require_shortcut(experiment: Experiment) -> None:
     """A search traces a few layers for all of them, which must be alike."""
-    from titan_exp.plan.extrapolate.eligibility import why_not
+    from titan_exp.plan.extrapolate.eligibility import unsupported_reason
 
     parallelism = replace(experiment.parallelism, dp_replicate=1, dp_shard=1, tp=1, cp=1, pp=1, pp_microbatches=None)
-    reason = why_not(resolve_layout(replace(experiment, parallelism=parallelism), 1))
+    reason = unsupported_reason(resolve_layout(replace(experiment, parallelism=parallelism), 1))
     if reason is not None:
         raise UserError(
             f"plan search: layers must be alike to be traced once, and {reason}. titan-exp plan takes one layout of it."

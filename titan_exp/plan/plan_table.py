@@ -10,19 +10,14 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from titan_exp.config.layout.layout import (
-    device_type,
-    gradient_accumulation,
-    micro_batch_size,
-    pipeline_microbatches,
-    world_size,
-)
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine.devices import device_type
 from titan_exp.plan.cuda.caching_allocator import STEPS, reservations
-from titan_exp.plan.cuda.cpu_offload import OnHost
+from titan_exp.plan.cuda.cpu_offload import HostUsage
 from titan_exp.plan.predict import Plan, RankPlan
 from titan_exp.plan.time.roofline import RankTime
-from titan_exp.plan.trace.inductor import by_inductor
-from titan_exp.plan.trace.memory_ledger import CATEGORIES
+from titan_exp.plan.trace.inductor import uses_inductor
+from titan_exp.plan.trace.memory_tracker import CATEGORIES
 from titan_exp.quantization.hardware_support import LEAST
 
 GIB, MIB = 2**30, 2**20
@@ -43,11 +38,11 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     """Print a plan for people."""
     console = console or Console()
     experiment, largest = plan.experiment, max(plan.ranks, key=lambda rank: rank.bytes)
-    processes = world_size(experiment)
-    sequences = f"{micro_batch_size(experiment)} x {experiment.training.seq_len} tokens a micro-batch"
+    layout = ResolvedLayout.of(experiment)
+    sequences = f"{layout.micro_batch_size} x {experiment.training.seq_len} tokens a micro-batch"
     console.print(
-        f"{experiment.model.name} on {processes} x {plan.device.name if plan.device else 'CPU process'}: "
-        f"{sequences}, {gradient_accumulation(experiment)} of them a step",
+        f"{experiment.model.name} on {layout.world_size} x {plan.device.name if plan.device else 'CPU process'}: "
+        f"{sequences}, {layout.gradient_accumulation} of them a step",
         highlight=False,
     )
     print_unwrapped(console, _memory(plan))
@@ -72,7 +67,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     """A plan for programs: bytes, seconds, operations."""
     return {
         "device": None if plan.device is None else asdict(plan.device),
-        "world_size": world_size(plan.experiment),
+        "world_size": ResolvedLayout.of(plan.experiment).world_size,
         "ranks": [_rank_json(rank) for rank in plan.ranks],
         "at_most": plan.at_most,
         "bubble": plan.bubble,
@@ -92,8 +87,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
 def _rank_json(rank: RankPlan) -> dict[str, Any]:
     trace = rank.trace
     messages = [
-        {"axis": axis, "kind": kind, "bytes": size, "calls": trace.work.calls[axis, kind]}
-        for (axis, kind), size in sorted(trace.work.messages.items())
+        {"axis": axis, "kind": kind, "bytes": size, "calls": trace.costs.calls[axis, kind]}
+        for (axis, kind), size in sorted(trace.costs.messages.items())
     ]
     return {
         "pipeline_rank": rank.pipeline_rank,
@@ -106,18 +101,18 @@ def _rank_json(rank: RankPlan) -> dict[str, Any]:
         "gradient_bytes": trace.gradients,
         "sent_bytes": rank.sent,
         "host": None if trace.host is None else _host_json(trace.host),
-        "flops": trace.work.flops,
-        "operators": trace.work.operators,
+        "flops": trace.costs.flops,
+        "operators": trace.costs.operators,
         "messages": messages,
         "seconds": None if rank.time is None else asdict(rank.time),
     }
 
 
-def _host_json(host: OnHost) -> dict[str, Any]:
+def _host_json(host: HostUsage) -> dict[str, Any]:
     return {
         "peak_bytes": host.peak.bytes,
         "peak_by_category": host.peak.by_category,
-        "update_bytes_moved": host.work.bytes_moved,
+        "update_bytes_moved": host.costs.bytes_moved,
     }
 
 
@@ -157,14 +152,15 @@ def _verdict(plan: Plan, largest: RankPlan) -> str:
         f"{_gib(tensors)} GiB of tensors, for which torch's allocator reserves {_gib(segments)} of the device's "
         f"{_gib(room)} GiB ({segments / room:.0%}; {_gib(expandable)} with {EXPANDABLE}). The other "
         f"{_gib(room - segments)} must hold what is not predicted: CUDA's context and code, NCCL's buffers{unknown}."
-        f"{COMPILED if by_inductor(plan.experiment) else ''}{AT_MOST if plan.at_most else ''}"
+        f"{COMPILED if uses_inductor(plan.experiment) else ''}{AT_MOST if plan.at_most else ''}"
     )
 
 
 def _sent(plan: Plan, largest: RankPlan) -> Iterator[str]:
     """How far a pipeline on GPUs may stay below its peak."""
+    layout = ResolvedLayout.of(plan.experiment)
     if largest.sent and device_type(plan.experiment.cluster) == "cuda":
-        passes = gradient_accumulation(plan.experiment) // pipeline_microbatches(plan.experiment)
+        passes = layout.gradient_accumulation // layout.pipeline_microbatches
         yield (
             f"Of these up to {_size(largest.sent / passes)} are hidden states that were sent: each is counted until "
             "its pass ends, and is free earlier where the GPU keeps up with its host."
@@ -187,7 +183,7 @@ def _on_host(plan: Plan, largest: RankPlan) -> Iterator[str]:
     )
     if plan.step_seconds is not None:
         yield (
-            f"The host clips and updates, for which it reads {_metric(host.work.bytes_moved)}B for a rank while the "
+            f"The host clips and updates, for which it reads {_metric(host.costs.bytes_moved)}B for a rank while the "
             "GPU waits; that is in no estimate below, since nothing is known of the host's speed."
         )
 
@@ -195,7 +191,7 @@ def _on_host(plan: Plan, largest: RankPlan) -> Iterator[str]:
 def _otherwise(largest: RankPlan, expandable: int, room: float) -> str:
     if expandable <= room:
         return f"With {EXPANDABLE} it reserves {_gib(expandable)}."
-    tried = reservations(largest.trace.before, largest.trace.step, int(room)).expandable
+    tried = reservations(largest.trace.setup_events, largest.trace.step_events, int(room)).expandable
     if not tried.fits:
         return f"Neither does it with {EXPANDABLE}."
     return (
@@ -212,7 +208,7 @@ def _messages(plan: Plan, largest: RankPlan) -> Table:
         table.add_column(name)
     for name in ("calls", "MiB"):
         table.add_column(name, justify="right")
-    work = largest.trace.work
+    work = largest.trace.costs
     for (axis, kind), size in sorted(work.messages.items(), key=lambda item: -item[1]):
         table.add_row(axis, kind, str(work.calls[axis, kind]), f"{size / MIB:,.2f}")
     return table
@@ -232,7 +228,7 @@ def _emulated(plan: Plan) -> Iterator[str]:
 
 
 def _speed(plan: Plan) -> list[str]:
-    training, flops = plan.experiment.training, sum(rank.trace.work.flops for rank in plan.ranks) / len(plan.ranks)
+    training, flops = plan.experiment.training, sum(rank.trace.costs.flops for rank in plan.ranks) / len(plan.ranks)
     lines = [
         f"{_metric(flops)}FLOP a rank and step",
         f"a checkpoint is {_metric(plan.checkpoint_bytes)}B: "

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import pipeline_microbatches
-from titan_exp.config.layout.pipeline_stages import stage_layers
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import timeline
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 from titan_exp.plan.cuda.cpu_offload import AXIS, WAITED_FOR
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.trace.dispatch_mode import Work
+from titan_exp.plan.trace.dispatch_mode import OpCosts
 
 BEHIND_COMPUTE = ("fsdp", "dp_replicate")
 """Axes whose messages travel while something is computed."""
@@ -51,7 +50,7 @@ class Traced(Protocol):
     """What is known of a step's work."""
 
     @property
-    def work(self) -> Work:
+    def costs(self) -> OpCosts:
         """Operations, bytes and messages of the step."""
         ...
 
@@ -69,7 +68,7 @@ def rank_time(trace: Traced, device: Device, node: int) -> RankTime:
         device: what it runs on.
         node: devices of a node.
     """
-    work, exposed, behind = trace.work, 0.0, 0.0
+    work, exposed, behind = trace.costs, 0.0, 0.0
     for (axis, kind), size in work.messages.items():
         if axis == AXIS:
             seconds = size / (device.host_gbs * 1e9 * device.link_share)
@@ -95,8 +94,9 @@ def step_time(experiment: Experiment, times: Sequence[RankTime | None]) -> tuple
     known = [time.total for time in times if time is not None]
     if experiment.parallelism.pp == 1:
         return 0.0, max(known, default=None)
-    parallelism, stages = experiment.parallelism, len(stage_layers(experiment))
-    orders = build_schedule(parallelism.pp_schedule, parallelism.pp, stages, pipeline_microbatches(experiment))
+    layout = ResolvedLayout.of(experiment)
+    parallelism, stages = experiment.parallelism, len(layout.stage_layers)
+    orders = build_schedule(parallelism.pp_schedule, parallelism.pp, stages, layout.pipeline_microbatches)
     bubble = timeline(orders).bubble
     return bubble, max(known) / (1 - bubble) if known else None
 

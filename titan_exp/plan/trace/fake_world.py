@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import gradient_accumulation, micro_batch_size, world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.data.batch import Batch
 from titan_exp.plan.cuda.cpu_offload import GPU, gpu_beside_host
 from titan_exp.trainer.train_state import TrainState, assemble
@@ -32,20 +32,20 @@ DEVICE = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class PretendedRank:
+class FakeRank:
     """One rank of a world that is not there."""
 
     experiment: Experiment
     """The run, its layout resolved."""
-    parts: TrainState
+    state: TrainState
     """What the trainer has put together for this rank."""
     batches: list[Batch]
     """Micro-batches as the loader would hand them over."""
 
     @property
-    def standing(self) -> list[torch.Tensor]:
+    def preallocated(self) -> list[torch.Tensor]:
         """What is there before the first step: batches, where every stage cuts its part out of a sequence."""
-        if self.parts.mesh.pp_group is None or self.experiment.parallelism.cp == 1:
+        if self.state.mesh.pp_group is None or self.experiment.parallelism.cp == 1:
             return []
         values = [getattr(batch, field.name) for batch in self.batches for field in fields(batch)]
         return [value for value in values if value is not None]
@@ -54,53 +54,54 @@ class PretendedRank:
         """One optimizer step of the trainer."""
         self._step(self.batches)
 
-    def shortest_step(self) -> None:
+    def warmup_step(self) -> None:
         """One of as few micro-batches as the model takes, which leaves the optimizer with the same state."""
-        model = self.parts.model
-        self._step(self.batches[: model.eval_microbatches if self.parts.mesh.pp_group is not None else 1])
+        model = self.state.model
+        self._step(self.batches[: model.eval_microbatches if self.state.mesh.pp_group is not None else 1])
 
     def _step(self, batches: list[Batch]) -> None:
         train_step(
-            self.parts.model,
-            self.parts.optimizer,
+            self.state.model,
+            self.state.optimizer,
             batches,
             tokens=self.experiment.training.global_batch_size * self.experiment.training.seq_len,
             lr=self.experiment.optimizer.lr,
             max_grad_norm=self.experiment.training.max_grad_norm,
-            mesh=self.parts.mesh,
+            mesh=self.state.mesh,
         )
 
 
 @contextmanager
-def pretended_rank(experiment: Experiment, rank: int, device: torch.device = DEVICE) -> Iterator[PretendedRank]:
+def fake_rank(experiment: Experiment, rank: int, device: torch.device = DEVICE) -> Iterator[FakeRank]:
     """Be a rank of an experiment's layout for the time of the block, its model built, before its first step.
 
     Args:
         experiment: the run, its layout resolved.
-        rank: which rank of `world_size(experiment)`.
+        rank: rank in the layout.
         device: where it computes; `plan.host.GPU` where parameters lie in another memory.
 
     Raises:
         UserError: as the trainer's build.
     """
     assert not dist.is_initialized(), "a rank of a real job cannot pretend to be another"
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size(experiment))
+    layout = ResolvedLayout.of(experiment)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
         mode = _mode()
         with _meshes_answer(), gpu_beside_host() if device == GPU else nullcontext():
-            parts = assemble(experiment, device, pretending=mode)
+            state = assemble(experiment, ResolvedLayout.of(experiment), device, fake_mode=mode)
             with mode:
-                yield PretendedRank(experiment, parts, pretended_batches(experiment))
+                yield FakeRank(experiment, state, fake_batches(experiment))
     finally:
         dist.destroy_process_group()
         # Remembered layouts name process groups of this world; the next one has others.
         _clear_sharding_prop_cache()
 
 
-def ranks_of_pipeline(experiment: Experiment) -> list[int]:
+def pipeline_ranks(experiment: Experiment) -> list[int]:
     """The first rank of each pipeline rank's group: ranks that differ in pp alone."""
     degree = experiment.parallelism.pp
-    return [rank * world_size(experiment) // degree for rank in range(degree)]
+    return [rank * ResolvedLayout.of(experiment).world_size // degree for rank in range(degree)]
 
 
 @functools.cache
@@ -111,9 +112,10 @@ def _mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
 
-def pretended_batches(experiment: Experiment) -> list[Batch]:
+def fake_batches(experiment: Experiment) -> list[Batch]:
     """The micro-batches of one data rank, as the loader would hand them over."""
-    shape = (micro_batch_size(experiment), experiment.training.seq_len)
+    layout = ResolvedLayout.of(experiment)
+    shape = (layout.micro_batch_size, experiment.training.seq_len)
     data = experiment.data
 
     def made() -> torch.Tensor:
@@ -121,7 +123,7 @@ def pretended_batches(experiment: Experiment) -> list[Batch]:
 
     return [
         Batch(made(), made(), made() if data.reset_positions else None, made() if data.document_mask else None)
-        for _ in range(gradient_accumulation(experiment))
+        for _ in range(layout.gradient_accumulation)
     ]
 
 

@@ -17,7 +17,14 @@ BANNED = re.compile(
 )
 TEXTS = sorted(
     path
-    for pattern in ("titan_exp/**/*.py", "hydra_plugins/**/*.py", "conf/**/*.yaml", "sweeps/*.yaml", "docs/**/*.md", "*.md")
+    for pattern in (
+        "titan_exp/**/*.py",
+        "hydra_plugins/**/*.py",
+        "conf/**/*.yaml",
+        "sweeps/*.yaml",
+        "docs/**/*.md",
+        "*.md",
+    )
     for path in REPOSITORY.glob(pattern)
 )
 

@@ -53,6 +53,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text("\n\n".join(f"{name}: paragraph {number} of many." for number in range(2000)))
     (folder / "corpus.jsonl").write_text('{"body": "a text"}\n' * 2000)
+    (folder / "my_package.py").write_text(
+        "import torch\n\nLion = torch.optim.SGD\n\n\ndef quadratic(progress):\n    return (1 - progress) ** 2\n"
+    )
     (folder / "llama3").mkdir()
     Tokenizer(WordLevel({"<|end_of_text|>": 0, "a": 1}, unk_token="a")).save(str(folder / "llama3/tokenizer.json"))
     done = titan_exp(

@@ -10,7 +10,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "titan_exp"
 OPENING = re.compile(r"(What|Which|Whether|How|Where|Of|As|That)\b")
 BANNED = re.compile(
-    r"(?<![a-zA-Z])(greatest|rubble|nobody|in (our|plain)? ?words|goes on|gone on|told|born|births?|dies|died|woven|weaves?|"
+    r"(?<![a-zA-Z])(greatest|rubble|nobody|in (our|plain)? ?words|goes on|gone on|told|born|births?|dies|died|woven|"
+    r"weaves?|"
     r"story|stories|seats?|standings?|foretells?|foretold|foreseen|rehearse[ds]?|rehearsals?|tidies|pretend(s|ed|ing)?|"
     r"whereabouts|coy|beforehand|hitherto|thereof|wherein)(?![a-zA-Z])",
     re.I,

@@ -1,4 +1,4 @@
-"""Every command in the README and the guides: executed, or composed and checked where it would train or needs a cluster."""
+"""Commands of the README and the guides: executed, or planned by --dry-run if they would train or need a cluster."""
 
 import re
 import shlex

@@ -30,7 +30,10 @@ def blocks_can_be_divided(experiment: Experiment) -> Iterator[Violation]:
 
 def units_divide(experiment: Experiment) -> Iterator[Violation]:
     """Every rank has whole units of a column-parallel linear: groups of heads, or of feed-forward channels."""
-    degree, said = experiment.parallelism.tp, set[Colwise]()
+    degree, said, spec = experiment.parallelism.tp, set[Colwise](), model_spec(experiment.model)
+    unsharded = [name for name, linear in (() if spec is None else spec.linears()) if linear.tp is None]
+    if unsharded:
+        yield Violation(FIELD, degree, f"the spec of {unsharded[0]} gives no sharding", "parallelism.tp=1")
     for linear in _colwise(experiment):
         style = linear.tp
         assert isinstance(style, Colwise), "only these are asked"

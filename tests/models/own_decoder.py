@@ -1,7 +1,6 @@
 """The subclass of the decoder that `own_family` builds."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -16,6 +15,6 @@ class ScaledDecoder(Decoder):
         super().__init__(spec, blocks, seq_len=seq_len)
         self.scale = scale
 
-    def forward(self, x: Tensor, *rest: Any, **named: Any) -> Any:
-        """Hidden states of a stage before are scaled already."""
-        return super().forward(x if x.is_floating_point() else self.embedding(x) * self.scale, *rest, **named)
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The embedding, scaled."""
+        return super().embed(tokens) * self.scale

@@ -1,4 +1,4 @@
-"""A user's families get what the built-in ones get: every layout, recipes, export, plan; and only the keys they have."""
+"""A user's families get what built-in ones get: every layout, recipes, export, plan; and only the keys they have."""
 
 from pathlib import Path
 
@@ -72,7 +72,7 @@ def test_its_memory_is_planned(tmp_path: Path):
 
 
 def test_its_shape_is_checked():
-    with pytest.raises(UserError, match="nearest: model.head_dim"):
+    with pytest.raises(UserError, match=r"nearest: model\.head_dim"):
         _checked(*OWN.split(), "model.head_dim=17")
 
 
@@ -93,7 +93,7 @@ def test_a_family_without_attention_trains(tmp_path: Path, mixer: list[str], lay
 
 
 def test_context_parallelism_needs_attention(mixer: list[str]):
-    with pytest.raises(UserError, match="parallelism.cp"):
+    with pytest.raises(UserError, match=r"parallelism\.cp"):
         _checked(*mixer, "parallelism.cp=2")
 
 

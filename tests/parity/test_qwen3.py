@@ -1,4 +1,4 @@
-"""Promise 1 for Qwen3, whose QK norms see only a tensor-parallel rank's heads: its curve is the same in every layout."""
+"""Promise 1 for Qwen3, whose QK norms see only a tensor-parallel rank's heads: the same curve in every layout."""
 
 from pathlib import Path
 

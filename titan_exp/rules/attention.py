@@ -63,7 +63,7 @@ def heads_are_of_a_size(experiment: Experiment) -> Iterator[Violation]:
     yield Violation(
         "model.attention_backend",
         backend,
-        f"on CUDA it takes {every}up to {sizes.largest}, and model.head_dim is {head_dim}",
+        f"on CUDA it takes {every}up to {sizes.largest}, and heads here are {head_dim} wide",
         f"model.attention_backend={listed(['auto', *works, 'efficient', 'flex'])}",
     )
 

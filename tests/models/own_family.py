@@ -29,8 +29,8 @@ def model(config: Config, *, seq_len: int, backend: Any) -> "nn.Module":
 
 
 def _from_config_json(values: Any, name: str) -> Config:
-    fields = vars(llama.huggingface.from_config(values, name))
-    return Config(**fields | {"architecture": __name__}, embedding_scale=float(values["embedding_scale"]))
+    fields: dict[str, Any] = vars(llama.huggingface.from_config(values, name)) | {"architecture": __name__}
+    return Config(**fields, embedding_scale=float(values["embedding_scale"]))
 
 
 huggingface = replace(

@@ -23,7 +23,7 @@ class RowRange:
     step: int = 1
     """Stride of the rows in theirs."""
 
-    def within(self, start: int, stop: int) -> "Run | None":
+    def within(self, start: int, stop: int) -> "RowRange | None":
         """Overlap with our rows `start` to `stop`; None where there is none."""
         low, high = max(start, self.start), min(stop, self.start + self.rows)
         if low >= high:

@@ -58,7 +58,7 @@ class RMSNorm(nn.Module):
         """Initialization of the parameters by name."""
         return {"weight": InitSpec("ones")}
 
-    def forward(self, x: Float[Tensor, "batch seq dim"]) -> Float[Tensor, "batch seq dim"]:
+    def forward(self, x: Float[Tensor, "*any dim"]) -> Float[Tensor, "*any dim"]:
         """x / rms(x) · weight, in the type of `x`."""
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 

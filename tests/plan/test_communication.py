@@ -11,8 +11,9 @@ from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.layout import offered_devices, resolve_layout
 from titan_exp.config.layout.pipeline_schedules import Action
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.parallel.pipeline_parallel.runtime import ActivationSpec, P2PQueue
+from titan_exp.parallel.pipeline_parallel.runtime import P2PQueue
 from titan_exp.parallel.pipeline_parallel.schedule_actions import P2POp, build_schedule
+from titan_exp.parallel.pipeline_parallel.transport import ActivationSpec, P2PTransport
 from titan_exp.plan.cuda.devices import device_named
 from titan_exp.plan.extrapolate.schedule_simulation import simulate_schedule
 from titan_exp.plan.plan_table import print_plan
@@ -76,8 +77,9 @@ def test_what_has_left_is_waited_for_at_once(monkeypatch: pytest.MonkeyPatch):
 
     works: list[Any] = []
     monkeypatch.setattr(dist, "isend", send)
+    monkeypatch.setattr(dist, "get_rank", lambda _: 0)
     group: Any = None
-    mail = P2PQueue(group, ActivationSpec((1,), torch.float32, torch.device("cpu")))
+    mail = P2PQueue(P2PTransport(group, ActivationSpec((1,), torch.float32, torch.device("cpu"))))
     for number in range(3):
         action = Action(0, "F", number)
         mail.put(action, torch.zeros(1))

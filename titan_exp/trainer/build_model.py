@@ -19,10 +19,11 @@ from titan_exp.parallel.fsdp.all_gather_hooks import set_all_gather_format
 from titan_exp.parallel.fsdp.apply import require_modules
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.meta_init import copy_initial_weights, init_weights, materialize_parameters
-from titan_exp.parallel.pipeline_parallel.runtime import ActivationSpec, Pipeline
+from titan_exp.parallel.pipeline_parallel.runtime import Pipeline
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 from titan_exp.parallel.pipeline_parallel.split import prune_to_stage, shared_parameters
 from titan_exp.parallel.pipeline_parallel.stage import Stage, keep_compiled_buffers
+from titan_exp.parallel.pipeline_parallel.transport import ActivationSpec, P2PTransport
 from titan_exp.quantization.quantize import describe, quantize
 from titan_exp.tracking.logging import get_logger
 
@@ -110,7 +111,7 @@ def _build_pipeline(
                 copied=shared if number == last else (),
             )
         )
-    counts = [len(its) for its in layers]
+    counts, activation = [len(its) for its in layers], ActivationSpec.of(experiment, mesh.device)
     orders = build_schedule(parallelism.pp_schedule, parallelism.pp, len(layers), microbatches)
     get_logger().info(
         "pipeline: %s, %d stages of %s layers, %d micro-batches of %d sequences, bubble %.0f %%",
@@ -118,15 +119,14 @@ def _build_pipeline(
         len(layers),
         ", ".join(map(str, counts if len(set(counts)) > 1 else counts[:1])),
         microbatches,
-        ActivationSpec.of(experiment, mesh.device).shape[0],
+        activation.shape[0],
         100 * timeline(orders).bubble,
     )
     return Pipeline(
         stages,
         orders,
         placement,
-        mesh.pp_group,
-        ActivationSpec.of(experiment, mesh.device),
+        P2PTransport(mesh.pp_group, activation),
         keep_gathered=reshard_policy(parallelism) == "never",
     )
 

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch.distributed.fsdp._fully_shard import _fully_shard
 
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, MemoryTracker, Moment, local
+from titan_exp.plan.trace.torch_patches import replaced_attributes
 
 GPU = torch.device("cpu", 1)
 """What the GPU is called where the host's memory is another."""
@@ -134,7 +134,8 @@ def gpu_beside_host() -> Iterator[None]:
     def device_of(plain: Callable[[Any], torch.device], mesh: Any) -> torch.device:
         return GPU if mesh.device_type == GPU.type else plain(mesh)
 
-    with patch.object(_fully_shard, "_get_device_from_mesh", partial(device_of, _fully_shard._get_device_from_mesh)):
+    replacement = partial(device_of, _fully_shard._get_device_from_mesh)
+    with replaced_attributes((_fully_shard, "_get_device_from_mesh", replacement)):
         yield
 
 

@@ -6,9 +6,9 @@ kernel makes; values are never computed. Compared with real GPUs elsewhere, one 
 
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -16,10 +16,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.parallel.pipeline_parallel import runtime as pipeline
 from titan_exp.plan.cuda.cpu_offload import GPU
 from titan_exp.plan.cuda.mem_efficient_attention import passing
-from titan_exp.quantization import hardware_support as instructions
+from titan_exp.plan.trace.torch_patches import replaced_attributes
+from titan_exp.quantization.hardware_support import GROUPED_MULTIPLE, LEAST, Hardware, assume_hardware
 
 FLASH_ROWS, FLASH_WIDTH = 128, 32
 """What flash attention's backward pass rounds rows and head_dim up to."""
@@ -34,38 +34,37 @@ def fake_cuda_kernels(*, beside: bool = False) -> Iterator[None]:
     Args:
         beside: whether there are tensors of the host's memory too, besides those of the GPU's.
     """
-    with (
-        _mxfp8_casts(),
-        # Else the answer of a pretended process group, which is no in torch 2.13 and yes in 2.15.
-        patch.object(pipeline, "has_left", lambda _: False),
-        patch.object(F, "rms_norm", _rms_norm),
+    replacements: list[tuple[Any, str, Any]] = [
+        (F, "rms_norm", _rms_norm),
         # Code that asks has a kernel in mind that only CUDA has.
-        patch.object(FakeTensor, "is_cuda", property(lambda it: not beside or it.device == GPU), create=True),
-    ):
+        (FakeTensor, "is_cuda", property(lambda it: not beside or it.device == GPU)),
+    ]
+    # torchao's cast kernel needs Triton; all else of its products is its own code.
+    if (torchao := sys.modules.get("torchao.prototype.mx_formats.mx_tensor")) is not None:
+        replacements.append((torchao, "triton_to_mxfp8_dim0", _to_mxfp8))
+    with replaced_attributes(*replacements):
         yield
 
 
-@contextmanager
-def fake_cuda_capability(capability: tuple[int, int] | None) -> Iterator[None]:
-    """For the time of the block, let recipes find the instructions of a GPU of this capability; None is no CUDA."""
+@dataclass(frozen=True)
+class _FakeHardware(Hardware):
+    capability: tuple[int, int] | None
 
-    def has(recipe: str, _: torch.device) -> bool:
-        return capability is not None and capability >= instructions.LEAST[recipe]
+    def has_instructions(self, recipe: str, device: torch.device) -> bool:
+        return self.capability is not None and self.capability >= LEAST[recipe]
 
-    with (
-        patch.object(instructions, "_has_instructions", has),
-        patch.object(instructions, "_has_grouped_kernels", _refuse_grouped_kernels),
-    ):
-        yield
+    def has_grouped_kernels(self, recipe: str, device: torch.device) -> bool:
+        # Asked of a model with experts alone, where a GPU has the recipe's instructions.
+        if recipe not in GROUPED_MULTIPLE:
+            return False
+        reason = "its products of experts are Triton kernels of torchao's, which are not there without a GPU"
+        violation = Violation("quantization.recipe", recipe, reason, "a quantization.filter that names the experts")
+        raise UserError("This run cannot be planned.", [violation])
 
 
-def _refuse_grouped_kernels(recipe: str, _: torch.device) -> bool:
-    """Asked of a model with experts alone, where a GPU has the recipe's instructions."""
-    if recipe not in instructions.GROUPED_MULTIPLE:
-        return False
-    reason = "its products of experts are Triton kernels of torchao's, which are not there without a GPU"
-    violation = Violation("quantization.recipe", recipe, reason, "a quantization.filter that names the experts")
-    raise UserError("This run cannot be planned.", [violation])
+def fake_cuda_capability(capability: tuple[int, int] | None) -> AbstractContextManager[None]:
+    """Let recipes find the instructions of a GPU of this compute capability; None is no CUDA."""
+    return assume_hardware(_FakeHardware(capability))
 
 
 def workspace(operator: Any, args: tuple[Any, ...]) -> int:
@@ -79,12 +78,6 @@ def workspace(operator: Any, args: tuple[Any, ...]) -> int:
         shared = 0 if key.shape[1] == heads else 2 * batch * heads * key.shape[2] * width * query.element_size()
         return sums + shared
     return passing(operator, args)
-
-
-def _mxfp8_casts() -> AbstractContextManager[Any]:
-    """Stands in for torchao's cast kernel, which needs Triton; all else of its products is its own code."""
-    module = sys.modules.get("torchao.prototype.mx_formats.mx_tensor")
-    return nullcontext() if module is None else patch.object(module, "triton_to_mxfp8_dim0", _to_mxfp8)
 
 
 def _to_mxfp8(x: Tensor, inner_block_size: int = 32, scaling_mode: str = "rceil") -> tuple[Tensor, Tensor]:

@@ -10,15 +10,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_exp.ops.attention import attention_with_lse as partial_attention
-from titan_exp.ops.attention import sdpa as attention
+from titan_exp.parallel.context_parallel.attention import ContextAttention
 from titan_exp.plan.cuda.caching_allocator import rounded
+from titan_exp.plan.trace.torch_patches import replaced_attributes
 
 FORWARD = torch.ops.aten._scaled_dot_product_efficient_attention.default
 BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
@@ -103,12 +102,12 @@ def uses_efficient_attention(parts: Iterable[nn.Module]) -> bool:
 
 
 @contextmanager
-def efficient_kernel() -> Iterator[None]:
+def efficient_kernel(parts: Iterable[nn.Module]) -> Iterator[None]:
     """For the time of the block, let attention be by the operator of this kernel, which no CPU has."""
-    with (
-        patch.object(attention.F, "scaled_dot_product_attention", _attend),
-        patch.object(partial_attention, "takes_the_cpus", lambda *_: False),
-    ):
+    for module in (module for part in parts for module in part.modules()):
+        if isinstance(module, ContextAttention):
+            module.kernel = module.backend
+    with replaced_attributes((F, "scaled_dot_product_attention", _attend)):
         yield
 
 

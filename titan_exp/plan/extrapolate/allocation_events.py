@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from titan_exp.plan.cuda.caching_allocator import MIN_BLOCK, Event
-from titan_exp.plan.extrapolate.segments import EventSegment
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.memory_tracker import MemoryTracker, Storage
+from titan_exp.plan.trace.segments import EventSegment
 
 NOWHERE = -1
 """Stage of what belongs to none, such as the loss."""

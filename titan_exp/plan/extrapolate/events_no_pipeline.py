@@ -11,9 +11,8 @@ from titan_exp.plan.extrapolate.allocation_events import (
     StepPosition,
 )
 from titan_exp.plan.extrapolate.eligibility import SAMPLED_LAYERS
-from titan_exp.plan.extrapolate.layers_and_microbatches import MICRO_BATCH, ModelSample
-from titan_exp.plan.extrapolate.optimizer_step import OPTIMIZER_STEP
-from titan_exp.plan.extrapolate.segments import EventSegment
+from titan_exp.plan.extrapolate.layers_and_microbatches import ModelSample
+from titan_exp.plan.trace.segments import MICRO_BATCH, OPTIMIZER_STEP, EventSegment
 
 PROLOGUE, END = "prologue", "end"
 """Parts of a step: before the passes, and after them."""

@@ -12,12 +12,24 @@ from titan_exp.plan.extrapolate.allocation_events import (
     StepPosition,
 )
 from titan_exp.plan.extrapolate.events_no_pipeline import END, PROLOGUE, gradient_named, loss_of, named_block, renamed
-from titan_exp.plan.extrapolate.optimizer_step import OPTIMIZER_STEP
 from titan_exp.plan.extrapolate.schedule_simulation import ScheduledAction, ScheduleSimulation
-from titan_exp.plan.extrapolate.segments import NOTHING, EventSegment
-from titan_exp.plan.extrapolate.stage_sample import FIRST, GROUP, LAST, MIDDLE, OVER, REDUCE, TURN, StageSample
+from titan_exp.plan.extrapolate.stage_sample import (
+    FIRST,
+    LAST,
+    MIDDLE,
+    StageSample,
+)
 from titan_exp.plan.extrapolate.stages import StageShape
 from titan_exp.plan.trace.memory_tracker import CATEGORIES
+from titan_exp.plan.trace.segments import (
+    ACTION,
+    BETWEEN_ACTIONS,
+    GROUP,
+    NOTHING,
+    OPTIMIZER_STEP,
+    REDUCE,
+    EventSegment,
+)
 
 NUMBERS = {FIRST: 0, MIDDLE: 1, LAST: 3}
 """Stages of the sampled rank, by kind."""
@@ -225,14 +237,14 @@ class _Found:
         """Find the spots of a step's scenes, from its beginning to its end."""
         at, reducing = StepPosition(step, NOWHERE, None, PROLOGUE, None), False
         for scene in scenes:
-            if scene.label.startswith(TURN):
+            if scene.label.startswith(ACTION):
                 turn = next(turns)
                 at = StepPosition(step, turn.action.stage, 0 if turn.first else 1, f"{turn.action.kind} before", None)
-            elif scene.label == OVER:
+            elif scene.label == BETWEEN_ACTIONS:
                 birth = next(births)
                 if birth != NOTHING:
                     self.made[at._replace(part=at.part[0] + MADE, block=None)] = birth
-                at = at._replace(part=OVER, block=None)
+                at = at._replace(part=BETWEEN_ACTIONS, block=None)
             elif scene.label.startswith(REDUCE):
                 at, reducing = StepPosition(step, int(scene.label.split()[1]), None, "reduce", None), True
             elif scene.label == GROUP:
@@ -244,7 +256,7 @@ class _Found:
                 at = at._replace(part=f"{at.part[0]} block", block=int(scene.label.partition(", block ")[2]) - first)
             elif at.block is not None:
                 at = at._replace(part=f"{at.part[0]} after", block=None)
-            if at.part == OVER:
+            if at.part == BETWEEN_ACTIONS:
                 self._between(scene)
             else:
                 self.scenes.setdefault(at, []).append(scene)

@@ -15,10 +15,10 @@ from titan_exp.plan.extrapolate.events_no_pipeline import compose_no_pipeline, m
 from titan_exp.plan.extrapolate.events_pipeline import StageEvents, compose_stages, stage_events
 from titan_exp.plan.extrapolate.optimizer_step import trace_optimizer_step_events
 from titan_exp.plan.extrapolate.schedule_simulation import ScheduleSimulation
-from titan_exp.plan.extrapolate.segments import sum_costs
 from titan_exp.plan.extrapolate.step_cost import TracedParts, simulate_rank, stages_of, step_segments, trace_parts
 from titan_exp.plan.search.layout_cost import axes_of
 from titan_exp.plan.trace.fake_world import pipeline_ranks
+from titan_exp.plan.trace.segments import sum_costs
 from titan_exp.plan.trace.trace_step import Trace
 
 MOST_TOLD = 8

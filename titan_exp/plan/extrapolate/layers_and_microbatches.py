@@ -4,27 +4,27 @@ Layers between the first and the last are alike, and so are micro-batches: what 
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
-from unittest.mock import patch
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import data_parallel_degree, gradient_accumulation, micro_batch_size
 from titan_exp.plan.extrapolate.eligibility import SAMPLED_LAYERS, SAMPLED_MICRO_BATCHES
 from titan_exp.plan.extrapolate.optimizer_step import (
-    OPTIMIZER_STEP,
     OptimizerStep,
     linear_combination,
-    marked_tail,
     trace_optimizer_step,
 )
-from titan_exp.plan.extrapolate.segments import CategoryBytes, EventSegment, Segment, SegmentTracker, category_bytes
 from titan_exp.plan.trace.fake_world import fake_rank
+from titan_exp.plan.trace.segments import (
+    MICRO_BATCH,
+    OPTIMIZER_STEP,
+    CategoryBytes,
+    EventSegment,
+    Segment,
+    SegmentTracker,
+    category_bytes,
+)
 from titan_exp.plan.trace.trace_step import looked_at, trace_step
-from titan_exp.trainer import forward_backward as trainer_model
-
-MICRO_BATCH = "micro-batch"
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def sample_model(experiment: Experiment, mode: str, *, cuda: bool, told: bool = 
     """
     small = small_run(experiment, SAMPLED_LAYERS, min(gradient_accumulation(experiment), SAMPLED_MICRO_BATCHES), mode)
     tape = SegmentTracker()
-    with fake_rank(small, 0) as it, marked_tail(tape), _marked_micro_batches(tape):
+    with fake_rank(small, 0) as it:
         trace_step(it.state, it.step, warmup_step=it.warmup_step, batches=it.batches, cuda=cuda, segments=tape)
         pieces = tape.pieces()
         batches = [tape.amount(tensor) for tensor in looked_at(tape, it.batches)]
@@ -156,15 +156,3 @@ def _passes(pieces: Sequence[Segment]) -> MicroBatchSegments:
     between, rest = until(rest, lambda piece: piece.label.startswith("backward, block"))
     backward, after = until(rest, lambda piece: not piece.label.startswith("backward, block"))
     return MicroBatchSegments(before, forward, between, backward, after)
-
-
-@contextmanager
-def _marked_micro_batches(tape: SegmentTracker) -> Iterator[None]:
-    original = trainer_model.set_gradient_sync
-
-    def marked(*args: Any, **kwargs: Any) -> None:
-        tape.cut(MICRO_BATCH)
-        original(*args, **kwargs)
-
-    with patch.object(trainer_model, "set_gradient_sync", marked):
-        yield

@@ -4,19 +4,18 @@ It knows layers by their number alone, so it is traced for one, two and three of
 pass: its gradients are made of nothing.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch import nn
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.plan.extrapolate.allocation_events import ExtrapolationError, OptimizerStepEvents
-from titan_exp.plan.extrapolate.segments import (
+from titan_exp.plan.trace.fake_world import FakeRank, fake_rank
+from titan_exp.plan.trace.segments import (
+    OPTIMIZER_STEP,
     CategoryBytes,
     EventSegment,
     Segment,
@@ -25,11 +24,8 @@ from titan_exp.plan.extrapolate.segments import (
     join_segments,
     sum_costs,
 )
-from titan_exp.plan.trace.fake_world import FakeRank, fake_rank
 from titan_exp.plan.trace.trace_step import trace_step
-from titan_exp.trainer import train_step as trainer_step
-
-OPTIMIZER_STEP = "the end of the step"
+from titan_exp.trainer.train_step import train_step
 
 
 @dataclass(frozen=True)
@@ -53,32 +49,12 @@ def trace_optimizer_step(experiment: Experiment, rank: int, *, cuda: bool) -> Op
         cuda: as of `trace_step`.
     """
     tape = SegmentTracker()
-    with fake_rank(experiment, rank) as it, marked_tail(tape):
+    with fake_rank(experiment, rank) as it:
         trace = trace_step(it.state, lambda: _end(it), cuda=cuda, segments=tape)
     pieces = tape.pieces()
     first = next(place for place, piece in enumerate(pieces) if piece.label == OPTIMIZER_STEP)
     kept = {name: trace.persistent[name] for name in ("parameters", "optimizer")}
     return OptimizerStep(join_segments(OPTIMIZER_STEP, pieces[first:]), category_bytes(kept), trace.gradients)
-
-
-@contextmanager
-def marked_tail(tape: SegmentTracker) -> Iterator[None]:
-    """Cut a tape where a step's passes are over."""
-    original = trainer_step.reduce_partial_gradients
-
-    def marked(*args: Any) -> None:
-        tape.reduced.append(births_of_gradients(tape, args[0]))
-        tape.cut(OPTIMIZER_STEP)
-        original(*args)
-
-    with patch.object(trainer_step, "reduce_partial_gradients", marked):
-        yield
-
-
-def births_of_gradients(tape: SegmentTracker, parts: Iterable[nn.Module]) -> dict[str, int]:
-    """Births of the storages of gradients, by the names of their parameters."""
-    named = [pair for part in parts for pair in part.named_parameters()]
-    return {name: tape.birth(weight.grad) for name, weight in named if weight.grad is not None}
 
 
 def trace_optimizer_step_events(
@@ -96,7 +72,7 @@ def trace_optimizer_step_events(
         Unwoven: more than gradients and a loss go into the end of a step.
     """
     tape = SegmentTracker()
-    with fake_rank(experiment, rank) as it, marked_tail(tape):
+    with fake_rank(experiment, rank) as it:
         trace_step(it.state, lambda: _end(it), preallocated=it.preallocated, cuda=cuda, segments=tape)
         scenes, pieces, built = tape.scenes(), tape.pieces(), it.state.built
     ends, losses = list[list[EventSegment]](), list[int]()
@@ -140,7 +116,7 @@ def _end(it: FakeRank) -> None:
         unique_parameters=state.model.unique_parameters,
         forward_backward=no_passes,
     )
-    trainer_step.train_step(
+    train_step(
         model,
         state.optimizer,
         [],

@@ -6,18 +6,10 @@ It shows which hidden states are held when: how long they live follows from the 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest.mock import patch
-
-import torch
-import torch.distributed as dist
 
 from titan_exp.config.layout.pipeline_schedules import Action, Schedule
-from titan_exp.config.layout.schedule_timeline import timeline
-from titan_exp.parallel.pipeline_parallel import runtime as parallel_pipeline
-from titan_exp.parallel.pipeline_parallel import schedule_actions as parallel_orders
-from titan_exp.parallel.pipeline_parallel.runtime import ActivationSpec, Pipeline
+from titan_exp.parallel.pipeline_parallel.runtime import Pipeline
 
 KINDS = ("received", "made", "objective")
 """What is handed over: hidden states and their gradients from another rank; those of a stage here; the last stage's
@@ -138,6 +130,32 @@ class _Stage:
         tally.turns.append(ScheduledAction(Action(self.number, kind, microbatch), first, waiting, before, after))
 
 
+@dataclass
+class _Transport:
+    """Counts messages instead of sending them."""
+
+    tally: _Tally
+    rank: int
+    sends_complete: bool
+
+    def empty(self) -> _Hidden:
+        return _Hidden(self.tally, 0)
+
+    def send(self, *_: Any) -> "_Transport":
+        self.tally.sent += 1
+        return self
+
+    def receive(self, *_: Any) -> "_Transport":
+        self.tally.received += 1
+        return self
+
+    def is_sent(self, _: Any) -> bool:
+        return self.sends_complete
+
+    def wait(self) -> None:
+        """The end of a message."""
+
+
 def simulate_schedule(
     orders: Schedule, placement: Sequence[int], rank: int, *, passes: int, sends_complete: bool
 ) -> ScheduleSimulation:
@@ -156,52 +174,10 @@ def simulate_schedule(
     stages: Any = [
         _Stage(number, number == len(placement) - 1, tally) for number, its in enumerate(placement) if its == rank
     ]
-    group: Any = None
-    with _nobody_answers(tally, rank, sends_complete):
-        pipeline = Pipeline(
-            stages,
-            orders,
-            list(placement),
-            group,
-            ActivationSpec((), torch.float32, torch.device("cpu")),
-            keep_gathered=True,
-        )
-        pipeline.train([_compute] * passes)
-        heard = list(tally.heard)
+    transport: Any = _Transport(tally, rank, sends_complete)
+    Pipeline(stages, orders, list(placement), transport, keep_gathered=True).train([_compute] * passes)
+    heard = list(tally.heard)
     return ScheduleSimulation(tally.turns, heard, tally.sent, tally.received)
-
-
-@contextmanager
-def cached_timelines() -> Iterator[None]:
-    """For the time of the block, when actions happen is found out once for each list of orders."""
-    kept: dict[int, Any] = {}
-
-    def once(orders: Schedule) -> Any:
-        if id(orders) not in kept:
-            kept[id(orders)] = (orders, timeline(orders))
-        return kept[id(orders)][1]
-
-    with patch.object(parallel_orders, "timeline", once):
-        yield
-
-
-@contextmanager
-def _nobody_answers(tally: _Tally, rank: int, sends_complete: bool) -> Iterator[None]:
-    work = SimpleNamespace(is_completed=lambda: sends_complete, wait=lambda: None)
-
-    def send(*_: Any, **__: Any) -> Any:
-        tally.sent += 1
-        return work
-
-    def receive(*_: Any, **__: Any) -> Any:
-        tally.received += 1
-        return work
-
-    with (
-        patch.object(parallel_pipeline, "torch", SimpleNamespace(empty=lambda *_, **__: _Hidden(tally, 0))),
-        patch.multiple(dist, isend=send, irecv=receive, get_rank=lambda *_: rank),
-    ):
-        yield
 
 
 def _compute(*_: Any) -> Any:

@@ -5,27 +5,26 @@ out of it and counted by a rehearsal (`plan/rehearsal.py`).
 """
 
 import tempfile
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import data_parallel_degree, micro_batch_size
 from titan_exp.config.layout.pipeline_schedules import Action, Schedule
-from titan_exp.parallel.pipeline_parallel import runtime as parallel_pipeline
-from titan_exp.parallel.pipeline_parallel.runtime import ActivationSpec
-from titan_exp.plan.extrapolate.optimizer_step import OPTIMIZER_STEP, marked_tail
+from titan_exp.parallel.pipeline_parallel.transport import ActivationSpec
 from titan_exp.plan.extrapolate.schedule_simulation import KINDS, ScheduledAction, simulate_schedule
-from titan_exp.plan.extrapolate.segments import (
-    NOTHING,
+from titan_exp.plan.trace.dispatch_mode import OpCosts
+from titan_exp.plan.trace.fake_world import DEVICE, fake_rank
+from titan_exp.plan.trace.segments import (
+    ACTION,
+    BETWEEN_ACTIONS,
+    OPTIMIZER_STEP,
+    REDUCE,
     CategoryBytes,
     EventSegment,
     Segment,
@@ -34,15 +33,12 @@ from titan_exp.plan.extrapolate.segments import (
     join_segments,
     sum_costs,
 )
-from titan_exp.plan.trace.dispatch_mode import OpCosts
-from titan_exp.plan.trace.fake_world import DEVICE, FakeRank, fake_rank
 from titan_exp.plan.trace.trace_step import trace_step
 
 FIRST, MIDDLE, LAST = "first", "middle", "last"
 """Kinds of stages: with the embedding; in between; with the head."""
 PASSES = 2
 _CATEGORY = {"received": "communication", "made": "activations", "objective": "loss"}
-TURN, OVER, REDUCE, GROUP, FINAL = "turn", "over", "reduce", "group", "final"
 
 
 @dataclass(frozen=True)
@@ -120,7 +116,7 @@ def sample_stages(experiment: Experiment, mode: str, *, lone: bool, cuda: bool, 
         path = Path(folder) / "everything.csv"
         path.write_text("\n".join(",".join(map(str, order)) for order in orders) + "\n")
         small = _small_run(experiment, [layers.get(kind, 1) for kind in kinds], str(path), mode)
-        with fake_rank(small, 0) as it, marked_tail(tape), _marked_actions(tape, it):
+        with fake_rank(small, 0) as it:
             # What begins before the step is part of a story, in which one pass would have less.
             first, batches = (None, ()) if told else (it.warmup_step, it.batches)
             trace_step(
@@ -160,8 +156,8 @@ def _sorted(
     while pieces[place].label != OPTIMIZER_STEP:
         label = pieces[place].label
         end = place + 1
-        if label.startswith(TURN):
-            while pieces[end].label != OVER:
+        if label.startswith(ACTION):
+            while pieces[end].label != BETWEEN_ACTIONS:
                 end += 1
             turn = next(turns)
             change = [after - before for after, before in zip(turn.after, turn.before, strict=True)]
@@ -241,52 +237,3 @@ def _window(pieces: Sequence[Segment], handed: CategoryBytes) -> ActionSegments:
     first = next((place for place, piece in enumerate(pieces) if of_block(piece)), len(pieces))
     end = next((place for place in range(first, len(pieces)) if not of_block(pieces[place])), len(pieces))
     return ActionSegments(list(pieces[:first]), list(pieces[first:end]), list(pieces[end:]), handed)
-
-
-@contextmanager
-def _marked_actions(tape: SegmentTracker, it: FakeRank) -> Iterator[None]:
-    """Cut a tape at the beginning and the end of every action, and where gradients are reduced."""
-    pipeline = it.state.built.pipeline
-    assert pipeline is not None, "there are stages"
-
-    def marked(call: Any, label: str) -> Any:
-        def cut(*args: Any) -> Any:
-            tape.cut(label)
-            result = call(*args)
-            tape.made.append(tape.birth(result) if result is not None else NOTHING)
-            tape.cut(OVER)
-            return result
-
-        return cut
-
-    for stage in pipeline.stages:
-        for name in ("forward", "backward"):
-            setattr(stage, name, marked(getattr(stage, name), f"{TURN} {stage.number}"))
-    numbers = {id(stage.module): stage.number for stage in pipeline.stages}
-    reduce, group = parallel_pipeline.reduce_gradients, FSDPParamGroup.post_backward
-    final = FSDPState._root_post_backward_final_callback
-    reducing = False
-
-    def marked_reduction(module: Any) -> None:
-        nonlocal reducing
-        tape.cut(f"{REDUCE} {numbers[id(module)]}")
-        reducing = True
-        reduce(module)
-        reducing = False
-
-    def marked_group(*args: Any) -> None:
-        if reducing:
-            tape.cut(GROUP)
-        group(*args)
-
-    def marked_end(*args: Any) -> None:
-        if reducing:
-            tape.cut(FINAL)
-        final(*args)
-
-    with (
-        patch.object(parallel_pipeline, "reduce_gradients", marked_reduction),
-        patch.object(FSDPParamGroup, "post_backward", marked_group),
-        patch.object(FSDPState, "_root_post_backward_final_callback", marked_end),
-    ):
-        yield

@@ -9,9 +9,9 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import data_parallel_degree, micro_batch_size, world_size
 from titan_exp.plan.extrapolate.optimizer_step import OptimizerStep, linear_combination, trace_optimizer_step
 from titan_exp.plan.extrapolate.schedule_simulation import ScheduleSimulation
-from titan_exp.plan.extrapolate.segments import CategoryBytes, Segment, category_bytes, join_segments, sum_costs
 from titan_exp.plan.extrapolate.stage_sample import FIRST, LAST, MIDDLE, ActionSegments, StageSample
 from titan_exp.plan.trace.dispatch_mode import OpCosts
+from titan_exp.plan.trace.segments import CategoryBytes, Segment, category_bytes, join_segments, sum_costs
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from titan_exp.plan.extrapolate.layers_and_microbatches import (
 )
 from titan_exp.plan.extrapolate.optimizer_step import OptimizerStep
 from titan_exp.plan.extrapolate.schedule_simulation import ScheduleSimulation, simulate_schedule
-from titan_exp.plan.extrapolate.segments import CategoryBytes, Segment, sum_costs
 from titan_exp.plan.extrapolate.stage_sample import FIRST, LAST, MIDDLE, StageSample, sample_stages
 from titan_exp.plan.extrapolate.stages import (
     StageOptimizerSteps,
@@ -34,6 +33,7 @@ from titan_exp.plan.extrapolate.stages import (
 )
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, Moment
+from titan_exp.plan.trace.segments import CategoryBytes, Segment, sum_costs
 
 
 @dataclass(frozen=True)

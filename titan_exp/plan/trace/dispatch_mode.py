@@ -2,11 +2,10 @@
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -35,6 +34,7 @@ from titan_exp.plan.trace.op_costs import (
     operations,
     unknown_operator,
 )
+from titan_exp.plan.trace.torch_patches import replaced_attributes
 
 _DEVICE = torch.ops.prim.device.default
 _MEMO = OpCache()
@@ -88,8 +88,11 @@ class CostMode(TorchDispatchMode):
     def __enter__(self) -> "CostMode":
         # Entered anew inside operators of ours.
         if self._depth == 0:
-            self._stack.enter_context(patch.object(torch.UntypedStorage, "resize_", self._resizing()))
-            self._stack.enter_context(self._blind_to_layouts())
+            replacements = (
+                (torch.UntypedStorage, "resize_", self._resizing()),
+                (ShardingPropagator, "_propagate_tensor_meta_non_cached", self._blind_to_layouts()),
+            )
+            self._stack.enter_context(replaced_attributes(*replacements))
             with _disable_current_modes():
                 self._owners = _owners_where_alone()
         self._depth += 1
@@ -236,8 +239,7 @@ class CostMode(TorchDispatchMode):
 
         return resized
 
-    @contextmanager
-    def _blind_to_layouts(self) -> Iterator[None]:
+    def _blind_to_layouts(self) -> Callable[..., Any]:
         """Torch asks what an operator makes of whole tensors to see how its result is divided: nothing is computed."""
         ask = ShardingPropagator._propagate_tensor_meta_non_cached
 
@@ -248,8 +250,7 @@ class CostMode(TorchDispatchMode):
             finally:
                 self._paused -= 1
 
-        with patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", asked):
-            yield
+        return asked
 
 
 def ranks_by_axis(mesh: Mesh) -> dict[str, list[int]]:

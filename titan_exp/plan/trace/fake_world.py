@@ -6,10 +6,9 @@ trainer's own `assemble` and `train_step`.
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import gradient_accumulation, micro_batch_size, world_size
 from titan_exp.data.batch import Batch
 from titan_exp.plan.cuda.cpu_offload import GPU, gpu_beside_host
+from titan_exp.plan.trace.torch_patches import replaced_attributes
 from titan_exp.trainer.train_state import TrainState, assemble
 from titan_exp.trainer.train_step import train_step
 
@@ -140,8 +140,6 @@ def _meshes_answer() -> Iterator[None]:
 
         return call
 
-    with ExitStack() as stack:
-        for name in _ASKED:
-            if hasattr(DeviceMesh, name):
-                stack.enter_context(patch.object(DeviceMesh, name, without_modes(getattr(DeviceMesh, name))))
+    asked = [name for name in _ASKED if hasattr(DeviceMesh, name)]
+    with replaced_attributes(*((DeviceMesh, name, without_modes(getattr(DeviceMesh, name))) for name in asked)):
         yield

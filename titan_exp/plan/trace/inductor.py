@@ -6,15 +6,15 @@ own decision. It is the one for a CPU: on CUDA other operators may be fused, tho
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.plan.trace.torch_patches import replaced_attributes
 
 
 def uses_inductor(experiment: Experiment) -> bool:
@@ -63,16 +63,16 @@ def skip_inductor_kernels(called: Callable[[tuple[Any, ...]], None], device: tor
 
     settings: dict[str, Any] = {"compile_threads": 1, "fx_graph_cache": False}
     torch._dynamo.reset()
-    with ExitStack() as stack:
-        stack.enter_context(inductor.patch(settings))
-        stack.enter_context(fresh_cache())
-        # Else a compiler would be asked what it is, and tried to see what the processor can do.
-        stack.enter_context(patch.object(cpu_vec_isa, "valid_vec_isa_list", list))
-        stack.enter_context(patch.object(cpp_builder, "is_gcc", lambda: True))
-        stack.enter_context(patch.object(cpp_builder, "is_msvc_cl", lambda: False))
-        stack.enter_context(patch.object(guards, "_empty_strided_cpu", empty))
-        stack.enter_context(patch.object(guards, "_reinterpret_tensor", _reinterpreted))
-        stack.enter_context(patch.object(AsyncCompile, "cpp_pybinding", lambda *_: kernel))
+    replacements = (
+        # Otherwise inductor runs a C++ compiler to detect it and the CPU's vector instructions.
+        (cpu_vec_isa, "valid_vec_isa_list", list),
+        (cpp_builder, "is_gcc", lambda: True),
+        (cpp_builder, "is_msvc_cl", lambda: False),
+        (guards, "_empty_strided_cpu", empty),
+        (guards, "_reinterpret_tensor", _reinterpreted),
+        (AsyncCompile, "cpp_pybinding", lambda *_: kernel),
+    )
+    with inductor.patch(settings), fresh_cache(), replaced_attributes(*replacements):
         try:
             yield
         except InductorError as error:

@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from titan_exp.data.batch import Batch
+from titan_exp.parallel.step_observer import observe_steps
 from titan_exp.plan.cuda.caching_allocator import MIN_BLOCK, Event
 from titan_exp.plan.cuda.cpu_offload import GPU, HostAndGpuTracker, HostUsage
 from titan_exp.plan.cuda.fake_kernels import fake_cuda_kernels, workspace
 from titan_exp.plan.cuda.mem_efficient_attention import efficient_kernel, uses_efficient_attention
-from titan_exp.plan.extrapolate.segments import SegmentTracker
 from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts, ranks_by_axis
 from titan_exp.plan.trace.inductor import reset_dynamo, skip_inductor_kernels
 from titan_exp.plan.trace.memory_tracker import MemoryTracker, Moment
 from titan_exp.plan.trace.phases import track_phases
+from titan_exp.plan.trace.segments import SegmentObserver, SegmentTracker
 from titan_exp.trainer.train_state import TrainState
 
 
@@ -78,14 +79,18 @@ def trace_step(
     tracker.granularity = MIN_BLOCK if cuda else 1
     if cuda:
         tracker.stream = _Streams()
+        if state.built.pipeline is not None:
+            # A fake process group completes sends at once in torch 2.15, and never in 2.13.
+            state.built.pipeline.transport.sees_completion = False
     with (
         _garbage_stays(),
         track_phases(tracker, state.model.parts, state.optimizer) as phases,
         CostMode(tracker, state.mesh, workspace if cuda else None, matmul_workspace) as watch,
         fake_cuda_kernels(beside=host is not None) if cuda else nullcontext(),
-        efficient_kernel() if cuda and uses_efficient_attention(state.model.parts) else nullcontext(),
+        efficient_kernel(state.model.parts) if cuda and uses_efficient_attention(state.model.parts) else nullcontext(),
         reset_dynamo() if host is not None else nullcontext(),
         skip_inductor_kernels(watch.kernel, state.mesh.device) if inductor else nullcontext(),
+        nullcontext() if segments is None else observe_steps(SegmentObserver(segments)),
     ):
         for tensor in preallocated:
             tracker.see(tensor, "other")

@@ -11,13 +11,20 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
 
+from titan_exp.config.layout.pipeline_schedules import Action
+from titan_exp.parallel.step_observer import StepObserver
 from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, MemoryTracker, Storage, local
 
 STEP = "the step"
-"""What a step's first piece is called."""
+"""Label of the first segment of a step."""
+MICRO_BATCH, OPTIMIZER_STEP = "micro-batch", "optimizer step"
+ACTION, BETWEEN_ACTIONS = "action", "between actions"
+REDUCE, GROUP, FINAL = "reduce", "group", "final"
+"""Labels of segments: of a micro-batch without a pipeline; from reduced gradients to the next step; of a pipeline
+action, and after it; of a stage's gradient reduction, of each FSDP parameter group in it, and of its end."""
 CategoryBytes = NDArray[np.int64]
 """Bytes by what they are for, in the order of `CATEGORIES`."""
 
@@ -195,6 +202,48 @@ class SegmentTracker(MemoryTracker):
             _piece(label, self._changes[start:end], work, after)
             for (start, label, work), (end, _, after) in pairwise(self._cuts)
         ]
+
+
+class SegmentObserver(StepObserver):
+    """Ends a segment where a micro-batch, a pipeline action, a gradient reduction or the optimizer step begins."""
+
+    def __init__(self, tracker: SegmentTracker) -> None:
+        self._tracker = tracker
+
+    def microbatch_begin(self, index: int) -> None:
+        """Begin a micro-batch."""
+        self._tracker.cut(MICRO_BATCH)
+
+    def action_begin(self, action: Action) -> None:
+        """Begin a pipeline action."""
+        self._tracker.cut(f"{ACTION} {action.stage}")
+
+    def action_end(self, action: Action, result: Tensor | None) -> None:
+        """Begin what lies between two pipeline actions."""
+        self._tracker.made.append(NOTHING if result is None else self._tracker.birth(result))
+        self._tracker.cut(BETWEEN_ACTIONS)
+
+    def stage_reduction_begin(self, stage: int) -> None:
+        """Begin the gradient reduction of a stage."""
+        self._tracker.cut(f"{REDUCE} {stage}")
+
+    def group_reduction_begin(self) -> None:
+        """Begin the gradient reduction of an FSDP parameter group."""
+        self._tracker.cut(GROUP)
+
+    def stage_reduction_end(self) -> None:
+        """Begin the wait for the reductions of a stage."""
+        self._tracker.cut(FINAL)
+
+    def gradients_ready(self, parts: Sequence[nn.Module]) -> None:
+        """Begin the optimizer step, and note the storages of gradients."""
+        self._tracker.reduced.append(_gradient_births(self._tracker, parts))
+        self._tracker.cut(OPTIMIZER_STEP)
+
+
+def _gradient_births(tracker: SegmentTracker, parts: Sequence[nn.Module]) -> dict[str, int]:
+    named = [pair for part in parts for pair in part.named_parameters()]
+    return {name: tracker.birth(weight.grad) for name, weight in named if weight.grad is not None}
 
 
 def sum_costs(works: Iterable[OpCosts], times: int = 1) -> OpCosts:

@@ -60,10 +60,10 @@ class HostTracker(MemoryTracker):
             held[entry.category] += 0 if its is None else its.nbytes()
         return held
 
-    def _enter(self, storage: torch.UntypedStorage, category: str | None) -> None:
+    def _add(self, storage: torch.UntypedStorage, category: str | None) -> None:
         size = storage.nbytes()
         self.granularity = power_of_two(size) if category in PINNED and size else 1
-        super()._enter(storage, category)
+        super()._add(storage, category)
         self.granularity = 1
 
 
@@ -76,11 +76,11 @@ class HostAndGpuTracker(MemoryTracker):
     host: HostTracker = field(default_factory=HostTracker)
     """What lies there."""
 
-    def elsewhere(self, tensor: Tensor) -> bool:
+    def is_elsewhere(self, tensor: Tensor) -> bool:
         """Whether a tensor lies in the host's memory."""
         return on_host(tensor)
 
-    def copied(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> tuple[str, str, int] | None:
+    def copy_between(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[str, str, int] | None:
         """Of a call that copies between the memories: axis, which way, and bytes; None of all others."""
         if not given or len(made) != 1 or on_host(given[-1]) == on_host(made[0]):
             return None
@@ -89,33 +89,33 @@ class HostAndGpuTracker(MemoryTracker):
             return AXIS, TO_HOST, size
         return AXIS, TO_GPU if self.stream() else WAITED_FOR, size
 
-    def see(self, tensor: Tensor, category: str | None = None) -> None:
+    def track(self, tensor: Tensor, category: str | None = None) -> None:
         """Enter a tensor's storage where it lies."""
         if on_host(tensor):
-            self._told().see(tensor, category)
+            self._told().track(tensor, category)
         else:
-            super().see(tensor, category)
+            super().track(tensor, category)
 
-    def know(self, tensor: Tensor) -> bool:
+    def is_tracked(self, tensor: Tensor) -> bool:
         """Whether a tensor's storage is entered."""
-        return self.host.know(tensor) if on_host(tensor) else super().know(tensor)
+        return self.host.is_tracked(tensor) if on_host(tensor) else super().is_tracked(tensor)
 
-    def is_for(self, tensors: Iterable[Tensor | None], category: str) -> None:
+    def set_category(self, tensors: Iterable[Tensor | None], category: str) -> None:
         """Say what storages are for, wherever they are."""
         there = [tensor for tensor in tensors if tensor is not None]
-        self._told().is_for([tensor for tensor in there if on_host(tensor)], category)
-        super().is_for([tensor for tensor in there if not on_host(tensor)], category)
+        self._told().set_category([tensor for tensor in there if on_host(tensor)], category)
+        super().set_category([tensor for tensor in there if not on_host(tensor)], category)
 
-    def sizes(self, tensors: Iterable[Tensor]) -> int:
+    def tracked_bytes(self, tensors: Iterable[Tensor]) -> int:
         """Bytes of the storages of tensors that are entered, in both memories."""
         its = list(tensors)
-        there = self.host.sizes([tensor for tensor in its if on_host(tensor)])
-        return there + super().sizes([tensor for tensor in its if not on_host(tensor)])
+        there = self.host.tracked_bytes([tensor for tensor in its if on_host(tensor)])
+        return there + super().tracked_bytes([tensor for tensor in its if not on_host(tensor)])
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Forget what was in either."""
-        super().begin()
-        self.host.begin()
+        super().begin_step()
+        self.host.begin_step()
 
     def _told(self) -> MemoryTracker:
         self.host.category, self.host.where = self.category, self.where

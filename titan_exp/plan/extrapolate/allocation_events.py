@@ -137,7 +137,7 @@ class EventComposer:
         self._born: dict[StepPosition, dict[StorageKey, list[int]]] = {}
         self._passed: dict[tuple[int, int, str], list[int]] = defaultdict(list)
         self._of_tail: dict[int, int] = {}
-        self._made, self._begun, self._standing = 0, 0, 0
+        self._made, self._begun, self._allocated_before = 0, 0, 0
         self.where = "before the first step"
         """What is being computed, in words."""
         self._category = "other"
@@ -241,14 +241,14 @@ class EventComposer:
             self._tell(scene, stand_ins, shares)
         return size
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Here the second step begins."""
         self._changes = [(storage, storage.size, self.where) for storage in self._alive.values()]
-        self._standing, self._begun = len(self._changes), len(self._events)
+        self._allocated_before, self._begun = len(self._changes), len(self._events)
 
     def told(self) -> tuple[MemoryTracker, list[Event], list[Event]]:
         """The step as a ledger has it, and events up to the step and of it."""
-        ledger = MemoryTracker.retold(self._changes, self._standing, list(self._alive.values()))
+        ledger = MemoryTracker.from_changes(self._changes, self._allocated_before, list(self._alive.values()))
         return ledger, self._events[: self._begun], self._events[self._begun :]
 
     def _tell(self, scene: EventSegment, stand_ins: Mapping[int, int], shares: Counter[int] | None = None) -> None:

@@ -75,7 +75,7 @@ def compose_no_pipeline(
         if step:
             for bytes_of_one in batches:
                 weaver.birth(bytes_of_one, "other")
-            weaver.begin()
+            weaver.begin_step()
         first = samples[0]
         opening = StepPosition(step, NOWHERE, None, PROLOGUE, None)
         weaver.play(first, opening, opening)

@@ -79,7 +79,7 @@ def compose_stages(
     weaver.build(tail)
     for step in (0, 1):
         if step:
-            weaver.begin()
+            weaver.begin_step()
         size = rank.step(step, rehearsal, tail)
     return weaver, size
 

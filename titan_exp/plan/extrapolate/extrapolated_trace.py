@@ -58,7 +58,7 @@ class TraceExtrapolator:
         passes = step_segments(self.experiment, pipeline_rank, parts, rehearsal)
         work = sum_costs([*(piece.costs for piece in passes), tail.costs])
         axes = axes_of(self.experiment, pipeline_rank, work)
-        return Trace(ledger.peak(), ledger.held(), gradients, work, axes, ledger.timeline(), before, step)
+        return Trace(ledger.peak(), ledger.allocated(), gradients, work, axes, ledger.timeline(), before, step)
 
     def tail(self, pipeline_rank: int) -> OptimizerStepEvents:
         """Build and ends of the steps of a rank with as many layers."""

@@ -135,7 +135,7 @@ def sample_stages(experiment: Experiment, mode: str, *, lone: bool, cuda: bool, 
                 if (value := getattr(it.batches[0], field.name)) is not None
             }
             stages = [kind for kind, rank in zip(kinds, placement, strict=True) if rank == 0]
-            buffers = category_bytes({"other": tape.sizes(it.state.model.parts[0].buffers())})
+            buffers = category_bytes({"other": tape.tracked_bytes(it.state.model.parts[0].buffers())})
             base = tape.base() - len(stages) * buffers - PASSES * sum(batch.values(), category_bytes({}))
             # On CUDA the host knows late that something has left (`plan/stand_ins.py`).
             sends_complete = not cuda and _is_delivered()

@@ -34,19 +34,19 @@ def track_phases(
     hooks: list[Any] = []
     phases = Phases()
     for part in parts:
-        ledger.is_for(part.parameters(), "parameters")
-        ledger.is_for(part.buffers(), "other")
+        ledger.set_category(part.parameters(), "parameters")
+        ledger.set_category(part.buffers(), "other")
         hooks += _on_part(ledger, part)
 
     def before(*_: Any) -> None:
         gradients = [weight.grad for part in parts for weight in part.parameters() if weight.grad is not None]
-        ledger.is_for(gradients, "gradients")
-        phases.gradients = ledger.sizes(gradients)
+        ledger.set_category(gradients, "gradients")
+        phases.gradients = ledger.tracked_bytes(gradients)
         ledger.category, ledger.where = "optimizer", "optimizer"
 
     def after(*_: Any) -> None:
         state = [value for its in optimizer.state.values() for value in its.values() if isinstance(value, Tensor)]
-        ledger.is_for(state, "optimizer")
+        ledger.set_category(state, "optimizer")
         ledger.category, ledger.where = "other", "between steps"
 
     hooks += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
@@ -74,7 +74,7 @@ def _on_part(ledger: MemoryTracker, part: nn.Module) -> list[Any]:
         hooks.append(block.register_forward_pre_hook(at("activations", f"forward, block {number}"), prepend=True))
         done = after_blocks if place == 0 else None
         hooks.append(block.register_forward_hook(_backward_of(at("activations", f"backward, block {number}"), done)))
-        hooks.append(block.register_forward_hook(lambda _, inputs, output: ledger.hidden(output)))
+        hooks.append(block.register_forward_hook(lambda _, inputs, output: ledger.mark_block_output(output)))
     if head is not None:
         hooks.append(head.register_forward_pre_hook(at("loss", f"forward, {ends}"), prepend=True))
     return hooks

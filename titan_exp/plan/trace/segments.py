@@ -115,9 +115,9 @@ class SegmentTracker(MemoryTracker):
         """Take note of the work that is watched."""
         self._watch = watch
 
-    def begin(self) -> None:
+    def begin_step(self) -> None:
         """Forget what was; here the first piece begins."""
-        super().begin()
+        super().begin_step()
         self._cuts = [(len(self._changes), self.where, OpCosts())]
         self.next_step()
 
@@ -132,14 +132,14 @@ class SegmentTracker(MemoryTracker):
         if self._watch is not None and self._cuts:
             self._cuts.append((len(self._changes), label, sum_costs([self._watch.costs])))
 
-    def matmul(self, *, backward: bool) -> None:
+    def mark_matmul(self, *, backward: bool) -> None:
         """The library of matmuls is called."""
         mark = BACKWARD_MATMUL if backward else FORWARD_MATMUL
         start = self._marks[-1][0]
         if all(told.birth != mark for _, told in self._told[start:]):
             self._told.append((None, AllocationEvent(mark)))
 
-    def hidden(self, output: Any) -> None:
+    def mark_block_output(self, output: Any) -> None:
         """A block has made these hidden states."""
         if isinstance(output, Tensor):
             self.outputs.add(self.birth(output))
@@ -147,7 +147,7 @@ class SegmentTracker(MemoryTracker):
     def birth(self, tensor: Tensor) -> int:
         """Number of the birth of a tensor's storage; `NOTHING` where it is not entered."""
         part = local(tensor)
-        if not self.know(part):
+        if not self.is_tracked(part):
             return NOTHING
         storage, _ = self._alive[part.untyped_storage()._cdata]
         return self._last_birth[storage.number]
@@ -168,9 +168,9 @@ class SegmentTracker(MemoryTracker):
         category = "" if as_made else storage.category
         return it._replace(category=category, output=it.birth in self.outputs)
 
-    def _enter(self, storage: UntypedStorage, category: str | None) -> None:
+    def _add(self, storage: UntypedStorage, category: str | None) -> None:
         known = self._births
-        super()._enter(storage, category)
+        super()._add(storage, category)
         if category is None and self._births > known:
             self._as_made.add(self._births)
 
@@ -180,7 +180,7 @@ class SegmentTracker(MemoryTracker):
 
     def amount(self, tensor: Tensor) -> CategoryBytes:
         """What a tensor's storage holds; nothing where it is not entered."""
-        if not self.know(tensor):
+        if not self.is_tracked(tensor):
             return category_bytes({})
         storage, _ = self._alive[tensor.untyped_storage()._cdata]
         return category_bytes({storage.category: storage.size})

@@ -93,35 +93,35 @@ def trace_step(
         nullcontext() if segments is None else observe_steps(SegmentObserver(segments)),
     ):
         for tensor in preallocated:
-            tracker.see(tensor, "other")
+            tracker.track(tensor, "other")
         if segments is not None:
             segments.follow(watch)
             segments.next_step()
         (warmup_step or step)()
         for tensor in looked_at(tracker, batches):
-            tracker.see(tensor, "other")
-        tracker.begin()
-        watch.costs, watch.work_elsewhere = OpCosts(), OpCosts()
+            tracker.track(tensor, "other")
+        tracker.begin_step()
+        watch.costs, watch.host_costs = OpCosts(), OpCosts()
         step()
         if segments is not None:
             segments.cut("after the step")
         return Trace(
             tracker.peak(),
-            tracker.held(),
+            tracker.allocated(),
             phases.gradients,
             watch.costs,
             ranks_by_axis(state.mesh),
             tracker.timeline(),
             tracker.events[: tracker.begun],
             tracker.events[tracker.begun :],
-            None if host is None else HostUsage(host.host.peak(), host.host.tensors(), watch.work_elsewhere),
+            None if host is None else HostUsage(host.host.peak(), host.host.tensors(), watch.host_costs),
         )
 
 
 def looked_at(tracker: MemoryTracker, batches: Sequence[Batch]) -> list[Tensor]:
     """Of all micro-batches, what is entered of the first."""
     values = [(field.name, getattr(batches[0], field.name)) for field in fields(Batch)] if batches else []
-    names = [name for name, value in values if value is not None and tracker.know(value)]
+    names = [name for name, value in values if value is not None and tracker.is_tracked(value)]
     return [getattr(batch, name) for batch in batches for name in names]
 
 

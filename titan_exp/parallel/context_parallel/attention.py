@@ -39,7 +39,8 @@ class ContextAttention(nn.Module):
         self, backend: PartialBackend, method: ExchangeMethod, group: dist.ProcessGroup, device: torch.device
     ) -> None:
         super().__init__()
-        self.backend, self.method, self.group = backend, method, group.group_name
+        self.backend: PartialBackend = backend
+        self.method, self.group = method, group.group_name
         self.kernel: PartialBackend = "cpu" if device.type == "cpu" else backend
         """The kernel that runs."""
 

@@ -69,6 +69,9 @@ class Pipeline:
             if isinstance(step, P2POp):
                 mail.exchange(step)
                 continue
+            if step.kind == "W":
+                self._act(step, None, compute, observer)
+                continue
             needed = self._comes_from(step)
             given = None if needed is None else mail.take(needed)
             made = self._act(step, given, compute, observer)
@@ -93,7 +96,7 @@ class Pipeline:
     def _comes_from(self, action: Action) -> Action | None:
         """The action whose result this one takes; a backward pass in two is known as one in whole."""
         stage = action.stage + (-1 if action.kind == "F" else 1)
-        if action.kind == "W" or not 0 <= stage < len(self._placement):
+        if not 0 <= stage < len(self._placement):
             return None
         return Action(stage, "F" if action.kind == "F" else "B", action.microbatch)
 

@@ -29,9 +29,9 @@ from titan_exp.plan.trace.op_costs import (
     GROUPED,
     MATMULS,
     SCALED_MATMULS,
-    hidden_memory,
-    message,
-    operations,
+    count_flops,
+    decomposed_workspace,
+    parse_message,
     unknown_operator,
 )
 from titan_exp.plan.trace.torch_patches import replaced_attributes
@@ -157,7 +157,7 @@ class CostMode(TorchDispatchMode):
         return out
 
     def _add_workspace(self, func: Any, args: tuple[Any, ...]) -> None:
-        size = hidden_memory(func, args) + (0 if self._workspace is None else self._workspace(func, args))
+        size = decomposed_workspace(func, args) + (0 if self._workspace is None else self._workspace(func, args))
         if size:
             self.tracker.add_transient(size, self.tracker.category)
 
@@ -192,7 +192,7 @@ class CostMode(TorchDispatchMode):
             axis, kind, size = copied
             self.costs.messages[axis, kind] += size
             self.costs.calls[axis, kind] += 1
-        sent = message(func, args, out)
+        sent = parse_message(func, args, out)
         if sent is not None:
             kind, group, size = sent
             axis = self._axes.get(group, "itself")
@@ -203,7 +203,7 @@ class CostMode(TorchDispatchMode):
             )
         elif func.namespace == "fsdp":
             self._categorize_fsdp(str(func._overloadpacket), args, kwargs, out)
-        flops = operations(func, args, kwargs, out)
+        flops = count_flops(func, args, kwargs, out)
         self._first_matmul(func)
         bytes_moved = 0
         if not flops and not sent and not copied and not func.is_view and (new or func._schema.is_mutable):

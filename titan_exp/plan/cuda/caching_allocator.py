@@ -120,7 +120,7 @@ def _steps(before: Sequence[Event], step: Sequence[Event], times: int) -> Iterat
 
 def _successors(before: Sequence[Event], step: Sequence[Event]) -> dict[int, int] | None:
     """A storage that a step keeps, for each that it releases from before; None where they do not match."""
-    born = {event.storage: event for event in before if event.size}
+    allocated = {event.storage: event for event in before if event.size}
     left = {event.storage: event for event in step if event.size}
     found = [event.storage for event in step if not event.size and event.storage not in left]
     for event in step:
@@ -128,7 +128,7 @@ def _successors(before: Sequence[Event], step: Sequence[Event]) -> dict[int, int
             left.pop(event.storage, None)
     successors: dict[int, int] = {}
     for storage in found:
-        kind = born[storage][1:]
+        kind = allocated[storage][1:]
         successor = next((number for number, event in left.items() if event[1:] == kind), None)
         if successor is None:
             return None

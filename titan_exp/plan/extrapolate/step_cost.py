@@ -53,7 +53,7 @@ class TracedParts:
     model_samples: Sequence[ModelSample]
     """Without a pipeline: a sample for each activation checkpointing mode."""
     model_optimizer_steps: tuple[OptimizerStep, OptimizerStep] | None
-    """Likewise; None where allocations and deaths are record_events, whose ends are those of a rank with all layers."""
+    """Without a pipeline: with one and with two layers; None where allocation events are recorded."""
     stage_samples: Mapping[bool, Sequence[StageSample]]
     """With a pipeline: likewise, for stages of several blocks (False) and of one (True)."""
     stage_optimizer_steps: StageOptimizerSteps | None

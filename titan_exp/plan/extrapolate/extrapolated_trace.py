@@ -39,9 +39,9 @@ class TraceExtrapolator:
     cuda: bool
     matmul_workspace: int = 0
     _parts: TracedParts | None = None
-    _whole: list[SampleEvents] = field(default_factory=list)
-    _stages: Mapping[bool, StageEvents] = field(default_factory=dict)
-    _tails: dict[object, OptimizerStepEvents] = field(default_factory=dict)
+    _model_events: list[SampleEvents] = field(default_factory=list)
+    _stage_events: Mapping[bool, StageEvents] = field(default_factory=dict)
+    _optimizer_steps: dict[object, OptimizerStepEvents] = field(default_factory=dict)
 
     def trace(self, pipeline_rank: int) -> Trace:
         """Trace of a rank's step.
@@ -64,17 +64,17 @@ class TraceExtrapolator:
         """Setup and optimizer steps of a rank with as many layers."""
         stages, layers = stages_of(self.experiment, pipeline_rank), stage_layers(self.experiment)
         shape = tuple((stage.kind, len(stage.modes)) for stage in stages)
-        if shape not in self._tails:
+        if shape not in self._optimizer_steps:
             rank = pipeline_ranks(self.experiment)[pipeline_rank]
             own = [layer for stage in stages for layer in layers[stage.number]]
-            self._tails[shape] = trace_optimizer_step_events(self.experiment, rank, own, cuda=self.cuda)
-        return self._tails[shape]
+            self._optimizer_steps[shape] = trace_optimizer_step_events(self.experiment, rank, own, cuda=self.cuda)
+        return self._optimizer_steps[shape]
 
     def _traced(self) -> TracedParts:
         if self._parts is None:
             parts = self._parts = trace_parts(self.experiment, cuda=self.cuda, record_events=True)
-            self._whole = [model_events(sample) for sample in parts.model_samples]
-            self._stages = {alone: stage_events(samples) for alone, samples in parts.stage_samples.items()}
+            self._model_events = [model_events(sample) for sample in parts.model_samples]
+            self._stage_events = {alone: stage_events(samples) for alone, samples in parts.stage_samples.items()}
         return self._parts
 
     def _compose(
@@ -83,11 +83,11 @@ class TraceExtrapolator:
         if simulation is not None:
             stages, layers = stages_of(self.experiment, pipeline_rank), stage_layers(self.experiment)
             return compose_stages(
-                self._stages, stages, layers, simulation, optimizer_step, workspace=self.matmul_workspace
+                self._stage_events, stages, layers, simulation, optimizer_step, workspace=self.matmul_workspace
             )
         _, modes = recompute_modes(self.experiment)
         number, own = gradient_accumulation(self.experiment), self._traced().model_samples[0].batch_tensors
         micro_batches, batches = min(number, MAX_MICRO_BATCHES), (number - 1) * own
         return compose_no_pipeline(
-            self._whole, modes, micro_batches, optimizer_step, batches=batches, workspace=self.matmul_workspace
+            self._model_events, modes, micro_batches, optimizer_step, batches=batches, workspace=self.matmul_workspace
         )

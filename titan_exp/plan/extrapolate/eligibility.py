@@ -1,9 +1,9 @@
 """Eligibility for extrapolation: are layers and micro-batches identical, and is it faster? Imports no torch."""
 
-from titan_exp.config.groups.builtins import ARCHITECTURES
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import gradient_accumulation, pipeline_microbatches, reshard_policy
 from titan_exp.config.layout.pipeline_stages import layer_counts, pipeline_splits_backward
+from titan_exp.models.spec.lookup import model_spec
 
 SAMPLED_LAYERS = 5
 """Layers of the small model; the third is repeated, since blocks prefetch and reduce for their neighbours."""
@@ -18,8 +18,10 @@ SAMPLED_BLOCKS = 8
 def unsupported_reason(experiment: Experiment) -> str | None:
     """The reason why a run cannot be extrapolated, or None."""
     parallelism, fp32 = experiment.parallelism, experiment.training.fp32_modules
+    spec = model_spec(experiment.model)
     reasons = {
-        "layers of a model of your own may differ": experiment.model.architecture not in ARCHITECTURES,
+        "a model without a spec may have different layers": spec is None,
+        "layers differ": spec is not None and not spec.is_homogeneous,
         "quantization may treat layers differently": experiment.quantization.recipe != "none",
         "layers share compiled code": experiment.compile.enabled,
         "training.fp32_modules may name single layers": any(
@@ -35,7 +37,7 @@ def unsupported_reason(experiment: Experiment) -> str | None:
             f"{parallelism.pp_schedule} computes weight gradients of a whole stage at once": (
                 pipeline_splits_backward(parallelism)
             ),
-            "the first and the last stage share the tied embedding": experiment.model.tied_embeddings,
+            "the first and the last stage share the tied embedding": spec is not None and spec.tied,
             "parameters are gathered again for each micro-batch": reshard_policy(parallelism) != "never",
             "a step has several passes through the pipeline": (
                 pipeline_microbatches(experiment) != gradient_accumulation(experiment)

@@ -4,16 +4,17 @@ Layers between the first and the last are identical, and so are micro-batches: t
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import data_parallel_degree, gradient_accumulation, micro_batch_size
+from titan_exp.config.layout.layout import gradient_accumulation
 from titan_exp.plan.extrapolate.eligibility import SAMPLED_LAYERS, SAMPLED_MICRO_BATCHES
 from titan_exp.plan.extrapolate.optimizer_step import (
     OptimizerStep,
     linear_combination,
     trace_optimizer_step,
 )
+from titan_exp.plan.extrapolate.small_run import small_run
 from titan_exp.plan.trace.fake_world import fake_rank
 from titan_exp.plan.trace.segments import (
     MICRO_BATCH,
@@ -94,18 +95,6 @@ def sample_model(experiment: Experiment, mode: str, *, cuda: bool, record_events
         one, rest = split_at(rest, lambda segment: segment.label == MICRO_BATCH)
         found.append(_passes([first, *one]))
     return ModelSample(base, batch, tensors, prologue, found, event_segments, tracker.reduced_gradients)
-
-
-def small_run(experiment: Experiment, layers: int, micro_batches: int, mode: str) -> Experiment:
-    """The same run with other numbers of layers and micro-batches."""
-    size = micro_batch_size(experiment)
-    batch = data_parallel_degree(experiment) * size * micro_batches
-    return replace(
-        experiment,
-        model=replace(experiment.model, layers=layers),
-        training=replace(experiment.training, global_batch_size=batch, micro_batch_size=size),
-        activation_checkpoint=replace(experiment.activation_checkpoint, mode=mode),
-    )
 
 
 def trace_optimizer_steps(experiment: Experiment, *, cuda: bool) -> tuple[OptimizerStep, OptimizerStep]:

@@ -5,7 +5,7 @@ Hidden states that stages hand to each other are left out: the schedule simulati
 
 import tempfile
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import data_parallel_degree, micro_batch_size
 from titan_exp.config.layout.pipeline_schedules import Action, Schedule
 from titan_exp.parallel.pipeline_parallel.transport import ActivationSpec
 from titan_exp.plan.extrapolate.schedule_simulation import KINDS, ScheduledAction, simulate_schedule
+from titan_exp.plan.extrapolate.small_run import small_pipeline
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.fake_world import DEVICE, fake_rank
 from titan_exp.plan.trace.segments import (
@@ -111,7 +111,8 @@ def sample_stages(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "everything.csv"
         path.write_text("\n".join(",".join(map(str, order)) for order in orders) + "\n")
-        small = _small_run(experiment, [layers.get(kind, 1) for kind in kinds], str(path), mode)
+        counts = [layers.get(kind, 1) for kind in kinds]
+        small = small_pipeline(experiment, counts, PASSES, mode, degree=2, schedule=str(path))
         with fake_rank(small, 0) as fake:
             # Events include the first step, which has to run in full.
             first, batches = (None, ()) if record_events else (fake.warmup_step, fake.batches)
@@ -134,8 +135,11 @@ def sample_stages(
             buffers = category_bytes({"other": tracker.tracked_bytes(fake.state.model.parts[0].buffers())})
             base = tracker.allocated_before() - len(stages) * buffers - PASSES * sum(batch.values(), category_bytes({}))
             # On CUDA the host sees late that a send is complete (`schedule_simulation`).
-            sends_complete = not cuda and _is_delivered()
-            sizes, event_segments = _sizes(tracker, small), tracker.event_segments() if record_events else []
+            sends_complete = not cuda and _sends_complete()
+            sizes, event_segments = (
+                _sizes(tracker, ActivationSpec.of(small, DEVICE)),
+                tracker.event_segments() if record_events else [],
+            )
     known = layers, base, buffers, batch, sizes, sends_complete
     return _group_segments(
         segments, kinds, placement, orders, known, event_segments, tracker.reduced_gradients, tracker.action_results
@@ -198,39 +202,16 @@ def _pipeline(layers: Collection[str]) -> tuple[list[str], list[int], Schedule]:
     return kinds, placement, orders
 
 
-def _small_run(experiment: Experiment, layers: Sequence[int], schedule: str, mode: str) -> Experiment:
-    size = micro_batch_size(experiment)
-    parallelism = replace(
-        experiment.parallelism,
-        pp=2,
-        pp_schedule=schedule,
-        pp_microbatches=None,
-        pp_layers=tuple(layers),
-        pp_layers_per_stage=None,
-        pp_first_stage_less=0,
-        pp_last_stage_less=0,
-    )
-    batch = data_parallel_degree(experiment) * size * PASSES
-    return replace(
-        experiment,
-        model=replace(experiment.model, layers=sum(layers)),
-        parallelism=parallelism,
-        training=replace(experiment.training, global_batch_size=batch, micro_batch_size=size),
-        activation_checkpoint=replace(experiment.activation_checkpoint, mode=mode),
-    )
-
-
-def _sizes(tracker: SegmentTracker, experiment: Experiment) -> list[CategoryBytes]:
-    hidden = ActivationSpec.of(experiment, DEVICE)
+def _sizes(tracker: SegmentTracker, hidden: ActivationSpec) -> list[CategoryBytes]:
     whole = torch.Size(hidden.shape).numel() * hidden.dtype.itemsize
     size = {"received": whole, "made": whole, "objective": torch.float32.itemsize}
     grain = tracker.granularity
     return [category_bytes({_CATEGORY[kind]: -(-size[kind] // grain) * grain}) for kind in KINDS]
 
 
-def _is_delivered() -> bool:
-    costs = dist.isend(torch.empty(1), dst=1)
-    return costs is not None and costs.is_completed()
+def _sends_complete() -> bool:
+    work = dist.isend(torch.empty(1), dst=1)
+    return work is not None and work.is_completed()
 
 
 def _action_segments(segments: Sequence[Segment], handed_over: CategoryBytes) -> ActionSegments:

@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import data_parallel_degree, micro_batch_size, world_size
+from titan_exp.config.layout.layout import world_size
 from titan_exp.plan.extrapolate.optimizer_step import OptimizerStep, linear_combination, trace_optimizer_step
 from titan_exp.plan.extrapolate.schedule_simulation import ScheduleSimulation
+from titan_exp.plan.extrapolate.small_run import small_pipeline
 from titan_exp.plan.extrapolate.stage_sample import FIRST, LAST, MIDDLE, ActionSegments, StageSample
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.segments import CategoryBytes, Segment, category_bytes, join_segments, sum_costs
@@ -55,28 +56,7 @@ def trace_stage_optimizer_steps(experiment: Experiment, *, cuda: bool) -> StageO
     """Trace optimizer steps of small pipeline ranks."""
 
     def optimizer_step(rank: int, layers: tuple[int, ...]) -> OptimizerStep:
-        size = micro_batch_size(experiment)
-        parallelism = replace(
-            experiment.parallelism,
-            pp=3,
-            pp_schedule="1F1B",
-            pp_microbatches=1,
-            pp_layers=layers,
-            pp_layers_per_stage=None,
-            pp_first_stage_less=0,
-            pp_last_stage_less=0,
-        )
-        small = replace(
-            experiment,
-            model=replace(experiment.model, layers=sum(layers)),
-            parallelism=parallelism,
-            training=replace(
-                experiment.training,
-                global_batch_size=data_parallel_degree(experiment) * size,
-                micro_batch_size=size,
-            ),
-            activation_checkpoint=replace(experiment.activation_checkpoint, mode="none"),
-        )
+        small = small_pipeline(experiment, layers, 1, "none", degree=3, schedule="1F1B")
         return trace_optimizer_step(small, rank * world_size(small) // 3, cuda=cuda)
 
     first, one, last = (optimizer_step(rank, (1, 1, 1)) for rank in range(3))

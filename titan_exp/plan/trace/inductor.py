@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.activation_checkpoint import CompileConfig
 from titan_exp.plan.trace.torch_patches import replaced_attributes
 
 
-def uses_inductor(experiment: Experiment) -> bool:
+def uses_inductor(config: CompileConfig) -> bool:
     """True if inductor compiles parts of a run."""
-    return experiment.compile.enabled and experiment.compile.backend == "inductor"
+    return config.enabled and config.backend == "inductor"
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from titan_exp.checkpoint.remote.remote_run import RemoteRun
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.launch.run_plan import plan
+from titan_exp.launch.run_plan import plan_run
 from titan_exp.rules import violations
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -313,13 +313,13 @@ def test_urls_that_cannot_be_are_refused_before_anything_starts(url, words):
 def test_a_url_with_a_password_is_a_credential(tmp_path):
     asked = [f"paths.runs={tmp_path}", "checkpoint.remote='s3://me:secret0123@bucket/runs'"]
     with pytest.raises(UserError, match="credentials") as raised:
-        plan(to_experiment(compose(asked)), asked)
+        plan_run(to_experiment(compose(asked)), asked)
     assert "secret0123" not in str(raised.value)
 
 
 def test_where_checkpoints_are_kept_does_not_name_the_run(tmp_path):
     ids = {
-        plan(to_experiment(compose([f"paths.runs={tmp_path}", *more]))).run_id
+        plan_run(to_experiment(compose([f"paths.runs={tmp_path}", *more]))).run_id
         for more in ([], ["checkpoint.remote=file:///mnt/share"])
     }
     assert len(ids) == 1

@@ -76,7 +76,7 @@ def test_a_table_for_people():
         assert word in said
 
 
-def verdict(plan: Plan, room: int) -> str:
+def result(plan: Plan, room: int) -> str:
     """What is said of a plan on a device of so many bytes."""
     assert plan.device is not None
     console = Console(record=True, width=1000, file=io.StringIO())
@@ -104,10 +104,10 @@ def test_what_the_allocator_reserves_decides():
     (rank,) = plan.ranks
     assert rank.reserved is not None
     tensors, reserved = rank.trace.peak.bytes, rank.reserved.segments.reserved
-    assert "must hold what is not predicted" in verdict(plan, 2 * reserved)
-    assert "Does not fit: torch's allocator reserves" in verdict(plan, reserved - MIB)
-    assert "Neither does it with PYTORCH_CUDA_ALLOC_CONF" in verdict(plan, tensors + MIB)
-    assert "Does not fit" in verdict(plan, tensors - MIB)
+    assert "must hold what is not predicted" in result(plan, 2 * reserved)
+    assert "Does not fit: torch's allocator reserves" in result(plan, reserved - MIB)
+    assert "Neither does it with PYTORCH_CUDA_ALLOC_CONF" in result(plan, tensors + MIB)
+    assert "Does not fit" in result(plan, tensors - MIB)
 
 
 def test_a_recipe_is_planned_with_the_instructions_of_the_gpu():

@@ -44,10 +44,10 @@ def planned(microbatches: int) -> Plan:
 @pytest.mark.parametrize(("sends_complete", "expected"), [(False, MICROBATCHES), (True, 1)])
 def test_the_first_rank_holds_what_it_has_sent(sends_complete: bool, expected: int):
     orders = build_schedule("1F1B", 2, 2, MICROBATCHES)
-    rehearsal = simulate_schedule(orders, [0, 1], 0, passes=1, sends_complete=sends_complete)
+    simulation = simulate_schedule(orders, [0, 1], 0, passes=1, sends_complete=sends_complete)
     # When the last backward pass begins, its own forward pass is the only one that is still needed.
-    assert rehearsal.sent == MICROBATCHES
-    last = [turn for turn in rehearsal.turns if turn.action.kind == "B"][-1]
+    assert simulation.sent == MICROBATCHES
+    last = [scheduled for scheduled in simulation.actions if scheduled.action.kind == "B"][-1]
     made = 1
     assert last.before[made] == expected
 

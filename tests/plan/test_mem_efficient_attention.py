@@ -13,12 +13,13 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.layout import offered_devices, resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.cuda.devices import device_named
-from titan_exp.plan.cuda.mem_efficient_attention import BACKWARD, FORWARD, Kernel, largest_workspace, passing
+from titan_exp.plan.cuda.mem_efficient_attention import BACKWARD, FORWARD, Kernel, largest_workspace, workspace_bytes
 from titan_exp.plan.plan_table import as_json, print_plan
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.plan.supported import attention_kernel
-from titan_exp.plan.trace.op_costs import hidden_memory
+from titan_exp.plan.trace.op_costs import decomposed_workspace
 from titan_exp.rules import check
 
 SEQ, ROWS = 128, 2
@@ -92,19 +93,25 @@ def test_what_a_call_takes_for_a_moment():
         sums, product = 4 * 2 * 4 * 256, 4 * query.numel()
         workspace = largest_workspace((2, 4, 256, 64), 256, half=False)
         assert workspace < product + sums or workspace % 512 == 0
-        assert passing(BACKWARD, (out, *arguments)) == sums + max(product + sums, -(-workspace // 512) * 512)
+        assert workspace_bytes(BACKWARD, (out, *arguments)) == sums + max(product + sums, -(-workspace // 512) * 512)
         scattered = torch.empty(2, 4, 256, 64)
-        assert passing(BACKWARD, (scattered, *arguments)) == passing(BACKWARD, (out, *arguments)) + product
-        assert passing(FORWARD, (query, key, value)) == 0
+        assert (
+            workspace_bytes(BACKWARD, (scattered, *arguments)) == workspace_bytes(BACKWARD, (out, *arguments)) + product
+        )
+        assert workspace_bytes(FORWARD, (query, key, value)) == 0
         # Heads too wide for registers are accumulated in memory.
         wide = torch.empty(2, 256, 4, 192, dtype=torch.bfloat16).transpose(1, 2)
-        assert passing(FORWARD, (wide, wide, wide)) == 4 * wide.numel()
+        assert workspace_bytes(FORWARD, (wide, wide, wide)) == 4 * wide.numel()
 
 
 def test_what_is_kept_of_a_document_mask():
     """A mask becomes numbers to add in every layer, and lives until the layer's backward pass."""
     experiment = experiment_of("data.document_mask=true", "training.mixed_precision=bf16")
-    layers, heads = experiment.model.layers, experiment.model.heads
+    spec = model_spec(experiment.model)
+    assert spec is not None
+    attention = spec.attention
+    assert attention is not None
+    layers, heads, kv_heads = len(spec.layers), attention.heads, attention.kv_heads
     with_mask, without = (
         predict(experiment_of(f"data.document_mask={on}", "training.mixed_precision=bf16"), device_named("h100"))
         for on in ("true", "false")
@@ -119,8 +126,8 @@ def test_what_is_kept_of_a_document_mask():
     assert as_json(with_mask)["at_most"] is True
     # Keys and values are repeated for all heads of their group, and kept. The keys of their own are not, then, nor the
     # projection that the values are a part of. Of dropout there are two numbers that nobody needs.
-    head = ROWS * SEQ * experiment.model.head_dim * 2
-    own = experiment.model.kv_heads * head + (heads + 2 * experiment.model.kv_heads) * head
+    head = ROWS * SEQ * attention.qk_dim * 2
+    own = kv_heads * head + (heads + 2 * kv_heads) * head
     kept, before = (plan.ranks[0].trace.peak.by_category["activations"] for plan in (with_mask, without))
     assert kept - before == layers * (bias + 2 * heads * head - own + 2 * 512)
 
@@ -170,7 +177,7 @@ def test_a_softmax_of_several_operators_takes_what_torch_allocates(tmp_path: Pat
     scores = torch.randn(2, 4, 256, 256)
     operator = torch.ops.aten._safe_softmax.default
     largest = allocated_by(lambda: operator(scores, -1), tmp_path)
-    inside = hidden_memory(operator, (scores, -1))
+    inside = decomposed_workspace(operator, (scores, -1))
     assert largest == inside + scores.numel() * 4
     assert inside > scores.numel()
-    assert hidden_memory(torch.ops.aten.softmax.int, (scores, -1)) == 0
+    assert decomposed_workspace(torch.ops.aten.softmax.int, (scores, -1)) == 0

@@ -9,6 +9,7 @@ import torch
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import device_type, node_size, nodes_needed, world_size
+from titan_exp.models.spec.lookup import with_attention_backend
 from titan_exp.plan.cuda.caching_allocator import Reservations, reservations
 from titan_exp.plan.cuda.cpu_offload import GPU
 from titan_exp.plan.cuda.devices import Device
@@ -202,8 +203,8 @@ class _Tracer:
         retelling, found = TraceExtrapolator(self._experiment, self._cuda, self._workspace), list[Trace]()
         for number in numbers:
             found.append(retelling.trace(number))
-            tail = retelling.tail(number)
-            self.parameters, self.flops_per_token = tail.parameters, tail.flops_per_token
+            model = retelling.optimizer_step(number)
+            self.parameters, self.flops_per_token = model.parameters, model.flops_per_token
         for number in numbers if self._on_rank is not None else ():
             with self._rank(number):
                 pass
@@ -220,7 +221,7 @@ class _Tracer:
                 preallocated=it.preallocated,
                 batches=it.batches,
                 cuda=self._cuda,
-                inductor=uses_inductor(self._experiment),
+                inductor=uses_inductor(self._experiment.compile),
                 matmul_workspace=self._workspace,
             )
 
@@ -239,4 +240,4 @@ def _instructions(device: Device | None) -> AbstractContextManager[None]:
 
 def on_cpu(experiment: Experiment) -> Experiment:
     """The same run where torch has no CUDA: the CPU's flash kernel keeps what flash and cuDNN's keep."""
-    return replace(experiment, model=replace(experiment.model, attention_backend=attention_kernel(experiment)))
+    return replace(experiment, model=with_attention_backend(experiment.model, attention_kernel(experiment)))

@@ -5,15 +5,15 @@ from collections.abc import Iterator
 
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.builtins import ARCHITECTURES
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import device_type
 from titan_exp.config.machine.attention_backends import FLASH_PACKAGES, HEAD_SIZES, ON_CPU
+from titan_exp.models.spec.lookup import attention_backend, model_spec
 
 
 def kernel_exists(experiment: Experiment) -> Iterator[Violation]:
     """The device has the kernel."""
-    backend = experiment.model.attention_backend
+    backend = attention_backend(experiment.model)
     if device_type(experiment.cluster) == "cpu" and backend not in ON_CPU:
         reason = "FlexAttention has no backward on CPU" if backend == "flex" else "it runs on GPUs, and this is a CPU"
         yield Violation("model.attention_backend", backend, reason, "on CPU: auto, flash or math")
@@ -21,8 +21,8 @@ def kernel_exists(experiment: Experiment) -> Iterator[Violation]:
 
 def kernel_takes_it(experiment: Experiment) -> Iterator[Violation]:
     """On CUDA, the kernel takes this precision and this mask."""
-    backend = experiment.model.attention_backend
-    if device_type(experiment.cluster) == "cpu" or experiment.model.architecture not in ARCHITECTURES:
+    backend = attention_backend(experiment.model)
+    if device_type(experiment.cluster) == "cpu":
         return
     if backend in HEAD_SIZES and experiment.training.mixed_precision == "fp32":
         yield Violation(
@@ -42,7 +42,7 @@ def kernel_takes_it(experiment: Experiment) -> Iterator[Violation]:
 
 def kernel_is_installed(experiment: Experiment) -> Iterator[Violation]:
     """FlashAttention 3 and 4 are packages of their own."""
-    backend = experiment.model.attention_backend
+    backend = attention_backend(experiment.model)
     package = FLASH_PACKAGES.get(backend)
     if package is not None and device_type(experiment.cluster) == "cuda" and not package.is_installed():
         reason = f"{package.title} is not installed: there is no module {package.module}"
@@ -51,9 +51,12 @@ def kernel_is_installed(experiment: Experiment) -> Iterator[Violation]:
 
 def heads_are_of_a_size(experiment: Experiment) -> Iterator[Violation]:
     """On CUDA, the kernel takes heads this wide."""
-    backend, head_dim = experiment.model.attention_backend, experiment.model.head_dim
+    spec, backend = model_spec(experiment.model), attention_backend(experiment.model)
     sizes = HEAD_SIZES.get(backend)
-    if device_type(experiment.cluster) == "cpu" or sizes is None or sizes.takes(head_dim):
+    if device_type(experiment.cluster) == "cpu" or sizes is None or spec is None or spec.attention is None:
+        return
+    head_dim = spec.attention.qk_dim
+    if sizes.takes(head_dim):
         return
     every = f"multiples of {sizes.multiple} " if sizes.multiple > 1 else "heads "
     works = [name for name in ("fa3", "flash") if name != backend and HEAD_SIZES[name].takes(head_dim)]

@@ -4,11 +4,11 @@ import re
 from collections.abc import Iterator
 
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.builtins import ARCHITECTURES
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import device_type
 from titan_exp.config.paths.checkpoint_paths import huggingface_folder, saved_state
 from titan_exp.config.paths.remote_url import is_url, problem_of_url
+from titan_exp.models.convert.checkpoint_formats import checkpoint_formats
 
 
 def initial_weights_are_there(experiment: Experiment) -> Iterator[Violation]:
@@ -82,11 +82,11 @@ def _shown_url(url: str) -> str:
 def exports_are_of_the_decoder(experiment: Experiment) -> Iterator[Violation]:
     """Hugging Face's names are known for the built-in decoder; steps between exports mean something with exports."""
     config, architecture = experiment.checkpoint, experiment.model.architecture
-    if config.export != "none" and architecture not in ARCHITECTURES:
+    if config.export != "none" and "huggingface" not in checkpoint_formats(experiment.model):
         yield Violation(
             "checkpoint.export",
             config.export,
-            f"a Hugging Face folder holds a Llama, and model.architecture is {architecture}",
+            f"model.architecture={architecture} has no tensor names in Hugging Face's format",
             "checkpoint.export=none; titan-exp convert RUN weights.pt writes any model",
         )
     if config.export == "none" and config.export_every is not None:

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 
 from titan_exp.config.errors.did_you_mean import divisors, listed, multiples_near, nearest_numbers
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.builtins import ARCHITECTURES
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import device_type, exchanging_heads
+from titan_exp.models.spec.lookup import attention_backend, model_spec
+from titan_exp.models.spec.model_spec import AttentionSpec
 
 MERGING = ("auto", "flash", "efficient")
 """Kernels whose log-sum-exp ring and allgather can merge by, where the device has them."""
@@ -19,13 +20,13 @@ HEAD_DIM_MULTIPLE = 8
 def blocks_can_share(experiment: Experiment) -> Iterator[Violation]:
     """Only of the built-in model is it known that nothing but its attention cores mixes tokens."""
     architecture, degree = experiment.model.architecture, experiment.parallelism.cp
-    if architecture not in ARCHITECTURES:
+    if _attention(experiment) is None:
         yield Violation(
             "parallelism.cp",
             degree,
             f"ranks that share sequences exchange them in the attention of the built-in blocks, which {architecture} "
             "is not known to be made of",
-            f"parallelism.cp=1, spread over ranks with parallelism.dp_shard={degree}; or model.architecture=decoder",
+            f"parallelism.cp=1, spread over ranks with parallelism.dp_shard={degree}; or model.architecture=llama",
         )
 
 
@@ -62,11 +63,11 @@ def groups_divide(experiment: Experiment) -> Iterator[Violation]:
 
 def heads_divide(experiment: Experiment) -> Iterator[Violation]:
     """Ranks that exchange heads have whole groups of them, of those that tensor parallelism leaves."""
-    model, parallelism = experiment.model, experiment.parallelism
+    attention, parallelism = _attention(experiment), experiment.parallelism
     degree = exchanging_heads(parallelism)
-    if degree == 1 or model.heads % parallelism.tp:
+    if attention is None or degree == 1 or attention.heads % parallelism.tp:
         return
-    heads, kv_heads = model.heads // parallelism.tp, kv_heads_of_a_rank(experiment)
+    heads, kv_heads = attention.heads // parallelism.tp, max(1, attention.kv_heads // parallelism.tp)
     if heads % degree == 0 and kv_heads % degree == 0:
         return
     works = listed(nearest_numbers(degree, divisors(math.gcd(heads, kv_heads))))
@@ -83,11 +84,6 @@ def heads_divide(experiment: Experiment) -> Iterator[Violation]:
     )
 
 
-def kv_heads_of_a_rank(experiment: Experiment) -> int:
-    """Key and value heads that a tensor-parallel rank computes; one where several ranks share it."""
-    return max(1, experiment.model.kv_heads // experiment.parallelism.tp)
-
-
 def chunks_of_a_sequence(experiment: Experiment) -> int:
     """Equal chunks that context parallelism cuts a sequence into; 1 where nobody shares it."""
     parallelism = experiment.parallelism
@@ -96,7 +92,7 @@ def chunks_of_a_sequence(experiment: Experiment) -> int:
 
 def kernel_merges(experiment: Experiment) -> Iterator[Violation]:
     """Ring and allgather attend to parts of the keys, and merge by what the kernel tells of its softmax."""
-    backend, method = experiment.model.attention_backend, experiment.parallelism.cp_method
+    backend, method = attention_backend(experiment.model), experiment.parallelism.cp_method
     if method == "ulysses":
         return
     cuda = device_type(experiment.cluster) == "cuda"
@@ -109,12 +105,13 @@ def kernel_merges(experiment: Experiment) -> Iterator[Violation]:
             f"model.attention_backend={'auto, flash or efficient' if cuda else 'auto or flash'}; "
             "or parallelism.cp_method=ulysses, which takes every kernel",
         )
-    if cuda and experiment.model.head_dim % HEAD_DIM_MULTIPLE:
+    attention = _attention(experiment)
+    if cuda and attention is not None and attention.qk_dim % HEAD_DIM_MULTIPLE:
         yield Violation(
             "model.head_dim",
-            experiment.model.head_dim,
+            attention.qk_dim,
             f"on CUDA parallelism.cp_method={method} takes multiples of {HEAD_DIM_MULTIPLE}",
-            f"nearest: model.head_dim={listed(multiples_near(experiment.model.head_dim, HEAD_DIM_MULTIPLE))}; "
+            f"nearest: model.head_dim={listed(multiples_near(attention.qk_dim, HEAD_DIM_MULTIPLE))}; "
             "or parallelism.cp_method=ulysses",
         )
 
@@ -126,6 +123,11 @@ def shared_sequences(experiment: Experiment) -> Iterator[Violation]:
         return
     for rule in (blocks_can_share, sequence_divides, heads_divide, kernel_merges):
         yield from rule(experiment)
+
+
+def _attention(experiment: Experiment) -> AttentionSpec | None:
+    spec = model_spec(experiment.model)
+    return None if spec is None else spec.attention
 
 
 RULES = (shared_sequences,)

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.builtins import ARCHITECTURES
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import device_type, world_size
+from titan_exp.models.spec.lookup import attention_backend, model_spec
 
 BACKENDS = ("inductor", "aot_eager", "eager")
 """Backends of torch.compile that record nothing themselves."""
@@ -34,12 +34,12 @@ def passes_can_be_recorded(experiment: Experiment) -> Iterator[Violation]:
     if compile_.enabled and compile_.backend not in BACKENDS:
         backend = compile_.backend
         yield _refused(f"compile.backend={backend} may record graphs of its own", f"compile.backend={listed(BACKENDS)}")
-    if architecture not in ARCHITECTURES:
+    if model_spec(experiment.model) is None:
         yield _refused(
             f"a recording is right where a pass does the same for all tokens, which is not known of {architecture}",
-            "model.architecture=decoder",
+            "model.architecture=llama",
         )
-    kernel = experiment.model.attention_backend
+    kernel = attention_backend(experiment.model)
     if kernel not in KERNELS:
         yield _refused(
             f"what model.attention_backend={kernel} computes on the host in each pass is not known",

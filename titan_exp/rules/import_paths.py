@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.builtins import ARCHITECTURES, COMPILE_BACKENDS, DECAYS, OPTIMIZERS, SOURCES
+from titan_exp.config.groups.builtins import COMPILE_BACKENDS, DECAYS, OPTIMIZERS, SOURCES
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import device_type
 from titan_exp.config.schema.import_path import find_dotted, is_dotted
@@ -14,7 +14,6 @@ from titan_exp.config.schema.import_path import find_dotted, is_dotted
 def names_are_known(experiment: Experiment) -> Iterator[Violation]:
     """A name is built in, or is dotted and found; the built-in ones take no options of one's own."""
     for group, key, name, builtin, options in (
-        ("model", "architecture", experiment.model.architecture, ARCHITECTURES, experiment.model.options),
         ("optimizer", "name", experiment.optimizer.name, OPTIMIZERS, experiment.optimizer.options),
         ("lr_schedule", "decay", experiment.lr_schedule.decay, DECAYS, experiment.lr_schedule.options),
         ("data", "source", experiment.data.source, SOURCES, experiment.data.options),

@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 
 from titan_exp.config.errors.did_you_mean import did_you_mean, divisors, listed, multiples_near, nearest_numbers
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.builtins import ARCHITECTURES
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import data_parallel_degree
 from titan_exp.config.layout.pipeline_schedules import (
@@ -18,6 +17,7 @@ from titan_exp.config.layout.pipeline_schedules import (
 )
 from titan_exp.config.layout.pipeline_stages import layer_counts, pipeline_splits_backward, stage_count, takes
 from titan_exp.config.layout.schedule_timeline import timeline
+from titan_exp.models.spec.lookup import model_spec
 from titan_exp.rules.recompute import PARTITIONING_BACKENDS
 
 SCHEDULE = "parallelism.pp_schedule"
@@ -74,12 +74,12 @@ def schedule_is_known(experiment: Experiment) -> Iterator[Violation]:
 def model_can_be_cut(experiment: Experiment) -> Iterator[Violation]:
     """Only of the built-in model is it known which parts a stage may lack."""
     architecture, degree = experiment.model.architecture, experiment.parallelism.pp
-    if architecture not in ARCHITECTURES:
+    if model_spec(experiment.model) is None:
         yield Violation(
             "parallelism.pp",
             degree,
             f"stages are cut from the built-in model, and {architecture} does not say how it is cut",
-            f"parallelism.pp=1, spread over ranks with parallelism.dp_shard={degree}; or model.architecture=decoder",
+            f"parallelism.pp=1, spread over ranks with parallelism.dp_shard={degree}; or model.architecture=llama",
         )
 
 

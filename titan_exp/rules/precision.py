@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.builtins import ARCHITECTURES
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.models.spec.lookup import model_spec
 
 FIELD = "training.fp32_modules"
 
@@ -20,8 +20,8 @@ def fp32_among_bf16(experiment: Experiment) -> Iterator[Violation]:
 
 def tied_embedding_stays_with_the_head(experiment: Experiment) -> Iterator[Violation]:
     """A tied embedding is the head's weight too, and one weight has one precision."""
-    model = experiment.model
-    if model.architecture not in ARCHITECTURES or not model.tied_embeddings:
+    spec = model_spec(experiment.model)
+    if spec is None or not spec.tied:
         return
     for pattern in experiment.training.fp32_modules:
         if fnmatchcase("embedding", pattern):

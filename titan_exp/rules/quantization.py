@@ -6,12 +6,14 @@ from fnmatch import fnmatchcase
 
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed, multiples_near
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.builtins import ARCHITECTURES
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.optimizer import MOMENT_BLOCK
 from titan_exp.config.groups.quantization import BLOCK, NVFP4_TILE
 from titan_exp.config.layout.layout import device_type, micro_batch_size
-from titan_exp.config.layout.linear_shapes import Projection, is_quantized, projections
+from titan_exp.config.layout.linear_shapes import is_quantized
+from titan_exp.models.spec.lookup import model_spec
+from titan_exp.models.spec.model_spec import LinearSpec
+from titan_exp.models.spec.tp_plan import Colwise, Rowwise
 from titan_exp.rules.context_parallel import chunks_of_a_sequence
 
 RECIPE = "quantization.recipe"
@@ -28,7 +30,7 @@ def filter_names_projections(experiment: Experiment) -> Iterator[Violation]:
     """A pattern that names nothing is a mistake."""
     if not _is_known(experiment):
         return
-    names = [projection.name for projection in projections(experiment.model)]
+    names = [name for name, _ in _linears(experiment)]
     for pattern in experiment.quantization.filter:
         if not any(fnmatchcase(name, pattern) for name in names):
             offer = did_you_mean(pattern, names) or "patterns look like blocks.*.attention.* or *.down"
@@ -45,7 +47,7 @@ def something_is_quantized(experiment: Experiment) -> Iterator[Violation]:
         reason = f"with quantization.high_precision_last={config.high_precision_last} that is all {layers} blocks"
         yield Violation(field, value, reason, f"together at most {layers - 1}, or quantization=none")
         return
-    widest = max(min(it.inputs, it.outputs) for it in projections(experiment.model))
+    widest = max(min(linear.inputs, linear.outputs) for _, linear in _linears(experiment))
     if config.smallest_gemm is not None and config.smallest_gemm > widest:
         yield Violation(
             "quantization.smallest_gemm",
@@ -64,12 +66,12 @@ def dims_are_multiples(experiment: Experiment) -> Iterator[Violation]:
     if not _is_known(experiment):
         return
     block, said = _multiple(experiment), set()
-    for taken in _taken(experiment):
-        if taken.name.endswith(".qkv") and experiment.model.kv_heads % degree:
+    for _, linear in _taken(experiment):
+        if _is_replicated(linear, degree):
             continue  # which is refused below
-        for dim, size in (("inputs", taken.inputs), ("outputs", taken.outputs)):
-            shared = degree if taken.divided == dim else 1
-            kind = taken.name.split(".", 2)[2]
+        kind = linear.name
+        for dim, size, style in (("inputs", linear.inputs, Rowwise), ("outputs", linear.outputs, Colwise)):
+            shared = degree if isinstance(linear.tp, style) else 1
             if size % (block * shared) == 0 or size % shared or (kind, dim) in said:
                 continue
             said.add((kind, dim))
@@ -118,16 +120,18 @@ def tokens_are_multiples(experiment: Experiment) -> Iterator[Violation]:
 
 def keys_are_whole(experiment: Experiment) -> Iterator[Violation]:
     """Where ranks share a key's head each has a part of its gradient, which would be rounded before parts are added."""
-    model, degree = experiment.model, experiment.parallelism.tp
-    if not _is_known(experiment) or model.kv_heads % degree == 0:
+    degree = experiment.parallelism.tp
+    if not _is_known(experiment):
         return
-    if any(taken.name.endswith(".qkv") for taken in _taken(experiment)):
+    linear = next((linear for _, linear in _taken(experiment) if _is_replicated(linear, degree)), None)
+    if linear is not None and isinstance(linear.tp, Colwise):
+        heads = linear.tp.units
         yield Violation(
             "parallelism.tp",
             degree,
-            f"the {model.kv_heads} key and value heads serve several ranks each, and {experiment.quantization.recipe} "
+            f"the {heads} key and value heads serve several ranks each, and {experiment.quantization.recipe} "
             "would round every rank's part of their gradients by itself, which one device does not",
-            f"a parallelism.tp that divides {model.kv_heads}, or quantization.filter=['*.qkv']",
+            f"a parallelism.tp that divides {heads}, or quantization.filter=['*.{linear.name.rpartition('.')[2]}']",
         )
 
 
@@ -185,7 +189,7 @@ def one_precision_for_a_module(experiment: Experiment) -> Iterator[Violation]:
     for pattern in experiment.training.fp32_modules:
         if not _is_known(experiment):
             return
-        parts = (_modules_around(taken.name) for taken in _taken(experiment))
+        parts = (_modules_around(name) for name, _ in _taken(experiment))
         inside = next((name for names in parts for name in names if fnmatchcase(name, pattern)), None)
         if inside is not None:
             yield Violation(
@@ -208,13 +212,12 @@ def moments_are_adamws(experiment: Experiment) -> Iterator[Violation]:
     elif precision != "bf16" and importlib.util.find_spec("torchao") is None:
         yield Violation(field, precision, "torchao is not installed", f"pip install torchao, or {field}=bf16")
     degree = experiment.parallelism.tp
-    if precision == "bf16" or experiment.model.architecture not in ARCHITECTURES:
+    if precision == "bf16":
         return
-    for each in projections(experiment.model):
-        inputs = each.inputs
+    for _, linear in _linears(experiment):
+        inputs, kind = linear.inputs, linear.name
         blocks, rest = divmod(inputs, MOMENT_BLOCK)
-        if each.divided == "inputs" and rest == 0 == inputs % degree and blocks % degree:
-            kind = each.name.split(".", 2)[2]
+        if isinstance(linear.tp, Rowwise) and rest == 0 == inputs % degree and blocks % degree:
             yield Violation(
                 field,
                 precision,
@@ -242,14 +245,24 @@ LAYOUT_RULES = (tokens_are_multiples,)
 
 def _is_known(experiment: Experiment) -> bool:
     """Whether there is a recipe, and a model whose projections are known; of others the ranks speak."""
-    return experiment.quantization.recipe != "none" and experiment.model.architecture in ARCHITECTURES
+    return experiment.quantization.recipe != "none" and model_spec(experiment.model) is not None
 
 
-def _taken(experiment: Experiment) -> Iterator[Projection]:
+def _linears(experiment: Experiment) -> Iterator[tuple[str, LinearSpec]]:
+    spec = model_spec(experiment.model)
+    return iter(()) if spec is None else spec.linears()
+
+
+def _taken(experiment: Experiment) -> Iterator[tuple[str, LinearSpec]]:
     config, layers = experiment.quantization, experiment.model.layers
-    for each in projections(experiment.model):
-        if is_quantized(config, layers, each.name, each.inputs, each.outputs):
-            yield each
+    for name, linear in _linears(experiment):
+        if is_quantized(config, layers, name, linear.inputs, linear.outputs):
+            yield name, linear
+
+
+def _is_replicated(linear: LinearSpec, degree: int) -> bool:
+    """True if several tensor-parallel ranks compute the same outputs."""
+    return isinstance(linear.tp, Colwise) and linear.tp.common is not None and linear.tp.units % degree != 0
 
 
 def _multiple(experiment: Experiment) -> int:

@@ -5,9 +5,9 @@ from fnmatch import fnmatchcase
 
 from titan_exp.config.errors.did_you_mean import did_you_mean
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.builtins import ARCHITECTURES
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.machine.aten_ops import known_operators, read_entry
+from titan_exp.models.spec.lookup import model_spec
 
 PARTITIONING_BACKENDS = ("inductor", "aot_eager")
 """Compile backends that choose what a graph keeps for backward."""
@@ -43,7 +43,7 @@ def kept_operators_exist(experiment: Experiment) -> Iterator[Violation]:
 def some_block_is_recomputed(experiment: Experiment) -> Iterator[Violation]:
     """Every n-th block: there are n blocks."""
     checkpointing, layers = experiment.activation_checkpoint, experiment.model.layers
-    if checkpointing.mode != "every_n" or experiment.model.architecture not in ARCHITECTURES:
+    if checkpointing.mode != "every_n" or model_spec(experiment.model) is None:
         return
     if checkpointing.every > layers:
         yield Violation(
@@ -98,7 +98,7 @@ def something_is_compiled(experiment: Experiment) -> Iterator[Violation]:
 def chunks_are_for_the_built_in_head(experiment: Experiment) -> Iterator[Violation]:
     """A model of one's own returns logits; there is nothing left to chunk."""
     chunk, architecture = experiment.training.loss_chunk_tokens, experiment.model.architecture
-    if chunk is not None and architecture not in ARCHITECTURES:
+    if chunk is not None and model_spec(experiment.model) is None:
         yield Violation(
             "training.loss_chunk_tokens",
             chunk,

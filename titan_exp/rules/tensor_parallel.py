@@ -3,57 +3,46 @@
 import math
 from collections.abc import Iterator
 
-from titan_exp.config.errors.did_you_mean import divisors, listed, multiples_near, nearest_numbers
+from titan_exp.config.errors.did_you_mean import listed, multiples_near, nearest_numbers
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.builtins import ARCHITECTURES
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import device_type
+from titan_exp.models.spec.lookup import model_spec
+from titan_exp.models.spec.model_spec import LinearSpec
+from titan_exp.models.spec.tp_plan import Colwise
 from titan_exp.rules.context_parallel import chunks_of_a_sequence
-from titan_exp.rules.model_shape import FFN_MULTIPLE
 
 FIELD = "parallelism.tp"
 
 
 def blocks_can_be_divided(experiment: Experiment) -> Iterator[Violation]:
-    """Only of the built-in blocks is it known how their matrices may be divided."""
+    """The model describes how its linears are sharded."""
     architecture, degree = experiment.model.architecture, experiment.parallelism.tp
-    if architecture not in ARCHITECTURES:
+    if model_spec(experiment.model) is None:
         yield Violation(
             FIELD,
             degree,
-            f"the built-in blocks say how their matrices may be divided, and {architecture} is not known to be made of "
-            "them",
-            f"parallelism.tp=1, spread over ranks with parallelism.dp_shard={degree}; or model.architecture=decoder",
+            f"the plain class {architecture} does not describe how its linear layers are sharded",
+            f"parallelism.tp=1, spread over ranks with parallelism.dp_shard={degree}; or a module with a spec, as "
+            "model.architecture=llama is",
         )
 
 
-def heads_divide(experiment: Experiment) -> Iterator[Violation]:
-    """Every rank has whole query heads, and as many of each key and value head as the others."""
-    model, degree = experiment.model, experiment.parallelism.tp
-    if model.heads % model.kv_heads or _heads_divide(model.heads, model.kv_heads, degree):
-        return
-    works = [other for other in divisors(model.heads) if _heads_divide(model.heads, model.kv_heads, other)]
-    yield Violation(
-        FIELD,
-        degree,
-        f"{model.heads} query heads with {model.kv_heads} key and value heads cannot be divided evenly among so many "
-        "ranks",
-        f"parallelism.tp={listed(nearest_numbers(degree, works))}",
-    )
-
-
-def channels_divide(experiment: Experiment) -> Iterator[Violation]:
-    """Every rank has whole groups of feed-forward channels."""
-    width, degree = experiment.model.ffn_dim, experiment.parallelism.tp
-    if width % FFN_MULTIPLE == 0 and width % (FFN_MULTIPLE * degree):
-        works = nearest_numbers(degree, divisors(width // FFN_MULTIPLE))
-        yield Violation(
-            FIELD,
-            degree,
-            f"model.ffn_dim={width} is divided in groups of {FFN_MULTIPLE} channels, and {width // FFN_MULTIPLE} of "
-            "them cannot be divided among so many ranks",
-            f"parallelism.tp={listed(works)}; or model.ffn_dim={listed(multiples_near(width, FFN_MULTIPLE * degree))}",
-        )
+def units_divide(experiment: Experiment) -> Iterator[Violation]:
+    """Every rank has whole units of a column-parallel linear: groups of heads, or of feed-forward channels."""
+    degree, said = experiment.parallelism.tp, set[Colwise]()
+    for linear in _colwise(experiment):
+        style = linear.tp
+        assert isinstance(style, Colwise), "only these are asked"
+        if style.units == 0 or style in said or style.divides(degree):
+            continue
+        said.add(style)
+        works = [other for other in range(1, style.units * style.pieces + 1) if style.divides(other)]
+        remedy = f"parallelism.tp={listed(nearest_numbers(degree, works))}"
+        if style.key:
+            width = style.units * style.width
+            remedy += f"; or {style.key}={listed(multiples_near(width, style.width * degree))}"
+        yield Violation(FIELD, degree, f"{style.described} cannot be divided evenly among so many ranks", remedy)
 
 
 def words_are_enough(experiment: Experiment) -> Iterator[Violation]:
@@ -94,12 +83,10 @@ def rows_divide_twice(experiment: Experiment) -> Iterator[Violation]:
     shards = parallelism.dp_shard * parallelism.cp
     if model.dim % shards == 0:
         return
-    rows = {
-        "model.vocab_size": model.vocab_size,
-        "the rows of gate and up": 2 * model.ffn_dim,
-    }
-    if model.kv_heads % parallelism.tp == 0:
-        rows["the rows of queries, keys and values"] = (model.heads + 2 * model.kv_heads) * model.head_dim
+    rows = {"model.vocab_size": model.vocab_size}
+    for linear in _colwise(experiment):
+        if isinstance(linear.tp, Colwise) and linear.tp.units % parallelism.tp == 0:
+            rows[f"the rows of {linear.name}"] = linear.outputs
     uneven = [f"{name} ({count})" for name, count in rows.items() if count % (parallelism.tp * shards)]
     if uneven:
         works = [
@@ -159,14 +146,16 @@ def shared_matrices(experiment: Experiment) -> Iterator[Violation]:
     if experiment.parallelism.tp == 1:
         return
     yield from blocks_can_be_divided(experiment)
-    if experiment.model.architecture in ARCHITECTURES:
-        for rule in (heads_divide, channels_divide, words_are_enough, tokens_divide, rows_divide_twice):
+    if model_spec(experiment.model) is not None:
+        for rule in (units_divide, words_are_enough, tokens_divide, rows_divide_twice):
             yield from rule(experiment)
     yield from chunks_are_of_parts(experiment)
 
 
-def _heads_divide(heads: int, kv_heads: int, degree: int) -> bool:
-    return heads % degree == 0 and (kv_heads % degree == 0 or degree % kv_heads == 0)
+def _colwise(experiment: Experiment) -> list[LinearSpec]:
+    spec = model_spec(experiment.model)
+    linears = dict.fromkeys(linear for layer in (() if spec is None else spec.layers) for linear in layer.linears)
+    return [linear for linear in linears if isinstance(linear.tp, Colwise)]
 
 
 def _words_are_enough(words: int, degree: int) -> bool:

@@ -11,7 +11,7 @@ ORPHANS_LIMIT = 15.0
 """Seconds to wait for ranks whose launcher was killed: they notice, save and stop."""
 
 
-def hold(folder: RunFolder, role: str, say: Callable[[str], None]) -> FileLock:
+def acquire_run(folder: RunFolder, role: str, say: Callable[[str], None]) -> FileLock:
     """Claim the folder, and wait until no rank of an earlier start holds it either.
 
     Args:
@@ -27,14 +27,14 @@ def hold(folder: RunFolder, role: str, say: Callable[[str], None]) -> FileLock:
     except LockedError as error:
         raise _refusal(folder, error.holder) from None
     try:
-        await_orphans(folder, say)
+        wait_for_orphans(folder, say)
     except BaseException:
         lock.release()
         raise
     return lock
 
 
-def await_orphans(folder: RunFolder, say: Callable[[str], None]) -> None:
+def wait_for_orphans(folder: RunFolder, say: Callable[[str], None]) -> None:
     """Wait a bounded time for ranks of an earlier start, whose launcher is gone.
 
     Raises:

@@ -17,6 +17,7 @@ from titan_exp.config.layout.layout import (
 from titan_exp.config.layout.pipeline_schedules import Schedule
 from titan_exp.config.layout.pipeline_stages import stage_count, stage_placement
 from titan_exp.config.layout.schedule_timeline import timeline
+from titan_exp.models.spec.lookup import model_spec
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate.schedule_simulation import ScheduleSimulation, simulate_schedule
@@ -92,7 +93,8 @@ def safety_factor(experiment: Experiment, sampled: Experiment) -> float:
 
 def kv_heads(experiment: Experiment) -> int:
     """Heads of keys and values, which ranks of more tensor parallelism share."""
-    return experiment.model.kv_heads or experiment.model.heads
+    spec = model_spec(experiment.model)
+    return 1 if spec is None or spec.attention is None else spec.attention.kv_heads
 
 
 def peak_lower_bound(experiment: Experiment, sampled: Experiment, parts: TracedParts) -> float:

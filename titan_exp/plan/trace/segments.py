@@ -1,7 +1,6 @@
-"""A step cut into pieces: of each what it leaves behind, the most that it held on the way, and its work.
+"""Segments of a traced step: net allocation, peak, costs and allocation events of each.
 
-From the pieces of a small run those of a large one are put together (`plan/shortcut.py`), so a piece says nothing of
-what was alive before it.
+A segment does not depend on what was allocated before it, so segments of a small model can be repeated in a large one.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +25,7 @@ REDUCE, GROUP, FINAL = "reduce", "group", "final"
 """Labels of segments: of a micro-batch without a pipeline; from reduced gradients to the next step; of a pipeline
 action, and after it; of a stage's gradient reduction, of each FSDP parameter group in it, and of its end."""
 CategoryBytes = NDArray[np.int64]
-"""Bytes by what they are for, in the order of `CATEGORIES`."""
+"""Bytes by category, in the order of `CATEGORIES`."""
 
 
 def category_bytes(by_category: Mapping[str, int]) -> CategoryBytes:
@@ -39,71 +38,71 @@ class Segment:
     """A part of a step."""
 
     label: str
-    """What is being computed, in words, or what somebody called it."""
+    """Phase of the step, or a label of an observer."""
     net: CategoryBytes
-    """What it leaves behind, less what it frees."""
+    """Bytes that it allocates and keeps, less those that it frees."""
     peak: CategoryBytes
-    """What it had added at the moment when that was the most, the first of equal ones; zeros where it only frees."""
+    """Bytes added at its peak, the first of equal ones; zeros where it only frees."""
     where: str
-    """What was being computed at that moment, in words."""
+    """Phase of the step at that moment."""
     costs: OpCosts
-    """Operations, bytes and messages."""
+    """FLOPs, memory traffic and messages."""
 
 
 class AllocationEvent(NamedTuple):
-    """What happens in a scene: a storage is born, or dies, or a matmul is computed for the first time in it."""
+    """Allocation or release of a storage, or the first matmul of a segment."""
 
-    birth: int
-    """Number of the storage's birth among all of a tape; of matmuls -1 forward, -2 backward."""
+    allocation: int
+    """Number of the storage's allocation; `FORWARD_MATMUL` or `BACKWARD_MATMUL` for matmuls."""
     size: int = 0
-    """Bytes of it; 0 where it dies."""
+    """Bytes allocated; 0 for a release."""
     stream: int = 0
-    """On which stream; of no meaning where it dies."""
+    """Stream of an allocation."""
     category: str = ""
-    """What it turned out to be for, empty where that is what was being made; likewise."""
+    """Final category of an allocation; empty for that of the phase."""
     output: bool = False
-    """Whether it is what a block hands to the next one; likewise."""
+    """True for the hidden states that a block returns."""
 
 
 FORWARD_MATMUL, BACKWARD_MATMUL = -1, -2
-"""Births of nothing: where a thread calls the library of matmuls, which takes a workspace the first time."""
-NOTHING = -3
-"""The birth of what is not there."""
+"""First matmul of a segment in each thread; the matmul library allocates a workspace on its first call."""
+NOT_TRACKED = -3
+"""Allocation number of a tensor that is not tracked."""
 
 
 @dataclass(frozen=True)
 class EventSegment:
-    """A piece of a story as an allocator is told it, from the build on."""
+    """Allocation events of a segment."""
 
     label: str
-    """As of a piece."""
+    """As in `Segment`."""
     where: str | None
-    """What is being computed, in words, from its beginning on; None where that goes on as before."""
+    """Phase of the step that begins with it; None where the phase does not change."""
     category: str
-    """What is being made, where `where` says what is computed."""
-    told: list[AllocationEvent]
-    """What happens."""
+    """Default category of that phase."""
+    events: list[AllocationEvent]
+    """In order."""
     step: int
-    """-1 of the build, 0 of the first step, 1 of the second."""
+    """-1 for the build, 0 for the first step, 1 for the second."""
 
 
 class SegmentTracker(MemoryTracker):
-    """A ledger that remembers where it was told that something else is being computed."""
+    """A memory tracker that also cuts a trace into segments."""
 
-    _watch: CostMode | None = None
+    _mode: CostMode | None = None
 
     def __init__(self) -> None:
         self._cuts: list[tuple[int, str, OpCosts]] = []
         self._marks: list[tuple[int, str, str | None, str, int]] = []
-        self._told: list[tuple[Storage | None, AllocationEvent]] = []
-        self.reduced: list[dict[str, int]] = []
-        """Of each step: births of reduced gradients, by the names of their parameters; entered by who knows."""
-        self.made: list[int] = []
-        """Births of hidden states that passes of stages make, in order; likewise."""
-        self.outputs: set[int] = set()
-        """Births of hidden states that blocks make."""
-        self._as_made: set[int] = set()
-        self._births, self._last_birth, self._step = 0, dict[int, int](), -1
+        self._recorded: list[tuple[Storage | None, AllocationEvent]] = []
+        self.reduced_gradients: list[dict[str, int]] = []
+        """Allocations of reduced gradients by parameter name, for each step; set by `SegmentObserver`."""
+        self.action_results: list[int] = []
+        """Allocations of the results of pipeline actions, in order; set by `SegmentObserver`."""
+        self.block_outputs: set[int] = set()
+        """Allocations of block outputs."""
+        self._default_category: set[int] = set()
+        self._allocations, self._last_allocation, self._step = 0, dict[int, int](), -1
         super().__init__()
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -111,76 +110,76 @@ class SegmentTracker(MemoryTracker):
         if name == "where":
             self.cut(str(value), is_where=True)
 
-    def follow(self, watch: CostMode) -> None:
-        """Take note of the work that is watched."""
-        self._watch = watch
+    def read_costs_of(self, mode: CostMode) -> None:
+        """Read the costs of segments from this mode."""
+        self._mode = mode
 
-    def begin(self) -> None:
-        """Forget what was; here the first piece begins."""
-        super().begin()
+    def begin_step(self) -> None:
+        """Begin the step that is evaluated, with its first segment."""
+        super().begin_step()
         self._cuts = [(len(self._changes), self.where, OpCosts())]
         self.next_step()
 
     def next_step(self) -> None:
-        """A step begins here."""
+        """Begin a step."""
         self._step += 1
         self.cut(STEP)
 
     def cut(self, label: str, *, is_where: bool = False) -> None:
-        """A piece ends here, and one of this name begins."""
-        self._marks.append((len(self._told), label, label if is_where else None, self.category, self._step))
-        if self._watch is not None and self._cuts:
-            self._cuts.append((len(self._changes), label, sum_costs([self._watch.costs])))
+        """End a segment and begin another."""
+        self._marks.append((len(self._recorded), label, label if is_where else None, self.category, self._step))
+        if self._mode is not None and self._cuts:
+            self._cuts.append((len(self._changes), label, sum_costs([self._mode.costs])))
 
-    def matmul(self, *, backward: bool) -> None:
-        """The library of matmuls is called."""
+    def mark_matmul(self, *, backward: bool) -> None:
+        """Record the first matmul of a segment in this thread."""
         mark = BACKWARD_MATMUL if backward else FORWARD_MATMUL
         start = self._marks[-1][0]
-        if all(told.birth != mark for _, told in self._told[start:]):
-            self._told.append((None, AllocationEvent(mark)))
+        if all(event.allocation != mark for _, event in self._recorded[start:]):
+            self._recorded.append((None, AllocationEvent(mark)))
 
-    def hidden(self, output: Any) -> None:
-        """A block has made these hidden states."""
+    def mark_block_output(self, output: Any) -> None:
+        """Record the output of a block."""
         if isinstance(output, Tensor):
-            self.outputs.add(self.birth(output))
+            self.block_outputs.add(self.allocation_of(output))
 
-    def birth(self, tensor: Tensor) -> int:
-        """Number of the birth of a tensor's storage; `NOTHING` where it is not entered."""
+    def allocation_of(self, tensor: Tensor) -> int:
+        """Number of the allocation of a tensor's storage, or `NOT_TRACKED`."""
         part = local(tensor)
-        if not self.know(part):
-            return NOTHING
+        if not self.is_tracked(part):
+            return NOT_TRACKED
         storage, _ = self._alive[part.untyped_storage()._cdata]
-        return self._last_birth[storage.number]
+        return self._last_allocation[storage.number]
 
-    def scenes(self) -> list[EventSegment]:
-        """All that happened so far."""
+    def event_segments(self) -> list[EventSegment]:
+        """Allocation events of all segments so far."""
         found = []
-        ends = [*(mark[0] for mark in self._marks[1:]), len(self._told)]
+        ends = [*(mark[0] for mark in self._marks[1:]), len(self._recorded)]
         for (start, label, where, category, step), end in zip(self._marks, ends, strict=True):
-            told = [self._turned_out(storage, it) for storage, it in self._told[start:end]]
-            found.append(EventSegment(label, where, category, told, step))
+            events = [self._with_category(storage, event) for storage, event in self._recorded[start:end]]
+            found.append(EventSegment(label, where, category, events, step))
         return found
 
-    def _turned_out(self, storage: Storage | None, it: AllocationEvent) -> AllocationEvent:
-        if storage is None or not it.size:
-            return it
-        as_made = it.category == storage.category and it.birth in self._as_made
-        category = "" if as_made else storage.category
-        return it._replace(category=category, output=it.birth in self.outputs)
+    def _with_category(self, storage: Storage | None, event: AllocationEvent) -> AllocationEvent:
+        if storage is None or not event.size:
+            return event
+        is_default = event.category == storage.category and event.allocation in self._default_category
+        category = "" if is_default else storage.category
+        return event._replace(category=category, output=event.allocation in self.block_outputs)
 
-    def _enter(self, storage: UntypedStorage, category: str | None) -> None:
-        known = self._births
-        super()._enter(storage, category)
-        if category is None and self._births > known:
-            self._as_made.add(self._births)
+    def _add(self, storage: UntypedStorage, category: str | None) -> None:
+        known = self._allocations
+        super()._add(storage, category)
+        if category is None and self._allocations > known:
+            self._default_category.add(self._allocations)
 
-    def base(self) -> CategoryBytes:
-        """What was held where the story begins, by what it turned out to be for."""
+    def allocated_before(self) -> CategoryBytes:
+        """Bytes allocated before the step."""
         return _sum_of(self._changes[: self._cuts[0][0]])
 
-    def amount(self, tensor: Tensor) -> CategoryBytes:
-        """What a tensor's storage holds; nothing where it is not entered."""
-        if not self.know(tensor):
+    def tracked_by_category(self, tensor: Tensor) -> CategoryBytes:
+        """Bytes of a tensor's storage; zeros where it is not tracked."""
+        if not self.is_tracked(tensor):
             return category_bytes({})
         storage, _ = self._alive[tensor.untyped_storage()._cdata]
         return category_bytes({storage.category: storage.size})
@@ -190,17 +189,20 @@ class SegmentTracker(MemoryTracker):
         super()._change(storage, delta)
         for event in self.events[known:]:
             if event.size:
-                self._births += 1
-                self._last_birth[event.storage] = self._births
-            self._told.append(
-                (storage, AllocationEvent(self._last_birth[event.storage], event.size, event.stream, storage.category))
+                self._allocations += 1
+                self._last_allocation[event.storage] = self._allocations
+            self._recorded.append(
+                (
+                    storage,
+                    AllocationEvent(self._last_allocation[event.storage], event.size, event.stream, storage.category),
+                )
             )
 
-    def pieces(self) -> list[Segment]:
-        """All pieces since `begin` that have ended."""
+    def segments(self) -> list[Segment]:
+        """All segments of the step that have ended."""
         return [
-            _piece(label, self._changes[start:end], work, after)
-            for (start, label, work), (end, _, after) in pairwise(self._cuts)
+            _segment(label, self._changes[start:end], costs, after)
+            for (start, label, costs), (end, _, after) in pairwise(self._cuts)
         ]
 
 
@@ -219,8 +221,8 @@ class SegmentObserver(StepObserver):
         self._tracker.cut(f"{ACTION} {action.stage}")
 
     def action_end(self, action: Action, result: Tensor | None) -> None:
-        """Begin what lies between two pipeline actions."""
-        self._tracker.made.append(NOTHING if result is None else self._tracker.birth(result))
+        """Begin the time between two pipeline actions."""
+        self._tracker.action_results.append(NOT_TRACKED if result is None else self._tracker.allocation_of(result))
         self._tracker.cut(BETWEEN_ACTIONS)
 
     def stage_reduction_begin(self, stage: int) -> None:
@@ -237,53 +239,53 @@ class SegmentObserver(StepObserver):
 
     def gradients_ready(self, parts: Sequence[nn.Module]) -> None:
         """Begin the optimizer step, and note the storages of gradients."""
-        self._tracker.reduced.append(_gradient_births(self._tracker, parts))
+        self._tracker.reduced_gradients.append(_gradient_allocations(self._tracker, parts))
         self._tracker.cut(OPTIMIZER_STEP)
 
 
-def _gradient_births(tracker: SegmentTracker, parts: Sequence[nn.Module]) -> dict[str, int]:
+def _gradient_allocations(tracker: SegmentTracker, parts: Sequence[nn.Module]) -> dict[str, int]:
     named = [pair for part in parts for pair in part.named_parameters()]
-    return {name: tracker.birth(weight.grad) for name, weight in named if weight.grad is not None}
+    return {name: tracker.allocation_of(weight.grad) for name, weight in named if weight.grad is not None}
 
 
-def sum_costs(works: Iterable[OpCosts], times: int = 1) -> OpCosts:
-    """The sum of works, so many times."""
+def sum_costs(parts: Iterable[OpCosts], times: int = 1) -> OpCosts:
+    """The sum of costs, `times` over."""
     total = OpCosts()
-    for work in works:
-        total.flops += times * work.flops
-        total.fp8_flops += times * work.fp8_flops
-        total.bytes_moved += times * work.bytes_moved
-        total.operators += times * work.operators
-        for key, calls in work.calls.items():
-            # One more layer may make a message larger, and no further one.
-            if calls or work.messages[key]:
-                total.messages[key] += times * work.messages[key]
+    for costs in parts:
+        total.flops += times * costs.flops
+        total.fp8_flops += times * costs.fp8_flops
+        total.bytes_moved += times * costs.bytes_moved
+        total.operators += times * costs.operators
+        for key, calls in costs.calls.items():
+            # A difference of two runs may have bytes without calls: one more layer enlarges a message.
+            if calls or costs.messages[key]:
+                total.messages[key] += times * costs.messages[key]
                 total.calls[key] += times * calls
     return total
 
 
-def join_segments(label: str, pieces: Sequence[Segment]) -> Segment:
-    """Pieces that follow each other, as one."""
-    net, most, height = category_bytes({}), category_bytes({}), 0
-    where = pieces[0].where if pieces else label
-    for piece in pieces:
-        if net.sum() + piece.peak.sum() > height:
-            most, where = net + piece.peak, piece.where
-            height = int(most.sum())
-        net = net + piece.net
-    return Segment(label, net, most, where, sum_costs([piece.costs for piece in pieces]))
+def join_segments(label: str, segments: Sequence[Segment]) -> Segment:
+    """Consecutive segments as one."""
+    net, peak, height = category_bytes({}), category_bytes({}), 0
+    where = segments[0].where if segments else label
+    for segment in segments:
+        if net.sum() + segment.peak.sum() > height:
+            peak, where = net + segment.peak, segment.where
+            height = int(peak.sum())
+        net = net + segment.net
+    return Segment(label, net, peak, where, sum_costs([segment.costs for segment in segments]))
 
 
-def _piece(label: str, changes: Sequence[tuple[object, int, str]], before: OpCosts, after: OpCosts) -> Segment:
+def _segment(label: str, changes: Sequence[tuple[object, int, str]], before: OpCosts, after: OpCosts) -> Segment:
     total, height, at = 0, 0, -1
     for number, (_, delta, _) in enumerate(changes):
         total += delta
         if total > height:
             height, at = total, number
     where = changes[at][2] if at >= 0 else label
-    # Nothing that a piece does not send is among its messages.
-    work = sum_costs([sum_costs([after, sum_costs([before], -1)])])
-    return Segment(label, _sum_of(changes), _sum_of(changes[: at + 1]), where, work)
+    # Messages that the segment does not send are left out of the keys.
+    costs = sum_costs([sum_costs([after, sum_costs([before], -1)])])
+    return Segment(label, _sum_of(changes), _sum_of(changes[: at + 1]), where, costs)
 
 
 def _sum_of(changes: Sequence[tuple[object, int, str]]) -> CategoryBytes:

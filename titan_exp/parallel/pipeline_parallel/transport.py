@@ -12,18 +12,18 @@ from titan_exp.config.layout.layout import micro_batch_size
 
 @dataclass(frozen=True)
 class ActivationSpec:
-    """What stages send each other."""
+    """Shape, dtype and device of the hidden states that stages send each other."""
 
     shape: tuple[int, ...]
-    """Of one micro-batch's hidden states on one rank: [rows, tokens, dim]."""
+    """[rows, tokens, dim] of one micro-batch on one rank."""
     dtype: torch.dtype
-    """Their type, and that of their gradients."""
+    """Dtype of hidden states and of their gradients."""
     device: torch.device
-    """Where they are."""
+    """This rank's device."""
 
     @staticmethod
     def of(experiment: Experiment, device: torch.device) -> "ActivationSpec":
-        """Of a run, its layout resolved."""
+        """The spec of a run."""
         parallelism = experiment.parallelism
         tokens = (
             experiment.training.seq_len // parallelism.cp // (parallelism.tp if parallelism.sequence_parallel else 1)

@@ -65,15 +65,11 @@ class Reservations:
 
 
 STEPS = 3
-"""How often the step is replayed; block addresses are stable by then."""
+"""Replayed steps; block addresses are stable after them."""
 
 
 def reservations(before: Sequence[Event], step: Sequence[Event], capacity: int | None = None) -> Reservations:
-    """Replay a run, with both kinds of segments: setup, then `STEPS` steps.
-
-    Args:
-        capacity: device memory in bytes; None is unlimited.
-    """
+    """Replay setup and `STEPS` steps with both kinds of segments; `capacity` is device memory, None for unlimited."""
     return Reservations(
         _served(_steps(before, step, STEPS), expandable=False, capacity=capacity),
         _served(_steps(before, step, STEPS), expandable=True, capacity=capacity),
@@ -81,13 +77,7 @@ def reservations(before: Sequence[Event], step: Sequence[Event], capacity: int |
 
 
 def replay(events: Iterable[Event], *, expandable: bool, capacity: int | None = None) -> Reserved:
-    """Replay events in order.
-
-    Args:
-        events: allocations and releases.
-        expandable: True for expandable segments, which grow page by page.
-        capacity: device memory in bytes; None is unlimited.
-    """
+    """Replay events in order; arguments as in `CachingAllocator`."""
     return _served([events], expandable=expandable, capacity=capacity)
 
 

@@ -39,13 +39,7 @@ class Kernel:
     """Keys per tile: `kBlockSizeJ`."""
 
     def workspace(self, shape: tuple[int, int, int, int], keys: int, *, half: bool) -> int:
-        """Bytes of the workspace, as in `Params::workspace_size`.
-
-        Args:
-            shape: [batch, heads, rows, head_dim] of the queries.
-            keys: number of keys.
-            half: True for 16-bit dtypes.
-        """
+        """Bytes of the workspace, as in `Params::workspace_size`, for queries [batch, heads, rows, head_dim]."""
         batch, heads, rows, width = shape
         # Tiles of dQ, each with a lock, a counter and padding.
         tile = self.rows * self.keys + 4

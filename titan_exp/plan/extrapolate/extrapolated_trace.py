@@ -27,13 +27,7 @@ MAX_MICRO_BATCHES = 8
 
 @dataclass
 class TraceExtrapolator:
-    """Extrapolates the traces of one run's ranks. Samples are traced when they are first needed.
-
-    Args:
-        experiment: its layout is resolved, and `unsupported_reason` is None.
-        cuda: as in `trace_step`.
-        matmul_workspace: as in `trace_step`.
-    """
+    """Extrapolates the traces of one run's ranks. Samples are traced when they are first needed."""
 
     experiment: Experiment
     cuda: bool

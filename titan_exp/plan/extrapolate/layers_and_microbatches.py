@@ -65,14 +65,7 @@ class ModelSample:
 
 
 def sample_model(experiment: Experiment, mode: str, *, cuda: bool, record_events: bool = False) -> ModelSample:
-    """Trace a step of the same run with few layers and micro-batches.
-
-    Args:
-        experiment: its layout is resolved.
-        mode: activation checkpointing mode of every block.
-        cuda: as in `trace_step`.
-        record_events: True to record allocation events too.
-    """
+    """Trace a step of the run with few layers and micro-batches, all blocks in one activation checkpointing mode."""
     small = small_run(experiment, SAMPLED_LAYERS, min(gradient_accumulation(experiment), SAMPLED_MICRO_BATCHES), mode)
     tracker = SegmentTracker()
     with fake_rank(small, 0) as fake:
@@ -109,13 +102,7 @@ def extrapolate_optimizer_step(optimizer_steps: tuple[OptimizerStep, OptimizerSt
 
 
 def model_segments(samples: Sequence[ModelSample], modes: Sequence[int], micro_batches: int) -> list[Segment]:
-    """Segments of a full step before the optimizer step.
-
-    Args:
-        samples: one for each activation checkpointing mode.
-        modes: index of each block's mode.
-        micro_batches: number of micro-batches.
-    """
+    """Segments of a full step before the optimizer step, from one sample per mode and each block's mode."""
     segments = list(samples[0].prologue)
     few = len(samples[0].micro_batches)
     assert micro_batches >= few, "at least as many as sampled"

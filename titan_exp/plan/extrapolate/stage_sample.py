@@ -96,15 +96,7 @@ def sampled_layers(*, lone: bool) -> dict[str, int]:
 def sample_stages(
     experiment: Experiment, mode: str, *, lone: bool, cuda: bool, record_events: bool = False
 ) -> StageSample:
-    """Trace the synthetic rank in the layout of a run.
-
-    Args:
-        experiment: its layout is resolved.
-        mode: activation checkpointing mode of every block.
-        lone: True for stages of a single block.
-        cuda: as in `trace_step`.
-        record_events: True to record allocation events too.
-    """
+    """Trace the synthetic rank in the layout of a run; `lone` asks for stages of a single block."""
     layers = sampled_layers(lone=lone)
     kinds, placement, orders = _pipeline(layers)
     tracker = SegmentTracker()

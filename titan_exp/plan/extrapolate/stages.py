@@ -103,15 +103,7 @@ def bytes_before_step(
     *,
     shared: bool,
 ) -> CategoryBytes:
-    """Bytes allocated before a step.
-
-    Args:
-        sample: same layout, except for the pipeline.
-        optimizer_steps: likewise.
-        stages: of the rank.
-        batches: micro-batches of a step.
-        shared: True with context parallelism, where every stage reads all fields of a batch.
-    """
+    """Bytes allocated before a step. `shared` is True with context parallelism: every stage reads all batch fields."""
     kinds = {stage.kind for stage in stages}
     seen = [
         size

@@ -61,13 +61,7 @@ class TracedParts:
 
 
 def trace_parts(experiment: Experiment, *, cuda: bool, record_events: bool = False) -> TracedParts:
-    """Trace the samples of a run.
-
-    Args:
-        experiment: its layout is resolved.
-        cuda: as in `trace_step`.
-        record_events: True to record allocation events too.
-    """
+    """Trace the samples of a run."""
     modes, _ = recompute_modes(experiment)
     if experiment.parallelism.pp == 1:
         whole = [sample_model(experiment, mode, cuda=cuda, record_events=record_events) for mode in modes]
@@ -83,14 +77,7 @@ def trace_parts(experiment: Experiment, *, cuda: bool, record_events: bool = Fal
 def step_cost(
     experiment: Experiment, pipeline_rank: int, parts: TracedParts, simulation: ScheduleSimulation | None = None
 ) -> StepCost:
-    """Peak memory and costs of a rank's step.
-
-    Args:
-        experiment: its layout is resolved.
-        pipeline_rank: index in the pipeline.
-        parts: samples of this layout.
-        simulation: of this rank's schedule, if it is known.
-    """
+    """Peak memory and costs of a rank's step. `simulation` is that of its schedule, if it is known."""
     segments = step_segments(experiment, pipeline_rank, parts, simulation)
     if parts.stage_optimizer_steps is None:
         assert parts.model_optimizer_steps is not None, "one of them is there"

@@ -75,7 +75,7 @@ class EventSegment:
     """Allocation events of a segment."""
 
     label: str
-    """As in `Segment`."""
+    """The label of its `Segment`."""
     where: str | None
     """Phase of the step that begins with it; None where the phase does not change."""
     category: str

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import gradient_accumulation
-from titan_exp.config.layout.pipeline_stages import stage_layers
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.plan.extrapolate.allocation_events import EventComposer, OptimizerStepEvents, SampleEvents
 from titan_exp.plan.extrapolate.eligibility import recompute_modes
 from titan_exp.plan.extrapolate.events_no_pipeline import compose_no_pipeline, model_events

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import gradient_accumulation, pipeline_microbatches
-from titan_exp.config.layout.pipeline_stages import layer_counts, stage_layers, stage_placement
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 from titan_exp.plan.extrapolate.eligibility import SAMPLED_LAYERS, recompute_modes
 from titan_exp.plan.extrapolate.layers_and_microbatches import (
@@ -96,7 +95,7 @@ def step_cost(
         sample,
         parts.stage_optimizer_steps,
         stages,
-        pipeline_microbatches(experiment),
+        layout.pipeline_microbatches,
         shared=experiment.parallelism.cp > 1,
     )
     return _step_cost(base, segments, parts.stage_optimizer_steps.of(stages))
@@ -124,13 +123,14 @@ def simulate_rank(experiment: Experiment, pipeline_rank: int, parts: TracedParts
     """Simulate a rank's schedule."""
     parallelism, placement = experiment.parallelism, stage_placement(experiment)
     sample = next(iter(parts.stage_samples.values()))[0]
-    orders = build_schedule(parallelism.pp_schedule, parallelism.pp, len(placement), pipeline_microbatches(experiment))
+    orders = build_schedule(parallelism.pp_schedule, parallelism.pp, len(placement), layout.pipeline_microbatches)
     return simulate_schedule(orders, placement, pipeline_rank, passes=1, sends_complete=sample.sends_complete)
 
 
 def stages_of(experiment: Experiment, pipeline_rank: int) -> list[StageShape]:
     """The stages of a pipeline rank."""
-    layers, placement = stage_layers(experiment), stage_placement(experiment)
+    layout = ResolvedLayout.of(experiment)
+    layers, placement = layout.stage_layers, layout.stage_placement
     _, of_block = recompute_modes(experiment)
     kinds = [FIRST, *[MIDDLE] * (len(layers) - 2), LAST]
     return [

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import gradient_accumulation, micro_batch_size, world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.data.batch import Batch
 from titan_exp.plan.cuda.cpu_offload import GPU, gpu_beside_host
 from titan_exp.plan.trace.torch_patches import replaced_attributes
@@ -99,7 +99,7 @@ def fake_rank(experiment: Experiment, rank: int, device: torch.device = DEVICE) 
 def pipeline_ranks(experiment: Experiment) -> list[int]:
     """The global rank that stands for each pipeline rank: the first in all other axes."""
     degree = experiment.parallelism.pp
-    return [rank * world_size(experiment) // degree for rank in range(degree)]
+    return [rank * ResolvedLayout.of(experiment).world_size // degree for rank in range(degree)]
 
 
 @functools.cache

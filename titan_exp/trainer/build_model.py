@@ -120,7 +120,7 @@ def _build_pipeline(
                 copied=shared if number == last else (),
             )
         )
-    counts, activation = [len(its) for its in layers], ActivationSpec.of(experiment, mesh.device)
+    counts = layout.layer_counts
     orders = build_schedule(parallelism.pp_schedule, parallelism.pp, len(layers), microbatches)
     get_logger().info(
         "pipeline: %s, %d stages of %s layers, %d micro-batches of %d sequences, bubble %.0f %%",
@@ -128,15 +128,15 @@ def _build_pipeline(
         len(layers),
         ", ".join(map(str, counts if len(set(counts)) > 1 else counts[:1])),
         microbatches,
-        activation.shape[0],
+        layout.micro_batch_size,
         100 * timeline(orders).bubble,
     )
     return Pipeline(
         stages,
         orders,
         placement,
-        P2PTransport(mesh.pp_group, activation),
-        keep_gathered=reshard_policy(parallelism) == "never",
+        P2PTransport(mesh.pp_group, ActivationSpec.of(layout, mesh.device)),
+        keep_gathered=layout.reshard_policy == "never",
     )
 
 

@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_exp.config.layout.pipeline_schedules import Action, Schedule, microbatches_of, splits_backward
-from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.parallel.fsdp.gradient_sync import disable_gradient_sync, reduce_gradients
 from titan_exp.parallel.pipeline_parallel.schedule_actions import P2POp, Step, forward_schedule, insert_p2p
 from titan_exp.parallel.pipeline_parallel.stage import Forward, Stage

@@ -34,15 +34,13 @@ def unsupported_reason(experiment: Experiment) -> str | None:
     layout = ResolvedLayout.of(experiment)
     if parallelism.pp > 1:
         reasons |= {
-            f"{parallelism.pp_schedule} computes weight gradients of a whole stage at once": (
-                pipeline_splits_backward(parallelism)
-            ),
+            f"{parallelism.pp_schedule} computes weight gradients of a whole stage at once": (layout.splits_backward),
             "the first and the last stage share the tied embedding": spec is not None and spec.tied,
-            "parameters are gathered again for each micro-batch": reshard_policy(parallelism) != "never",
+            "parameters are gathered again for each micro-batch": layout.reshard_policy != "never",
             "a step has several passes through the pipeline": (
-                pipeline_microbatches(experiment) != gradient_accumulation(experiment)
+                layout.pipeline_microbatches != layout.gradient_accumulation
             ),
-            "a stage has no layers": min(layer_counts(experiment)) < 1,
+            "a stage has no layers": min(layout.layer_counts) < 1,
             "every stage reads document ids": experiment.data.document_mask,
         }
     return next((reason for reason, holds in reasons.items() if holds), None)
@@ -58,7 +56,8 @@ def recompute_modes(experiment: Experiment) -> tuple[list[str], list[int]]:
 
 def is_worthwhile(experiment: Experiment, ranks: int) -> bool:
     """True if extrapolating `ranks` pipeline ranks is faster than tracing them, by the number of block passes."""
-    ways, micro_batches = len(recompute_modes(experiment)[0]), gradient_accumulation(experiment)
+    layout = ResolvedLayout.of(experiment)
+    ways, micro_batches = len(recompute_modes(experiment)[0]), layout.gradient_accumulation
     layers = experiment.model.layers
     if experiment.parallelism.pp == 1:
         few = ways * SAMPLED_LAYERS * (1 + min(micro_batches, SAMPLED_MICRO_BATCHES))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from titan_exp.data.batch import Batch
 from titan_exp.parallel.fsdp.apply import set_gradient_sync
 from titan_exp.parallel.mesh import Mesh
+from titan_exp.parallel.step_observer import step_observer
 from titan_exp.trainer.batch_placement import shard_batch
 from titan_exp.trainer.objective.base import MetricSums, Objective, normalize_by_tokens, token_count
 
@@ -62,6 +63,7 @@ class EagerModel:
         """Run micro-batches in order; the last backward pass reduces gradients over ranks."""
         sums, divisor = MetricSums(self.objective, self._mesh.device), token_count(tokens, self._mesh.device)
         for index, batch in enumerate(batches):
+            step_observer().microbatch_begin(index)
             set_gradient_sync(self._module, last=index == len(batches) - 1)
             loss, metrics = normalize_by_tokens(self.objective, self._module, shard_batch(batch, self._mesh), divisor)
             loss.backward()

@@ -11,6 +11,7 @@ from titan_exp.data.batch import Batch
 from titan_exp.optim.grad_clip import clip_gradients, global_grad_norm
 from titan_exp.optim.lr_schedule import set_lr
 from titan_exp.parallel.mesh import Mesh
+from titan_exp.parallel.step_observer import step_observer
 from titan_exp.parallel.tensor_parallel.apply import reduce_partial_gradients
 from titan_exp.trainer.forward_backward import Model
 from titan_exp.trainer.objective.base import Objective
@@ -52,6 +53,7 @@ def train_step(
     """
     metrics = model.forward_backward(batches, tokens)
 
+    step_observer().gradients_ready(model.parts)
     reduce_partial_gradients(model.parts, mesh)
     grad_norm = global_grad_norm(model.unique_parameters(), mesh.pp_group)
     if max_grad_norm is not None:

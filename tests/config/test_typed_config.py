@@ -6,6 +6,7 @@ import pytest
 
 from tests.config.composing import experiment, refused
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.optimizer import AdamWConfig
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import load_experiment, to_dict, to_experiment, to_yaml
 
@@ -22,6 +23,7 @@ def test_values_become_the_fields_types():
     assert (run.optimizer.lr, type(run.optimizer.lr)) == (1.0, float)
     assert run.experiment.name == "2024"
     assert run.experiment.tags == ("1", "tp")
+    assert isinstance(run.optimizer, AdamWConfig)
     assert run.optimizer.betas == (0.9, 0.95)
     assert run.data.options == {"depth": 3}
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -1,6 +1,6 @@
 """Group `checkpoint`: when state is saved, what is kept, and what a new run begins with."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from titan_exp.config.groups.types import PositiveFloat, PositiveInt
@@ -29,13 +29,13 @@ class CheckpointConfig:
     credential in it: those come from the environment."""
     remote_wait_minutes: PositiveFloat
     """Minutes that a finished run waits for uploads that are on their way; at most one of them after a stop request."""
-    initial: str | None
-    """Run folder, checkpoint or Hugging Face folder whose weights a new run begins with, made in any layout, or its
-    URL; part of what is computed."""
-    initial_exclude: list[str]
-    """Patterns of full names (`head.*`) of weights that keep their initial values nevertheless."""
     export: Literal["none", "bf16", "fp32"]
     """Type of the weights that are exported after the last step, as a Hugging Face folder in the run's `export/`, by
     all ranks at once; `none` exports nothing."""
     export_every: PositiveInt | None
     """Steps between further exports, for which training stands still; null exports after the last step alone."""
+    initial: str | None = None
+    """Run folder, checkpoint or Hugging Face folder whose weights a new run begins with, made in any layout, or its
+    URL; part of what is computed."""
+    initial_exclude: list[str] = field(default_factory=list)
+    """Patterns of full names (`head.*`) of weights that keep their initial values nevertheless."""

@@ -31,7 +31,7 @@ class OptimizerConfig:
     implementation: Literal["fused", "foreach", "for_loop", "triton"]
     """Kernel of AdamW: torch's `fused`, the fastest of torch's own on CPU and CUDA, `foreach` or `for_loop`; or ours,
     `triton`, for CUDA, which clips and updates in one pass over memory. What that gains has not been measured."""
-    state_precision: Literal["fp32", "bf16", "int8", "fp8"]
+    state_precision: Literal["fp32", "bf16", "int8", "fp8"] = "fp32"
     """How AdamW's moments are kept; it computes in fp32 all the same. 4 bytes each in `fp32`; 2 in `bf16`, which loses
     changes of the second moment below 2^-9 of it, so that betas near 1 learn it late; 1.125 in `int8` (256 values
     denser around zero) and in `fp8` (e4m3; of the second moment its root), with a scale for every 32 numbers of a row,

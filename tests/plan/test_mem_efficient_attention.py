@@ -14,6 +14,7 @@ from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.cuda.devices import device_named
 from titan_exp.plan.cuda.mem_efficient_attention import BACKWARD, FORWARD, Kernel, largest_workspace, passing
 from titan_exp.plan.plan_table import as_json, print_plan
@@ -105,12 +106,18 @@ def test_what_a_call_takes_for_a_moment():
 def test_what_is_kept_of_a_document_mask():
     """A mask becomes numbers to add in every layer, and lives until the layer's backward pass."""
     experiment = experiment_of("data.document_mask=true", "training.mixed_precision=bf16")
-    layers, heads = experiment.model.layers, experiment.model.heads
+    spec = model_spec(experiment.model)
+    assert spec is not None
+    attention = spec.attention
+    assert attention is not None
+    layers, heads, kv_heads = len(spec.layers), attention.heads, attention.kv_heads
     with_mask, without = (
         predict(experiment_of(f"data.document_mask={on}", "training.mixed_precision=bf16"), device_named("h100"))
         for on in ("true", "false")
     )
-    births = [Counter(event.size for event in plan.ranks[0].trace.step if event.size) for plan in (with_mask, without)]
+    births = [
+        Counter(event.size for event in plan.ranks[0].trace.step_events if event.size) for plan in (with_mask, without)
+    ]
     bias = ROWS * SEQ * SEQ * 2
     assert births[0][bias] - births[1][bias] == layers
     assert with_mask.at_most
@@ -118,8 +125,8 @@ def test_what_is_kept_of_a_document_mask():
     assert as_json(with_mask)["at_most"] is True
     # Keys and values are repeated for all heads of their group, and kept. The keys of their own are not, then, nor the
     # projection that the values are a part of. Of dropout there are two numbers that nobody needs.
-    head = ROWS * SEQ * experiment.model.head_dim * 2
-    own = experiment.model.kv_heads * head + (heads + 2 * experiment.model.kv_heads) * head
+    head = ROWS * SEQ * attention.qk_dim * 2
+    own = kv_heads * head + (heads + 2 * kv_heads) * head
     kept, before = (plan.ranks[0].trace.peak.by_category["activations"] for plan in (with_mask, without))
     assert kept - before == layers * (bias + 2 * heads * head - own + 2 * 512)
 
@@ -127,7 +134,7 @@ def test_what_is_kept_of_a_document_mask():
 def test_a_mask_whose_rows_the_kernel_cannot_load_is_filled_up():
     plan = planned("data.document_mask=true", "training.mixed_precision=bf16", "training.seq_len=100")
     assert plan.ranks[0].trace.peak.bytes > 0
-    sizes = Counter(event.size for event in plan.ranks[0].trace.step)
+    sizes = Counter(event.size for event in plan.ranks[0].trace.step_events)
     filled = -(-ROWS * 100 * 104 * 2 // 512) * 512
     assert sizes[filled] == plan.experiment.model.layers
 
@@ -144,7 +151,7 @@ def test_fp32_is_planned(options: str):
     assert not plain.at_most
     if "cp" not in options:
         # Plain operators know of no triangle, and take the whole square.
-        assert rank.trace.work.flops < plain.ranks[0].trace.work.flops
+        assert rank.trace.costs.flops < plain.ranks[0].trace.costs.flops
 
 
 def test_the_choice_is_what_cuda_makes():

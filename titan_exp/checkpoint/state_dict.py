@@ -1,6 +1,6 @@
-"""The training state as one flat dictionary of tensors, keyed by full names, so that any layout can read it.
+"""The training state as one flat state dict keyed by full names, readable in any layout.
 
-Everything that is not a tensor travels as JSON in a byte tensor: a checkpoint is read without executing code.
+Non-tensor state is stored as JSON in byte tensors, so that loading a checkpoint executes no code.
 """
 
 import json
@@ -10,79 +10,79 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-MODEL, OPTIMIZER, DATA, PROGRESS = "model.", "optimizer.", "data.", "progress"
-WEIGHTS_ONLY = "weights_only"
-"""Key of the progress of a checkpoint that no run can be continued from."""
+MODEL_PREFIX, OPTIMIZER_PREFIX, DATA_PREFIX, PROGRESS_KEY = "model.", "optimizer.", "data.", "progress"
+WEIGHTS_ONLY_KEY = "weights_only"
+"""Progress key that marks a checkpoint from which no run can be resumed."""
 
 
-def gather_state(
+def training_state_dict(
     parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, data: Mapping[str, Any], progress: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Collect what a checkpoint holds.
+    """Build the state dict of a full checkpoint.
 
     Args:
-        parts: the model, or its parts on this rank; parameters and persistent buffers are keyed `model.<full name>`.
-        optimizer: its tensors are keyed `optimizer.<full parameter name>.<state name>`.
-        data: JSON-able state of each virtual shard that this rank reads, keyed `data.<shard>`.
-        progress: JSON-able counters of the whole run.
+        parts: the model, or its parts on this rank; parameters and persistent buffers get keys `model.<full name>`.
+        optimizer: its state tensors get keys `optimizer.<full parameter name>.<state name>`.
+        data: JSON state of each virtual shard that this rank reads; keys `data.<shard>`.
+        progress: JSON counters of the whole run.
     """
     return {
-        **model_state(parts),
-        **optimizer_state(parts, optimizer),
-        **{f"{DATA}{shard}": to_bytes(state) for shard, state in data.items()},
-        PROGRESS: to_bytes(progress),
+        **model_state_dict(parts),
+        **optimizer_state_dict(parts, optimizer),
+        **{f"{DATA_PREFIX}{shard}": encode_json(state) for shard, state in data.items()},
+        PROGRESS_KEY: encode_json(progress),
     }
 
 
-def model_state(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by full name; the tensors themselves, not copies.
+def model_state_dict(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Parameters and persistent buffers by full name, not copied.
 
-    Of a tensor that two parts have copies of, the first part's.
+    A tied tensor that two parts hold copies of is the first part's.
     """
-    return _first_of_each(_model_tensors(parts))
+    return _first_by_name(_model_tensors(parts))
 
 
-def optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's tensors by full parameter name; the tensors themselves, not copies."""
-    return _first_of_each(_optimizer_tensors(parts, optimizer))
-
-
-@torch.no_grad()
-def make_copies_equal(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
-    """Give what two parts have copies of the state of the first part's, which is the one that was loaded."""
-    _copy_to_copies((*_model_tensors(parts), *_optimizer_tensors(parts, optimizer)))
+def optimizer_state_dict(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Optimizer state tensors by full parameter name, not copied."""
+    return _first_by_name(_optimizer_tensors(parts, optimizer))
 
 
 @torch.no_grad()
-def copy_to_copies(parts: Sequence[nn.Module]) -> None:
-    """The same for the model alone."""
-    _copy_to_copies(_model_tensors(parts))
+def sync_tied_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+    """Copy tied weights and their optimizer state from the first part, which is loaded, to the other parts."""
+    _copy_first_to_others((*_model_tensors(parts), *_optimizer_tensors(parts, optimizer)))
 
 
-def allocate_optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer create its state, so that there is something to load into; parameters keep their values."""
+@torch.no_grad()
+def sync_tied_weights(parts: Sequence[nn.Module]) -> None:
+    """Copy tied weights from the first part to the other parts."""
+    _copy_first_to_others(_model_tensors(parts))
+
+
+def init_optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+    """Allocate the optimizer's state, to load into, by a step with zero gradients; parameters keep their values."""
     parameters = [parameter for part in parts for parameter in part.parameters() if parameter.requires_grad]
-    kept = [parameter.detach().clone() for parameter in parameters]
+    values = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     with torch.no_grad():
-        for parameter, value in zip(parameters, kept, strict=True):
+        for parameter, value in zip(parameters, values, strict=True):
             parameter.copy_(value)
 
 
-def to_bytes(value: object) -> Tensor:
-    """A JSON-able value as a byte tensor."""
+def encode_json(value: object) -> Tensor:
+    """Encode a JSON value as a byte tensor."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
-def from_bytes(tensor: Tensor) -> Any:
-    """The value that `to_bytes` took."""
+def decode_json(tensor: Tensor) -> Any:
+    """Decode a byte tensor of `encode_json`."""
     return json.loads(bytes(tensor.cpu().tolist()))
 
 
-def _copy_to_copies(named: Iterable[tuple[str, Tensor]]) -> None:
+def _copy_first_to_others(named: Iterable[tuple[str, Tensor]]) -> None:
     originals: dict[str, Tensor] = {}
     for name, tensor in named:
         if name in originals:
@@ -94,7 +94,7 @@ def _copy_to_copies(named: Iterable[tuple[str, Tensor]]) -> None:
 def _model_tensors(parts: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     for part in parts:
         for name, value in part.state_dict().items():
-            yield f"{MODEL}{name}", value.detach()
+            yield f"{MODEL_PREFIX}{name}", value.detach()
 
 
 def _optimizer_tensors(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
@@ -102,11 +102,11 @@ def _optimizer_tensors(parts: Sequence[nn.Module], optimizer: torch.optim.Optimi
         for name, parameter in part.named_parameters():
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    yield f"{OPTIMIZER}{name}.{key}", value
+                    yield f"{OPTIMIZER_PREFIX}{name}.{key}", value
 
 
-def _first_of_each(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+def _first_by_name(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
     for name, tensor in named:
-        found.setdefault(name, tensor)
-    return found
+        tensors.setdefault(name, tensor)
+    return tensors

@@ -5,8 +5,8 @@ import sys
 from collections.abc import Callable, Iterator
 
 from titan_exp.launch.rank.main import FAILURE_MARK
-from titan_exp.tracking.sinks.base import Row
 from titan_exp.tracking.sinks.console import ConsoleSink
+from titan_exp.tracking.sinks.sink import Row
 
 
 class RunConsole:
@@ -40,7 +40,7 @@ class RunConsole:
         else:
             self._try(lambda: print(line, flush=True))
 
-    def complain(self, text: str) -> None:
+    def error(self, text: str) -> None:
         """Show an error."""
         self._try(lambda: print(text, file=sys.stderr, flush=True))
 

@@ -11,8 +11,13 @@ from torch import nn
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import timeline
-from titan_exp.models.build import build_model, flops_per_token, init_specs, parameter_count
-from titan_exp.ops.attention.sdpa import choose_backend
+from titan_exp.models.build import (
+    build_model,
+    choose_attention_backend,
+    flops_per_token,
+    init_specs,
+    parameter_count,
+)
 from titan_exp.parallel.apply import parallelize
 from titan_exp.parallel.fsdp.all_gather_hooks import set_all_gather_format
 from titan_exp.parallel.fsdp.apply import require_modules
@@ -30,7 +35,7 @@ class BuiltModel:
     """A parallel model with its initial weights, and what is known of the whole of it.
 
     Args:
-        pretending: context in which parameters get memory and no values; None makes real ones.
+        fake_mode: context in which parameters get memory and no values; None makes real ones.
 
     Raises:
         UserError: a dotted name cannot be imported; a module that is named does not exist.
@@ -42,12 +47,11 @@ class BuiltModel:
         layout: ResolvedLayout,
         mesh: Mesh,
         *,
-        pretending: AbstractContextManager[Any] | None = None,
+        fake_mode: AbstractContextManager[Any] | None = None,
     ) -> None:
-        backend = choose_backend(
-            experiment.model.attention_backend,
+        backend = choose_attention_backend(
+            experiment.model,
             mesh.device,
-            head_dim=experiment.model.head_dim,
             bf16=experiment.training.mixed_precision == "bf16",
             documents=experiment.data.document_mask,
             parts=experiment.parallelism.cp > 1 and experiment.parallelism.cp_method != "ulysses",
@@ -77,7 +81,7 @@ class BuiltModel:
         if recipe is not None:
             get_logger().info("quantization: %s", recipe)
         make_real = functools.partial(
-            _make_real, build=build, experiment=experiment, layout=layout, mesh=mesh, pretending=pretending
+            _make_real, build=build, experiment=experiment, layout=layout, mesh=mesh, fake_mode=fake_mode
         )
         if mesh.pp_group is None:
             make_real(model)
@@ -143,19 +147,19 @@ def _make_real(
     experiment: Experiment,
     layout: ResolvedLayout,
     mesh: Mesh,
-    pretending: AbstractContextManager[Any] | None,
+    fake_mode: AbstractContextManager[Any] | None,
 ) -> None:
     """Make a whole model, or a stage of one, parallel, and give it its initial weights."""
     table = init_specs(module)
     quantize(module, experiment.quantization, layers=experiment.model.layers, device=mesh.device)
     parallelize(module, mesh, layout, experiment.activation_checkpoint, experiment.compile)
-    with pretending or nullcontext():
+    with fake_mode or nullcontext():
         materialize_parameters(module, mesh.device, cpu_offload=layout.parallelism.cpu_offload)
     if experiment.quantization.float8_all_gather:
         from titan_exp.quantization.float8_all_gather import float8_all_gather_format
 
         set_all_gather_format(module, float8_all_gather_format)
-    if pretending is not None:
+    if fake_mode is not None:
         return
     if table is not None:
         init_weights(module, table, experiment.experiment.seed)

@@ -39,18 +39,18 @@ def assemble(
     layout: ResolvedLayout,
     device: torch.device,
     *,
-    pretending: AbstractContextManager[Any] | None = None,
+    fake_mode: AbstractContextManager[Any] | None = None,
 ) -> TrainState:
     """Build everything that `train_step` takes but the batches.
 
     Args:
-        pretending: context in which parameters get memory and no values; None makes real ones.
+        fake_mode: context in which parameters get memory and no values; None makes real ones.
 
     Raises:
         UserError: a dotted name cannot be imported; a module that is named does not exist.
     """
     mesh = build_mesh(layout.parallelism, device)
-    built = BuiltModel(experiment, layout, mesh, pretending=pretending)
+    built = BuiltModel(experiment, layout, mesh, fake_mode=fake_mode)
     divided = experiment.parallelism.loss_parallel
     words = vocab_shard(mesh, experiment.model.vocab_size) if divided else None
     token_loss = TokenLoss.of(experiment.training, experiment.compile, words)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
-from titan_exp.tracking.run_folder.heartbeat import Position
+from titan_exp.tracking.progress_tracker import ProgressSnapshot
 
 RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"
 """Environment variable of torch: collectives that the flight recorder remembers; read when a rank joins its peers."""
@@ -20,7 +20,7 @@ WAITING = frozenset({"wait", "wait_tensor", "synchronize", "item"})
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankStack:
     """One rank's place when the run hung."""
 
     rank: int
@@ -43,7 +43,9 @@ class Standing:
     """Collectives issued so far by process group, where the flight recorder knows."""
 
 
-def standing(position: Position, *, rank: int, host: str, pid: int, recorder: dict[str, Any] | None) -> Standing:
+def rank_stack(
+    position: ProgressSnapshot, *, rank: int, host: str, pid: int, recorder: dict[str, Any] | None
+) -> RankStack:
     """Where the main thread of this process stands now.
 
     Args:
@@ -51,7 +53,7 @@ def standing(position: Position, *, rank: int, host: str, pid: int, recorder: di
         rank: number in the job.
         host: name of this machine.
         pid: number of this process.
-        recorder: what `flight_recorder` returned.
+        recorder: what `read_flight_recorder` returned.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = list(_outwards(frame))
@@ -59,13 +61,13 @@ def standing(position: Position, *, rank: int, host: str, pid: int, recorder: di
     place = "unknown" if here is None else f"{_short(here.f_code)}:{here.f_lineno} in {here.f_code.co_name}"
     # Those frames only that this place called: above it may be a collective that has called something else.
     called = frames[: frames.index(here)] if here is not None else frames
-    return Standing(
+    return RankStack(
         rank, host, pid, position.at, position.phase, position.seconds, place, _collective(called),
         _issued(recorder),
     )  # fmt: skip
 
 
-def flight_recorder() -> dict[str, Any] | None:
+def read_flight_recorder() -> dict[str, Any] | None:
     """What torch remembers of this process's collectives; None where it is not loaded or does not tell."""
     if "torch.distributed" not in sys.modules:
         return None
@@ -85,7 +87,7 @@ def flight_recorder() -> dict[str, Any] | None:
     return None
 
 
-def as_json(each: Standing) -> str:
+def to_json(each: RankStack) -> str:
     """For the file that other ranks read."""
     return json.dumps(asdict(each), indent=2) + "\n"
 

@@ -4,10 +4,10 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from titan_exp.tracking.sinks.base import Row
+from titan_exp.tracking.sinks.sink import Row
 
 
-class Follower:
+class FileTail:
     """The lines that are added to a file, which need not be there yet.
 
     Args:

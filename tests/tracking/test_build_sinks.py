@@ -1,0 +1,41 @@
+from pathlib import Path
+
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.tracking.run_folder.metrics_jsonl import JsonlSink, read_metrics
+from titan_exp.tracking.sinks.build_sinks import build_sinks
+
+
+def build(folder: Path, *overrides: str, attempt: int = 1) -> list:
+    return build_sinks(to_experiment(compose(["model=llama_debug", *overrides])), folder, "3f2a", attempt)
+
+
+def test_metrics_jsonl_is_always_there_and_first(tmp_path: Path) -> None:
+    sinks = build(tmp_path, attempt=3)
+    assert [type(sink) for sink in sinks] == [JsonlSink]
+    sinks[0].log({"step": 1})
+    sinks[0].close("done")
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "attempt": 3}]
+
+
+def test_tensorboard_lies_in_the_run_folder(tmp_path: Path) -> None:
+    sinks = build(tmp_path, "tracking=tensorboard")
+    for sink in sinks:
+        sink.log({"step": 1, "loss": 2.0})
+        sink.close("done")
+    accumulator = EventAccumulator(str(tmp_path / "tensorboard"))
+    accumulator.Reload()
+    assert [event.value for event in accumulator.Scalars("loss")] == [2.0]
+
+
+def test_a_mirror_that_cannot_write_does_not_end_the_run(tmp_path: Path) -> None:
+    (tmp_path / "tensorboard").write_text("a file where the folder should be")
+    sinks = build(tmp_path, "tracking=tensorboard")
+    for step in (1, 2):
+        for sink in sinks:
+            sink.log({"step": step, "loss": 2.0})
+    for sink in sinks:
+        sink.close("done")
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]

@@ -1,0 +1,55 @@
+"""What a run's log says of options that cost speed."""
+
+import pytest
+
+from tests.config.composing import experiment, give_gpus
+from titan_exp.config.layout.resolved_layout import resolve_layout
+from titan_exp.trainer.profiling.slow_options import slower_options
+
+
+def said(*overrides: str) -> list[str]:
+    return list(slower_options(resolve_layout(experiment("model=llama3_8b", *overrides), 1)))
+
+
+@pytest.mark.parametrize("gpus", [0, 8])
+def test_of_the_default_run_nothing_is_said(gpus: int, monkeypatch: pytest.MonkeyPatch):
+    give_gpus(monkeypatch, gpus)
+    assert said() == []
+    assert said("compile=all", "quantization=none", "training.mixed_precision=bf16") == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["optimizer.implementation=foreach"], "optimizer.implementation=fused takes one"),
+        (["optimizer.implementation=triton"], None),
+        (["optimizer.state_precision=int8"], "one parameter after the other"),
+        (["optimizer.state_precision=bf16"], "optimizer.implementation=triton one with these moments"),
+        (["optimizer.state_precision=bf16", "optimizer.implementation=triton"], None),
+        (["quantization=float8_rowwise"], None),
+        (["quantization=float8_rowwise", "quantization.smallest_gemm=0"], None),
+        (
+            ["model=llama3_2_1b", "quantization=float8_rowwise", "quantization.smallest_gemm=0"],
+            "takes 64 projections with fewer than 4096",
+        ),
+        (["quantization=mxfp8", "quantization.emulate=true"], "is emulated"),
+        (["model.attention_backend=math"], "model.attention_backend=auto"),
+        (["model.attention_backend=efficient"], None),
+        (["model.attention_backend=efficient", "training.mixed_precision=bf16"], "model.attention_backend=auto"),
+        (["compile=blocks", "compile.backend=aot_eager"], "compile.backend=inductor"),
+        (["compile.cuda_graphs=true"], "unless launching kernels takes longer than running them"),
+        (["training.deterministic=true"], "training.deterministic=false"),
+        (["parallelism.tp=8"], None),
+        (["parallelism.tp=16"], "parallelism.tp=8 or fewer stays within one"),
+    ],
+)
+def test_on_gpus(overrides: list[str], says: str | None, monkeypatch: pytest.MonkeyPatch):
+    give_gpus(monkeypatch, 8)
+    found = said(*overrides)
+    assert len(found) == (says is not None), found
+    assert says is None or says in found[0]
+
+
+def test_on_a_cpu_recipes_are_emulated(monkeypatch: pytest.MonkeyPatch):
+    give_gpus(monkeypatch, 0)
+    assert "quantization=none" in said("quantization=float8_tensorwise")[0]

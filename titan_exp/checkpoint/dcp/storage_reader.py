@@ -1,0 +1,80 @@
+"""DCP storage reader that unpickles metadata from an allow-list, so that reading a checkpoint executes no code."""
+
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+from titan_exp.config.paths.checkpoint_paths import METADATA_FILE
+
+_ALLOWED_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
+_ALLOWED_NAMES = {
+    ("torch", "Size"),
+    ("torch", "device"),
+    ("torch.serialization", "_get_layout"),
+    ("torch._utils", "_rebuild_device_mesh"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "Path"),
+    ("pathlib._local", "PosixPath"),
+    ("collections", "OrderedDict"),
+    ("builtins", "set"),
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype | torch.memory_format):
+            return getattr(torch, global_name)
+        metadata_class = module_name in _ALLOWED_MODULES and isinstance(
+            getattr(__import__(module_name, fromlist=[global_name]), global_name, None), type
+        )
+        if metadata_class or (module_name, global_name) in _ALLOWED_NAMES:
+            return super().find_class(module_name, global_name)
+        raise pickle.UnpicklingError(
+            f"the checkpoint's metadata asks for {module_name}.{global_name}, which is not checkpoint metadata; "
+            "the file is damaged or was tampered with"
+        )
+
+
+class SafeStorageReader(dcp.FileSystemReader):
+    """torch's file system reader with safe unpickling of the metadata."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read the checkpoint's metadata.
+
+        Raises:
+            pickle.UnpicklingError: it holds anything but checkpoint metadata.
+        """
+        with (Path(self.path) / METADATA_FILE).open("rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+def tensor_shapes(path: Path) -> dict[str, torch.Size]:
+    """Global shape of every tensor in a checkpoint, by key."""
+    entries = SafeStorageReader(path).read_metadata().state_dict_metadata
+    return {key: entry.size for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+
+
+def min_file_sizes(path: Path) -> dict[str, int]:
+    """Minimum size in bytes of each file of a checkpoint, from the extents in its metadata."""
+    sizes: dict[str, int] = {}
+    for entry in SafeStorageReader(path).read_metadata().storage_data.values():
+        sizes[entry.relative_path] = max(sizes.get(entry.relative_path, 0), entry.offset + entry.length)
+    return sizes
+
+
+def load_into(path: Path, state: dict[str, Tensor]) -> None:
+    """Load a checkpoint into tensors in place, in any layout; all ranks call it together, or one process alone."""
+    with warnings.catch_warnings():
+        # Without a process group, torch warns that it assumes a single process.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(dict(state), storage_reader=SafeStorageReader(path))

@@ -1,0 +1,132 @@
+"""DCP storage writer with checksums and atomic publication.
+
+Checksums are taken from the bytes on their way to the disk; no file is read again. Publication is part of the write,
+so that its failure fails the save on every rank.
+"""
+
+import multiprocessing
+import zlib
+from collections.abc import Generator
+from contextlib import contextmanager
+from os import PathLike
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.futures import Future
+
+from titan_exp.checkpoint.dcp.checksums import FileChecksum, write_checksums
+from titan_exp.checkpoint.retention import CheckpointFolder
+
+
+class ChecksumWriter(dcp.FileSystemWriter):
+    """torch's file system writer, which also writes `checksums.json` last.
+
+    Args:
+        path: folder to write.
+        single_file_per_rank: True for one file per rank, False for one per tensor.
+    """
+
+    def __init__(self, path: Path, *, single_file_per_rank: bool) -> None:
+        super().__init__(path, single_file_per_rank=single_file_per_rank, sync_files=True)
+        self.fs = self._recording = _RecordingFileSystem()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
+        """Write this rank's files; their checksums travel to rank 0 with torch's own results."""
+        try:
+            results = super().write_data(plan, planner).value()
+        except RuntimeError as error:
+            # torch.save hides the OSError, such as a full disk.
+            if self._recording.failure is not None:
+                raise self._recording.failure from error
+            raise
+        done: Future[list[Any]] = Future()
+        done.set_result([*results, *self._recording.checksums.items()])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        """Write metadata and checksums (rank 0, after all ranks have written)."""
+        torch_results = [[result for result in rank if not isinstance(result, tuple)] for rank in results]
+        super().finish(metadata, torch_results)
+        checksums: dict[str, FileChecksum] = {}
+        for rank in results:
+            checksums |= dict(result for result in rank if isinstance(result, tuple))
+        write_checksums(Path(self.path), checksums | self._recording.checksums)
+
+
+class PublishingWriter(ChecksumWriter):
+    """Writes the checkpoint of a step into the run's folder and publishes it once it is on disk."""
+
+    def __init__(self, folder: CheckpointFolder, step: int) -> None:
+        super().__init__(folder.partial_path(step), single_file_per_rank=True)
+        self._folder, self._step = folder, step
+
+    def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        """Write metadata and checksums, then publish (rank 0, after all ranks have written)."""
+        parent = multiprocessing.parent_process()
+        if parent is not None and not parent.is_alive():
+            # A save process that outlives its rank must not interfere with the next attempt.
+            raise OSError("the trainer that requested this checkpoint is gone")
+        super().finish(metadata, results)
+        self._folder.publish(self._step)
+
+
+class _RecordingFileSystem(FileSystem):
+    """Records size and checksum of every written file by name."""
+
+    def __init__(self) -> None:
+        self.checksums: dict[str, FileChecksum] = {}
+        self.failure: OSError | None = None
+        """First error of the operating system while writing."""
+
+    @contextmanager
+    def create_stream(self, path: str | PathLike[str], mode: str) -> Generator[Any]:
+        with super().create_stream(path, mode) as stream:
+            if "w" not in mode:
+                yield stream
+                return
+            recording = _RecordingStream(cast(IO[bytes], stream))
+            try:
+                yield recording
+            finally:
+                self.failure = self.failure or recording.failure
+            self.checksums[Path(path).name] = FileChecksum(recording.size, recording.crc32)
+
+    def rename(self, path: str | PathLike[str], new_path: str | PathLike[str]) -> None:
+        super().rename(path, new_path)
+        if (recorded := self.checksums.pop(Path(path).name, None)) is not None:
+            self.checksums[Path(new_path).name] = recorded
+
+
+class _RecordingStream:
+    """A file written sequentially, with its running checksum."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self.size = self.crc32 = 0
+        self.failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self.crc32 = zlib.crc32(view, self.crc32)
+        self.size += view.nbytes
+        try:
+            return self._stream.write(view)
+        except OSError as error:
+            self.failure = error
+            raise
+
+    def tell(self) -> int:
+        return self._stream.tell()
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    def close(self) -> None:
+        self._stream.close()

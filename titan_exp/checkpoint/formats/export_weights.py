@@ -1,0 +1,227 @@
+"""Export of weights in any format, one tensor at a time, published by an atomic rename."""
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from titan_exp.checkpoint.formats.dcp_checkpoint import write_dcp
+from titan_exp.checkpoint.formats.mapping import ExportReader
+from titan_exp.checkpoint.formats.open_checkpoint import TORCHTUNE_FILE, OpenCheckpoint
+from titan_exp.checkpoint.formats.safetensors import TensorProducer, TensorSpec, write_safetensors
+from titan_exp.checkpoint.formats.torch_file import write_torch_file
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.model import ModelConfig
+from titan_exp.data.tokenizers.files import write_tokenizer
+from titan_exp.models.convert.checkpoint_formats import CheckpointFormat, checkpoint_formats, state_dict_map
+from titan_exp.models.convert.hf_config import generation_config, to_huggingface
+from titan_exp.models.convert.meta_params import to_params
+from titan_exp.models.convert.model_json import FILE, to_json
+
+METADATA_BYTES = 64 * 2**20
+"""Upper bound on configuration, tokenizer and file-system metadata."""
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Options of an export."""
+
+    format: str
+    """One of `open_checkpoint.FORMATS`."""
+    dtype: torch.dtype | None = None
+    """Dtype of all floating-point weights; None keeps each."""
+    file_bytes: float = 5e9
+    """Maximum size of a safetensors file; a larger tensor has a file to itself."""
+    progress: Callable[[int, int], None] = lambda done, total: None
+    """Called with bytes written and total bytes."""
+
+
+def export_weights(source: OpenCheckpoint, target: Path, export: ExportOptions) -> int:
+    """Write the weights of a checkpoint to a new path; returns the bytes of weights.
+
+    Only the written tensor and those it is made of are in memory, never the model.
+
+    Raises:
+        UserError: the target exists, the disk has no room, or the format cannot hold the model.
+    """
+    if target.exists():
+        raise UserError(f"{target} exists. Name another place, or remove it first.")
+    mapped_format = _MAPPED_FORMATS.get(export.format)
+    if mapped_format is not None and mapped_format not in checkpoint_formats(source.model):
+        raise UserError(
+            f"format={export.format} has no tensor names for the architecture {source.model.architecture}. "
+            "format=torch and format=dcp hold any model."
+        )
+    specs, produce = _tensors(source, mapped_format, export.dtype)
+    total = sum(spec.bytes for spec in specs)
+    written = 0
+
+    def counted(spec: TensorSpec) -> Tensor:
+        nonlocal written
+        tensor = produce(spec)
+        written += spec.bytes
+        export.progress(written, total)
+        return tensor
+
+    with _published(target, total) as partial:
+        _WRITERS[export.format](partial, source, specs, counted, export)
+    return total
+
+
+def _tensors(
+    source: OpenCheckpoint, mapped_format: CheckpointFormat | None, dtype: torch.dtype | None
+) -> tuple[list[TensorSpec], TensorProducer]:
+    """Tensors to write, in order, and their producer."""
+    if mapped_format is None:
+        reader = source.parameters
+        shapes = source.parameters.shapes
+    else:
+        row_map = state_dict_map(source.model, mapped_format)
+        reader, shapes = ExportReader(source.parameters, row_map), row_map.their_shapes
+    specs = [TensorSpec(name, tuple(shape), _export_dtype(reader.dtype(name), dtype)) for name, shape in shapes.items()]
+    return specs, lambda spec: reader.read(spec.name).to(spec.dtype)
+
+
+def _export_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+    return wanted if wanted is not None and own.is_floating_point else own
+
+
+def write_hf_metadata(
+    folder: Path, model: ModelConfig, dtype: torch.dtype, tokenizer: str | None, special_tokens: Mapping[str, Any]
+) -> None:
+    """Write config.json, generation_config.json and the tokenizer into a Hugging Face folder."""
+    name = str(dtype).removeprefix("torch.")
+    _json(folder / "config.json", to_huggingface(model, dtype=name, special_tokens=special_tokens))
+    _json(folder / "generation_config.json", generation_config(special_tokens))
+    if tokenizer is not None:
+        end_of_text = _end_of_text(tokenizer, special_tokens)
+        write_tokenizer(tokenizer, folder, end_of_text=end_of_text, context=model.context)
+
+
+def _huggingface(
+    folder: Path, source: OpenCheckpoint, specs: Sequence[TensorSpec], produce: TensorProducer, export: ExportOptions
+) -> None:
+    folder.mkdir()
+    write_hf_metadata(folder, source.model, specs[0].dtype, source.tokenizer, source.special_tokens)
+    write_safetensors(folder, specs, produce, file_bytes=export.file_bytes)
+
+
+def _llama(
+    folder: Path, source: OpenCheckpoint, specs: Sequence[TensorSpec], produce: TensorProducer, export: ExportOptions
+) -> None:
+    folder.mkdir()
+    _json(folder / "params.json", to_params(source.model))
+    _json(folder / FILE, to_json(source.model, source.special_tokens))
+    _tokenizer(folder, source)
+    write_torch_file(folder / "consolidated.00.pth", {spec.name: spec for spec in specs}, produce)
+
+
+def _torchtune(
+    folder: Path, source: OpenCheckpoint, specs: Sequence[TensorSpec], produce: TensorProducer, export: ExportOptions
+) -> None:
+    folder.mkdir()
+    _json(folder / FILE, to_json(source.model, source.special_tokens))
+    _tokenizer(folder, source)
+    write_torch_file(folder / TORCHTUNE_FILE, {spec.name: spec for spec in specs}, produce)
+
+
+def _torch(
+    path: Path, source: OpenCheckpoint, specs: Sequence[TensorSpec], produce: TensorProducer, export: ExportOptions
+) -> None:
+    config = to_json(source.model, source.special_tokens)
+    write_torch_file(path, {"model": {spec.name: spec for spec in specs}, "config": _plain(config)}, produce)
+
+
+def _distributed(
+    folder: Path, source: OpenCheckpoint, specs: Sequence[TensorSpec], produce: TensorProducer, export: ExportOptions
+) -> None:
+    write_dcp(folder, specs, produce)
+    _json(folder / FILE, to_json(source.model, source.special_tokens))
+    _tokenizer(folder, source)
+
+
+_MAPPED_FORMATS: dict[str, CheckpointFormat] = {
+    "huggingface": "huggingface",
+    "llama": "llama",
+    "torchtune": "torchtune",
+}
+_WRITERS = {
+    "huggingface": _huggingface,
+    "llama": _llama,
+    "torchtune": _torchtune,
+    "torch": _torch,
+    "dcp": _distributed,
+}
+
+
+def _tokenizer(folder: Path, source: OpenCheckpoint) -> None:
+    if source.tokenizer is None:
+        return
+    end_of_text = _end_of_text(source.tokenizer, source.special_tokens)
+    write_tokenizer(source.tokenizer, folder, end_of_text=end_of_text, context=source.model.context)
+
+
+def _end_of_text(tokenizer: str, special_tokens: Mapping[str, Any]) -> str | None:
+    """Text of the end-of-text token, if a tokenizer.json has its id."""
+    import tokenizers
+
+    from titan_exp.rules.data import tokenizer_file
+
+    number = special_tokens.get("eos_token_id")
+    file = tokenizer_file(tokenizer)
+    if tokenizer == "bytes" or not isinstance(number, int) or not file.is_file():
+        return None
+    return tokenizers.Tokenizer.from_file(str(file)).id_to_token(number)
+
+
+def _json(path: Path, values: object) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+
+
+def _plain(values: object) -> object:
+    return json.loads(json.dumps(values))
+
+
+@contextmanager
+def _published(target: Path, size: int) -> Iterator[Path]:
+    """A path beside the target that is renamed to it at the end, or removed on failure."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(target.parent).free
+    if free < size + METADATA_BYTES:
+        raise UserError(
+            f"{target.parent} has {free / 1e9:.1f} GB free, and the weights take {size / 1e9:.1f} GB. "
+            "Use another disk, or dtype=bf16 for half of fp32."
+        )
+    partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
+    _remove(partial)
+    try:
+        yield partial
+        os.rename(partial, target)
+    except BaseException as error:
+        _remove(partial)
+        if _is_disk_full(error):
+            raise UserError(f"The disk of {target.parent} is full; the partial export was removed.") from error
+        raise
+
+
+def _is_disk_full(error: BaseException) -> bool:
+    """True if the error is that of a full disk."""
+    if isinstance(error, dcp.CheckpointException):
+        return any(_is_disk_full(failure[0]) for failure in error.failures.values())
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,224 @@
+"""Open a checkpoint of any format: a run, DCP, Hugging Face, Meta, torchtune or a torch file."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from titan_exp.checkpoint.dcp.checksums import find_damage, raise_if_damaged
+from titan_exp.checkpoint.formats.dcp_checkpoint import DCPTensorReader
+from titan_exp.checkpoint.formats.mapping import ImportReader, check_tensors
+from titan_exp.checkpoint.formats.meta_consolidated import IGNORED, open_consolidated
+from titan_exp.checkpoint.formats.safetensors import SafetensorsReader
+from titan_exp.checkpoint.formats.tensor_reader import TensorReader
+from titan_exp.checkpoint.formats.torch_file import TorchFileReader, torch_load_safely
+from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.data.tokenizers.build import build_tokenizer, tokenizer_path
+from titan_exp.data.tokenizers.files import TOKENIZER_FILES
+from titan_exp.models.convert.checkpoint_formats import CheckpointFormat, checkpoint_formats, state_dict_map
+from titan_exp.models.convert.decoder_state_dict import META
+from titan_exp.models.convert.hf_config import from_huggingface, special_tokens_of
+from titan_exp.models.convert.model_json import FILE, from_json
+from titan_exp.models.spec.lookup import family_violations, model_spec
+
+FORMATS = ("dcp", "huggingface", "llama", "torch", "torchtune")
+"""Formats that can be read and written."""
+
+TORCHTUNE_FILE = "model.pt"
+"""Weights in a torchtune folder, beside `model.json`."""
+
+
+@dataclass(frozen=True)
+class OpenCheckpoint:
+    """An opened checkpoint: its weights as our parameters, its model and tokenizer."""
+
+    path: Path
+    """Path of the checkpoint itself."""
+    format: str
+    """One of `FORMATS`."""
+    model: ModelConfig
+    """The model group."""
+    parameters: TensorReader
+    """Reader of our parameters by full name."""
+    tokenizer: str | None = None
+    """`bytes`, or the path of a tokenizer.json or a folder with tokenizer files; None without one."""
+    special_tokens: Mapping[str, Any] = field(default_factory=dict)
+    """`bos_token_id` and `eos_token_id`, if known."""
+
+
+def open_checkpoint(path: Path, step: int = 0) -> OpenCheckpoint:
+    """Detect the format of a path and open it.
+
+    Args:
+        path: a run folder, one of its checkpoints, or weights in another format.
+        step: checkpoint of a run; 0 is the newest.
+
+    Raises:
+        UserError: it is no checkpoint, or is incomplete or damaged.
+    """
+    if not path.exists():
+        raise UserError(f"{path} does not exist. Runs are listed by: ls -d runs/*/*/")
+    if path.is_file():
+        return _open_torch_file(path)
+    if (path / "config.yaml").is_file() and (path / "checkpoints").is_dir():
+        return _open_dcp(_checkpoint_of_run(path, step))
+    if step:
+        raise UserError(f"step={step}: only a run folder has several checkpoints, and {path} is not one.")
+    if (path / ".metadata").is_file():
+        return _open_dcp(path)
+    if (path / FILE).is_file() and (path / TORCHTUNE_FILE).is_file():
+        return _open_torchtune(path)
+    if (path / "params.json").is_file() and any(path.glob("consolidated.*.pth")):
+        return _open_meta(path)
+    if (path / "config.json").is_file():
+        return open_huggingface(path)
+    raise UserError(f"{path} is no checkpoint.\n  {_explain_missing(path)}")
+
+
+def open_huggingface(folder: Path, architecture: str | None = None) -> OpenCheckpoint:
+    """The weights of a Hugging Face folder, read as an architecture; None is the one that config.json names.
+
+    Raises:
+        UserError: it is no Llama's, or incomplete, or damaged.
+    """
+    try:
+        values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{folder / 'config.json'} cannot be read: {error}") from error
+    model = _sound(from_huggingface(values, folder.absolute().name, architecture), folder)
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(
+            f"{folder} holds config.json and no *.safetensors. Older files (pytorch_model.bin) become safetensors by "
+            "loading and saving them with transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)."
+        )
+    store = SafetensorsReader(folder)
+    # Some tied checkpoints also store the head, and old ones a RoPE table.
+    extra = {name for name in store.shapes if name.endswith("rotary_emb.inv_freq")}
+    parameters = _mapped(store, model, "huggingface", folder, extra)
+    return OpenCheckpoint(folder, "huggingface", model, parameters, _tokenizer_in(folder), special_tokens_of(values))
+
+
+def run_tokenizer(config: DataConfig) -> tuple[str | None, dict[str, Any]]:
+    """Tokenizer and special tokens of a run as `OpenCheckpoint` holds them; none if the tokenizer is gone."""
+    try:
+        end = build_tokenizer(config).end_of_text
+        return tokenizer_path(config), {"bos_token_id": end, "eos_token_id": end}
+    except UserError:
+        return None, {}
+
+
+def _checkpoint_of_run(path: Path, step: int) -> Path:
+    checkpoints = CheckpointFolder(path / "checkpoints")
+    steps = checkpoints.complete_steps()
+    if not steps:
+        raise UserError(
+            f"{path} holds no complete checkpoint. Runs with one are listed by: ls -d runs/*/*/checkpoints/"
+        )
+    if step and step not in steps:
+        raise UserError(f"step={step}: {path} has checkpoints of steps {', '.join(map(str, steps))}.")
+    return checkpoints.path_of(step or steps[-1])
+
+
+def _open_dcp(path: Path) -> OpenCheckpoint:
+    # Without collectives: in a job of several ranks, not all of them may open it.
+    raise_if_damaged(path, find_damage(path))
+    store = DCPTensorReader(path)
+    if not store.shapes:
+        raise UserError(f"{path} is a DCP checkpoint without a model: no key begins with 'model.'.")
+    described, run_config = path / FILE, path.parent.parent / "config.yaml"
+    if described.is_file():
+        model, special = from_json(json.loads(described.read_text(encoding="utf-8")), str(described))
+        tokenizer = _tokenizer_in(path)
+    elif run_config.is_file():
+        experiment = load_experiment(run_config)
+        model, (tokenizer, special) = experiment.model, run_tokenizer(experiment.data)
+    else:
+        raise UserError(
+            f"{path} is a DCP checkpoint outside of a run, without a description of its model: {FILE} is missing. "
+            "Name the run folder, or the checkpoint in it."
+        )
+    spec = model_spec(model)
+    if spec is not None:
+        check_tensors(store.shapes, spec.shapes, where=str(path))
+    return OpenCheckpoint(path, "dcp", model, store, tokenizer, special)
+
+
+def _open_meta(folder: Path) -> OpenCheckpoint:
+    # Our own model.json holds more than Meta's params.json.
+    described, special = folder / FILE, {}
+    known = None
+    if described.is_file():
+        known, special = from_json(json.loads(described.read_text(encoding="utf-8")), str(described))
+    model, store = open_consolidated(folder, known)
+    model = _sound(model, folder)
+    # A head equal to the embedding is tied.
+    parameters = _mapped(store, model, "llama", folder, {IGNORED, META.head})
+    return OpenCheckpoint(folder, "llama", model, parameters, _tokenizer_in(folder), special)
+
+
+def _open_torchtune(folder: Path) -> OpenCheckpoint:
+    described = folder / FILE
+    model, special = from_json(json.loads(described.read_text(encoding="utf-8")), str(described))
+    store = TorchFileReader(torch_load_safely(folder / TORCHTUNE_FILE))
+    parameters = _mapped(store, model, "torchtune", folder, set())
+    return OpenCheckpoint(folder, "torchtune", model, parameters, _tokenizer_in(folder), special)
+
+
+def _open_torch_file(path: Path) -> OpenCheckpoint:
+    if path.name.startswith("consolidated.") and path.with_name("params.json").is_file():
+        raise UserError(f"{path} is one file of Meta's Llama. Use its folder: {path.parent}")
+    content = torch_load_safely(path)
+    tensors = content.get("model")
+    if not isinstance(tensors, dict) or "config" not in content:
+        raise UserError(
+            f"{path} is a torch file, but not of titan-exp: it has no 'model' and 'config' (it has "
+            f"{', '.join(map(str, list(content)[:4]))}). For Meta's files use the folder with params.json."
+        )
+    model, special = from_json(content["config"], str(path))
+    store = TorchFileReader(tensors)
+    spec = model_spec(model)
+    if spec is not None:
+        check_tensors(store.shapes, spec.shapes, where=str(path))
+    return OpenCheckpoint(path, "torch", model, store, None, special)
+
+
+def _mapped(
+    store: TensorReader, model: ModelConfig, dialect: CheckpointFormat, path: Path, extra: set[str]
+) -> ImportReader:
+    if dialect not in checkpoint_formats(model):
+        raise UserError(f"{path}: the architecture {model.architecture} has no tensor names in the format {dialect}.")
+    row_map = state_dict_map(model, dialect)
+    wanted = {name: shape for name, shape in row_map.their_shapes.items() if name not in row_map.copies}
+    check_tensors(store.shapes, wanted, where=str(path), optional=row_map.optional | extra)
+    return ImportReader(store, row_map)
+
+
+def _sound(model: ModelConfig, path: Path) -> ModelConfig:
+    violations = list(family_violations(model))
+    if violations:
+        raise UserError(f"{path} holds a model that cannot be computed here.", violations)
+    return model
+
+
+def _tokenizer_in(folder: Path) -> str | None:
+    return str(folder) if any((folder / name).is_file() for name in TOKENIZER_FILES) else None
+
+
+def _explain_missing(path: Path) -> str:
+    if any(path.glob("*.safetensors")):
+        return "It holds safetensors without config.json, which describes the model."
+    if any(path.glob("consolidated.*.pth")):
+        return "It holds consolidated.*.pth without params.json."
+    if (path / "config.yaml").is_file():
+        return "It is a run without a checkpoint."
+    if CheckpointFolder(path).complete_steps():
+        return f"It holds the checkpoints of a run; use one of them, or the run: {path.parent}"
+    return (
+        "Readable are: a run folder, a checkpoints/step-… folder, a Hugging Face folder (config.json and "
+        "*.safetensors), Meta's Llama (params.json and consolidated.*.pth), and output of convert."
+    )

@@ -1,0 +1,172 @@
+"""Download of a run's newer checkpoints: each rank downloads and verifies its shard of the files.
+
+Files that arrived intact survive a crash: the next start downloads only the missing ones.
+"""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from titan_exp.checkpoint.dcp.checksums import CHECKSUMS_FILE, FileChecksum, find_file_damage
+from titan_exp.checkpoint.remote.remote_folder import RemoteError
+from titan_exp.checkpoint.remote.remote_run import RemoteRun, step_name
+from titan_exp.checkpoint.retention import CheckpointFolder
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.tracking.logging import get_logger
+from titan_exp.tracking.progress_tracker import PROGRESS
+
+DOWNLOADING = ".fetching"
+"""Suffix of a checkpoint folder that is being downloaded; unlike a partial one, it is kept for the next start."""
+
+
+def download_newer(
+    run: RemoteRun, folder: CheckpointFolder, than: int | None, group: dist.ProcessGroup | None
+) -> int | None:
+    """Download the newest intact checkpoint that is newer than step `than`; all ranks of the group together.
+
+    A damaged remote checkpoint is logged and quarantined, and the one before it is tried. If the store does not
+    answer, the run continues from the local checkpoint, and the log says so.
+
+    Args:
+        run: remote folder of the run.
+        folder: local checkpoints of the run, visible to all ranks.
+        than: step of the newest intact local checkpoint; None if there is none.
+        group: the ranks.
+
+    Returns:
+        The downloaded step; None if there is nothing newer.
+
+    Raises:
+        UserError: the store cannot be asked and there is no local checkpoint, so that the run would start over; or
+            the disk is full.
+    """
+    leader = dist.get_rank(group) == 0
+    remote_steps = _on_rank_0(lambda: [step for step in run.complete_steps() if than is None or step > than], group)
+    if isinstance(remote_steps, RemoteError):
+        return _continue_without(remote_steps, than)
+    for step in reversed(remote_steps):
+        checksums = _on_rank_0(lambda step=step: run.checksums(step), group)
+        if isinstance(checksums, RemoteError):
+            return _continue_without(checksums, than)
+        if checksums is None:
+            continue
+        get_logger().info("fetching the checkpoint of step %d from %s", step, run.url)
+        target = folder.path_of(step).with_name(step_name(step) + DOWNLOADING)
+        damage = _download(run, step, checksums, target, group)
+        if damage is None:
+            _publish(run, folder, step, target, group)
+            return step
+        if isinstance(damage, RemoteError):
+            return _continue_without(damage, than)
+        get_logger().error(
+            "the checkpoint of step %d in %s is damaged: %s; it is quarantined there, and an older one is used instead",
+            step,
+            run.url,
+            damage,
+        )
+        if leader:
+            run.quarantine(step)
+            shutil.rmtree(target, ignore_errors=True)
+    return None
+
+
+def _download(
+    run: RemoteRun, step: int, checksums: dict[str, FileChecksum], target: Path, group: dist.ProcessGroup | None
+) -> str | RemoteError | None:
+    """Download all files of a checkpoint; returns the damage found there, or the failure of the store.
+
+    Raises:
+        UserError: the local disk cannot be written to.
+    """
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    shard = {name: checksums[name] for name in sorted(checksums)[rank::world]}
+    found: list[Any] = [None] * world
+    dist.all_gather_object(found, _download_shard(run, step, shard, target), group=group)
+    failures: dict[str, str] = dict(reversed([failure for failure in found if failure is not None]))
+    if "disk" in failures:
+        raise UserError(
+            f"The checkpoint of step {step} from {run.url} cannot be written here: {failures['disk']}. Free disk "
+            "space and start again: complete files are kept."
+        )
+    if "store" in failures:
+        return RemoteError(failures["store"])
+    return failures.get("damage")
+
+
+def _download_shard(
+    run: RemoteRun, step: int, checksums: dict[str, FileChecksum], target: Path
+) -> tuple[str, str] | None:
+    name = ""
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for name, expected in checksums.items():
+            PROGRESS.keep_alive()
+            file = target / name
+            find_damage = lambda file=file, expected=expected: find_file_damage(file, expected)  # noqa: E731
+            damage = find_damage() and run.folder.download_verified(f"{step_name(step)}/{name}", file, find_damage)
+            if damage is not None:
+                file.unlink(missing_ok=True)
+                return "damage", damage
+            _sync(file)
+    except RemoteError as error:
+        missing = isinstance(error.__cause__, FileNotFoundError)
+        return ("damage", f"{name} is missing") if missing else ("store", str(error))
+    except OSError as error:
+        return "disk", f"{error.filename or target}: {error.strerror or error}"
+    return None
+
+
+def _publish(
+    run: RemoteRun, folder: CheckpointFolder, step: int, target: Path, group: dist.ProcessGroup | None
+) -> None:
+    def publish() -> None:
+        text = run.folder.read(f"{step_name(step)}/{CHECKSUMS_FILE}")
+        (target / CHECKSUMS_FILE).write_bytes(text or b"")
+        _sync(target / CHECKSUMS_FILE)
+        shutil.rmtree(folder.partial_path(step), ignore_errors=True)
+        os.rename(target, folder.partial_path(step))
+        folder.publish(step)
+        for stale in folder.path.glob(f"*{DOWNLOADING}"):
+            shutil.rmtree(stale, ignore_errors=True)
+
+    failure = _on_rank_0(publish, group)
+    if isinstance(failure, RemoteError):
+        raise UserError(f"The checkpoint of step {step} could not be downloaded: {failure}")
+
+
+def _continue_without(error: RemoteError, than: int | None) -> None:
+    if than is None or error.permanent:
+        raise UserError(
+            f"checkpoint.remote: {error}\nIt is unknown whether a newer checkpoint is there. Try again when the store "
+            "can be reached, or train without it: checkpoint.remote=null"
+        )
+    get_logger().error("continuing from the local checkpoint of step %d: %s", than, error)
+
+
+def _on_rank_0(call: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
+    """Result of `call` on rank 0, broadcast; a RemoteError is returned, not raised.
+
+    Raises:
+        UserError: on every rank, if rank 0 cannot write to the local disk.
+    """
+    result: list[Any] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            result[0] = call()
+        except RemoteError as error:
+            result[0] = error
+        except OSError as error:
+            result[0] = UserError(f"{error.filename or 'the run folder'}: {error.strerror or error}")
+    dist.broadcast_object_list(result, src=0, group=group)
+    if isinstance(result[0], UserError):
+        raise result[0]
+    return result[0]
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

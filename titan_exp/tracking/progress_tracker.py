@@ -1,0 +1,83 @@
+"""In-process progress of training for the watchdog thread: step, phase, and time since the last report.
+
+Reports come from the trainer and cost no more than reading a clock.
+"""
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+START, STEP, FIRST_STEP = "the start", "the training step", "the first step"
+"""Default phases; `phase` enters others."""
+MEDIAN_WINDOW = 51
+"""Steps in the median of step times."""
+
+
+@dataclass(frozen=True)
+class ProgressSnapshot:
+    """Progress of a process at one moment."""
+
+    step: int
+    """Last finished step."""
+    phase: str
+    """Name of the current phase."""
+    seconds: float
+    """Seconds since the last report."""
+    median_step_seconds: float
+    """Median time between the ends of two steps; 0.0 before two steps have ended."""
+
+    @property
+    def at(self) -> int:
+        """The current step: the one being trained, or the last one during an evaluation or a save."""
+        return self.step + (self.phase in (STEP, FIRST_STEP))
+
+
+class ProgressTracker:
+    """Progress of one process, reported by one thread and read by another. `clock` is in seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        # One tuple, replaced as a whole, so that a reader never sees half of an update.
+        self._now: tuple[int, str, float] = (0, START, clock())
+        self._last_step_end: float | None = None
+        self._times: deque[float] = deque(maxlen=MEDIAN_WINDOW)
+
+    def begin(self, step: int) -> None:
+        """Start training after step `step`; the first step may compile, allocate and autotune."""
+        self._now = (step, FIRST_STEP, self._clock())
+
+    def step(self, step: int) -> None:
+        """Report the end of a step."""
+        now = self._clock()
+        if self._last_step_end is not None:
+            self._times.append(now - self._last_step_end)
+        self._last_step_end = now
+        self._now = (step, STEP, now)
+
+    def keep_alive(self) -> None:
+        """Report progress within a long phase, such as one batch of an evaluation."""
+        step, phase, _ = self._now
+        self._now = (step, phase, self._clock())
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Enter a phase other than training for the block."""
+        step, before, _ = self._now
+        self._now = (step, name, self._clock())
+        try:
+            yield
+        finally:
+            self._now = (step, before, self._clock())
+
+    def snapshot(self) -> ProgressSnapshot:
+        """Return the current progress."""
+        step, phase, since = self._now
+        times = list(self._times)
+        return ProgressSnapshot(step, phase, self._clock() - since, statistics.median(times) if times else 0.0)
+
+
+PROGRESS = ProgressTracker()
+"""Progress of this process."""

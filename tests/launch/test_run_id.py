@@ -17,10 +17,10 @@ from titan_exp.launch.run_id import canonical, experiment_id, identity, run_id
 
 
 GOLDEN = [
-    ([], ("d59d89a420d6", "af0e87789151")),
-    (["parallelism.dp_shard=2", "compile=blocks"], ("7fc66743620d", "af0e87789151")),
-    (["quantization=float8_rowwise", "quantization.filter=['*.down']"], ("ec6c2484739d", "7ab118b3d3f3")),
-    (["checkpoint.initial=some/run", "optimizer.state_precision=bf16"], ("8aea32119b2f", "c2e3854fed2e")),
+    ([], ("3967f1b44ac8", "86d87c5b0368")),
+    (["parallelism.dp_shard=2", "compile=blocks"], ("02402de44278", "86d87c5b0368")),
+    (["quantization=float8_rowwise", "quantization.filter=['*.down']"], ("974c0e802b77", "ee0233adb0ed")),
+    (["checkpoint.initial=some/run", "optimizer.state_precision=bf16"], ("089d5771d9a3", "d3e55ec423a3")),
 ]
 """Overrides, run id and experiment id."""
 

@@ -8,13 +8,12 @@ import pytest
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
-from titan_exp.config.schema.typed_config import to_dict, to_experiment
-from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.schema.identity_keys import COUNTS_BESIDE, IN_RUN_ID, LAYOUT, NOT_IN_RUN_ID
+from titan_exp.config.schema.typed_config import to_dict, to_experiment
 from titan_exp.launch.run_id import canonical, experiment_id, identity, run_id
-
 
 GOLDEN = [
     ([], ("3967f1b44ac8", "86d87c5b0368")),

@@ -67,9 +67,7 @@ def plan_run(experiment: Experiment, overrides: Sequence[str] = (), folder: RunF
         return saved_state(str(path_of(resolved))) is not None
 
     resolved = resolve_layout(check(experiment, has_begun), offered_devices(experiment.cluster))
-    return RunPlan(
-        resolved, tuple(overrides), run_id(resolved), experiment_id(resolved), RunFolder(path_of(resolved))
-    )
+    return RunPlan(resolved, tuple(overrides), run_id(resolved), experiment_id(resolved), RunFolder(path_of(resolved)))
 
 
 def create_run_folder(plan: RunPlan, provenance: Provenance | None = None) -> bool:

@@ -1,4 +1,4 @@
-"""What is wrong with the keys and values of a configuration, in words for whoever typed them."""
+"""Violations of types and bounds: unknown, missing and invalid keys, with a remedy."""
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
@@ -23,7 +23,7 @@ from titan_exp.config.schema.schema import (
 
 
 def misplaced(values: Mapping[str, Any], classes: Mapping[str, Any]) -> Iterator[Violation]:
-    """Keys that are unknown or missing, values where a group belongs, and booleans where a number is meant.
+    """Keys that are unknown or missing, values in place of a group, and booleans in place of a number.
 
     Args:
         values: the whole configuration.
@@ -109,7 +109,7 @@ _WORDS = {
     "dict_type": ("keyword arguments are meant", "add one: +{field}.key=value"),
     "string_type": ("text is meant", "quote it: {field}='\"{value}\"'"),
 }
-"""Reason and remedy by pydantic's name of the error; without a remedy the key's meaning is said."""
+"""Reason and remedy by pydantic's error type; an empty remedy stands for the key's meaning."""
 
 
 def _choice(field: str, value: Any) -> tuple[str, str]:

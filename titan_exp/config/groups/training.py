@@ -8,7 +8,7 @@ from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """What one optimizer step sees, and how many there are."""
+    """Length, batch and precision of training."""
 
     steps: Count
     """Optimizer steps of the whole run; 0 saves what training begins with, as `step-00000000`, and trains nothing."""

@@ -1,4 +1,4 @@
-"""Studies as files: found by name, read into a `Study`, every mistake said in words and all of them at once."""
+"""Study files: found by name, read into a `Study`, with every mistake reported at once."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ def study_files() -> dict[str, Path]:
 
 
 def find_study(asked: str) -> Path:
-    """The file of a study, by its name or its path.
+    """File of a study, by its name or path.
 
     Raises:
         UserError: there is none.

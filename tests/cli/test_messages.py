@@ -30,7 +30,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
             exit_code=call[0].experiment.seed, folder=SimpleNamespace(path=Path("there"), metrics=Path(__file__))
         )
 
-    monkeypatch.setattr("titan_exp.launch.run_plan.plan_run", lambda experiment, overrides: (experiment, list(overrides)))
+    monkeypatch.setattr("titan_exp.launch.run_plan.plan_run", lambda experiment, typed: (experiment, list(typed)))
     monkeypatch.setattr("titan_exp.launch.memory_gate.gate_run", lambda plan, say: plan)
     monkeypatch.setattr("titan_exp.launch.run_plans.run", run)
     monkeypatch.setattr("titan_exp.compare.output.plot.draw", lambda folder: folder / "loss.png")
@@ -136,7 +136,7 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
         (["train", "experiment=mine"], "experiment.name=mine"),
         (["train", "+experiment=smok"], "did you mean smoke?"),
         (["train", "+model=llama3_8b"], "leave the plus out: model=llama3_8b"),
-        (["train", "model.options.x=3"], "+model.options.x=3"),
+        (["train", "data.options.x=3"], "+data.options.x=3"),
         (["train", "+model.lr=3"], "model.lr=3: there is no such key\n    did you mean optimizer.lr?"),
         (["train", "~data.split"], "data.split: this key has no value"),
         (["train", "~model"], "model: this group is missing"),

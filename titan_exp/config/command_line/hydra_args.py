@@ -45,8 +45,8 @@ def read_arguments(words: Sequence[str]) -> Arguments:
     Raises:
         UserError: a flag that Hydra does not have, or one without its value.
     """
-    following = zip(words, [*words[1:], ""], strict=False)
-    complete = [f"{word}=all" if word in ("--info", "-i") and after not in TOPICS else word for word, after in following]
+    pairs = zip(words, [*words[1:], ""], strict=False)
+    complete = [f"{word}=all" if word in ("--info", "-i") and after not in TOPICS else word for word, after in pairs]
     found, overrides = take_flags(complete, SWITCHES, dict.fromkeys(VALUED, str), verb="train")
     flags: list[str] = []
     for name, value in found.items():

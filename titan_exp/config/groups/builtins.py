@@ -1,7 +1,10 @@
 """The names that come with the package; any other name in their places is a dotted one, of the user's own code."""
 
-OPTIMIZERS = ("adamw",)
+OPTIMIZERS = ("adamw", "sgd")
 """Built-in values of `optimizer.name`."""
+
+OBJECTIVES = ("language_modeling",)
+"""Built-in values of `training.objective`."""
 
 DECAYS = ("linear", "cosine", "sqrt")
 """Built-in values of `lr_schedule.decay`."""

@@ -37,8 +37,8 @@ def the_loss_is_divided_by_local_tokens() -> None:
 
     original = model.normalize_by_tokens
 
-    def normalize_by_tokens(token_loss: Any, module: Any, batch: Any, tokens: Any, *rest: Any) -> Any:
-        return original(token_loss, module, batch, (batch.labels >= 0).sum() * 8, *rest)
+    def normalize_by_tokens(objective: Any, module: Any, batch: Any, tokens: Any, *rest: Any) -> Any:
+        return original(objective, module, batch, (batch.labels >= 0).sum() * 8, *rest)
 
     _replace("titan_exp.trainer.forward_backward.normalize_by_tokens", normalize_by_tokens)
 
@@ -68,7 +68,7 @@ def ranks_clip_by_their_own_norm() -> None:
         original(parameters, own, max_norm)
 
     original = clip.scale_gradients
-    _replace("titan_exp.trainer.train_step.scale_gradients", scale)
+    _replace("titan_exp.optim.grad_clip.scale_gradients", scale)
 
 
 def only_the_last_micro_batch_counts() -> None:
@@ -77,8 +77,8 @@ def only_the_last_micro_batch_counts() -> None:
     original, calls = model.normalize_by_tokens, itertools.count()
 
     def normalize_by_tokens(*args: Any) -> Any:
-        objective, cross_entropy = original(*args)
-        return (objective, cross_entropy) if next(calls) % 2 else (objective * 0, cross_entropy)
+        loss, metrics = original(*args)
+        return (loss, metrics) if next(calls) % 2 else (loss * 0, metrics)
 
     _replace("titan_exp.trainer.forward_backward.normalize_by_tokens", normalize_by_tokens)
 
@@ -225,8 +225,8 @@ def gradients_are_scaled_by_micro_batches() -> None:
     original = pipelined.normalize_by_tokens
 
     def normalize_by_tokens(*args: Any) -> Any:
-        objective, cross_entropy = original(*args)
-        return objective / 4, cross_entropy
+        loss, metrics = original(*args)
+        return loss / 4, metrics
 
     _replace("titan_exp.trainer.pipeline_forward_backward.normalize_by_tokens", normalize_by_tokens)
 
@@ -248,6 +248,36 @@ def the_tied_weight_counts_twice() -> None:
     from titan_exp.trainer.pipeline_forward_backward import PipelineModel
 
     PipelineModel.unique_parameters = PipelineModel.parameters  # type: ignore[method-assign]
+
+
+def gradients_of_head_norms_are_taken_for_whole_ones() -> None:
+    from titan_exp.parallel.tensor_parallel import apply
+
+    original = apply._mark_partial
+
+    def mark_partial(module: Any) -> None:
+        if not isinstance(getattr(module, "tp_style", None), apply.HeadParallel):
+            original(module)
+
+    _replace("titan_exp.parallel.tensor_parallel.apply._mark_partial", mark_partial)
+
+
+def heads_are_normalized_after_rope() -> None:
+    """Rotation keeps a head's norm, so this is the same until the norms' weights have learned."""
+    from titan_exp.models.blocks import transformer
+
+    rotate, heads = transformer.rotate, transformer.Attention.forward
+
+    def forward(self: Any, *args: Any) -> Any:
+        norms = [self.q_norm, self.k_norm]
+        turns = itertools.cycle(norms)
+        self.q_norm = self.k_norm = torch.nn.Identity()
+        _replace("titan_exp.models.blocks.transformer.rotate", lambda *given: next(turns)(rotate(*given)))
+        found = heads(self, *args)
+        self.q_norm, self.k_norm = norms
+        return found
+
+    transformer.Attention.forward = forward  # type: ignore[method-assign]
 
 
 def micro_batches_are_taken_for_each_other() -> None:
@@ -288,6 +318,9 @@ PIPELINE = [
 ]
 """Stages on several ranks, sharded, with a weight that two of them use."""
 
+HEAD_NORMS = ["model=qwen3_debug", "parallelism.tp=4", "parallelism.sequence_parallel=false", *LINES]
+"""Norms over heads, of which each rank has one."""
+
 OF_A_LAYOUT: list[tuple[list[str], Callable[[], None]]] = [
     *((LAYOUT, mutate) for mutate in MUTATIONS),
     (TENSOR, partial_gradients_are_taken_for_whole_ones),
@@ -298,6 +331,8 @@ OF_A_LAYOUT: list[tuple[list[str], Callable[[], None]]] = [
     (WHOLE_TOKENS, gradients_of_hidden_states_are_not_summed),
     (WHOLE_TOKENS, partial_outputs_are_taken_for_whole_ones),
     (WHOLE_TOKENS, a_head_is_computed_with_another_ranks_queries),
+    (HEAD_NORMS, gradients_of_head_norms_are_taken_for_whole_ones),
+    (HEAD_NORMS, heads_are_normalized_after_rope),
     (CONTEXT, positions_are_those_of_the_part),
     (CONTEXT, parts_of_the_softmax_are_merged_unweighed),
     (CONTEXT, tokens_of_context_ranks_are_counted_again),
@@ -316,7 +351,7 @@ def one_device(tmp_path_factory):
     return remembered(lambda: tmp_path_factory.mktemp("one"), dict(zip(experiments, experiments, strict=True)))
 
 
-@pytest.mark.parametrize("layout", [LAYOUT, TENSOR, WHOLE_TOKENS, CONTEXT, PIPELINE], ids=" ".join)
+@pytest.mark.parametrize("layout", [LAYOUT, TENSOR, WHOLE_TOKENS, HEAD_NORMS, CONTEXT, PIPELINE], ids=" ".join)
 def test_nothing_broken_is_the_same_curve(tmp_path: Path, one_device, layout):
     assert_same_curve(train(tmp_path, *layout), one_device(_experiment(layout)))
 

@@ -229,7 +229,7 @@ def test_a_browser_draws_it(pages: dict[str, Path], browser: Any, width: int, sc
     view.on("pageerror", lambda error: trouble.append(str(error)))
     view.on("request", lambda request: trouble.append(request.url) if not request.url.startswith("file:") else None)
     view.goto(pages["some"].as_uri())
-    view.wait_for_selector("#memory .story svg path")
+    view.wait_for_selector("#memory .over-time svg path")
     assert view.locator("#ranks .cell").count() == 16
     assert view.evaluate("document.documentElement.scrollWidth") == width, "the page scrolls sideways"
     assert view.evaluate("window.broken") is None
@@ -239,7 +239,7 @@ def test_a_browser_draws_it(pages: dict[str, Path], browser: Any, width: int, sc
     said = view.locator("#rank").inner_text()
     assert "tokens 0–15, 48–63" in said
     assert "Sequences 1, 3, 5, 7 of each batch" in said
-    assert "Pipeline rank 1 was not looked at" in said
+    assert "Pipeline rank 1 was not predicted" in said
     assert [view.evaluate(f"group(13, {axes})") for axes in (["tp"], ["dp_shard", "cp_across", "cp_within"])] == [
         [12, 13],
         [9, 11, 13, 15],
@@ -270,7 +270,7 @@ def test_a_browser_draws_it(pages: dict[str, Path], browser: Any, width: int, sc
     canvas.dblclick(position={"x": 2, "y": 40})  # its own row
     view.mouse.move(0, 0)
     assert canvas.evaluate("(it) => it.toDataURL()") == all_of_it
-    view.locator("#memory .story svg rect").last.hover()
+    view.locator("#memory .over-time svg rect").last.hover()
     assert "in all" in view.locator("#tip").inner_text()
     ground = "getComputedStyle(document.body).backgroundColor"
     before = view.evaluate(ground)

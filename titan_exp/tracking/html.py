@@ -1,6 +1,6 @@
-"""A page to look at that needs nothing else: no network, no other file, no library.
+"""Self-contained HTML pages: no network, no other file, no library.
 
-All text is escaped, numbers travel as JSON that no text in it can end, and a page's own policy lets nothing be loaded.
+All text is escaped, numbers are JSON that cannot end its script element, and the content security policy forbids loads.
 """
 
 import json
@@ -10,24 +10,27 @@ from importlib.resources import files
 from typing import Any
 
 FOLDER = "page"
-"""Of a room: template, style and scripts. Beside this file: what all pages have of them."""
+"""Folder of a room's template, style and scripts; the one beside this file holds those that all pages share."""
 
 
 def render_page(room: str, scripts: Sequence[str], numbers: Any, **words: Any) -> str:
-    """A page's text, from `page.html` and `page.css` of a room.
+    """Render `page.html` and `page.css` of a room; the template extends `base.html`.
 
     Args:
-        room: the package that has them in its folder `page`.
-        scripts: files there, in the order in which they stand in the page.
-        numbers: what they draw, as JSON values; finite.
-        words: what the template says; it is escaped.
+        room: package with a folder `page`.
+        scripts: script files in the order of inclusion.
+        numbers: finite JSON values for the scripts.
+        words: variables of the template, which are escaped.
     """
-    from jinja2 import Environment, StrictUndefined
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
     from markupsafe import Markup
 
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     ours = __package__ or ""
-    # Markup is what is ours, or was made safe.
+    loader = FunctionLoader(lambda name: _part(ours, name))
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, loader=loader
+    )
+    # Markup is not escaped: our own files, and JSON that was made safe.
     return environment.from_string(_part(room, "page.html")).render(
         drawn_at=time.strftime("%Y-%m-%d %H:%M"),
         style=Markup(_part(ours, "base.css") + _part(room, "page.css")),
@@ -42,6 +45,6 @@ def _part(package: str, name: str) -> str:
 
 
 def _script_safe(value: Any) -> str:
-    """JSON that may stand in a <script>: no character in it can end the element or begin a comment."""
+    """JSON for a <script>: no character in it can end the element or begin a comment."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -135,7 +135,9 @@ def resume(run: Experiment, batches: int) -> float:
 
 
 def loader_of(run: Experiment) -> TrainLoader:
-    return TrainLoader(run, dp_rank=0, dp_degree=1, micro_batch_size=16, pin_memory=False)
+    return TrainLoader(
+        run.data, run.training, run.experiment.seed, dp_rank=0, dp_degree=1, micro_batch_size=16, pin_memory=False
+    )
 
 
 def took(action: Callable[[], object]) -> float:

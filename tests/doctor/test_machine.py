@@ -14,7 +14,7 @@ from titan_exp.doctor import interconnect as links
 from titan_exp.doctor.datasheet import bandwidth, peak_of_type
 from titan_exp.doctor.disk_and_scheduler import disk_rate, scheduler
 from titan_exp.doctor.machine import USAGE, machine_command
-from titan_exp.doctor.timing import LEAST_CALLS, MOST_CALLS, median_seconds, timed_rate
+from titan_exp.doctor.timing import LEAST_CALLS, MOST_CALLS, measure_rate, median_seconds
 from titan_exp.launch.local.ephemeral_ranks import together
 from titan_exp.tracking.device_rates import rates_file, read_rates
 from titan_exp.tracking.memory_stats import device_name
@@ -92,7 +92,7 @@ def test_what_cannot_be_measured_has_a_reason():
     def fail() -> None:
         raise RuntimeError("no such kernel. A paragraph about it\nand a stack")
 
-    rate = timed_rate("gemm", "x", fail, amount=1.0, unit="TFLOP/s", device=CPU, limit=0.1)
+    rate = measure_rate("gemm", "x", fail, amount=1.0, unit="TFLOP/s", device=CPU, limit=0.1)
     assert (rate.value, rate.note) == (None, "not here: no such kernel")
 
 

@@ -6,7 +6,7 @@ import torch
 from tests.trainer.test_trainer import run
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.typed_config import to_yaml
-from titan_exp.inference.generate import choose, generate_command
+from titan_exp.inference.generate import generate_command, sample_token
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +54,12 @@ def test_what_cannot_be_generated_from_is_said(tmp_path, trained):
 def test_choice():
     random = torch.Generator().manual_seed(0)
     logits = torch.tensor([0.0, 3.0, 2.9, -9.0])
-    assert choose(logits, 0.0, 0, 1.0, random) == 1
-    drawn = {choose(logits, 1.0, 0, 0.9, random) for _ in range(200)}
+    assert sample_token(logits, 0.0, 0, 1.0, random) == 1
+    drawn = {sample_token(logits, 1.0, 0, 0.9, random) for _ in range(200)}
     assert drawn == {1, 2}
-    assert {choose(logits, 9.0, 3, 1.0, random) for _ in range(200)} == {0, 1, 2}
-    assert {choose(logits, 9.0, 1, 1.0, random) for _ in range(20)} == {1}
-    assert {choose(logits, 1.0, 0, 1e-9, random) for _ in range(20)} == {1}
+    assert {sample_token(logits, 9.0, 3, 1.0, random) for _ in range(200)} == {0, 1, 2}
+    assert {sample_token(logits, 9.0, 1, 1.0, random) for _ in range(20)} == {1}
+    assert {sample_token(logits, 1.0, 0, 1e-9, random) for _ in range(20)} == {1}
 
 
 def test_the_cache_changes_no_word(trained, capsys):

@@ -15,7 +15,7 @@ from titan_exp.checkpoint.formats.torch_file import TorchFileReader
 from titan_exp.cli.main import main
 from titan_exp.config.command_line.verb_options import GenerateOptions
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.inference.generate import divided, generate, generate_command
+from titan_exp.inference.generate import generate, generate_command, tensor_parallel_experiment
 
 PROMPTS = ["import ", "def main(", ""]
 MODELS = {
@@ -60,7 +60,7 @@ def on_rank(path: str, options: GenerateOptions) -> tuple[list[str], int, set[in
     room.DecodeSession = Seen  # type: ignore[misc]  # in this process alone
     source = open_checkpoint(Path(path))
     with joined_process_group(device):
-        mesh = build_mesh(divided(source, options.tp).parallelism, device)
+        mesh = build_mesh(tensor_parallel_experiment(source, options.tp).parallelism, device)
         texts = generate(source, options, PROMPTS, window=16, mesh=mesh)
     (writer,) = writers
     weights = sum(local(parameter).numel() for parameter in writer._model.parameters())
@@ -103,7 +103,7 @@ def test_the_command_starts_the_ranks(folders: dict[str, Path], capsys: pytest.C
 
 def test_what_cannot_be_divided_is_said(folders: dict[str, Path]):
     with pytest.raises(UserError, match=r"tp=3.*query heads[\s\S]*tp=1, 2 or 4"):
-        divided(open_checkpoint(folders["groups dcp"]), 3)
+        tensor_parallel_experiment(open_checkpoint(folders["groups dcp"]), 3)
 
 
 def test_a_prompt_is_gone_on_from_as_if_it_were_alone(folders: dict[str, Path], tmp_path: Path, capsys):

@@ -19,7 +19,7 @@ from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.doctor.compute import attention_rates, copy_rates, gemm_rates
 from titan_exp.doctor.disk_and_scheduler import disk_rate, scheduler
 from titan_exp.doctor.interconnect import link_rates
-from titan_exp.doctor.timing import Rate
+from titan_exp.doctor.timing import Measurement
 from titan_exp.tracking.device_rates import DeviceRates, write_rates
 from titan_exp.tracking.memory_stats import device_name, peak_tflops
 from titan_exp.trainer.rank_call import RunOnRanks
@@ -91,9 +91,9 @@ def measure(
         say: takes a line about what is being done.
     """
     began = time.perf_counter()
-    name, rates = device_name(device), list[Rate]()
+    name, rates = device_name(device), list[Measurement]()
 
-    def take(kind: str, found: Callable[[float], Iterable[Rate]]) -> None:
+    def take(kind: str, found: Callable[[float], Iterable[Measurement]]) -> None:
         say(f"{kind} ({SHARES[kind] * seconds:.0f} s) ...")
         rates.extend(found(SHARES[kind] * seconds))
 
@@ -139,7 +139,7 @@ def _read(arguments: Sequence[str]) -> tuple[list[str], float, bool]:
     return words, seconds, as_json
 
 
-def _best(rates: Iterable[Rate], kind: str, beginning: str) -> float | None:
+def _best(rates: Iterable[Measurement], kind: str, beginning: str) -> float | None:
     return max(
         (it.value for it in rates if it.kind == kind and it.name.startswith(beginning) and it.value), default=None
     )
@@ -152,7 +152,7 @@ def _table(measured: DeviceRates) -> Table:
         table.columns[column].justify = "right"
     before = ""
     for each in measured.rates:
-        rate = Rate(**each)
+        rate = Measurement(**each)
         share = rate.value / rate.expected if rate.value and rate.expected else None
         colour = "" if share is None else "[red]" if share < LOW else "[green]"
         value = "–" if rate.value is None else _number(rate.value)

@@ -66,7 +66,15 @@ def examine(experiment: Experiment, source: OpenCheckpoint | None) -> NumericsRe
     training = experiment.training
     rows = training.micro_batch_size or SEQUENCES
     with contextlib.closing(
-        TrainLoader(experiment, dp_rank=0, dp_degree=1, micro_batch_size=rows, pin_memory=False)
+        TrainLoader(
+            experiment.data,
+            training,
+            experiment.experiment.seed,
+            dp_rank=0,
+            dp_degree=1,
+            micro_batch_size=rows,
+            pin_memory=False,
+        )
     ) as loader:
         batch = next(loader).to(device)
     if source is not None:

@@ -80,7 +80,7 @@ def evaluate_command(arguments: Sequence[str], spread: RunOnRanks | None = None)
     else:
         assert spread is not None, "the command line has it"
         question = {"path": str(source.path), "everything": everything}
-        found = ValidationResult(**spread(f"{__name__}.on_rank", experiment, question))
+        found = ValidationResult(**spread(f"{__name__}.rank_main", experiment, question))
     described = describe(path, source)
     table = Table("weights", "data", "tokens", "loss (nats)", "perplexity")
     table.add_row(
@@ -98,11 +98,12 @@ def evaluate_source(
     """Loss and perplexity over the validation split of the experiment's data, or over `everything`; all ranks of the
     mesh together, each of which reads its part of the weights."""
     loader = ValidationLoader(
-        experiment,
+        experiment.data,
+        experiment.training.seq_len,
         dp_rank=mesh.dp_rank,
         dp_degree=mesh.dp_degree,
         micro_batch_size=experiment.training.micro_batch_size or BATCH,
-        everything=everything,
+        all_documents=everything,
     )
     parallelism = experiment.parallelism
 
@@ -124,7 +125,7 @@ def evaluate_source(
     return ValidationResult(row["validation_loss"], int(row["validation_tokens"]))
 
 
-def on_rank(run_folder: str) -> None:
+def rank_main(run_folder: str) -> None:
     """What each of several ranks runs."""
 
     def evaluation(experiment: Experiment, question: Any, device: torch.device) -> dict[str, Any]:

@@ -58,7 +58,7 @@ def generate_command(arguments: Sequence[str], spread: RunOnRanks | None = None)
         assert spread is not None, "the command line has it"
         tokenizer_of(source)  # said here, and not by a rank
         question = {"path": str(path), "options": dataclasses.asdict(options), "prompts": prompts}
-        texts = spread(f"{__name__}.on_rank", divided(source, options.tp), question)
+        texts = spread(f"{__name__}.rank_main", tensor_parallel_experiment(source, options.tp), question)
     for prompt, text in zip(prompts, texts, strict=True):
         print(f"{prompt}{text}\n")
     print(f"— {describe(path, source)}")
@@ -101,12 +101,12 @@ def generate(
     ends = _ends(source, tokenizer)
     texts = []
     for ids in begun:
-        writer.forget()
+        writer.reset()
         random = torch.Generator(device).manual_seed(options.seed)
         start = len(ids)
         for _ in range(options.tokens):
             logits = writer.next_logits(ids)[: tokenizer.vocab_size]
-            token = _agreed(choose(logits, options.temperature, options.top_k, options.top_p, random), mesh)
+            token = _agreed(sample_token(logits, options.temperature, options.top_k, options.top_p, random), mesh)
             if token in ends:
                 break
             ids.append(token)
@@ -114,7 +114,7 @@ def generate(
     return texts
 
 
-def on_rank(run_folder: str) -> None:
+def rank_main(run_folder: str) -> None:
     """What each of several ranks runs."""
 
     def texts(experiment: Experiment, question: Any, device: torch.device) -> list[str]:
@@ -125,7 +125,7 @@ def on_rank(run_folder: str) -> None:
     answer(run_folder, texts)
 
 
-def divided(source: OpenCheckpoint, degree: int) -> Experiment:
+def tensor_parallel_experiment(source: OpenCheckpoint, degree: int) -> Experiment:
     """An experiment around a source's model that so many tensor-parallel ranks share.
 
     Raises:
@@ -143,7 +143,7 @@ def divided(source: OpenCheckpoint, degree: int) -> Experiment:
     return experiment
 
 
-def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, random: torch.Generator) -> int:
+def sample_token(logits: Tensor, temperature: float, top_k: int, top_p: float, random: torch.Generator) -> int:
     """Draw a token id.
 
     Args:

@@ -10,7 +10,8 @@ from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.machine.attention_backends import ON_CPU
 from titan_exp.config.schema.typed_config import load_experiment
-from titan_exp.data.tokenizers.base import ByteTokenizer, Tokenizer
+from titan_exp.data.tokenizers.base import Tokenizer
+from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
 from titan_exp.models.build import build_model
 from titan_exp.ops.attention.flash_attention import runs_here
 from titan_exp.ops.attention.sdpa import choose_backend

@@ -72,8 +72,11 @@ class Trainer:
             "dp_degree": self.mesh.dp_degree,
             "micro_batch_size": micro_batch_size(experiment),
         }
-        self.loader = TrainLoader(experiment, **shares, pin_memory=device.type == "cuda")
-        self.validation = ValidationLoader(experiment, **shares) if training.evaluate_every else None
+        seed, pin_memory = experiment.experiment.seed, device.type == "cuda"
+        self.loader = TrainLoader(experiment.data, training, seed, **shares, pin_memory=pin_memory)
+        self.validation = (
+            ValidationLoader(experiment.data, training.seq_len, **shares) if training.evaluate_every else None
+        )
         self.accumulation = gradient_accumulation(experiment)
         remote = experiment.checkpoint.remote
         self.checkpointer = Checkpointer(
@@ -164,7 +167,7 @@ class Trainer:
             with PROGRESS.phase("the evaluation"), self.report.throughput.pause("evaluation"):
                 numbers |= evaluate_sources(self.model, self.validation.sources, self.mesh)
         if numbers or last or stop or save or step % self.experiment.tracking.log_every == 0:
-            numbers |= {**self.loader.epoch_row(), **self.checkpointer.pop_timings()}
+            numbers |= {**self.loader.epoch_metrics(), **self.checkpointer.pop_timings()}
             loss = self.report.log(step, self.tokens, result, lr=self.schedule(step), also=numbers)
             self._check_finite(loss, float(result.grad_norm))
         self.checkpointer.poll()

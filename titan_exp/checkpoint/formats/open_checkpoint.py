@@ -18,8 +18,8 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.schema.typed_config import load_experiment
-from titan_exp.data.tokenizers.base import build_tokenizer, tokenizer_place
-from titan_exp.data.tokenizers.files import NAMES
+from titan_exp.data.tokenizers.build import build_tokenizer, tokenizer_path
+from titan_exp.data.tokenizers.files import TOKENIZER_FILES
 from titan_exp.models.convert.hf_config import from_huggingface, special_tokens_of
 from titan_exp.models.convert.llama_state_dict import CheckpointFormat, llama_map, names_of
 from titan_exp.models.convert.model_json import FILE, from_json
@@ -106,7 +106,7 @@ def run_tokenizer(config: DataConfig) -> tuple[str | None, dict[str, Any]]:
     """Tokenizer and special tokens of a run as `OpenCheckpoint` holds them; none if the tokenizer is gone."""
     try:
         end = build_tokenizer(config).end_of_text
-        return tokenizer_place(config), {"bos_token_id": end, "eos_token_id": end}
+        return tokenizer_path(config), {"bos_token_id": end, "eos_token_id": end}
     except UserError:
         return None, {}
 
@@ -210,7 +210,7 @@ def _sound(model: ModelConfig, path: Path) -> ModelConfig:
 
 
 def _tokenizer_in(folder: Path) -> str | None:
-    return str(folder) if any((folder / name).is_file() for name in NAMES) else None
+    return str(folder) if any((folder / name).is_file() for name in TOKENIZER_FILES) else None
 
 
 def _what_is_missing(path: Path) -> str:

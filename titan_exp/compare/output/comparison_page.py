@@ -18,6 +18,7 @@ from titan_exp.compare.output.table import MARKS, text_table, title
 from titan_exp.compare.stats.pareto import COST, loss_metric, pareto
 from titan_exp.compare.stats.scaling_efficiency import scaling
 from titan_exp.tracking.html import render_page
+from titan_exp.tracking.number_format import format_count
 
 SCRIPTS = ("frame.js", "curves.js", "bars.js", "dots.js", "tables.js", "start.js")
 """Files of `page/` in the order of inclusion."""

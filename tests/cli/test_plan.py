@@ -15,7 +15,8 @@ from titan_exp.cli.main import main
 from titan_exp.cli.plan import options_among
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.layout.layout import offered_devices, resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
+from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.plan.cuda.caching_allocator import MIB
 from titan_exp.plan.cuda.devices import DEVICES, device_named
@@ -71,7 +72,7 @@ def test_a_table_for_people():
         "GPU-hours",
         "reserved",
         "expandable_segments:True",
-        "must hold what is not predicted",
+        "must hold memory that is not predicted",
     ):
         assert word in said
 
@@ -104,7 +105,7 @@ def test_what_the_allocator_reserves_decides():
     (rank,) = plan.ranks
     assert rank.reserved is not None
     tensors, reserved = rank.trace.peak.bytes, rank.reserved.segments.reserved
-    assert "must hold what is not predicted" in verdict(plan, 2 * reserved)
+    assert "must hold memory that is not predicted" in verdict(plan, 2 * reserved)
     assert "Does not fit: torch's allocator reserves" in verdict(plan, reserved - MIB)
     assert "Neither does it with PYTORCH_CUDA_ALLOC_CONF" in verdict(plan, tensors + MIB)
     assert "Does not fit" in verdict(plan, tensors - MIB)
@@ -140,7 +141,7 @@ def test_what_is_not_modelled_is_refused_all_at_once():
 def test_a_recorded_pass_is_not_modelled():
     words = ("parallelism.dp_shard=1", "training.mixed_precision=bf16", "compile.cuda_graphs=true")
     said = planned(*SMALL, *words, code=2)
-    assert "compile.cuda_graphs=true: a graph keeps the memory of a pass for itself" in said
+    assert "compile.cuda_graphs=true: the private memory pool of a CUDA graph is not modelled" in said
     assert "compile.cuda_graphs=false plans the same run without" in said
 
 

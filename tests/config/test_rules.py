@@ -283,7 +283,7 @@ TILES = [
         (["paths.runs=''"], "paths.runs", "paths.runs=runs"),
         # data
         (["data=text"], "data.paths", "data.paths='[notes,books/*.txt]'"),
-        (["data=text", "data.paths=[nowhere/*.txt]"], "data.paths", "relative to where the command is typed"),
+        (["data=text", "data.paths=[nowhere/*.txt]"], "data.paths", "relative to the current folder"),
         (["data=text", "data.paths=[.]"], "data.paths", "a folder with files"),
         (["data=text", f"data.paths=['{HERE}']"], "", ""),
         (["data=text", f"data.paths=['{HERE}/*.py']"], "", ""),

@@ -15,7 +15,7 @@ from titan_exp.doctor.datasheet import bandwidth, peak_of_type
 from titan_exp.doctor.disk_and_scheduler import disk_rate, scheduler
 from titan_exp.doctor.machine import USAGE, machine_command
 from titan_exp.doctor.timing import LEAST_CALLS, MOST_CALLS, measure_rate, median_seconds
-from titan_exp.launch.local.ephemeral_ranks import together
+from titan_exp.launch.local.ephemeral_ranks import run_on_ranks
 from titan_exp.tracking.device_rates import rates_file, read_rates
 from titan_exp.tracking.memory_stats import device_name
 
@@ -34,7 +34,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small")
 def test_a_machine_is_measured_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
-    assert machine_command(["--seconds", "1", "cluster.device=cpu", f"paths.runs={tmp_path}"], together) == 0
+    assert machine_command(["--seconds", "1", "cluster.device=cpu", f"paths.runs={tmp_path}"], run_on_ranks) == 0
     out = capsys.readouterr().out
     for words in ("fp32 16×16×16", "bf16 32×16×32", "forward and backward flash", "write to", "2 ranks, gloo"):
         assert words in out
@@ -52,7 +52,7 @@ def test_a_machine_is_measured_and_kept(tmp_path: Path, capsys: pytest.CaptureFi
 @pytest.mark.usefixtures("small")
 def test_json_is_all_that_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
     monkeypatch.setattr("titan_exp.doctor.machine.link_rates", lambda *_, **__: [])
-    machine_command(["--seconds=1", "--json", "cluster.device=cpu", f"paths.runs={tmp_path}"], together)
+    machine_command(["--seconds=1", "--json", "cluster.device=cpu", f"paths.runs={tmp_path}"], run_on_ranks)
     found = json.loads(capsys.readouterr().out)
     assert found["device"] == device_name(CPU)
     assert {rate["kind"] for rate in found["rates"]} == {"gemm", "attention", "copy", "disk"}
@@ -70,11 +70,11 @@ def test_json_is_all_that_is_printed(tmp_path: Path, capsys: pytest.CaptureFixtu
 )
 def test_what_is_not_understood_is_said(words: list[str], said: str):
     with pytest.raises(UserError, match=said):
-        machine_command(words, together)
+        machine_command(words, run_on_ranks)
 
 
 def test_help_names_both_halves(capsys: pytest.CaptureFixture[str]):
-    assert machine_command(["--help"], together) == 0
+    assert machine_command(["--help"], run_on_ranks) == 0
     assert capsys.readouterr().out == USAGE
     assert "--numerics" in USAGE
 

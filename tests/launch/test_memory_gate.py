@@ -63,10 +63,9 @@ def test_what_does_not_fit_is_refused_with_what_would(home: Path, foretold, caps
     assert main(["train", *SMALL, "training.seq_len=256"]) == 2
     said = capsys.readouterr().err
     assert (
-        "This run does not fit: a rank needs 8.42 GiB at its peak (forward, block 1); this machine has 4.00 GiB."
-        in said
+        "This run does not fit: a rank needs 8.42 GiB at its peak (forward, block 1); this machine has 4 GiB." in said
     )
-    assert "It is made of: loss 4.00 GiB, activations 4.00 GiB, the process beside them 0.42 GiB" in said
+    assert "Breakdown: loss 4 GiB, activations 4 GiB, process overhead 429 MiB." in said
     assert "training.micro_batch_size=2  2.42 GiB" in said
     assert "plan.gate=warn starts it all the same" in said
     assert "Traceback" not in said

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.layout.layout import offered_devices, resolve_layout
 from titan_exp.config.layout.pipeline_schedules import Action
+from titan_exp.config.layout.resolved_layout import resolve_layout
+from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.parallel.pipeline_parallel.runtime import ActivationSpec, P2PQueue
 from titan_exp.parallel.pipeline_parallel.schedule_actions import P2POp, build_schedule
@@ -61,8 +62,8 @@ def test_a_plan_counts_all_of_a_pass(capsys: pytest.CaptureFixture[str]):
     assert (MICROBATCHES - 4) * HIDDEN <= grown <= (MICROBATCHES - 4) * (HIDDEN + HIDDEN + batch)
     print_plan(many)
     said = capsys.readouterr().out
-    assert "hidden states that were sent" in said
-    assert "0.25 MiB" in said
+    assert "are sent activations" in said
+    assert "256 KiB" in said
 
 
 def test_what_has_left_is_waited_for_at_once(monkeypatch: pytest.MonkeyPatch):

@@ -87,7 +87,7 @@ def test_constants_are_laid_over_a_device(tmp_path: Path):
     fitted = Constants("H100 80GB SXM", matmul_share=0.6, overhead_gb=2.0, runs=5)
     path = write_constants(tmp_path, fitted)
     assert path == constants_file(tmp_path, "H100 80GB SXM") == tmp_path / "doctor" / "h100-80gb-sxm.calibration.json"
-    device = read_constants(tmp_path, "H100 80GB SXM").over(DEVICES["h100"])
+    device = read_constants(tmp_path, "H100 80GB SXM").apply_to(DEVICES["h100"])
     assert (device.matmul_share, device.overhead_gb) == (0.6, 2.0)
     assert replace(device, matmul_share=0.75, overhead_gb=0.0) == DEVICES["h100"]
     path.write_text("{")
@@ -163,10 +163,10 @@ def test_the_verb_says_how_good_it_was_and_is(finished, tmp_path: Path, capsys: 
 def test_too_few_runs_are_refused_in_words(finished, tmp_path: Path):
     for seed in range(5):
         finished(64, seed)
-    with pytest.raises(UserError, match=r"5 left out: the rates of Some CPU, 2 cores are not known; titan-exp doctor"):
+    with pytest.raises(UserError, match=r"5 left out: Some CPU, 2 cores has not been measured; run titan-exp doctor"):
         calibrate_command(["first"])
     write_rates(tmp_path / "runs" / ".cache", DeviceRates("Some CPU, 2 cores", "", "", {"fp32": 0.2}, copy=40.0))
-    with pytest.raises(UserError, match="5 finished runs of 1 kinds are too few: 4 are needed that differ"):
+    with pytest.raises(UserError, match="5 finished runs with 1 different predictions; a fit needs 4 that differ"):
         calibrate_command(["first"])
 
 
@@ -176,5 +176,5 @@ def test_runs_of_two_devices_are_not_mixed(finished, tmp_path: Path):
     finished(64)
     other = finished(128)
     other.env.write_text(json.dumps({**json.loads(other.env.read_text()), "cpu": "Other CPU"}))
-    with pytest.raises(UserError, match=r"were on Other CPU, 2 cores and Some CPU, 2 cores\. Name those of one"):
+    with pytest.raises(UserError, match=r"were on Other CPU, 2 cores and Some CPU, 2 cores\. Name runs on one kind"):
         calibrate_command(["first"])

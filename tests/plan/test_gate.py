@@ -8,19 +8,20 @@ import pytest
 from tests.plan.layouts import LAYOUTS, experiment_of, predicted
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.layout.layout import offered_devices, resolve_layout
 from titan_exp.config.layout.parameter_count import parameters
+from titan_exp.config.layout.resolved_layout import resolve_layout
+from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.models.build import build_model
 from titan_exp.plan.cuda.devices import DEVICES
 from titan_exp.plan.gate import gate as gate_module
-from titan_exp.plan.gate import suggestions as remedies_module
+from titan_exp.plan.gate import suggestions as suggestions_module
 from titan_exp.plan.gate.batch_predict import PredictionRequest, predict_many
 from titan_exp.plan.gate.gate import GIB, MemoryCheck, check_memory, explain_oom, plan_record
 from titan_exp.plan.gate.prediction_cache import cache_key, get, put
 from titan_exp.plan.gate.suggestions import suggestions
 from titan_exp.plan.gate.upper_bound import upper_bound
-from titan_exp.plan.plan_json import NotPredicted, Prediction, RankPrediction, from_json, joined, to_json
+from titan_exp.plan.plan_json import NotPredicted, Prediction, RankPrediction, from_json, merge_ranks, to_json
 
 H100 = ["cluster=slurm_h100", "training.mixed_precision=bf16"]
 
@@ -126,8 +127,10 @@ def test_all_processes_of_a_machine_share_its_memory(tmp_path: Path, foretold, m
     (memory_check,) = check_memory([four], tmp_path)
     assert memory_check.fits is False
     said = explain_oom(memory_check)
-    assert "pipeline rank 0 of 2 needs 4.42 GiB at its peak (forward, block 3), the 4 that share its memory" in said
-    assert "activations 4.00 GiB, the process beside them 0.42 GiB" in said
+    assert (
+        "pipeline rank 0 of 2 needs 4.42 GiB at its peak (forward, block 3), the 4 ranks that share its memory" in said
+    )
+    assert "activations 4 GiB, process overhead 429 MiB" in said
 
 
 def test_a_gpu_is_held_against_its_own_memory(tmp_path: Path, foretold):
@@ -138,7 +141,7 @@ def test_a_gpu_is_held_against_its_own_memory(tmp_path: Path, foretold):
     foretold(lambda _: made_up(70.0, reserved=75.0))
     (memory_check,) = check_memory([large], tmp_path)
     assert memory_check.fits is False
-    assert "what the allocator keeps beyond them 5.00 GiB" in explain_oom(memory_check)
+    assert "reserved but not allocated 5 GiB" in explain_oom(memory_check)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +149,7 @@ def test_a_gpu_is_held_against_its_own_memory(tmp_path: Path, foretold):
     [
         (["cluster=slurm"], "cluster.gpu_type=null; the planner knows a100"),
         (["cluster=slurm", "cluster.gpu_type=gtx"], "cluster.gpu_type=gtx; the planner knows a100"),
-        (["cluster=slurm", "cluster.device=cpu"], "a node's memory is not known; cluster.memory_gb says it"),
+        (["cluster=slurm", "cluster.device=cpu"], "the memory of a node is not known; set cluster.memory_gb"),
         (
             [*H100, "model.attention_backend=flex"],
             "model.attention_backend=flex: FlexAttention's kernels have no backward pass",
@@ -214,7 +217,7 @@ def test_the_slowest_pipeline_rank_has_the_word():
             "ranks": [{"pipeline_rank": rank, **peak}],
         }
 
-    found = joined([part(1, 2.0), part(0, 3.0)])
+    found = merge_ranks([part(1, 2.0), part(0, 3.0)])
     assert [rank.pipeline_rank for rank in found.ranks] == [0, 1]
     assert (found.step_seconds, found.tokens_per_second_per_device) == (3.0, 1 / 3.0)
 
@@ -241,7 +244,7 @@ def test_the_cheapest_changes_that_fit_are_offered(tmp_path: Path, foretold):
     found = suggestions(memory_check, tmp_path)
     assert found[0].overrides == ("training.micro_batch_size=2",)
     assert all(suggestion.memory_check.fits for suggestion in found)
-    assert len(found) == remedies_module.ENOUGH
+    assert len(found) == suggestions_module.MAX_SUGGESTIONS
     # Nothing that is offered has all of what another offer has, and more.
     assert not any(set(one.overrides) < set(other.overrides) for one in found for other in found)
     assert len(asked) < 20

@@ -91,24 +91,22 @@ def print_both() -> None:
         return
 
     experiment = replace(composed(*WORDS), model=replace(composed().model, layers=8))
-    found, device = (
-        search_space(experiment, 8, {"parallelism.dp_replicate", "training.micro_batch_size"}),
-        device_named("h100"),
-    )
-    whole = LayoutSearch(found, device, 10_000, quiet, bounded=False)
+    space = search_space(experiment, 8, {"parallelism.dp_replicate", "training.micro_batch_size"})
+    device = device_named("h100")
+    whole = LayoutSearch(space, device, 10_000, quiet, bounded=False)
     whole.run()
-    guesses = sorted(whole._guesses, key=lambda guess: guess.step_seconds)
-    peaks = sorted(guess.peak_bytes for guess in guesses)
+    costs = sorted(whole._costs, key=lambda cost: cost.step_seconds)
+    peaks = sorted(cost.peak_bytes for cost in costs)
     rows, looked, violations = [], [], []
     for room, limit in ((peaks[-1] + 1, 2), (peaks[len(peaks) // 2], 3), (peaks[len(peaks) // 8], 3)):
-        one = LayoutSearch(found, replace(device, memory_gb=room / 1e9 / 0.88), limit, quiet)
-        result = one.run()
-        fits = [guess.step_seconds for guess in guesses if guess.peak_bytes <= room][:limit]
+        search = LayoutSearch(space, replace(device, memory_gb=room / 1e9 / 0.88), limit, quiet)
+        result = search.run()
+        fits = [cost.step_seconds for cost in costs if cost.peak_bytes <= room][:limit]
         rows.append((fits, [row.step_seconds for row in result.rows]))
         looked.append(result.looked_at)
-        for guess in guesses:
-            least = one._bounds.of(guess.experiment)
-            peak = max(least.bytes, one._least_peak(guess.experiment))
-            if least.seconds > guess.step_seconds * (1 + 1e-9) or peak > guess.peak_bytes:
-                violations.append(str(guess))
-    print(json.dumps({"rows": rows, "looked at": len(guesses), "at least": min(looked), "violations": violations}))
+        for cost in costs:
+            bound = search._bounds.of(cost.candidate)
+            peak = max(bound.bytes, search._peak_lower_bound(cost.candidate))
+            if bound.seconds > cost.step_seconds * (1 + 1e-9) or peak > cost.peak_bytes:
+                violations.append(str(cost))
+    print(json.dumps({"rows": rows, "looked at": len(costs), "at least": min(looked), "violations": violations}))

@@ -11,11 +11,12 @@ from tests.plan.layouts import allocated_by
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.layout.layout import offered_devices, resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
+from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.plan.cuda.devices import device_named
 from titan_exp.plan.cuda.mem_efficient_attention import BACKWARD, FORWARD, Kernel, largest_workspace, passing
-from titan_exp.plan.plan_table import as_json, print_plan
+from titan_exp.plan.plan_table import plan_to_json, print_plan
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.plan.supported import attention_kernel
 from titan_exp.plan.trace.op_costs import hidden_memory
@@ -116,7 +117,7 @@ def test_what_is_kept_of_a_document_mask():
     assert births[0][bias] - births[1][bias] == layers
     assert with_mask.at_most
     assert not without.at_most
-    assert as_json(with_mask)["at_most"] is True
+    assert plan_to_json(with_mask)["at_most"] is True
     # Keys and values are repeated for all heads of their group, and kept. The keys of their own are not, then, nor the
     # projection that the values are a part of. Of dropout there are two numbers that nobody needs.
     head = ROWS * SEQ * experiment.model.head_dim * 2

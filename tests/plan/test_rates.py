@@ -11,7 +11,6 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.plan.calibrated_constants import Constants, write_constants
 from titan_exp.plan.cuda.devices import DEVICES
 from titan_exp.plan.device_memory import refine_gpu
-from titan_exp.plan.search.layout_cost import Traced
 from titan_exp.plan.time.roofline import rank_time
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.tracking.device_rates import DeviceRates, write_rates
@@ -25,14 +24,14 @@ def in_cluster(**values: float) -> Experiment:
 
 
 def test_matmuls_of_float8_go_at_their_own_rate():
-    bf16 = rank_time(Traced(OpCosts(flops=10**15), {}), H100, 8)
-    half = rank_time(Traced(OpCosts(flops=10**15, fp8_flops=5 * 10**14), {}), H100, 8)
+    bf16 = rank_time(OpCosts(flops=10**15), {}, H100, 8)
+    half = rank_time(OpCosts(flops=10**15, fp8_flops=5 * 10**14), {}, H100, 8)
     assert H100.fp8_tflops is not None
     assert half.matmuls == pytest.approx(bf16.matmuls * (0.5 + 0.5 * H100.bf16_tflops / H100.fp8_tflops))
     # Where there are no such instructions, nothing is gained.
     a100 = DEVICES["a100"]
-    assert rank_time(Traced(OpCosts(flops=10**15, fp8_flops=10**15), {}), a100, 8) == rank_time(
-        Traced(OpCosts(flops=10**15), {}), a100, 8
+    assert rank_time(OpCosts(flops=10**15, fp8_flops=10**15), {}, a100, 8) == rank_time(
+        OpCosts(flops=10**15), {}, a100, 8
     )
 
 
@@ -40,8 +39,8 @@ def test_links_are_those_that_the_cluster_names(tmp_path: Path):
     work = OpCosts(messages={("tp", "all-gather"): 2**30}, calls={("tp", "all-gather"): 1})
 
     def waited(ranks: int, **links: float) -> float:
-        device = refine_gpu(H100, in_cluster(**links), tmp_path)
-        return rank_time(Traced(work, {"tp": list(range(ranks))}), device, 8).exposed
+        device = refine_gpu(H100, in_cluster(**links).cluster, tmp_path)
+        return rank_time(work, {"tp": list(range(ranks))}, device, 8).exposed
 
     assert waited(8, link_gbs=225.0) == pytest.approx(2 * waited(8))
     assert waited(8, network_gbs=25.0) == waited(8)
@@ -49,12 +48,12 @@ def test_links_are_those_that_the_cluster_names(tmp_path: Path):
 
 
 def test_what_doctor_measured_of_a_gpu_goes_before_the_table(tmp_path: Path):
-    assert refine_gpu(H100, in_cluster(), tmp_path) == H100
+    assert refine_gpu(H100, in_cluster().cluster, tmp_path) == H100
     write_rates(
         tmp_path,
         DeviceRates("NVIDIA H100 80GB HBM3", "", "", {"bf16": 700.0, "fp8": 1300.0}, copy=2680.0, link=360.0),
     )
-    device = refine_gpu(H100, in_cluster(), tmp_path)
+    device = refine_gpu(H100, in_cluster().cluster, tmp_path)
     assert device.matmul_rate == pytest.approx(700e12)
     assert device.fp8_rate == pytest.approx(1300e12)
     assert device.bandwidth_tbs * device.bandwidth_share == pytest.approx(2.68)
@@ -62,7 +61,7 @@ def test_what_doctor_measured_of_a_gpu_goes_before_the_table(tmp_path: Path):
     assert device.bf16_tflops == H100.bf16_tflops, "MFU is of the maker's peak"
     # Fitted constants go before both.
     write_constants(tmp_path, Constants(H100.name, matmul_share=0.5))
-    fitted = refine_gpu(H100, in_cluster(), tmp_path)
+    fitted = refine_gpu(H100, in_cluster().cluster, tmp_path)
     assert (fitted.matmul_share, fitted.bandwidth_share) == (0.5, device.bandwidth_share)
 
 
@@ -77,6 +76,6 @@ def test_a_device_that_is_asked_for_has_the_cluster_s_links(tmp_path: Path):
 def test_a_ring_is_waited_for_though_its_ranks_share_weights_too():
     sent = OpCosts(messages={("cp_across=fsdp", "send"): 2**30, ("cp_across=fsdp", "all-gather"): 2**30})
     alone = OpCosts(messages={("cp_across", "send"): 2**30})
-    both = rank_time(Traced(sent, {"cp_across=fsdp": [0, 1]}), H100, 8)
-    assert both.exposed == rank_time(Traced(alone, {"cp_across": [0, 1]}), H100, 8).exposed > 0
+    both = rank_time(sent, {"cp_across=fsdp": [0, 1]}, H100, 8)
+    assert both.exposed == rank_time(alone, {"cp_across": [0, 1]}, H100, 8).exposed > 0
     assert both.behind > 0

@@ -18,8 +18,8 @@ from tests.plan.layouts import SMALL, experiment_of
 from tests.ranks import run_ranks
 from titan_exp.cli.plan import options_among
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.layout.layout import world_size
 from titan_exp.config.layout.pipeline_schedules import Action
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import COST, timeline
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 from titan_exp.plan.cuda.devices import DEVICES
@@ -117,7 +117,7 @@ def _parts(layouts: list[str]) -> list[Any]:
     ranks = [
         (experiment, rank)
         for experiment in map(experiment_of, layouts)
-        for rank in {0, world_size(experiment) // 2 + 1, world_size(experiment) - 1}
+        for rank in {0, ResolvedLayout.of(experiment).world_size // 2 + 1, ResolvedLayout.of(experiment).world_size - 1}
     ]
     for experiment, rank in ranks:
         with fake_rank(experiment, rank) as it:
@@ -140,7 +140,7 @@ def _parts(layouts: list[str]) -> list[Any]:
 @pytest.mark.parametrize("overrides", ["", "parallelism.cp=4", "parallelism.cp=4 parallelism.cp_ulysses=2"])
 def test_every_token_is_computed_once(overrides: str):
     experiment = experiment_of(f"{overrides} training.seq_len=64")
-    parts = token_ranges(experiment)
+    parts = token_ranges(ResolvedLayout.of(experiment))
     assert len(parts) == experiment.parallelism.cp
     tokens = [token for pieces in parts for first, last in pieces for token in range(first, last + 1)]
     assert sorted(tokens) == list(range(64))
@@ -149,7 +149,7 @@ def test_every_token_is_computed_once(overrides: str):
 @pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
 def test_the_pipeline_is_drawn_as_it_is_run(name: str):
     experiment = experiment_of(f"parallelism.pp=2 parallelism.pp_schedule={name} training.micro_batch_size=2")
-    schedule = schedule_of(experiment)
+    schedule = schedule_of(ResolvedLayout.of(experiment))
     stages = len(schedule.placement)
     assert schedule.orders == build_schedule(name, 2, stages, 4)
     costs = [1.0 + stage for stage in range(stages)]
@@ -194,7 +194,7 @@ def test_a_story_told_in_few_moments_keeps_its_peak():
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_the_plan(tmp_path: Path):
-    with pytest.raises(UserError, match=r"this is a folder.*plan\.html"):
+    with pytest.raises(UserError, match=r"is a folder.*plan\.html"):
         Visualization(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):

@@ -7,8 +7,9 @@ from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.builtins import ARCHITECTURES
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import device_type
 from titan_exp.config.machine.attention_backends import FLASH_PACKAGES, HEAD_SIZES, ON_CPU
+from titan_exp.config.machine.devices import device_type
+from titan_exp.rules.rule import rules
 
 
 def kernel_exists(experiment: Experiment) -> Iterator[Violation]:
@@ -65,4 +66,4 @@ def heads_are_of_a_size(experiment: Experiment) -> Iterator[Violation]:
     )
 
 
-RULES = (kernel_exists, kernel_is_installed, kernel_takes_it, heads_are_of_a_size)
+RULES = rules(kernel_exists, kernel_is_installed, kernel_takes_it, heads_are_of_a_size)

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.builtins import ARCHITECTURES
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import device_type
+from titan_exp.config.machine.devices import device_type
 from titan_exp.config.paths.checkpoint_paths import huggingface_folder, saved_state
 from titan_exp.config.paths.remote_url import is_url, problem_of_url
+from titan_exp.rules.rule import rules
 
 
 def initial_weights_are_there(experiment: Experiment) -> Iterator[Violation]:
@@ -98,7 +99,7 @@ def exports_are_of_the_decoder(experiment: Experiment) -> Iterator[Violation]:
         )
 
 
-RULES = (
+RULES = rules(
     what_is_excluded_is_of_something,
     pinned_memory_is_for_gpus,
     a_beginning_is_saved,
@@ -107,5 +108,7 @@ RULES = (
 )
 """Rules that hold at every start."""
 
-BEGINNING_RULES = (initial_weights_are_there,)
+BEGINNING_RULES = rules(
+    initial_weights_are_there,
+)
 """Rules about what is read when a run begins, and not when it goes on."""

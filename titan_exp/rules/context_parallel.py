@@ -7,7 +7,8 @@ from titan_exp.config.errors.did_you_mean import divisors, listed, multiples_nea
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.builtins import ARCHITECTURES
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import device_type, exchanging_heads
+from titan_exp.config.machine.devices import device_type
+from titan_exp.rules.rule import rules
 
 MERGING = ("auto", "flash", "efficient")
 """Kernels whose log-sum-exp ring and allgather can merge by, where the device has them."""
@@ -63,7 +64,7 @@ def groups_divide(experiment: Experiment) -> Iterator[Violation]:
 def heads_divide(experiment: Experiment) -> Iterator[Violation]:
     """Ranks that exchange heads have whole groups of them, of those that tensor parallelism leaves."""
     model, parallelism = experiment.model, experiment.parallelism
-    degree = exchanging_heads(parallelism)
+    degree = parallelism.ulysses_degree
     if degree == 1 or model.heads % parallelism.tp:
         return
     heads, kv_heads = model.heads // parallelism.tp, kv_heads_of_a_rank(experiment)
@@ -128,4 +129,6 @@ def shared_sequences(experiment: Experiment) -> Iterator[Violation]:
         yield from rule(experiment)
 
 
-RULES = (shared_sequences,)
+RULES = rules(
+    shared_sequences,
+)

@@ -6,7 +6,9 @@ from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.builtins import ARCHITECTURES
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import device_type, world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine.devices import device_type
+from titan_exp.rules.rule import rules
 
 BACKENDS = ("inductor", "aot_eager", "eager")
 """Backends of torch.compile that record nothing themselves."""
@@ -60,7 +62,7 @@ def passes_can_be_recorded(experiment: Experiment) -> Iterator[Violation]:
 
 def one_rank_records(experiment: Experiment) -> Iterator[Violation]:
     """No messages between ranks, and no weights that are gathered from them."""
-    world = world_size(experiment)
+    world = ResolvedLayout.of(experiment).world_size
     if experiment.compile.cuda_graphs and world > 1:
         parallelism = experiment.parallelism
         degrees = ("dp_replicate", "dp_shard", "tp", "pp", "cp")
@@ -76,5 +78,9 @@ def _refused(reason: str, remedy: str = "") -> Violation:
     return Violation(_FIELD, True, reason, f"{_WITHOUT}, or {remedy}" if remedy else _WITHOUT)
 
 
-RULES = (passes_can_be_recorded,)
-LAYOUT_RULES = (one_rank_records,)
+RULES = rules(
+    passes_can_be_recorded,
+)
+LAYOUT_RULES = rules(
+    one_rank_records,
+)

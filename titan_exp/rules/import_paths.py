@@ -7,8 +7,9 @@ from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.builtins import ARCHITECTURES, COMPILE_BACKENDS, DECAYS, OPTIMIZERS, SOURCES
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import device_type
+from titan_exp.config.machine.devices import device_type
 from titan_exp.config.schema.import_path import find_dotted, is_dotted
+from titan_exp.rules.rule import rules
 
 
 def names_are_known(experiment: Experiment) -> Iterator[Violation]:
@@ -65,4 +66,4 @@ def compiler_exists(experiment: Experiment) -> Iterator[Violation]:
         yield Violation(field, compile_.backend, "a CPU has no CUDA graphs", "compile.backend=inductor or aot_eager")
 
 
-RULES = (names_are_known, compiler_exists)
+RULES = rules(names_are_known, compiler_exists)

@@ -6,6 +6,7 @@ from titan_exp.config.errors.did_you_mean import divisors, listed, multiples_nea
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.builtins import ARCHITECTURES
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.rules.rule import rules
 
 FFN_MULTIPLE = 32
 """What `model.ffn_dim` is a multiple of: gate and up rows alternate in groups of so many in the fused projection."""
@@ -85,4 +86,6 @@ def shape_of_the_decoder(experiment: Experiment) -> Iterator[Violation]:
             yield from rule(experiment)
 
 
-RULES = (shape_of_the_decoder,)
+RULES = rules(
+    shape_of_the_decoder,
+)

@@ -6,7 +6,6 @@ from titan_exp.config.errors.did_you_mean import did_you_mean, divisors, listed,
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.builtins import ARCHITECTURES
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import data_parallel_degree
 from titan_exp.config.layout.pipeline_schedules import (
     SCHEDULES,
     MalformedSchedule,
@@ -15,10 +14,12 @@ from titan_exp.config.layout.pipeline_schedules import (
     microbatches_of,
     placement_of,
     read_schedule,
+    takes,
 )
-from titan_exp.config.layout.pipeline_stages import layer_counts, pipeline_splits_backward, stage_count, takes
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import timeline
 from titan_exp.rules.recompute import PARTITIONING_BACKENDS
+from titan_exp.rules.rule import rules
 
 SCHEDULE = "parallelism.pp_schedule"
 WHOLE_BACKWARD = "GPipe, 1F1B, Interleaved1F1B or LoopedBFS"
@@ -98,7 +99,7 @@ def one_way_to_divide(experiment: Experiment) -> Iterator[Violation]:
 def stages_fit_the_schedule(experiment: Experiment) -> Iterator[Violation]:
     """Every rank has as many stages as the schedule wants."""
     parallelism = experiment.parallelism
-    count, ranks, name = stage_count(experiment), parallelism.pp, parallelism.pp_schedule
+    count, ranks, name = ResolvedLayout.of(experiment).stage_count, parallelism.pp, parallelism.pp_schedule
     wants = _wanted_stages(experiment)
     if wants(count):
         return
@@ -126,7 +127,7 @@ def stages_fit_the_schedule(experiment: Experiment) -> Iterator[Violation]:
 def every_stage_has_layers(experiment: Experiment) -> Iterator[Violation]:
     """The layers add up, and only the first and the last stage, which hold more than layers, may do without."""
     parallelism, layers = experiment.parallelism, experiment.model.layers
-    counts = layer_counts(experiment)
+    counts = ResolvedLayout.of(experiment).layer_counts
     if sum(counts) != layers:
         yield Violation(
             "parallelism.pp_layers",
@@ -144,7 +145,7 @@ def every_stage_has_layers(experiment: Experiment) -> Iterator[Violation]:
 
 def whole_gradients(experiment: Experiment) -> Iterator[Violation]:
     """What does not go with a backward pass in two, the second part of which comes later."""
-    if not pipeline_splits_backward(experiment.parallelism):
+    if not ResolvedLayout.of(experiment).splits_backward:
         return
     name, policy = experiment.parallelism.pp_schedule, experiment.parallelism.reshard_after_forward
     if policy not in ("auto", "never"):
@@ -199,7 +200,7 @@ def micro_batches_fit(experiment: Experiment) -> Iterator[Violation]:
     parallelism, training = experiment.parallelism, experiment.training
     if parallelism.pp == 1 or any(True for _ in schedule_is_known(experiment)):
         return
-    share, rest = divmod(training.global_batch_size, data_parallel_degree(experiment))
+    share, rest = divmod(training.global_batch_size, ResolvedLayout.of(experiment).dp_degree)
     if rest or share % (training.micro_batch_size or 1):
         return  # Told by the rules about the batch.
     if parallelism.pp_microbatches is not None:
@@ -264,7 +265,7 @@ def _takes_what(experiment: Experiment) -> str:
 
 
 def _larger_batches(experiment: Experiment) -> str:
-    parallelism, ranks = experiment.parallelism, data_parallel_degree(experiment)
+    parallelism, ranks = experiment.parallelism, ResolvedLayout.of(experiment).dp_degree
     number = parallelism.pp_microbatches or next(count for count in range(1, 10**6) if takes(parallelism, count))
     near = multiples_near(
         experiment.training.global_batch_size, number * ranks * (experiment.training.micro_batch_size or 1)
@@ -314,5 +315,9 @@ def _too_many_stages(experiment: Experiment, stages: int) -> Violation:
     )
 
 
-RULES = (pipelines,)
-LAYOUT_RULES = (micro_batches_fit,)
+RULES = rules(
+    pipelines,
+)
+LAYOUT_RULES = rules(
+    micro_batches_fit,
+)

@@ -6,6 +6,7 @@ from fnmatch import fnmatchcase
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.builtins import ARCHITECTURES
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.rules.rule import rules
 
 FIELD = "training.fp32_modules"
 
@@ -47,4 +48,4 @@ def compiled_blocks_are_whole(experiment: Experiment) -> Iterator[Violation]:
             )
 
 
-RULES = (fp32_among_bf16, tied_embedding_stays_with_the_head, compiled_blocks_are_whole)
+RULES = rules(fp32_among_bf16, tied_embedding_stays_with_the_head, compiled_blocks_are_whole)

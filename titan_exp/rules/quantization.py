@@ -10,9 +10,11 @@ from titan_exp.config.groups.builtins import ARCHITECTURES
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.optimizer import MOMENT_BLOCK
 from titan_exp.config.groups.quantization import BLOCK, NVFP4_TILE
-from titan_exp.config.layout.layout import device_type, micro_batch_size
 from titan_exp.config.layout.linear_shapes import Projection, is_quantized, projections
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine.devices import device_type
 from titan_exp.rules.context_parallel import chunks_of_a_sequence
+from titan_exp.rules.rule import rules
 
 RECIPE = "quantization.recipe"
 
@@ -94,7 +96,7 @@ def tokens_are_multiples(experiment: Experiment) -> Iterator[Violation]:
     if recipe in ("none", "float8_rowwise_gw_hp"):
         return
     block, parts = _multiple(experiment), experiment.parallelism.cp
-    tokens = micro_batch_size(experiment) * training.seq_len
+    tokens = ResolvedLayout.of(experiment).micro_batch_size * training.seq_len
     run, rest = divmod(training.seq_len, chunks_of_a_sequence(experiment))
     if recipe == "nvfp4" and rest == 0 and run % BLOCK[recipe]:
         among = f", of which a rank of parallelism.cp={parts} has runs of {run}" if parts > 1 else ""
@@ -225,7 +227,7 @@ def moments_are_adamws(experiment: Experiment) -> Iterator[Violation]:
             return
 
 
-RULES = (
+RULES = rules(
     engine_is_installed,
     filter_names_projections,
     something_is_quantized,
@@ -236,7 +238,9 @@ RULES = (
     one_precision_for_a_module,
     moments_are_adamws,
 )
-LAYOUT_RULES = (tokens_are_multiples,)
+LAYOUT_RULES = rules(
+    tokens_are_multiples,
+)
 """Asked where there is a layout."""
 
 

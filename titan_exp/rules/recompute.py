@@ -8,6 +8,7 @@ from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.builtins import ARCHITECTURES
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.machine.aten_ops import known_operators, read_entry
+from titan_exp.rules.rule import rules
 
 PARTITIONING_BACKENDS = ("inductor", "aot_eager")
 """Compile backends that choose what a graph keeps for backward."""
@@ -121,7 +122,7 @@ def chunks_and_a_head_in_fp32(experiment: Experiment) -> Iterator[Violation]:
             )
 
 
-RULES = (
+RULES = rules(
     kept_operators_exist,
     some_block_is_recomputed,
     budget_is_for_compiled_blocks,

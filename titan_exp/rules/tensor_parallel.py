@@ -7,9 +7,10 @@ from titan_exp.config.errors.did_you_mean import divisors, listed, multiples_nea
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.builtins import ARCHITECTURES
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import device_type
+from titan_exp.config.machine.devices import device_type
 from titan_exp.rules.context_parallel import chunks_of_a_sequence
 from titan_exp.rules.model_shape import FFN_MULTIPLE
+from titan_exp.rules.rule import rules
 
 FIELD = "parallelism.tp"
 
@@ -173,4 +174,6 @@ def _words_are_enough(words: int, degree: int) -> bool:
     return (degree - 1) * -(-words // degree) < words
 
 
-RULES = (shared_matrices,)
+RULES = rules(
+    shared_matrices,
+)

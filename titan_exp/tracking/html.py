@@ -1,6 +1,7 @@
 """Self-contained HTML pages: no network, no other file, no library.
 
-All text is escaped, numbers are JSON that cannot end its script element, and the content security policy forbids loads.
+All text is escaped, data is embedded as JSON that cannot end its script element, and a content security policy blocks
+loading anything.
 """
 
 import json
@@ -10,41 +11,40 @@ from importlib.resources import files
 from typing import Any
 
 FOLDER = "page"
-"""Folder of a room's template, style and scripts; the one beside this file holds those that all pages share."""
+"""Folder of a package with its template, style and scripts; the one beside this file has those of all pages."""
 
 
-def render_page(room: str, scripts: Sequence[str], numbers: Any, **words: Any) -> str:
-    """Render `page.html` and `page.css` of a room; the template extends `base.html`.
+def render_page(package: str, scripts: Sequence[str], numbers: Any, **words: Any) -> str:
+    """Render `page.html` and `page.css` of a package; the template extends our `base.html`.
 
     Args:
-        room: package with a folder `page`.
-        scripts: script files in the order of inclusion.
-        numbers: finite JSON values for the scripts.
+        package: the package with a folder `page`.
+        scripts: files in that folder, in the order of their script elements.
+        numbers: data for the scripts, as finite JSON values.
         words: variables of the template, which are escaped.
     """
     from jinja2 import Environment, FunctionLoader, StrictUndefined
     from markupsafe import Markup
 
-    ours = __package__ or ""
-    loader = FunctionLoader(lambda name: _part(ours, name))
-    environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, loader=loader
-    )
-    # Markup is not escaped: our own files, and JSON that was made safe.
-    return environment.from_string(_part(room, "page.html")).render(
+    common = __package__ or ""
+    loader = FunctionLoader(lambda name: _part(common, name))
+    options = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    environment = Environment(autoescape=True, loader=loader, **options)
+    # Markup is not escaped: our own files, and data made safe for a script.
+    return environment.from_string(_asset(package, "page.html")).render(
         drawn_at=time.strftime("%Y-%m-%d %H:%M"),
-        style=Markup(_part(ours, "base.css") + _part(room, "page.css")),
-        script=Markup("\n".join([_part(ours, "elements.js"), *(_part(room, name) for name in scripts)])),
+        style=Markup(_asset(common, "base.css") + _asset(package, "page.css")),
+        script=Markup("\n".join([_asset(common, "elements.js"), *(_asset(package, name) for name in scripts)])),
         numbers=Markup(_script_safe(numbers)),
         **words,
     )
 
 
-def _part(package: str, name: str) -> str:
+def _asset(package: str, name: str) -> str:
     return files(package).joinpath(FOLDER, name).read_text(encoding="utf-8")
 
 
 def _script_safe(value: Any) -> str:
-    """JSON for a <script>: no character in it can end the element or begin a comment."""
+    """JSON in which no character can end a <script> element or begin a comment."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

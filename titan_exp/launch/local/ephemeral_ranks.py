@@ -8,7 +8,7 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.launch.local.ranks import LocalRanks
 from titan_exp.launch.rank.child_env import environment
@@ -18,11 +18,11 @@ from titan_exp.launch.state.exit_status import AttemptResult
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, write_atomically
 from titan_exp.trainer.rank_call import ANSWER, QUESTION
 
-EVERY = 0.05
+POLL_INTERVAL = 0.05
 """Seconds between looks at the ranks."""
 
 
-def together(main: str, experiment: Experiment, question: Any) -> Any:
+def run_on_ranks(main: str, experiment: Experiment, question: Any) -> Any:
     """Ask as many ranks as an experiment's layout has, and wait for their answer.
 
     Args:
@@ -39,13 +39,15 @@ def together(main: str, experiment: Experiment, question: Any) -> Any:
         folder = RunFolder(scratch)
         write_atomically(folder.config, to_yaml(experiment), durable=False)
         write_atomically(folder.path / QUESTION, json.dumps(question), durable=False)
-        attempt = folder.add_attempt(world_size=world_size(experiment), hosts=[socket.gethostname()]).attempt
+        attempt = folder.add_attempt(
+            world_size=ResolvedLayout.of(experiment).world_size, hosts=[socket.gethostname()]
+        ).attempt
         folder.write_state(RunState("running", 0, time.time(), attempt, None))
-        verdict = _run(main, experiment, folder, attempt)
-        if verdict.exit_code == UserError.exit_code:
-            raise UserError(verdict.detail.strip())
-        if verdict.exit_code:
-            raise RuntimeError(f"{verdict.detail.strip()}\n{verdict.reason}")
+        result = _run(main, experiment, folder, attempt)
+        if result.exit_code == UserError.exit_code:
+            raise UserError(result.detail.strip())
+        if result.exit_code:
+            raise RuntimeError(f"{result.detail.strip()}\n{result.reason}")
         return json.loads((folder.path / ANSWER).read_text(encoding="utf-8"))
 
 
@@ -57,7 +59,7 @@ def _run(main: str, experiment: Experiment, folder: RunFolder, attempt: int) -> 
             while not ranks.poll():
                 if interrupts.first is not None:
                     raise KeyboardInterrupt
-                time.sleep(EVERY)
-            return ranks.verdict()
+                time.sleep(POLL_INTERVAL)
+            return ranks.result()
         finally:
             ranks.close()

@@ -2,8 +2,7 @@
 
 from titan_exp.config.groups.builtins import ARCHITECTURES
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import gradient_accumulation, pipeline_microbatches, reshard_policy
-from titan_exp.config.layout.pipeline_stages import layer_counts, pipeline_splits_backward
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 
 SAMPLED_LAYERS = 5
 """Of the small model: the third is repeated, since what a block computes gathers and reduces for its neighbours."""
@@ -31,17 +30,18 @@ def unsupported_reason(experiment: Experiment) -> str | None:
         "parallelism.prefetch_blocks reaches over several layers": parallelism.prefetch_blocks > 1,
         "parallelism.cpu_offload": parallelism.cpu_offload,
     }
+    layout = ResolvedLayout.of(experiment)
     if parallelism.pp > 1:
         reasons |= {
             f"{parallelism.pp_schedule} computes the gradients of weights later, whose layers cannot be told apart": (
-                pipeline_splits_backward(parallelism)
+                layout.splits_backward
             ),
             "the first and the last stage share a weight": experiment.model.tied_embeddings,
-            "parameters are gathered anew for each micro-batch": reshard_policy(parallelism) != "never",
+            "parameters are gathered anew for each micro-batch": layout.reshard_policy != "never",
             "there are several passes through the pipeline": (
-                pipeline_microbatches(experiment) != gradient_accumulation(experiment)
+                layout.pipeline_microbatches != layout.gradient_accumulation
             ),
-            "a stage has no layers": min(layer_counts(experiment)) < 1,
+            "a stage has no layers": min(layout.layer_counts) < 1,
             "every stage looks at documents": experiment.data.document_mask,
         }
     return next((reason for reason, holds in reasons.items() if holds), None)
@@ -60,12 +60,13 @@ def is_worthwhile(experiment: Experiment, ranks: int) -> bool:
 
     Blocks passed through, forward and backward, in both steps of a trace, stand for the time of either.
     """
-    ways, micro_batches = len(recompute_modes(experiment)[0]), gradient_accumulation(experiment)
+    layout = ResolvedLayout.of(experiment)
+    ways, micro_batches = len(recompute_modes(experiment)[0]), layout.gradient_accumulation
     layers = experiment.model.layers
     if experiment.parallelism.pp == 1:
         few = ways * SAMPLED_LAYERS * (1 + min(micro_batches, SAMPLED_MICRO_BATCHES))
         return layers >= SAMPLED_LAYERS and layers * (1 + micro_batches) > MIN_SPEEDUP * few
-    lone = len({count == 1 for count in layer_counts(experiment)})
+    lone = len({count == 1 for count in layout.layer_counts})
     per_rank = layers / experiment.parallelism.pp
     # Two passes in each of its steps.
     return ranks * per_rank * 2 * micro_batches > MIN_SPEEDUP * ways * lone * SAMPLED_BLOCKS * 4

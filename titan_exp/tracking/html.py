@@ -27,7 +27,7 @@ def render_page(package: str, scripts: Sequence[str], numbers: Any, **words: Any
     from markupsafe import Markup
 
     common = __package__ or ""
-    loader = FunctionLoader(lambda name: _part(common, name))
+    loader = FunctionLoader(lambda name: _asset(common, name))
     options = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(autoescape=True, loader=loader, **options)
     # Markup is not escaped: our own files, and data made safe for a script.

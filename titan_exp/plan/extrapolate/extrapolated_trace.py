@@ -16,7 +16,7 @@ from titan_exp.plan.extrapolate.optimizer_step import trace_optimizer_step_event
 from titan_exp.plan.extrapolate.schedule_simulation import ScheduleSimulation
 from titan_exp.plan.extrapolate.segments import sum_costs
 from titan_exp.plan.extrapolate.step_cost import TracedParts, simulate_rank, stages_of, step_segments, trace_parts
-from titan_exp.plan.search.layout_cost import axes_of
+from titan_exp.plan.time.roofline import axis_ranks
 from titan_exp.plan.trace.fake_world import pipeline_ranks
 from titan_exp.plan.trace.trace_step import Trace
 
@@ -56,7 +56,7 @@ class TraceExtrapolator:
         ledger, before, step = weaver.told()
         passes = step_segments(self.experiment, pipeline_rank, parts, rehearsal)
         work = sum_costs([*(piece.costs for piece in passes), tail.costs])
-        axes = axes_of(self.experiment, pipeline_rank, work)
+        axes = axis_ranks(self.experiment.parallelism, pipeline_rank, work)
         return Trace(ledger.peak(), ledger.held(), gradients, work, axes, ledger.timeline(), before, step)
 
     def tail(self, pipeline_rank: int) -> OptimizerStepEvents:

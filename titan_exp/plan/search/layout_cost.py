@@ -4,15 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
-import numpy as np
-
-from titan_exp.config.layout.axes import AXES
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate.schedule_simulation import ScheduleSimulation, cached_timelines, simulate_schedule
 from titan_exp.plan.extrapolate.step_cost import StepCost, TracedParts, step_cost
 from titan_exp.plan.search.layouts import Candidate
-from titan_exp.plan.time.roofline import pipeline_bubble, rank_time, schedule_and_bubble
-from titan_exp.plan.trace.dispatch_mode import OpCosts
+from titan_exp.plan.time.roofline import axis_ranks, pipeline_bubble, rank_time, schedule_and_bubble
 
 SAFETY_FACTOR, SAFETY_FACTOR_VIEWS = 0.95, 0.85
 """Share of per-token bytes that is relied on when they are scaled from traces of other degrees; the second where the
@@ -50,7 +46,8 @@ def layout_cost(candidate: Candidate, sampled: Candidate, parts: TracedParts, de
     for rank in extreme_ranks(candidate.parallelism.pp):
         step = _step_cost(candidate, rank, parts)
         seconds = max(
-            seconds, rank_time(step.costs, axis_ranks(candidate, rank, step.costs), device, layout.node_size).total
+            seconds,
+            rank_time(step.costs, axis_ranks(candidate.parallelism, rank, step.costs), device, layout.node_size).total,
         )
         persistent = round(sum(step.persistent.values()) * (sampled.shards / candidate.shards - 1))
         # The matmul library keeps a workspace for the forward and one for the backward thread.
@@ -102,19 +99,6 @@ def extreme_ranks(degree: int) -> list[int]:
     Ranks between the second and the last keep fewer micro-batches in flight than the second, and have no more layers.
     """
     return sorted({0, min(1, degree - 1), degree - 1})
-
-
-def axis_ranks(candidate: Candidate, pipeline_rank: int, costs: OpCosts) -> dict[str, list[int]]:
-    """Ranks of the first rank's process group along every mesh axis of its messages."""
-    shape = tuple(axis.degree(candidate.parallelism) for axis in AXES)
-    mesh = np.arange(int(np.prod(shape))).reshape(shape)
-    names, sharded = [axis.name for axis in AXES], {axis.name for axis in AXES if axis.shards_parameters}
-    groups = {}
-    for axis, _ in costs.messages:
-        along = sharded if "fsdp" in axis.split("=") else {axis.split("=")[0]}
-        at = tuple(slice(None) if name in along else pipeline_rank if name == "pp" else 0 for name in names)
-        groups[axis] = mesh[at].flatten().tolist()
-    return groups
 
 
 def _step_cost(candidate: Candidate, rank: int, parts: TracedParts) -> StepCost:

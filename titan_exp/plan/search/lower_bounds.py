@@ -12,9 +12,9 @@ from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate.segments import Segment, join_segments, sum_costs
 from titan_exp.plan.extrapolate.stage_sample import FIRST, LAST, MIDDLE, StageSample
 from titan_exp.plan.extrapolate.step_cost import TracedParts
-from titan_exp.plan.search.layout_cost import axis_ranks, safety_factor
+from titan_exp.plan.search.layout_cost import safety_factor
 from titan_exp.plan.search.layouts import Candidate
-from titan_exp.plan.time.roofline import message_seconds
+from titan_exp.plan.time.roofline import axis_ranks, message_seconds
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 
 BOUND_MARGIN = 0.985
@@ -212,7 +212,7 @@ class LowerBounds:
         if key not in self._rates:
             costs = OpCosts()
             costs.messages[axis, kind] = 1
-            ranks = axis_ranks(candidate, 0, costs)[axis]
+            ranks = axis_ranks(parallelism, 0, costs)[axis]
             self._rates[key] = message_seconds(kind, 2**40, ranks, self._device, candidate.layout.node_size) / 2**40
         return self._rates[key]
 

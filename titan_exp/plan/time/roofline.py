@@ -7,6 +7,10 @@ slower, rarely faster.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from titan_exp.config.groups.parallelism import ParallelismConfig
+from titan_exp.config.layout.axes import AXES
 from titan_exp.config.layout.pipeline_schedules import Schedule
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import timeline
@@ -69,6 +73,19 @@ def rank_time(costs: OpCosts, axes: Mapping[str, Sequence[int]], device: Device,
         behind,
         costs.operators * device.operator_us / 1e6,
     )
+
+
+def axis_ranks(parallelism: ParallelismConfig, pipeline_rank: int, costs: OpCosts) -> dict[str, list[int]]:
+    """Ranks of the first rank's process group along every mesh axis of its messages."""
+    shape = tuple(axis.degree(parallelism) for axis in AXES)
+    mesh = np.arange(int(np.prod(shape))).reshape(shape)
+    names, sharded = [axis.name for axis in AXES], {axis.name for axis in AXES if axis.shards_parameters}
+    groups = {}
+    for axis, _ in costs.messages:
+        along = sharded if "fsdp" in axis.split("=") else {axis.split("=")[0]}
+        at = tuple(slice(None) if name in along else pipeline_rank if name == "pp" else 0 for name in names)
+        groups[axis] = mesh[at].flatten().tolist()
+    return groups
 
 
 def schedule_and_bubble(schedule: str, ranks: int, stages: int, microbatches: int) -> tuple[Schedule, float]:

@@ -80,30 +80,31 @@ def _predict_in_processes(pending: dict[str, PredictionRequest]) -> dict[str, Pr
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
-    groups = {key: _rank_groups(request.experiment) for key, request in pending.items()}
+    groups = {key: _rank_groups(request) for key, request in pending.items()}
     processes = min(usable_cores(), sum(map(len, groups.values())), MAX_PROCESSES)
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker) as pool:
         futures = {
-            key: [pool.submit(_predict_ranks, request.experiment, request.device, ranks) for ranks in groups[key]]
+            key: [pool.submit(_predict_ranks, request, ranks) for ranks in groups[key]]
             for key, request in pending.items()
         }
         return {key: _merge(parts) for key, parts in futures.items()}
 
 
-def _rank_groups(experiment: Experiment) -> list[tuple[int, ...]]:
+def _rank_groups(request: PredictionRequest) -> list[tuple[int, ...]]:
     """Pipeline ranks that share traces, and so a process."""
+    experiment = request.experiment
     ranks = tuple(range(experiment.parallelism.pp))
     if unsupported_reason(experiment) is None and is_worthwhile(experiment, len(ranks)):
         return [ranks]
     return [(rank,) for rank in ranks]
 
 
-def _predict_ranks(experiment: Experiment, device: Device | None, ranks: tuple[int, ...]) -> dict[str, Any]:
+def _predict_ranks(request: PredictionRequest, ranks: tuple[int, ...]) -> dict[str, Any]:
     from titan_exp.plan.plan_table import plan_to_json
     from titan_exp.plan.predict import predict
 
-    return plan_to_json(predict(experiment, device, ranks))
+    return plan_to_json(predict(request.experiment, request.device, ranks))
 
 
 def _merge(parts: "Sequence[Future[dict[str, Any]]]") -> Prediction | NotPredicted:

@@ -14,7 +14,6 @@ from titan_exp.config.errors.did_you_mean import divisors
 from titan_exp.config.errors.user_error import UserError, shown
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine.devices import device_type
 from titan_exp.plan.gate.gate import MemoryCheck, check_memory
 from titan_exp.rules import check
 
@@ -83,10 +82,15 @@ def suggestions(memory_check: MemoryCheck, runs: Path, say: Callable[[str], None
 
 def _candidates(memory_check: MemoryCheck) -> Iterator[tuple[tuple[int, ...], tuple[str, ...], Experiment]]:
     """Combinations that may fit and keep every rule, the cheapest first, each with its level of every option."""
-    experiment = memory_check.experiment
-    options = [_loss_chunks(experiment), _recomputation(experiment), _micro_batches(experiment), _moments(experiment)]
-    if device_type(experiment.cluster) == "cuda":
-        options.append(_degrees(experiment))
+    experiment, layout = memory_check.experiment, ResolvedLayout.of(memory_check.experiment)
+    options = [
+        _loss_chunks(layout),
+        _recomputation(experiment.activation_checkpoint.mode),
+        _micro_batches(layout.micro_batch_size),
+        _moments(experiment.optimizer.state_precision),
+    ]
+    if layout.device_type == "cuda":
+        options.append(_degrees(layout))
     combinations = itertools.product(*(range(len(option)) for option in options))
     for levels in sorted(combinations, key=lambda levels: sum(change.cost for change in _pick(options, levels))):
         changes = _pick(options, levels)
@@ -121,39 +125,39 @@ def _may_fit(memory_check: MemoryCheck, changes: Sequence[Change]) -> bool:
     return (needed - overhead) * best / largest.allocated + overhead <= (memory.capacity or 0)
 
 
-def _loss_chunks(experiment: Experiment) -> list[Change]:
-    tokens = ResolvedLayout.of(experiment).micro_batch_size * experiment.training.seq_len
-    if experiment.training.loss_chunk_tokens is not None or tokens <= LOSS_CHUNK:
+def _loss_chunks(layout: ResolvedLayout) -> list[Change]:
+    tokens = layout.micro_batch_size * layout.training.seq_len
+    if layout.training.loss_chunk_tokens is not None or tokens <= LOSS_CHUNK:
         return [Change()]
     return [Change(), Change((("training.loss_chunk_tokens", LOSS_CHUNK),), 1.0, ("loss",), LOSS_CHUNK / tokens)]
 
 
-def _recomputation(experiment: Experiment) -> list[Change]:
-    stronger = {"none": ("selective", "full"), "full": ()}.get(experiment.activation_checkpoint.mode, ("full",))
+def _recomputation(mode: str) -> list[Change]:
+    stronger = {"none": ("selective", "full"), "full": ()}.get(mode, ("full",))
     costs = {"selective": (2.0, 0.25), "full": (5.0, 0.02)}
     key = "activation_checkpoint.mode"
-    return [Change()] + [Change(((key, mode),), costs[mode][0], ("activations",), costs[mode][1]) for mode in stronger]
+    return [Change()] + [Change(((key, name),), costs[name][0], ("activations",), costs[name][1]) for name in stronger]
 
 
-def _micro_batches(experiment: Experiment) -> list[Change]:
-    now, changes = ResolvedLayout.of(experiment).micro_batch_size, [Change()]
+def _micro_batches(now: int) -> list[Change]:
+    changes = [Change()]
     for size in reversed([size for size in divisors(now) if size < now]):
         cost, shrinking = 1.0 + 0.5 * math.log2(now / size), ("activations", "loss", "communication", "other")
         changes.append(Change((("training.micro_batch_size", size),), cost, shrinking, size / now))
     return changes
 
 
-def _moments(experiment: Experiment) -> list[Change]:
-    if experiment.optimizer.state_precision != "fp32":
+def _moments(precision: str) -> list[Change]:
+    if precision != "fp32":
         return [Change()]
     return [Change(), Change((("optimizer.state_precision", "int8"),), 4.0, ("optimizer",), 0.28)]
 
 
-def _degrees(experiment: Experiment) -> list[Change]:
+def _degrees(layout: ResolvedLayout) -> list[Change]:
     """Other degrees for the same number of devices, or more devices."""
-    parallelism, changes = experiment.parallelism, [Change()]
+    parallelism, changes = layout.parallelism, [Change()]
     # An unset micro-batch size follows from the data-parallel degree.
-    sharded = (*SHARDED, "activations", "loss") if experiment.training.micro_batch_size is None else SHARDED
+    sharded = (*SHARDED, "activations", "loss") if layout.training.micro_batch_size is None else SHARDED
     for factor in (2, 4):
         override = ("parallelism.dp_shard", parallelism.dp_shard * factor)
         changes.append(Change((override,), 8.0 * math.log2(factor), sharded, 1 / factor))

@@ -141,7 +141,7 @@ def train_command(candidate: Candidate, typed: Sequence[str], more: Mapping[str,
 
 def _enumerate(experiment: Experiment, gpus: int, fixed: Collection[str]) -> Iterator[Experiment]:
     parallelism, training = experiment.parallelism, experiment.training
-    for degrees in _degrees(experiment, gpus, fixed):
+    for degrees in _degrees(parallelism, gpus, fixed):
         schedules = (
             (parallelism.pp_schedule,) if "parallelism.pp_schedule" in fixed or degrees["pp"] == 1 else SCHEDULES
         )
@@ -161,12 +161,12 @@ def _enumerate(experiment: Experiment, gpus: int, fixed: Collection[str]) -> Ite
             )
 
 
-def _degrees(experiment: Experiment, gpus: int, fixed: Collection[str]) -> Iterator[dict[str, int]]:
+def _degrees(parallelism: ParallelismConfig, gpus: int, fixed: Collection[str]) -> Iterator[dict[str, int]]:
     """Every factorization of the number of GPUs into degrees that keeps the fixed ones."""
     *searched, last = sorted(DEGREES, key=lambda degree: f"parallelism.{degree}" not in fixed)
 
     def choices(degree: str, left: int) -> list[int]:
-        value = getattr(experiment.parallelism, degree)
+        value = getattr(parallelism, degree)
         if f"parallelism.{degree}" in fixed and value > 0:
             return [value] if left % value == 0 else []
         return divisors(left)

@@ -99,7 +99,9 @@ class LayoutSearch:
         with ProcessPoolExecutor(cores, _forkserver(), _start_worker) as pool:
             for future in [pool.submit(_trace, seed) for seed in self._seeds()]:
                 self._add_trace(*future.result())
-            self._queue = [(self._bounds.of(it).seconds, it.number) for it in self._candidates.values()]
+            self._queue = [
+                (self._bounds.of(candidate).seconds, number) for number, candidate in self._candidates.items()
+            ]
             heapq.heapify(self._queue)
             self._explore(pool, cores)
             if not self._costs and self._smallest_bound is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.config.composing import llama
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.machine.devices import offered_devices
@@ -40,7 +41,7 @@ def traced(*words: str) -> Trace:
 
 def block_shards() -> list[int]:
     """Numbers that each parameter of a block has on one rank, in their order, by hand from the model's sizes."""
-    model = to_experiment(compose(SMALL)).model
+    model = llama(*SMALL)
     heads, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     whole = [
         model.dim,
@@ -54,7 +55,7 @@ def block_shards() -> list[int]:
 
 
 def all_shards() -> list[int]:
-    model = to_experiment(compose(SMALL)).model
+    model = llama(*SMALL)
     ends = [model.vocab_size * model.dim, model.dim, model.vocab_size * model.dim]
     return [*block_shards() * model.layers, *(numbers // SHARDS for numbers in ends)]
 

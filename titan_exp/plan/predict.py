@@ -10,6 +10,7 @@ import torch
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.models.spec.lookup import with_attention_backend
 from titan_exp.plan.cuda.caching_allocator import Reservations, reservations
 from titan_exp.plan.cuda.cpu_offload import GPU
 from titan_exp.plan.cuda.devices import Device
@@ -242,4 +243,4 @@ class _Tracer:
 
 def on_cpu(experiment: Experiment) -> Experiment:
     """The run as traced without CUDA; the CPU's flash kernel keeps the same tensors as CUDA's flash and cuDNN."""
-    return replace(experiment, model=replace(experiment.model, attention_backend=attention_kernel(experiment)))
+    return replace(experiment, model=with_attention_backend(experiment.model, attention_kernel(experiment)))

@@ -8,7 +8,6 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.machine.devices import offered_devices
 from titan_exp.rules import (
-    attention,
     batch,
     checkpoint,
     cluster,
@@ -17,7 +16,7 @@ from titan_exp.rules import (
     data,
     degrees,
     import_paths,
-    model_shape,
+    model,
     paths,
     pipeline_parallel,
     precision,
@@ -33,8 +32,7 @@ from titan_exp.rules.rule import Rule, ask
 RULES: tuple[Rule, ...] = (
     *paths.RULES,
     *schedule.RULES,
-    *model_shape.RULES,
-    *attention.RULES,
+    *model.RULES,
     *precision.RULES,
     *quantization.RULES,
     *triton.RULES,

@@ -12,7 +12,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.paths.data_files import LOADERS, tokenizer_file, unlimited_split
-from titan_exp.rules.import_paths import names_are_known
+from titan_exp.rules.import_paths import source_is_known
 from titan_exp.rules.rule import ask, rules
 from titan_exp.rules.token_store import store_decides, store_vocabulary
 
@@ -108,7 +108,7 @@ def vocabulary_fits(data: DataConfig, model: ModelConfig) -> Iterator[Violation]
 
 def unreadable_source(experiment: Experiment) -> list[Violation]:
     """Violations in the source and its tokenizer, for `titan-exp tokenize`."""
-    asked = rules(names_are_known, source_has_input, no_input_is_ignored, vocabulary_fits, store_decides)
+    asked = rules(source_is_known, source_has_input, no_input_is_ignored, vocabulary_fits, store_decides)
     return [violation for violation in ask(asked, experiment) if violation.field.startswith("data.")]
 
 

@@ -1,4 +1,4 @@
-"""Rules called with what their parameters name: a group, the layout, the device type."""
+"""Rules called with what their parameters name: a group, the layout, the device type, the model's spec."""
 
 import dataclasses
 import inspect
@@ -10,16 +10,17 @@ from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
+from titan_exp.models.spec.lookup import model_spec
 
 GROUPS = {"run" if field.name == "experiment" else field.name: field.name for field in dataclasses.fields(Experiment)}
 """Groups by parameter name: every group has its own, and `experiment` is `run`."""
 
 DERIVED: dict[str, Callable[[Experiment], Any]] = {
-    "experiment": lambda experiment: experiment,
     "layout": ResolvedLayout.of,
     "device": lambda experiment: device_type(experiment.cluster),
+    "spec": lambda experiment: model_spec(experiment.model),
 }
-"""Other parameters that a rule may have."""
+"""Other parameters that a rule may have. A rule about the `spec` is skipped for a model without one."""
 
 
 class Rule:
@@ -39,7 +40,9 @@ class Rule:
 
     def ask(self, values: "Values") -> Iterator[Violation]:
         """Violations of the rule."""
-        if self._when is None or self._when[0](*map(values.__getitem__, self._when[1])):
+        if self._when is not None and not self._when[0](*map(values.__getitem__, self._when[1])):
+            return
+        if "spec" not in self._parameters or values["spec"] is not None:
             yield from self._function(*map(values.__getitem__, self._parameters))
 
 

@@ -11,8 +11,13 @@ from torch import nn
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import timeline
-from titan_exp.models.build import build_model, flops_per_token, init_specs, parameter_count
-from titan_exp.ops.attention.sdpa import choose_backend
+from titan_exp.models.build import (
+    build_model,
+    choose_attention_backend,
+    flops_per_token,
+    init_specs,
+    parameter_count,
+)
 from titan_exp.parallel.apply import parallelize
 from titan_exp.parallel.fsdp.all_gather_hooks import set_all_gather_format
 from titan_exp.parallel.fsdp.apply import require_modules
@@ -44,10 +49,9 @@ class BuiltModel:
         *,
         fake_mode: AbstractContextManager[Any] | None = None,
     ) -> None:
-        backend = choose_backend(
-            experiment.model.attention_backend,
+        backend = choose_attention_backend(
+            experiment.model,
             mesh.device,
-            head_dim=experiment.model.head_dim,
             bf16=experiment.training.mixed_precision == "bf16",
             documents=experiment.data.document_mask,
             parts=experiment.parallelism.cp > 1 and experiment.parallelism.cp_method != "ulysses",

@@ -1,8 +1,8 @@
 """Whether a run's layers and micro-batches are alike, so that tracing a few tells of all. Imports no torch."""
 
-from titan_exp.config.groups.builtins import ARCHITECTURES
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.models.spec.lookup import model_spec
 
 SAMPLED_LAYERS = 5
 """Of the small model: the third is repeated, since what a block computes gathers and reduces for its neighbours."""
@@ -17,9 +17,10 @@ SAMPLED_BLOCKS = 8
 def unsupported_reason(experiment: Experiment) -> str | None:
     """Why layers or micro-batches of a run, its layout resolved, are not known to be alike; None where they are."""
     parallelism, fp32 = experiment.parallelism, experiment.training.fp32_modules
+    spec = model_spec(experiment.model)
     reasons = {
-        "only of the built-in model it is known that its layers are alike": experiment.model.architecture
-        not in ARCHITECTURES,
+        "a plain class does not say that its layers are alike": spec is None,
+        "layers differ": spec is not None and not spec.is_homogeneous,
         "quantization tells layers apart": experiment.quantization.recipe != "none",
         "what is compiled is shared by layers": experiment.compile.enabled,
         "training.fp32_modules may name single layers": any(
@@ -36,7 +37,7 @@ def unsupported_reason(experiment: Experiment) -> str | None:
             f"{parallelism.pp_schedule} computes the gradients of weights later, whose layers cannot be told apart": (
                 layout.splits_backward
             ),
-            "the first and the last stage share a weight": experiment.model.tied_embeddings,
+            "the first and the last stage share a weight": spec is not None and spec.tied,
             "parameters are gathered anew for each micro-batch": layout.reshard_policy != "never",
             "there are several passes through the pipeline": (
                 layout.pipeline_microbatches != layout.gradient_accumulation

@@ -5,8 +5,10 @@ kept, every micro-batch of a pipeline in flight.
 """
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.parameter_count import has_known_state, parameters
+from titan_exp.config.layout.parameter_count import has_known_state
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.models.spec.lookup import model_spec
+from titan_exp.models.spec.model_spec import LayerSpec
 
 BYTES_PER_PARAMETER = 128
 """16 for weight, gradient and AdamW's moments; 28 for FSDP's gathered and reduced copies; 20 for temporaries of the
@@ -18,19 +20,25 @@ workspaces and buffers of cuBLAS and NCCL."""
 
 def upper_bound(experiment: Experiment) -> int | None:
     """Bytes that the process of any rank stays below; None where the model or the optimizer is the user's own."""
-    weights = parameters(experiment.model)
-    if weights is None or not has_known_state(experiment.optimizer.name):
+    spec = model_spec(experiment.model)
+    if spec is None or not has_known_state(experiment.optimizer.name):
         return None
-    layout, model, seq = ResolvedLayout.of(experiment), experiment.model, experiment.training.seq_len
-    attention = (model.heads + 2 * model.kv_heads) * model.head_dim
-    # Elements of every tensor that a block makes, and of its gradient.
-    block = 16 * model.dim + 16 * model.ffn_dim + 8 * attention + 6 * model.heads * seq
-    ends = 6 * model.vocab_size + 4 * model.dim
+    layout, seq = ResolvedLayout.of(experiment), experiment.training.seq_len
+    blocks = sum(_numbers_per_token(layer, seq) for layer in spec.layers)
+    ends = 6 * spec.vocab_size + 4 * spec.dim
     rows = layout.micro_batch_size if layout.parallelism.pp == 1 else layout.sequences_per_dp_rank
     # Recipes keep quantized copies beside their sources.
     recipe = 1 if experiment.quantization.recipe == "none" else 2
     # A CUDA graph keeps its own memory, beside that of an evaluation.
     passes = 2 if experiment.compile.cuda_graphs else 1
-    tensors = BYTES_PER_PARAMETER * weights + passes * 4 * rows * seq * (model.layers * block + ends)
+    tensors = BYTES_PER_PARAMETER * spec.parameters + passes * 4 * rows * seq * (blocks + ends)
     compiler = 2**30 if experiment.compile.enabled else 0
     return recipe * tensors + PROCESS_OVERHEAD[layout.device_type] + compiler
+
+
+def _numbers_per_token(layer: LayerSpec, seq: int) -> int:
+    """Upper bound of elements that a block keeps per token, with their gradients: eight times each linear's output
+    (rotated, cast, split), and all attention scores."""
+    outputs = sum(linear.outputs * linear.active_experts for linear in layer.linears)
+    scores = 0 if layer.attention is None else 6 * layer.attention.heads * seq
+    return 8 * outputs + scores

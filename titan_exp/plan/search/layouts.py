@@ -13,6 +13,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.layout.axes import DEGREES
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.models.spec.lookup import model_spec
 from titan_exp.rules import violations
 
 SCHEDULES = ("1F1B", "Interleaved1F1B")
@@ -56,8 +57,9 @@ class Candidate:
 
     @property
     def kv_heads(self) -> int:
-        """Key-value heads of the model."""
-        return self.experiment.model.kv_heads or self.experiment.model.heads
+        """Key-value heads of the model; 1 without attention."""
+        spec = model_spec(self.experiment.model)
+        return 1 if spec is None or spec.attention is None else spec.attention.kv_heads
 
     @property
     def shards(self) -> int:

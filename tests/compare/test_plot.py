@@ -98,7 +98,7 @@ def test_a_run_without_rows_is_an_error_of_the_user(tmp_path: Path, there: str) 
         folder.mkdir()
     if there == "an empty file":
         (folder / "metrics.jsonl").touch()
-    with pytest.raises(UserError, match=r"no rows of metrics"):
+    with pytest.raises(UserError, match=r"is missing or empty"):
         draw(folder)
     with pytest.raises(UserError, match="empty"):
         summary(folder)

@@ -1,4 +1,4 @@
-"""The verb as it is typed, and what it says of what it cannot plan."""
+"""The verb `plan` on the command line, and its refusals."""
 
 import io
 import json
@@ -30,7 +30,7 @@ SMALL = ["model=llama_debug", *CLUSTER, "training.global_batch_size=64"]
 
 
 def planned(*words: str, code: int = 0) -> str:
-    """What the verb prints, on standard output or, where it fails, as its error."""
+    """Output of the verb, or its error if it fails."""
     command = [sys.executable, "-m", "titan_exp", "plan", *words]
     environment = {**os.environ, "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
@@ -78,7 +78,7 @@ def test_a_table_for_people():
 
 
 def verdict(plan: Plan, room: int) -> str:
-    """What is said of a plan on a device of so many bytes."""
+    """Line about fitting a device of so many bytes."""
     assert plan.device is not None
     console = Console(record=True, width=1000, file=io.StringIO())
     print_plan(replace(plan, device=replace(plan.device, memory_gb=room / 1e9)), console)

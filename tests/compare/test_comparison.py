@@ -226,7 +226,7 @@ def test_a_damaged_run_is_said_and_the_others_are_compared(tmp_path: Path):
     (damaged / "metrics.jsonl").write_text('{"step": 1}\nrubbish\n{"step": 2}\n')
     found = compared(tmp_path)
     assert len(found.rows) == 1
-    assert "cannot be read" in found.notes[0]
+    assert found.notes[0].startswith("Left out: ")
     assert "line 2" in found.notes[0]
     (sorted(folder.iterdir())[1] / "config.yaml").write_text("[1, 2")
     with pytest.raises(UserError, match="None of these runs can be read"):

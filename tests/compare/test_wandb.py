@@ -1,4 +1,4 @@
-"""W&B through its real client: it talks to a server in this process that answers what it asks."""
+"""W&B through its real client against a stub server in this process."""
 
 import json
 import math
@@ -23,7 +23,7 @@ def server() -> Iterator[WandbServer]:
 
 
 def titan_exp(server: str, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own: wandb keeps settings and a service for as long as its process lives."""
+    """The command in a child process: wandb keeps settings and a service for the life of its process."""
     known = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
     environment = {
         **known,

@@ -1,4 +1,4 @@
-"""Every launch passes the planner: refused or warned of in words, written down, shown before and after."""
+"""Memory gate of every launch: refusals and warnings, plan.json, and predicted columns of tables."""
 
 import json
 from dataclasses import replace
@@ -25,7 +25,7 @@ SMALL = ["model=llama_debug", "cluster.device=cpu", "training.steps=10", "plan.p
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of a machine of 4 GiB."""
+    """Runs folder of a machine with 4 GiB."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("titan_exp.plan.device_memory.host_memory", lambda: 4 * GIB)
     return tmp_path
@@ -33,7 +33,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def foretold(monkeypatch: pytest.MonkeyPatch):
-    """A GiB for each 32 tokens of a sequence, with no planning; notes what was asked."""
+    """Stub predictor: 1 GiB per 32 tokens of a sequence; records its calls."""
     asked: list[int] = []
 
     def predict_many(questions, cache, say=print):

@@ -1,4 +1,4 @@
-"""What rates make of a step: fp8 matmuls at theirs, links as the cluster says, measured ones before the table's."""
+"""Roofline rates: fp8 matmuls, links of the cluster group, and measured rates before those of the table."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +23,7 @@ def in_cluster(**values: float) -> Experiment:
     return replace(experiment, cluster=replace(experiment.cluster, **values))
 
 
-def test_matmuls_of_float8_go_at_their_own_rate():
+def test_fp8_matmuls_have_their_own_rate():
     bf16 = rank_time(OpCosts(flops=10**15), {}, H100, 8)
     half = rank_time(OpCosts(flops=10**15, fp8_flops=5 * 10**14), {}, H100, 8)
     assert H100.fp8_tflops is not None
@@ -35,7 +35,7 @@ def test_matmuls_of_float8_go_at_their_own_rate():
     )
 
 
-def test_links_are_those_that_the_cluster_names(tmp_path: Path):
+def test_links_are_those_of_the_cluster_group(tmp_path: Path):
     work = OpCosts(messages={("tp", "all-gather"): 2**30}, calls={("tp", "all-gather"): 1})
 
     def waited(ranks: int, **links: float) -> float:
@@ -47,7 +47,7 @@ def test_links_are_those_that_the_cluster_names(tmp_path: Path):
     assert waited(16, network_gbs=25.0) == pytest.approx(2 * waited(16))
 
 
-def test_what_doctor_measured_of_a_gpu_goes_before_the_table(tmp_path: Path):
+def test_measured_rates_replace_those_of_the_table(tmp_path: Path):
     assert refine_gpu(H100, in_cluster().cluster, tmp_path) == H100
     write_rates(
         tmp_path,
@@ -65,7 +65,7 @@ def test_what_doctor_measured_of_a_gpu_goes_before_the_table(tmp_path: Path):
     assert (fitted.matmul_share, fitted.bandwidth_share) == (0.5, device.bandwidth_share)
 
 
-def test_a_device_that_is_asked_for_has_the_cluster_s_links(tmp_path: Path):
+def test_a_requested_device_has_the_cluster_s_links(tmp_path: Path):
     experiment = in_cluster(network_gbs=12.5)
     experiment = replace(experiment, paths=replace(experiment.paths, runs=str(tmp_path)))
     device = device_for(experiment, "b200")
@@ -73,7 +73,7 @@ def test_a_device_that_is_asked_for_has_the_cluster_s_links(tmp_path: Path):
     assert (device.name, device.network_gbs) == (DEVICES["b200"].name, 12.5)
 
 
-def test_a_ring_is_waited_for_though_its_ranks_share_weights_too():
+def test_ring_hops_are_exposed_also_on_an_axis_shared_with_fsdp():
     sent = OpCosts(messages={("cp_across=fsdp", "send"): 2**30, ("cp_across=fsdp", "all-gather"): 2**30})
     alone = OpCosts(messages={("cp_across", "send"): 2**30})
     both = rank_time(sent, {"cp_across=fsdp": [0, 1]}, H100, 8)

@@ -1,4 +1,4 @@
-"""Layouts of a cluster: which there are, what is said where there is none; what is ranked is what `plan` says."""
+"""Layout search: the search space, its errors, and a ranking equal to the predictions of `plan`."""
 
 import json
 import math
@@ -42,7 +42,7 @@ def test_candidates_are_all_factorizations_that_the_rules_allow():
     assert {violation.field for _, violation in found.left_out} >= {"parallelism.pp"}
 
 
-def test_what_is_typed_is_kept():
+def test_typed_keys_stay_fixed():
     typed = ["parallelism.tp=2", "activation_checkpoint=full", "training.micro_batch_size=1", "optimizer.lr=1e-3"]
     fixed = fixed_keys(typed)
     assert fixed == {"parallelism.tp", "activation_checkpoint.mode", "training.micro_batch_size"} < set(KEYS)
@@ -50,7 +50,7 @@ def test_what_is_typed_is_kept():
     assert {(each.parallelism.tp, each.mode) for each in found.candidates} == {(2, "full")}
 
 
-def test_impossible_totals_are_said():
+def test_an_empty_search_space_is_refused():
     with pytest.raises(UserError, match=r"parallelism.tp=8 does not divide 12 GPUs"):
         search_space(composed("parallelism.tp=8"), 12, {"parallelism.tp"})
     with pytest.raises(UserError, match=r"each of \d+ layouts on 7 GPUs breaks a rule"):
@@ -69,7 +69,7 @@ def test_commands_compose_to_their_layouts():
         assert again.training.steps == 7
 
 
-def test_options_are_told_from_overrides():
+def test_options_are_split_from_overrides():
     options, rest = search_options(["--tokens", "15e12", "model=llama3_8b", "--global-batch-size", "64", "--gpus", "8"])
     assert (options.tokens, options.gpus, options.limit) == (15 * 10**12, 8, 10)
     assert rest == ["model=llama3_8b", "training.global_batch_size=64"]
@@ -102,7 +102,7 @@ def test_the_ranking_is_what_plan_predicts():
 
 
 @pytest.mark.night
-def test_where_nothing_fits_the_smallest_is_named():
+def test_the_smallest_layout_is_named_if_none_fits():
     fixed = ["parallelism.tp=1", "parallelism.cp=1", "parallelism.pp=1", "parallelism.dp_replicate=1"]
     words = ["model=llama3_8b", "model.layers=6", *TYPED[1:], "training.micro_batch_size=8", "training.seq_len=8192"]
     said = planned("search", "--gpus", "8", *words, *fixed, "activation_checkpoint=none", code=2)
@@ -112,11 +112,11 @@ def test_where_nothing_fits_the_smallest_is_named():
     assert "Traceback" not in said
 
 
-def test_a_cpu_has_no_speed():
+def test_cpus_are_refused():
     assert "no speed model for CPUs" in planned("search", "model=llama_debug", "cluster.device=cpu", code=2)
     assert "there is no such device" in planned("search", *TYPED, "--device", "h10", code=2)
 
 
-def test_what_has_no_known_speed_is_not_ranked():
+def test_fp32_is_refused():
     said = planned("search", *TYPED, "training.mixed_precision=fp32", "--gpus", "8", code=2)
     assert "no speed model for fp32" in said

@@ -190,7 +190,7 @@ def _foretell(path: str, mutate: Callable[[], None] | None) -> list[dict[str, An
                 warmup_step=it.warmup_step,
                 preallocated=it.preallocated,
                 batches=it.batches,
-                inductor=uses_inductor(experiment),
+                inductor=uses_inductor(experiment.compile),
             )
             found.append(asdict(_numbers(trace)))
     return found

@@ -149,7 +149,7 @@ def _fit_sentence(plan: Plan, largest: RankPlan) -> str:
         f"{_gib(room)} GiB ({segments / room:.0%}; {_gib(expandable)} with {EXPANDABLE}). The other "
         f"{_gib(room - segments)} must hold memory that is not predicted: CUDA's context and code, NCCL's "
         f"buffers{unknown}."
-        f"{COMPILED if uses_inductor(plan.experiment) else ''}{AT_MOST if plan.at_most else ''}"
+        f"{COMPILED if uses_inductor(plan.experiment.compile) else ''}{AT_MOST if plan.at_most else ''}"
     )
 
 

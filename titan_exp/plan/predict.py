@@ -210,8 +210,8 @@ class _Tracer:
         extrapolator, found = TraceExtrapolator(self._experiment, self._cuda, self._workspace), list[Trace]()
         for number in numbers:
             found.append(extrapolator.trace(number))
-            tail = extrapolator.tail(number)
-            self.parameters, self.flops_per_token = tail.parameters, tail.flops_per_token
+            model = extrapolator.optimizer_step(number)
+            self.parameters, self.flops_per_token = model.parameters, model.flops_per_token
         for number in numbers if self._on_rank is not None else ():
             with self._rank(number):
                 pass
@@ -228,7 +228,7 @@ class _Tracer:
                 preallocated=rank.preallocated,
                 batches=rank.batches,
                 cuda=self._cuda,
-                inductor=uses_inductor(self._experiment),
+                inductor=uses_inductor(self._experiment.compile),
                 matmul_workspace=self._workspace,
             )
 

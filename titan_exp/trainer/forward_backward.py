@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from titan_exp.data.batch import Batch
 from titan_exp.parallel.fsdp.apply import set_gradient_sync
 from titan_exp.parallel.mesh import Mesh
+from titan_exp.parallel.step_observer import step_observer
 from titan_exp.trainer.batch_placement import shard_batch
 from titan_exp.trainer.loss import TokenLoss
 
@@ -57,6 +58,7 @@ class EagerModel:
         """Micro-batches one after the other; the last backward pass reduces gradients over ranks."""
         loss, divisor = torch.zeros((), device=self._mesh.device), predicted(tokens, self._mesh.device)
         for index, batch in enumerate(batches):
+            step_observer().microbatch_begin(index)
             set_gradient_sync(self._module, last=index == len(batches) - 1)
             objective, cross_entropy = normalize_by_tokens(
                 self._token_loss, self._module, shard_batch(batch, self._mesh), divisor

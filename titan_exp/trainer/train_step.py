@@ -12,6 +12,7 @@ from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
 from titan_exp.optim.fused_clip_adamw import FusedClipAdamW
 from titan_exp.optim.grad_clip import clip_factor, global_grad_norm, scale_gradients
 from titan_exp.parallel.mesh import Mesh
+from titan_exp.parallel.step_observer import step_observer
 from titan_exp.parallel.tensor_parallel.apply import reduce_partial_gradients
 from titan_exp.trainer.forward_backward import Model
 
@@ -52,6 +53,7 @@ def train_step(
     """
     loss = model.forward_backward(batches, tokens)
 
+    step_observer().gradients_ready(model.parts)
     reduce_partial_gradients(model.parts, mesh)
     grad_norm = global_grad_norm(model.unique_parameters(), mesh.pp_group)
     if max_grad_norm is not None and isinstance(optimizer, FusedClipAdamW):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.extrapolate.schedule_simulation import ScheduleSimulation, cached_timelines, simulate_schedule
+from titan_exp.plan.extrapolate.schedule_simulation import ScheduleSimulation, simulate_schedule
 from titan_exp.plan.extrapolate.step_cost import StepCost, TracedParts, step_cost
 from titan_exp.plan.search.layouts import Candidate
 from titan_exp.plan.time.roofline import axis_ranks, pipeline_bubble, rank_time, schedule_and_bubble
@@ -119,8 +119,7 @@ def _cached_simulation(  # noqa: PLR0917  # a cache takes arguments by place
     schedule: str, ranks: int, placement: Sequence[int], microbatches: int, rank: int, sends_complete: bool
 ) -> ScheduleSimulation:
     orders, _ = _schedule(schedule, ranks, len(placement), microbatches)
-    with cached_timelines():
-        return simulate_schedule(orders, placement, rank, passes=1, sends_complete=sends_complete)
+    return simulate_schedule(orders, placement, rank, passes=1, sends_complete=sends_complete)
 
 
 _schedule = cache(schedule_and_bubble)

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from functools import cache
 
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.extrapolate.segments import Segment, join_segments, sum_costs
 from titan_exp.plan.extrapolate.stage_sample import FIRST, LAST, MIDDLE, StageSample
 from titan_exp.plan.extrapolate.step_cost import TracedParts
 from titan_exp.plan.search.layout_cost import safety_factor
 from titan_exp.plan.search.layouts import Candidate
 from titan_exp.plan.time.roofline import axis_ranks, message_seconds
 from titan_exp.plan.trace.dispatch_mode import OpCosts
+from titan_exp.plan.trace.segments import Segment, join_segments, sum_costs
 
 BOUND_MARGIN = 0.985
 """Share of a scaled value that is relied on: sizes are rounded up, and some copies become views."""

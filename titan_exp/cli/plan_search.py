@@ -11,6 +11,7 @@ from titan_exp.cli.plan import take_options
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.optimizer import keeps_fp32_moments
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.machine.devices import device_type, offered_devices
 from titan_exp.tracking.number_format import format_bytes
@@ -157,7 +158,7 @@ def _explain_no_fit(result: "SearchResult", device: "Device", gpus: int) -> str:
     fixes = ["more GPUs (--gpus)"]
     if smallest.training.loss_chunk_tokens is None:
         fixes.append("training.loss_chunk_tokens=2048")
-    if smallest.optimizer.state_precision == "fp32":
+    if keeps_fp32_moments(smallest.optimizer):
         fixes.append("optimizer.state_precision=bf16")
     return (
         f"plan search: nothing fits on {gpus} x {device.name} with {capacity}. The smallest of {result.looked_at} "

@@ -13,6 +13,7 @@ from pathlib import Path
 from titan_exp.config.errors.did_you_mean import divisors
 from titan_exp.config.errors.user_error import UserError, shown
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.optimizer import OptimizerConfig, keeps_fp32_moments
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.plan.gate.gate import MemoryCheck, check_memory
 from titan_exp.rules import check
@@ -87,7 +88,7 @@ def _candidates(memory_check: MemoryCheck) -> Iterator[tuple[tuple[int, ...], tu
         _loss_chunks(layout),
         _recomputation(experiment.activation_checkpoint.mode),
         _micro_batches(layout.micro_batch_size),
-        _moments(experiment.optimizer.state_precision),
+        _moments(experiment.optimizer),
     ]
     if layout.device_type == "cuda":
         options.append(_degrees(layout))
@@ -147,8 +148,8 @@ def _micro_batches(now: int) -> list[Change]:
     return changes
 
 
-def _moments(precision: str) -> list[Change]:
-    if precision != "fp32":
+def _moments(optimizer: OptimizerConfig) -> list[Change]:
+    if not keeps_fp32_moments(optimizer):
         return [Change()]
     return [Change(), Change((("optimizer.state_precision", "int8"),), 4.0, ("optimizer",), 0.28)]
 

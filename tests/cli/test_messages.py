@@ -30,7 +30,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
             exit_code=call[0].experiment.seed, folder=SimpleNamespace(path=Path("there"), metrics=Path(__file__))
         )
 
-    monkeypatch.setattr("titan_exp.launch.run_plan.plan", lambda experiment, overrides: (experiment, list(overrides)))
+    monkeypatch.setattr("titan_exp.launch.run_plan.plan_run", lambda experiment, typed: (experiment, list(typed)))
     monkeypatch.setattr("titan_exp.launch.memory_gate.gate_run", lambda plan, say: plan)
     monkeypatch.setattr("titan_exp.launch.run_plans.run", run)
     monkeypatch.setattr("titan_exp.compare.output.plot.draw", lambda folder: folder / "loss.png")
@@ -136,13 +136,13 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
         (["train", "experiment=mine"], "experiment.name=mine"),
         (["train", "+experiment=smok"], "did you mean smoke?"),
         (["train", "+model=llama3_8b"], "leave the plus out: model=llama3_8b"),
-        (["train", "model.options.x=3"], "+model.options.x=3"),
+        (["train", "data.options.x=3"], "+data.options.x=3"),
         (["train", "+model.lr=3"], "model.lr=3: there is no such key\n    did you mean optimizer.lr?"),
         (["train", "~data.split"], "data.split: this key has no value"),
         (["train", "~model"], "model: this group is missing"),
         (["train", "training.steps", "100"], "an override is key=value"),
         (["train", "data.paths=[a"], "quote it"),
-        (["train", "training.steps="], "training.steps: a whole number is meant"),
+        (["train", "training.steps="], "training.steps: must be a whole number"),
         (["train", "training.steps=1,2"], "add -m"),
         (["train", "training.steps=-1"], "must be at least 0"),
         (["train", "--training.steps=5"], "without dashes: training.steps=5"),
@@ -157,7 +157,7 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
         (["train", "data.preview=0"], "must be at least 1"),
         (["train", "--dry-run"], "it goes with -m"),
         (["train", "-m", "--dryrun", "--skip", "training.steps=1,2"], "did you mean --dry-run?"),
-        (["train", "-m", "--jobs", "many", "training.steps=1,2"], "a whole number is meant"),
+        (["train", "-m", "--jobs", "many", "training.steps=1,2"], "must be a whole number"),
         (["sweep", "optimisers"], "Did you mean optimizers?"),
         (["sweep", "--dry-run"], "Which study?"),
         (["sweep", "optimizers", "--dryrun"], "did you mean --dry-run?"),
@@ -168,7 +168,7 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
             ["sweep", "optimizers", "optimizer.state_precision=fp32"],
             "varies optimizer.state_precision together with others",
         ),
-        (["sweep", "optimizers", "experiment.seed=one"], "a whole number is meant"),
+        (["sweep", "optimizers", "experiment.seed=one"], "must be a whole number"),
         (["sweep", "optimizers", "experiment.name=a,b"], "lie in one folder"),
         (["sweep", "optimizers", "parallelism.ep=2"], "None of the 24 points"),
         (["status", "nowhere"], "there is no such run or study"),
@@ -182,8 +182,8 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
         (["tokenize", "outt=x"], "did you mean out?"),
         (["tokenize", "data=txt", "out=x"], "data=txt"),
         (["tokenize", "data.path=[a]", "out=x"], "did you mean data.paths?"),
-        (["tokenize", "data=text", "data.paths=[nowhere]", "out=x"], "nothing here has this name"),
-        (["tokenize", "training.steps=5", "out=x"], "tokenizing does not read it"),
+        (["tokenize", "data=text", "data.paths=[nowhere]", "out=x"], "no such file or folder"),
+        (["tokenize", "training.steps=5", "out=x"], "tokenize does not read it"),
         (["tokenize", "check=nowhere"], "there is no such folder"),
         (["tokenize", "check=nowhere", "out=x"], "leave out= out"),
         (["tokenize", "stores/mine"], "an override is key=value"),

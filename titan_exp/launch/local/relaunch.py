@@ -4,7 +4,6 @@
 them; what plan.json is to say comes from standard input, where it is foreseen.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +27,7 @@ def plan_relaunch(folder: RunFolder) -> RunPlan:
 
     experiment = load_experiment(folder.config)
     typed = yaml.safe_load(folder.overrides.read_text(encoding="utf-8")) if folder.overrides.exists() else []
-    return replace(plan_run(experiment, typed), folder=RunFolder(os.path.abspath(folder.path)))
+    return plan_run(experiment, typed, folder)
 
 
 def main(arguments: Sequence[str]) -> int:

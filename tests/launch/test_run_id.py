@@ -89,7 +89,8 @@ def test_a_new_key_at_its_default_changes_no_id(overrides: list[str]) -> None:
     run = experiment(*overrides)
 
     def later(**values: float) -> Experiment:
-        return dataclasses.replace(run, training=LaterTraining(**vars(run.training), **values))
+        fields: dict[str, Any] = {**vars(run.training), **values}
+        return dataclasses.replace(run, training=LaterTraining(**fields))
 
     assert (run_id(later()), experiment_id(later())) == (run_id(run), experiment_id(run))
     assert run_id(later(label_smoothing=0.1)) != run_id(run)

@@ -33,7 +33,7 @@ class Submitting:
         return plan_run(to_experiment(compose(words)), words)
 
     def submit(self, *plans: RunPlan) -> list[Submission]:
-        return self.backend.submit(plans, say=self.said.append)
+        return self.backend.submit(plans, echo=self.said.append)
 
     def submitted(self, *overrides: str) -> tuple[RunFolder, str]:
         """Submit one run; returns its folder and job."""

@@ -36,7 +36,7 @@ def foretold(monkeypatch: pytest.MonkeyPatch):
     """A GiB for each 32 tokens of a sequence, with no planning; notes what was asked."""
     asked: list[int] = []
 
-    def predict_many(questions, cache, say=print):
+    def predict_many(questions, cache, echo=print):
         found: list[Prediction | NotPredicted] = []
         for question in questions:
             training = question.experiment.training
@@ -107,7 +107,7 @@ def test_a_folder_that_is_there_says_what_was_predicted_last(home: Path, foretol
     for one in first:
         create_run_folder(replace(one, prediction="{}"))
     backend = LocalExecutor(jobs=2)
-    assert [one.outcome for one in backend.submit(first, say=print)] == ["done", "done"]
+    assert [one.outcome for one in backend.submit(first, echo=print)] == ["done", "done"]
     for one in first:
         assert read_predicted_metrics(one.folder).tokens_per_second == 2048.0
 

@@ -63,7 +63,7 @@ def test_a_scheduler_gets_all_points_at_once(
     submitted: list[list[RunPlan]] = []
 
     class Scheduler:
-        def submit(self, plans: list[RunPlan], *, say: object) -> list[Submission]:
+        def submit(self, plans: list[RunPlan], *, echo: object) -> list[Submission]:
             submitted.append(plans)
             for plan in plans:
                 create_run_folder(plan)

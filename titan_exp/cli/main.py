@@ -60,8 +60,8 @@ def train(words: Sequence[str]) -> int:
         if experiment.cluster.kind == "slurm":
             from titan_exp.launch.slurm.error_report import submit
 
-            return submit([gate_run(plan_run(experiment, overrides), console.say)])
-        outcome = run(gate_run(plan_run(experiment, overrides), console.say))
+            return submit([gate_run(plan_run(experiment, overrides), console.echo)])
+        outcome = run(gate_run(plan_run(experiment, overrides), console.echo))
         # A done run that came back from checkpoint.remote has no rows here, nor has one of no steps.
         if outcome.exit_code == 0 and experiment.training.steps and outcome.folder.metrics.exists():
             print(f"loss curve: {draw(outcome.folder.path)}")

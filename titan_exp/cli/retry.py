@@ -56,17 +56,17 @@ def _start(again: list[RunEntry]) -> int:
         plan = plan_relaunch(one.folder)
         by_kind.setdefault(plan.experiment.cluster.kind, []).append(plan)
     console, code = RunConsole(), 0
-    by_kind = {kind: gate_runs(plans, console.say) for kind, plans in by_kind.items()}
+    by_kind = {kind: gate_runs(plans, console.echo) for kind, plans in by_kind.items()}
     for kind, plans in sorted(by_kind.items(), key=lambda pair: pair[0] == "local"):
         if kind == "local":
             local = LocalExecutor(title=lambda plan: labels[plan.folder.path])
-            local.submit(plans, say=console.say)
+            local.submit(plans, echo=console.echo)
             code = local.worst or code
             continue
         backend: Executor = executor_for(kind)
-        for one in backend.submit(plans, say=console.say):
+        for one in backend.submit(plans, echo=console.echo):
             number = f", job {one.job_id}" if one.job_id else ""
-            console.say(
+            console.echo(
                 f"{labels[one.plan.folder.path]}: {one.outcome}{number}{f': {one.reason}' if one.reason else ''}"
             )
             code = 1 if one.outcome in ("refused", "failed") else code

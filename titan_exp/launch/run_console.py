@@ -31,9 +31,9 @@ class RunConsole:
         for line in lines:
             self._log_over = self._log_over or line == FAILURE_MARK
             if not self._log_over:
-                self.say(line)
+                self.echo(line)
 
-    def say(self, line: str) -> None:
+    def echo(self, line: str) -> None:
         """Show a line that stays."""
         if self._sink is not None:
             self._try(self._sink.note, line)

@@ -46,12 +46,12 @@ def run(plan: RunPlan, *, console: RunConsole | None = None) -> Outcome:
     """
     console = console or RunConsole()
     create_run_folder(plan)
-    with explain_write_errors(plan.folder.path), acquire_run(plan.folder, "launcher", console.say):
+    with explain_write_errors(plan.folder.path), acquire_run(plan.folder, "launcher", console.echo):
         state = plan.folder.read_state()
         if state is not None and state.state == "done":
             summary = summarize(plan.folder)
-            console.say(f"{describe(summary, plan.experiment.training.steps)}: {plan.folder.path}")
-            console.say(
+            console.echo(f"{describe(summary, plan.experiment.training.steps)}: {plan.folder.path}")
+            console.echo(
                 "This run is done, so nothing was started. To run it again, give another experiment.seed or "
                 "experiment.name, or remove its folder."
             )
@@ -72,15 +72,15 @@ def _open_attempt(plan: RunPlan, state: RunState | None, console: RunConsole) ->
     refresh_snapshot(plan, last)
     attempt = folder.add_attempt(world_size=size, hosts=[socket.gethostname()]).attempt
     # A rank of the attempt before that was only just starting either sees this row and ends, or is seen here.
-    wait_for_orphans(folder, console.say)
+    wait_for_orphans(folder, console.echo)
     folder.clear_stop()
     folder.write_state(RunState("running", state.step if state else 0, time.time(), attempt, None))
     processes = "1 process" if size == 1 else f"{size} processes"
     if last and state is not None:
         before = state.reason or ("died without a word" if state.state in ("running", "pending") else state.state)
-        console.say(f"{folder.path}: attempt {attempt}, {processes}, after attempt {last} ({before})")
+        console.echo(f"{folder.path}: attempt {attempt}, {processes}, after attempt {last} ({before})")
     else:
-        console.say(f"{folder.path}: {processes}")
+        console.echo(f"{folder.path}: {processes}")
     return attempt
 
 
@@ -123,7 +123,7 @@ class _Execution:
             if interrupts.first and not told:
                 told = True
                 self.folder.request_stop(f"the launcher received {interrupts.first}")
-                self.console.say("Stopping: saving first. Ctrl-C again ends at once.")
+                self.console.echo("Stopping: saving first. Ctrl-C again ends at once.")
             if interrupts.again:
                 self.ranks.kill()
                 self._show()
@@ -147,6 +147,6 @@ def _report(plan: RunPlan, summary: Summary, result: AttemptResult, console: Run
         # What a user can put right says so itself; anything else is shown where it happened.
         text = result.detail if result.exit_code == UserError.exit_code else f"{result.detail}\n{result.reason}"
         console.error(text.strip())
-    console.say(f"{describe(summary, plan.experiment.training.steps)}: {plan.folder.path}")
+    console.echo(f"{describe(summary, plan.experiment.training.steps)}: {plan.folder.path}")
     if result.state == "preempted":
-        console.say("The same command continues it.")
+        console.echo("The same command continues it.")

@@ -51,7 +51,7 @@ class ConcurrentRuns:
         self._slots = [_Slot(cores) for cores in _split_cores(jobs)]
         self._interrupts = Interrupts()
 
-    def run(self, plans: Sequence[RunPlan], say: Callable[[str], None]) -> bool:
+    def run(self, plans: Sequence[RunPlan], echo: Callable[[str], None]) -> bool:
         """Run all of them; returns whether the rest was left alone because of a signal or on request."""
         waiting, told = list(plans), 0
         try:
@@ -67,7 +67,7 @@ class ConcurrentRuns:
                     signals = (self._interrupts.first is not None) + self._interrupts.again
                     if signals > told:
                         told = signals
-                        say("Stopping: every run saves first. Ctrl-C again ends them at once.")
+                        echo("Stopping: every run saves first. Ctrl-C again ends them at once.")
                         self._signal()
                     time.sleep(POLL_INTERVAL)
         finally:

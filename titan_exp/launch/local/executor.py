@@ -36,7 +36,7 @@ class LocalExecutor:
         """The exit code: 0 where all are done, 130 after Ctrl-C, 1 where a run failed, 85 where one stopped."""
         self._jobs, self._title, self._stopped = jobs, title, stopped
 
-    def submit(self, plans: Sequence[RunPlan], *, say: Callable[[str], None]) -> list[Submission]:
+    def submit(self, plans: Sequence[RunPlan], *, echo: Callable[[str], None]) -> list[Submission]:
         """Run what is not done, nor running already, whatever becomes of each; none after Ctrl-C."""
         found: dict[int, Submission] = {}
         waiting: list[tuple[int, RunPlan]] = []
@@ -47,9 +47,9 @@ class LocalExecutor:
             else:
                 found[number] = before
                 told = "done already" if before.outcome == "done" else before.reason
-                say(f"[{number + 1}/{len(plans)}] {self._title(plan)}: {told}")
+                echo(f"[{number + 1}/{len(plans)}] {self._title(plan)}: {told}")
         carry_out = self._one_by_one if self._jobs == 1 or len(waiting) < 2 else self._side_by_side
-        carry_out(waiting, found, len(plans), say)
+        carry_out(waiting, found, len(plans), echo)
         return [found[number] for number in sorted(found)]
 
     def status(self, folders: Sequence[RunFolder]) -> Mapping[Path, JobStatus]:
@@ -77,14 +77,14 @@ class LocalExecutor:
         waiting: Sequence[tuple[int, RunPlan]],
         found: dict[int, Submission],
         total: int,
-        say: Callable[[str], None],
+        echo: Callable[[str], None],
     ) -> None:
         console = RunConsole()
         for number, plan in waiting:
             if self.interrupted or self._stopped():
                 self._note(INTERRUPTED)
                 return
-            say(f"\n[{number + 1}/{total}] {self._title(plan)}")
+            echo(f"\n[{number + 1}/{total}] {self._title(plan)}")
             try:
                 outcome = run(plan, console=console)
             except UserError as error:
@@ -102,26 +102,26 @@ class LocalExecutor:
         waiting: Sequence[tuple[int, RunPlan]],
         found: dict[int, Submission],
         total: int,
-        say: Callable[[str], None],
+        echo: Callable[[str], None],
     ) -> None:
         numbers = {plan.folder.path: number for number, plan in waiting}
 
         def begun(plan: RunPlan) -> None:
-            say(f"[{numbers[plan.folder.path] + 1}/{total}] {self._title(plan)}: started, {plan.folder.path}")
+            echo(f"[{numbers[plan.folder.path] + 1}/{total}] {self._title(plan)}: started, {plan.folder.path}")
 
         def ended(plan: RunPlan, code: int, refusal: str | None) -> None:
             number = numbers[plan.folder.path]
             summary = summarize(plan.folder)
             told = refusal or describe(summary, plan.experiment.training.steps)
             reason = refusal or _reason(plan.folder)
-            say(f"[{number + 1}/{total}] {self._title(plan)}: {told}")
+            echo(f"[{number + 1}/{total}] {self._title(plan)}: {told}")
             if summary.state == "failed" and refusal is None:
-                say(f"    {reason or f'exit code {code}'}\n    titan-exp logs {plan.folder.path}")
+                echo(f"    {reason or f'exit code {code}'}\n    titan-exp logs {plan.folder.path}")
             found[number] = Submission(plan, "refused" if refusal else _ending(summary.state), reason=reason)
             self._note(code)
 
         side_by_side = ConcurrentRuns(self._jobs, begun=begun, ended=ended, stopped=self._stopped)
-        self.interrupted = side_by_side.run([plan for _, plan in waiting], say)
+        self.interrupted = side_by_side.run([plan for _, plan in waiting], echo)
         if self.interrupted:
             self._note(INTERRUPTED)
 

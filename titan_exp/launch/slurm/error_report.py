@@ -22,7 +22,7 @@ def submit(plans: Sequence[RunPlan], labels: Sequence[str] = ()) -> int:
         plans: the runs.
         labels: what tells them apart, where they are a sweep's.
     """
-    submissions = SlurmExecutor().submit(plans, say=print)
+    submissions = SlurmExecutor().submit(plans, echo=print)
     for number, submission in enumerate(submissions):
         if number < SHOWN or submission.outcome == "refused":
             stream = sys.stderr if submission.outcome == "refused" else sys.stdout

@@ -36,7 +36,7 @@ SUBMITTER_LIMIT = 120.0
 class SlurmExecutor:
     """Runs as jobs of SLURM."""
 
-    def submit(self, plans: Sequence[RunPlan], *, say: Callable[[str], None]) -> list[Submission]:
+    def submit(self, plans: Sequence[RunPlan], *, echo: Callable[[str], None]) -> list[Submission]:
         """Submit what is not done, queued or running, and return at once; in the order of the plans.
 
         Raises:
@@ -47,7 +47,7 @@ class SlurmExecutor:
         for runs in dict.fromkeys(map(_runs, plans)):
             here = [plan for plan in plans if _runs(plan) == runs]
             with explain_write_errors(runs), _submitting(runs):
-                for submission in _submit(runs, here, say):
+                for submission in _submit(runs, here, echo):
                     found[submission.plan.folder.path] = submission
         return [found[plan.folder.path] for plan in plans]
 
@@ -100,10 +100,10 @@ class SlurmExecutor:
         return said
 
 
-def _submit(runs: Path, plans: Sequence[RunPlan], say: Callable[[str], None]) -> Iterable[Submission]:
+def _submit(runs: Path, plans: Sequence[RunPlan], echo: Callable[[str], None]) -> Iterable[Submission]:
     frozen = take_code_snapshot(runs, [plan.experiment for plan in plans])
     for name in frozen.loose:
-        say(f"{name} is in no repository of the current folder, so it is not frozen: edits count until the job starts.")
+        echo(f"{name} is in no repository of the current folder, so it is not frozen: edits count until the job starts.")
     provenance = read_provenance(frozen)
     were_there = thread_map(lambda plan: create_run_folder(plan, provenance), plans)
     there = {plan.folder.path for plan, was_there in zip(plans, were_there, strict=True) if was_there}

@@ -69,16 +69,16 @@ def sweep(
     sweep_plan = plan_sweep(points, compose, skip=skip, where=where)
     if study is not None:
         study.plan(sweep_plan)  # what is wrong with it as a whole is said before anything takes seconds
-    sweep_plan = predict_sweep_memory(sweep_plan, console.say, skip=skip, where=where)
+    sweep_plan = predict_sweep_memory(sweep_plan, console.echo, skip=skip, where=where)
     if study is not None:
         study.plan(sweep_plan)
     if options.dry_run:
         show_plan(sweep_plan, study)
         return 0
     if study is not None:
-        study.record(sweep_plan, console.say)
+        study.record(sweep_plan, console.echo)
         if options.prune:
-            study.prune(console.say, ask=not options.yes)
+            study.prune(console.echo, ask=not options.yes)
     found, code = _carry_out(sweep_plan, options, console, study)
     show_outcomes(sweep_plan, found, study)
     return code
@@ -100,20 +100,20 @@ def _carry_out(
     for kind in sorted(by_kind, key=lambda kind: kind == "local"):
         plans = [one.plan for one in by_kind[kind]]
         if kind != "local":
-            submitted = executor_for(kind).submit(plans, say=console.say)
+            submitted = executor_for(kind).submit(plans, echo=console.echo)
             found += submitted
             code = max(code, int(any(one.outcome in ("refused", "failed") for one in submitted)))
             continue
         on_cpu = all(device_type(plan.experiment.cluster) == "cpu" for plan in plans)
         if options.jobs > 1 and not on_cpu:
-            console.say("On GPUs every run may use all of them, so one runs after another.")
+            console.echo("On GPUs every run may use all of them, so one runs after another.")
         with _held(study):
             backend = LocalExecutor(
                 jobs=options.jobs if on_cpu else 1,
                 title=lambda plan: titles[plan.folder.path],
                 stopped=(lambda: False) if study is None else study.stop_requested,
             )
-            found += backend.submit(plans, say=console.say)
+            found += backend.submit(plans, echo=console.echo)
             code = backend.worst or code
     return {one.plan.folder.path: one for one in found}, code
 

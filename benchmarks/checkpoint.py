@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 from titan_exp.checkpoint.checkpointer import Checkpointer
-from titan_exp.checkpoint.dcp.checksums import problem
+from titan_exp.checkpoint.dcp.checksums import find_damage
 from titan_exp.cli.tokenize import TokenizeOptions, make_store
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
@@ -74,10 +74,10 @@ def measure_saves(scratch: Path, parameters: int, saves: int) -> None:
         for step in range(1, saves + 1):
             saver.save(step, [model], optimizer, {}, {"step": step})
             saver.wait()
-            times.append(saver.take_times())
+            times.append(saver.pop_timings())
         saver.close()
-        path = saver.folder.at(saves)
-        verify, load = took(lambda at=path: problem(at)), took(lambda s=saver: s.load(saves, [model], optimizer))
+        path = saver.folder.path_of(saves)
+        verify, load = took(lambda at=path: find_damage(at)), took(lambda s=saver: s.load(saves, [model], optimizer))
         pause, write = (statistics.median(one[f"checkpoint_{key}"] for one in times[1:]) for key in ("pause", "write"))
         numbers = f"{times[0]['checkpoint_pause']:12.3f} {pause:8.3f} {write:8.3f} {size / 1e9 / write:6.2f}"
         print(f"{mode:14} {numbers} {verify:8.3f} {load:8.3f}", flush=True)
@@ -135,7 +135,9 @@ def resume(run: Experiment, batches: int) -> float:
 
 
 def loader_of(run: Experiment) -> TrainLoader:
-    return TrainLoader(run, dp_rank=0, dp_degree=1, micro_batch_size=16, pin_memory=False)
+    return TrainLoader(
+        run.data, run.training, run.experiment.seed, dp_rank=0, dp_degree=1, micro_batch_size=16, pin_memory=False
+    )
 
 
 def took(action: Callable[[], object]) -> float:

@@ -29,7 +29,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.layout import data_parallel_degree
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment
-from titan_exp.data.sources.python_stdlib import PythonStdlib
+from titan_exp.data.sources.python_stdlib import PythonStdlibSource
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 
@@ -78,7 +78,7 @@ def measured_need(folder: Path) -> float:
 
 def corpora(scratch: Path, run: Experiment) -> dict[str, dict[str, Any]]:
     """The `data` groups to measure, by name."""
-    library = PythonStdlib()
+    library = PythonStdlibSource()
     texts = [library[index] for index in range(len(library))]
     text, jsonl, parquet = scratch / "text", scratch / "jsonl", scratch / "parquet"
     for folder in (text, jsonl, parquet):
@@ -145,7 +145,9 @@ def variant(base: Experiment, seq_len: int, rows: int, data: dict[str, Any]) -> 
 def measure(run: Experiment, rows: int, seconds: float) -> tuple[float, float]:
     """Seconds to the first batch, and tokens per second after a fifth of the time."""
     begin = time.perf_counter()
-    loader = TrainLoader(run, dp_rank=0, dp_degree=1, micro_batch_size=rows, pin_memory=False)
+    loader = TrainLoader(
+        run.data, run.training, run.experiment.seed, dp_rank=0, dp_degree=1, micro_batch_size=rows, pin_memory=False
+    )
     next(loader)
     first = time.perf_counter() - begin
     deliver(loader, seconds / 5)
@@ -156,12 +158,16 @@ def measure(run: Experiment, rows: int, seconds: float) -> tuple[float, float]:
 
 def resume(run: Experiment, batches: int) -> float:
     """Seconds from building a loader to its next batch, where `batches` were trained on before."""
-    loader = TrainLoader(run, dp_rank=0, dp_degree=1, micro_batch_size=16, pin_memory=False)
+    loader = TrainLoader(
+        run.data, run.training, run.experiment.seed, dp_rank=0, dp_degree=1, micro_batch_size=16, pin_memory=False
+    )
     loader.skip(batches)
     state = loader.state_dict()
     loader.close()
     begin = time.perf_counter()
-    loader = TrainLoader(run, dp_rank=0, dp_degree=1, micro_batch_size=16, pin_memory=False)
+    loader = TrainLoader(
+        run.data, run.training, run.experiment.seed, dp_rank=0, dp_degree=1, micro_batch_size=16, pin_memory=False
+    )
     loader.load_state_dict(state)
     next(loader)
     elapsed = time.perf_counter() - begin

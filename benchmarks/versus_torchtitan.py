@@ -234,7 +234,9 @@ def batches(job: Job) -> Iterator[Any]:
 
     run = job.experiment()
     yield from TrainLoader(
-        run,
+        run.data,
+        run.training,
+        run.experiment.seed,
         dp_rank=0,
         dp_degree=1,
         micro_batch_size=run.training.global_batch_size,

@@ -8,7 +8,7 @@ import pytest
 
 from tests.checkpoint.tools import assert_holds, exported
 from tests.ranks import run_ranks
-from titan_exp.checkpoint.formats.open import open_source
+from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
 from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
 from titan_exp.cli.convert import convert_command
 from titan_exp.config.errors.user_error import UserError
@@ -31,7 +31,7 @@ def test_the_verbs_read_and_write_urls(here, s3, tmp_path, capsys):
     assert convert_command(["s3://bucket/a", "s3://bucket/b.pt"]) == 0
     assert convert_command(["s3://bucket/b.pt", "s3://bucket/c"]) == 0
     assert convert_command(["s3://bucket/c", "s3://bucket/d", "format=dcp"]) == 0
-    assert_holds(open_source(local_copy("s3://bucket/d")), "llama3")
+    assert_holds(open_checkpoint(local_copy("s3://bucket/d")), "llama3")
     with pytest.raises(UserError, match="s3://bucket/c exists"):
         convert_command(["s3://bucket/a", "s3://bucket/c"])
     assert not list(here.glob("runs/.cache/remote/outgoing-*"))
@@ -48,7 +48,7 @@ def test_of_a_folder_what_is_needed_is_fetched_and_once(here, s3, tmp_path):
     found = local_copy("s3://bucket/llama")
     names = {path.name for path in folder.iterdir()} - {"pytorch_model.bin", "unnamed.safetensors"}
     assert {path.name for path in found.iterdir() if not path.name.endswith(".version")} == names
-    assert_holds(open_source(found), "llama3")
+    assert_holds(open_checkpoint(found), "llama3")
     some = next(name for name in names if name.endswith(".safetensors"))
     asked.clear()
     assert local_copy("s3://bucket/llama") == found
@@ -79,11 +79,11 @@ def test_of_a_run_the_checkpoint_that_is_asked_for(here, tmp_path):
     shutil.rmtree(path)
     share = Path(url.removeprefix("file://"))
     for place, step, expected in ((url, 0, 4), (url, 2, 2), (f"{url}/step-00000002", 0, 2)):
-        found = open_source(local_copy(place, step=step), step)
+        found = open_checkpoint(local_copy(place, step=step), step)
         assert found.path.name == f"step-{expected:08d}"
     assert generate_command([url, "tokens=3"]) == 0
     (share / "step-00000004/checksums.json").unlink()
-    assert open_source(local_copy(url)).path.name == "step-00000002"
+    assert open_checkpoint(local_copy(url)).path.name == "step-00000002"
     with pytest.raises(UserError, match="no complete checkpoint"):
         local_copy(f"{url}/step-00000004")
     with pytest.raises(UserError, match=r"step=4.*no complete checkpoint"):

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tests.checkpoint.saving import checkpointer, one_step, snapshot, trained
 from tests.models.shapes import real_model
 from titan_exp.checkpoint.checkpointer import Checkpointer, load_model
-from titan_exp.checkpoint.dcp.reader import SafeReader, tensor_shapes
+from titan_exp.checkpoint.dcp.storage_reader import SafeStorageReader, tensor_shapes
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.errors.user_error import UserError
 
@@ -41,7 +41,7 @@ def test_weights_alone_can_be_loaded(tmp_path):
     saver = checkpointer(tmp_path, "sync")
     saver.save(10, [model], optimizer, {}, {})
     other = real_model(seed=9)
-    load_model(saver.folder.at(10), other)
+    load_model(saver.folder.path_of(10), other)
     for old, new in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(old, new)
 
@@ -53,9 +53,9 @@ def test_a_checkpoint_counts_only_once_it_is_whole(tmp_path):
     saver.save(10, [model], optimizer, {}, {})
     saver.wait()
     assert saver.latest() == 10
-    saver.folder.partial(20).mkdir()
+    saver.folder.partial_path(20).mkdir()
     assert checkpointer(tmp_path).latest() == 10
-    assert not saver.folder.partial(20).exists()
+    assert not saver.folder.partial_path(20).exists()
 
 
 def test_old_ones_go_when_newer_ones_are_whole(tmp_path):
@@ -64,18 +64,18 @@ def test_old_ones_go_when_newer_ones_are_whole(tmp_path):
     for step in (10, 20, 30):
         saver.save(step, [model], optimizer, {}, {})
     # The third may be complete already; the first stays until training has taken note of it.
-    assert saver.folder.complete()[:2] == [10, 20]
+    assert saver.folder.complete_steps()[:2] == [10, 20]
     saver.wait()
-    assert saver.folder.complete() == [20, 30]
+    assert saver.folder.complete_steps() == [20, 30]
 
 
 def test_the_same_step_is_saved_once(tmp_path):
     model, optimizer = trained()
     saver = checkpointer(tmp_path, "sync")
     saver.save(10, [model], optimizer, {}, {})
-    written = saver.folder.at(10).stat().st_mtime_ns
+    written = saver.folder.path_of(10).stat().st_mtime_ns
     saver.save(10, [model], optimizer, {}, {})
-    assert saver.folder.at(10).stat().st_mtime_ns == written
+    assert saver.folder.path_of(10).stat().st_mtime_ns == written
 
 
 def test_off_saves_nothing(tmp_path):
@@ -117,7 +117,7 @@ def test_metadata_that_would_run_code_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(_Harm()))
     with pytest.raises(pickle.UnpicklingError, match="not checkpoint metadata"):
-        SafeReader(tmp_path).read_metadata()
+        SafeStorageReader(tmp_path).read_metadata()
     assert not (tmp_path / "harmed").exists()
 
 
@@ -125,8 +125,8 @@ def test_no_entry_needs_unpickling(tmp_path):
     model, optimizer = trained()
     saver = checkpointer(tmp_path, "sync")
     saver.save(10, [model], optimizer, {"0": {"epoch": 0}}, {"step": 10})
-    entries = SafeReader(saver.folder.at(10)).read_metadata().state_dict_metadata
-    assert set(tensor_shapes(saver.folder.at(10))) == set(entries)
+    entries = SafeStorageReader(saver.folder.path_of(10)).read_metadata().state_dict_metadata
+    assert set(tensor_shapes(saver.folder.path_of(10))) == set(entries)
     assert dist.get_world_size() == 1
 
 
@@ -136,14 +136,14 @@ def test_the_clock_asks_for_a_save_between_steps(tmp_path):
     config = replace(checkpointer(tmp_path, "sync").config, every=None, every_minutes=2.0)
     saver = Checkpointer(config, tmp_path / "checkpoints", clock=lambda: now)
     now += 119
-    assert not saver.time_is_up()
+    assert not saver.interval_elapsed()
     assert not saver.due(10)
     now += 1
-    assert saver.time_is_up()
+    assert saver.interval_elapsed()
     saver.save(7, [model], optimizer, {}, {})
-    assert not saver.time_is_up()
+    assert not saver.interval_elapsed()
     now += 121
-    assert saver.time_is_up()
+    assert saver.interval_elapsed()
 
 
 def test_times_of_a_save_are_told_once(tmp_path, caplog):
@@ -152,10 +152,10 @@ def test_times_of_a_save_are_told_once(tmp_path, caplog):
     saver = checkpointer(tmp_path)
     saver.save(10, [model], optimizer, {}, {})
     saver.wait()
-    times = saver.take_times()
+    times = saver.pop_timings()
     assert set(times) == {"checkpoint_pause", "checkpoint_write"}
     assert min(times.values()) > 0
-    assert saver.take_times() == {}
+    assert saver.pop_timings() == {}
     assert "saved step 10: training paused for" in caplog.text
 
 
@@ -163,7 +163,7 @@ def test_weights_alone_are_saved_where_asked(tmp_path):
     model, optimizer = trained()
     saver = checkpointer(tmp_path, "sync")
     saver.save(10, [model], optimizer, {"0": {}}, {"step": 10}, weights_only=True)
-    keys = set(tensor_shapes(saver.folder.at(10)))
+    keys = set(tensor_shapes(saver.folder.path_of(10)))
     assert keys == {*(f"model.{name}" for name in model.state_dict()), "progress"}
     other, other_optimizer = trained(seed=9, steps=0)
     restored = checkpointer(tmp_path).load(10, [other], other_optimizer)
@@ -232,7 +232,7 @@ def test_old_ones_that_cannot_be_deleted_do_not_stop_training(tmp_path, monkeypa
     monkeypatch.undo()
     assert checkpointer(tmp_path).latest() == 20
     saver.save(30, [model], optimizer, {}, {})
-    assert saver.folder.complete() == [30]
+    assert saver.folder.complete_steps() == [30]
 
 
 def test_a_process_of_its_own_writes_and_its_failures_are_told(tmp_path, caplog):
@@ -244,12 +244,12 @@ def test_a_process_of_its_own_writes_and_its_failures_are_told(tmp_path, caplog)
         one_step(model, optimizer)
         saver.wait()
         assert saver.latest() == 10
-        saver.folder.partial(20).write_text("in the way")
+        saver.folder.partial_path(20).write_text("in the way")
         saver.save(20, [model], optimizer, {}, {})
         saver.wait()
         assert "step 20 could not be written" in caplog.text
         assert "File exists" in caplog.text
-        saver.folder.partial(20).unlink()
+        saver.folder.partial_path(20).unlink()
         saver.save(20, [model], optimizer, {}, {})
         saver.wait()
         assert saver.latest() == 20

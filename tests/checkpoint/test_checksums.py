@@ -13,12 +13,12 @@ from tests.checkpoint.saving import checkpointer, saved, snapshot, trained
 from tests.checkpoint.tools import exported
 from tests.models.shapes import real_model
 from titan_exp.checkpoint.checkpointer import load_model
-from titan_exp.checkpoint.dcp.checksums import SUMS, has_sums, problem
-from titan_exp.checkpoint.formats.open import open_source
+from titan_exp.checkpoint.dcp.checksums import CHECKSUMS_FILE, find_damage, has_checksums
+from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
 from titan_exp.config.errors.user_error import UserError
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-DATA_FILE, TABLE = "__0_0.distcp", ".metadata"
+DATA_FILE, METADATA_FILE = "__0_0.distcp", ".metadata"
 
 
 def truncate(file: Path) -> None:
@@ -35,18 +35,18 @@ def grow(file: Path) -> None:
     file.write_bytes(file.read_bytes() + b"\0")
 
 
-@pytest.mark.parametrize("name", [DATA_FILE, TABLE, SUMS])
+@pytest.mark.parametrize("name", [DATA_FILE, METADATA_FILE, CHECKSUMS_FILE])
 @pytest.mark.parametrize("harm", [truncate, flip_a_bit, grow, Path.unlink])
 def test_damage_is_found_and_an_older_one_is_used(tmp_path, caplog, name: str, harm: Callable[[Path], None]):
     saver = saved(tmp_path, 10, 20)
-    if (harm, name) == (Path.unlink, SUMS):
+    if (harm, name) == (Path.unlink, CHECKSUMS_FILE):
         pytest.skip("this is how a checkpoint from before checksums looks")
-    if name == SUMS and harm is flip_a_bit:
+    if name == CHECKSUMS_FILE and harm is flip_a_bit:
         # In the middle of it stands a sum or a name; space between them would not matter.
-        file = saver.folder.at(20) / SUMS
+        file = saver.folder.path_of(20) / CHECKSUMS_FILE
         file.write_text(file.read_text().replace('"crc32": "', '"crc32": "1', 1))
     else:
-        harm(saver.folder.at(20) / name)
+        harm(saver.folder.path_of(20) / name)
     again = checkpointer(tmp_path)
     assert again.latest() == 10
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
@@ -54,17 +54,17 @@ def test_damage_is_found_and_an_older_one_is_used(tmp_path, caplog, name: str, h
         assert word in line
     if name == DATA_FILE:
         assert DATA_FILE in line
-    assert again.folder.complete() == [10], "a damaged one does not count when old ones go"
+    assert again.folder.complete_steps() == [10], "a damaged one does not count when old ones go"
     assert (tmp_path / "checkpoints/step-00000020.damaged").is_dir()
 
 
 def test_any_single_bit_that_flips_is_found(tmp_path):
-    path = saved(tmp_path, 10).folder.at(10)
+    path = saved(tmp_path, 10).folder.path_of(10)
     seed = random.randrange(10**6)
     print(f"seed of the flips: {seed}")
     chance = random.Random(seed)
-    meant = json.loads((path / SUMS).read_text())
-    for name in [DATA_FILE, TABLE, SUMS] * 25:
+    meant = json.loads((path / CHECKSUMS_FILE).read_text())
+    for name in [DATA_FILE, METADATA_FILE, CHECKSUMS_FILE] * 25:
         content = (path / name).read_bytes()
         position, bit = chance.randrange(len(content)), chance.randrange(8)
         changed = bytearray(content)
@@ -72,21 +72,21 @@ def test_any_single_bit_that_flips_is_found(tmp_path):
         (path / name).write_bytes(changed)
         try:
             # Space between the sums may become other space.
-            same = name == SUMS and json.loads(changed.decode()) == meant
+            same = name == CHECKSUMS_FILE and json.loads(changed.decode()) == meant
         except ValueError:
             same = False
-        assert same or problem(path) is not None, f"bit {bit} of byte {position} of {name}"
+        assert same or find_damage(path) is not None, f"bit {bit} of byte {position} of {name}"
         (path / name).write_bytes(content)
-    assert problem(path) is None
+    assert find_damage(path) is None
 
 
 def test_a_converted_checkpoint_has_sums_and_what_reads_it_looks_at_them(tmp_path):
     exported("llama3", "dcp", tmp_path / "weights")
-    assert has_sums(tmp_path / "weights")
-    assert open_source(tmp_path / "weights").format == "dcp"
+    assert has_checksums(tmp_path / "weights")
+    assert open_checkpoint(tmp_path / "weights").format == "dcp"
     flip_a_bit(max((tmp_path / "weights").glob("*.distcp"), key=lambda file: file.stat().st_size))
     with pytest.raises(UserError, match=r"is damaged: .*distcp does not have the checksum"):
-        open_source(tmp_path / "weights")
+        open_checkpoint(tmp_path / "weights")
 
 
 def test_what_is_used_instead_is_whole(tmp_path):
@@ -95,7 +95,7 @@ def test_what_is_used_instead_is_whole(tmp_path):
     saver.save(10, [model], optimizer, {}, {"step": 10})
     expected = snapshot(model, optimizer)
     saver.save(20, [model], optimizer, {}, {"step": 20})
-    flip_a_bit(saver.folder.at(20) / DATA_FILE)
+    flip_a_bit(saver.folder.path_of(20) / DATA_FILE)
     other, other_optimizer = trained(seed=5, steps=0)
     again = checkpointer(tmp_path)
     step = again.latest()
@@ -109,18 +109,18 @@ def test_what_is_used_instead_is_whole(tmp_path):
 
 def test_none_good_is_said_in_words_and_nothing_is_touched(tmp_path):
     saver = saved(tmp_path, 10, 20)
-    truncate(saver.folder.at(10) / DATA_FILE)
-    (saver.folder.at(20) / DATA_FILE).unlink()
+    truncate(saver.folder.path_of(10) / DATA_FILE)
+    (saver.folder.path_of(20) / DATA_FILE).unlink()
     with pytest.raises(UserError) as caught:
         checkpointer(tmp_path).latest()
     for word in ("is intact", f"step 10: {DATA_FILE} has", f"step 20: {DATA_FILE} is missing", "from the beginning"):
         assert word in str(caught.value)
-    assert saver.folder.complete() == [10, 20]
+    assert saver.folder.complete_steps() == [10, 20]
 
 
 def test_from_before_checksums_it_loads_with_a_note(tmp_path, caplog):
     saver = saved(tmp_path, 10)
-    (saver.folder.at(10) / SUMS).unlink()
+    (saver.folder.path_of(10) / CHECKSUMS_FILE).unlink()
     caplog.set_level("INFO", logger="titan_exp")
     assert checkpointer(tmp_path).latest() == 10
     assert "before checksums" in caplog.text
@@ -129,29 +129,29 @@ def test_from_before_checksums_it_loads_with_a_note(tmp_path, caplog):
 @pytest.mark.parametrize("harm", [truncate, Path.unlink])
 def test_from_before_checksums_sizes_are_checked(tmp_path, harm):
     saver = saved(tmp_path, 10)
-    (saver.folder.at(10) / SUMS).unlink()
-    assert problem(saver.folder.at(10)) is None
-    harm(saver.folder.at(10) / DATA_FILE)
-    assert DATA_FILE in (problem(saver.folder.at(10)) or "")
+    (saver.folder.path_of(10) / CHECKSUMS_FILE).unlink()
+    assert find_damage(saver.folder.path_of(10)) is None
+    harm(saver.folder.path_of(10) / DATA_FILE)
+    assert DATA_FILE in (find_damage(saver.folder.path_of(10)) or "")
 
 
 def test_the_sums_are_those_of_the_files_and_name_them_all(tmp_path):
-    path = saved(tmp_path, 10).folder.at(10)
-    files = json.loads((path / SUMS).read_text())["files"]
-    assert sorted([*files, SUMS]) == sorted(file.name for file in path.iterdir())
+    path = saved(tmp_path, 10).folder.path_of(10)
+    files = json.loads((path / CHECKSUMS_FILE).read_text())["files"]
+    assert sorted([*files, CHECKSUMS_FILE]) == sorted(file.name for file in path.iterdir())
     for name, one in files.items():
         assert one == {"size": (path / name).stat().st_size, "crc32": f"{zlib.crc32((path / name).read_bytes()):08x}"}
 
 
 def test_every_file_belongs_to_one_share(tmp_path):
-    path = saved(tmp_path, 10).folder.at(10)
+    path = saved(tmp_path, 10).folder.path_of(10)
     flip_a_bit(path / DATA_FILE)
     for shares in (1, 2, 3):
-        assert sum(problem(path, share, shares) is not None for share in range(shares)) == 1
+        assert sum(find_damage(path, share, shares) is not None for share in range(shares)) == 1
 
 
 def test_damaged_weights_are_not_loaded(tmp_path):
-    path = saved(tmp_path, 10).folder.at(10)
+    path = saved(tmp_path, 10).folder.path_of(10)
     flip_a_bit(path / DATA_FILE)
     with pytest.raises(UserError, match=r"step-00000010 is damaged: __0_0\.distcp"):
         load_model(path, real_model(seed=1))
@@ -169,7 +169,7 @@ def test_a_disk_that_loses_what_was_written_is_found(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", lossy)
     saver = saved(tmp_path, 10)
-    assert DATA_FILE in (problem(saver.folder.at(10)) or "")
+    assert DATA_FILE in (find_damage(saver.folder.path_of(10)) or "")
 
 
 def _equal(one, other) -> bool:

@@ -17,9 +17,9 @@ import torch
 from tests.checkpoint.tools import KINDS, assert_holds, exported, in_memory, kind, weights
 from tests.models.shapes import real_model
 from titan_exp.checkpoint.checkpointer import load_model
-from titan_exp.checkpoint.formats import export
+from titan_exp.checkpoint.formats import export_weights
 from titan_exp.checkpoint.formats import safetensors as safetensors_store
-from titan_exp.checkpoint.formats.open import open_source
+from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
 from titan_exp.cli.convert import convert_command
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
@@ -56,7 +56,7 @@ def test_there_and_back_by_the_verb(folder: Path, tmp_path: Path, capsys: pytest
     for name, words in steps:
         assert convert_command([str(source), str(tmp_path / name), *words]) == 0
         source = tmp_path / name
-    assert_holds(open_source(source), "llama3")
+    assert_holds(open_checkpoint(source), "llama3")
     assert "the model that fits: model=" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b.pt", "c", "d", "e"]
 
@@ -180,7 +180,7 @@ def test_a_full_disk_leaves_nothing(form: str, folder: Path, tmp_path: Path, mon
 
 
 def test_a_disk_that_is_too_small_is_said_first(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(export, "ROOM_FOR_THE_REST", 2**60)
+    monkeypatch.setattr(export_weights, "ROOM_FOR_THE_REST", 2**60)
     assert "GB free, and the weights take" in refused(str(folder), str(tmp_path / "x"))
 
 
@@ -217,7 +217,9 @@ def test_overrides_compose_the_shape(name: str):
 
 def test_the_byte_tokenizer_travels(tmp_path: Path):
     transformers = pytest.importorskip("transformers")
-    export.write(in_memory("llama3", tokenizer="bytes"), tmp_path / "x", export.Export("huggingface"))
+    export_weights.export_weights(
+        in_memory("llama3", tokenizer="bytes"), tmp_path / "x", export_weights.ExportOptions("huggingface")
+    )
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "x")
     text = "def f(x):\n\treturn 'naïve ☃'  # \x00\x7f"
     assert tokenizer(text, add_special_tokens=False)["input_ids"] == list(text.encode())
@@ -230,8 +232,8 @@ MEASURE = """
     from pathlib import Path
     import torch
     from titan_exp.cli.convert import convert_command
-    from titan_exp.checkpoint.formats import export
-    from titan_exp.checkpoint.formats import open as source
+    from titan_exp.checkpoint.formats import export_weights
+    from titan_exp.checkpoint.formats import open_checkpoint as source
     from titan_exp.cli.main import convert
     import torch.distributed.checkpoint, tokenizers
     convert_command(sys.argv[3:5])  # a tiny model: everything is imported, every pool is there
@@ -259,8 +261,8 @@ MEASURE = """
 @pytest.fixture(scope="module")
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """240 MB of weights, the largest tensor 16 MB."""
-    from titan_exp.checkpoint.formats.open import Source
-    from titan_exp.checkpoint.formats.torch_file import TorchStore
+    from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint
+    from titan_exp.checkpoint.formats.torch_file import TorchFileReader
     from titan_exp.models.convert.llama_state_dict import llama_map
 
     sizes = {"dim": 1024, "heads": 8, "kv_heads": 4, "head_dim": 128, "ffn_dim": 2048, "vocab_size": 4096, "layers": 6}
@@ -268,7 +270,11 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shapes = llama_map(model, "huggingface").shapes
     tensors = {name: torch.full(shape, 0.5) for name, shape in shapes.items()}
     target = tmp_path_factory.mktemp("large") / "llama"
-    export.write(Source(Path("memory"), "torch", model, TorchStore(tensors)), target, export.Export("huggingface"))
+    export_weights.export_weights(
+        OpenCheckpoint(Path("memory"), "torch", model, TorchFileReader(tensors)),
+        target,
+        export_weights.ExportOptions("huggingface"),
+    )
     return target
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from tests.checkpoint.saving import checkpointer, one_step, snapshot, trained
 from tests.faults import NO_MOUNTS, can_mount, fill, read_only, small_disk
-from titan_exp.checkpoint.dcp.checksums import problem
+from titan_exp.checkpoint.dcp.checksums import find_damage
 from titan_exp.config.errors.user_error import UserError
 
 pytestmark = [
@@ -33,7 +33,7 @@ def test_a_full_disk_costs_a_checkpoint_and_no_more(tmp_path, caplog, mode, leav
             assert "training goes on, and the newest complete one is that of step 10" in caplog.text
             assert "No space left on device" in caplog.text
             assert [entry.name for entry in saver.folder.path.iterdir()] == ["step-00000010"]
-            assert problem(saver.folder.at(10)) is None
+            assert find_damage(saver.folder.path_of(10)) is None
             other, other_optimizer = trained(seed=9, steps=0)
             saver.load(10, [other], other_optimizer)
             assert all(map(_equal, expected, snapshot(other, other_optimizer)))
@@ -65,7 +65,7 @@ def test_a_folder_that_becomes_read_only_costs_a_checkpoint(tmp_path, caplog, mo
             assert saver.latest() == 10
         saver.save(30, [model], optimizer, {}, {"step": 30})
         saver.wait()
-        assert saver.folder.complete() == [30]
+        assert saver.folder.complete_steps() == [30]
     finally:
         saver.close()
 

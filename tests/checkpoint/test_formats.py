@@ -10,8 +10,8 @@ import torch
 from tests.checkpoint import meta_llama
 from tests.checkpoint.tools import KINDS, assert_holds, exported, in_memory, kind, weights
 from tests.models.shapes import real_model
-from titan_exp.checkpoint.formats.export import Export, write
-from titan_exp.checkpoint.formats.open import open_source
+from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_weights
+from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
 from titan_exp.models.build import build_model
 from titan_exp.models.convert.hf_config import to_huggingface
 from titan_exp.ops.attention.rope import Frequencies
@@ -47,7 +47,7 @@ def test_what_transformers_saves_is_read_and_computes_the_same(name: str, tmp_pa
     torch.manual_seed(0)
     theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**values, attn_implementation="eager")).eval()
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="100KB")
-    source = open_source(tmp_path / "theirs")
+    source = open_checkpoint(tmp_path / "theirs")
     assert replace(source.model, name="tiny") == kind(name)
     assert source.special_tokens == {"bos_token_id": 1, "eos_token_id": 2}
     state = {key: source.parameters.read(key) for key in source.parameters.shapes}
@@ -76,7 +76,7 @@ def test_metas_own_arithmetic_computes_the_same_of_its_files(name: str, tmp_path
 def test_every_format_comes_back_bitwise(name: str, form: str, tmp_path: Path):
     form, target = form.removesuffix(".pt"), tmp_path / form
     exported(name, form, target)
-    source = open_source(target)
+    source = open_checkpoint(target)
     assert source.format == form
     assert replace(source.model, name="tiny") == kind(name)
     assert_holds(source, name)
@@ -86,15 +86,15 @@ def test_a_journey_through_every_format_changes_no_bit(tmp_path: Path):
     source = in_memory("llama3_2")
     for number, form in enumerate((*FORMATS, *reversed(FORMATS))):
         target = tmp_path / f"{number}-{form}"
-        write(source, target, Export(form.removesuffix(".pt")))
-        source = open_source(target)
+        export_weights(source, target, ExportOptions(form.removesuffix(".pt")))
+        source = open_checkpoint(target)
     assert_holds(source, "llama3_2")
 
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_bf16(form: str, tmp_path: Path):
-    write(in_memory("llama3"), tmp_path / form, Export(form.removesuffix(".pt"), torch.bfloat16))
-    assert_holds(open_source(tmp_path / form), "llama3", torch.bfloat16)
+    export_weights(in_memory("llama3"), tmp_path / form, ExportOptions(form.removesuffix(".pt"), torch.bfloat16))
+    assert_holds(open_checkpoint(tmp_path / form), "llama3", torch.bfloat16)
 
 
 @pytest.mark.parametrize("by_words", [True, False], ids=["llama3", "llama2"])
@@ -120,7 +120,7 @@ def test_all_model_parallel_files_are_read(name: str, by_words: bool, tmp_path: 
             else:
                 state[key] = value.chunk(ranks, dim=1 if by_columns else 0)[rank].clone()
         torch.save(state | {"rope.freqs": torch.ones(8)}, parallel / f"consolidated.{rank:02d}.pth")
-    source = open_source(parallel)
+    source = open_checkpoint(parallel)
     for key, value in weights(name).items():
         found = source.parameters.read(key)
         assert torch.equal(found[: len(value)], value), key
@@ -134,7 +134,7 @@ def test_published_params_are_understood(tmp_path: Path):
     params = json.loads((folder / "params.json").read_text())
     (folder / "params.json").write_text(json.dumps(params | {"vocab_size": -1}))
     (folder / "model.json").unlink()
-    model = open_source(folder).model
+    model = open_checkpoint(folder).model
     assert model.tied_embeddings
     assert model.vocab_size == 97
     assert (model.rope.scaling, model.rope.factor, model.context) == ("llama3", 32.0, 131072)

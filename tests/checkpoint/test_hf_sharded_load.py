@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 from tests.checkpoint.tools import exported, kind, weights
 from tests.config.composing import experiment
 from tests.ranks import run_ranks
-from titan_exp.checkpoint.formats.hf_sharded_load import read_huggingface_into
+from titan_exp.checkpoint.formats.hf_sharded_load import load_hf_sharded
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.models.build import build_model
 from titan_exp.parallel.apply import parallelize
@@ -26,7 +26,7 @@ def read_sharded(name: str, folder: str, layout: list[str]) -> tuple[dict[str, t
             model = build_model(kind(name), seq_len=64, attention_backend="math")
         parallelize(model, made, build_mesh(made.parallelism, CPU))
         materialize_parameters(model, CPU)
-        read_huggingface_into(model, kind(name), Path(folder))
+        load_hf_sharded(model, kind(name), Path(folder))
         own = sum(it.to_local().numel() if isinstance(it, DTensor) else it.numel() for it in model.parameters())
         whole = {
             name: value.full_tensor() if isinstance(value, DTensor) else value.detach()
@@ -62,7 +62,7 @@ def test_ranks_hold_bitwise_what_one_device_reads(name: str, layout: list[str], 
 def test_one_device(tmp_path: Path):
     folder = exported("llama3", "huggingface", tmp_path / "export", dtype=torch.bfloat16)
     model = build_model(kind("llama3"), seq_len=64, attention_backend="math")
-    read_huggingface_into(model, kind("llama3"), folder)
+    load_hf_sharded(model, kind("llama3"), folder)
     for name, value in weights("llama3").items():
         found = model.get_parameter(name)
         assert found.dtype == torch.float32
@@ -70,19 +70,19 @@ def test_one_device(tmp_path: Path):
 
 
 def test_only_the_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from titan_exp.checkpoint.formats.open import open_huggingface
-    from titan_exp.checkpoint.formats.safetensors import SafetensorsStore
+    from titan_exp.checkpoint.formats.open_checkpoint import open_huggingface
+    from titan_exp.checkpoint.formats.safetensors import SafetensorsReader
 
     source = open_huggingface(exported("llama3", "huggingface", tmp_path / "export"))
     read: list[int] = []
-    plain = SafetensorsStore.read
+    plain = SafetensorsReader.read
 
     def counted(self, *args):
         part = plain(self, *args)
         read.append(part.numel())
         return part
 
-    monkeypatch.setattr(SafetensorsStore, "read", counted)
+    monkeypatch.setattr(SafetensorsReader, "read", counted)
     part = source.parameters.read("blocks.0.feed_forward.gate_up.weight", slice(10, 50), slice(3, 7))
     assert torch.equal(part, weights("llama3")["blocks.0.feed_forward.gate_up.weight"][10:50, 3:7])
     assert sum(read) == part.numel() == 40 * 4
@@ -92,4 +92,4 @@ def test_another_model_is_refused_with_what_fits(tmp_path: Path):
     folder = exported("llama3", "huggingface", tmp_path / "export")
     model = build_model(kind("llama2"), seq_len=64, attention_backend="math")
     with pytest.raises(UserError, match=r"fits them: model=llama_debug .*\n.*model.kv_heads=4: the weights have 2"):
-        read_huggingface_into(model, kind("llama2"), folder)
+        load_hf_sharded(model, kind("llama2"), folder)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.checkpoint.saving import saved, trained
-from titan_exp.checkpoint.init_from import load_weights
+from titan_exp.checkpoint.init_from import load_initial_weights
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.checkpoint_paths import saved_state
 
@@ -17,18 +17,18 @@ def weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def test_all_weights_are_the_saved_ones(tmp_path):
-    path = saved(tmp_path, 10).folder.at(10)
+    path = saved(tmp_path, 10).folder.path_of(10)
     other, _ = trained(seed=3, steps=0)
-    load_weights(path, [other], [])
+    load_initial_weights(path, [other], [])
     original, _ = trained()
     assert all(torch.equal(value, weights(original)[name]) for name, value in weights(other).items())
 
 
 def test_what_is_excluded_keeps_its_values(tmp_path):
-    path = saved(tmp_path, 10).folder.at(10)
+    path = saved(tmp_path, 10).folder.path_of(10)
     other, _ = trained(seed=3, steps=0)
     before = weights(other)
-    load_weights(path, [other], ["blocks.0.*"])
+    load_initial_weights(path, [other], ["blocks.0.*"])
     original = weights(trained()[0])
     kept = [name for name in before if name.startswith("blocks.0.")]
     assert kept
@@ -60,10 +60,10 @@ class Mixed(nn.Module):
 
 
 def test_every_fault_is_named_at_once(tmp_path):
-    path = saved(tmp_path, 10).folder.at(10)
+    path = saved(tmp_path, 10).folder.path_of(10)
     mixed = Mixed(trained()[0], more=200)
     with pytest.raises(UserError) as caught:
-        load_weights(path, [mixed], ["nothing.*"])
+        load_initial_weights(path, [mixed], ["nothing.*"])
     text = str(caught.value)
     names = [name for name, _ in trained()[0].named_parameters()]
     assert "missing in the checkpoint: adapter.000.weight, " in text
@@ -76,17 +76,17 @@ def test_every_fault_is_named_at_once(tmp_path):
 
 
 def test_faults_that_are_excluded_are_none(tmp_path):
-    path = saved(tmp_path, 10).folder.at(10)
+    path = saved(tmp_path, 10).folder.path_of(10)
     mixed = Mixed(trained()[0], more=2)
     absent = [name for name, _ in trained()[0].named_parameters() if name not in dict(mixed.named_parameters())]
-    load_weights(path, [mixed], ["adapter.*", mixed.reshaped, *absent])
+    load_initial_weights(path, [mixed], ["adapter.*", mixed.reshaped, *absent])
 
 
 def test_a_run_its_folder_and_a_checkpoint_mean_the_same(tmp_path):
     folder = saved(tmp_path, 10, 20).folder
-    assert saved_state(str(tmp_path)) == folder.at(20)
-    assert saved_state(str(folder.path)) == folder.at(20)
-    assert saved_state(str(folder.at(10))) == folder.at(10)
-    folder.at(10).rename(folder.partial(10))
-    assert saved_state(str(folder.partial(10))) is None
+    assert saved_state(str(tmp_path)) == folder.path_of(20)
+    assert saved_state(str(folder.path)) == folder.path_of(20)
+    assert saved_state(str(folder.path_of(10))) == folder.path_of(10)
+    folder.path_of(10).rename(folder.partial_path(10))
+    assert saved_state(str(folder.partial_path(10))) is None
     assert saved_state(str(tmp_path / "nowhere")) is None

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoint.tools import in_memory, kind, weights
-from titan_exp.checkpoint.formats.export import Export, write
+from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_weights
 from titan_exp.config.groups.model import RopeConfig
 from titan_exp.models.build import build_model
 
@@ -30,7 +30,7 @@ def test_torchtune_computes_the_same(name: str, form: str, tmp_path: Path):
     if rope.scaling == "llama3":
         rope = RopeConfig(500000.0, "llama3", 32.0, 1.0, 4.0, 8192)  # torchtune knows no other original context
     config = replace(kind(name), rope=rope)
-    write(in_memory(name, model=config), tmp_path / "export", Export(form))
+    export_weights(in_memory(name, model=config), tmp_path / "export", ExportOptions(form))
     checkpointer, file = {
         "huggingface": (training.FullModelHFCheckpointer, "model.safetensors"),
         "llama": (training.FullModelMetaCheckpointer, "consolidated.00.pth"),
@@ -86,12 +86,12 @@ def test_lm_evaluation_harness_measures_what_we_do(tmp_path: Path, monkeypatch: 
     for parameter in ours.parameters():
         torch.nn.init.normal_(parameter, std=0.05)
     ours.reset_buffers()  # type: ignore[operator]  # the decoder's own
-    from titan_exp.checkpoint.formats.torch_file import TorchStore
+    from titan_exp.checkpoint.formats.torch_file import TorchFileReader
 
-    store = TorchStore({key: value.detach() for key, value in ours.state_dict().items()})
+    store = TorchFileReader({key: value.detach() for key, value in ours.state_dict().items()})
     special = {"bos_token_id": 256, "eos_token_id": 256}
     source = in_memory("llama3", model=config, parameters=store, tokenizer="bytes", special_tokens=special)
-    write(source, tmp_path / "export", Export("huggingface"))
+    export_weights(source, tmp_path / "export", ExportOptions("huggingface"))
     texts = ["def main():", "A byte is a token here."]
     (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     (tmp_path / "tasks").mkdir()

@@ -88,14 +88,14 @@ def test_what_is_complete_is_kept_there_by_the_same_rules_and_comes_back(tmp_pat
     save(saver, 10, 20, 30, 40, 50)
     saver.finish_uploads(stopped=False)
     remote = remote_run(url)
-    assert remote.complete() == remote.started() == saver.folder.complete() == [20, 40, 50]
+    assert remote.complete_steps() == remote.listed_steps() == saver.folder.complete_steps() == [20, 40, 50]
     assert remote.folder.read("config.yaml") == b"of: the run\n"
-    assert saver.take_times()["checkpoint_upload"] > 0
+    assert saver.pop_timings()["checkpoint_upload"] > 0
 
     elsewhere = started(tmp_path / "elsewhere", url)
-    assert elsewhere.folder.complete() == [50]
-    for file in saver.folder.at(50).iterdir():
-        assert (elsewhere.folder.at(50) / file.name).read_bytes() == file.read_bytes()
+    assert elsewhere.folder.complete_steps() == [50]
+    for file in saver.folder.path_of(50).iterdir():
+        assert (elsewhere.folder.path_of(50) / file.name).read_bytes() == file.read_bytes()
     assert f"fetching the checkpoint of step 50 from {remote.url}" in caplog.text
     assert started(tmp_path / "here", url).latest() == 50, "and nothing is fetched that is here"
     assert caplog.text.count("fetching") == 1
@@ -112,12 +112,12 @@ def test_half_an_upload_counts_for_nobody(tmp_path, url):
         remote.folder.remove("step-00000020/checksums.json")
         if torn is not None:
             remote.folder.write("step-00000020/checksums.json", torn)
-        assert remote.complete() == [10]
+        assert remote.complete_steps() == [10]
     shutil.rmtree(tmp_path / "here")
     again = started(tmp_path / "here", url, keep=9)
-    assert again.folder.complete() == [10]
+    assert again.folder.complete_steps() == [10]
     save(again, 30)
-    assert remote.started() == [10, 30], "the rubble of an older step goes with the next upload"
+    assert remote.listed_steps() == [10, 30], "the rubble of an older step goes with the next upload"
 
 
 def test_a_complete_one_that_is_being_replaced_does_not_count(tmp_path, url):
@@ -128,14 +128,14 @@ def test_a_complete_one_that_is_being_replaced_does_not_count(tmp_path, url):
     other = Checkpointer(to_experiment(compose(["checkpoint=sync"])).checkpoint, tmp_path / "other")
     other.save(10, [model], optimizer, {}, {})
     never = lambda: False  # noqa: E731
-    remote.put_share(10, saver.folder.at(10), 1, 2, never)
-    assert remote.complete() == [10], "it is the same one"
-    remote.put_share(10, other.folder.at(10), 1, 2, never)
-    assert remote.complete() == []
-    remote.put_share(10, other.folder.at(10), 0, 2, never)
-    assert remote.complete() == []
-    remote.publish(10, other.folder.at(10))
-    assert remote.holds(10, other.folder.at(10))
+    remote.upload_shard(10, saver.folder.path_of(10), 1, 2, never)
+    assert remote.complete_steps() == [10], "it is the same one"
+    remote.upload_shard(10, other.folder.path_of(10), 1, 2, never)
+    assert remote.complete_steps() == []
+    remote.upload_shard(10, other.folder.path_of(10), 0, 2, never)
+    assert remote.complete_steps() == []
+    remote.publish(10, other.folder.path_of(10))
+    assert remote.has_same(10, other.folder.path_of(10))
 
 
 def test_what_never_arrived_is_sent_by_the_next_start(tmp_path, url):
@@ -145,10 +145,10 @@ def test_what_never_arrived_is_sent_by_the_next_start(tmp_path, url):
         Checkpointer(config, tmp_path / "checkpoints").save(step, [model], optimizer, {}, {})
     saver = started(tmp_path, url, keep=9, keep_every=10)
     saver.finish_uploads(stopped=False)
-    assert remote_run(url).complete()[-1] == 30
+    assert remote_run(url).complete_steps()[-1] == 30
     again = started(tmp_path, url, keep=9, keep_every=10)
     save(again, 40)
-    until(lambda: remote_run(url).complete() == [10, 20, 30, 40])
+    until(lambda: remote_run(url).complete_steps() == [10, 20, 30, 40])
 
 
 @pytest.mark.parametrize(
@@ -164,26 +164,26 @@ def test_damage_there_is_found_and_the_one_before_is_used(tmp_path, url, caplog,
     else:
         remote.folder.write(name, bytes(content if damage == "flip" else content[:-1]))
     there = started(tmp_path / "there", url)
-    assert there.folder.complete() == [10]
+    assert there.folder.complete_steps() == [10]
     assert "the checkpoint of step 20" in caplog.text
     assert "is damaged: __0_0.distcp" in caplog.text
-    assert remote.complete() == [10]
+    assert remote.complete_steps() == [10]
     assert "checksums.damaged.json" in remote.folder.entries("step-00000020").files, "it stays to be looked at"
     # Where the run goes through that step again, it is whole again.
     save(there, 20)
-    assert remote.complete() == [10, 20]
+    assert remote.complete_steps() == [10, 20]
     assert "checksums.damaged.json" not in remote.folder.entries("step-00000020").files
-    assert started(tmp_path / "third", url).folder.complete() == [20]
+    assert started(tmp_path / "third", url).folder.complete_steps() == [20]
 
 
 def test_a_checkpoint_that_is_damaged_here_comes_back_from_there(tmp_path, url, caplog):
     saver = started(tmp_path, url, keep=9)
     save(saver, 10, 20)
-    file = saver.folder.at(20) / "__0_0.distcp"
+    file = saver.folder.path_of(20) / "__0_0.distcp"
     whole = file.read_bytes()
     file.write_bytes(whole[:-1])
     again = started(tmp_path, url, keep=9)
-    assert again.folder.complete() == [10, 20]
+    assert again.folder.complete_steps() == [10, 20]
     assert file.read_bytes() == whole
     assert "step 20 was damaged here" in caplog.text
 
@@ -195,32 +195,32 @@ def test_a_fetch_that_was_interrupted_goes_on(tmp_path, s3):
     shutil.copy(tmp_path / "here/checkpoints/step-00000010/__0_0.distcp", wanted)
     asked: list[str] = []
     s3.seen = lambda method, path: asked.append(f"{method} {path}")
-    assert started(tmp_path / "there", "s3://bucket/runs").folder.complete() == [10]
+    assert started(tmp_path / "there", "s3://bucket/runs").folder.complete_steps() == [10]
     assert f"GET /{RUN}/step-00000010/.metadata" in asked
     assert not [one for one in asked if "GET" in one and "__0_0.distcp" in one], "that was here already"
     assert not wanted.exists()
 
 
 def test_a_store_that_is_away_costs_no_run(tmp_path, s3, caplog, monkeypatch):
-    monkeypatch.setattr("titan_exp.checkpoint.remote.filesystem.ATTEMPTS", 1)
+    monkeypatch.setattr("titan_exp.checkpoint.remote.remote_folder.ATTEMPTS", 1)
     saver = started(tmp_path / "here", "s3://bucket/runs", keep_every=10)
     save(saver, 10)
     s3.close()
     save(saver, 20)
     assert caplog.text.count("the checkpoint of step 20 could not be uploaded") == 1
     assert "does not answer" in caplog.text
-    assert saver.folder.complete() == [10, 20]
+    assert saver.folder.complete_steps() == [10, 20]
 
     # A start that has a checkpoint goes on with it; one that has none would begin anew without need.
     caplog.clear()
-    assert started(tmp_path / "here", "s3://bucket/runs").folder.complete() == [10, 20]
+    assert started(tmp_path / "here", "s3://bucket/runs").folder.complete_steps() == [10, 20]
     assert "continuing from step 20" in caplog.text
     with pytest.raises(UserError, match=r"(?s)does not answer.*checkpoint\.remote=null"):
         started(tmp_path / "there", "s3://bucket/runs")
 
     s3.open()
     save(saver, 30)
-    until(lambda: remote_run("s3://bucket/runs").complete() == [10, 20, 30])
+    until(lambda: remote_run("s3://bucket/runs").complete_steps() == [10, 20, 30])
 
 
 class Gate:
@@ -248,12 +248,12 @@ def test_slow_uploads_skip_what_is_not_begun_and_keep_what_they_read(tmp_path, s
     for step in (20, 30):
         saver.save(step, [model], optimizer, {}, {})
     assert "the checkpoint of step 20 is skipped for that of step 30" in caplog.text
-    assert saver.folder.complete() == [10, 30], "10 is being read"
-    assert remote_run("s3://bucket/runs").complete() == []
+    assert saver.folder.complete_steps() == [10, 30], "10 is being read"
+    assert remote_run("s3://bucket/runs").complete_steps() == []
     gate.opened.set()
     saver.finish_uploads(stopped=False)
-    assert remote_run("s3://bucket/runs").complete() == [30]
-    assert saver.folder.complete() == [30]
+    assert remote_run("s3://bucket/runs").complete_steps() == [30]
+    assert saver.folder.complete_steps() == [30]
 
 
 def test_the_end_waits_no_longer_than_it_says(tmp_path, s3, caplog):
@@ -268,8 +268,8 @@ def test_the_end_waits_no_longer_than_it_says(tmp_path, s3, caplog):
     release.join()
     assert "the upload of step 10" in caplog.text
     assert "is given up" in caplog.text
-    assert remote_run("s3://bucket/runs").complete() == []
-    assert saver.folder.complete() == [10]
+    assert remote_run("s3://bucket/runs").complete_steps() == []
+    assert saver.folder.complete_steps() == [10]
 
 
 def test_a_start_says_what_no_waiting_would_help(tmp_path, s3, monkeypatch):

@@ -16,56 +16,56 @@ def folder_with(tmp_path: Path, *names: str) -> CheckpointFolder:
 
 def test_only_complete_checkpoints_count(tmp_path):
     folder = folder_with(tmp_path, "step-00000010", "step-00000030.partial", "step-00000020", "step-00000005.deleted")
-    assert folder.complete() == [10, 20]
+    assert folder.complete_steps() == [10, 20]
 
 
 def test_a_folder_that_is_not_there_holds_none(tmp_path):
-    assert CheckpointFolder(tmp_path / "nowhere").complete() == []
+    assert CheckpointFolder(tmp_path / "nowhere").complete_steps() == []
 
 
 def test_publish_moves_the_partial_one_into_place(tmp_path):
     folder = folder_with(tmp_path, "step-00000010.partial")
     folder.publish(10)
-    assert folder.complete() == [10]
-    assert (folder.at(10) / "part").exists()
-    assert not folder.partial(10).exists()
+    assert folder.complete_steps() == [10]
+    assert (folder.path_of(10) / "part").exists()
+    assert not folder.partial_path(10).exists()
 
 
 def test_publish_replaces_one_of_the_same_step(tmp_path):
     folder = folder_with(tmp_path, "step-00000010", "step-00000010.partial")
-    (folder.partial(10) / "part").write_text("new")
+    (folder.partial_path(10) / "part").write_text("new")
     folder.publish(10)
-    assert (folder.at(10) / "part").read_text() == "new"
+    assert (folder.path_of(10) / "part").read_text() == "new"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000010"]
 
 
 def test_retain_keeps_the_newest(tmp_path):
     folder = folder_with(tmp_path, *(f"step-{step:08d}" for step in (10, 20, 30, 100_000_000)))
-    folder.retain(2)
-    assert folder.complete() == [30, 100_000_000]
-    folder.retain(5)
-    assert folder.complete() == [30, 100_000_000]
+    folder.apply_retention(2)
+    assert folder.complete_steps() == [30, 100_000_000]
+    folder.apply_retention(5)
+    assert folder.complete_steps() == [30, 100_000_000]
 
 
 def test_clean_removes_rubble_alone(tmp_path):
     folder = folder_with(tmp_path, "step-00000010", "step-00000020.partial", "step-00000005.deleted", "mine")
-    folder.clean()
+    folder.remove_stale()
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["mine", "step-00000010"]
 
 
 def test_retain_keeps_multiples_for_ever(tmp_path):
     folder = folder_with(tmp_path, *(f"step-{step:08d}" for step in (10, 15, 20, 30, 35, 45, 55)))
-    folder.retain(2, every=10)
-    assert folder.complete() == [10, 20, 30, 45, 55]
-    folder.retain(1, every=30)
-    assert folder.complete() == [30, 55]
+    folder.apply_retention(2, every=10)
+    assert folder.complete_steps() == [10, 20, 30, 45, 55]
+    folder.apply_retention(1, every=30)
+    assert folder.complete_steps() == [30, 55]
 
 
 def test_damaged_ones_no_longer_count(tmp_path):
     folder = folder_with(tmp_path, "step-00000010", "step-00000020", "step-00000020.damaged")
-    assert folder.set_aside(20) == tmp_path / "step-00000020.damaged"
-    assert folder.complete() == [10]
-    folder.clean()
+    assert folder.quarantine(20) == tmp_path / "step-00000020.damaged"
+    assert folder.complete_steps() == [10]
+    folder.remove_stale()
     assert (tmp_path / "step-00000020.damaged").is_dir(), "someone may want to look at it"
 
 
@@ -95,18 +95,18 @@ def operations(folder: CheckpointFolder, monkeypatch, survives: int) -> None:
 def test_death_while_publishing_and_deleting_loses_nothing(tmp_path, monkeypatch, survives):
     """At whichever rename or deletion: the newest complete state is there, and the next start is clean."""
     folder = folder_with(tmp_path, "step-00000010", "step-00000020", "step-00000030", "step-00000030.partial")
-    (folder.partial(30) / "part").write_text("new")
+    (folder.partial_path(30) / "part").write_text("new")
     died = False
     with monkeypatch.context() as patch:
         operations(folder, patch, survives)
         try:
             folder.publish(30)
-            folder.retain(1)
+            folder.apply_retention(1)
         except Killed:
             died = True
     assert died == (survives < 10), "the count of operations is known"
-    folder.clean()
-    assert folder.complete()[-1] == 30
-    assert (folder.at(30) / "part").read_text() in ("x", "new")
-    folder.retain(1)
+    folder.remove_stale()
+    assert folder.complete_steps()[-1] == 30
+    assert (folder.path_of(30) / "part").read_text() in ("x", "new")
+    folder.apply_retention(1)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000030"]

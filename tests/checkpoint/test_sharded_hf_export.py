@@ -12,8 +12,8 @@ import torch
 from tests.data.stores import make
 from tests.parity.runs import train
 from tests.trainer.test_trainer import run
-from titan_exp.checkpoint.formats.dcp_reader import DistributedStore
-from titan_exp.checkpoint.formats.safetensors import INDEX, SafetensorsStore
+from titan_exp.checkpoint.formats.dcp_checkpoint import DCPTensorReader
+from titan_exp.checkpoint.formats.safetensors import INDEX, SafetensorsReader
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.cli.convert import convert_command
 from titan_exp.config.errors.user_error import UserError
@@ -25,27 +25,27 @@ SAVING = ["training.steps=2", "checkpoint.mode=sync", "model.vocab_size=257"]
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    store = SafetensorsStore(folder)
+    store = SafetensorsReader(folder)
     return {name: store.read(name) for name in store.shapes}
 
 
 def small_files_and_counted_bytes() -> None:
-    from titan_exp.checkpoint.formats.sharded_hf_export import RunExports
+    from titan_exp.checkpoint.formats.sharded_hf_export import ShardedHFExporter
 
-    defaults = RunExports.__init__.__kwdefaults__
+    defaults = ShardedHFExporter.__init__.__kwdefaults__
     assert defaults is not None
     defaults["file_bytes"] = 1e5
-    written, original, fill = [0], os.pwrite, RunExports._fill
+    written, original, fill = [0], os.pwrite, ShardedHFExporter._fill
 
     def counted(descriptor: int, data: memoryview, offset: int) -> int:
         written[0] += len(data)
         return original(descriptor, data, offset)
 
-    def filled(self: RunExports, *args: Any) -> None:
+    def filled(self: ShardedHFExporter, *args: Any) -> None:
         fill(self, *args)
         (self._path.parent / f"bytes-{os.environ['RANK']}").write_text(str(written[0]))
 
-    os.pwrite, RunExports._fill = counted, filled  # type: ignore[method-assign,assignment]  # in this process alone
+    os.pwrite, ShardedHFExporter._fill = counted, filled  # type: ignore[method-assign,assignment]  # in this process alone
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def assert_transformers_computes_the_same(folder: Path, run: Path, weights: dict
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     ours = build_model(load_experiment(run / "config.yaml").model, seq_len=64, attention_backend="math")
-    dtype = SafetensorsStore(folder).dtype("model.norm.weight")
+    dtype = SafetensorsReader(folder).dtype("model.norm.weight")
     ours.load_state_dict({name: weight.to(dtype).float() for name, weight in weights.items()})
     ours.reset_buffers()  # type: ignore[operator]  # the decoder's own
     ids = torch.randint(0, 257, (2, 64))
@@ -138,7 +138,7 @@ def full_on_rank_1() -> None:
 def test_parts_of_what_ranks_have_saved(tmp_path: Path):
     """Any rows and columns, across the pieces of four ranks."""
     train(tmp_path, *SAVING, "parallelism.tp=2", "parallelism.dp_shard=2")
-    store = DistributedStore(CheckpointFolder(tmp_path / "checkpoints").at(2))
+    store = DCPTensorReader(CheckpointFolder(tmp_path / "checkpoints").path_of(2))
     for name, shape in store.shapes.items():
         whole, rows = store.read(name), slice(shape[0] // 3, 2 * shape[0] // 3 + 1)
         assert torch.equal(store.read(name, rows), whole[rows]), name

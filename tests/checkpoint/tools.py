@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from tests.models.shapes import TINY, real_model
-from titan_exp.checkpoint.formats.export import Export, write
-from titan_exp.checkpoint.formats.open import Source
-from titan_exp.checkpoint.formats.torch_file import TorchStore
+from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_weights
+from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint
+from titan_exp.checkpoint.formats.torch_file import TorchFileReader
 from titan_exp.config.groups.model import ModelConfig, RopeConfig
 
 SHAPE = replace(TINY, ffn_dim=128)
@@ -35,19 +35,19 @@ def weights(name: str, seed: int = 0) -> dict[str, torch.Tensor]:
     }
 
 
-def in_memory(name: str, **changes: Any) -> Source:
+def in_memory(name: str, **changes: Any) -> OpenCheckpoint:
     """A source that is no file."""
     special = {"bos_token_id": 1, "eos_token_id": 1}
-    source = Source(Path("memory"), "torch", kind(name), TorchStore(weights(name)), None, special)
+    source = OpenCheckpoint(Path("memory"), "torch", kind(name), TorchFileReader(weights(name)), None, special)
     return replace(source, **changes)
 
 
 def exported(name: str, form: str, target: Path, **settings: Any) -> Path:
-    write(in_memory(name), target, Export(form, **settings))
+    export_weights(in_memory(name), target, ExportOptions(form, **settings))
     return target
 
 
-def assert_holds(source: Source, name: str, dtype: torch.dtype = torch.float32) -> None:
+def assert_holds(source: OpenCheckpoint, name: str, dtype: torch.dtype = torch.float32) -> None:
     """Bitwise the weights of a kind."""
     expected = weights(name)
     assert set(source.parameters.shapes) == set(expected)

@@ -22,7 +22,7 @@ from titan_exp.plan.cuda.devices import DEVICES, device_named
 from titan_exp.plan.plan_table import print_plan, print_unwrapped
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.rules import check
-from titan_exp.tracking.memory_stats import PEAKS
+from titan_exp.tracking.memory_stats import PEAK_TFLOPS
 
 CLUSTER = ["cluster=slurm_h100", "training.seq_len=512", "training.mixed_precision=bf16"]
 SMALL = ["model=llama_debug", *CLUSTER, "training.global_batch_size=64"]
@@ -163,5 +163,5 @@ def test_a_verb_misspelt_is_no_override(capsys: pytest.CaptureFixture[str]):
 def test_devices_are_those_that_mfu_is_counted_by():
     with pytest.raises(UserError, match="did you mean h100"):
         device_named("h10")
-    peaks = {peak for _, peak in PEAKS}
+    peaks = {peak for _, peak in PEAK_TFLOPS}
     assert {device.bf16_tflops for device in DEVICES.values()} <= peaks

@@ -195,13 +195,13 @@ def assert_same(folder: RunFolder, undisturbed: RunFolder) -> None:
 
 
 def final_state(checkpoints: Path) -> dict[str, torch.Tensor]:
-    from titan_exp.checkpoint.dcp.reader import read_into, tensor_shapes
+    from titan_exp.checkpoint.dcp.storage_reader import load_into, tensor_shapes
 
-    path = CheckpointFolder(checkpoints).at(STEPS)
+    path = CheckpointFolder(checkpoints).path_of(STEPS)
     state = {
         key: torch.empty(shape)
         for key, shape in tensor_shapes(path).items()
         if key.startswith(("model.", "optimizer."))
     }
-    read_into(path, state)
+    load_into(path, state)
     return state

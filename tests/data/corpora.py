@@ -105,7 +105,15 @@ class Ranks:
     def __init__(self, run: Experiment, dp_degree: int, micro_batch_size: int, state: Mapping[str, Any] | None = None):
         self._micro_batches = run.training.global_batch_size // (dp_degree * micro_batch_size)
         self.loaders = [
-            TrainLoader(run, dp_rank=rank, dp_degree=dp_degree, micro_batch_size=micro_batch_size, pin_memory=False)
+            TrainLoader(
+                run.data,
+                run.training,
+                run.experiment.seed,
+                dp_rank=rank,
+                dp_degree=dp_degree,
+                micro_batch_size=micro_batch_size,
+                pin_memory=False,
+            )
             for rank in range(dp_degree)
         ]
         if state is not None:

@@ -46,7 +46,7 @@ class Texts:
         return text(index)
 
 
-class Reader:
+class PartReader:
     """A reader whose state is a number."""
 
     def __init__(self, source: Texts, documents: Sequence[int], begin: int) -> None:
@@ -74,10 +74,10 @@ class Stream:
     def __init__(self, config: DataConfig, **options: Any) -> None:
         self._texts = Texts(config, **options)
 
-    def open(self, part: int, state: Mapping[str, Any] | None) -> Reader:
+    def open(self, part: int, state: Mapping[str, Any] | None) -> PartReader:
         count = len(self._texts)
         documents = range(count * part // self.parts, count * (part + 1) // self.parts)
-        return Reader(self._texts, documents, state["next"] if state else 0)
+        return PartReader(self._texts, documents, state["next"] if state else 0)
 
 
 TEXTS, STREAM = f"{__name__}.Texts", f"{__name__}.Stream"

@@ -1,7 +1,7 @@
 import numpy as np
 import torch
 
-from titan_exp.data.batch import assemble
+from titan_exp.data.batch import collate
 from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
 
 WINDOWS = np.array([[1, 2, 3, 4, 5, 6], [11, 12, 13, 14, 15, 16]])
@@ -9,7 +9,7 @@ STARTS = [[2, 3], [5]]
 
 
 def test_labels_are_the_next_tokens():
-    batch = assemble(WINDOWS, STARTS, document_mask=False, reset_positions=False)
+    batch = collate(WINDOWS, STARTS, document_mask=False, reset_positions=False)
     assert batch.tokens.tolist() == WINDOWS[:, :-1].tolist()
     assert batch.labels.tolist() == WINDOWS[:, 1:].tolist()
     assert batch.positions is None
@@ -18,7 +18,7 @@ def test_labels_are_the_next_tokens():
 
 
 def test_document_mask_numbers_documents_and_does_not_predict_across_them():
-    batch = assemble(WINDOWS, STARTS, document_mask=True, reset_positions=False)
+    batch = collate(WINDOWS, STARTS, document_mask=True, reset_positions=False)
     assert batch.documents is not None
     assert batch.documents.tolist() == [[0, 0, 1, 2, 2], [0, 0, 0, 0, 0]]
     # The token before each start predicts nothing, the last label included where the next row starts a document.
@@ -27,7 +27,7 @@ def test_document_mask_numbers_documents_and_does_not_predict_across_them():
 
 
 def test_positions_restart_at_each_document():
-    batch = assemble(WINDOWS, STARTS, document_mask=False, reset_positions=True)
+    batch = collate(WINDOWS, STARTS, document_mask=False, reset_positions=True)
     assert batch.positions is not None
     assert batch.positions.tolist() == [[0, 1, 0, 0, 1], [0, 1, 2, 3, 4]]
     assert batch.documents is None
@@ -35,7 +35,7 @@ def test_positions_restart_at_each_document():
 
 
 def test_to_moves_every_tensor():
-    batch = assemble(WINDOWS, STARTS, document_mask=True, reset_positions=True).to("meta")
+    batch = collate(WINDOWS, STARTS, document_mask=True, reset_positions=True).to("meta")
     assert batch.positions is not None
     assert batch.documents is not None
     assert {batch.tokens.device.type, batch.labels.device.type, batch.positions.device.type} == {"meta"}

@@ -15,10 +15,11 @@ import pytest
 from tests.data.corpora import Ranks, experiment, text
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.data.sources import load_dataset as huggingface_loading
-from titan_exp.data.sources.base import build_source, build_validation_source, fingerprint
-from titan_exp.data.sources.huggingface import HuggingFaceStream, HuggingFaceTable, build_huggingface
-from titan_exp.data.tokenizers.base import ByteTokenizer
+from titan_exp.data.sources import load_dataset
+from titan_exp.data.sources.base import fingerprint
+from titan_exp.data.sources.build import build_source, build_validation_source
+from titan_exp.data.sources.huggingface import HuggingFaceStream, HuggingFaceTable, build
+from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
 from titan_exp.data.validation_loader import ValidationLoader
 
 FILES, ROWS = 3, 20
@@ -106,7 +107,7 @@ def test_a_split_of_its_own_is_evaluated_and_nothing_held_out(corpus: Path, stre
         validation_fraction=0.5,
         streaming=streaming,
     )
-    validation = ValidationLoader(run, dp_rank=0, dp_degree=1, micro_batch_size=4)
+    validation = ValidationLoader(run.data, run.training.seq_len, dp_rank=0, dp_degree=1, micro_batch_size=4)
     labels = sum(int((batch.labels >= 0).sum()) for batch in validation)
     assert labels == sum(len(each) + 1 for each in TEXTS[ROWS : 2 * ROWS]) - 1
     with Ranks(run, 1, 8) as ranks:
@@ -116,7 +117,7 @@ def test_a_split_of_its_own_is_evaluated_and_nothing_held_out(corpus: Path, stre
     found = {word[:4] for row in rows for word in ByteTokenizer().decode(row).split()[1:-1]}
     assert found == {f"{number:03d}/" for number in range(ROWS)}
     few = replace(run, data=replace(run.data, validation_documents=2))
-    validation = ValidationLoader(few, dp_rank=0, dp_degree=1, micro_batch_size=4)
+    validation = ValidationLoader(few.data, few.training.seq_len, dp_rank=0, dp_degree=1, micro_batch_size=4)
     labels = sum(int((batch.labels >= 0).sum()) for batch in validation)
     assert labels == sum(len(each) + 1 for each in TEXTS[ROWS : ROWS + 2]) - 1
 
@@ -141,7 +142,7 @@ def test_moved_files_are_the_same_corpus_and_others_are_not(corpus: Path, tmp_pa
 def test_rows_without_text_are_empty_documents(tmp_path: Path):
     pyarrow.parquet.write_table(pa.table({"text": ["a", None, "b"]}), tmp_path / "x.parquet")
     config = experiment(source="huggingface", dataset="parquet", data_files=(str(tmp_path / "x.parquet"),)).data
-    source = build_huggingface(config, "train")
+    source = build(config)
     assert isinstance(source, HuggingFaceTable)
     assert [source[index] for index in range(3)] == ["a", "", "b"]
 
@@ -170,7 +171,7 @@ def silent_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
         monkeypatch.setattr(datasets.config, "HF_ENDPOINT", address)
-        monkeypatch.setattr(huggingface_loading, "_REACH_SECONDS", 0.2)
+        monkeypatch.setattr(load_dataset, "_HUB_TIMEOUT_SECONDS", 0.2)
         yield
 
 
@@ -186,9 +187,9 @@ def test_without_a_network_it_gives_up_soon_and_says_what_works(streaming: bool)
 def test_local_files_need_no_network(corpus: Path, monkeypatch: pytest.MonkeyPatch):
     asked = []
     monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_: asked.append(host))
-    assert not huggingface_loading._needs_hub(local(corpus, "json").data)
-    assert not huggingface_loading._needs_hub(replace(local(corpus, "json").data, dataset=str(corpus)))
-    assert huggingface_loading._needs_hub(experiment(dataset="allenai/c4").data)
+    assert not load_dataset._needs_hub(local(corpus, "json").data)
+    assert not load_dataset._needs_hub(replace(local(corpus, "json").data, dataset=str(corpus)))
+    assert load_dataset._needs_hub(experiment(dataset="allenai/c4").data)
     for streaming in (False, True):
         build_source(local(corpus, "parquet", streaming=streaming).data)
         build_source(local(corpus, "parquet", streaming=streaming, dataset=str(corpus / "splits"), data_files=()).data)

@@ -7,8 +7,8 @@ from tokenizers.decoders import ByteLevel
 
 from tests.data.corpora import experiment
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.data.sources.python_stdlib import PythonStdlib
-from titan_exp.data.tokenizers.base import build_tokenizer
+from titan_exp.data.sources.python_stdlib import PythonStdlibSource
+from titan_exp.data.tokenizers.build import build_tokenizer
 from titan_exp.data.tokenizers.huggingface import HuggingFaceTokenizer
 
 SAMPLE = "def fib(n):\n    return n if n < 2 else fib(n - 1) + fib(n - 2)  # ünïcödé\n"
@@ -18,7 +18,7 @@ def trained(specials: list[str]) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevel()
-    source = PythonStdlib()
+    source = PythonStdlibSource()
     trainer = trainers.BpeTrainer(
         vocab_size=400,
         special_tokens=specials,

@@ -9,13 +9,21 @@ from tests.data.stores import make, over
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.preview import preview
 from titan_exp.data.token_store.reader import TokenSplit
-from titan_exp.data.tokenizers.base import ByteTokenizer
+from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
 from titan_exp.data.train_loader import TrainLoader
 
 
 def first_texts(run: Experiment, step: int) -> list[str]:
     """The beginning of each row of a step, as the trainer gets it."""
-    loader = TrainLoader(run, dp_rank=0, dp_degree=1, micro_batch_size=run.training.global_batch_size, pin_memory=False)
+    loader = TrainLoader(
+        run.data,
+        run.training,
+        run.experiment.seed,
+        dp_rank=0,
+        dp_degree=1,
+        micro_batch_size=run.training.global_batch_size,
+        pin_memory=False,
+    )
     batch = [next(loader) for _ in range(step)][-1]
     loader.close()
     return [ByteTokenizer().decode(row[: [*row[:20], 256].index(256)]) for row in rows_of(batch)]
@@ -25,7 +33,7 @@ def first_texts(run: Experiment, step: int) -> list[str]:
 def test_it_shows_the_rows_of_the_step(step: int, tmp_path: Path):
     store = make(tmp_path / "store")
     for run in (experiment(), over(store)):
-        lines = list(preview(run, step))
+        lines = list(preview(run.data, run.training, run.experiment.seed, step))
         rows = [line for line in lines if line.startswith("row ")]
         size = run.training.global_batch_size
         assert rows == [f"row {number}" for number in range((step - 1) * size, step * size)]
@@ -37,14 +45,14 @@ def test_it_shows_the_rows_of_the_step(step: int, tmp_path: Path):
 def test_it_shows_boundaries_positions_and_what_predicts_nothing(tmp_path: Path):
     store = make(tmp_path / "store")
     run = over(store, seq_len=200, document_mask=True, reset_positions=True)
-    lines = list(preview(run, 2))
+    lines = list(preview(run.data, run.training, run.experiment.seed, 2))
     assert "rows of 200 tokens" in lines[0]
     ended = [number for number, line in enumerate(lines) if line.endswith("⟨end of text⟩")]
     assert len(ended) > 24
     for number in ended:
         place = lines[number - 1].strip()
         last = int(place.split(",")[0].split("–")[1])
-        assert place.endswith(f"predict nothing: {last}")
+        assert place.endswith(f"no label: {last}")
     assert any("positions 0–" in line and "document 1" in line for line in lines)
 
 
@@ -52,11 +60,13 @@ def test_of_a_store_nothing_before_the_step_is_read(tmp_path: Path, monkeypatch:
     store, read = make(tmp_path / "store"), []
     original = TokenSplit.read
     monkeypatch.setattr(TokenSplit, "read", lambda self, *given: read.append(given[0]) or original(self, *given))
-    list(preview(over(store, prefetch=1), 10**9))
+    run = over(store, prefetch=1)
+    list(preview(run.data, run.training, run.experiment.seed, 10**9))
     assert len(read) <= 24 * 3
 
 
 def test_long_texts_are_cut_in_the_middle_and_mixtures_say_where_rows_are_from(tmp_path: Path):
     stores = [make(tmp_path / "a"), make(tmp_path / "b", options={"documents": 5, "reads": ""}, parts=1)]
-    lines = list(preview(over(*stores, weights=(1.0, 1.0), seq_len=60), 1))
+    run = over(*stores, weights=(1.0, 1.0), seq_len=60)
+    lines = list(preview(run.data, run.training, run.experiment.seed, 1))
     assert {line.rpartition(" ")[2] for line in lines if line.startswith("row")} == {"a", "b"}

@@ -4,11 +4,11 @@ from pathlib import Path
 import pytest
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.data.sources.python_stdlib import PythonStdlib
+from titan_exp.data.sources.python_stdlib import PythonStdlibSource
 
 
 def test_real_text_in_a_fixed_order_without_tests_tables_or_installed_packages():
-    source = PythonStdlib()
+    source = PythonStdlibSource()
     keys = [source.key(index) for index in range(len(source))]
     assert keys == sorted(keys)
     assert {"argparse.py", "json/decoder.py", "asyncio/tasks.py"} <= set(keys)
@@ -19,10 +19,10 @@ def test_real_text_in_a_fixed_order_without_tests_tables_or_installed_packages()
     assert all(texts)
     assert sum(map(len, texts)) > 5_000_000
     assert not any("\ufffd" in text for text in texts)
-    assert source.fingerprint == PythonStdlib().fingerprint
+    assert source.fingerprint == PythonStdlibSource().fingerprint
 
 
 def test_a_python_without_its_source_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(UserError, match="data=text"):
-        PythonStdlib()
+        PythonStdlibSource()

@@ -8,13 +8,12 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.data.sources.base import (
     RandomAccessSource,
     StreamingSource,
-    build_source,
-    build_validation_source,
     fingerprint,
 )
-from titan_exp.data.sources.python_stdlib import PythonStdlib
-from titan_exp.data.sources.split_files import SplitFiles
-from titan_exp.data.sources.text import Text
+from titan_exp.data.sources.build import build_source, build_validation_source
+from titan_exp.data.sources.python_stdlib import PythonStdlibSource
+from titan_exp.data.sources.split_files import SplitFileSource
+from titan_exp.data.sources.text import TextSource
 
 CONFIG = experiment().data
 
@@ -31,10 +30,10 @@ class HoldsNothing:
 
 
 def test_the_name_chooses_the_source(tmp_path: Path):
-    assert isinstance(build_source(replace(CONFIG, source="python_stdlib")), PythonStdlib)
+    assert isinstance(build_source(replace(CONFIG, source="python_stdlib")), PythonStdlibSource)
     paths = (str(write_files(tmp_path / "files", 2)),)
-    assert isinstance(build_source(replace(CONFIG, source="text", paths=paths)), Text)
-    assert isinstance(build_source(replace(CONFIG, source="text", paths=paths, document="line")), SplitFiles)
+    assert isinstance(build_source(replace(CONFIG, source="text", paths=paths)), TextSource)
+    assert isinstance(build_source(replace(CONFIG, source="text", paths=paths, document="line")), SplitFileSource)
 
 
 def test_a_source_of_ones_own_gets_the_group_and_its_options():

@@ -5,25 +5,26 @@ import pytest
 
 from tests.data.corpora import Ranks, experiment, rows_of, text
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.data.sources import split_files as divided_files
-from titan_exp.data.sources.base import RandomAccessSource, build_source
-from titan_exp.data.sources.split_files import Part, SplitFiles
-from titan_exp.data.sources.text import Text
+from titan_exp.data.sources import split_files
+from titan_exp.data.sources.base import RandomAccessSource
+from titan_exp.data.sources.build import build_source
+from titan_exp.data.sources.split_files import Granularity, SplitFileSource
+from titan_exp.data.sources.text import TextSource
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.data.validation_loader import ValidationLoader
-from titan_exp.data.validation_split import held_out_part, training_part
+from titan_exp.data.validation_split import training_subset, validation_subset
 
-Divide = Callable[..., SplitFiles]
+Divide = Callable[..., SplitFileSource]
 
 
 @pytest.fixture
 def divide(tmp_path: Path) -> Divide:
     """The documents of files with these contents."""
 
-    def make(part: Part, **files: bytes) -> SplitFiles:
+    def make(part: Granularity, **files: bytes) -> SplitFileSource:
         for name, content in files.items():
             (tmp_path / name).write_bytes(content)
-        return SplitFiles(Text([str(tmp_path)]), part)
+        return SplitFileSource(TextSource([str(tmp_path)]), part)
 
     return make
 
@@ -60,7 +61,7 @@ def test_files_in_order_those_without_a_document_too_and_numbers_within_each(div
 
 
 def test_more_files_than_stay_open(divide: Divide, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(divided_files, "_OPEN_FILES", 2)
+    monkeypatch.setattr(split_files, "_OPEN_FILES", 2)
     source = divide("line", **{f"f{number}": f"{number} x\n{number} y".encode() for number in range(6)})
     expected = [f"{number} {line}" for number in range(6) for line in "xy"]
     assert documents(source) == documents(source) == expected
@@ -68,7 +69,7 @@ def test_more_files_than_stay_open(divide: Divide, monkeypatch: pytest.MonkeyPat
 
 
 def test_blank_files_are_refused(divide: Divide):
-    with pytest.raises(UserError, match=r"data\.document=line: the files of data\.paths are blank"):
+    with pytest.raises(UserError, match=r"data\.document=line: all files of data\.paths are blank"):
         divide("line", a=b"\n \n", b=b"\n")
 
 
@@ -77,7 +78,9 @@ def test_the_fingerprint_tells_ways_to_divide_apart(tmp_path: Path):
     found = []
     for document in ("file", "paragraph", "line"):
         run = experiment(source="text", paths=(str(tmp_path),), document=document)
-        loader = TrainLoader(run, dp_rank=0, dp_degree=1, micro_batch_size=8, pin_memory=False)
+        loader = TrainLoader(
+            run.data, run.training, run.experiment.seed, dp_rank=0, dp_degree=1, micro_batch_size=8, pin_memory=False
+        )
         found.append(loader.fingerprint)
         loader.close()
     assert len(set(found)) == 3
@@ -85,17 +88,17 @@ def test_the_fingerprint_tells_ways_to_divide_apart(tmp_path: Path):
 
 def test_one_file_that_holds_out_nothing_is_told_what_would_work(tmp_path: Path):
     (tmp_path / "input.txt").write_text("\n\n".join(map(text, range(40))))
-    texts = Text([str(tmp_path / "input.txt")])
+    texts = TextSource([str(tmp_path / "input.txt")])
     with pytest.raises(UserError, match=r"none of the 1 documents[\s\S]*data\.document=paragraph"):
-        held_out_part(texts, 0.1)
+        validation_subset(texts, 0.1)
     with pytest.raises(UserError, match=r"none of the 1 documents to train on[\s\S]*data\.document=paragraph"):
-        training_part(texts, 0.999999)
-    paragraphs = SplitFiles(texts, "paragraph")
-    assert len(held_out_part(paragraphs, 0.1)) > 0
+        training_subset(texts, 0.999999)
+    paragraphs = SplitFileSource(texts, "paragraph")
+    assert len(validation_subset(paragraphs, 0.1)) > 0
     with pytest.raises(UserError, match=r"none of the 40 documents[\s\S]*data\.document=line"):
-        held_out_part(paragraphs, 0.000001)
+        validation_subset(paragraphs, 0.000001)
     with pytest.raises(UserError, match=r"none of the 40 documents") as caught:
-        held_out_part(SplitFiles(texts, "line"), 0.000001)
+        validation_subset(SplitFileSource(texts, "line"), 0.000001)
     assert "data.document" not in str(caught.value)
 
 
@@ -106,10 +109,10 @@ def test_one_file_trains_and_is_evaluated_on_in_every_layout(tmp_path: Path, doc
     run = experiment(source="text", paths=paths, document=document, validation_fraction=0.2)
     source = build_source(run.data)
     assert isinstance(source, RandomAccessSource)
-    held_out = documents(held_out_part(source, 0.2))
+    held_out = documents(validation_subset(source, 0.2))
     assert 4 < len(held_out) < 30
 
-    validation = ValidationLoader(run, dp_rank=0, dp_degree=1, micro_batch_size=4)
+    validation = ValidationLoader(run.data, run.training.seq_len, dp_rank=0, dp_degree=1, micro_batch_size=4)
     evaluated = [token for batch in validation for row in rows_of(batch) for token in row[:-1]]
     expected = [token for each in held_out for token in [*each.encode(), 256]]
     assert evaluated[: len(expected) - 1] == expected[:-1]

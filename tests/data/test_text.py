@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.data.sources.text import Text
+from titan_exp.data.sources.text import TextSource
 
 
 @pytest.fixture
@@ -18,65 +18,68 @@ def corpus(tmp_path: Path) -> Path:
     return folder
 
 
-def documents(text: Text) -> list[str]:
+def documents(text: TextSource) -> list[str]:
     return [text[index] for index in range(len(text))]
 
 
 def test_a_folder_is_read_to_the_bottom_in_a_fixed_order(corpus: Path):
-    text = Text([str(corpus)])
+    text = TextSource([str(corpus)])
     assert [text.key(index) for index in range(len(text))] == ["a.md", "b.txt", "deep/c.txt", "deep/er/d.txt"]
     assert documents(text) == ["text of a.md", "text of b.txt", "text of deep/c.txt", "text of deep/er/d.txt"]
 
 
 def test_files_and_globs_and_nothing_twice(corpus: Path):
-    text = Text([str(corpus / "a.md"), str(corpus / "**" / "*.txt"), str(corpus / "deep")])
+    text = TextSource([str(corpus / "a.md"), str(corpus / "**" / "*.txt"), str(corpus / "deep")])
     assert documents(text) == ["text of a.md", "text of b.txt", "text of deep/c.txt", "text of deep/er/d.txt"]
 
 
 def test_a_home_folder_and_relative_paths(corpus: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("HOME", str(corpus))
-    assert len(Text(["~"])) == 4
+    assert len(TextSource(["~"])) == 4
     monkeypatch.chdir(corpus)
-    assert len(Text(["deep", "*.md"])) == 3
+    assert len(TextSource(["deep", "*.md"])) == 3
 
 
 def test_the_same_corpus_elsewhere_is_the_same_corpus(corpus: Path, tmp_path: Path):
-    before = Text([str(corpus)])
+    before = TextSource([str(corpus)])
     corpus.rename(tmp_path / "moved")
-    after = Text([str(tmp_path / "moved")])
+    after = TextSource([str(tmp_path / "moved")])
     assert before.fingerprint == after.fingerprint
     (tmp_path / "moved" / "b.txt").write_text("more text")
-    assert Text([str(tmp_path / "moved")]).fingerprint != before.fingerprint
+    assert TextSource([str(tmp_path / "moved")]).fingerprint != before.fingerprint
 
 
 def test_binary_files_are_skipped_with_one_warning(corpus: Path):
     for name in ("x.png", "y.bin"):
         (corpus / name).write_bytes(b"PNG\0\1\2")
-    with pytest.warns(UserWarning, match=r"data\.paths: 2 binary files are skipped, such as .*x\.png") as caught:
-        assert len(Text([str(corpus)])) == 4
+    with pytest.warns(UserWarning, match=r"data\.paths: skipped 2 binary files, such as .*x\.png") as caught:
+        assert len(TextSource([str(corpus)])) == 4
     assert len(caught) == 1
 
 
 def test_undecodable_bytes_and_byte_order_marks(tmp_path: Path):
     (tmp_path / "a").write_bytes(b"caf\xe9!")
     (tmp_path / "b").write_bytes("\ufeffhi".encode())
-    assert documents(Text([str(tmp_path)])) == ["caf\ufffd!", "hi"]
+    assert documents(TextSource([str(tmp_path)])) == ["caf\ufffd!", "hi"]
 
 
 def test_names_that_are_not_unicode_are_read(tmp_path: Path):
     (tmp_path / os.fsdecode(b"caf\xe9")).write_text("x")
-    assert len(Text([str(tmp_path)])) == 1
+    assert len(TextSource([str(tmp_path)])) == 1
 
 
 @pytest.mark.parametrize("entry", ["absent.txt", "*.none"])
 def test_an_entry_that_matches_nothing_is_named(corpus: Path, entry: str):
     with pytest.raises(UserError, match="matches no file"):
-        Text([str(corpus), str(corpus / entry)])
+        TextSource([str(corpus), str(corpus / entry)])
 
 
 def test_no_text_at_all_is_an_error(tmp_path: Path):
-    with pytest.raises(UserError, match=r"no file is named[\s\S]*data\.paths="):
-        Text([])
+    with pytest.raises(UserError, match=r"no file is given[\s\S]*data\.paths="):
+        TextSource([])
     (tmp_path / "x.bin").write_bytes(b"\0")
-    with pytest.warns(UserWarning, match="1 binary"), pytest.raises(UserError, match="no file there holds text"):
-        Text([str(tmp_path)])
+    with (
+        pytest.warns(UserWarning, match="skipped 1 b"),
+        pytest.raises(UserError, match="no file there contains text"),
+    ):
+        TextSource([str(tmp_path)])

@@ -1,7 +1,8 @@
 import numpy as np
 
 from tests.data.corpora import experiment
-from titan_exp.data.tokenizers.base import ByteTokenizer, build_tokenizer
+from titan_exp.data.tokenizers.build import build_tokenizer
+from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
 
 
 def test_bytes_round_trip():

@@ -10,9 +10,9 @@ import torch
 from tests.data.corpora import BROKEN, OWN_STREAM, OwnTable, Ranks, experiment, rows_of, write_files
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.data.tokenizers.base import ByteTokenizer
+from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
 from titan_exp.data.train_loader import TrainLoader
-from titan_exp.data.validation_split import held_out_part
+from titan_exp.data.validation_split import validation_subset
 from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
 
 CORPORA = {
@@ -31,7 +31,15 @@ every_corpus = pytest.mark.parametrize("run", CORPORA.values(), ids=CORPORA)
 
 
 def loader(run: Experiment, *, dp_rank: int = 0, dp_degree: int = 1, micro_batch_size: int = 8) -> TrainLoader:
-    return TrainLoader(run, dp_rank=dp_rank, dp_degree=dp_degree, micro_batch_size=micro_batch_size, pin_memory=False)
+    return TrainLoader(
+        run.data,
+        run.training,
+        run.experiment.seed,
+        dp_rank=dp_rank,
+        dp_degree=dp_degree,
+        micro_batch_size=micro_batch_size,
+        pin_memory=False,
+    )
 
 
 @every_corpus
@@ -89,7 +97,7 @@ def test_1_2_3_4_or_8_ranks_see_the_same_and_so_do_resumes_across_them(kind: str
 
 
 def test_parts_that_shards_have_to_share_are_warned_of():
-    with pytest.warns(UserWarning, match="3 independent parts, each to be read 3 times; data.virtual_shards=3"):
+    with pytest.warns(UserWarning, match="3 independent parts, each of which is read 3 times; data.virtual_shards=3"):
         loader(experiment(source=OWN_STREAM, options={"sizes": (20, 20, 20)})).close()
 
 
@@ -132,7 +140,7 @@ def test_the_seed_orders_the_data_and_the_layout_of_validation_does_not():
 @pytest.mark.parametrize("seed", [0, 1])
 def test_held_out_documents_are_never_trained_on(seed: int):
     run = experiment(seed=seed, validation_fraction=0.3)
-    held_out = held_out_part(OwnTable(run.data), 0.3)
+    held_out = validation_subset(OwnTable(run.data), 0.3)
     numbers = {held_out[index][:4] for index in range(len(held_out))}
     trainer = loader(run)
     rows = [ByteTokenizer().decode(row) for batch in islice(trainer, 150) for row in rows_of(batch)]
@@ -259,7 +267,9 @@ def test_the_interpreter_exits_with_the_loader_still_open(source: str, end: str)
     program = f"""
 from tests.data.corpora import {source}, experiment
 from titan_exp.data.train_loader import TrainLoader
-trainer = TrainLoader(experiment(source={source}), dp_rank=0, dp_degree=1, micro_batch_size=8, pin_memory=False)
+run = experiment(source={source})
+layout = dict(dp_rank=0, dp_degree=1, micro_batch_size=8, pin_memory=False)
+trainer = TrainLoader(run.data, run.training, run.experiment.seed, **layout)
 next(trainer)
 {end}
 """
@@ -273,7 +283,9 @@ next(trainer)
 def test_pinned_batches_hold_the_same_rows():
     plain = loader(experiment(document_mask=True, reset_positions=True))
     run = experiment(document_mask=True, reset_positions=True)
-    pinned = TrainLoader(run, dp_rank=0, dp_degree=1, micro_batch_size=8, pin_memory=True)
+    pinned = TrainLoader(
+        run.data, run.training, run.experiment.seed, dp_rank=0, dp_degree=1, micro_batch_size=8, pin_memory=True
+    )
     for _ in range(5):
         batch, expected = next(pinned), next(plain)
         assert batch.documents is not None

@@ -7,7 +7,7 @@ from tests.data.corpora import OWN_STREAM, OwnTable, experiment, text
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.validation_loader import ValidationLoader
-from titan_exp.data.validation_split import held_out_part, place
+from titan_exp.data.validation_split import unit_hash, validation_subset
 from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
 
 SEQ_LEN = 24
@@ -15,7 +15,9 @@ SEQ_LEN = 24
 
 def ranks(run: Experiment, dp_degree: int, micro_batch_size: int) -> list[ValidationLoader]:
     return [
-        ValidationLoader(run, dp_rank=rank, dp_degree=dp_degree, micro_batch_size=micro_batch_size)
+        ValidationLoader(
+            run.data, run.training.seq_len, dp_rank=rank, dp_degree=dp_degree, micro_batch_size=micro_batch_size
+        )
         for rank in range(dp_degree)
     ]
 
@@ -35,7 +37,7 @@ def predictions(run: Experiment, dp_degree: int, micro_batch_size: int) -> list[
 
 
 def split_tokens(run: Experiment) -> list[int]:
-    held_out = held_out_part(OwnTable(run.data, **run.data.options), run.data.validation_fraction)
+    held_out = validation_subset(OwnTable(run.data, **run.data.options), run.data.validation_fraction)
     return [token for index in range(len(held_out)) for token in [*held_out[index].encode(), 256]]
 
 
@@ -80,7 +82,7 @@ def streamed_labels(run: Experiment) -> list[int]:
 
 def test_a_stream_holds_out_by_text_and_evaluates_its_first_documents():
     run = experiment(source=OWN_STREAM, validation_fraction=0.2, validation_documents=1000)
-    held_out = [each for each in map(text, range(9 * 13)) if place(each) < 0.2]
+    held_out = [each for each in map(text, range(9 * 13)) if unit_hash(each) < 0.2]
     assert len(held_out) > 4
     everything = [token for each in held_out for token in [*each.encode(), 256]]
     assert sorted(streamed_labels(run)) == sorted(everything[1:])
@@ -91,7 +93,7 @@ def test_a_stream_holds_out_by_text_and_evaluates_its_first_documents():
 
 def test_the_first_documents_with_text_are_evaluated_in_every_layout():
     table = experiment(validation_fraction=0.3)
-    texts = held_out_part(OwnTable(table.data), 0.3)
+    texts = validation_subset(OwnTable(table.data), 0.3)
     first = texts[0]
     number = int(first[:3])
     run = experiment(validation_fraction=0.3, validation_documents=3, options={"empty": [number]})
@@ -113,10 +115,10 @@ def test_documents_beyond_the_limit_are_not_read(monkeypatch: pytest.MonkeyPatch
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fraction of zero": ({"validation_fraction": 0.0}, r"data\.validation_fraction=0\.0[\s\S]*evaluate_every=0"),
     "too small a fraction": ({"validation_fraction": 0.0001}, r"none of the 40 documents[\s\S]*holds out at least one"),
-    "no text": ({"options": {"empty": range(40)}}, "hold no text"),
+    "no text": ({"options": {"empty": range(40)}}, "contain no text"),
     "empty stream": (
         {"source": OWN_STREAM, "options": {"sizes": (0, 0)}, "validation_documents": 9},
-        "hold no text",
+        "contain no text",
     ),
     "a stream without a limit": ({"source": OWN_STREAM}, r"held out of a stream[\s\S]*data\.validation_documents=1024"),
 }

@@ -14,9 +14,9 @@ from titan_exp.doctor import interconnect as links
 from titan_exp.doctor.datasheet import bandwidth, peak_of_type
 from titan_exp.doctor.disk_and_scheduler import disk_rate, scheduler
 from titan_exp.doctor.machine import USAGE, machine_command
-from titan_exp.doctor.timing import LEAST_CALLS, MOST_CALLS, median_seconds, timed_rate
+from titan_exp.doctor.timing import LEAST_CALLS, MOST_CALLS, measure_rate, median_seconds
 from titan_exp.launch.local.ephemeral_ranks import run_on_ranks
-from titan_exp.tracking.device_rates import measured_file, read_measured
+from titan_exp.tracking.device_rates import rates_file, read_rates
 from titan_exp.tracking.memory_stats import device_name
 
 CPU = torch.device("cpu")
@@ -40,9 +40,9 @@ def test_a_machine_is_measured_and_kept(tmp_path: Path, capsys: pytest.CaptureFi
         assert words in out
     assert "not here" in out, "cuDNN runs on no CPU"
     assert "MFU: none is reported on a CPU" in out
-    kept = read_measured(tmp_path / ".cache", device_name(CPU))
+    kept = read_rates(tmp_path / ".cache", device_name(CPU))
     assert kept is not None
-    assert f"kept in {measured_file(tmp_path / '.cache', device_name(CPU))}" in out
+    assert f"kept in {rates_file(tmp_path / '.cache', device_name(CPU))}" in out
     assert kept.tflops["fp32"] > 0
     assert kept.copy is not None
     assert kept.link is not None
@@ -92,7 +92,7 @@ def test_what_cannot_be_measured_has_a_reason():
     def fail() -> None:
         raise RuntimeError("no such kernel. A paragraph about it\nand a stack")
 
-    rate = timed_rate("gemm", "x", fail, amount=1.0, unit="TFLOP/s", device=CPU, limit=0.1)
+    rate = measure_rate("gemm", "x", fail, amount=1.0, unit="TFLOP/s", device=CPU, limit=0.1)
     assert (rate.value, rate.note) == (None, "not here: no such kernel")
 
 

@@ -92,12 +92,12 @@ def test_any_layout_finds_the_same(trained: Path, capsys: pytest.CaptureFixture[
 
 
 def evaluate_on_rank(path: str, words: list[str]) -> dict[str, float]:
-    from titan_exp.checkpoint.formats.open import open_source
+    from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
     from titan_exp.inference.evaluate import evaluate_source, evaluated_experiment
     from titan_exp.parallel.mesh import build_mesh
     from titan_exp.trainer.distributed import joined_process_group
 
-    source, device = open_source(Path(path)), torch.device("cpu")
+    source, device = open_checkpoint(Path(path)), torch.device("cpu")
     experiment = evaluated_experiment(Path(path), source, words)
     with joined_process_group(device):
         return vars(evaluate_source(source, experiment, build_mesh(experiment.parallelism, device)))

@@ -6,7 +6,7 @@ import torch
 from tests.trainer.test_trainer import run
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.typed_config import to_yaml
-from titan_exp.inference.generate import choose, generate_command
+from titan_exp.inference.generate import generate_command, sample_token
 
 
 @pytest.fixture(scope="module")
@@ -54,12 +54,12 @@ def test_what_cannot_be_generated_from_is_said(tmp_path, trained):
 def test_choice():
     random = torch.Generator().manual_seed(0)
     logits = torch.tensor([0.0, 3.0, 2.9, -9.0])
-    assert choose(logits, 0.0, 0, 1.0, random) == 1
-    drawn = {choose(logits, 1.0, 0, 0.9, random) for _ in range(200)}
+    assert sample_token(logits, 0.0, 0, 1.0, random) == 1
+    drawn = {sample_token(logits, 1.0, 0, 0.9, random) for _ in range(200)}
     assert drawn == {1, 2}
-    assert {choose(logits, 9.0, 3, 1.0, random) for _ in range(200)} == {0, 1, 2}
-    assert {choose(logits, 9.0, 1, 1.0, random) for _ in range(20)} == {1}
-    assert {choose(logits, 1.0, 0, 1e-9, random) for _ in range(20)} == {1}
+    assert {sample_token(logits, 9.0, 3, 1.0, random) for _ in range(200)} == {0, 1, 2}
+    assert {sample_token(logits, 9.0, 1, 1.0, random) for _ in range(20)} == {1}
+    assert {sample_token(logits, 1.0, 0, 1e-9, random) for _ in range(20)} == {1}
 
 
 def test_the_cache_changes_no_word(trained, capsys):
@@ -73,11 +73,11 @@ def test_the_cache_changes_no_word(trained, capsys):
 
 
 def test_logits_with_the_cache_are_those_without(trained):
-    from titan_exp.checkpoint.formats.open import open_source
+    from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
     from titan_exp.inference.generation import DecodeSession, window_start
     from titan_exp.trainer.load_model import load_source
 
-    source, device = open_source(trained), torch.device("cpu")
+    source, device = open_checkpoint(trained), torch.device("cpu")
     ids = [256, *b"import os, sys, re, json and a lot more than that"]
     cached = DecodeSession(load_source(source, device, seq_len=32), 32, cache=True)
     plain = load_source(source, device, seq_len=32)

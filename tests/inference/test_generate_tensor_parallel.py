@@ -9,13 +9,13 @@ import torch
 from tests.checkpoint.tools import SHAPE
 from tests.models.shapes import real_model
 from tests.ranks import run_ranks
-from titan_exp.checkpoint.formats.export import Export, write
-from titan_exp.checkpoint.formats.open import Source, open_source
-from titan_exp.checkpoint.formats.torch_file import TorchStore
+from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_weights
+from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
+from titan_exp.checkpoint.formats.torch_file import TorchFileReader
 from titan_exp.cli.main import main
 from titan_exp.config.command_line.verb_options import GenerateOptions
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.inference.generate import divided, generate, generate_command
+from titan_exp.inference.generate import generate, generate_command, tensor_parallel_experiment
 
 PROMPTS = ["import ", "def main(", ""]
 MODELS = {
@@ -33,10 +33,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, shape in MODELS.items():
         weights = {key: 4 * value.detach() for key, value in real_model(0, seq_len=16, **shape).state_dict().items()}
         special = {"bos_token_id": 256, "eos_token_id": 256}
-        source = Source(Path("memory"), "torch", replace(SHAPE, **shape), TorchStore(weights), "bytes", special)
+        source = OpenCheckpoint(
+            Path("memory"), "torch", replace(SHAPE, **shape), TorchFileReader(weights), "bytes", special
+        )
         for form in ("dcp", "huggingface"):
             found[f"{name} {form}"] = tmp_path_factory.mktemp(name) / form
-            write(source, found[f"{name} {form}"], Export(form))
+            export_weights(source, found[f"{name} {form}"], ExportOptions(form))
     return found
 
 
@@ -56,9 +58,9 @@ def on_rank(path: str, options: GenerateOptions) -> tuple[list[str], int, set[in
             writers.append(self)
 
     room.DecodeSession = Seen  # type: ignore[misc]  # in this process alone
-    source = open_source(Path(path))
+    source = open_checkpoint(Path(path))
     with joined_process_group(device):
-        mesh = build_mesh(divided(source, options.tp).parallelism, device)
+        mesh = build_mesh(tensor_parallel_experiment(source, options.tp).parallelism, device)
         texts = generate(source, options, PROMPTS, window=16, mesh=mesh)
     (writer,) = writers
     weights = sum(local(parameter).numel() for parameter in writer._model.parameters())
@@ -76,7 +78,7 @@ def on_rank(path: str, options: GenerateOptions) -> tuple[list[str], int, set[in
     ],
 )
 def test_ranks_write_what_one_device_writes(folders: dict[str, Path], name: str, degree: int, options: GenerateOptions):
-    source = open_source(folders[name])
+    source = open_checkpoint(folders[name])
     expected = generate(source, options, PROMPTS, window=16)
     assert len(set(expected)) == 3
     found = run_ranks(degree, on_rank, str(folders[name]), replace(options, tp=degree))
@@ -101,11 +103,11 @@ def test_the_command_starts_the_ranks(folders: dict[str, Path], capsys: pytest.C
 
 def test_what_cannot_be_divided_is_said(folders: dict[str, Path]):
     with pytest.raises(UserError, match=r"tp=3.*query heads[\s\S]*tp=1, 2 or 4"):
-        divided(open_source(folders["groups dcp"]), 3)
+        tensor_parallel_experiment(open_checkpoint(folders["groups dcp"]), 3)
 
 
 def test_a_prompt_is_gone_on_from_as_if_it_were_alone(folders: dict[str, Path], tmp_path: Path, capsys):
-    source = open_source(folders["tied dcp"])
+    source = open_checkpoint(folders["tied dcp"])
     together = generate(source, SAMPLED, PROMPTS, window=128)
     assert together == [generate(source, SAMPLED, [prompt], window=128)[0] for prompt in PROMPTS]
     (tmp_path / "prompts").write_text("import \n\ndef main(\n")
@@ -117,6 +119,6 @@ def test_a_prompt_is_gone_on_from_as_if_it_were_alone(folders: dict[str, Path], 
 
 
 def test_weights_of_16_bits(folders: dict[str, Path]):
-    source = open_source(folders["tied dcp"])
+    source = open_checkpoint(folders["tied dcp"])
     (text,) = generate(source, replace(GREEDY, dtype="bf16", tokens=1), ["import "], window=16)
     assert len(text) <= 1

@@ -5,7 +5,7 @@ from pathlib import Path
 from titan_exp.launch.health.hang_report import HangDiagnosis, HangFiles, diagnose_hang, format_ranks
 from titan_exp.launch.health.stack_dump import RankStack
 from titan_exp.launch.health.watchdog import limit
-from titan_exp.tracking.run_folder.heartbeat import FIRST_STEP, STEP, Position, Progress
+from titan_exp.tracking.progress_tracker import FIRST_STEP, STEP, ProgressSnapshot, ProgressTracker
 
 
 def at(rank: int, place: str, collective: str | None = None, **issued: int) -> RankStack:
@@ -77,28 +77,28 @@ def test_ranges_of_ranks() -> None:
 
 
 def test_what_is_slow_has_longer() -> None:
-    assert limit(60, Position(9, STEP, 0, 1.0)) == 60
-    assert limit(60, Position(9, STEP, 0, 50.0)) == 500  # ten times its median
+    assert limit(60, ProgressSnapshot(9, STEP, 0, 1.0)) == 60
+    assert limit(60, ProgressSnapshot(9, STEP, 0, 50.0)) == 500  # ten times its median
     for phase in (FIRST_STEP, "the evaluation", "the checkpoint"):
-        assert limit(60, Position(9, phase, 0, 1.0)) == 180
+        assert limit(60, ProgressSnapshot(9, phase, 0, 1.0)) == 180
 
 
 def test_progress_is_counted_from_the_last_sign_of_it() -> None:
     now = 0.0
-    progress = Progress(lambda: now)
+    progress = ProgressTracker(lambda: now)
     now = 5.0
-    assert progress.position() == Position(0, "the start", 5.0, 0.0)
+    assert progress.snapshot() == ProgressSnapshot(0, "the start", 5.0, 0.0)
     progress.begin(7)
     now = 6.0
-    assert progress.position() == Position(7, FIRST_STEP, 1.0, 0.0)
-    assert progress.position().at == 8
+    assert progress.snapshot() == ProgressSnapshot(7, FIRST_STEP, 1.0, 0.0)
+    assert progress.snapshot().at == 8
     for step, now in ((8, 10.0), (9, 12.0), (10, 13.0), (11, 18.0)):  # noqa: B007
         progress.step(step)
-    assert progress.position() == Position(11, STEP, 0.0, 2.0)
+    assert progress.snapshot() == ProgressSnapshot(11, STEP, 0.0, 2.0)
     with progress.phase("the evaluation"):
         now = 20.0
-        assert progress.position() == Position(11, "the evaluation", 2.0, 2.0)
-        assert progress.position().at == 11
-        progress.alive()
-        assert progress.position().seconds == 0.0
-    assert progress.position() == Position(11, STEP, 0.0, 2.0)
+        assert progress.snapshot() == ProgressSnapshot(11, "the evaluation", 2.0, 2.0)
+        assert progress.snapshot().at == 11
+        progress.keep_alive()
+        assert progress.snapshot().seconds == 0.0
+    assert progress.snapshot() == ProgressSnapshot(11, STEP, 0.0, 2.0)

@@ -82,8 +82,8 @@ def test_no_secret_reaches_the_folder(tmp_path: Path) -> None:
 def test_the_environment_is_read_without_torch() -> None:
     script = (
         "import sys; import titan_exp.launch.run_plans;"
-        "from titan_exp.launch.provenance.environment import read_surroundings;"
-        "assert read_surroundings()['torch']; assert 'torch' not in sys.modules and 'submitit' not in sys.modules"
+        "from titan_exp.launch.provenance.environment import read_environment;"
+        "assert read_environment()['torch']; assert 'torch' not in sys.modules and 'submitit' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=LIMIT)
     assert set(read_environment()) >= {"cpu", "gpus", "host", "packages"}
@@ -137,13 +137,13 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     script = f"""
 import resource, sys
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.run_plan import commit
+from titan_exp.launch.run_plan import create_run_folder
 from tests.launch.test_run_plan import planned
 from pathlib import Path
 made = planned(Path({str(tmp_path)!r}) / "runs")
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # the system refuses to write on, as on a full disk
 try:
-    commit(made)
+    create_run_folder(made)
 except UserError as error:
     print(error)
 """

@@ -22,8 +22,8 @@ def continued(tmp_path: Path, before: list[str], after: list[str]) -> tuple[Curv
     whole = train(tmp_path / "whole", *SAVING, *before)
     folder = RunFolder(tmp_path / "changed")
     checkpoints = CheckpointFolder(RunFolder(tmp_path / "whole").checkpoints)
-    assert checkpoints.complete() == [5, 10]
-    shutil.copytree(checkpoints.at(5), CheckpointFolder(folder.checkpoints).at(5))
+    assert checkpoints.complete_steps() == [5, 10]
+    shutil.copytree(checkpoints.path_of(5), CheckpointFolder(folder.checkpoints).path_of(5))
     return whole, train(tmp_path / "changed", *SAVING, *after)
 
 

@@ -8,7 +8,7 @@ import torch
 
 from tests.parity.runs import SMALL, train
 from tests.ranks import run_ranks
-from titan_exp.checkpoint.dcp.reader import read_into, tensor_shapes
+from titan_exp.checkpoint.dcp.storage_reader import load_into, tensor_shapes
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.cli.convert import convert_command
 from titan_exp.config.hydra.compose import compose
@@ -37,13 +37,13 @@ SAVING = ["training.steps=2", "checkpoint.mode=sync", "checkpoint.every=2"]
 @pytest.mark.parametrize(("writer", "reader"), [*pairwise(RING)])
 def test_written_by_one_and_read_by_another(tmp_path, writer, reader):
     train(tmp_path / "run", *SAVING, *LAYOUTS[writer].split())
-    written = state_of(CheckpointFolder(tmp_path / "run/checkpoints").at(2))
+    written = state_of(CheckpointFolder(tmp_path / "run/checkpoints").path_of(2))
     experiment = check(
         resolve_layout(to_experiment(compose([*SMALL, *SAVING, "training.steps=4", *LAYOUTS[reader].split()])), 1)
     )
     RunFolder(tmp_path / "run").config.write_text(to_yaml(experiment))
     run_ranks(world_size(experiment), read_and_write, str(tmp_path / "run"), str(tmp_path / "again"))
-    found = state_of(CheckpointFolder(tmp_path / "again").at(2))
+    found = state_of(CheckpointFolder(tmp_path / "again").path_of(2))
     assert found.keys() == written.keys()
     assert any(key.startswith("optimizer.") for key in written)
     assert any(key.startswith("data.") for key in written)
@@ -58,7 +58,7 @@ def state_of(path: Path) -> dict[str, torch.Tensor]:
         key: torch.empty(shape, dtype=torch.uint8 if key.startswith("data.") else torch.float32)
         for key, shape in shapes.items()
     }
-    read_into(path, state)
+    load_into(path, state)
     return state
 
 

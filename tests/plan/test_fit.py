@@ -19,7 +19,7 @@ from titan_exp.plan.cuda.devices import DEVICES, Device
 from titan_exp.plan.device_memory import cpu_device
 from titan_exp.plan.plan_json import Prediction, RankPrediction
 from titan_exp.plan.time.fit import Observation, fit, step_seconds
-from titan_exp.tracking.device_rates import Measured, write_measured
+from titan_exp.tracking.device_rates import DeviceRates, write_rates
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
 GIB = 2**30
@@ -96,7 +96,7 @@ def test_constants_are_laid_over_a_device(tmp_path: Path):
 
 def test_a_measured_cpu_is_a_device(tmp_path: Path):
     assert cpu_device("Some CPU, 4 cores", tmp_path, dtype="fp32", threads=4, processes=1) is None
-    write_measured(tmp_path, Measured("Some CPU, 4 cores", "", "", {"fp32": 0.2}, copy=40.0, link=3.0))
+    write_rates(tmp_path, DeviceRates("Some CPU, 4 cores", "", "", {"fp32": 0.2}, copy=40.0, link=3.0))
     assert cpu_device("Some CPU, 4 cores", tmp_path, dtype="bf16", threads=4, processes=1) is None
     whole = cpu_device("Some CPU, 4 cores", tmp_path, dtype="fp32", threads=4, processes=1)
     half = cpu_device("Some CPU, 4 cores", tmp_path, dtype="fp32", threads=2, processes=2)
@@ -141,7 +141,7 @@ def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_the_verb_says_how_good_it_was_and_is(finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    write_measured(tmp_path / "runs" / ".cache", Measured("Some CPU, 2 cores", "", "", {"fp32": 0.2}, copy=40.0))
+    write_rates(tmp_path / "runs" / ".cache", DeviceRates("Some CPU, 2 cores", "", "", {"fp32": 0.2}, copy=40.0))
     for seq_len in (64, 128, 256, 512):
         finished(seq_len)
     folder = finished(32)
@@ -165,14 +165,14 @@ def test_too_few_runs_are_refused_in_words(finished, tmp_path: Path):
         finished(64, seed)
     with pytest.raises(UserError, match=r"5 left out: the rates of Some CPU, 2 cores are not known; titan-exp doctor"):
         calibrate_command(["first"])
-    write_measured(tmp_path / "runs" / ".cache", Measured("Some CPU, 2 cores", "", "", {"fp32": 0.2}, copy=40.0))
+    write_rates(tmp_path / "runs" / ".cache", DeviceRates("Some CPU, 2 cores", "", "", {"fp32": 0.2}, copy=40.0))
     with pytest.raises(UserError, match="5 finished runs of 1 kinds are too few: 4 are needed that differ"):
         calibrate_command(["first"])
 
 
 def test_runs_of_two_devices_are_not_mixed(finished, tmp_path: Path):
     for name in ("Some CPU, 2 cores", "Other CPU, 2 cores"):
-        write_measured(tmp_path / "runs" / ".cache", Measured(name, "", "", {"fp32": 0.2}, copy=40.0))
+        write_rates(tmp_path / "runs" / ".cache", DeviceRates(name, "", "", {"fp32": 0.2}, copy=40.0))
     finished(64)
     other = finished(128)
     other.env.write_text(json.dumps({**json.loads(other.env.read_text()), "cpu": "Other CPU"}))

@@ -14,7 +14,7 @@ from titan_exp.plan.device_memory import refine_gpu
 from titan_exp.plan.search.layout_cost import Traced
 from titan_exp.plan.time.roofline import rank_time
 from titan_exp.plan.trace.dispatch_mode import Work
-from titan_exp.tracking.device_rates import Measured, write_measured
+from titan_exp.tracking.device_rates import DeviceRates, write_rates
 
 H100 = DEVICES["h100"]
 
@@ -50,9 +50,9 @@ def test_links_are_those_that_the_cluster_names(tmp_path: Path):
 
 def test_what_doctor_measured_of_a_gpu_goes_before_the_table(tmp_path: Path):
     assert refine_gpu(H100, in_cluster(), tmp_path) == H100
-    write_measured(
+    write_rates(
         tmp_path,
-        Measured("NVIDIA H100 80GB HBM3", "", "", {"bf16": 700.0, "fp8": 1300.0}, copy=2680.0, link=360.0),
+        DeviceRates("NVIDIA H100 80GB HBM3", "", "", {"bf16": 700.0, "fp8": 1300.0}, copy=2680.0, link=360.0),
     )
     device = refine_gpu(H100, in_cluster(), tmp_path)
     assert device.matmul_rate == pytest.approx(700e12)

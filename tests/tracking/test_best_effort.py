@@ -2,8 +2,8 @@ import logging
 
 import pytest
 
-from titan_exp.tracking.sinks.base import Row
 from titan_exp.tracking.sinks.best_effort import BestEffortSink
+from titan_exp.tracking.sinks.sink import Row
 
 
 class Recorder:

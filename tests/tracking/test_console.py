@@ -5,8 +5,8 @@ import re
 import pytest
 from rich.console import Console
 
-from titan_exp.tracking.sinks.base import Row
 from titan_exp.tracking.sinks.console import ConsoleSink
+from titan_exp.tracking.sinks.sink import Row
 
 
 class Clock:

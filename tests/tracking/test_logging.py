@@ -5,7 +5,7 @@ from pathlib import Path
 SPEAK = """
 import logging, sys, warnings
 from pathlib import Path
-from titan_exp.tracking.logging import configure, get_logger
+from titan_exp.tracking.logging import configure_logging, get_logger
 
 rank, logs = int(sys.argv[1]), Path(sys.argv[2])
 configure(rank, logs)
@@ -52,7 +52,9 @@ def test_other_ranks_write_warnings_to_their_own_file(tmp_path: Path) -> None:
 
 
 def test_a_rank_without_warnings_leaves_no_file(tmp_path: Path) -> None:
-    program = "import sys; from pathlib import Path; from titan_exp.tracking.logging import configure, get_logger\n"
-    program += "configure(1, Path(sys.argv[1])); get_logger().info('hello')"
+    program = (
+        "import sys; from pathlib import Path; from titan_exp.tracking.logging import configure_logging, get_logger\n"
+    )
+    program += "configure_logging(1, Path(sys.argv[1])); get_logger().info('hello')"
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=60)
     assert not list(tmp_path.iterdir())

@@ -19,12 +19,12 @@ from pathlib import Path
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.config.layout.layout import resolve_layout
-from titan_exp.tracking.sinks.build import build_sinks
-from titan_exp.tracking.logging import configure
+from titan_exp.tracking.sinks.build_sinks import build_sinks
+from titan_exp.tracking.logging import configure_logging
 
 order = json.load(sys.stdin)
 folder = Path(order["folder"])
-configure(0, folder / "logs")
+configure_logging(0, folder / "logs")
 experiment = resolve_layout(to_experiment(compose(["model=llama_debug", "tracking=wandb", *order["overrides"]])), 1)
 sinks = build_sinks(experiment, folder, "3f2a", order["attempt"])
 for step in order["steps"]:
@@ -204,7 +204,7 @@ def test_being_logged_in(tmp_path: Path, env: dict[str, str], machine: str | Non
     if machine:
         (tmp_path / ".netrc").write_text(f"machine {machine}\n  login user\n  password {KEY}\n")
         (tmp_path / ".netrc").chmod(0o600)
-    program = "from titan_exp.tracking.sinks.wandb import logged_in; print(logged_in())"
+    program = "from titan_exp.tracking.sinks.wandb_sink import logged_in; print(logged_in())"
     done = subprocess.run(
         [sys.executable, "-c", program],
         cwd=tmp_path,

@@ -9,7 +9,7 @@ from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.sinks.wandb_run import NAME_LENGTH, WandbRun, describe
+from titan_exp.tracking.sinks.wandb_run import NAME_LENGTH, WandbRun, describe_wandb_run
 
 
 def experiment(*overrides: str) -> Experiment:
@@ -17,7 +17,7 @@ def experiment(*overrides: str) -> Experiment:
 
 
 def described(folder: Path, *overrides: str) -> WandbRun:
-    return describe(experiment(*overrides), RunFolder(folder), "3f2a")
+    return describe_wandb_run(experiment(*overrides), RunFolder(folder), "3f2a")
 
 
 def test_what_is_configured_is_told(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ import torch
 from tests.parity.runs import EVALUATE, PARAGRAPHS, SMALL
 from tests.ranks import Ranks
 from tests.trainer.committed import committed, numbers
-from titan_exp.checkpoint.dcp.checksums import problem
-from titan_exp.checkpoint.dcp.reader import read_into, tensor_shapes
+from titan_exp.checkpoint.dcp.checksums import find_damage
+from titan_exp.checkpoint.dcp.storage_reader import load_into, tensor_shapes
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder
@@ -89,13 +89,13 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, bool
 
 
 def final_state(folder: RunFolder) -> dict[str, torch.Tensor]:
-    path = CheckpointFolder(folder.checkpoints).at(STEPS)
+    path = CheckpointFolder(folder.checkpoints).path_of(STEPS)
     state = {
         key: torch.empty(shape)
         for key, shape in tensor_shapes(path).items()
         if key.startswith(("model.", "optimizer."))
     }
-    read_into(path, state)
+    load_into(path, state)
     return state
 
 
@@ -133,8 +133,8 @@ def test_killed_at_random_moments(tmp_path, undisturbed, mode, world):
             ranks.kill()
         folder = CheckpointFolder(disturbed.checkpoints)
         # Asked once: a writing process may outlive its rank by the moment in which it publishes what it has written.
-        for step in folder.complete():
-            assert problem(folder.at(step)) is None
+        for step in folder.complete_steps():
+            assert find_damage(folder.path_of(step)) is None
     assert kills == 3, "the run was over before it could be killed"
     finished(disturbed, world)
 

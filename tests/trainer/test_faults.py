@@ -21,7 +21,7 @@ def test_a_disk_that_is_full_for_some_steps_costs_neither_run_nor_row(tmp_path):
     with small_disk(tmp_path / "disk", 20 * 2**20) as disk:
         run = disk / "run"
         found = train(run, *SAVING, "checkpoint.keep=9", mutate=fills_its_disk_from_step_3_to_6)
-        assert CheckpointFolder(run / "checkpoints").complete() == [2, 8]
+        assert CheckpointFolder(run / "checkpoints").complete_steps() == [2, 8]
     assert [row["step"] for row in found.rows] == list(range(1, 9))
     assert (found.loss, found.grad_norm) == (undisturbed.loss, undisturbed.grad_norm)
     assert all(torch.equal(found.weights[name], weight) for name, weight in undisturbed.weights.items())
@@ -73,11 +73,11 @@ def test_any_layout_begins_bitwise_with_a_seed_checkpoint(tmp_path: Path, way: s
     """Written on one process, before the first step."""
     train(tmp_path / "seed", *PARAGRAPHS, "training.steps=0", "checkpoint.mode=sync")
     folder = CheckpointFolder(tmp_path / "seed/checkpoints")
-    assert folder.complete() == [0]
+    assert folder.complete_steps() == [0]
     layout = [*PARAGRAPHS, "training.steps=3", "parallelism.dp_shard=2", "parallelism.pp=2"]
     drawn = train(tmp_path / "drawn", *layout)
     if way == "continued":
-        shutil.copytree(folder.at(0), tmp_path / "begun/checkpoints/step-00000000")
+        shutil.copytree(folder.path_of(0), tmp_path / "begun/checkpoints/step-00000000")
         layout += ["checkpoint.mode=sync"]
     else:
         layout += [f"checkpoint.initial={tmp_path / 'seed'}"]

@@ -13,8 +13,8 @@ from tests.checkpoint.s3_server import S3Server
 from tests.parity.runs import SMALL
 from tests.ranks import Ranks
 from tests.trainer.committed import committed, numbers
-from titan_exp.checkpoint.dcp.checksums import parse_sums
-from titan_exp.checkpoint.dcp.reader import read_into, tensor_shapes
+from titan_exp.checkpoint.dcp.checksums import parse_checksums
+from titan_exp.checkpoint.dcp.storage_reader import load_into, tensor_shapes
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.rank_main import main
@@ -71,9 +71,9 @@ def killed_at(server: S3Server, folder: RunFolder, world: int, asking: tuple[str
 
 def state(folder: RunFolder) -> dict[str, torch.Tensor]:
     """Weights and optimizer state after the last step."""
-    path = CheckpointFolder(folder.checkpoints).at(STEPS)
+    path = CheckpointFolder(folder.checkpoints).path_of(STEPS)
     tensors = {key: torch.empty(shape) for key, shape in tensor_shapes(path).items() if key.startswith(KINDS)}
-    read_into(path, tensors)
+    load_into(path, tensors)
     return tensors
 
 
@@ -82,7 +82,7 @@ def complete(server: S3Server, run: str) -> list[int]:
     store, steps = server.store(), []
     for marker in sorted(store.glob(f"{REMOTE}/{run}/step-*/checksums.json")):
         folder = marker.rpartition("/")[0]
-        for name, expected in parse_sums(store.cat_file(marker).decode()).items():
+        for name, expected in parse_checksums(store.cat_file(marker).decode()).items():
             content = store.cat_file(f"{folder}/{name}")
             assert (len(content), zlib.crc32(content)) == (expected.size, expected.crc32), f"{folder}/{name} is torn"
         steps.append(int(folder.rpartition("step-")[2]))

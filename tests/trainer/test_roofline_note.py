@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.trainer.committed import committed
 from titan_exp.launch.summary import describe, summarize
-from titan_exp.tracking.device_rates import Measured, mfu_peak, read_measured, write_measured
+from titan_exp.tracking.device_rates import DeviceRates, mfu_peak, read_rates, write_rates
 from titan_exp.tracking.memory_stats import device_name
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.profiling.roofline_note import optimizer_traffic
@@ -57,8 +57,8 @@ def test_a_configured_peak_is_used_and_named(tmp_path: Path):
 
 
 def test_what_doctor_measured_is_used_and_named(tmp_path: Path):
-    measured = Measured(device_name(CPU), "now", torch.__version__, {"fp32": 0.25, "bf16": 0.5}, copy=10.0)
-    write_measured(tmp_path / "runs" / ".cache", measured)
+    measured = DeviceRates(device_name(CPU), "now", torch.__version__, {"fp32": 0.25, "bf16": 0.5}, copy=10.0)
+    write_rates(tmp_path / "runs" / ".cache", measured)
     _, note = finished(tmp_path / "runs" / "smoke" / "a")
     assert note["peak_tflops"] <= 0.25, "a rank's share of the cores"
     assert "best fp32 matmul that titan-exp doctor measured here" in note["peak_source"]
@@ -68,8 +68,8 @@ def test_what_doctor_measured_is_used_and_named(tmp_path: Path):
 def test_the_peak_for_mfu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     gpu = torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H200")
-    write_measured(tmp_path, Measured("NVIDIA H200", "now", "2", {"bf16": 700.0}))
-    write_measured(tmp_path, Measured("Unheard Of 9000", "now", "2", {"bf16": 70.0}))
+    write_rates(tmp_path, DeviceRates("NVIDIA H200", "now", "2", {"bf16": 700.0}))
+    write_rates(tmp_path, DeviceRates("Unheard Of 9000", "now", "2", {"bf16": 70.0}))
     assert mfu_peak(gpu, 100.0, tmp_path).tflops == 100.0  # type: ignore[union-attr]
     assert mfu_peak(gpu, None, tmp_path).tflops == 989.4  # type: ignore[union-attr]
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Unheard Of 9000")
@@ -81,8 +81,8 @@ def test_the_peak_for_mfu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_broken_file_of_measurements_is_none(tmp_path: Path):
-    path = write_measured(tmp_path, Measured("a", "now", "2"))
+    path = write_rates(tmp_path, DeviceRates("a", "now", "2"))
     path.write_text("{")
-    assert read_measured(tmp_path, "a") is None
+    assert read_rates(tmp_path, "a") is None
     path.write_text('{"unknown": 1}')
-    assert read_measured(tmp_path, "a") is None
+    assert read_rates(tmp_path, "a") is None

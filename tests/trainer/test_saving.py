@@ -8,7 +8,7 @@ import pytest
 
 from tests.parity.runs import train
 from tests.trainer.test_trainer import run
-from titan_exp.checkpoint.dcp.reader import tensor_shapes
+from titan_exp.checkpoint.dcp.storage_reader import tensor_shapes
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
@@ -16,7 +16,7 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 
 def steps(path: Path) -> list[int]:
-    return CheckpointFolder(RunFolder(path).checkpoints).complete()
+    return CheckpointFolder(RunFolder(path).checkpoints).complete_steps()
 
 
 def test_rows_say_how_long_the_last_save_took(tmp_path):
@@ -49,19 +49,19 @@ def broken_clocks() -> None:
 
     asked, rank = 0, int(os.environ["RANK"])
 
-    def time_is_up(self: Checkpointer) -> bool:
+    def interval_elapsed(self: Checkpointer) -> bool:
         nonlocal asked
         asked += 1
         return {0: asked % 3 == 0, 1: True, 2: False}[rank]
 
-    Checkpointer.time_is_up = time_is_up  # type: ignore[method-assign]  # on purpose
+    Checkpointer.interval_elapsed = interval_elapsed  # type: ignore[method-assign]  # on purpose
 
 
 def test_from_weights_alone_nothing_goes_on(tmp_path):
     settings = ["checkpoint.mode=sync", "checkpoint.last=weights", "checkpoint.every=2", "checkpoint.keep=1"]
     run(tmp_path, *settings, "training.steps=4")
     assert steps(tmp_path) == [4]
-    keys = tensor_shapes(CheckpointFolder(tmp_path / "checkpoints").at(4))
+    keys = tensor_shapes(CheckpointFolder(tmp_path / "checkpoints").path_of(4))
     assert all(key.startswith("model.") or key == "progress" for key in keys)
     finished, _ = run(tmp_path, *settings, "training.steps=4")
     assert finished, "there is nothing left to do"
@@ -103,7 +103,7 @@ def test_a_damaged_newest_checkpoint_costs_a_few_steps_and_no_number(tmp_path, c
     settings = ["checkpoint.mode=async", "checkpoint.every=2", "training.steps=6", "checkpoint.keep=3"]
     _, folder = run(tmp_path, *settings)
     rows = [json.dumps([row["loss"], row["grad_norm"]]) for row in read_metrics(folder.metrics)]
-    file = CheckpointFolder(folder.checkpoints).at(6) / "__0_0.distcp"
+    file = CheckpointFolder(folder.checkpoints).path_of(6) / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-1])
     _, folder = run(tmp_path, *settings)
     assert "step 6 is damaged: __0_0.distcp has" in caplog.text

@@ -82,7 +82,7 @@ def test_a_stop_request_saves_and_the_run_continues_bitwise(tmp_path):
     folder.request_stop("a test")
     finished, _ = run(tmp_path / "stopped", *saving)
     assert not finished
-    stopped_at = CheckpointFolder(folder.checkpoints).complete()
+    stopped_at = CheckpointFolder(folder.checkpoints).complete_steps()
     assert stopped_at == [1]
     folder.clear_stop()
     finished, _ = run(tmp_path / "stopped", *saving)
@@ -126,7 +126,7 @@ def test_a_diverged_run_fails_and_saves_nothing(tmp_path):
         run(tmp_path, "training.max_grad_norm=null", *diverging, "training.steps=40")
     last = read_metrics(RunFolder(tmp_path).metrics)[-1]
     assert not math.isfinite(last["loss"])  # type: ignore[arg-type]  # a number
-    saved = CheckpointFolder(RunFolder(tmp_path).checkpoints).complete()
+    saved = CheckpointFolder(RunFolder(tmp_path).checkpoints).complete_steps()
     assert all(step < (last["step"] or 0) for step in saved)
 
 

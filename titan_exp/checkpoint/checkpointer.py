@@ -12,28 +12,28 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from titan_exp.checkpoint.dcp.async_save import AsyncSave
-from titan_exp.checkpoint.dcp.checksums import agreed_problem, has_sums, require_intact
-from titan_exp.checkpoint.dcp.reader import read_into, tensor_shapes
-from titan_exp.checkpoint.dcp.writer import CheckedWriter
-from titan_exp.checkpoint.init_from import load_weights
-from titan_exp.checkpoint.remote.download import fetch_newer
-from titan_exp.checkpoint.remote.filesystem import RemoteError
+from titan_exp.checkpoint.dcp.async_save import AsyncSaver
+from titan_exp.checkpoint.dcp.checksums import find_damage_on_ranks, has_checksums, require_intact
+from titan_exp.checkpoint.dcp.storage_reader import load_into, tensor_shapes
+from titan_exp.checkpoint.dcp.storage_writer import PublishingWriter
+from titan_exp.checkpoint.init_from import load_initial_weights
+from titan_exp.checkpoint.remote.background_upload import STOP_SECONDS, BackgroundUploader, steps_to_upload
+from titan_exp.checkpoint.remote.remote_folder import RemoteError
 from titan_exp.checkpoint.remote.remote_run import CONFIG, RemoteRun
-from titan_exp.checkpoint.remote.upload import STOP_SECONDS, Uploads, worth_sending
+from titan_exp.checkpoint.remote.run_download import download_newer
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.checkpoint.state_dict import (
-    DATA,
-    OPTIMIZER,
-    PROGRESS,
-    WEIGHTS_ONLY,
-    allocate_optimizer_state,
-    from_bytes,
-    gather_state,
-    make_copies_equal,
-    model_state,
-    optimizer_state,
-    to_bytes,
+    DATA_PREFIX,
+    OPTIMIZER_PREFIX,
+    PROGRESS_KEY,
+    WEIGHTS_ONLY_KEY,
+    decode_json,
+    encode_json,
+    init_optimizer_state,
+    model_state_dict,
+    optimizer_state_dict,
+    sync_tied_state,
+    training_state_dict,
 )
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.checkpoint import CheckpointConfig
@@ -43,7 +43,7 @@ from titan_exp.tracking.logging import get_logger
 
 
 @dataclass(frozen=True)
-class Restored:
+class RestoredState:
     """What a checkpoint says besides tensors."""
 
     progress: dict[str, Any]
@@ -81,16 +81,16 @@ class Checkpointer:
         self._clock = clock
         self._last = clock()
         self._times: dict[str, float] = {}
-        self._background: AsyncSave | None = None
+        self._background: AsyncSaver | None = None
         # A group of its own: a background save must not meet the training step's collectives.
         self._group = new_cpu_group()
         self._leader = dist.get_rank() == 0
         self._remote = remote
-        self._uploads = None if remote is None else Uploads(remote, self.folder, config, clock)
+        self._uploads = None if remote is None else BackgroundUploader(remote, self.folder, config, clock)
         if config.mode != "off":
             self._prepare()
 
-    def time_is_up(self) -> bool:
+    def interval_elapsed(self) -> bool:
         """Whether this process's clock asks for a checkpoint. Clocks differ: the ranks must agree on rank 0's."""
         minutes = self.config.every_minutes
         return self.config.mode != "off" and minutes is not None and self._clock() - self._last >= 60 * minutes
@@ -100,14 +100,14 @@ class Checkpointer:
         every = self.config.every
         return self.config.mode != "off" and every is not None and step % every == 0
 
-    def take_times(self) -> dict[str, float]:
+    def pop_timings(self) -> dict[str, float]:
         """Seconds of the saves that have ended since the last call, as keys of a row: the last one's.
 
         `checkpoint_pause` is for how long training stood still, `checkpoint_write` how long the writing took,
         `checkpoint_upload` how long, behind training's back, the last upload to the remote place.
         """
         times, self._times = self._times, {}
-        uploaded = None if self._uploads is None else self._uploads.take_seconds()
+        uploaded = None if self._uploads is None else self._uploads.pop_seconds()
         if uploaded is not None:
             times["checkpoint_upload"] = uploaded
         return times
@@ -134,10 +134,10 @@ class Checkpointer:
         self._last = begin
         self.wait()
         if weights_only:
-            state = {**model_state(parts), PROGRESS: to_bytes({**progress, WEIGHTS_ONLY: True})}
+            state = {**model_state_dict(parts), PROGRESS_KEY: encode_json({**progress, WEIGHTS_ONLY_KEY: True})}
         else:
-            state = gather_state(parts, optimizer, data, progress)
-        writer = CheckedWriter(self.folder, step)
+            state = training_state_dict(parts, optimizer, data, progress)
+        writer = PublishingWriter(self.folder, step)
         save = self._pending = _Save(step, begin, self._clock())
         self._newest = step
         if self.config.mode == "sync":
@@ -145,7 +145,7 @@ class Checkpointer:
             self.wait()
         else:
             if self._background is None:
-                self._background = AsyncSave(self.config.mode, self._group)
+                self._background = AsyncSaver(self.config.mode, self._group)
             background, future = self._background, self._background.start(state, writer)
             save.write, save.future = lambda: background.result(future), future
             save.paused = self._clock() - begin
@@ -178,7 +178,7 @@ class Checkpointer:
             )
             self._newest = None
             if self._leader:
-                self.folder.discard(save.step)
+                self.folder.discard_partial(save.step)
             return
         self.durable = save.step
         save.end(self._clock())
@@ -226,7 +226,7 @@ class Checkpointer:
         """
         step, damaged = self._newest_intact()
         if self._remote is not None:
-            fetched = fetch_newer(self._remote, self.folder, step, self._group)
+            fetched = download_newer(self._remote, self.folder, step, self._group)
             step = step if fetched is None else fetched
             if fetched in damaged:
                 get_logger().error("the checkpoint of step %d was damaged here: %s", fetched, damaged.pop(fetched))
@@ -243,13 +243,13 @@ class Checkpointer:
 
     def _newest_intact(self) -> tuple[int | None, dict[int, str]]:
         """Its step, and what is wrong with each newer one."""
-        steps: list[Any] = [self.folder.complete() if self._leader else None]
+        steps: list[Any] = [self.folder.complete_steps() if self._leader else None]
         dist.broadcast_object_list(steps, src=0, group=self._group)
         damaged: dict[int, str] = {}
         for step in reversed(steps[0]):
-            damage = agreed_problem(self.folder.at(step), self._group)
+            damage = find_damage_on_ranks(self.folder.path_of(step), self._group)
             if damage is None:
-                if not has_sums(self.folder.at(step)):
+                if not has_checksums(self.folder.path_of(step)):
                     get_logger().info("the checkpoint of step %d is from before checksums: none was checked", step)
                 return step, damaged
             damaged[step] = damage
@@ -262,33 +262,35 @@ class Checkpointer:
         missing: list[int] = []
         if self._leader:
             try:
-                missing = worth_sending(self._remote, self.folder, self.config.keep_every)
+                missing = steps_to_upload(self._remote, self.folder, self.config.keep_every)
             except RemoteError as error:
                 get_logger().error("what has not been uploaded yet cannot be told now: %s", error)
         self._uploads.start(missing)
 
-    def load(self, step: int, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> Restored:
+    def load(self, step: int, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> RestoredState:
         """Load a checkpoint, made in any layout, into the model (or its parts on this rank) and the optimizer.
 
         Of a checkpoint that holds weights only, these and the progress.
         """
-        path = self.folder.at(step)
+        path = self.folder.path_of(step)
         shapes = tensor_shapes(path)
-        progress = _read_notes(path, shapes, PROGRESS)[PROGRESS]
-        if progress.get(WEIGHTS_ONLY):
-            read_into(path, model_state(parts))
+        progress = _read_notes(path, shapes, PROGRESS_KEY)[PROGRESS_KEY]
+        if progress.get(WEIGHTS_ONLY_KEY):
+            load_into(path, model_state_dict(parts))
             data: dict[str, Any] = {}
         else:
             # Before the first step an optimizer has no state, and none is saved.
-            if any(key.startswith(OPTIMIZER) for key in shapes):
-                allocate_optimizer_state(parts, optimizer)
-            read_into(path, {**model_state(parts), **optimizer_state(parts, optimizer)})
-            data = {key.removeprefix(DATA): state for key, state in _read_notes(path, shapes, DATA).items()}
-        make_copies_equal(parts, optimizer)
+            if any(key.startswith(OPTIMIZER_PREFIX) for key in shapes):
+                init_optimizer_state(parts, optimizer)
+            load_into(path, {**model_state_dict(parts), **optimizer_state_dict(parts, optimizer)})
+            data = {
+                key.removeprefix(DATA_PREFIX): state for key, state in _read_notes(path, shapes, DATA_PREFIX).items()
+            }
+        sync_tied_state(parts, optimizer)
         self._newest = self.durable = step
-        return Restored(progress, data)
+        return RestoredState(progress, data)
 
-    def load_initial(self, parts: Sequence[nn.Module], place: str | None = None) -> None:
+    def load_initial_weights(self, parts: Sequence[nn.Module], place: str | None = None) -> None:
         """Load weights of another run into the model, as `checkpoint.initial` and `initial_exclude` say.
 
         `place` is where what `checkpoint.initial` names has been fetched to, where that is a URL.
@@ -302,7 +304,7 @@ class Checkpointer:
         if path is None:
             raise UserError(f"checkpoint.initial={self.config.initial}: there is no complete checkpoint")
         require_intact(path, self._group)
-        load_weights(path, parts, self.config.initial_exclude, self._group)
+        load_initial_weights(path, parts, self.config.initial_exclude, self._group)
 
     def _is_saved(self, step: int) -> bool:
         """Whether this step was saved on every rank: a writing process may die when others have had their answer."""
@@ -319,14 +321,14 @@ class Checkpointer:
         if self._leader:
             try:
                 self.folder.path.mkdir(parents=True, exist_ok=True)
-                self.folder.clean()
+                self.folder.remove_stale()
             except OSError as error:
                 failure[0] = f"{error.filename or self.folder.path}: {error.strerror or error}"
             if self._remote is not None and failure[0] is None:
                 try:
-                    self._remote.describe(self.folder.path.parent / CONFIG)
+                    self._remote.write_config(self.folder.path.parent / CONFIG)
                 except RemoteError as error:
-                    if error.lasting:
+                    if error.permanent:
                         failure[0] = str(error)
                     else:
                         get_logger().error("the remote place cannot be written to now: %s", error)
@@ -340,7 +342,7 @@ class Checkpointer:
     def _retain(self) -> None:
         try:
             needed = set() if self._uploads is None else self._uploads.needed()
-            self.folder.retain(self.config.keep, self.config.keep_every, needed)
+            self.folder.apply_retention(self.config.keep, self.config.keep_every, needed)
         except OSError as error:
             get_logger().error("old checkpoints could not be deleted: %s", error)
 
@@ -349,7 +351,7 @@ class Checkpointer:
             where = "it stays where it is"
             if self._leader:
                 try:
-                    where = f"it is now {self.folder.set_aside(step).name}"
+                    where = f"it is now {self.folder.quarantine(step).name}"
                 except OSError as error:
                     where = f"it could not be renamed ({error.strerror or error})"
             get_logger().error(
@@ -390,8 +392,8 @@ class _Save:
 def _read_notes(path: Path, shapes: Mapping[str, torch.Size], prefix: str) -> dict[str, Any]:
     """What a checkpoint holds besides weights and optimizer state, under keys with a prefix."""
     notes = {key: torch.empty(shape, dtype=torch.uint8) for key, shape in shapes.items() if key.startswith(prefix)}
-    read_into(path, notes)
-    return {key: from_bytes(note) for key, note in notes.items()}
+    load_into(path, notes)
+    return {key: decode_json(note) for key, note in notes.items()}
 
 
 def _cause(error: BaseException) -> str:
@@ -409,4 +411,4 @@ def load_model(path: Path, model: nn.Module) -> None:
         UserError: the checkpoint is damaged.
     """
     require_intact(path)
-    read_into(path, model_state([model]))
+    load_into(path, model_state_dict([model]))

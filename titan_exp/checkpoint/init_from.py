@@ -8,16 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_exp.checkpoint.dcp.reader import read_into, tensor_shapes
-from titan_exp.checkpoint.state_dict import MODEL, copy_to_copies, model_state
+from titan_exp.checkpoint.dcp.storage_reader import load_into, tensor_shapes
+from titan_exp.checkpoint.state_dict import MODEL_PREFIX, model_state_dict, sync_tied_weights
 from titan_exp.config.errors.user_error import UserError, shown
 from titan_exp.tracking.logging import get_logger
 
-NAMED = 12
+MAX_LISTED = 12
 """So many weights of a kind are named in an error, of hundreds the first."""
 
 
-def load_weights(
+def load_initial_weights(
     path: Path, parts: Sequence[nn.Module], exclude: Sequence[str], group: dist.ProcessGroup | None = None
 ) -> None:
     """Load a checkpoint's weights into the model (or its parts on this rank); all ranks of the group together.
@@ -32,8 +32,12 @@ def load_weights(
         UserError: naming every weight that is missing in the checkpoint, that the model does not have, or that has
             another shape, and every pattern that fits no weight of either.
     """
-    state = {name.removeprefix(MODEL): value for name, value in model_state(parts).items()}
-    shapes = {key.removeprefix(MODEL): shape for key, shape in tensor_shapes(path).items() if key.startswith(MODEL)}
+    state = {name.removeprefix(MODEL_PREFIX): value for name, value in model_state_dict(parts).items()}
+    shapes = {
+        key.removeprefix(MODEL_PREFIX): shape
+        for key, shape in tensor_shapes(path).items()
+        if key.startswith(MODEL_PREFIX)
+    }
 
     def excluded(name: str) -> bool:
         return any(fnmatchcase(name, pattern) for pattern in exclude)
@@ -58,8 +62,8 @@ def load_weights(
     if faulty or unexpected or idle:
         missing, reshaped = _of_all_ranks(missing, group), _of_all_ranks(reshaped, group)
         raise UserError(_faults(path, missing, unexpected, reshaped, idle))
-    read_into(path, {f"{MODEL}{name}": value for name, value in wanted.items()})
-    copy_to_copies(parts)
+    load_into(path, {f"{MODEL_PREFIX}{name}": value for name, value in wanted.items()})
+    sync_tied_weights(parts)
     kept = len(state) - len(wanted)
     get_logger().info(
         "%d weights and buffers from %s%s", len(wanted), path, f"; {kept} keep their initial values" if kept else ""
@@ -90,8 +94,8 @@ def _group(name: str) -> str:
 
 
 def _some(names: list[str]) -> str:
-    named = ", ".join(names[:NAMED])
-    return f"{named} and {len(names) - NAMED} more" if len(names) > NAMED else named
+    named = ", ".join(names[:MAX_LISTED])
+    return f"{named} and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else named
 
 
 def _shape(size: Sequence[int]) -> str:

@@ -20,24 +20,24 @@ class CheckpointFolder:
     path: Path
     """Where it is; it need not exist yet."""
 
-    def complete(self) -> list[int]:
+    def complete_steps(self) -> list[int]:
         """Steps of all complete checkpoints, ascending."""
         if not self.path.is_dir():
             return []
         found = (_COMPLETE.fullmatch(entry.name) for entry in self.path.iterdir() if entry.is_dir())
         return sorted(int(match[1]) for match in found if match)
 
-    def at(self, step: int) -> Path:
+    def path_of(self, step: int) -> Path:
         """Folder of the complete checkpoint of a step."""
         return self.path / f"step-{step:08d}"
 
-    def partial(self, step: int) -> Path:
+    def partial_path(self, step: int) -> Path:
         """Folder in which the checkpoint of a step is being written."""
         return self.path / f"step-{step:08d}.partial"
 
     def publish(self, step: int) -> None:
         """Turn a written partial checkpoint into a complete one, in one durable move."""
-        target, partial = self.at(step), self.partial(step)
+        target, partial = self.path_of(step), self.partial_path(step)
         replaced = target.with_name(target.name + _REPLACED)
         sync_folder(partial)
         if target.exists():
@@ -49,11 +49,11 @@ class CheckpointFolder:
         if replaced.exists():
             shutil.rmtree(replaced)
 
-    def discard(self, step: int) -> None:
+    def discard_partial(self, step: int) -> None:
         """Delete what a failed save has written, as far as that is possible."""
-        shutil.rmtree(self.partial(step), ignore_errors=True)
+        shutil.rmtree(self.partial_path(step), ignore_errors=True)
 
-    def retain(self, newest: int, every: int | None = None, needed: Container[int] = ()) -> None:
+    def apply_retention(self, newest: int, every: int | None = None, needed: Container[int] = ()) -> None:
         """Delete complete checkpoints, the oldest first.
 
         Args:
@@ -61,19 +61,19 @@ class CheckpointFolder:
             every: those whose step is a multiple of it stay as well; None keeps none of them.
             needed: steps that stay for now, because something reads them.
         """
-        for step in self.complete()[:-newest]:
+        for step in self.complete_steps()[:-newest]:
             if (every is None or step % every) and step not in needed:
-                self._remove(self.at(step))
+                self._remove(self.path_of(step))
 
-    def set_aside(self, step: int) -> Path:
+    def quarantine(self, step: int) -> Path:
         """Rename a damaged checkpoint, so that it no longer counts; returns where it is now."""
-        target = self.at(step)
+        target = self.path_of(step)
         damaged = target.with_name(target.name + ".damaged")
         shutil.rmtree(damaged, ignore_errors=True)
         os.rename(target, damaged)
         return damaged
 
-    def clean(self) -> None:
+    def remove_stale(self) -> None:
         """Delete what interrupted saves and deletions have left, and bring back what an interrupted save replaced."""
         if not self.path.is_dir():
             return

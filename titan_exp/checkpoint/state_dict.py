@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-MODEL, OPTIMIZER, DATA, PROGRESS = "model.", "optimizer.", "data.", "progress"
-WEIGHTS_ONLY = "weights_only"
+MODEL_PREFIX, OPTIMIZER_PREFIX, DATA_PREFIX, PROGRESS_KEY = "model.", "optimizer.", "data.", "progress"
+WEIGHTS_ONLY_KEY = "weights_only"
 """Key of the progress of a checkpoint that no run can be continued from."""
 
 
-def gather_state(
+def training_state_dict(
     parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, data: Mapping[str, Any], progress: Mapping[str, Any]
 ) -> dict[str, Tensor]:
     """Collect what a checkpoint holds.
@@ -27,14 +27,14 @@ def gather_state(
         progress: JSON-able counters of the whole run.
     """
     return {
-        **model_state(parts),
-        **optimizer_state(parts, optimizer),
-        **{f"{DATA}{shard}": to_bytes(state) for shard, state in data.items()},
-        PROGRESS: to_bytes(progress),
+        **model_state_dict(parts),
+        **optimizer_state_dict(parts, optimizer),
+        **{f"{DATA_PREFIX}{shard}": encode_json(state) for shard, state in data.items()},
+        PROGRESS_KEY: encode_json(progress),
     }
 
 
-def model_state(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
+def model_state_dict(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Parameters and persistent buffers by full name; the tensors themselves, not copies.
 
     Of a tensor that two parts have copies of, the first part's.
@@ -42,24 +42,24 @@ def model_state(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
     return _first_of_each(_model_tensors(parts))
 
 
-def optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+def optimizer_state_dict(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The optimizer's tensors by full parameter name; the tensors themselves, not copies."""
     return _first_of_each(_optimizer_tensors(parts, optimizer))
 
 
 @torch.no_grad()
-def make_copies_equal(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+def sync_tied_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
     """Give what two parts have copies of the state of the first part's, which is the one that was loaded."""
     _copy_to_copies((*_model_tensors(parts), *_optimizer_tensors(parts, optimizer)))
 
 
 @torch.no_grad()
-def copy_to_copies(parts: Sequence[nn.Module]) -> None:
+def sync_tied_weights(parts: Sequence[nn.Module]) -> None:
     """The same for the model alone."""
     _copy_to_copies(_model_tensors(parts))
 
 
-def allocate_optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+def init_optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
     """Make the optimizer create its state, so that there is something to load into; parameters keep their values."""
     parameters = [parameter for part in parts for parameter in part.parameters() if parameter.requires_grad]
     kept = [parameter.detach().clone() for parameter in parameters]
@@ -72,13 +72,13 @@ def allocate_optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.
             parameter.copy_(value)
 
 
-def to_bytes(value: object) -> Tensor:
+def encode_json(value: object) -> Tensor:
     """A JSON-able value as a byte tensor."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
-def from_bytes(tensor: Tensor) -> Any:
-    """The value that `to_bytes` took."""
+def decode_json(tensor: Tensor) -> Any:
+    """The value that `encode_json` took."""
     return json.loads(bytes(tensor.cpu().tolist()))
 
 
@@ -94,7 +94,7 @@ def _copy_to_copies(named: Iterable[tuple[str, Tensor]]) -> None:
 def _model_tensors(parts: Sequence[nn.Module]) -> Iterator[tuple[str, Tensor]]:
     for part in parts:
         for name, value in part.state_dict().items():
-            yield f"{MODEL}{name}", value.detach()
+            yield f"{MODEL_PREFIX}{name}", value.detach()
 
 
 def _optimizer_tensors(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Tensor]]:
@@ -102,7 +102,7 @@ def _optimizer_tensors(parts: Sequence[nn.Module], optimizer: torch.optim.Optimi
         for name, parameter in part.named_parameters():
             for key, value in optimizer.state.get(parameter, {}).items():
                 if isinstance(value, Tensor):
-                    yield f"{OPTIMIZER}{name}.{key}", value
+                    yield f"{OPTIMIZER_PREFIX}{name}.{key}", value
 
 
 def _first_of_each(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from rich.filesize import decimal
 
-from titan_exp.checkpoint.formats.export import Export, write
-from titan_exp.checkpoint.formats.open import Source, open_source
-from titan_exp.checkpoint.remote.checkpoint_cache import local_copy, written_to
+from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_weights
+from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
+from titan_exp.checkpoint.remote.checkpoint_cache import local_copy, staged_upload
 from titan_exp.config.command_line.parse_options import HELP, options_help, parse_options
 from titan_exp.config.command_line.verb_options import ConvertOptions
 from titan_exp.config.errors.user_error import UserError
@@ -35,14 +35,16 @@ def convert_command(arguments: Sequence[str]) -> int:
         print(options_help(USAGE, ConvertOptions), end="")
         return 0
     options = _options(arguments)
-    with written_to(options.target) as target:
+    with staged_upload(options.target) as target:
         if target.exists():
             raise UserError(f"{target} exists. Name another place, or remove it first.")
-        source = open_source(local_copy(options.source, step=options.step), options.step)
+        source = open_checkpoint(local_copy(options.source, step=options.step), options.step)
         form = _format(options, source)
         print(f"{source.path}: {source.model.name} ({source.format})")
         with byte_progress(f"writing {form}") as progress:
-            written = write(source, target, Export(form, DTYPES[options.dtype], options.file_gb * 1e9, progress))
+            written = export_weights(
+                source, target, ExportOptions(form, DTYPES[options.dtype], options.file_gb * 1e9, progress)
+            )
         if source.tokenizer is None and form != "torch":
             print(f"no tokenizer was found beside the weights: put its tokenizer.json into {options.target}")
         following = _next(source, target, form)
@@ -62,7 +64,7 @@ def _options(arguments: Sequence[str]) -> ConvertOptions:
     return options
 
 
-def _format(options: ConvertOptions, source: Source) -> str:
+def _format(options: ConvertOptions, source: OpenCheckpoint) -> str:
     ends_in_pt = options.target.endswith((".pt", ".pth"))
     if options.format == "auto":
         ours = source.format in ("dcp", "torch")
@@ -73,7 +75,7 @@ def _format(options: ConvertOptions, source: Source) -> str:
     return options.format
 
 
-def _next(source: Source, target: Path, form: str) -> str:
+def _next(source: OpenCheckpoint, target: Path, form: str) -> str:
     """What can be done with what has been written."""
     match form:
         case "huggingface":

@@ -53,7 +53,8 @@ def train(words: Sequence[str]) -> int:
             from titan_exp.data.preview import preview
 
             plan_run(experiment, overrides)  # which refuses what could not be trained either
-            for line in preview(experiment, experiment.data.preview):
+            seed = experiment.experiment.seed
+            for line in preview(experiment.data, experiment.training, seed, experiment.data.preview):
                 print(line)
             return 0
         console = RunConsole()

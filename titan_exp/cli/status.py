@@ -18,7 +18,7 @@ from titan_exp.launch.sweep.sweep_table import plain_console
 from titan_exp.plan.gate.predicted import read_predicted_metrics
 from titan_exp.tracking.run_folder.metrics_jsonl import read_last_values
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.sinks.base import Value
+from titan_exp.tracking.sinks.sink import Value
 
 HELP = """\
 titan-exp status: how runs stand. Nothing is changed.

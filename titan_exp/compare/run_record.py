@@ -13,7 +13,7 @@ from titan_exp.plan.gate.predicted import PredictedMetrics, read_predicted_metri
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import Attempt, RunFolder
 from titan_exp.tracking.run_folder.state import read_json
-from titan_exp.tracking.sinks.base import Row
+from titan_exp.tracking.sinks.sink import Row
 
 SILENCE = 120.0
 """Seconds without a heartbeat after which a run that nobody on this machine holds is taken for dead."""

@@ -1,1 +1,1 @@
-"""Text to batches: sources of documents, tokenizers, a fixed order over virtual shards, packing, and two loaders."""
+"""Data loading: document sources, tokenizers, layout-invariant row order, sequence packing, and two loaders."""

@@ -1,4 +1,4 @@
-"""A micro-batch of packed rows, as the model takes it: tokens, what to predict, and where documents begin."""
+"""Micro-batches of packed rows: input tokens, labels, positions and document ids."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,30 +17,30 @@ class Batch:
     tokens: Tensor
     """Input token ids."""
     labels: Tensor
-    """The token that follows each input token; `IGNORE_INDEX` where nothing is predicted."""
+    """Next-token targets; `IGNORE_INDEX` excludes a position from the loss."""
     positions: Tensor | None
-    """Position of each token within its document in this row; None where positions count through the row."""
+    """Position of each token within its document in this row; None if positions count through the row."""
     documents: Tensor | None
-    """Number of each token's document within the row, from 0; None where documents may attend to each other."""
+    """Index of each token's document within the row; None if attention crosses document boundaries."""
 
     def to(self, device: torch.device | str) -> "Batch":
-        """This batch on `device`; the copy overlaps with compute where the batch is pinned."""
+        """Copy the batch to `device`, asynchronously if it is pinned."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "Batch":
-        """This batch in page-locked memory, from which a GPU copies asynchronously. Needs CUDA."""
+        """Copy the batch to page-locked memory. Needs CUDA."""
         return self.map(lambda tensor: tensor.pin_memory())
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
-        """This batch with each tensor that there is changed alike."""
-        optional = (None if tensor is None else change(tensor) for tensor in (self.positions, self.documents))
-        return Batch(change(self.tokens), change(self.labels), *optional)
+    def map(self, function: Callable[[Tensor], Tensor]) -> "Batch":
+        """Apply a function to every tensor of the batch."""
+        optional = (None if tensor is None else function(tensor) for tensor in (self.positions, self.documents))
+        return Batch(function(self.tokens), function(self.labels), *optional)
 
 
-def assemble(
+def collate(
     windows: np.ndarray, starts: Sequence[Sequence[int]], *, document_mask: bool, reset_positions: bool
 ) -> Batch:
-    """Make a batch of `windows` [rows, seq + 1], in which documents begin at `starts[row]` (each in 1..seq).
+    """Collate `windows` [rows, seq + 1], with document starts `starts[row]` (each in 1..seq), into a batch.
 
     With `document_mask`, the last token of a document does not predict the first token of the next one.
     """
@@ -49,8 +49,8 @@ def assemble(
     if not (document_mask or reset_positions):
         return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), None, None)
     begins = np.zeros((rows, length), dtype=np.int64)
-    for row, places in enumerate(starts):
-        begins[row, list(places)] = 1
+    for row, offsets in enumerate(starts):
+        begins[row, list(offsets)] = 1
     documents = positions = None
     if document_mask:
         labels[begins[:, 1:] == 1] = IGNORE_INDEX

@@ -1,7 +1,7 @@
-"""A shuffled range that takes no memory: any element of it can be asked for at once, on every machine the same.
+"""A keyed random permutation with O(1) memory and random access (Feistel network).
 
-A generalized Feistel network over a grid just larger than the range, walked until it lands inside (Black and Rogaway
-2002, "Ciphers with arbitrary finite domains"). Unlike a library's shuffle it can never change between versions.
+Generalized Feistel cipher over the smallest grid that covers the range, cycle-walking until it lands inside (Black and
+Rogaway 2002, "Ciphers with arbitrary finite domains"). Unlike a library's shuffle it never changes between versions.
 """
 
 import math
@@ -12,7 +12,7 @@ _ROUNDS = 8
 
 
 class Permutation:
-    """A bijection of `range(size)` onto itself, a pure function of `size` and `key`."""
+    """Bijection of `range(size)` onto itself, a pure function of `size` and `key`."""
 
     def __init__(self, size: int, *key: object) -> None:
         assert size >= 1
@@ -22,20 +22,20 @@ class Permutation:
         self._key = blake2b("/".join(map(str, key)).encode(), digest_size=32).digest()
 
     def __getitem__(self, index: int) -> int:
-        """Where `index` goes."""
+        """Image of `index`."""
         assert 0 <= index < self.size
         while True:
-            index = self._once(index)
+            index = self._encrypt(index)
             if index < self.size:
                 return index
 
-    def _once(self, index: int) -> int:
+    def _encrypt(self, index: int) -> int:
         row, column = divmod(index, self._columns)
-        for number in range(0, _ROUNDS, 2):
-            row = (row + self._mix(number, column)) % self._rows
-            column = (column + self._mix(number + 1, row)) % self._columns
+        for round_ in range(0, _ROUNDS, 2):
+            row = (row + self._round(round_, column)) % self._rows
+            column = (column + self._round(round_ + 1, row)) % self._columns
         return row * self._columns + column
 
-    def _mix(self, number: int, value: int) -> int:
-        digest = blake2b(struct.pack("<BQ", number, value), key=self._key, digest_size=8).digest()
+    def _round(self, round_: int, value: int) -> int:
+        digest = blake2b(struct.pack("<BQ", round_, value), key=self._key, digest_size=8).digest()
         return int.from_bytes(digest, "little")

@@ -1,7 +1,7 @@
-"""Items made ahead in a background thread, through a bounded queue.
+"""Background prefetching of an iterator through a bounded queue.
 
-The thread is told to stop when its owner is closed, collected, or the interpreter exits, and is a daemon: whatever it
-waits for can hold up neither.
+The daemon thread stops when its owner is closed, garbage-collected, or the interpreter exits; a blocked read delays
+none of them.
 """
 
 import threading
@@ -11,18 +11,18 @@ from collections.abc import Iterator
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
-_PATIENCE_SECONDS = 5.0
+_JOIN_TIMEOUT_SECONDS = 5.0
 
 
 class Prefetcher(Iterator[Item]):
-    """Iterates over `items` with up to `depth` of them ready. An error in the thread is raised after what it made."""
+    """Iterates over `items` with up to `depth` of them ready; an exception of the thread is raised after its items."""
 
     def __init__(self, items: Iterator[Item], depth: int) -> None:
         self._queue = _Queue[Item](depth)
-        # The thread holds the queue and not this object, so that dropping this object ends the thread.
+        # The thread references the queue but not this object, so that dropping this object ends the thread.
         thread = threading.Thread(target=_fill, args=(items, self._queue), name="titan_exp-prefetch", daemon=True)
         self.close = weakref.finalize(self, _stop, self._queue, thread)
-        """Stops the thread promptly; the second call does nothing."""
+        """Stop the thread; idempotent."""
         thread.start()
 
     def __next__(self) -> Item:
@@ -31,19 +31,19 @@ class Prefetcher(Iterator[Item]):
 
 
 class _Queue(Generic[Item]):
-    """A bounded queue whose both ends wake up when it is closed. Without items, `get` raises how it ended."""
+    """Bounded queue that wakes producer and consumer when it ends; `get` on an empty ended queue raises the reason."""
 
     def __init__(self, depth: int) -> None:
         self._items: deque[Item] = deque()
         self._depth = depth
-        self._ended: BaseException | None = None
+        self._end_reason: BaseException | None = None
         self._changed = threading.Condition()
 
     def put(self, item: Item) -> bool:
         """Wait for room and append; False once the queue has ended."""
         with self._changed:
-            self._changed.wait_for(lambda: self._ended is not None or len(self._items) < self._depth)
-            if self._ended is not None:
+            self._changed.wait_for(lambda: self._end_reason is not None or len(self._items) < self._depth)
+            if self._end_reason is not None:
                 return False
             self._items.append(item)
             self._changed.notify_all()
@@ -51,34 +51,34 @@ class _Queue(Generic[Item]):
 
     def get(self) -> Item:
         with self._changed:
-            self._changed.wait_for(lambda: self._ended is not None or len(self._items) > 0)
+            self._changed.wait_for(lambda: self._end_reason is not None or len(self._items) > 0)
             if self._items:
                 item = self._items.popleft()
                 self._changed.notify_all()
                 return item
-            assert self._ended is not None
-            raise self._ended
+            assert self._end_reason is not None
+            raise self._end_reason
 
-    def end(self, how: BaseException, *, drop: bool = False) -> None:
+    def end(self, reason: BaseException, *, drop_items: bool = False) -> None:
         with self._changed:
-            self._ended = self._ended or how
-            if drop:
+            self._end_reason = self._end_reason or reason
+            if drop_items:
                 self._items.clear()
             self._changed.notify_all()
 
 
 def _fill(items: Iterator[Item], queue: "_Queue[Item]") -> None:
-    how: BaseException = StopIteration()
+    reason: BaseException = StopIteration()
     try:
         for item in items:
             if not queue.put(item):
                 break
     except BaseException as error:
-        how = error
-    queue.end(how)
+        reason = error
+    queue.end(reason)
 
 
 def _stop(queue: _Queue, thread: threading.Thread) -> None:
-    queue.end(StopIteration(), drop=True)
+    queue.end(StopIteration(), drop_items=True)
     if thread is not threading.current_thread():
-        thread.join(_PATIENCE_SECONDS)
+        thread.join(_JOIN_TIMEOUT_SECONDS)

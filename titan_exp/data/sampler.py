@@ -1,61 +1,50 @@
-"""Where a data rank's rows come from: the interface between the training loader and the two ways of ordering rows."""
+"""Sampler interface: a layout-invariant order of packed rows, and one data rank's share of it."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 
-States = dict[str, dict[str, Any]]
-"""Positions, in JSON's types, by name; each rank holds some of a run's."""
+SamplerState = dict[str, dict[str, Any]]
+"""JSON-serializable positions by name; each data rank holds some of a run's."""
 
-
-class RowReader(Protocol):
-    """Rows of one rank from a position on, for ever."""
-
-    def prepare(self) -> None:
-        """Begin to fetch what the first rows need, without waiting for it."""
-        ...
-
-    def next_row(self, window: np.ndarray) -> tuple[list[int], States]:
-        """Fill `window` [seq_len + 1] with the next row.
-
-        Returns where in it documents begin (each in 1..seq_len), and the positions that the row has changed.
-        """
-        ...
+NextRow = Callable[[np.ndarray], tuple[list[int], SamplerState]]
+"""Fills a window [seq_len + 1] with the next row; returns the document starts in it (each in 1..seq_len) and the
+positions that changed."""
 
 
 class Sampler(Protocol):
-    """One rank's share of an order of rows that is the same in every layout: row j of the run is on rank j mod dp."""
+    """One data rank's rows. Row j of the run belongs to rank j mod dp, in every layout."""
 
     corpus: dict[str, Any]
-    """What positions refer to, the same on every rank; each key is the configuration key to blame where it differs."""
-    beginning: States
-    """The positions before the first row."""
+    """Identity of the data that positions refer to, equal on all ranks; keys are the config keys that errors quote."""
+    initial_state: SamplerState
+    """Positions before the first row."""
 
-    def take(self, states: Mapping[str, dict[str, Any]]) -> States:
-        """This rank's part of the positions of all ranks of a run, of any dp degree, at the end of a global batch.
+    def restrict(self, states: Mapping[str, dict[str, Any]]) -> SamplerState:
+        """This rank's positions among those of all ranks, saved at the end of a global batch under any dp degree.
 
         Raises:
-            UserError: they are not all there, or not at the same row.
+            UserError: positions are missing or belong to different rows.
         """
         ...
 
-    def open(self, states: States) -> RowReader:
-        """A reader from positions of this rank on."""
+    def open(self, state: SamplerState) -> NextRow:
+        """Start reading this rank's rows at its positions."""
         ...
 
-    def at(self, rows: int) -> States | None:
-        """The positions after so many rows of the run (a multiple of dp); None where only reading leads there."""
+    def state_at(self, rows: int) -> SamplerState | None:
+        """Positions after `rows` rows of the run (a multiple of dp); None if they can only be reached by reading."""
         ...
 
-    def source_of(self, row: int) -> str:
-        """Name of the source of row `row` of the run; empty where there is one source."""
+    def source_name(self, row: int) -> str:
+        """Source that a row of the run comes from; empty if there is only one."""
         ...
 
-    def epochs(self, states: States) -> dict[str, float]:
-        """Passes over each source until these positions, by its name, and over all of them under the empty name."""
+    def epochs(self, state: SamplerState) -> dict[str, float]:
+        """Epochs completed per source name, and over all sources under the empty name."""
         ...
 
     def close(self) -> None:
-        """Stop what runs in the background."""
+        """Stop background threads."""
         ...

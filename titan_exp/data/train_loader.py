@@ -1,6 +1,6 @@
-"""Batches to train on, for ever, in an order that depends on the experiment and its seed and on no layout.
+"""Training data loader: endless micro-batches whose order depends on data, seed and batch size, never on the layout.
 
-Data rank r of dp takes the rows j ≡ r (mod dp) of the run; which row is which is a `Sampler`'s to say.
+Data rank r of dp takes the rows j ≡ r (mod dp) of the run; a `Sampler` defines the rows.
 """
 
 import json
@@ -13,141 +13,139 @@ import torch
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
-from titan_exp.config.groups.experiment import Experiment
-from titan_exp.data.batch import Batch, assemble
+from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.data.batch import Batch, collate
 from titan_exp.data.prefetch import Prefetcher
-from titan_exp.data.sampler import RowReader, Sampler, States
+from titan_exp.data.sampler import NextRow, Sampler, SamplerState
+from titan_exp.data.sources.build import builtin_source
+from titan_exp.data.virtual_shards.sampler import VirtualShardSampler
 
 
 class TrainLoader(Iterator[Batch]):
-    """Micro-batches [micro_batch_size, seq_len] of one data rank, prepared ahead in a thread.
+    """Micro-batches [micro_batch_size, seq_len] of one data rank, prefetched by a thread.
 
-    Global batch k, counted from 0, is rows k·G to (k + 1)·G - 1 of the run in every layout (G = global_batch_size);
-    a rank's micro-batches are consecutive groups of its rows. Raises UserError where the corpus or the tokenizer cannot
-    be used; an error of the thread is raised by `next`.
+    Global batch k, counted from 0, holds rows k·G to (k + 1)·G - 1 of the run in every layout (G = global_batch_size);
+    a rank's micro-batches are consecutive groups of its rows. Raises UserError if the corpus or the tokenizer cannot be
+    used; `next` raises errors of the thread.
     """
 
     def __init__(
-        self, experiment: Experiment, *, dp_rank: int, dp_degree: int, micro_batch_size: int, pin_memory: bool
+        self,
+        data: DataConfig,
+        training: TrainingConfig,
+        seed: int,
+        *,
+        dp_rank: int,
+        dp_degree: int,
+        micro_batch_size: int,
+        pin_memory: bool,
     ) -> None:
-        assert experiment.training.global_batch_size % (dp_degree * micro_batch_size) == 0, (
-            "a rule of the configuration"
-        )
-        self._experiment = experiment
+        assert training.global_batch_size % (dp_degree * micro_batch_size) == 0, "checked by the rules"
+        self._data = data
+        self._global_batch_size, self._seq_len = training.global_batch_size, training.seq_len
         self._dp_degree = dp_degree
         self._micro_batch_size = micro_batch_size
         self._pin_memory = pin_memory
-        self._feed = build_feed(experiment, dp_rank=dp_rank, dp_degree=dp_degree)
-        self._consumed: States = dict(self._feed.beginning)
-        self._prefetcher: Prefetcher[tuple[Batch, States]] | None = None
+        # A source of tokens (token stores) brings its own sampler; text is packed from virtual shards.
+        build_sampler = getattr(builtin_source(data), "build_sampler", VirtualShardSampler)
+        self._sampler: Sampler = build_sampler(data, training.seq_len, seed, dp_rank=dp_rank, dp_degree=dp_degree)
+        self._consumed: SamplerState = dict(self._sampler.initial_state)
+        self._prefetcher: Prefetcher[tuple[Batch, SamplerState]] | None = None
         self._closed = False
 
     @property
     def fingerprint(self) -> str:
-        """Identifies everything that a data state refers to: corpus, split, tokenizer, seed, order."""
-        return blake2b(json.dumps(self._feed.corpus, sort_keys=True).encode(), digest_size=16).hexdigest()
+        """Digest of everything that a data state refers to: corpus, split, tokenizer, seed, order."""
+        return blake2b(json.dumps(self._sampler.corpus, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def __next__(self) -> Batch:
         """The next micro-batch. Raises RuntimeError after `close`."""
         if self._closed:
             raise RuntimeError("the loader is closed")
         if self._prefetcher is None:
-            self._prefetcher = Prefetcher(self._produce(), self._experiment.data.prefetch)
-        batch, reached = next(self._prefetcher)
-        self._consumed.update(reached)
+            self._prefetcher = Prefetcher(self._batches(), self._data.prefetch)
+        batch, positions = next(self._prefetcher)
+        self._consumed.update(positions)
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the last batch handed out, in JSON's types: an entry for each position that this rank
-        keeps, and `corpus`, the same on every rank. `{**a, **b, ...}` over all ranks is what `load_state_dict` takes.
+        """JSON-serializable position after the last consumed batch: this rank's sampler positions, and `corpus`, equal
+        on all ranks. `load_state_dict` takes the union over all ranks.
         """
-        return {"corpus": self._feed.corpus, **self._consumed}
+        return {"corpus": self._sampler.corpus, **self._consumed}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the batches that the ranks of a run, of any dp degree, have consumed.
+        """Resume after the batches consumed by all ranks of a run, under any dp degree.
 
-        `state` is the union of their `state_dict()`s at the end of a global batch. Raises UserError where it belongs to
-        another corpus, or is not such a union.
+        `state` is the union of their `state_dict()`s at the end of a global batch.
+
+        Raises:
+            UserError: the state belongs to another corpus, or ranks are missing.
         """
-        _check_same_corpus(state.get("corpus"), self._feed.corpus)
-        self._go_to(self._feed.take({key: position for key, position in state.items() if key != "corpus"}))
+        _check_same_corpus(state.get("corpus"), self._sampler.corpus)
+        self._seek(self._sampler.restrict({key: position for key, position in state.items() if key != "corpus"}))
 
     def skip(self, global_batches: int) -> None:
-        """Go from the beginning to after so many global batches: at once where the order allows, else by reading."""
-        states = self._feed.at(global_batches * self._experiment.training.global_batch_size)
-        if states is not None:
-            self._go_to(states)
-            return
-        self._go_to(dict(self._feed.beginning))
-        rows = self._dp_degree * self._micro_batch_size
-        for _ in range(global_batches * self._experiment.training.global_batch_size // rows):
-            next(self)
+        """Seek to the state after that many global batches; virtual shards have to read them."""
+        rows = global_batches * self._global_batch_size
+        state = self._sampler.state_at(rows)
+        self._seek(dict(self._sampler.initial_state) if state is None else state)
+        if state is None:
+            for _ in range(rows // (self._dp_degree * self._micro_batch_size)):
+                next(self)
 
-    def source_of(self, row: int) -> str:
-        """Name of the source that row `row` of the run is from; empty where there is one source."""
-        return self._feed.source_of(row)
+    def source_name(self, row: int) -> str:
+        """Source that a row of the run comes from; empty if there is only one."""
+        return self._sampler.source_name(row)
 
     def epochs(self) -> float:
-        """Passes over the training documents so far; estimated from this rank's share where they are streamed."""
-        return self._feed.epochs(self._consumed)[""]
+        """Epochs completed; estimated from this rank's shards for streams."""
+        return self._sampler.epochs(self._consumed)[""]
 
-    def epoch_row(self) -> dict[str, float]:
-        """What a row of metrics says of it: `epoch`, and of a mixture also `epoch/NAME` of each source."""
-        passes = self._feed.epochs(self._consumed)
-        return {f"epoch/{name}" if name else "epoch": value for name, value in passes.items()}
+    def epoch_metrics(self) -> dict[str, float]:
+        """Metrics `epoch` and, for a mixture, `epoch/NAME` of each source."""
+        epochs = self._sampler.epochs(self._consumed)
+        return {f"epoch/{name}" if name else "epoch": value for name, value in epochs.items()}
 
     def close(self) -> None:
-        """Stop the background threads; the loader gives no more batches, its state stays."""
+        """Stop the background threads; the state remains readable."""
         self._closed = True
-        self._feed.close()
+        self._sampler.close()
         if self._prefetcher is not None:
             self._prefetcher.close()
 
-    def _go_to(self, states: States) -> None:
+    def _seek(self, state: SamplerState) -> None:
         if self._prefetcher is not None:
             self._prefetcher.close()
             self._prefetcher = None
-        self._consumed = dict(states)
+        self._consumed = dict(state)
 
-    def _produce(self) -> Iterator[tuple[Batch, States]]:
-        """Batches from the consumed position on. The generator must not hold this object: see `Prefetcher`."""
-        return _batches(
-            self._feed.open(self._consumed),
-            window=self._experiment.training.seq_len + 1,
-            rows=self._micro_batch_size,
-            config=self._experiment.data,
-            pin_for=torch.cuda.current_device() if self._pin_memory else None,
+    def _batches(self) -> Iterator[tuple[Batch, SamplerState]]:
+        # The generator must not reference this object: see `Prefetcher`.
+        return _read_batches(
+            self._sampler.open(self._consumed),
+            shape=(self._micro_batch_size, self._seq_len + 1),
+            data=self._data,
+            pin_device=torch.cuda.current_device() if self._pin_memory else None,
         )
 
 
-def build_feed(experiment: Experiment, *, dp_rank: int, dp_degree: int) -> Sampler:
-    """The rows of one data rank. Raises UserError where the corpus or the tokenizer cannot be used."""
-    if experiment.data.source == "tokens":
-        from titan_exp.data.token_store.window_sampler import StoreSampler
-
-        return StoreSampler(experiment, dp_rank=dp_rank, dp_degree=dp_degree)
-    from titan_exp.data.virtual_shards import VirtualShards
-
-    return VirtualShards(experiment, dp_rank=dp_rank, dp_degree=dp_degree)
-
-
-def _batches(
-    reader: RowReader, *, window: int, rows: int, config: DataConfig, pin_for: int | None
-) -> Iterator[tuple[Batch, States]]:
-    """Micro-batches of `rows` rows, each with the positions that it has changed."""
-    if pin_for is not None:
-        torch.cuda.set_device(pin_for)  # a new thread is on GPU 0, where every rank would open a context
-    reader.prepare()
+def _read_batches(
+    next_row: NextRow, *, shape: tuple[int, int], data: DataConfig, pin_device: int | None
+) -> Iterator[tuple[Batch, SamplerState]]:
+    """Micro-batches from windows of `shape`, each with the sampler positions that it changed."""
+    if pin_device is not None:
+        torch.cuda.set_device(pin_device)  # a new thread starts on GPU 0, where every rank would open a context
     while True:
-        windows = np.empty((rows, window), dtype=np.int64)
+        windows = np.empty(shape, dtype=np.int64)
         starts: list[list[int]] = []
-        reached: States = {}
-        for row in windows:
-            begins, changed = reader.next_row(row)
-            starts.append(begins)
-            reached.update(changed)
-        batch = assemble(windows, starts, document_mask=config.document_mask, reset_positions=config.reset_positions)
-        yield (batch if pin_for is None else batch.pin_memory()), reached
+        positions: SamplerState = {}
+        for window in windows:
+            row_starts, changed = next_row(window)
+            starts.append(row_starts)
+            positions.update(changed)
+        batch = collate(windows, starts, document_mask=data.document_mask, reset_positions=data.reset_positions)
+        yield (batch if pin_device is None else batch.pin_memory()), positions
 
 
 def _check_same_corpus(saved: object, present: Mapping[str, Any]) -> None:

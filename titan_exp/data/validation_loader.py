@@ -1,109 +1,88 @@
-"""The validation split, once per iteration, in rows that do not depend on the layout.
+"""Validation data loader: one pass over the validation split per iteration, in rows that do not depend on the layout.
 
-Its documents, in the source's order and as many as `data.validation_documents` allows, are one sequence of tokens;
-row n of it goes to data rank n mod dp. Each store of a mixture is a sequence of its own, so that it has its own loss.
+The split's documents, in source order and limited by `data.validation_documents`, form one sequence of tokens; its
+row n belongs to data rank n mod dp. Each store of a mixture is a sequence of its own and has a loss of its own.
 """
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
 from itertools import chain, islice
-from typing import Protocol
 
 import numpy as np
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
-from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.paths.data_files import unlimited_split
-from titan_exp.config.paths.token_store_manifest import read_manifest, store_names
-from titan_exp.data.batch import Batch, assemble
-from titan_exp.data.sources.base import (
-    RandomAccessSource,
-    Source,
-    StreamingSource,
-    build_source,
-    build_validation_source,
-)
-from titan_exp.data.sources.indexed_stream import with_end_of_text
-from titan_exp.data.token_store.reader import TokenSplit
-from titan_exp.data.tokenizers.base import Tokenizer, build_tokenizer
-from titan_exp.data.validation_split import held_out_part, place
+from titan_exp.data.batch import Batch, collate
+from titan_exp.data.sources.base import RandomAccessSource, Source, StreamingSource
+from titan_exp.data.sources.build import build_source, build_validation_source, builtin_source
+from titan_exp.data.token_sequence import TokenSequence, concatenate
+from titan_exp.data.tokenizers.base import Tokenizer, encode_document
+from titan_exp.data.tokenizers.build import build_tokenizer
+from titan_exp.data.validation_split import unit_hash, validation_subset
 from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
 
 
 class ValidationLoader:
-    """One data rank's batches [micro_batch_size, seq_len] of the split. Every rank yields equally many, and each row of
-    the split is on exactly one rank; rows that fill up predict nothing. Text is tokenized once, and its tokens are
-    kept; those of a store stay there.
+    """One data rank's validation batches [micro_batch_size, seq_len].
 
-    With `everything`, it is all documents of the source instead, those to train on included.
+    All ranks yield equally many batches, and each row of the split is on exactly one rank; padding rows have no labels.
+    Text is tokenized once and its tokens stay in memory. With `all_documents`, the split is the whole source, training
+    documents included.
 
-    Raises UserError where the split would be empty, or is held out of a stream without a limit.
+    Raises:
+        UserError: the split is empty, or held out of a stream without a limit.
     """
 
     def __init__(
-        self, experiment: Experiment, *, dp_rank: int, dp_degree: int, micro_batch_size: int, everything: bool = False
+        self,
+        data: DataConfig,
+        seq_len: int,
+        *,
+        dp_rank: int,
+        dp_degree: int,
+        micro_batch_size: int,
+        all_documents: bool = False,
     ) -> None:
-        rows = functools.partial(
-            SplitRows, experiment, dp_rank=dp_rank, dp_degree=dp_degree, micro_batch_size=micro_batch_size
-        )
-        self.sources: dict[str, SplitRows] = {
-            name: rows(read) for name, read in _sequences(experiment.data, everything).items()
+        splits = getattr(builtin_source(data), "validation_splits", _text_split)(data, all_documents)
+        self.sources: dict[str, SplitBatches] = {
+            name: SplitBatches(
+                open_, data, seq_len, dp_rank=dp_rank, dp_degree=dp_degree, micro_batch_size=micro_batch_size
+            )
+            for name, open_ in splits.items()
         }
-        """The split of each source of a mixture, by its name; the only one otherwise, by an empty name."""
+        """Batches by source of a mixture; a single source has an empty name."""
 
     def __len__(self) -> int:
-        """Number of batches; the same on every rank."""
+        """Number of batches, equal on all ranks."""
         return sum(map(len, self.sources.values()))
 
     def __iter__(self) -> Iterator[Batch]:
         return chain.from_iterable(self.sources.values())
 
 
-class Sequence(Protocol):
-    """The documents of a split, end to end."""
-
-    @property
-    def tokens(self) -> int:
-        """How many tokens there are, at least 2."""
-        ...
-
-    def read(self, begin: int, window: np.ndarray) -> list[int]:
-        """Fill `window` with the tokens from `begin` on, all of which there are; returns where in it documents begin,
-        its first token left out."""
-        ...
-
-
-class SplitRows:
-    """One data rank's batches of the documents of one split.
-
-    Args:
-        experiment: the run.
-        open_: gives the documents; called once, when they are needed.
-        dp_rank: this rank.
-        dp_degree: how many there are.
-        micro_batch_size: rows of a batch.
-    """
+class SplitBatches:
+    """One data rank's batches of one sequence, which `open_` gives when it is first needed."""
 
     def __init__(
         self,
-        experiment: Experiment,
-        open_: Callable[[], Sequence],
+        open_: Callable[[], TokenSequence],
+        data: DataConfig,
+        seq_len: int,
         *,
         dp_rank: int,
         dp_degree: int,
         micro_batch_size: int,
     ) -> None:
-        self._config = experiment.data
-        self._seq_len = experiment.training.seq_len
         self._open = open_
+        self._data = data
+        self._seq_len = seq_len
         self._dp_rank, self._dp_degree = dp_rank, dp_degree
         self._micro_batch_size = micro_batch_size
 
     def __len__(self) -> int:
-        """Number of batches; the same on every rank."""
+        """Number of batches, equal on all ranks."""
         rows = math.ceil((self._sequence.tokens - 1) / self._seq_len)
         return math.ceil(rows / (self._micro_batch_size * self._dp_degree))
 
@@ -114,132 +93,82 @@ class SplitRows:
             yield self._batch([self._dp_rank + row * self._dp_degree for row in rows])
 
     @cached_property
-    def _sequence(self) -> Sequence:
+    def _sequence(self) -> TokenSequence:
         return self._open()
 
     def _batch(self, rows: list[int]) -> Batch:
         sequence, windows = self._sequence, np.zeros((len(rows), self._seq_len + 1), dtype=np.int64)
         starts = []
         for window, row in zip(windows, rows, strict=True):
-            at = row * self._seq_len
-            there = max(0, min(len(window), sequence.tokens - at))
-            starts.append(sequence.read(at, window[:there]) if there else [])
-        batch = assemble(
-            windows,
-            starts,
-            document_mask=self._config.document_mask,
-            reset_positions=self._config.reset_positions,
+            begin = row * self._seq_len
+            length = max(0, min(len(window), sequence.tokens - begin))
+            starts.append(sequence.read(begin, window[:length]) if length else [])
+        batch = collate(
+            windows, starts, document_mask=self._data.document_mask, reset_positions=self._data.reset_positions
         )
         for labels, row in zip(batch.labels, rows, strict=True):
             labels[max(0, sequence.tokens - 1 - row * self._seq_len) :] = IGNORE_INDEX
         return batch
 
 
-class _TokenizedTexts:
-    """A `Sequence` in memory."""
-
-    def __init__(self, texts: Iterable[str], tokenizer: Tokenizer) -> None:
-        documents = [with_end_of_text(text, tokenizer) for text in texts]
-        self._all = np.concatenate(documents)
-        self._begins = np.cumsum([0, *map(len, documents[:-1])])
-        self.tokens = len(self._all)
-
-    def read(self, begin: int, window: np.ndarray) -> list[int]:
-        window[:] = self._all[begin : begin + len(window)]
-        first, last = np.searchsorted(self._begins, (begin + 1, begin + len(window)))
-        return (self._begins[first:last] - begin).tolist()
+def _text_split(data: DataConfig, all_documents: bool) -> dict[str, Callable[[], TokenSequence]]:
+    """Opener of the validation documents of a text source, under an empty name."""
+    return {"": partial(_tokenize, _ValidationTexts(data, all_documents), build_tokenizer(data))}
 
 
-class _StoredTexts:
-    """A `Sequence` in a token store, which stays there."""
-
-    def __init__(self, split: TokenSplit, documents: int | None) -> None:
-        self.tokens = split.tokens_of(documents)
-        self.read = split.read
+def _tokenize(texts: "_ValidationTexts", tokenizer: Tokenizer) -> TokenSequence:
+    return concatenate(encode_document(text, tokenizer) for text in texts)
 
 
-def _sequences(config: DataConfig, everything: bool) -> dict[str, Callable[[], Sequence]]:
-    """What opens the documents of each source, by name. Raises UserError where a source has none to evaluate on."""
-    if config.source == "tokens":
-        names = store_names(config.paths) if len(config.paths) > 1 else [""]
-        if everything:
-            return _whole_stores(config, names)
-        splits = [_stored_split(path) for path in config.paths]
-        opens = [functools.partial(_StoredTexts, split, config.validation_documents) for split in splits]
-        return dict(zip(names, opens, strict=True))
-    return {"": functools.partial(_TokenizedTexts, _Texts(config, everything), build_tokenizer(config))}
+class _ValidationTexts:
+    """Validation documents; each iteration reads them again. Raises UserError if there are none."""
 
-
-def _whole_stores(config: DataConfig, names: list[str]) -> dict[str, Callable[[], Sequence]]:
-    """Both splits of each store."""
-    found: dict[str, Callable[[], Sequence]] = {}
-    for name, path in zip(names, config.paths, strict=True):
-        manifest = read_manifest(path)
-        for split, tokens in manifest.tokens.items():
-            if tokens >= 2:
-                opened = TokenSplit(manifest, split)
-                found[f"{name} {split}".strip()] = functools.partial(_StoredTexts, opened, config.validation_documents)
-    return found
-
-
-def _stored_split(path: str) -> TokenSplit:
-    manifest = read_manifest(path)
-    if manifest.tokens["validation"] < 2:
-        reason = "this store was made without documents to evaluate on"
-        violation = Violation("data.paths", path, reason, "training.evaluate_every=0, or another store")
-        raise UserError("There is nothing to evaluate on.", [violation])
-    return TokenSplit(manifest, "validation")
-
-
-class _Texts:
-    """The documents to evaluate on; each iteration reads them again. Raises UserError where there are none."""
-
-    def __init__(self, config: DataConfig, everything: bool) -> None:
-        self._limit = config.validation_documents
+    def __init__(self, data: DataConfig, all_documents: bool) -> None:
+        self._limit = data.validation_documents
         self._fraction = 1.0
-        own = None if everything else build_validation_source(config)
-        self._source = build_source(config) if own is None else own
-        if everything:
-            _require_end(self._source, config)
+        own = None if all_documents else build_validation_source(data)
+        self._source = build_source(data) if own is None else own
+        if all_documents:
+            _require_limit(self._source, data)
         elif own is None:
-            self._hold_out(config)
+            self._hold_out(data)
         if next(iter(self), None) is None:
-            raise _empty(config)
+            raise _no_text(data)
 
     def __iter__(self) -> Iterator[str]:
         source = self._source
         if isinstance(source, RandomAccessSource):
             texts = (text for text in map(source.__getitem__, range(len(source))) if text)
         else:
-            texts = self._streamed(source)
+            texts = self._stream(source)
         return islice(texts, self._limit)
 
-    def _hold_out(self, config: DataConfig) -> None:
-        if config.validation_fraction == 0:
-            remedy = "data.validation_fraction=0.02, or training.evaluate_every=0 to go without evaluation"
-            violation = Violation("data.validation_fraction", 0.0, "it holds out nothing to evaluate on", remedy)
+    def _hold_out(self, data: DataConfig) -> None:
+        if data.validation_fraction == 0:
+            remedy = "data.validation_fraction=0.02, or training.evaluate_every=0 to train without evaluation"
+            violation = Violation("data.validation_fraction", 0.0, "it holds out no documents", remedy)
             raise UserError("There is nothing to evaluate on.", [violation])
         if isinstance(self._source, RandomAccessSource):
-            self._source = held_out_part(self._source, config.validation_fraction)
+            self._source = validation_subset(self._source, data.validation_fraction)
         else:
-            _require_end(self._source, config)
-            self._fraction = config.validation_fraction
+            _require_limit(self._source, data)
+            self._fraction = data.validation_fraction
 
-    def _streamed(self, source: StreamingSource) -> Iterator[str]:
+    def _stream(self, source: StreamingSource) -> Iterator[str]:
         for part in range(source.parts):
-            yield from (text for text in source.open(part, None) if text and place(text) < self._fraction)
+            yield from (text for text in source.open(part, None) if text and unit_hash(text) < self._fraction)
 
 
-def _require_end(source: Source, config: DataConfig) -> None:
-    if not isinstance(source, RandomAccessSource) and config.validation_documents is None:
-        raise UserError("There is no end to what would be evaluated on.", [unlimited_split(config)])
+def _require_limit(source: Source, data: DataConfig) -> None:
+    if not isinstance(source, RandomAccessSource) and data.validation_documents is None:
+        raise UserError("The validation split of a stream has no limit.", [unlimited_split(data)])
 
 
-def _empty(config: DataConfig) -> UserError:
-    reason = "the documents to evaluate on hold no text"
-    remedy = "a larger data.validation_fraction, or training.evaluate_every=0 to go without evaluation"
-    if config.validation_split is not None:
-        violation = Violation("data.validation_split", config.validation_split, reason, "another split")
+def _no_text(data: DataConfig) -> UserError:
+    reason = "the validation documents contain no text"
+    if data.validation_split is not None:
+        violation = Violation("data.validation_split", data.validation_split, reason, "another split")
     else:
-        violation = Violation("data.validation_fraction", config.validation_fraction, reason, remedy)
+        remedy = "a larger data.validation_fraction, or training.evaluate_every=0 to train without evaluation"
+        violation = Violation("data.validation_fraction", data.validation_fraction, reason, remedy)
     return UserError("There is nothing to evaluate on.", [violation])

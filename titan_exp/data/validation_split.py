@@ -1,4 +1,4 @@
-"""Which documents are held out for evaluation: a hash of a document's identity, never of the seed."""
+"""Train/validation split: a document is held out by a hash of its identity, independent of the seed."""
 
 from hashlib import blake2b
 
@@ -9,7 +9,7 @@ from titan_exp.data.sources.base import RandomAccessSource
 
 
 class Subset:
-    """Some documents of a random-access source, as a source of their own. `indices` are into `source`, ascending."""
+    """Documents `indices` (ascending) of a random-access source."""
 
     def __init__(self, source: RandomAccessSource, indices: np.ndarray) -> None:
         self._source = source
@@ -22,59 +22,52 @@ class Subset:
         return self._source[int(self._indices[index])]
 
 
-def place(identity: str) -> float:
-    """A fixed place in [0, 1) for whatever `identity` names; it is held out where `place(identity) < fraction`."""
+def unit_hash(identity: str) -> float:
+    """Hash of a document's identity in [0, 1); documents with `unit_hash(identity) < fraction` are held out."""
     digest = blake2b(identity.encode("utf-8", errors="surrogatepass"), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) / 2**53
 
 
-def training_part(source: RandomAccessSource, fraction: float) -> Subset:
-    """The documents to train on. Raises UserError where the held-out fraction leaves none."""
-    kept = np.flatnonzero(places(source) >= fraction)
+def training_subset(source: RandomAccessSource, fraction: float) -> Subset:
+    """Documents to train on. Raises UserError if the held-out fraction leaves none."""
+    kept = np.flatnonzero(unit_hashes(source) >= fraction)
     if len(kept) == 0:
         reason = f"it leaves none of the {len(source)} documents to train on"
-        raise _refusal(fraction, reason, _or_finer("a smaller fraction", source))
+        raise _refusal(fraction, reason, "a smaller fraction", source)
     return Subset(source, kept)
 
 
-def held_out_part(source: RandomAccessSource, fraction: float) -> Subset:
-    """The documents to evaluate on. Raises UserError where there would be none."""
-    found = places(source)
-    held_out = np.flatnonzero(found < fraction)
+def validation_subset(source: RandomAccessSource, fraction: float) -> Subset:
+    """Held-out documents. Raises UserError if there are none."""
+    hashes = unit_hashes(source)
+    held_out = np.flatnonzero(hashes < fraction)
     if len(held_out) == 0:
-        remedy = "training.evaluate_every=0 to go without evaluation"
+        remedy = "training.evaluate_every=0 to train without evaluation"
         if len(source) > 1:
-            enough = np.ceil((found.min() + 1e-9) * 1000) / 1000
+            enough = np.ceil((hashes.min() + 1e-9) * 1000) / 1000
             remedy = f"data.validation_fraction={enough:g} holds out at least one; {remedy}"
-        raise _refusal(fraction, f"it holds out none of the {len(source)} documents", _or_finer(remedy, source))
+        raise _refusal(fraction, f"it holds out none of the {len(source)} documents", remedy, source)
     return Subset(source, held_out)
 
 
-def _or_finer(remedy: str, source: RandomAccessSource) -> str:
-    """`remedy`, after the setting that makes more documents of the source's text where there is one."""
-    finer = getattr(source, "finer", None)
-    return remedy if finer is None else f"{finer} divides the same text into more documents; {remedy}"
-
-
-def places(source: RandomAccessSource, which: range | None = None) -> np.ndarray:
-    """The place of each of some documents (None: all) by their keys, or their numbers; float64 [documents]."""
-    which = range(len(source)) if which is None else which
+def unit_hashes(source: RandomAccessSource, indices: range | None = None) -> np.ndarray:
+    """Unit hashes of documents (None: all) by their keys, or by their indices if the source has no keys; float64."""
+    indices = range(len(source)) if indices is None else indices
     key = getattr(source, "key", None)
     if key is not None:
-        return np.fromiter((place(key(index)) for index in which), np.float64, len(which))
-    return _places_of_numbers(which)
-
-
-def _places_of_numbers(which: range) -> np.ndarray:
-    """Places for sources whose documents have no name but their number: splitmix64 (Steele et al. 2014), vectorized."""
-    mixed = np.arange(which.start + 1, which.stop + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        return np.fromiter((unit_hash(key(index)) for index in indices), np.float64, len(indices))
+    # splitmix64 (Steele et al. 2014), vectorized
+    mixed = np.arange(indices.start + 1, indices.stop + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed ^= mixed >> np.uint64(31)
     return (mixed >> np.uint64(11)) / 2**53
 
 
-def _refusal(fraction: float, reason: str, remedy: str) -> UserError:
+def _refusal(fraction: float, reason: str, remedy: str, source: RandomAccessSource) -> UserError:
+    split_further = getattr(source, "split_further", None)
+    if split_further is not None:
+        remedy = f"{split_further} splits the same text into more documents; {remedy}"
     return UserError(
-        "The documents cannot be divided.", [Violation("data.validation_fraction", fraction, reason, remedy)]
+        "The documents cannot be split.", [Violation("data.validation_fraction", fraction, reason, remedy)]
     )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from titan_exp.doctor.datasheet import bandwidth, peak_of_type
-from titan_exp.doctor.timing import Rate, timed_rate
+from titan_exp.doctor.timing import Measurement, measure_rate
 from titan_exp.ops.attention.flash_attention import activate, runs_here
 from titan_exp.ops.attention.sdpa import SDPA_BACKENDS, CausalAttention
 from titan_exp.tracking.memory_stats import peak_by_name
@@ -26,7 +26,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m
 """What is multiplied; fp8 with one scale for each matrix."""
 
 
-def gemm_rates(device: torch.device, limit: float) -> Iterator[Rate]:
+def gemm_rates(device: torch.device, limit: float) -> Iterator[Measurement]:
     """Matmuls in every type at every shape, in `limit` seconds; what a shape would overrun is left out, in words."""
     shapes = GEMMS[device.type]
     each = limit / len(shapes) / len(DTYPES)
@@ -36,9 +36,9 @@ def gemm_rates(device: torch.device, limit: float) -> Iterator[Rate]:
             name, work = f"{dtype} {rows}×{inner}×{columns}", 2.0 * rows * inner * columns
             # A larger shape is quicker per operation, by how much is not known.
             if usual and LEAST * work / usual > 16 * each:
-                yield Rate("gemm", name, None, "TFLOP/s", note="left out: it would take too long")
+                yield Measurement("gemm", name, None, "TFLOP/s", note="left out: it would take too long")
                 continue
-            rate = timed_rate(
+            rate = measure_rate(
                 "gemm",
                 name,
                 _gemm(dtype, rows, inner, columns, device),
@@ -52,7 +52,7 @@ def gemm_rates(device: torch.device, limit: float) -> Iterator[Rate]:
             yield rate
 
 
-def attention_rates(device: torch.device, limit: float) -> Iterator[Rate]:
+def attention_rates(device: torch.device, limit: float) -> Iterator[Measurement]:
     """Causal attention in bf16, forward and backward, by every backend; the FLOPs are those of the causal half."""
     batch, heads, kv_heads, seq, channels = ATTENTIONS[device.type]
     work = 2.0 * batch * heads * seq * seq * channels  # two matmuls, of which the causal half
@@ -76,7 +76,7 @@ def attention_rates(device: torch.device, limit: float) -> Iterator[Rate]:
             ),
         }
         for full, (call, times) in rates.items():
-            rate = timed_rate(
+            rate = measure_rate(
                 "attention",
                 full,
                 call,
@@ -92,13 +92,13 @@ def attention_rates(device: torch.device, limit: float) -> Iterator[Rate]:
     activate("auto", device)
 
 
-def copy_rates(device: torch.device, limit: float) -> Iterator[Rate]:
+def copy_rates(device: torch.device, limit: float) -> Iterator[Measurement]:
     """Copies within the device, counted as read and written, and between it and the host."""
     size = COPIED[device.type]
     source = torch.ones(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    yield timed_rate(
+    yield measure_rate(
         "copy",
         f"within the {'device' if device.type == 'cuda' else 'memory'}, read and written",
         lambda: target.copy_(source),
@@ -120,7 +120,7 @@ def copy_rates(device: torch.device, limit: float) -> Iterator[Rate]:
         }
         for way, call in calls.items():
             full = f"{way}, {how} memory"
-            yield timed_rate("host copy", full, call, amount=size / 4e9, unit="GB/s", device=device, limit=limit / 6)
+            yield measure_rate("host copy", full, call, amount=size / 4e9, unit="GB/s", device=device, limit=limit / 6)
 
 
 def _gemm(dtype: str, rows: int, inner: int, columns: int, device: torch.device) -> Callable[[], object]:

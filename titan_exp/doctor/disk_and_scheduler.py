@@ -6,13 +6,13 @@ import subprocess
 import time
 from pathlib import Path
 
-from titan_exp.doctor.timing import Rate
+from titan_exp.doctor.timing import Measurement
 
 BLOCK, MOST = 2**24, 2**32
 """Bytes written at a time, and in all."""
 
 
-def disk_rate(folder: Path, limit: float) -> Rate:
+def disk_rate(folder: Path, limit: float) -> Measurement:
     """Write a file in `folder` for `limit` seconds, until the disk has it, and remove it."""
     name = f"write to {folder}"
     path = folder / f".doctor.{os.getpid()}.tmp"
@@ -30,8 +30,8 @@ def disk_rate(folder: Path, limit: float) -> Rate:
         finally:
             path.unlink(missing_ok=True)
     except OSError as error:
-        return Rate("disk", name, None, "GB/s", note=f"not here: {error.strerror or error}")
-    return Rate("disk", name, written / 1e9 / seconds, "GB/s", seconds, note="one file, waited for every 16 MiB")
+        return Measurement("disk", name, None, "GB/s", note=f"not here: {error.strerror or error}")
+    return Measurement("disk", name, written / 1e9 / seconds, "GB/s", seconds, note="one file, waited for every 16 MiB")
 
 
 def scheduler() -> list[str]:

@@ -14,14 +14,14 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.doctor.timing import LEAST_CALLS, MOST_CALLS, Rate, synchronize
+from titan_exp.doctor.timing import LEAST_CALLS, MOST_CALLS, Measurement, synchronize
 from titan_exp.trainer.rank_call import RunOnRanks, answer
 
 SIZES = {"cuda": (2**20, 2**24, 2**28), "cpu": (2**16, 2**20, 2**24)}
 """Bytes that a rank sends to an all-reduce, and receives from an all-gather."""
 
 
-def link_rates(spread: RunOnRanks, *, ranks: int, device: str, limit: float) -> list[Rate]:
+def link_rates(spread: RunOnRanks, *, ranks: int, device: str, limit: float) -> list[Measurement]:
     """Start ranks on this machine, one for each device, and measure.
 
     Args:
@@ -35,13 +35,13 @@ def link_rates(spread: RunOnRanks, *, ranks: int, device: str, limit: float) -> 
     layout += ["cluster.hang_warn_minutes=null", "cluster.hang_kill_minutes=1"]
     experiment = resolve_layout(to_experiment(compose([*layout, "model=llama_debug"])), ranks)
     try:
-        return [Rate(**each) for each in spread(f"{__name__}.on_rank", experiment, {"limit": limit})]
+        return [Measurement(**each) for each in spread(f"{__name__}.rank_main", experiment, {"limit": limit})]
     except (RuntimeError, UserError) as error:
         last = (str(error).strip() or type(error).__name__).splitlines()[-1]
-        return [Rate("link", f"between {ranks} {device} devices", None, "GB/s", note=f"failed: {last[:200]}")]
+        return [Measurement("link", f"between {ranks} {device} devices", None, "GB/s", note=f"failed: {last[:200]}")]
 
 
-def on_rank(run_folder: str) -> None:
+def rank_main(run_folder: str) -> None:
     """What each of the ranks runs."""
     answer(run_folder, _measure)
 
@@ -62,7 +62,7 @@ def _measure(experiment: Experiment, question: Any, device: torch.device) -> lis
         ):
             seconds = _seconds(call, device, each)
             full = f"{name} of {size / 2**20:g} MiB, {ranks} ranks, {backend}, bus bandwidth"
-            found.append(asdict(Rate("link", full, times * moved / seconds, "GB/s", seconds)))
+            found.append(asdict(Measurement("link", full, times * moved / seconds, "GB/s", seconds)))
     return found
 
 

@@ -19,8 +19,8 @@ from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.doctor.compute import attention_rates, copy_rates, gemm_rates
 from titan_exp.doctor.disk_and_scheduler import disk_rate, scheduler
 from titan_exp.doctor.interconnect import link_rates
-from titan_exp.doctor.timing import Rate
-from titan_exp.tracking.device_rates import Measured, write_measured
+from titan_exp.doctor.timing import Measurement
+from titan_exp.tracking.device_rates import DeviceRates, write_rates
 from titan_exp.tracking.memory_stats import device_name, peak_tflops
 from titan_exp.trainer.rank_call import RunOnRanks
 
@@ -66,7 +66,7 @@ def machine_command(arguments: Sequence[str], spread: RunOnRanks) -> int:
     console = Console(highlight=False, stderr=as_json)
     measured = measure(device, runs, seconds, spread, console.print)
     try:
-        kept = f"kept in {write_measured(runs / '.cache', measured)}"
+        kept = f"kept in {write_rates(runs / '.cache', measured)}"
     except OSError as error:
         kept = f"not kept: {runs} cannot be written ({error.strerror or error})"
     if as_json:
@@ -80,7 +80,7 @@ def machine_command(arguments: Sequence[str], spread: RunOnRanks) -> int:
 
 def measure(
     device: torch.device, runs: Path, seconds: float, spread: RunOnRanks, say: Callable[[str], None]
-) -> Measured:
+) -> DeviceRates:
     """Measure everything in about `seconds`.
 
     Args:
@@ -91,9 +91,9 @@ def measure(
         say: takes a line about what is being done.
     """
     began = time.perf_counter()
-    name, rates = device_name(device), list[Rate]()
+    name, rates = device_name(device), list[Measurement]()
 
-    def take(kind: str, found: Callable[[float], Iterable[Rate]]) -> None:
+    def take(kind: str, found: Callable[[float], Iterable[Measurement]]) -> None:
         say(f"{kind} ({SHARES[kind] * seconds:.0f} s) ...")
         rates.extend(found(SHARES[kind] * seconds))
 
@@ -105,7 +105,7 @@ def measure(
         take("link", lambda limit: link_rates(spread, ranks=ranks, device=device.type, limit=limit))
     take("disk", lambda limit: [disk_rate(runs, limit)])
     say(f"measured in {time.perf_counter() - began:.0f} s")
-    return Measured(
+    return DeviceRates(
         device=name,
         when=datetime.now(UTC).isoformat(timespec="seconds"),
         torch=torch.__version__,
@@ -139,20 +139,20 @@ def _read(arguments: Sequence[str]) -> tuple[list[str], float, bool]:
     return words, seconds, as_json
 
 
-def _best(rates: Iterable[Rate], kind: str, beginning: str) -> float | None:
+def _best(rates: Iterable[Measurement], kind: str, beginning: str) -> float | None:
     return max(
         (it.value for it in rates if it.kind == kind and it.name.startswith(beginning) and it.value), default=None
     )
 
 
-def _table(measured: Measured) -> Table:
+def _table(measured: DeviceRates) -> Table:
     title = f"{measured.device}, torch {measured.torch}"
     table = Table("", "what", "measured", "unit", "data sheet", "share", title=title)
     for column in (2, 4, 5):
         table.columns[column].justify = "right"
     before = ""
     for each in measured.rates:
-        rate = Rate(**each)
+        rate = Measurement(**each)
         share = rate.value / rate.expected if rate.value and rate.expected else None
         colour = "" if share is None else "[red]" if share < LOW else "[green]"
         value = "–" if rate.value is None else _number(rate.value)
@@ -169,13 +169,13 @@ def _table(measured: Measured) -> Table:
     return table
 
 
-def _partitions(measured: Measured) -> list[str]:
+def _partitions(measured: DeviceRates) -> list[str]:
     if not measured.scheduler:
         return ["scheduler: no SLURM answers here, so runs start with cluster=local"]
     return ["scheduler: SLURM, so cluster=slurm submits to", *(f"  {line}" for line in measured.scheduler)]
 
 
-def _mfu_line(device: torch.device, configured: float | None, measured: Measured) -> str:
+def _mfu_line(device: torch.device, configured: float | None, measured: DeviceRates) -> str:
     if configured is not None:
         return f"MFU is over {configured:g} TFLOP/s, as cluster.peak_tflops says"
     if device.type != "cuda":

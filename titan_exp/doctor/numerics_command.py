@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from titan_exp.checkpoint.formats.open import Source, open_source
+from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
 from titan_exp.config.command_line.parse_options import HELP
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
@@ -52,7 +52,7 @@ def doctor_command(arguments: Sequence[str]) -> int:
     if flags != ["--numerics"] or len(places) > 1:
         raise UserError(USAGE)
     path = Path(places[0]).expanduser() if places else None
-    source = None if path is None else open_source(path)
+    source = None if path is None else open_checkpoint(path)
     experiment = _examined(path, source, [word for word in arguments if "=" in word])
     report = examine(experiment, source)
     weights = "initial weights" if path is None or source is None else describe(path, source)
@@ -60,13 +60,21 @@ def doctor_command(arguments: Sequence[str]) -> int:
     return 0
 
 
-def examine(experiment: Experiment, source: Source | None) -> NumericsReport:
+def examine(experiment: Experiment, source: OpenCheckpoint | None) -> NumericsReport:
     """The report on a source's weights, or on the experiment's initial ones, on the device that is there."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     training = experiment.training
     rows = training.micro_batch_size or SEQUENCES
     with contextlib.closing(
-        TrainLoader(experiment, dp_rank=0, dp_degree=1, micro_batch_size=rows, pin_memory=False)
+        TrainLoader(
+            experiment.data,
+            training,
+            experiment.experiment.seed,
+            dp_rank=0,
+            dp_degree=1,
+            micro_batch_size=rows,
+            pin_memory=False,
+        )
     ) as loader:
         batch = next(loader).to(device)
     if source is not None:
@@ -100,7 +108,7 @@ def _initial(experiment: Experiment, device: torch.device) -> nn.Module:
     return model
 
 
-def _examined(path: Path | None, source: Source | None, overrides: Sequence[str]) -> Experiment:
+def _examined(path: Path | None, source: OpenCheckpoint | None, overrides: Sequence[str]) -> Experiment:
     """What was typed, around the weights that there are; their own data, tokenizer and length unless others are typed.
 
     Everything in it is on one device.

@@ -12,7 +12,7 @@ LEAST_CALLS, MOST_CALLS = 3, 50
 
 
 @dataclass(frozen=True)
-class Rate:
+class Measurement:
     """What was measured, or why it could not be."""
 
     kind: str
@@ -31,7 +31,7 @@ class Rate:
     """Why there is no value, or what is special about it."""
 
 
-def timed_rate(
+def measure_rate(
     kind: str,
     name: str,
     call: Callable[[], object],
@@ -41,7 +41,7 @@ def timed_rate(
     device: torch.device,
     limit: float,
     expected: float | None = None,
-) -> Rate:
+) -> Measurement:
     """Measure a call's rate.
 
     Args:
@@ -58,8 +58,8 @@ def timed_rate(
         seconds = median_seconds(call, device, limit)
     except (RuntimeError, NotImplementedError, ValueError, ImportError, TypeError) as error:
         words = (str(error).strip() or type(error).__name__).splitlines()[0].partition(". ")[0]
-        return Rate(kind, name, None, unit, note=f"not here: {words[:80]}")
-    return Rate(kind, name, amount / seconds, unit, seconds, expected)
+        return Measurement(kind, name, None, unit, note=f"not here: {words[:80]}")
+    return Measurement(kind, name, amount / seconds, unit, seconds, expected)
 
 
 def median_seconds(call: Callable[[], object], device: torch.device, limit: float) -> float:

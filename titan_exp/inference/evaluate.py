@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from titan_exp.checkpoint.formats.open import Source, open_source
+from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
 from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
 from titan_exp.config.command_line.parse_options import HELP, parse_options
 from titan_exp.config.command_line.verb_options import EvaluateOptions
@@ -70,7 +70,7 @@ def evaluate_command(arguments: Sequence[str], spread: RunOnRanks | None = None)
     own = [word for word in arguments if word.startswith(("step=", "split="))]
     options = parse_options(EvaluateOptions, own)
     path = local_copy(places[0], step=options.step)
-    source = open_source(path, options.step)
+    source = open_checkpoint(path, options.step)
     overrides = [word for word in arguments if "=" in word and word not in own]
     everything = options.split == "all"
     experiment = evaluated_experiment(path, source, overrides, everything)
@@ -80,7 +80,7 @@ def evaluate_command(arguments: Sequence[str], spread: RunOnRanks | None = None)
     else:
         assert spread is not None, "the command line has it"
         question = {"path": str(source.path), "everything": everything}
-        found = ValidationResult(**spread(f"{__name__}.on_rank", experiment, question))
+        found = ValidationResult(**spread(f"{__name__}.rank_main", experiment, question))
     described = describe(path, source)
     table = Table("weights", "data", "tokens", "loss (nats)", "perplexity")
     table.add_row(
@@ -92,15 +92,18 @@ def evaluate_command(arguments: Sequence[str], spread: RunOnRanks | None = None)
     return 0
 
 
-def evaluate_source(source: Source, experiment: Experiment, mesh: Mesh, everything: bool = False) -> ValidationResult:
+def evaluate_source(
+    source: OpenCheckpoint, experiment: Experiment, mesh: Mesh, everything: bool = False
+) -> ValidationResult:
     """Loss and perplexity over the validation split of the experiment's data, or over `everything`; all ranks of the
     mesh together, each of which reads its part of the weights."""
     loader = ValidationLoader(
-        experiment,
+        experiment.data,
+        experiment.training.seq_len,
         dp_rank=mesh.dp_rank,
         dp_degree=mesh.dp_degree,
         micro_batch_size=experiment.training.micro_batch_size or BATCH,
-        everything=everything,
+        all_documents=everything,
     )
     parallelism = experiment.parallelism
 
@@ -122,17 +125,19 @@ def evaluate_source(source: Source, experiment: Experiment, mesh: Mesh, everythi
     return ValidationResult(row["validation_loss"], int(row["validation_tokens"]))
 
 
-def on_rank(run_folder: str) -> None:
+def rank_main(run_folder: str) -> None:
     """What each of several ranks runs."""
 
     def evaluation(experiment: Experiment, question: Any, device: torch.device) -> dict[str, Any]:
-        source, mesh = open_source(Path(question["path"])), build_mesh(experiment.parallelism, device)
+        source, mesh = open_checkpoint(Path(question["path"])), build_mesh(experiment.parallelism, device)
         return dataclasses.asdict(evaluate_source(source, experiment, mesh, question["everything"]))
 
     answer(run_folder, evaluation)
 
 
-def evaluated_experiment(path: Path, source: Source, overrides: Sequence[str], everything: bool = False) -> Experiment:
+def evaluated_experiment(
+    path: Path, source: OpenCheckpoint, overrides: Sequence[str], everything: bool = False
+) -> Experiment:
     """The run's own configuration, or the default one around weights of elsewhere, with overrides laid over it.
 
     The tokenizer stays that of the weights unless it is named: a model only understands its own. Where `everything` is
@@ -192,7 +197,7 @@ def _device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _base(path: Path, source: Source) -> DictConfig:
+def _base(path: Path, source: OpenCheckpoint) -> DictConfig:
     for folder in (path, path.parent.parent):
         if source.format == "dcp" and (folder / "config.yaml").is_file():
             return OmegaConf.create(to_dict(load_experiment(folder / "config.yaml")))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from titan_exp.checkpoint.formats.open import Source, open_source
+from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
 from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.command_line.parse_options import HELP, options_help, parse_options
@@ -51,14 +51,14 @@ def generate_command(arguments: Sequence[str], spread: RunOnRanks | None = None)
     options = parse_options(GenerateOptions, arguments, positional="run")
     prompts = _prompts(options, arguments)
     path = local_copy(options.run, step=options.step) if options.run else _latest_run(Path(options.runs))
-    source = open_source(path, options.step)
+    source = open_checkpoint(path, options.step)
     if options.tp == 1:
         texts = generate(source, options, prompts, window=training_length(path, source))
     else:
         assert spread is not None, "the command line has it"
         tokenizer_of(source)  # said here, and not by a rank
         question = {"path": str(path), "options": dataclasses.asdict(options), "prompts": prompts}
-        texts = spread(f"{__name__}.on_rank", divided(source, options.tp), question)
+        texts = spread(f"{__name__}.rank_main", tensor_parallel_experiment(source, options.tp), question)
     for prompt, text in zip(prompts, texts, strict=True):
         print(f"{prompt}{text}\n")
     print(f"— {describe(path, source)}")
@@ -66,7 +66,7 @@ def generate_command(arguments: Sequence[str], spread: RunOnRanks | None = None)
 
 
 def generate(
-    source: Source, options: GenerateOptions, prompts: Sequence[str], *, window: int, mesh: Mesh | None = None
+    source: OpenCheckpoint, options: GenerateOptions, prompts: Sequence[str], *, window: int, mesh: Mesh | None = None
 ) -> list[str]:
     """The texts that a model writes after prompts, without them; one after the other, each as if it were the only one.
 
@@ -101,12 +101,12 @@ def generate(
     ends = _ends(source, tokenizer)
     texts = []
     for ids in begun:
-        writer.forget()
+        writer.reset()
         random = torch.Generator(device).manual_seed(options.seed)
         start = len(ids)
         for _ in range(options.tokens):
             logits = writer.next_logits(ids)[: tokenizer.vocab_size]
-            token = _agreed(choose(logits, options.temperature, options.top_k, options.top_p, random), mesh)
+            token = _agreed(sample_token(logits, options.temperature, options.top_k, options.top_p, random), mesh)
             if token in ends:
                 break
             ids.append(token)
@@ -114,18 +114,18 @@ def generate(
     return texts
 
 
-def on_rank(run_folder: str) -> None:
+def rank_main(run_folder: str) -> None:
     """What each of several ranks runs."""
 
     def texts(experiment: Experiment, question: Any, device: torch.device) -> list[str]:
         path, options = Path(question["path"]), GenerateOptions(**question["options"])
-        source, mesh = open_source(path, options.step), build_mesh(experiment.parallelism, device)
+        source, mesh = open_checkpoint(path, options.step), build_mesh(experiment.parallelism, device)
         return generate(source, options, question["prompts"], window=training_length(path, source), mesh=mesh)
 
     answer(run_folder, texts)
 
 
-def divided(source: Source, degree: int) -> Experiment:
+def tensor_parallel_experiment(source: OpenCheckpoint, degree: int) -> Experiment:
     """An experiment around a source's model that so many tensor-parallel ranks share.
 
     Raises:
@@ -143,7 +143,7 @@ def divided(source: Source, degree: int) -> Experiment:
     return experiment
 
 
-def choose(logits: Tensor, temperature: float, top_k: int, top_p: float, random: torch.Generator) -> int:
+def sample_token(logits: Tensor, temperature: float, top_k: int, top_p: float, random: torch.Generator) -> int:
     """Draw a token id.
 
     Args:
@@ -185,7 +185,7 @@ def _prompts(options: GenerateOptions, arguments: Sequence[str]) -> list[str]:
     return found
 
 
-def _ends(source: Source, tokenizer: Tokenizer) -> set[int]:
+def _ends(source: OpenCheckpoint, tokenizer: Tokenizer) -> set[int]:
     """The tokens that end a text; published models may have several."""
     said = source.special_tokens.get("eos_token_id")
     return {tokenizer.end_of_text, *(said if isinstance(said, list) else [] if said is None else [said])}
@@ -195,7 +195,7 @@ def _latest_run(runs: Path) -> Path:
     found = [
         (checkpoint.stat().st_mtime, checkpoint.parent.parent)
         for checkpoint in runs.glob("*/*/checkpoints/step-*")
-        if CheckpointFolder(checkpoint.parent).complete()
+        if CheckpointFolder(checkpoint.parent).complete_steps()
     ]
     if not found:
         raise UserError(

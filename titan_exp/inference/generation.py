@@ -30,11 +30,11 @@ class DecodeSession:
                 self._cores.append(core)
         self._begin = 0
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Begin another text."""
         self._begin = 0
         for core in self._cores:
-            core.forget()
+            core.reset()
 
     @torch.no_grad()
     def next_logits(self, ids: list[int]) -> Tensor:
@@ -43,7 +43,7 @@ class DecodeSession:
         if begin != self._begin:
             self._begin = begin
             for core in self._cores:
-                core.forget()
+                core.reset()
         known = self._cores[0].filled if self._cores else 0
         tokens = torch.tensor([ids[begin + known :]], device=self._device)
         positions = torch.arange(known, len(ids) - begin, device=self._device)[None] if known else None

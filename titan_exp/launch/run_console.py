@@ -5,8 +5,8 @@ import sys
 from collections.abc import Callable, Iterator
 
 from titan_exp.launch.rank.main import FAILURE_MARK
-from titan_exp.tracking.sinks.base import Row
 from titan_exp.tracking.sinks.console import ConsoleSink
+from titan_exp.tracking.sinks.sink import Row
 
 
 class RunConsole:

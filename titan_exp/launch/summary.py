@@ -7,7 +7,7 @@ from itertools import pairwise
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.run_folder.state import read_json
-from titan_exp.tracking.sinks.base import Value
+from titan_exp.tracking.sinks.sink import Value
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.tracking.device_rates import measured_file
+from titan_exp.tracking.device_rates import rates_file
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
 
 FITTED = ("matmul_share", "bandwidth_share", "link_share", "operator_us", "overhead_gb")
@@ -41,7 +41,7 @@ class Constants:
 
 def constants_file(cache: Path, device: str) -> Path:
     """Where a device's constants are kept: beside its measured rates."""
-    return measured_file(cache, device).with_suffix(".calibration.json")
+    return rates_file(cache, device).with_suffix(".calibration.json")
 
 
 def read_constants(cache: Path, device: str) -> Constants:

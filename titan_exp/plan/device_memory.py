@@ -13,7 +13,7 @@ from titan_exp.config.layout.layout import device_type, node_size, world_size
 from titan_exp.config.machine.local_machine import cpu_name, gpu_names, host_memory, usable_cores
 from titan_exp.plan.calibrated_constants import read_constants
 from titan_exp.plan.cuda.devices import DEVICES, Device
-from titan_exp.tracking.device_rates import read_measured
+from titan_exp.tracking.device_rates import read_rates
 
 CPU_OVERHEAD_GB = 0.45
 """What Python, torch and its allocator hold beside tensors in a rank's process on a CPU, as seen with torch 2.13, until
@@ -68,7 +68,7 @@ def cpu_device(name: str, cache: Path, *, dtype: str, threads: int, processes: i
         threads: cores that the process computes on.
         processes: those of the machine, which share its bandwidth.
     """
-    measured = read_measured(cache, name)
+    measured = read_rates(cache, name)
     if measured is None or dtype not in measured.tflops or measured.copy is None:
         return None
     cores = int(name.rpartition(", ")[2].partition(" ")[0])
@@ -93,7 +93,7 @@ def refine_gpu(device: Device, experiment: Experiment, cache: Path) -> Device:
     given = {name: getattr(cluster, name) for name in ("link_gbs", "network_gbs") if getattr(cluster, name) is not None}
     device = replace(device, **given)
     names = [name for name, word in NAMES.items() if DEVICES[word].name == device.name]
-    measured = next((found for name in names if (found := read_measured(cache, name)) is not None), None)
+    measured = next((found for name in names if (found := read_rates(cache, name)) is not None), None)
     if measured is not None:
         # The peaks stay the maker's, by which MFU is counted.
         reached = {

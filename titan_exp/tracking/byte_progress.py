@@ -14,7 +14,7 @@ INTERVAL = 5.0
 """Seconds between lines at least."""
 
 
-class Report(Protocol):
+class ProgressCallback(Protocol):
     """What is called with bytes done and bytes in all."""
 
     def __call__(self, done: int, total: int, /) -> None:
@@ -23,7 +23,7 @@ class Report(Protocol):
 
 
 @contextmanager
-def byte_progress(title: str, console: Console | None = None) -> Iterator[Report]:
+def byte_progress(title: str, console: Console | None = None) -> Iterator[ProgressCallback]:
     """Show progress for the time of the block, on standard error by default."""
     console = console or Console(stderr=True, highlight=False)
     if not console.is_terminal or console.is_dumb_terminal:
@@ -35,7 +35,7 @@ def byte_progress(title: str, console: Console | None = None) -> Iterator[Report
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _lines(title: str, console: Console) -> Report:
+def _lines(title: str, console: Console) -> ProgressCallback:
     began = shown = time.monotonic()
 
     def report(done: int, total: int) -> None:

@@ -12,12 +12,12 @@ from titan_exp.tracking.run_folder.atomic_write import write_atomically
 if TYPE_CHECKING:
     import torch
 
-MEASURED = "best {} matmul that titan-exp doctor measured here"
+MEASURED_SOURCE = "best {} matmul that titan-exp doctor measured here"
 """Source of a rate that no data sheet has."""
 
 
 @dataclass(frozen=True)
-class Measured:
+class DeviceRates:
     """A device's measured rates."""
 
     device: str
@@ -39,7 +39,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Peak:
+class PeakRate:
     """What a device's achieved rate is divided by."""
 
     tflops: float
@@ -48,7 +48,7 @@ class Peak:
     """Where the number is from, in words."""
 
 
-def mfu_peak(device: "torch.device", configured: float | None, cache: Path) -> Peak | None:
+def mfu_peak(device: "torch.device", configured: float | None, cache: Path) -> PeakRate | None:
     """The dense bf16 peak for MFU: `cluster.peak_tflops`, else the data sheet's, else on a GPU that no table knows the
     best bf16 matmul that `titan-exp doctor` measured. None where all three are unknown, which is warned of on a GPU.
 
@@ -58,48 +58,48 @@ def mfu_peak(device: "torch.device", configured: float | None, cache: Path) -> P
         cache: `.cache` of the runs.
     """
     if configured is not None:
-        return Peak(configured, "cluster.peak_tflops")
+        return PeakRate(configured, "cluster.peak_tflops")
     if device.type != "cuda":
         return None
     name = device_name(device)
     known = peak_by_name(name)
     if known is not None:
-        return Peak(known, "data sheet")
-    measured = read_measured(cache, name)
+        return PeakRate(known, "data sheet")
+    measured = read_rates(cache, name)
     if measured is not None and "bf16" in measured.tflops:
-        return Peak(measured.tflops["bf16"], MEASURED.format("bf16"))
+        return PeakRate(measured.tflops["bf16"], MEASURED_SOURCE.format("bf16"))
     peak_tflops(device)  # which warns
     return None
 
 
-def matmul_rate(device: "torch.device", dtype: str, cache: Path) -> Peak | None:
+def matmul_rate(device: "torch.device", dtype: str, cache: Path) -> PeakRate | None:
     """The best matmul of a type that `titan-exp doctor` measured on this device; None where nobody has."""
-    measured = read_measured(cache, device_name(device))
+    measured = read_rates(cache, device_name(device))
     if measured is None or dtype not in measured.tflops:
         return None
-    return Peak(measured.tflops[dtype], MEASURED.format(dtype))
+    return PeakRate(measured.tflops[dtype], MEASURED_SOURCE.format(dtype))
 
 
-def measured_file(cache: Path, device: str) -> Path:
+def rates_file(cache: Path, device: str) -> Path:
     """Where a device's rates are kept: `doctor/<device>.json` in the `.cache` of the runs, which every node sees."""
     return cache / "doctor" / f"{re.sub(r'[^A-Za-z0-9]+', '-', device).strip('-').lower() or 'device'}.json"
 
 
-def write_measured(cache: Path, measured: Measured) -> Path:
+def write_rates(cache: Path, measured: DeviceRates) -> Path:
     """Keep what was measured; returns the file.
 
     Raises:
         OSError: the disk is full, or cannot be written to.
     """
-    path = measured_file(cache, measured.device)
+    path = rates_file(cache, measured.device)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(asdict(measured), indent=1) + "\n", durable=False)
     return path
 
 
-def read_measured(cache: Path, device: str) -> Measured | None:
+def read_rates(cache: Path, device: str) -> DeviceRates | None:
     """What was measured of a device; None where nobody has, or the file cannot be read."""
     try:
-        return Measured(**json.loads(measured_file(cache, device).read_text(encoding="utf-8")))
+        return DeviceRates(**json.loads(rates_file(cache, device).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
         return None

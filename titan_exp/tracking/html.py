@@ -13,7 +13,7 @@ FOLDER = "page"
 """Of a room: template, style and scripts. Beside this file: what all pages have of them."""
 
 
-def page(room: str, scripts: Sequence[str], numbers: Any, **words: Any) -> str:
+def render_page(room: str, scripts: Sequence[str], numbers: Any, **words: Any) -> str:
     """A page's text, from `page.html` and `page.css` of a room.
 
     Args:

@@ -10,7 +10,7 @@ def get_logger() -> logging.Logger:
     return logging.getLogger("titan_exp")
 
 
-def configure(rank: int, logs: Path) -> None:
+def configure_logging(rank: int, logs: Path) -> None:
     """Set up this process: rank 0 logs to standard output, any other rank only warnings, to `logs/rank-<rank>.log`.
 
     Warnings of Python and of libraries come the same way, each text once. May be called again; the last call holds.

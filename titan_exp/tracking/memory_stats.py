@@ -18,7 +18,7 @@ GIB = 1024**3
 
 # Dense bf16 matmul peak with fp32 accumulation, in TFLOP/s, of what torch calls one device. Data sheets mostly print
 # twice this, "with sparsity". A name must match as a whole: a MIG slice or an unheard-of variant is unknown.
-PEAKS: tuple[tuple[str, float], ...] = (
+PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     (r"(NVIDIA )?A100(-SXM4-|-PCIE-| )(40|80)GB( PCIe)?", 312.0),  # A100 data sheet
     (r"NVIDIA A800(-SXM4-|-PCIE-| )(40|80)GB( PCIe)?", 312.0),  # A800 data sheet: A100 with a slower NVLink
     (r"NVIDIA H100 (80|96)GB HBM3", 989.4),  # H100 SXM5: Hopper white paper, table of peak rates
@@ -75,7 +75,7 @@ def device_name(device: "torch.device") -> str:
 
 def peak_by_name(name: str) -> float | None:
     """Dense bf16 peak in TFLOP/s of the device that torch calls `name`; None where unknown, never a guess."""
-    return next((peak for pattern, peak in PEAKS if re.fullmatch(pattern, name)), None)
+    return next((peak for pattern, peak in PEAK_TFLOPS if re.fullmatch(pattern, name)), None)
 
 
 class PeakMemory:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class TimeSpent:
+class TimeBreakdown:
     """Seconds of one attempt by what they went to, and the tokens trained in the counted ones."""
 
     warmup: float = 0.0
@@ -39,7 +39,7 @@ class Throughput:
         synchronize: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.spent = TimeSpent()
+        self.spent = TimeBreakdown()
         self._devices, self._flops_per_token, self._peak_tflops = devices, flops_per_token, peak_tflops
         self._warmup_steps, self._synchronize, self._clock = warmup_steps, synchronize, clock
         self._window_start = clock()

@@ -6,11 +6,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from titan_exp.checkpoint.formats.open import Source
+from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.machine.attention_backends import ON_CPU
 from titan_exp.config.schema.typed_config import load_experiment
-from titan_exp.data.tokenizers.base import ByteTokenizer, Tokenizer
+from titan_exp.data.tokenizers.base import Tokenizer
+from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
 from titan_exp.models.build import build_model
 from titan_exp.ops.attention.flash_attention import runs_here
 from titan_exp.ops.attention.sdpa import choose_backend
@@ -22,7 +23,7 @@ Rows = Mapping[str, Sequence[slice]]
 
 @torch.no_grad()
 def load_source(
-    source: Source,
+    source: OpenCheckpoint,
     device: torch.device,
     *,
     seq_len: int,
@@ -74,7 +75,7 @@ def load_source(
     return model.eval()
 
 
-def tokenizer_of(source: Source) -> Tokenizer:
+def tokenizer_of(source: OpenCheckpoint) -> Tokenizer:
     """The tokenizer of a source.
 
     Raises:
@@ -91,7 +92,7 @@ def tokenizer_of(source: Source) -> Tokenizer:
     return HuggingFaceTokenizer(source.tokenizer)
 
 
-def training_length(path: Path, source: Source) -> int:
+def training_length(path: Path, source: OpenCheckpoint) -> int:
     """Sequence length in tokens of the run that the weights are from; the model's context where it is unknown."""
     for folder in (path, path.parent.parent):
         if source.format == "dcp" and (folder / "config.yaml").is_file():
@@ -99,7 +100,7 @@ def training_length(path: Path, source: Source) -> int:
     return source.model.context
 
 
-def describe(path: Path, source: Source) -> str:
+def describe(path: Path, source: OpenCheckpoint) -> str:
     """A source in a few words."""
     if source.format == "dcp" and source.path.name.startswith("step-"):
         step = int(source.path.name.removeprefix("step-"))

@@ -14,7 +14,7 @@ from titan_exp.tracking.device_rates import mfu_peak
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.memory_stats import PeakMemory
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.sinks.build import build_sinks
+from titan_exp.tracking.sinks.build_sinks import build_sinks
 from titan_exp.tracking.throughput import Throughput
 from titan_exp.trainer.profiling.compile_cache import cache_of
 from titan_exp.trainer.profiling.compile_report import CompileReport

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.schema.typed_config import load_experiment
-from titan_exp.tracking.logging import configure
+from titan_exp.tracking.logging import configure_logging
 from titan_exp.tracking.run_folder.run_folder import RunFolder, write_atomically
 from titan_exp.trainer.distributed import joined
 
@@ -27,7 +27,7 @@ def answer(run_folder: str, function: Callable[[Experiment, Any, torch.device], 
     folder = RunFolder(run_folder)
     experiment = load_experiment(folder.config)
     question = json.loads((folder.path / QUESTION).read_text(encoding="utf-8"))
-    configure(int(os.environ.get("RANK", "0")), folder.logs)
+    configure_logging(int(os.environ.get("RANK", "0")), folder.logs)
     with joined(experiment.cluster) as device:
         found = function(experiment, question, device)
         if dist.get_rank() == 0:

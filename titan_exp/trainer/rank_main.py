@@ -7,8 +7,8 @@ import time
 import torch.distributed as dist
 
 from titan_exp.config.schema.typed_config import load_experiment
-from titan_exp.tracking.logging import configure, get_logger
-from titan_exp.tracking.run_folder.heartbeat import PROGRESS
+from titan_exp.tracking.logging import configure_logging, get_logger
+from titan_exp.tracking.progress_tracker import PROGRESS
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 from titan_exp.tracking.run_folder.state import STOPPED
 from titan_exp.trainer.distributed import joined
@@ -25,7 +25,7 @@ def main(run_folder: str) -> None:
     """
     folder = RunFolder(run_folder)
     experiment = load_experiment(folder.config)
-    configure(int(os.environ.get("RANK", "0")), folder.logs)
+    configure_logging(int(os.environ.get("RANK", "0")), folder.logs)
     keep_compiled_code(folder, experiment)
     with joined(experiment.cluster) as device:
         trainer: Trainer | None = None

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 
 from titan_exp.checkpoint.checkpointer import Checkpointer
-from titan_exp.checkpoint.formats.hf_sharded_load import read_huggingface_into
-from titan_exp.checkpoint.formats.sharded_hf_export import RunExports
+from titan_exp.checkpoint.formats.hf_sharded_load import load_hf_sharded
+from titan_exp.checkpoint.formats.sharded_hf_export import ShardedHFExporter
 from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
 from titan_exp.checkpoint.remote.remote_run import RemoteRun
-from titan_exp.checkpoint.state_dict import WEIGHTS_ONLY
+from titan_exp.checkpoint.state_dict import WEIGHTS_ONLY_KEY
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import gradient_accumulation, micro_batch_size
@@ -24,7 +24,7 @@ from titan_exp.data.train_loader import TrainLoader
 from titan_exp.data.validation_loader import ValidationLoader
 from titan_exp.optim.lr_schedule import LRSchedule
 from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.run_folder.heartbeat import PROGRESS
+from titan_exp.tracking.progress_tracker import PROGRESS
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.determinism import seed_step, set_deterministic
 from titan_exp.trainer.forward_backward import Model
@@ -72,8 +72,11 @@ class Trainer:
             "dp_degree": self.mesh.dp_degree,
             "micro_batch_size": micro_batch_size(experiment),
         }
-        self.loader = TrainLoader(experiment, **shares, pin_memory=device.type == "cuda")
-        self.validation = ValidationLoader(experiment, **shares) if training.evaluate_every else None
+        seed, pin_memory = experiment.experiment.seed, device.type == "cuda"
+        self.loader = TrainLoader(experiment.data, training, seed, **shares, pin_memory=pin_memory)
+        self.validation = (
+            ValidationLoader(experiment.data, training.seq_len, **shares) if training.evaluate_every else None
+        )
         self.accumulation = gradient_accumulation(experiment)
         remote = experiment.checkpoint.remote
         self.checkpointer = Checkpointer(
@@ -81,7 +84,7 @@ class Trainer:
             folder.checkpoints,
             remote=None if remote is None else RemoteRun(remote, experiment.experiment.name, folder.path.name),
         )
-        self.exports = RunExports(experiment, folder.export, self.mesh)
+        self.exports = ShardedHFExporter(experiment, folder.export, self.mesh)
         self.step = self.tokens = 0
         self._restore()
         self.refresh_scales = self._weight_scales()
@@ -133,7 +136,7 @@ class Trainer:
         with times.loading():
             batches = [next(self.loader) for _ in range(self.accumulation)]
         tokens, stop, save = sync_step_flags(
-            batches, self.mesh, stop=self.folder.stop_requested(), save=self.checkpointer.time_is_up()
+            batches, self.mesh, stop=self.folder.stop_requested(), save=self.checkpointer.interval_elapsed()
         )
         with times.computing():
             result = train_step(
@@ -164,7 +167,7 @@ class Trainer:
             with PROGRESS.phase("the evaluation"), self.report.throughput.pause("evaluation"):
                 numbers |= evaluate_sources(self.model, self.validation.sources, self.mesh)
         if numbers or last or stop or save or step % self.experiment.tracking.log_every == 0:
-            numbers |= {**self.loader.epoch_row(), **self.checkpointer.take_times()}
+            numbers |= {**self.loader.epoch_metrics(), **self.checkpointer.pop_timings()}
             loss = self.report.log(step, self.tokens, result, lr=self.schedule(step), also=numbers)
             self._check_finite(loss, float(result.grad_norm))
         self.checkpointer.poll()
@@ -199,12 +202,12 @@ class Trainer:
             return
         restored = self.checkpointer.load(step, self.model.parts, self.optimizer)
         self.step, self.tokens = restored.progress["step"], restored.progress["tokens"]
-        if not restored.progress.get(WEIGHTS_ONLY):
+        if not restored.progress.get(WEIGHTS_ONLY_KEY):
             self.loader.load_state_dict(restored.data)
         elif not self._is_over:
             raise UserError(
-                f"{self.checkpointer.folder.at(step)} holds weights only (checkpoint.last=weights), so that training "
-                f"cannot go on after step {step}. A new run begins with them: checkpoint.initial={self.folder.path}"
+                f"{self.checkpointer.folder.path_of(step)} holds weights only (checkpoint.last=weights): training "
+                f"cannot continue after step {step}. Start a new run from them: checkpoint.initial={self.folder.path}"
             )
         get_logger().info("continuing after step %d", self.step)
         changed = differences(restored.progress.get("config"), to_dict(self.experiment))
@@ -228,10 +231,10 @@ class Trainer:
         place = str(local_copy(config.initial, cache=cache_of(self.folder, self.experiment) / "remote"))
         folder = huggingface_folder(place)
         if folder is None:
-            self.checkpointer.load_initial(self.model.parts, place)
+            self.checkpointer.load_initial_weights(self.model.parts, place)
             return
         for part in self.model.parts:
-            read_huggingface_into(part, self.experiment.model, folder, config.initial_exclude)
+            load_hf_sharded(part, self.experiment.model, folder, config.initial_exclude)
         get_logger().info("weights from %s", folder)
 
     def _check_finite(self, loss: float, grad_norm: float) -> None:

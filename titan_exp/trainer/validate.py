@@ -11,7 +11,7 @@ import torch.distributed as dist
 from titan_exp.data.batch import Batch
 from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
 from titan_exp.parallel.mesh import Mesh
-from titan_exp.tracking.run_folder.heartbeat import PROGRESS
+from titan_exp.tracking.progress_tracker import PROGRESS
 from titan_exp.trainer.forward_backward import Model
 
 
@@ -72,7 +72,7 @@ def evaluate(model: Model, batches: Iterable[Batch], mesh: Mesh) -> ValidationRe
     while group := list(islice(rest, model.eval_microbatches)):
         tokens += sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in group)
         total += model.cross_entropy(group)
-        PROGRESS.alive()
+        PROGRESS.keep_alive()
     for part in model.parts:
         part.train()
     sums = torch.stack((total.cpu(), torch.tensor(float(tokens), dtype=torch.float64)))

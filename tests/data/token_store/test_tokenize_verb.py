@@ -19,9 +19,9 @@ from titan_exp.cli.tokenize import TokenizeOptions, make_store, options_among
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.token_store_manifest import UNFINISHED, Manifest, read_manifest
 from titan_exp.data.token_store import shard_writer as shard_files
-from titan_exp.data.token_store.writer import Tokenization
-from titan_exp.data.tokenizers.base import build_tokenizer
-from titan_exp.data.validation_split import places
+from titan_exp.data.token_store.writer import PartTokenizer
+from titan_exp.data.tokenizers.build import build_tokenizer
+from titan_exp.data.validation_split import unit_hashes
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -41,7 +41,7 @@ def documents(manifest: Manifest, split: str) -> list[str]:
 
 def test_a_store_holds_every_document_once_in_order(tmp_path: Path):
     manifest = make(tmp_path / "store")
-    held_out = places(range(60)) < 0.2  # type: ignore[arg-type]  # only its length counts
+    held_out = unit_hashes(range(60)) < 0.2  # type: ignore[arg-type]  # only its length counts
     for split, wanted in (("train", ~held_out), ("validation", held_out)):
         expected = [text(number) for number in np.flatnonzero(wanted).tolist() if text(number)]
         assert documents(manifest, split) == expected
@@ -74,12 +74,12 @@ def test_documents_in_an_order_of_their_own(tmp_path: Path):
 
 
 def test_a_stream_is_divided_as_training_from_it_divides_it(tmp_path: Path):
-    from titan_exp.data.validation_split import place
+    from titan_exp.data.validation_split import unit_hash
 
     manifest = make(tmp_path / "store", source=STREAM)
     texts = [text(number) for number in range(60) if text(number)]
-    assert documents(manifest, "train") == [each for each in texts if place(each) >= 0.2]
-    assert documents(manifest, "validation") == [each for each in texts if place(each) < 0.2]
+    assert documents(manifest, "train") == [each for each in texts if unit_hash(each) >= 0.2]
+    assert documents(manifest, "validation") == [each for each in texts if unit_hash(each) < 0.2]
 
 
 @pytest.mark.parametrize("source", [TEXTS, STREAM])
@@ -162,16 +162,16 @@ def test_a_table_of_the_datasets_library_is_continued_inside_a_file(
     data |= {"data_files": (str(tmp_path / "*.jsonl"),), "validation_fraction": 0.0}
     reference = make(tmp_path / "reference", **data)
     assert documents(reference, "train") == [each for each in texts if each]
-    original, left = Tokenization._cut, [3]
+    original, left = PartTokenizer._write_cut, [3]
 
-    def cut(self: Tokenization, *given: Any) -> bool:
+    def cut(self: PartTokenizer, *given: Any) -> bool:
         left[0] -= 1
         if left[0] < 0:
             raise KeyboardInterrupt
         return original(self, *given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Tokenization, "_cut", cut)
+        patch.setattr(PartTokenizer, "_write_cut", cut)
         with pytest.raises(KeyboardInterrupt):
             make(tmp_path / "store", **data)
     make(tmp_path / "store", **data)
@@ -198,7 +198,7 @@ def test_a_store_brings_its_tokenizer_along(tmp_path: Path):
     tokens = np.fromfile(store.path / f"{store.splits['train'][0].name}.tokens", "<u2")
     assert (tokens == own.end_of_text).sum() == store.splits["train"][0].documents
     (store.path / "tokenizer_config.json").unlink()
-    with pytest.raises(UserError, match="not the one that it was made with"):
+    with pytest.raises(UserError, match="not the one it was made with"):
         build_tokenizer(over(store).data)
 
 
@@ -217,16 +217,16 @@ def wait_for_the_end_of(process: int) -> None:
 
 def test_a_full_disk_is_said_and_what_is_finished_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     reference = make(tmp_path / "reference")
-    original, left = shard_files.WholeFile.finish, [5]
+    original, left = shard_files.AtomicFile.commit, [5]
 
-    def finish(self: shard_files.WholeFile) -> str:
+    def finish(self: shard_files.AtomicFile) -> str:
         left[0] -= 1
         if left[0] < 0:
             raise OSError(errno.ENOSPC, "No space left on device")
         return original(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(shard_files.WholeFile, "finish", finish)
+        patch.setattr(shard_files.AtomicFile, "commit", finish)
         with pytest.raises(UserError, match=r"disk of .*store is full[\s\S]*same command continues"):
             make(tmp_path / "store")
     with pytest.raises(UserError, match="not complete yet"):
@@ -259,7 +259,7 @@ def test_a_store_of_something_else_is_left_alone(tmp_path: Path):
         ({"parts": 5}, "parts"),
     ]
     for changed, key in changes:
-        with pytest.raises(UserError, match=f"something else[\\s\\S]*{key}"):
+        with pytest.raises(UserError, match=f"other settings[\\s\\S]*{key}"):
             make(tmp_path / "store", **changed)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.tex").write_text("precious")
@@ -274,7 +274,7 @@ def test_only_one_at_a_time_makes_a_store(tmp_path: Path):
     (tmp_path / "store" / UNFINISHED).mkdir(parents=True)
     with (tmp_path / "store" / UNFINISHED / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="right now"):
+        with pytest.raises(UserError, match="another titan-exp tokenize"):
             make(tmp_path / "store")
 
 
@@ -293,7 +293,7 @@ def test_options_and_keys_are_told_apart():
         ("worker=3", "did you mean workers"),
         ("workers=many", "workers=many"),
         ("shard_token=3", "did you mean shard_tokens"),
-        ("training.steps=3", "tokenizing does not read it"),
+        ("training.steps=3", "tokenize does not read it"),
         ("parts=0", "parts=0"),
     ):
         with pytest.raises(UserError, match=says):
@@ -306,6 +306,6 @@ def test_what_cannot_be_tokenized_is_said_at_once(tmp_path: Path, monkeypatch: p
     with pytest.raises(UserError) as caught:
         make_store(TokenizeOptions(), run)
     assert {violation.field for violation in caught.value.violations} == {"data.paths", "data.tokenizer", "out"}
-    with pytest.raises(UserError, match="tokens already"):
+    with pytest.raises(UserError, match="tokenized already"):
         make_store(TokenizeOptions("out"), experiment(source="tokens", paths=("x",)))
     assert os.listdir(tmp_path) == []

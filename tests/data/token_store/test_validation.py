@@ -11,14 +11,14 @@ from tests.data.stores import make, over
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.data.batch import Batch
-from titan_exp.data.validation_loader import SplitRows, ValidationLoader
+from titan_exp.data.validation_loader import SplitBatches, ValidationLoader
 
 
 def batches(run: Experiment, dp_rank: int = 0, dp_degree: int = 1) -> ValidationLoader:
-    return ValidationLoader(run, dp_rank=dp_rank, dp_degree=dp_degree, micro_batch_size=3)
+    return ValidationLoader(run.data, run.training.seq_len, dp_rank=dp_rank, dp_degree=dp_degree, micro_batch_size=3)
 
 
-def listed(loader: ValidationLoader | SplitRows) -> list[list[Any]]:
+def listed(loader: ValidationLoader | SplitBatches) -> list[list[Any]]:
     def lists(batch: Batch) -> list[Any]:
         optional = [None if each is None else each.tolist() for each in (batch.positions, batch.documents)]
         return [batch.tokens.tolist(), batch.labels.tolist(), *optional]
@@ -50,5 +50,5 @@ def test_each_source_of_a_mixture_has_a_split_of_its_own(tmp_path: Path):
 
 def test_a_store_without_documents_to_evaluate_on_is_refused(tmp_path: Path):
     store = make(tmp_path / "store", validation_fraction=0.0)
-    with pytest.raises(UserError, match="made without documents to evaluate on"):
+    with pytest.raises(UserError, match="made without validation documents"):
         batches(over(store))

@@ -29,7 +29,7 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_a_flipped_bit_is_found(split: str, ending: str, store: Manifest, capsys: pytest.CaptureFixture[str]):
     assert check_store(str(store.path)) == 0
-    assert "every file is as it was written" in capsys.readouterr().out
+    assert "all checksums match" in capsys.readouterr().out
     name = f"{store.splits[split][-1].name}.{ending}"
     flip(store.path / name)
     with pytest.raises(UserError, match=f"{name}: its content has changed"):
@@ -49,7 +49,9 @@ def test_files_that_are_cut_or_missing_are_refused_before_a_run_and_while_it_rea
         check_store(str(store.path))
     with pytest.raises(UserError, match=f"damaged[\\s\\S]*{first.name}"):
         TokenSplit(store, "train").read(0, np.empty(8, dtype=np.int64))
-    loader = TrainLoader(run, dp_rank=0, dp_degree=1, micro_batch_size=24, pin_memory=False)
+    loader = TrainLoader(
+        run.data, run.training, run.experiment.seed, dp_rank=0, dp_degree=1, micro_batch_size=24, pin_memory=False
+    )
     with pytest.raises(UserError, match="damaged"):
         next(loader)
     loader.close()

@@ -34,7 +34,15 @@ def run(request: pytest.FixtureRequest, stores: list[Manifest]) -> Experiment:
 
 
 def loader(run: Experiment, *, dp_rank: int = 0, dp_degree: int = 1, micro_batch_size: int = 24) -> TrainLoader:
-    return TrainLoader(run, dp_rank=dp_rank, dp_degree=dp_degree, micro_batch_size=micro_batch_size, pin_memory=False)
+    return TrainLoader(
+        run.data,
+        run.training,
+        run.experiment.seed,
+        dp_rank=dp_rank,
+        dp_degree=dp_degree,
+        micro_batch_size=micro_batch_size,
+        pin_memory=False,
+    )
 
 
 def test_global_batches_are_the_same_rows_in_every_layout(run: Experiment):
@@ -169,11 +177,11 @@ def test_a_window_that_begins_with_a_document_does_not_count_it(stores: list[Man
 
 def test_epochs_and_sources_are_counted(stores: list[Manifest]):
     trainer = loader(over(*stores, weights=(1.0, 3.0)))
-    sources = [trainer.source_of(row) for row in range(96)]
+    sources = [trainer.source_name(row) for row in range(96)]
     assert (sources.count("a"), sources.count("b")) == (24, 72)
     for _ in range(4):
         next(trainer)
-    row = trainer.epoch_row()
+    row = trainer.epoch_metrics()
     trainer.close()
     windows = [(store.tokens["train"] - 1) // 24 for store in stores]
     assert row == {"epoch": 96 / sum(windows), "epoch/a": 24 / windows[0], "epoch/b": 72 / windows[1]}
@@ -183,7 +191,7 @@ def test_a_mixture_by_size_passes_over_its_stores_at_the_same_pace(stores: list[
     trainer = loader(over(*stores))
     for _ in range(12):
         next(trainer)
-    row = trainer.epoch_row()
+    row = trainer.epoch_metrics()
     trainer.close()
     assert row["epoch/a"] == pytest.approx(row["epoch/b"], rel=0.1)
 

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import _async_process_executor as executor
 from torch.distributed.distributed_c10d import _get_default_store
 
-LOOK_EVERY = 0.5
+POLL_SECONDS = 0.5
 """Seconds between looks at whether another rank's process has died."""
 _serve = executor._AsyncCheckpointProcess._checkpointing_subprocess
 
@@ -39,9 +39,9 @@ class AsyncSaveProcess:
         if "TITAN_EXP_RENDEZVOUS" in os.environ or dist.get_world_size() == 1:
             # The writing processes meet over TCP, and on one machine its name need not be known.
             os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        executor._AsyncCheckpointProcess._checkpointing_subprocess = staticmethod(serve_quietly)
+        executor._AsyncCheckpointProcess._checkpointing_subprocess = staticmethod(run_save_process)
 
-    def renew_where_it_failed(self) -> None:
+    def restart_if_any_failed(self) -> None:
         """End it where that of any rank has failed, so that the next save starts a new one; all ranks together."""
         failed = torch.tensor([self._failed or (self._begun and not _alive())], dtype=torch.uint8)
         dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group)
@@ -59,7 +59,7 @@ class AsyncSaveProcess:
         """
         while True:
             try:
-                future.result(timeout=LOOK_EVERY)
+                future.result(timeout=POLL_SECONDS)
                 return
             except BaseException as error:
                 if not future.done():
@@ -102,7 +102,7 @@ class AsyncSaveProcess:
         return executor._CHECKPOINT_PROCESS is not None
 
 
-def serve_quietly(pg_init_info: executor._ProcessGroupInitInfo, parent_conn: Any) -> None:
+def run_save_process(pg_init_info: executor._ProcessGroupInitInfo, parent_conn: Any) -> None:
     """What the process runs: torch's loop without its diary on standard error.
 
     A Ctrl-C or a scheduler's signal reaches it as well; what to do about it is for the trainer to say, which saves.

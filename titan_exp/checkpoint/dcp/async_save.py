@@ -15,11 +15,11 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from titan_exp.checkpoint.dcp.async_process import AsyncSaveProcess
-from titan_exp.checkpoint.dcp.shared_memory import missing_shared_memory
+from titan_exp.checkpoint.dcp.shared_memory import shared_memory_shortage
 from titan_exp.tracking.logging import get_logger
 
 
-class AsyncSave:
+class AsyncSaver:
     """The background saves of one run, one at a time: the next may begin when the last has ended.
 
     Args:
@@ -36,7 +36,7 @@ class AsyncSave:
     def start(self, state: dict[str, Tensor], writer: dcp.StorageWriter) -> Future[Any]:
         """Copy the state and begin to write it. When this returns, the tensors may change."""
         if self._process is not None:
-            self._process.renew_where_it_failed()
+            self._process.restart_if_any_failed()
             if not self._staged:
                 self._fall_back_without_shared_memory(state)
         self._staged = True
@@ -76,7 +76,7 @@ class AsyncSave:
 
     def _fall_back_without_shared_memory(self, state: Mapping[str, Tensor]) -> None:
         """Where the state does not fit into shared memory: writing to it would end this process with a bus error."""
-        missing = missing_shared_memory(state, self._group)
+        missing = shared_memory_shortage(state, self._group)
         if missing is None:
             return
         get_logger().error(

@@ -13,7 +13,7 @@ SHARED_MEMORY = Path("/dev/shm")
 """Where Linux keeps it."""
 
 
-def missing_shared_memory(state: Mapping[str, Tensor], group: dist.ProcessGroup) -> str | None:
+def shared_memory_shortage(state: Mapping[str, Tensor], group: dist.ProcessGroup) -> str | None:
     """What is missing for the states of all ranks of a machine, on the first machine where anything is; else None.
 
     The same answer on all ranks of the group, which call it together.

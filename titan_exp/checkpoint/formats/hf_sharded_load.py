@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from titan_exp.checkpoint.formats.open import open_huggingface
+from titan_exp.checkpoint.formats.open_checkpoint import open_huggingface
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.hydra.presets import NOT_THE_SHAPE, model_overrides
@@ -15,7 +15,7 @@ from titan_exp.parallel.meta_init import local, local_shard
 
 
 @torch.no_grad()
-def read_huggingface_into(model: nn.Module, config: ModelConfig, folder: Path, exclude: Sequence[str] = ()) -> None:
+def load_hf_sharded(model: nn.Module, config: ModelConfig, folder: Path, exclude: Sequence[str] = ()) -> None:
     """Fill the parameters of a model, or of a stage of it, with the weights of a Hugging Face folder.
 
     All of its ranks may call it at once, without communication.

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from titan_exp.checkpoint.formats.tensor_reader import WHOLE, TensorStore
+from titan_exp.checkpoint.formats.tensor_reader import FULL_SLICE, TensorReader
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.models.convert.state_dict_map import Run, StateDictMap
 
 
-class MappedParameters:
+class ImportReader:
     """A store of our parameters, by full name, whose tensors are gathered from a store of theirs."""
 
-    def __init__(self, store: TensorStore, row_map: StateDictMap) -> None:
+    def __init__(self, store: TensorReader, row_map: StateDictMap) -> None:
         self._store, self._map = store, row_map
         self.shapes = row_map.shapes
         """Shape of every parameter, by full name."""
@@ -28,7 +28,7 @@ class MappedParameters:
         assert found is not None, "a parameter has rows"
         return found
 
-    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor:
+    def read(self, name: str, rows: slice = FULL_SLICE, columns: slice = FULL_SLICE) -> Tensor:
         """A part of a parameter; of their tensors only what makes it up is read."""
         shape = self.shapes[name]
         start, stop, _ = rows.indices(shape[0])
@@ -46,10 +46,10 @@ class MappedParameters:
         return gathered
 
 
-class MappedTensors:
+class ExportReader:
     """Their tensors, whole, out of a store of our parameters."""
 
-    def __init__(self, store: TensorStore, row_map: StateDictMap) -> None:
+    def __init__(self, store: TensorReader, row_map: StateDictMap) -> None:
         self._store, self._map = store, row_map
         # Query, key and value follow each other and are rows of one parameter of ours.
         self._held: tuple[str, Tensor] | None = None

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_exp.checkpoint.formats.tensor_reader import WHOLE, cut
-from titan_exp.checkpoint.formats.torch_file import load_safely
+from titan_exp.checkpoint.formats.tensor_reader import FULL_SLICE, slice_tensor
+from titan_exp.checkpoint.formats.torch_file import torch_load_safely
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.models.convert.llama_state_dict import llama_map, names_of
@@ -19,7 +19,7 @@ IGNORED = "rope.freqs"
 """A table that old files carry along."""
 
 
-class ConsolidatedStore:
+class ConsolidatedReader:
     """Reads tensors that are divided among files: by rows, by columns, or not at all.
 
     Args:
@@ -37,11 +37,11 @@ class ConsolidatedStore:
         """Type of a tensor."""
         return self._pieces[0][name].dtype
 
-    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor:
+    def read(self, name: str, rows: slice = FULL_SLICE, columns: slice = FULL_SLICE) -> Tensor:
         """A part of a tensor. One that is divided by columns is copied whole first."""
         pieces, dim = self._divided(name, self.shapes[name])
         if len(pieces) == 1:
-            return cut(pieces[0], rows, columns)
+            return slice_tensor(pieces[0], rows, columns)
         if dim == 1:
             return torch.cat([piece[rows] for piece in pieces], dim=1)[:, columns]
         first, last, _ = rows.indices(self.shapes[name][0])
@@ -49,7 +49,7 @@ class ConsolidatedStore:
         for piece in pieces:
             low, high = max(first - start, 0), min(last - start, len(piece))
             if low < high:
-                found.append(cut(piece, slice(low, high), columns))
+                found.append(slice_tensor(piece, slice(low, high), columns))
             start += len(piece)
         return torch.cat(found)
 
@@ -73,7 +73,7 @@ class ConsolidatedStore:
         return tuple(sum(piece.shape[dim] for piece in pieces) if at == dim else n for at, n in enumerate(shape))
 
 
-def open_consolidated(folder: Path, known: ModelConfig | None = None) -> tuple[ModelConfig, ConsolidatedStore]:
+def open_consolidated(folder: Path, known: ModelConfig | None = None) -> tuple[ModelConfig, ConsolidatedReader]:
     """The shape and the tensors of a folder.
 
     Args:
@@ -91,7 +91,7 @@ def open_consolidated(folder: Path, known: ModelConfig | None = None) -> tuple[M
     numbers = [file.name.split(".")[1] for file in files]
     if numbers != [f"{number:02d}" for number in range(len(files))]:
         raise UserError(f"{folder} holds {', '.join(file.name for file in files)}: a number is missing between them.")
-    pieces = [load_safely(file) for file in files]
+    pieces = [torch_load_safely(file) for file in files]
     embedding, head, gate = names_of("llama")
     for file, piece in zip(files, pieces, strict=True):
         missing = [name for name in (embedding, gate) if name not in piece]
@@ -108,7 +108,7 @@ def open_consolidated(folder: Path, known: ModelConfig | None = None) -> tuple[M
         ffn_dim=first[gate].shape[0] * len(pieces),
         tied=head not in first or _equal(pieces, embedding, head),
     )
-    return config, ConsolidatedStore(pieces, llama_map(config, "llama").their_shapes)
+    return config, ConsolidatedReader(pieces, llama_map(config, "llama").their_shapes)
 
 
 def _equal(pieces: list[dict[str, Tensor]], name: str, other: str) -> bool:

@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from titan_exp.checkpoint.formats.tensor_reader import WHOLE
+from titan_exp.checkpoint.formats.tensor_reader import FULL_SLICE
 from titan_exp.config.errors.user_error import UserError
 
 INDEX = "model.safetensors.index.json"
@@ -23,7 +23,7 @@ _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-class SafetensorsStore:
+class SafetensorsReader:
     """Reads the `*.safetensors` of a folder through memory maps.
 
     Raises:
@@ -69,7 +69,7 @@ class SafetensorsStore:
             )
         return _DTYPES[kind]
 
-    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor:
+    def read(self, name: str, rows: slice = FULL_SLICE, columns: slice = FULL_SLICE) -> Tensor:
         """A part of a tensor; only that part is read."""
         part = self._slice(name)
         return part[rows, columns] if len(part.get_shape()) > 1 else part[rows]
@@ -90,7 +90,7 @@ class SafetensorsStore:
 
 
 @dataclass(frozen=True)
-class Spec:
+class TensorSpec:
     """A tensor that is still to be made."""
 
     name: str
@@ -106,11 +106,11 @@ class Spec:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-Produce = Callable[[Spec], Tensor]
+TensorProducer = Callable[[TensorSpec], Tensor]
 """Makes a tensor, of the type and shape of its spec; called once for each, in order."""
 
 
-def write_safetensors(folder: Path, specs: Sequence[Spec], produce: Produce, *, file_bytes: float) -> None:
+def write_safetensors(folder: Path, specs: Sequence[TensorSpec], produce: TensorProducer, *, file_bytes: float) -> None:
     """Write `model.safetensors`, or numbered files of at most `file_bytes` (or one tensor) each with their index.
 
     One tensor is in memory at a time: the library's own writer would hold those of a whole file.
@@ -122,28 +122,28 @@ def write_safetensors(folder: Path, specs: Sequence[Spec], produce: Produce, *, 
 
 
 @dataclass(frozen=True)
-class Place:
+class TensorLocation:
     """Where a tensor stands in the files of a folder."""
 
     file: str
     """Name of the file."""
     begin: int
     """Offset of its first byte."""
-    spec: Spec
+    spec: TensorSpec
     """The tensor."""
 
 
-def places(specs: Sequence[Spec], *, file_bytes: float) -> dict[str, Place]:
+def tensor_locations(specs: Sequence[TensorSpec], *, file_bytes: float) -> dict[str, TensorLocation]:
     """Where each tensor stands in the files that `write_safetensors` would write; known without writing any."""
     return {
-        spec.name: Place(file, len(header) + begin, spec)
+        spec.name: TensorLocation(file, len(header) + begin, spec)
         for file, part in _files(specs, file_bytes).items()
         for header, begins in [_header(part)]
         for spec, begin in zip(part, begins, strict=True)
     }
 
 
-def reserve_safetensors(folder: Path, specs: Sequence[Spec], *, file_bytes: float) -> None:
+def preallocate_safetensors(folder: Path, specs: Sequence[TensorSpec], *, file_bytes: float) -> None:
     """Write those files with room on the disk for their tensors, and the index, for others to fill in the tensors.
 
     Raises:
@@ -163,14 +163,14 @@ def reserve_safetensors(folder: Path, specs: Sequence[Spec], *, file_bytes: floa
     _write_index(folder, parts)
 
 
-def _files(specs: Sequence[Spec], file_bytes: float) -> dict[str, list[Spec]]:
+def _files(specs: Sequence[TensorSpec], file_bytes: float) -> dict[str, list[TensorSpec]]:
     parts = _divided(specs, file_bytes)
     if len(parts) == 1:
         return {"model.safetensors": parts[0]}
     return {f"model-{number:05d}-of-{len(parts):05d}.safetensors": part for number, part in enumerate(parts, start=1)}
 
 
-def _write_index(folder: Path, parts: Mapping[str, Sequence[Spec]]) -> None:
+def _write_index(folder: Path, parts: Mapping[str, Sequence[TensorSpec]]) -> None:
     if len(parts) == 1:
         return
     listed = {spec.name: name for name, part in parts.items() for spec in part}
@@ -179,8 +179,8 @@ def _write_index(folder: Path, parts: Mapping[str, Sequence[Spec]]) -> None:
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _divided(specs: Iterable[Spec], file_bytes: float) -> list[list[Spec]]:
-    parts: list[list[Spec]] = []
+def _divided(specs: Iterable[TensorSpec], file_bytes: float) -> list[list[TensorSpec]]:
+    parts: list[list[TensorSpec]] = []
     room = 0.0
     for spec in specs:
         if not parts or spec.bytes > room:
@@ -191,7 +191,7 @@ def _divided(specs: Iterable[Spec], file_bytes: float) -> list[list[Spec]]:
     return parts
 
 
-def _header(specs: Sequence[Spec]) -> tuple[bytes, list[int]]:
+def _header(specs: Sequence[TensorSpec]) -> tuple[bytes, list[int]]:
     """The beginning of a file, and where after it each tensor begins."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begins, end = [], 0
@@ -204,7 +204,7 @@ def _header(specs: Sequence[Spec]) -> tuple[bytes, list[int]]:
     return struct.pack("<Q", len(text)) + text, begins
 
 
-def _write_file(path: Path, specs: Sequence[Spec], produce: Produce) -> None:
+def _write_file(path: Path, specs: Sequence[TensorSpec], produce: TensorProducer) -> None:
     with path.open("wb") as file:
         file.write(_header(specs)[0])
         for spec in specs:

@@ -15,10 +15,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from titan_exp.checkpoint.formats.export import describe_huggingface
-from titan_exp.checkpoint.formats.open import tokenizer_of_run
-from titan_exp.checkpoint.formats.safetensors import Place, Spec, places, reserve_safetensors
-from titan_exp.checkpoint.state_dict import MODEL, model_state
+from titan_exp.checkpoint.formats.export_weights import write_hf_metadata
+from titan_exp.checkpoint.formats.open_checkpoint import run_tokenizer
+from titan_exp.checkpoint.formats.safetensors import (
+    TensorLocation,
+    TensorSpec,
+    preallocate_safetensors,
+    tensor_locations,
+)
+from titan_exp.checkpoint.state_dict import MODEL_PREFIX, model_state_dict
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.models.convert.llama_state_dict import llama_map
 from titan_exp.models.convert.state_dict_map import StateDictMap
@@ -33,7 +38,7 @@ FILE_BYTES = 5e9
 """Size of a file; a larger tensor is alone in its own."""
 
 
-class RunExports:
+class ShardedHFExporter:
     """The exports of one run; `write` is called by all ranks together.
 
     Args:
@@ -56,7 +61,7 @@ class RunExports:
         every = self._config.export_every
         return self._config.export != "none" and every is not None and step % every == 0
 
-    def at(self, step: int) -> Path:
+    def path_of(self, step: int) -> Path:
         """The folder of a step; it is there only when it is complete."""
         return self._path / f"step-{step:08d}"
 
@@ -69,12 +74,12 @@ class RunExports:
             step: whose weights these are.
             parts: the model, or its parts on this rank.
         """
-        target = self.at(step)
+        target = self.path_of(step)
         if self._config.export == "none" or self._is_there(target):
             return True
         partial = target.with_name(f"{target.name}.partial")
         row_map, dtype = llama_map(self._experiment.model, "huggingface"), DTYPES[self._config.export]
-        specs = [Spec(name, tuple(shape), dtype) for name, shape in row_map.their_shapes.items()]
+        specs = [TensorSpec(name, tuple(shape), dtype) for name, shape in row_map.their_shapes.items()]
         written = (
             self._could(lambda: self._lay_out(partial, specs, dtype) if self._leader else None)
             and self._could(lambda: self._fill(partial, specs, row_map, dtype, parts))
@@ -92,28 +97,28 @@ class RunExports:
         dist.broadcast_object_list(found, src=0, group=self._mesh.cpu_group)
         return bool(found[0])
 
-    def _lay_out(self, partial: Path, specs: Sequence[Spec], dtype: torch.dtype) -> None:
+    def _lay_out(self, partial: Path, specs: Sequence[TensorSpec], dtype: torch.dtype) -> None:
         """All but the tensors."""
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        tokenizer, special = tokenizer_of_run(self._experiment.data)
-        describe_huggingface(partial, self._experiment.model, dtype, tokenizer, special)
-        reserve_safetensors(partial, specs, file_bytes=self._file_bytes)
+        tokenizer, special = run_tokenizer(self._experiment.data)
+        write_hf_metadata(partial, self._experiment.model, dtype, tokenizer, special)
+        preallocate_safetensors(partial, specs, file_bytes=self._file_bytes)
 
     def _fill(
         self,
         partial: Path,
-        specs: Sequence[Spec],
+        specs: Sequence[TensorSpec],
         row_map: StateDictMap,
         dtype: torch.dtype,
         parts: Sequence[nn.Module],
     ) -> None:
         """This rank's part of the tensors."""
-        runs = _Runs(row_map, places(specs, file_bytes=self._file_bytes), dtype)
+        runs = _Runs(row_map, tensor_locations(specs, file_bytes=self._file_bytes), dtype)
         with _Files(partial) as files:
-            for key, tensor in model_state(parts).items():
-                if first_of_its_copies(tensor, self._mesh):
-                    runs.write(files, key.removeprefix(MODEL), tensor)
+            for key, tensor in model_state_dict(parts).items():
+                if is_first_replica(tensor, self._mesh):
+                    runs.write(files, key.removeprefix(MODEL_PREFIX), tensor)
 
     def _publish(self, partial: Path, target: Path) -> None:
         for file in partial.iterdir():
@@ -138,7 +143,7 @@ class RunExports:
         return not failed
 
 
-def first_of_its_copies(tensor: Tensor, mesh: Mesh) -> bool:
+def is_first_replica(tensor: Tensor, mesh: Mesh) -> bool:
     """Whether this rank is the first of those that hold the same part of a tensor.
 
     Of a tensor that several stages hold, it is so on each of them.
@@ -180,7 +185,7 @@ class _Files:
 class _Runs:
     """Where rows of our parameters go."""
 
-    def __init__(self, row_map: StateDictMap, where: Mapping[str, Place], dtype: torch.dtype) -> None:
+    def __init__(self, row_map: StateDictMap, where: Mapping[str, TensorLocation], dtype: torch.dtype) -> None:
         self._map, self._where, self._dtype = row_map, where, dtype
 
     def write(self, files: _Files, name: str, tensor: Tensor) -> None:

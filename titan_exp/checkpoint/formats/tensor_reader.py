@@ -6,11 +6,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-WHOLE = slice(None)
+FULL_SLICE = slice(None)
 """All rows, or all columns."""
 
 
-class TensorStore(Protocol):
+class TensorReader(Protocol):
     """What reads of one format have in common."""
 
     @property
@@ -22,7 +22,7 @@ class TensorStore(Protocol):
         """Type of a tensor."""
         ...
 
-    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor:
+    def read(self, name: str, rows: slice = FULL_SLICE, columns: slice = FULL_SLICE) -> Tensor:
         """Consecutive rows of a tensor, and of a matrix consecutive columns of them, on the CPU; not to be written to.
 
         Nothing else is read from the disk, but for formats that hold pieces of tensors, which are read whole.
@@ -30,6 +30,6 @@ class TensorStore(Protocol):
         ...
 
 
-def cut(tensor: Tensor, rows: slice, columns: slice) -> Tensor:
+def slice_tensor(tensor: Tensor, rows: slice, columns: slice) -> Tensor:
     """The part of a tensor in memory."""
     return tensor[rows] if tensor.dim() < 2 else tensor[rows, columns]

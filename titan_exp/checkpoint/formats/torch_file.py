@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_exp.checkpoint.formats.safetensors import Produce, Spec
-from titan_exp.checkpoint.formats.tensor_reader import WHOLE, cut
+from titan_exp.checkpoint.formats.safetensors import TensorProducer, TensorSpec
+from titan_exp.checkpoint.formats.tensor_reader import FULL_SLICE, slice_tensor
 from titan_exp.config.errors.user_error import UserError
 
 
-class TorchStore:
-    """Tensors of a dictionary that `load_safely` returned."""
+class TorchFileReader:
+    """Tensors of a dictionary that `torch_load_safely` returned."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
@@ -28,12 +28,12 @@ class TorchStore:
         """Type of a tensor."""
         return self._tensors[name].dtype
 
-    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor:
+    def read(self, name: str, rows: slice = FULL_SLICE, columns: slice = FULL_SLICE) -> Tensor:
         """A part of a tensor, in the memory map."""
-        return cut(self._tensors[name], rows, columns)
+        return slice_tensor(self._tensors[name], rows, columns)
 
 
-def load_safely(path: Path) -> dict[str, Any]:
+def torch_load_safely(path: Path) -> dict[str, Any]:
     """What a file holds, its tensors in a memory map. Nothing in the file is executed.
 
     Raises:
@@ -53,7 +53,7 @@ def load_safely(path: Path) -> dict[str, Any]:
     return found
 
 
-def write_torch_file(path: Path, state: Mapping[str, Any], produce: Produce) -> None:
+def write_torch_file(path: Path, state: Mapping[str, Any], produce: TensorProducer) -> None:
     """Write what `torch.load(..., weights_only=True)` reads.
 
     The file is laid out first and filled through a memory map, so that one tensor is in memory at a time; the
@@ -61,10 +61,10 @@ def write_torch_file(path: Path, state: Mapping[str, Any], produce: Produce) -> 
 
     Args:
         path: where to.
-        state: nested dictionaries of plain values, with a `Spec` for each tensor.
+        state: nested dictionaries of plain values, with a `TensorSpec` for each tensor.
         produce: makes the tensors.
     """
-    specs: list[tuple[tuple[str, ...], Spec]] = []
+    specs: list[tuple[tuple[str, ...], TensorSpec]] = []
     with tempfile.NamedTemporaryFile(dir=path.parent) as file:
         # A hole of the largest tensor's size stands for every tensor: it takes neither memory nor disk.
         file.truncate(max(1, _largest(state)))
@@ -91,14 +91,14 @@ def _largest(state: Mapping[str, Any]) -> int:
 
 
 def _blank(
-    state: Mapping[str, Any], place: str, keys: tuple[str, ...], specs: list[tuple[tuple[str, ...], Spec]]
+    state: Mapping[str, Any], place: str, keys: tuple[str, ...], specs: list[tuple[tuple[str, ...], TensorSpec]]
 ) -> dict[str, Any]:
     """The same dictionaries with tensors of the right sizes; `specs` gets where each of them is."""
     built: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, Mapping):
             built[key] = _blank(value, place, (*keys, key), specs)
-        elif isinstance(value, Spec):
+        elif isinstance(value, TensorSpec):
             specs.append(((*keys, key), value))
             size = torch.Size(value.shape).numel()
             built[key] = torch.from_file(place, shared=True, size=size, dtype=value.dtype).view(value.shape)

@@ -16,24 +16,24 @@ from pathlib import Path
 import torch.distributed as dist
 from rich.filesize import decimal
 
-from titan_exp.checkpoint.dcp.checksums import SUMS, FileSum, parse_sums, problem_of_file
-from titan_exp.checkpoint.remote.filesystem import RemoteEntries, RemoteError, RemoteFile, RemoteFolder, file_version
+from titan_exp.checkpoint.dcp.checksums import CHECKSUMS_FILE, FileChecksum, find_file_damage, parse_checksums
+from titan_exp.checkpoint.remote.remote_folder import RemoteError, RemoteFile, RemoteFolder, RemoteListing, version_tag
 from titan_exp.checkpoint.remote.remote_run import CONFIG, step_name
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.checkpoint_paths import COMPLETE
+from titan_exp.config.paths.checkpoint_paths import COMPLETE_NAME
 from titan_exp.config.paths.remote_url import is_url, joined
 from titan_exp.models.convert.model_json import FILE
 from titan_exp.parallel.mesh import new_cpu_group
-from titan_exp.tracking.byte_progress import Report, byte_progress
+from titan_exp.tracking.byte_progress import ProgressCallback, byte_progress
 from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.run_folder.heartbeat import PROGRESS
+from titan_exp.tracking.progress_tracker import PROGRESS
 
 CACHE = Path("runs/.cache/remote")
 """Where commands that know no run keep what they have fetched; deleting it is safe while none of them runs."""
 _HUGGINGFACE = (".safetensors", ".json", ".model", ".txt", ".jinja")
 """Ends of the names of what is fetched of a Hugging Face folder."""
 _INDEX = "model.safetensors.index.json"
-_LAST = ("config.json", "params.json", "model.json", ".metadata", SUMS)
+_LAST = ("config.json", "params.json", "model.json", ".metadata", CHECKSUMS_FILE)
 """Files without which a folder is no checkpoint: uploaded last, in this order."""
 
 
@@ -64,7 +64,7 @@ def local_copy(place: str, *, cache: Path = CACHE, step: int = 0) -> Path:
 
 
 @contextlib.contextmanager
-def written_to(place: str, *, cache: Path = CACHE) -> Iterator[Path]:
+def staged_upload(place: str, *, cache: Path = CACHE) -> Iterator[Path]:
     """A path to write weights to in the block; where the place is a URL, they are uploaded after it.
 
     What makes a folder a checkpoint goes last, so that a half uploaded one is none. The path lies in the cache, which
@@ -113,7 +113,7 @@ class _Wanted:
     """What it is in the cache, when all of it is there."""
     files: dict[str, tuple[str, RemoteFile]]
     """Path in the cache → name below `url`, and what the store says of it."""
-    sums: dict[str, FileSum] = field(default_factory=dict)
+    sums: dict[str, FileChecksum] = field(default_factory=dict)
     """Path in the cache → size and checksum, where they are known."""
 
     @property
@@ -132,18 +132,20 @@ def _found(place: str, step: int) -> _Wanted:
             return _Wanted(remote.url, f"{root}/{name}", {f"{root}/{name}": ("", alone)})
         entries = remote.entries()
         within = "checkpoints/" if "checkpoints" in entries.folders else ""
-        steps = [one for one in entries.folders if COMPLETE.fullmatch(one)]
+        steps = [one for one in entries.folders if COMPLETE_NAME.fullmatch(one)]
         if within:
-            steps = [one for one in remote.entries("checkpoints").folders if COMPLETE.fullmatch(one)]
+            steps = [one for one in remote.entries("checkpoints").folders if COMPLETE_NAME.fullmatch(one)]
         if CONFIG in entries.files and (steps or within):
             return _of_run(remote, root, within, steps, step)
         if step:
             raise UserError(f"step={step}: only a run has several checkpoints, and {place} is none.")
-        if SUMS in entries.files:
+        if CHECKSUMS_FILE in entries.files:
             above = RemoteFolder(remote.url.rpartition("/")[0])
             return _of_step(remote, "", above, root, name)
-        if COMPLETE.fullmatch(name) and entries.files:
-            raise UserError(f"{place} is no complete checkpoint: {SUMS}, which is uploaded last, is not there.")
+        if COMPLETE_NAME.fullmatch(name) and entries.files:
+            raise UserError(
+                f"{place} is no complete checkpoint: {CHECKSUMS_FILE}, which is uploaded last, is not there."
+            )
         files = _of_folder(remote, entries)
     if not files:
         raise UserError(f"{place} holds no checkpoint, or does not exist.")
@@ -153,7 +155,7 @@ def _found(place: str, step: int) -> _Wanted:
 def _of_run(remote: RemoteFolder, root: str, within: str, steps: list[str], step: int) -> _Wanted:
     asked = [step_name(step)] if step else list(reversed(steps))
     for name in asked:
-        if name in steps and remote.read(f"{within}{name}/{SUMS}") is not None:
+        if name in steps and remote.read(f"{within}{name}/{CHECKSUMS_FILE}") is not None:
             return _of_step(remote, f"{within}{name}/", remote, f"{root}/{name}", name, whole_run=True)
     if step:
         raise UserError(
@@ -168,14 +170,16 @@ def _of_step(
     """A checkpoint as it lies in a run, with the run's configuration where that is known."""
     there = remote.entries(within.rstrip("/")).files
     try:
-        sums = parse_sums((remote.read(f"{within}{SUMS}") or b"").decode())
+        sums = parse_checksums((remote.read(f"{within}{CHECKSUMS_FILE}") or b"").decode())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{joined(remote.url, within)}{SUMS} cannot be read; the checkpoint is damaged.") from error
+        raise UserError(
+            f"{joined(remote.url, within)}{CHECKSUMS_FILE} cannot be read; the checkpoint is damaged."
+        ) from error
     if bad := [one for one in sums if Path(one).name != one or one not in there]:
         raise UserError(f"{joined(remote.url, within)}: the checkpoint is damaged: {bad[0]} is missing.")
     folder = f"{root}/checkpoints/{name}"
     # A converted one says itself of which model it is, and may have a tokenizer beside it.
-    names = dict.fromkeys((*sums, SUMS, *(there if FILE in there else ())))
+    names = dict.fromkeys((*sums, CHECKSUMS_FILE, *(there if FILE in there else ())))
     files = {f"{folder}/{one}": (f"{within}{one}", there[one]) for one in names}
     # Of the run above a single checkpoint, what is named is relative to that run.
     url = remote.url
@@ -188,7 +192,7 @@ def _of_step(
     return _Wanted(url, root if whole_run else folder, files, expected)
 
 
-def _of_folder(remote: RemoteFolder, entries: RemoteEntries) -> dict[str, RemoteFile]:
+def _of_folder(remote: RemoteFolder, entries: RemoteListing) -> dict[str, RemoteFile]:
     files = entries.files
     if "config.json" not in files or not any(name.endswith(".safetensors") for name in files):
         return files
@@ -227,7 +231,7 @@ def _fetched_by_ranks(place: str, cache: Path, step: int, world: int) -> Path:
     return cache / wanted.path
 
 
-def _fetch(wanted: _Wanted, cache: Path, paths: list[str], progress: Report = _silent) -> str | None:
+def _fetch(wanted: _Wanted, cache: Path, paths: list[str], progress: ProgressCallback = _silent) -> str | None:
     """Fetch some of the files that are not here yet; returns what went wrong, in words."""
     remote, done = RemoteFolder(wanted.url), 0
     try:
@@ -237,7 +241,7 @@ def _fetch(wanted: _Wanted, cache: Path, paths: list[str], progress: Report = _s
             if problem is not None:
                 return f"{joined(wanted.url, name) if name else wanted.url} is damaged: {problem}."
             done += file.size
-            PROGRESS.alive()
+            PROGRESS.keep_alive()
             progress(done, wanted.bytes)
     except RemoteError as error:
         return str(error)
@@ -246,15 +250,17 @@ def _fetch(wanted: _Wanted, cache: Path, paths: list[str], progress: Report = _s
     return None
 
 
-def _fetch_one(remote: RemoteFolder, name: str, file: RemoteFile, target: Path, expected: FileSum | None) -> str | None:
-    note, version = target.with_name(f".{target.name}.version"), file_version(file)
+def _fetch_one(
+    remote: RemoteFolder, name: str, file: RemoteFile, target: Path, expected: FileChecksum | None
+) -> str | None:
+    note, version = target.with_name(f".{target.name}.version"), version_tag(file)
     target.parent.mkdir(parents=True, exist_ok=True)
 
     def problem() -> str | None:
         if not target.is_file():
             return f"{target.name} is missing"
         if expected is not None:
-            return problem_of_file(target, expected)
+            return find_file_damage(target, expected)
         size = target.stat().st_size
         return None if size == file.size else f"it has {size:,} bytes instead of {file.size:,}"
 

@@ -18,9 +18,9 @@ from titan_exp.compare.output.table import MARKS, text_table, title
 from titan_exp.compare.stats.format_numbers import short_count
 from titan_exp.compare.stats.pareto import loss_metric, pareto
 from titan_exp.compare.stats.scaling_efficiency import scaling
-from titan_exp.tracking.html import page
+from titan_exp.tracking.html import render_page
 
-SCRIPTS = ("frame.js", "downsampled_curves.js", "bars.js", "dots.js", "tables.js", "start.js")
+SCRIPTS = ("frame.js", "curves.js", "bars.js", "dots.js", "tables.js", "start.js")
 """Of the folder `page`, in the order in which they stand in the page."""
 
 
@@ -28,7 +28,7 @@ def to_html(comparison: Comparison) -> str:
     """The page's text."""
     checks = layout_checks(comparison.runs)
     series = scaling(comparison)
-    return page(
+    return render_page(
         "titan_exp.compare.output",
         SCRIPTS,
         plain(_numbers(comparison, series)),

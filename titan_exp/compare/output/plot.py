@@ -13,7 +13,7 @@ from titan_exp.compare.stats.moving_average import moving_average
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.sinks.base import Value
+from titan_exp.tracking.sinks.sink import Value
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,8 +14,8 @@ from titan_exp.compare.run_record import Run
 from titan_exp.compare.select_runs import Selection
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.run_folder.metrics_jsonl import decode
-from titan_exp.tracking.sinks.base import Row, Value
-from titan_exp.tracking.sinks.wandb_service import end_service
+from titan_exp.tracking.sinks.sink import Row, Value
+from titan_exp.tracking.sinks.wandb_service import stop_wandb_service
 
 STATES = {"finished": "done", "running": "running", "preempted": "preempted", "preempting": "preempted"}
 """W&B's states in our words; `pending` is the same, and any other is a failure."""
@@ -123,7 +123,7 @@ def explain_wandb_errors(place: str) -> Iterator[None]:
         ) from error
     finally:
         if "wandb" in sys.modules:
-            end_service()
+            stop_wandb_service()
 
 
 def _is_of_wandb(error: Exception) -> bool:

@@ -3,9 +3,9 @@
 import re
 from pathlib import Path
 
-COMPLETE = re.compile(r"step-(\d{8,})")
+COMPLETE_NAME = re.compile(r"step-(\d{8,})")
 """Name of a complete checkpoint's folder."""
-TABLE = ".metadata"
+METADATA_FILE = ".metadata"
 """The file in it that says what it holds."""
 
 
@@ -16,12 +16,14 @@ def saved_state(asked: str) -> Path | None:
         asked: a checkpoint's folder, a run folder, or its `checkpoints/`.
     """
     path = Path(asked).expanduser()
-    if (path / TABLE).is_file() and not path.name.endswith(".partial"):
+    if (path / METADATA_FILE).is_file() and not path.name.endswith(".partial"):
         return path
     for folder in (path / "checkpoints", path):
         if folder.is_dir():
             found = [
-                entry for entry in folder.iterdir() if COMPLETE.fullmatch(entry.name) and (entry / TABLE).is_file()
+                entry
+                for entry in folder.iterdir()
+                if COMPLETE_NAME.fullmatch(entry.name) and (entry / METADATA_FILE).is_file()
             ]
             if found:
                 return max(found, key=lambda entry: int(entry.name.removeprefix("step-")))

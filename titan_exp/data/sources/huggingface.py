@@ -1,4 +1,4 @@
-"""Source `huggingface`: whatever `datasets.load_dataset` loads, as a table in any order or streamed in its files."""
+"""Source `huggingface`: any data set of `datasets.load_dataset`, as a random-access table or streamed by file."""
 
 from __future__ import annotations
 
@@ -9,24 +9,26 @@ from typing import TYPE_CHECKING, Any
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
-from titan_exp.data.sources.load_dataset import load
+from titan_exp.data.sources.base import Source
+from titan_exp.data.sources.load_dataset import load_split
 
 if TYPE_CHECKING:
     from datasets import Dataset, IterableDataset
 
-    from titan_exp.data.sources.base import Source
+
+def build(config: DataConfig) -> Source:
+    """Open the training split. Raises UserError if it cannot be loaded or lacks the text column."""
+    return _build_split(config, config.split)
 
 
-def build_huggingface(config: DataConfig, split: str) -> Source:
-    """The documents of one split. Raises UserError where it cannot be loaded or has no such text column."""
-    dataset = load(config, split)
-    if config.streaming:
-        return HuggingFaceStream(dataset, config, split)
-    return HuggingFaceTable(dataset, config, split)
+def build_validation(config: DataConfig) -> Source:
+    """Open the validation split."""
+    assert config.validation_split is not None
+    return _build_split(config, config.validation_split)
 
 
 class HuggingFaceTable:
-    """Random access to one column of a downloaded split; it lies in a memory-mapped file, not in memory."""
+    """Random access to one column of a downloaded, memory-mapped split."""
 
     def __init__(self, dataset: Dataset, config: DataConfig, split: str) -> None:
         _check_column(dataset.column_names, config)
@@ -42,17 +44,17 @@ class HuggingFaceTable:
         return _text(self._dataset[index][self._column], self._config)
 
     def _sample_digest(self) -> str:
-        """Of a few documents: reading all would take hours, and file names differ between machines."""
+        """Digest of a few documents: reading all would take hours, and file names differ between machines."""
         count = len(self)
         sample = sorted({0, count // 3, count // 2, count - 1}) if count else []
         return _digest("\0".join(self[index] for index in sample))
 
 
 class HuggingFaceStream:
-    """A streamed split; its parts are the files of the data set, as far as `datasets` can read them independently."""
+    """Streamed split; a part is a shard that `datasets` can read independently, usually a file."""
 
     def __init__(self, dataset: IterableDataset, config: DataConfig, split: str) -> None:
-        if dataset.column_names is not None:  # unknown for some formats until the first row is read
+        if dataset.column_names is not None:  # some formats know their columns only after the first row
             _check_column(dataset.column_names, config)
         self._dataset = dataset
         self._config = config
@@ -61,7 +63,7 @@ class HuggingFaceStream:
         self.fingerprint = f"{_name(config, split)}: streamed in {self.parts} parts, {_digest(first)}"
 
     def open(self, part: int, state: Mapping[str, Any] | None) -> HuggingFaceReader:
-        """A reader of one part, from its beginning or from the state of another reader."""
+        """Read one part from its beginning or from a reader's state."""
         dataset = self._dataset.shard(self.parts, part)
         if self._dataset.column_names is not None:
             dataset = dataset.select_columns([self._config.text_column])
@@ -71,7 +73,7 @@ class HuggingFaceStream:
 
 
 class HuggingFaceReader:
-    """One pass over one part, resumable at any example."""
+    """One pass over one part, resumable at any row."""
 
     def __init__(self, dataset: IterableDataset, config: DataConfig) -> None:
         self._dataset = dataset
@@ -88,8 +90,13 @@ class HuggingFaceReader:
         return _text(row[self._config.text_column], self._config)
 
     def state_dict(self) -> Mapping[str, Any]:
-        """Position after the last example that was read."""
+        """Position after the last row read."""
         return self._dataset.state_dict()
+
+
+def _build_split(config: DataConfig, split: str) -> Source:
+    kind = HuggingFaceStream if config.streaming else HuggingFaceTable
+    return kind(load_split(config, split), config, split)
 
 
 def _name(config: DataConfig, split: str) -> str:
@@ -106,14 +113,14 @@ def _digest(text: str) -> str:
 
 def _check_column(columns: list[str], config: DataConfig) -> None:
     if config.text_column not in columns:
-        raise _wrong_column(config, "there is no such column", f"one of {', '.join(columns)}")
+        raise _wrong_column(config, "the data set has no such column", f"one of {', '.join(columns)}")
 
 
 def _text(value: object, config: DataConfig) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise _wrong_column(config, f"it holds {type(value).__name__}, not text", "a column that holds text")
+        raise _wrong_column(config, f"it holds {type(value).__name__}, not text", "a text column")
     return value
 
 

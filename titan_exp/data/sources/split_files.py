@@ -1,4 +1,4 @@
-"""Documents that are parts of files: paragraphs or lines. One scan notes where each begins; each is read on demand."""
+"""Split-file source: paragraphs or lines of files as documents, indexed by one scan and read on demand."""
 
 import os
 import weakref
@@ -11,78 +11,79 @@ from typing import Literal
 import numpy as np
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.data.sources.text_files import TextFiles
+from titan_exp.data.sources.text_files import FileSource
 
 _OPEN_FILES = 32
-Part = Literal["paragraph", "line"]
+Granularity = Literal["paragraph", "line"]
+"""Unit of text that becomes one document."""
 
 
-class SplitFiles:
-    """Random access to the parts of files, in the files' order and in their order within a file.
+class SplitFileSource:
+    """Random access to paragraphs or lines, in file order.
 
-    Lines of nothing but white space are blank: they are no documents, and they separate paragraphs. White space that
-    ends a document is dropped. Newlines are ASCII, so no character of UTF-8 is ever cut. A document costs 8 bytes of
-    memory. Files must not change while they are in use. Raises UserError where all of them are blank.
+    Whitespace-only lines separate paragraphs and are no documents. Trailing whitespace of a document is dropped.
+    Splitting at ASCII newlines never cuts a UTF-8 character. The index takes 8 bytes per document. Files must not
+    change while in use. Raises UserError if all files are blank.
     """
 
-    def __init__(self, files: TextFiles, part: Part) -> None:
+    def __init__(self, files: FileSource, unit: Granularity) -> None:
         self._files = files
-        begins = [_begins(files.path(number), part) for number in range(len(files))]
-        self._begins = np.concatenate([np.empty(0, dtype=np.int64), *begins])
-        if len(self._begins) == 0:
-            reason = "the files of data.paths are blank from beginning to end"
-            raise UserError("There is no text to read.", [Violation("data.document", part, reason, "files of text")])
-        self._firsts: list[int] = np.cumsum([0, *map(len, begins)]).tolist()
+        offsets = [_document_offsets(files.path(number), unit) for number in range(len(files))]
+        self._offsets = np.concatenate([np.empty(0, dtype=np.int64), *offsets])
+        if len(self._offsets) == 0:
+            reason = "all files of data.paths are blank"
+            raise UserError("There is no text to read.", [Violation("data.document", unit, reason, "files with text")])
+        self._first_document: list[int] = np.cumsum([0, *map(len, offsets)]).tolist()
         self._open = lru_cache(maxsize=_OPEN_FILES)(lambda number: _OpenFile(files.path(number)))
-        self.fingerprint = f"{files.fingerprint}, {len(self)} documents, each a {part}"
-        """Changes with that of the files, and with how they are divided."""
-        self.finer = "data.document=line" if part == "paragraph" else None
-        """What would make more documents of the same text; None where nothing would."""
+        self.fingerprint = f"{files.fingerprint}, {len(self)} documents, each a {unit}"
+        """Identity of the files and of their split."""
+        self.split_further = "data.document=line" if unit == "paragraph" else None
+        """Setting that makes more documents of the same text, if any."""
 
     def __len__(self) -> int:
-        return len(self._begins)
+        return len(self._offsets)
 
     def __getitem__(self, index: int) -> str:
         number = self._file_of(index)
-        within = index + 1 < self._firsts[number + 1]
-        text = self._open(number).read(int(self._begins[index]), int(self._begins[index + 1]) if within else None)
+        within = index + 1 < self._first_document[number + 1]
+        text = self._open(number).read(int(self._offsets[index]), int(self._offsets[index + 1]) if within else None)
         return text.rstrip().decode("utf-8-sig", errors="replace")
 
     def key(self, index: int) -> str:
-        """The file's key and the document's number within the file, from 0."""
+        """Key of the file and index of the document within it."""
         number = self._file_of(index)
-        return f"{self._files.key(number)}#{index - self._firsts[number]}"
+        return f"{self._files.key(number)}#{index - self._first_document[number]}"
 
     def _file_of(self, index: int) -> int:
-        return bisect_right(self._firsts, index) - 1
+        return bisect_right(self._first_document, index) - 1
 
 
 class _OpenFile:
-    """A file that stays open while it is in use: on a network file system, opening takes far longer than reading."""
+    """File kept open between reads: on a network file system, opening takes far longer than reading."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDONLY)
         weakref.finalize(self, os.close, self._descriptor)
 
     def read(self, begin: int, end: int | None) -> bytes:
-        """The bytes from `begin` to `end` (None: the file's). For any number of threads at once."""
+        """Bytes [begin, end) (None: end of file). Thread-safe."""
         if end is None:
             end = os.fstat(self._descriptor).st_size
-        pieces = []
-        while begin < end and (piece := os.pread(self._descriptor, end - begin, begin)):
-            pieces.append(piece)
-            begin += len(piece)
-        return b"".join(pieces)
+        chunks = []
+        while begin < end and (chunk := os.pread(self._descriptor, end - begin, begin)):
+            chunks.append(chunk)
+            begin += len(chunk)
+        return b"".join(chunks)
 
 
-def _begins(path: Path, part: Part) -> np.ndarray:
-    """Where the documents of a file begin, in bytes, int64 [documents]; one line is in memory at a time."""
-    begins, offset, follows_text = array("q"), 0, False
+def _document_offsets(path: Path, unit: Granularity) -> np.ndarray:
+    """Byte offsets of a file's documents, int64 [documents]; one line is in memory at a time."""
+    offsets, offset, follows_text = array("q"), 0, False
     with path.open("rb") as file:
         for line in file:
             is_text = not line.isspace()
-            if is_text and not (part == "paragraph" and follows_text):
-                begins.append(offset)
+            if is_text and not (unit == "paragraph" and follows_text):
+                offsets.append(offset)
             follows_text = is_text
             offset += len(line)
-    return np.frombuffer(begins, dtype=np.int64)
+    return np.frombuffer(offsets, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Source `text`: your files, folders (with everything below them, hidden entries left out) and globs."""
+"""Source `text`: files, folders (recursively, without hidden entries) and globs of the user."""
 
 import glob
 import os
@@ -7,64 +7,75 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.data.sources.text_files import TextFiles
+from titan_exp.config.groups.data import DataConfig
+from titan_exp.data.sources.split_files import SplitFileSource
+from titan_exp.data.sources.text_files import FileSource
 
-_SNIFFED_BYTES = 8192
+_BINARY_CHECK_BYTES = 8192
 
 
-class Text(TextFiles):
-    """One document for each file that `paths` names. Files with a NUL byte near their start are binary and skipped.
+def build(config: DataConfig) -> "TextSource | SplitFileSource":
+    """Open the files of `data.paths`, split as `data.document` says."""
+    files = TextSource(config.paths)
+    return files if config.document == "file" else SplitFileSource(files, config.document)
 
-    Raises UserError where an entry of `paths` matches nothing, or where no text is left.
+
+class TextSource(FileSource):
+    """One document per file. Files with a NUL byte near their start are binary and skipped.
+
+    Raises:
+        UserError: an entry of `paths` matches nothing, or no text is left.
     """
 
-    finer = "data.document=paragraph"
-    """What would make more documents of the same text."""
+    split_further = "data.document=paragraph"
+    """Setting that makes more documents of the same text."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         if not paths:
-            raise _refusal(paths, "no file is named", "data.paths='[notes,books/*.txt]'")
+            raise _refusal(paths, "no file is given", "data.paths='[notes,books/*.txt]'")
         found: dict[Path, str] = {}
         for entry in paths:
             matches = list(_matches(entry))
             if not matches:
-                raise _refusal(entry, f"it matches no file, seen from {Path.cwd()}", "an existing file, folder or glob")
+                raise _refusal(
+                    entry, f"it matches no file (working directory {Path.cwd()})", "an existing file, folder or glob"
+                )
             for key, path in matches:
                 found.setdefault(path.resolve(), key)
         texts = {path: key for path, key in found.items() if not _is_binary(path)}
         if len(texts) < len(found):
             skipped = sorted(str(path) for path in found if path not in texts)
-            message = f"data.paths: {len(skipped)} binary files are skipped, such as {skipped[0]}"
-            warnings.warn(f"{message}; name a narrower glob to keep them out", stacklevel=2)
+            message = f"data.paths: skipped {len(skipped)} binary files, such as {skipped[0]}"
+            warnings.warn(f"{message}; a narrower glob excludes them", stacklevel=2)
         super().__init__("text", ((key, path) for path, key in texts.items()))
         if len(self) == 0:
-            raise _refusal(list(paths), "no file there holds text", "files of text")
+            raise _refusal(list(paths), "no file there contains text", "text files")
 
 
 def _matches(entry: str) -> Iterator[tuple[str, Path]]:
-    """Pairs of key and path; a key is relative to the entry's fixed part, so that a moved corpus keeps its keys."""
+    """Pairs of key and path; keys are relative to the entry's fixed part, so that a moved corpus keeps its keys."""
     path = Path(entry).expanduser()
     if path.is_dir():
-        yield from _below(path, path)
+        yield from _walk(path, path)
     elif path.is_file():
         yield path.name, path
     else:
-        fixed = Path(*_until_magic(path.parts))
+        fixed = Path(*_fixed_parts(path.parts))
         for match in map(Path, glob.glob(str(path), recursive=True)):
             if match.is_file():
                 yield match.relative_to(fixed).as_posix(), match
 
 
-def _below(folder: Path, root: Path) -> Iterator[tuple[str, Path]]:
-    for place, subfolders, names in os.walk(folder):
+def _walk(folder: Path, root: Path) -> Iterator[tuple[str, Path]]:
+    for parent, subfolders, names in os.walk(folder):
         subfolders[:] = [name for name in subfolders if not name.startswith(".") and name != "__pycache__"]
         for name in names:
-            path = Path(place, name)
+            path = Path(parent, name)
             if not name.startswith(".") and path.is_file():
                 yield path.relative_to(root).as_posix(), path
 
 
-def _until_magic(parts: Sequence[str]) -> Iterator[str]:
+def _fixed_parts(parts: Sequence[str]) -> Iterator[str]:
     for part in parts:
         if glob.has_magic(part):
             return
@@ -73,7 +84,7 @@ def _until_magic(parts: Sequence[str]) -> Iterator[str]:
 
 def _is_binary(path: Path) -> bool:
     with path.open("rb") as file:
-        return b"\0" in file.read(_SNIFFED_BYTES)
+        return b"\0" in file.read(_BINARY_CHECK_BYTES)
 
 
 def _refusal(value: object, reason: str, remedy: str) -> UserError:

@@ -1,15 +1,15 @@
-"""Documents that are files: listed once, read on demand, so that a corpus larger than memory costs only its paths."""
+"""File source: one document per file, listed once and read on demand."""
 
 from collections.abc import Iterable
 from hashlib import blake2b
 from pathlib import Path
 
 
-class TextFiles:
-    """Random access to files, in the order of their keys.
+class FileSource:
+    """Random access to files in the order of their keys.
 
-    `files` are pairs of a key, the file's place within the corpus wherever the corpus lies, and its path. Empty files
-    are left out. Undecodable bytes become U+FFFD; a leading byte-order mark is dropped.
+    `files` are pairs of key (path relative to the corpus) and path. Empty files are skipped. Undecodable bytes become
+    U+FFFD; a leading byte-order mark is dropped.
     """
 
     def __init__(self, name: str, files: Iterable[tuple[str, Path]]) -> None:
@@ -25,7 +25,7 @@ class TextFiles:
             digest.update(f"{key}\0{length}\0".encode("utf-8", errors="surrogateescape"))
             size += length
         self.fingerprint = f"{name}: {len(self._keys)} files, {size} bytes, {digest.hexdigest()}"
-        """Changes with the set of files and with their sizes; not when the corpus is moved or touched."""
+        """Identity of the files' keys and sizes; survives moving or touching the corpus."""
 
     def __len__(self) -> int:
         return len(self._paths)
@@ -34,9 +34,9 @@ class TextFiles:
         return self._paths[index].read_bytes().decode("utf-8-sig", errors="replace")
 
     def key(self, index: int) -> str:
-        """The file's place within the corpus."""
+        """Path of the file relative to the corpus."""
         return self._keys[index]
 
     def path(self, index: int) -> Path:
-        """Where the file lies on this machine."""
+        """Path of the file on this machine."""
         return self._paths[index]

@@ -1,7 +1,7 @@
-"""Which source each row of a mixture comes from: a fixed interleaving that keeps its shares in every stretch of rows.
+"""Data mixture: a periodic interleaving of sources that keeps their shares in every stretch of rows.
 
-A period of P rows holds exactly its quota of each source, each source's rows spread evenly over it. So how many rows
-of a source come before any row is known at once, in every layout the same, and no row is drawn at random.
+A period of P rows holds each source's quota exactly, evenly spread. The number of rows of a source before any row has a
+closed form, equal in every layout.
 """
 
 import math
@@ -10,12 +10,12 @@ from fractions import Fraction
 
 import numpy as np
 
-_LONGEST_PERIOD = 2**16
+_MAX_PERIOD = 2**16
 
 
 class Mixture:
-    """Rows divided among sources by `weights`, in any unit. A share that no period of at most 65,536 rows gives exactly
-    is rounded to a multiple of 1/65,536, and up to one row a period at least."""
+    """Assignment of rows to sources by `weights`, in any unit. Shares that no period of at most 65,536 rows represents
+    are rounded to multiples of 1/65,536, and up to one row per period."""
 
     def __init__(self, weights: Sequence[float]) -> None:
         quotas = _quotas(weights)
@@ -23,29 +23,29 @@ class Mixture:
         """Rows after which the interleaving repeats."""
         self.quotas = quotas
         """Rows of each source in a period."""
-        places = np.concatenate([(np.arange(quota) + 0.5) / quota for quota in quotas])
-        order = np.argsort(places, kind="stable")
+        times = np.concatenate([(np.arange(quota) + 0.5) / quota for quota in quotas])
+        order = np.argsort(times, kind="stable")
         self._sources = np.repeat(np.arange(len(quotas)), quotas)[order]
         self._numbers = np.concatenate([np.arange(quota) for quota in quotas])[order]
 
     def __getitem__(self, row: int) -> tuple[int, int]:
-        """The source of row `row`, and how many rows of that source come before it."""
-        period, place = divmod(row, self.period)
-        source = int(self._sources[place])
-        return source, period * self.quotas[source] + int(self._numbers[place])
+        """Source of a row, and the number of rows of that source before it."""
+        period, offset = divmod(row, self.period)
+        source = int(self._sources[offset])
+        return source, period * self.quotas[source] + int(self._numbers[offset])
 
     def counts(self, rows: int) -> list[int]:
-        """How many of the first `rows` rows each source gives."""
+        """Rows of each source among the first `rows` rows."""
         periods, rest = divmod(rows, self.period)
-        begun = np.bincount(self._sources[:rest], minlength=len(self.quotas))
-        return [periods * quota + int(more) for quota, more in zip(self.quotas, begun, strict=True)]
+        partial = np.bincount(self._sources[:rest], minlength=len(self.quotas))
+        return [periods * quota + int(count) for quota, count in zip(self.quotas, partial, strict=True)]
 
 
 def _quotas(weights: Sequence[float]) -> list[int]:
-    """Rows of each source in the shortest period that gives the shares of `weights`, read as decimals, or nearly so."""
+    """Rows of each source in the shortest period that represents the shares of `weights`, read as decimals."""
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     period = math.lcm(*(share.denominator for share in shares))
-    if period <= _LONGEST_PERIOD:
+    if period <= _MAX_PERIOD:
         return [int(share * period) for share in shares]
-    return [max(1, round(share * _LONGEST_PERIOD)) for share in shares]
+    return [max(1, round(share * _MAX_PERIOD)) for share in shares]

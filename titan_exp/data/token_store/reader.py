@@ -1,4 +1,4 @@
-"""One split of a token store as one long sequence of tokens, of which any window is read through memory maps."""
+"""Token store reader: one split as one long sequence of tokens, read through memory maps."""
 
 from bisect import bisect_right
 from functools import lru_cache
@@ -9,63 +9,64 @@ import numpy as np
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.paths.token_store_manifest import BEGIN_BYTES, Manifest, Shard, wrong_size
 
-_MAPPED_SHARDS = 256
+_MAX_MAPPED_SHARDS = 256
 
 
 class TokenSplit:
-    """The shards of a split, end to end. Opening it reads nothing: a shard is mapped when a window first needs it."""
+    """Concatenated shards of a split. A shard is mapped when a window first needs it."""
 
     def __init__(self, manifest: Manifest, split: str) -> None:
         self._manifest = manifest
         self._shards = manifest.splits[split]
-        self._firsts: list[int] = np.cumsum([0, *(shard.tokens for shard in self._shards)]).tolist()
-        self._map = lru_cache(maxsize=_MAPPED_SHARDS)(lambda number: _map(manifest, self._shards[number]))
+        self._offsets: list[int] = np.cumsum([0, *(shard.tokens for shard in self._shards)]).tolist()
+        self._map = lru_cache(maxsize=_MAX_MAPPED_SHARDS)(lambda number: _map(manifest, self._shards[number]))
 
     def __len__(self) -> int:
-        return self._firsts[-1]
+        return self._offsets[-1]
 
     def read(self, begin: int, window: np.ndarray) -> list[int]:
-        """Fill `window` with the tokens from `begin` on.
+        """Fill `window` with the tokens from `begin` on; returns the document starts in it, without its first token.
 
-        Returns where in it documents begin, its first token left out. Raises UserError where a shard is damaged.
+        Raises:
+            UserError: a shard is damaged.
         """
         filled, starts = 0, []
-        number = bisect_right(self._firsts, begin) - 1
+        number = bisect_right(self._offsets, begin) - 1
         while filled < len(window):
             tokens, begins = self._map(number)
-            at = begin + filled - self._firsts[number]
-            piece = tokens[at : at + len(window) - filled]
-            window[filled : filled + len(piece)] = piece
-            first, last = np.searchsorted(begins, (at, at + len(piece)))
-            starts += (begins[first:last].astype(np.int64) - at + filled).tolist()
-            filled += len(piece)
+            offset = begin + filled - self._offsets[number]
+            chunk = tokens[offset : offset + len(window) - filled]
+            window[filled : filled + len(chunk)] = chunk
+            first, last = np.searchsorted(begins, (offset, offset + len(chunk)))
+            starts += (begins[first:last].astype(np.int64) - offset + filled).tolist()
+            filled += len(chunk)
             number += 1
         return starts[1:] if starts and starts[0] == 0 else starts
 
-    def tokens_of(self, documents: int | None) -> int:
-        """How many tokens the first so many documents have; all there are where None, or where there are fewer."""
+    def tokens_in(self, documents: int | None) -> int:
+        """Tokens of the first `documents` documents (None: all)."""
         if documents is None:
             return len(self)
         for number, shard in enumerate(self._shards):
             if documents < shard.documents:
                 _, begins = self._map(number)
-                return self._firsts[number] + int(begins[documents])
+                return self._offsets[number] + int(begins[documents])
             documents -= shard.documents
         return len(self)
 
 
 def _map(manifest: Manifest, shard: Shard) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens and document beginnings of a shard. A map beyond the end of a file would end the process without a word,
-    so sizes are looked at first."""
+    """Map the tokens and document beginnings of a shard."""
     tokens = _array(manifest.path / f"{shard.name}.tokens", f"<u{manifest.token_bytes}", shard.tokens)
     return tokens, _array(manifest.path / f"{shard.name}.documents", f"<u{BEGIN_BYTES}", shard.documents)
 
 
 def _array(path: Path, dtype: str, length: int) -> np.ndarray:
-    trouble = wrong_size(path, length * np.dtype(dtype).itemsize)
-    if trouble:
-        remedy = f"titan-exp tokenize check={path.parent} looks at all of the store; then copy it, or make it, anew"
-        violation = Violation("data.paths", str(path.parent), f"{path.name}: {trouble}", remedy)
+    # Reading a map beyond the end of its file kills the process (SIGBUS), so sizes are checked first.
+    problem = wrong_size(path, length * np.dtype(dtype).itemsize)
+    if problem:
+        remedy = f"titan-exp tokenize check={path.parent} checks the whole store; then copy or remake it"
+        violation = Violation("data.paths", str(path.parent), f"{path.name}: {problem}", remedy)
         raise UserError("The token store is damaged.", [violation])
-    # As a plain array, which is sliced in a third of the time that a memmap takes.
+    # As a plain array, which slices three times as fast as a memmap.
     return np.memmap(path, dtype, mode="r", shape=(length,)).view(np.ndarray)

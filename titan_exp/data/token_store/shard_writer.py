@@ -1,4 +1,4 @@
-"""Writing files that are whole or absent: the two files of a shard, with checksums, and small ones of JSON."""
+"""Shard writer: the tokens and document index of a shard, with checksums, written atomically."""
 
 import contextlib
 import json
@@ -13,34 +13,34 @@ import numpy as np
 from titan_exp.config.paths.token_store_manifest import BEGIN_BYTES
 
 TEMPORARY = ".part"
-"""Ending of a file that is not whole."""
-_BUFFER = 1 << 20
+"""Suffix of a file that is being written."""
+_BUFFER_BYTES = 1 << 20
 
 
 def checksum() -> Any:
-    """The hash of a file in a store; about a gigabyte a second, and no accident leaves it as it was."""
+    """Hash of a store's files, about 1 GB/s."""
     return blake2b(digest_size=16)
 
 
 def write_json(path: Path, values: Any) -> None:
-    """Replace the file by the JSON of `values`, or leave it as it was."""
-    file = WholeFile(path)
+    """Write `values` as JSON, atomically."""
+    file = AtomicFile(path)
     try:
         file.write(json.dumps(values, indent=1).encode() + b"\n")
-        file.finish()
+        file.commit()
     except BaseException:
-        file.abandon()
+        file.discard()
         raise
 
 
-class WholeFile:
-    """A file that appears under its name when it is finished and durable."""
+class AtomicFile:
+    """File that appears under its name once it is complete and synced to disk."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # A process whose parent was killed may still be writing the same file for a moment.
+        # A process whose parent was killed may briefly be writing the same file.
         self._temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY}")
-        self._file = self._temporary.open("wb", buffering=_BUFFER)
+        self._file = self._temporary.open("wb", buffering=_BUFFER_BYTES)
         self._digest = checksum()
 
     def write(self, content: bytes | memoryview) -> None:
@@ -48,32 +48,32 @@ class WholeFile:
         self._digest.update(content)
         self._file.write(content)
 
-    def finish(self) -> str:
-        """Put the file in its place; returns its checksum."""
+    def commit(self) -> str:
+        """Sync the file and rename it; returns its checksum."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         os.replace(self._temporary, self._path)
         return self._digest.hexdigest()
 
-    def abandon(self) -> None:
-        """Remove what was written."""
+    def discard(self) -> None:
+        """Delete the temporary file."""
         self._temporary.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # a full disk refuses the rest of the buffer again
             self._file.close()
 
 
 class ShardWriter:
-    """The files of one shard, which grow document by document."""
+    """Writes the two files of a shard, document by document."""
 
     def __init__(self, folder: Path, name: str, token_bytes: int) -> None:
         self._name = name
         self._dtype = np.dtype(f"<u{token_bytes}")
-        self._tokens = WholeFile(folder / f"{name}.tokens")
+        self._tokens = AtomicFile(folder / f"{name}.tokens")
         self._path = folder / f"{name}.documents"
         self._begins = array("Q")
         self.tokens = 0
-        """Tokens so far."""
+        """Tokens written so far."""
 
     def add(self, tokens: np.ndarray) -> None:
         """Append a document."""
@@ -81,17 +81,17 @@ class ShardWriter:
         self._tokens.write(tokens.astype(self._dtype).data)
         self.tokens += len(tokens)
 
-    def finish(self) -> dict[str, Any]:
-        """Put both files in their places; returns what the manifest says of the shard."""
-        documents = WholeFile(self._path)
+    def commit(self) -> dict[str, Any]:
+        """Commit both files; returns the shard's manifest entry."""
+        documents = AtomicFile(self._path)
         try:
             documents.write(np.asarray(self._begins, dtype=f"<u{BEGIN_BYTES}").data)
-            checksums = {"tokens": self._tokens.finish(), "documents": documents.finish()}
+            checksums = {"tokens": self._tokens.commit(), "documents": documents.commit()}
         except BaseException:
-            documents.abandon()
+            documents.discard()
             raise
         return {"name": self._name, "tokens": self.tokens, "documents": len(self._begins), "checksums": checksums}
 
-    def abandon(self) -> None:
-        """Remove what was written."""
-        self._tokens.abandon()
+    def discard(self) -> None:
+        """Delete the temporary file."""
+        self._tokens.discard()

@@ -1,5 +1,6 @@
-"""Reading all of a store and comparing it with its checksums."""
+"""Checksum verification of a token store."""
 
+import hashlib
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -8,27 +9,25 @@ from pathlib import Path
 from titan_exp.config.paths.token_store_manifest import Manifest
 from titan_exp.data.token_store.shard_writer import checksum
 
-_BLOCK = 1 << 22
 
-
-def damage(manifest: Manifest) -> Iterator[tuple[str, str]]:
-    """Every file of the store that is not as it was written, and what is wrong with it; all of them are read."""
+def find_damage(manifest: Manifest) -> Iterator[tuple[str, str]]:
+    """Damaged files of a store and their problems; reads the whole store."""
     missing = dict(manifest.damaged())
     yield from missing.items()
     expected = dict(manifest.files)
     for shards in manifest.splits.values():
         for shard in shards:
-            expected |= {f"{shard.name}.{ending}": value for ending, value in shard.checksums.items()}
-    whole = [name for name in expected if name not in missing]
+            expected |= {f"{shard.name}.{suffix}": value for suffix, value in shard.checksums.items()}
+    present = [name for name in expected if name not in missing]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for name, found in zip(whole, pool.map(lambda name: _digest(manifest.path / name), whole), strict=True):
+        for name, found in zip(
+            present, pool.map(lambda name: file_checksum(manifest.path / name), present), strict=True
+        ):
             if found != expected[name]:
                 yield name, "its content has changed"
 
 
-def _digest(path: Path) -> str:
-    digest = checksum()
+def file_checksum(path: Path) -> str:
+    """Checksum of a file."""
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, checksum).hexdigest()

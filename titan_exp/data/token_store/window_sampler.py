@@ -1,8 +1,8 @@
-"""Rows of token stores: windows of seq_len + 1 tokens in an order that is a function of seed and row number alone.
+"""Window sampler: shuffled windows of seq_len + 1 tokens of token stores, a pure function of seed and row number.
 
-A store's training tokens are cut into windows that overlap by one, so that each token is predicted once in an epoch;
-an epoch visits them in the order of a keyed permutation. What does not fill a window, less than seq_len tokens, is left
-out, in every epoch elsewhere. The state of a run is its number of rows: any dp degree continues it, reading nothing.
+A store's training tokens are cut into windows that overlap by one, so that each token is predicted once per epoch, in
+the order of a keyed permutation. The remainder of less than seq_len tokens is at another offset in every epoch. The
+sampler's state is a number of rows: any dp degree resumes from it without reading.
 """
 
 from collections.abc import Mapping
@@ -12,23 +12,22 @@ from typing import Any
 import numpy as np
 
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.paths.token_store_manifest import Manifest, read_manifest, store_names
 from titan_exp.data.permutation import Permutation
-from titan_exp.data.sampler import States
+from titan_exp.data.sampler import NextRow, SamplerState
 from titan_exp.data.token_store.mixture import Mixture
 from titan_exp.data.token_store.reader import TokenSplit
-from titan_exp.data.validation_split import place
+from titan_exp.data.validation_split import unit_hash
 
 _STATE = "store"
 
 
-class StoreSampler:
-    """A `Sampler` over the stores of `data.paths`. Raises UserError where one cannot be used."""
+class WindowSampler:
+    """`Sampler` over the stores of `data.paths`. Raises UserError if one cannot be used."""
 
-    def __init__(self, experiment: Experiment, *, dp_rank: int, dp_degree: int) -> None:
+    def __init__(self, data: DataConfig, seq_len: int, seed: int, *, dp_rank: int, dp_degree: int) -> None:
         self._dp_rank, self._dp_degree = dp_rank, dp_degree
-        data, seq_len, seed = experiment.data, experiment.training.seq_len, experiment.experiment.seed
         manifests = [read_manifest(path) for path in data.paths]
         self._names = store_names(data.paths)
         self._windows = [ShuffledWindows(manifest, seq_len, seed, number) for number, manifest in enumerate(manifests)]
@@ -39,10 +38,10 @@ class StoreSampler:
             "experiment.seed": seed,
             "training.seq_len": seq_len,
         }
-        self.beginning: States = {_STATE: {"rows": 0}}
+        self.initial_state: SamplerState = {_STATE: {"rows": 0}}
 
-    def take(self, states: Mapping[str, dict[str, Any]]) -> States:
-        """The one state, which every rank shares."""
+    def restrict(self, states: Mapping[str, dict[str, Any]]) -> SamplerState:
+        """Return the single position, which all ranks share."""
         if _STATE not in states:
             raise UserError("The checkpoint's data state holds no position in a token store.")
         rows = states[_STATE]["rows"]
@@ -51,59 +50,46 @@ class StoreSampler:
             raise UserError(f"The checkpoint stopped after {rows} rows, which {ranks} data ranks cannot share evenly.")
         return {_STATE: {"rows": rows}}
 
-    def open(self, states: States) -> "StoreRows":
-        """A reader from a number of rows on."""
-        return StoreRows(self._windows, self._mixture, states[_STATE]["rows"], self._dp_rank, self._dp_degree)
+    def open(self, state: SamplerState) -> NextRow:
+        """Read this rank's rows; the position counts the rows of all ranks, which advance together."""
+        rows = state[_STATE]["rows"]
 
-    def at(self, rows: int) -> States:
-        """Every position is known."""
+        def next_row(window: np.ndarray) -> tuple[list[int], SamplerState]:
+            nonlocal rows
+            source, number = self._mixture[rows + self._dp_rank]
+            rows += self._dp_degree
+            return self._windows[source].read(number, window), {_STATE: {"rows": rows}}
+
+        return next_row
+
+    def state_at(self, rows: int) -> SamplerState:
+        """Position after `rows` rows."""
         return {_STATE: {"rows": rows}}
 
-    def source_of(self, row: int) -> str:
-        """Name of the store, where there are several."""
+    def source_name(self, row: int) -> str:
+        """Store that a row comes from; empty for a single store."""
         return self._names[self._mixture[row][0]] if len(self._names) > 1 else ""
 
-    def epochs(self, states: States) -> dict[str, float]:
-        """Rows given of each store, as passes over its windows; over all of them for the empty name."""
-        rows = states[_STATE]["rows"]
-        passes = {"": rows / sum(map(len, self._windows))}
+    def epochs(self, state: SamplerState) -> dict[str, float]:
+        """Epochs over the windows of each store, and over all windows under the empty name."""
+        rows = state[_STATE]["rows"]
+        epochs = {"": rows / sum(map(len, self._windows))}
         if len(self._names) > 1:
             counts = zip(self._names, self._mixture.counts(rows), self._windows, strict=True)
-            passes |= {name: count / len(windows) for name, count, windows in counts}
-        return passes
+            epochs |= {name: count / len(windows) for name, count, windows in counts}
+        return epochs
 
     def close(self) -> None:
-        """Nothing runs."""
-
-
-class StoreRows:
-    """A `RowReader`: the rows of one rank."""
-
-    def __init__(
-        self, windows: list["ShuffledWindows"], mixture: Mixture, rows: int, dp_rank: int, dp_degree: int
-    ) -> None:
-        self._windows, self._mixture = windows, mixture
-        self._rows, self._dp_rank, self._dp_degree = rows, dp_rank, dp_degree
-
-    def prepare(self) -> None:
-        """Nothing: a window is read when its turn comes."""
-
-    def next_row(self, window: np.ndarray) -> tuple[list[int], States]:
-        """Fill `window`; the state counts the rows of all ranks, which keep step."""
-        source, number = self._mixture[self._rows + self._dp_rank]
-        starts = self._windows[source].read(number, window)
-        self._rows += self._dp_degree
-        return starts, {_STATE: {"rows": self._rows}}
+        """Do nothing: windows are read on demand."""
 
 
 class ShuffledWindows:
-    """The windows of one store, epoch after epoch, each in an order of its own. Raises UserError where there is none.
+    """Windows of one store, in another order every epoch.
 
-    Args:
-        manifest: of the store.
-        seq_len: tokens that a window predicts.
-        seed: of the order.
-        number: tells stores of one mixture apart, so that equal sizes do not mean equal orders.
+    `number` distinguishes the stores of a mixture, so that equal sizes do not mean equal orders.
+
+    Raises:
+        UserError: the store is smaller than a window.
     """
 
     def __init__(self, manifest: Manifest, seq_len: int, seed: int, number: int) -> None:
@@ -111,21 +97,20 @@ class ShuffledWindows:
         self._seq_len = seq_len
         self._count, self._rest = divmod(len(self._tokens) - 1, seq_len)
         if self._count < 1:
-            reason = f"{manifest.path} has {len(self._tokens)} tokens to train on, and a row takes {seq_len + 1}"
+            reason = f"{manifest.path} has {len(self._tokens)} training tokens, and a row takes {seq_len + 1}"
             violation = Violation("training.seq_len", seq_len, reason, "a shorter one, or a larger store")
             raise UserError("The token store is too small.", [violation])
-        key = (seed, number)
-        self._order = lru_cache(maxsize=4)(lambda epoch: Permutation(self._count, "windows", *key, epoch))
+        self._order = lru_cache(maxsize=4)(lambda epoch: Permutation(self._count, "windows", seed, number, epoch))
         self._shift = lru_cache(maxsize=4)(
-            lambda epoch: int(place(f"shift/{seed}/{number}/{epoch}") * (self._rest + 1))
+            lambda epoch: int(unit_hash(f"shift/{seed}/{number}/{epoch}") * (self._rest + 1))
         )
 
     def __len__(self) -> int:
-        """Windows in an epoch."""
+        """Windows per epoch."""
         return self._count
 
     def read(self, number: int, window: np.ndarray) -> list[int]:
-        """Fill `window` [seq_len + 1] with the window that comes after `number` others; returns where documents begin
-        in it (each in 1..seq_len)."""
-        epoch, at = divmod(number, self._count)
-        return self._tokens.read(self._shift(epoch) + self._order(epoch)[at] * self._seq_len, window)
+        """Fill `window` [seq_len + 1] with the window after `number` others; returns the document starts in it (each in
+        1..seq_len)."""
+        epoch, rank = divmod(number, self._count)
+        return self._tokens.read(self._shift(epoch) + self._order(epoch)[rank] * self._seq_len, window)

@@ -1,48 +1,44 @@
-"""Processes that tokenize parts. Each has a pipe to the parent, and ends when the parent does, however that ends."""
+"""Worker processes that tokenize parts. Each has a pipe to the parent and exits when the parent does."""
 
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.data.token_store.parts import Part
-from titan_exp.data.token_store.writer import Job, Tokenization
-
-Progress = Callable[[int, int, int], None]
-"""Called with how many documents, tokens and parts have been done since."""
+from titan_exp.data.token_store.corpus import CorpusPart
+from titan_exp.data.token_store.writer import PartTokenizer, ReportProgress, TokenizeJob
 
 
-def tokenize_parts(job: Job, parts: Sequence[Part], workers: int, progress: Progress) -> None:
-    """Tokenize parts in so many processes; one is this process itself.
+def tokenize_parts(job: TokenizeJob, parts: Sequence[CorpusPart], workers: int, report: ReportProgress) -> None:
+    """Tokenize parts in `workers` processes; a single one is this process.
 
     Raises:
         UserError: a process was killed.
-        Exception: whatever a process raised; the others are stopped then, and what they finished stays.
+        Exception: raised by a process; the others are stopped, finished shards stay.
     """
     workers = min(workers, len(parts))
-    if workers <= 1:
-        tokenization = Tokenization(job) if parts else None
+    if workers == 1:
+        tokenizer = PartTokenizer(job, report)
         for part in parts:
-            assert tokenization is not None
-            tokenization.run(part, lambda documents, tokens: progress(documents, tokens, 0))
-            progress(0, 0, 1)
+            tokenizer.run(part)
+    if workers <= 1:
         return
-    # A tokenizer that has threads of its own would have as many as there are cores in every process.
+    # A tokenizer with threads of its own would start one per core in every process.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     context = multiprocessing.get_context("spawn")
     pool: dict[Connection, BaseProcess] = {}
     try:
         for _ in range(workers):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, job), daemon=True)
+            parent_end, child_end = context.Pipe()
+            process = context.Process(target=_serve, args=(child_end, job), daemon=True)
             process.start()
-            theirs.close()
-            pool[ours] = process
-        _share_out(pool, list(reversed(parts)), progress)
+            child_end.close()
+            pool[parent_end] = process
+        _distribute(pool, list(reversed(parts)), report)
     finally:
         for connection, process in pool.items():
             process.kill()
@@ -50,8 +46,8 @@ def tokenize_parts(job: Job, parts: Sequence[Part], workers: int, progress: Prog
             connection.close()
 
 
-def _share_out(pool: dict[Connection, BaseProcess], left: list[Part], progress: Progress) -> None:
-    """Give each process a part as soon as it has none, until all are done."""
+def _distribute(pool: dict[Connection, BaseProcess], pending: list[CorpusPart], report: ReportProgress) -> None:
+    """Send each idle process a part until all are done."""
     busy = set(pool)
     while busy:
         for connection in wait(list(busy)):
@@ -62,14 +58,10 @@ def _share_out(pool: dict[Connection, BaseProcess], left: list[Part], progress: 
                 raise _killed(pool[connection]) from None
             if kind == "error":
                 raise value
-            if kind == "told":
-                documents, tokens = value
-                progress(documents, tokens, 0)
-                continue
-            if kind == "done":
-                progress(0, 0, 1)
-            if left:
-                connection.send(left.pop())
+            if kind == "progress":
+                report(*value)
+            elif pending:
+                connection.send(pending.pop())
             else:
                 busy.remove(connection)
 
@@ -77,26 +69,25 @@ def _share_out(pool: dict[Connection, BaseProcess], left: list[Part], progress: 
 def _killed(process: BaseProcess) -> UserError:
     process.join()
     code = process.exitcode or 0
-    how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return UserError(
-        f"A process of the tokenizer died ({how}); where memory ran out, take fewer: workers=1.\n"
-        "  What was finished stays: the same command continues."
+        f"A tokenizer process died ({cause}). If memory ran out, use fewer processes: workers=1.\n"
+        "  Finished shards stay: the same command continues."
     )
 
 
-def _serve(connection: Connection, job: Job) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent says when to stop
+def _serve(connection: Connection, job: TokenizeJob) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent stops its workers
 
-    def say(kind: str, value: Any = None) -> None:
+    def send(kind: str, value: Any = None) -> None:
         connection.send((kind, value))
 
     try:
-        tokenization = Tokenization(job)
-        say("ready")
+        tokenizer = PartTokenizer(job, lambda *counts: send("progress", counts))
         while True:
-            tokenization.run(connection.recv(), lambda documents, tokens: say("told", (documents, tokens)))
-            say("done")
+            send("idle")
+            tokenizer.run(connection.recv())
     except (EOFError, BrokenPipeError):
-        return  # the parent is gone
+        return  # the parent exited
     except BaseException as error:
-        say("error", error)
+        send("error", error)

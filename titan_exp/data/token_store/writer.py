@@ -1,13 +1,13 @@
-"""Turning the parts of a corpus into shards, each written once: what was finished before a death stays.
+"""Token store writer: tokenizes the parts of a corpus into shards, resumable after a kill at any time.
 
-A part is cut into shards where they have enough tokens, so what a store holds does not depend on how many processes
-made it or how often they died. The journal, a file for each cut, says which shards are whole and where to go on.
+A part is cut into shards by token count, so a store's content does not depend on the number of processes or restarts.
+The journal, one file per cut, lists the complete shards and the position to resume from.
 """
 
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,118 +15,122 @@ from typing import Any
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.paths.token_store_manifest import FORMAT, MANIFEST, SPLITS, UNFINISHED, VERSION
-from titan_exp.data.sources.indexed_stream import with_end_of_text
-from titan_exp.data.token_store.parts import Corpus, Document, Part
+from titan_exp.data.token_store.corpus import Corpus, CorpusPart, Document
 from titan_exp.data.token_store.shard_writer import TEMPORARY, ShardWriter, checksum, write_json
-from titan_exp.data.tokenizers.base import Tokenizer, build_tokenizer
+from titan_exp.data.token_store.verify import file_checksum
+from titan_exp.data.tokenizers.base import Tokenizer, encode_document
+from titan_exp.data.tokenizers.build import build_tokenizer
 
-JOB = "job.json"
-Tell = Callable[[int, int], None]
-"""Called now and then with how many documents and tokens have been added since."""
-_TOLD_EVERY = 64
+ReportProgress = Callable[[int, int, int], None]
+"""Takes the numbers of documents, tokens and parts completed since the last call."""
+_REPORT_DOCUMENTS, _REPORT_TOKENS = 64, 1 << 18
 
 
 @dataclass(frozen=True)
-class Job:
-    """A store to make."""
+class TokenizeJob:
+    """Token store to make."""
 
     folder: Path
-    """Of the store."""
+    """Folder of the store."""
     data: DataConfig
     """Text and tokenizer."""
     parts: int
-    """Parts that text is divided into, at most, where any document can be read at once."""
+    """Maximum number of parts of a random-access source."""
     shard_tokens: int
     """Tokens after which a shard is full."""
     source: str
     """Fingerprint of the text."""
     shuffle: int = 0
-    """Seed of the documents' order; 0 is the source's."""
+    """Seed of the document order; 0 keeps the source order."""
 
     @property
     def journal(self) -> Path:
         """Folder of the journal."""
         return self.folder / UNFINISHED
 
-    def entries(self, part: Part) -> list[dict[str, Any]]:
-        """What the journal says of a part, a dictionary for each cut, in order."""
+    def entries(self, part: CorpusPart) -> list[dict[str, Any]]:
+        """Journal entries of a part, one per cut, in order."""
         found = []
         while (path := self.entry(part, len(found))).exists():
             found.append(json.loads(path.read_text()))
         return found
 
-    def entry(self, part: Part, number: int) -> Path:
-        """The file of the journal for a cut of a part, counted from 0."""
-        return self.journal / f"{part}-{number:04d}.json"
+    def entry(self, part: CorpusPart, cut: int) -> Path:
+        """Journal file of a cut of a part, counted from 0."""
+        return self.journal / f"{part}-{cut:04d}.json"
+
+    def is_finished(self, part: CorpusPart) -> bool:
+        """True if all shards of the part are written."""
+        entries = self.entries(part)
+        return bool(entries) and entries[-1]["next"] is None
 
 
-class Tokenization:
-    """Tokenizes parts of a job; built anew in each process. Raises UserError where text or tokenizer cannot be used."""
+class PartTokenizer:
+    """Tokenizes parts of a job; one per process. Raises UserError if text or tokenizer cannot be used."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: TokenizeJob, report: ReportProgress) -> None:
         self._job = job
+        self._report = report
         self._corpus = Corpus(job.data, job.parts, job.shuffle)
         if self._corpus.fingerprint != job.source:
-            raise UserError("The text has changed while it was tokenized. Remove the store's folder and begin again.")
+            raise UserError("The text changed during tokenization. Remove the store's folder and start again.")
         self._tokenizer = build_tokenizer(job.data)
         self._token_bytes = token_bytes(self._tokenizer)
 
-    def run(self, part: Part, tell: Tell) -> None:
-        """Make the shards of a part that are not made yet."""
-        done = self._job.entries(part)
-        position, number = (done[-1]["next"], len(done)) if done else (None, 0)
-        if done and position is None:
-            return
-        documents = self._corpus.read(part, position)
-        more = True
-        while more:
-            more = self._cut(part, number, documents, tell)
-            number += 1
+    def run(self, part: CorpusPart) -> None:
+        """Write the missing shards of a part."""
+        if not self._job.is_finished(part):
+            done = self._job.entries(part)
+            documents = self._corpus.read(part, done[-1]["next"] if done else None)
+            cut = len(done)
+            while self._write_cut(part, cut, documents):
+                cut += 1
+        self._report(0, 0, 1)
 
-    def _cut(self, part: Part, number: int, documents: Any, tell: Tell) -> bool:
-        """Write the next shard of each split and note it; returns whether there may be more documents."""
-        name = f"{part.number:05d}-{number:04d}"
+    def _write_cut(self, part: CorpusPart, cut: int, documents: Iterator[Document]) -> bool:
+        """Write the next shard of each split and its journal entry; returns whether there may be more documents."""
+        name = f"{part.number:05d}-{cut:04d}"
         writers: dict[str, ShardWriter] = {}
         try:
-            last = self._fill(writers, name, documents, tell)
-            shards = {split: writer.finish() for split, writer in writers.items()}
-            entry = {"shards": shards, "next": None if last is None else last.after()}
-            _sync(self._job.folder)
-            write_json(self._job.entry(part, number), entry)
+            last = self._fill(writers, name, documents)
+            shards = {split: writer.commit() for split, writer in writers.items()}
+            entry = {"shards": shards, "next": None if last is None else last.next_position()}
+            _sync_folder(self._job.folder)
+            write_json(self._job.entry(part, cut), entry)
         except BaseException:
             for writer in writers.values():
-                writer.abandon()
+                writer.discard()
             raise
         return last is not None
 
-    def _fill(self, writers: dict[str, ShardWriter], name: str, documents: Any, tell: Tell) -> Document | None:
-        """Add documents until the shards have enough tokens; returns the last one, or None at the part's end."""
-        counted = tokens = added = 0
+    def _fill(self, writers: dict[str, ShardWriter], name: str, documents: Iterator[Document]) -> Document | None:
+        """Add documents until the shards are full; returns the last one, or None at the end of the part."""
+        total = counted = added = 0
         for document in documents:
             counted += 1
             if document.text:
-                ids = with_end_of_text(document.text, self._tokenizer)
-                # As in training from the text itself, which passes over documents without a token.
-                if len(ids) > 1 or document.split == "validation":
+                tokens = encode_document(document.text, self._tokenizer)
+                # Training from text also skips documents without a token.
+                if len(tokens) > 1 or document.split == "validation":
                     if document.split not in writers:
                         writers[document.split] = ShardWriter(
                             self._job.folder, f"{document.split}-{name}", self._token_bytes
                         )
-                    writers[document.split].add(ids)
-                    added += len(ids)
-                    tokens += len(ids)
-            if counted == _TOLD_EVERY or added >= 1 << 18:
-                tell(counted, added)
+                    writers[document.split].add(tokens)
+                    added += len(tokens)
+                    total += len(tokens)
+            full = total >= self._job.shard_tokens
+            if full or counted == _REPORT_DOCUMENTS or added >= _REPORT_TOKENS:
+                self._report(counted, added, 0)
                 counted = added = 0
-            if tokens >= self._job.shard_tokens:
-                tell(counted, added)
+            if full:
                 return document
-        tell(counted, added)
+        self._report(counted, added, 0)
         return None
 
 
-def describe(job: Job, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a store is made of and how, in JSON's types; what makes another store if it differs."""
+def describe_store(job: TokenizeJob, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
+    """JSON-serializable identity of a store: settings that change its content."""
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -144,45 +148,41 @@ def describe(job: Job, corpus: Corpus, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def complete(job: Job, corpus: Corpus, description: dict[str, Any]) -> None:
-    """Write the manifest over all that the journal says is whole, and remove the journal."""
+def write_manifest(job: TokenizeJob, corpus: Corpus, description: dict[str, Any]) -> None:
+    """Write the manifest of all shards in the journal, and remove the journal."""
     splits: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
     for part in corpus.parts:
         for entry in job.entries(part):
             for split, shard in entry["shards"].items():
                 splits[split].append(shard)
-    files = {}
-    for path in sorted(job.folder.glob("tokenizer*.json")):
-        digest = checksum()
-        digest.update(path.read_bytes())
-        files[path.name] = digest.hexdigest()
+    files = {path.name: file_checksum(path) for path in sorted(job.folder.glob("tokenizer*.json"))}
     digest = checksum()
     digest.update(json.dumps([description["tokenizer"], splits], sort_keys=True).encode())
     write_json(
         job.folder / MANIFEST, {**description, "fingerprint": digest.hexdigest(), "files": files, "splits": splits}
     )
-    _sync(job.folder)
+    _sync_folder(job.folder)
     shutil.rmtree(job.journal, ignore_errors=True)
 
 
-def sweep(job: Job) -> None:
-    """Remove files that a death left torn."""
+def remove_temporary_files(job: TokenizeJob) -> None:
+    """Remove partial files of killed processes."""
     for folder in (job.folder, job.journal):
         for path in folder.glob(f"*{TEMPORARY}"):
             path.unlink(missing_ok=True)
 
 
 def token_bytes(tokenizer: Tokenizer) -> int:
-    """Bytes of a token in a store."""
+    """Bytes per token in a store."""
     return 2 if tokenizer.vocab_size <= 2**16 else 4
 
 
-def _sync(folder: Path) -> None:
-    """Wait until the disk knows the names of new files."""
+def _sync_folder(folder: Path) -> None:
+    """Sync the names of new files to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError:
-        pass  # some network file systems refuse to sync a folder, and then rename is all there is
+        pass  # some network file systems refuse to sync a folder
     finally:
         os.close(descriptor)

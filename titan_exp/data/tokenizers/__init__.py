@@ -1,1 +1,1 @@
-"""Tokenizers: bytes and Hugging Face."""
+"""Tokenizers: byte-level and Hugging Face."""

@@ -1,4 +1,4 @@
-"""A tokenizer's files: found beside weights, copied, and the byte tokenizer written as a `tokenizer.json`."""
+"""Tokenizer files: copying them beside weights, and the byte tokenizer as a `tokenizer.json`."""
 
 import json
 import shutil
@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from titan_exp.config.paths.data_files import tokenizer_file
-from titan_exp.data.tokenizers.base import ByteTokenizer
+from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
 
-NAMES = (
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -16,33 +16,33 @@ NAMES = (
     "chat_template.jinja",
     "tokenizer.model",
 )
-"""Files that a tokenizer may consist of."""
+"""Possible files of a tokenizer."""
 
 END_OF_TEXT = "<|endoftext|>"
-"""What the byte tokenizer's end of a text is called in its file."""
+"""Name of the byte tokenizer's end-of-text token in its file."""
 
 
 def write_tokenizer(tokenizer: str, folder: Path, *, end_of_text: str | None, context: int) -> list[str]:
-    """Put a tokenizer's files into a folder, so that `transformers.AutoTokenizer` finds them; returns their names.
+    """Write a tokenizer's files for `transformers.AutoTokenizer` into a folder; returns their names.
 
     Args:
-        tokenizer: `bytes`, or the path of a tokenizer.json or of the folder of a tokenizer; a folder may hold none.
-        folder: where to.
-        end_of_text: name of the token that ends a document, where no tokenizer_config.json says it.
-        context: longest sequence in tokens.
+        tokenizer: `bytes`, or the path of a tokenizer.json or of a folder, which may hold none.
+        folder: target.
+        end_of_text: name of the end-of-text token if no tokenizer_config.json gives one.
+        context: maximum sequence length in tokens.
     """
     if tokenizer == "bytes":
-        _bytes_as_json(folder / "tokenizer.json")
+        _write_byte_tokenizer(folder / "tokenizer.json")
         end_of_text = END_OF_TEXT
     else:
         file = tokenizer_file(tokenizer)
-        for name in NAMES:
+        for name in TOKENIZER_FILES:
             if file.with_name(name).is_file():
                 shutil.copyfile(file.with_name(name), folder / name)
-        if file.is_file() and file.name not in NAMES:
+        if file.is_file() and file.name not in TOKENIZER_FILES:
             shutil.copyfile(file, folder / "tokenizer.json")
-    described = folder / "tokenizer_config.json"
-    if (folder / "tokenizer.json").is_file() and not described.is_file():
+    config_file = folder / "tokenizer_config.json"
+    if (folder / "tokenizer.json").is_file() and not config_file.is_file():
         values: dict[str, Any] = {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_max_length": context,
@@ -50,12 +50,12 @@ def write_tokenizer(tokenizer: str, folder: Path, *, end_of_text: str | None, co
         }
         if end_of_text is not None:
             values |= {"bos_token": end_of_text, "eos_token": end_of_text}
-        described.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-    return [name for name in NAMES if (folder / name).is_file()]
+        config_file.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+    return [name for name in TOKENIZER_FILES if (folder / name).is_file()]
 
 
-def _bytes_as_json(path: Path) -> None:
-    """The byte tokenizer in the words of `tokenizers`: a byte-level vocabulary without any merge."""
+def _write_byte_tokenizer(path: Path) -> None:
+    """Write the byte tokenizer as a byte-level BPE vocabulary without merges."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     vocabulary = {character: byte for byte, character in enumerate(_byte_characters())}
@@ -68,7 +68,7 @@ def _bytes_as_json(path: Path) -> None:
 
 
 def _byte_characters() -> list[str]:
-    """The printable character that stands for each byte in byte-level vocabularies (Radford et al. 2019)."""
+    """Printable character for each byte in byte-level vocabularies (Radford et al. 2019)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]

@@ -1,4 +1,4 @@
-"""A Hugging Face `tokenizer.json`, run by the `tokenizers` library, with its end-of-text token found beside it."""
+"""Hugging Face `tokenizer.json`, with the end-of-text token from the `tokenizer_config.json` beside it."""
 
 import json
 from collections.abc import Iterable
@@ -12,14 +12,14 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.paths.data_files import tokenizer_file
 
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|end▁of▁sentence|>", "[EOS]")
-"""Names under which published tokenizers keep their end-of-text token, tried in this order."""
+"""End-of-text names of published tokenizers, tried in this order."""
 
 
 class HuggingFaceTokenizer:
-    """The tokenizer in the file `path`, or in `tokenizer.json` of the folder `path`.
+    """Tokenizer of the file `path`, or of `tokenizer.json` in the folder `path`.
 
-    Text never turns into special tokens: a document that contains the characters of one is encoded as plain text.
-    Raises UserError where the file is missing or unreadable, or where no end-of-text token can be told.
+    Special tokens in text are encoded as plain text. Raises UserError if the file cannot be read or has no known
+    end-of-text token.
     """
 
     def __init__(self, path: str) -> None:
@@ -31,7 +31,7 @@ class HuggingFaceTokenizer:
         except Exception as error:  # the library raises plain Exception
             remedy = "data.tokenizer=bytes, or the path of a tokenizer.json or of the folder that holds one"
             raise _refusal(path, f"{file} cannot be read as a tokenizer ({error})", remedy) from error
-        # A saved truncation or padding length would cut documents without a word.
+        # A saved truncation or padding length would silently cut documents.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
@@ -50,11 +50,11 @@ class HuggingFaceTokenizer:
             return self._encode(text.encode("utf-8", errors="replace").decode("utf-8"))
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`, special tokens left out; ids that the vocabulary lacks stand for no text."""
-        return self._tokenizer.decode([int(number) for number in ids if int(number) < self.vocab_size])
+        """Text of `ids`, without special tokens and ids beyond the vocabulary."""
+        return self._tokenizer.decode([int(token) for token in ids if int(token) < self.vocab_size])
 
     def _encode(self, text: str) -> np.ndarray:
-        # A batch of one: unlike `encode`, it leaves the interpreter to the training thread meanwhile.
+        # A batch of one: unlike `encode`, it releases the GIL.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         return np.array(encoding.ids, dtype=self._dtype)
 

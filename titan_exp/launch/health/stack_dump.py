@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
-from titan_exp.tracking.run_folder.heartbeat import Position
+from titan_exp.tracking.progress_tracker import ProgressSnapshot
 
 RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"
 """Environment variable of torch: collectives that the flight recorder remembers; read when a rank joins its peers."""
@@ -43,7 +43,9 @@ class RankStack:
     """Collectives issued so far by process group, where the flight recorder knows."""
 
 
-def rank_stack(position: Position, *, rank: int, host: str, pid: int, recorder: dict[str, Any] | None) -> RankStack:
+def rank_stack(
+    position: ProgressSnapshot, *, rank: int, host: str, pid: int, recorder: dict[str, Any] | None
+) -> RankStack:
     """Where the main thread of this process stands now.
 
     Args:

@@ -17,7 +17,7 @@ from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.launch.health.hang_report import REPORT_TIMEOUT, HangFiles
 from titan_exp.launch.health.stack_dump import RECORDER_SIZE, rank_stack, read_flight_recorder
 from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.run_folder.heartbeat import STEP, Position, Progress
+from titan_exp.tracking.progress_tracker import STEP, ProgressSnapshot, ProgressTracker
 
 POLL_INTERVAL = 1.0
 """Seconds between looks at most."""
@@ -48,7 +48,7 @@ class Watchdog(threading.Thread):
         files: HangFiles,
         *,
         rank: int,
-        progress: Progress,
+        progress: ProgressTracker,
         give_up: Callable[[str], None],
     ) -> None:
         super().__init__(name="titan_exp hang watch", daemon=True)
@@ -78,7 +78,7 @@ class Watchdog(threading.Thread):
     def run(self) -> None:
         """Look again and again."""
         while not self._over.is_set():
-            position = self._progress.position()
+            position = self._progress.snapshot()
             if self._kill is not None:
                 left = limit(self._kill, position) - position.seconds
                 if left <= 0 or self._is_declared(position):
@@ -89,12 +89,12 @@ class Watchdog(threading.Thread):
             self._look_whether_to_warn(position)
             self._over.wait(self._every)
 
-    def _is_declared(self, position: Position) -> bool:
+    def _is_declared(self, position: ProgressSnapshot) -> bool:
         """Whether another rank has noticed. Looked at by those only that stand still, which is soon the case of all."""
         assert self._kill is not None
         return position.seconds > self._kill / 4 and self._files.is_declared()
 
-    def _look_whether_to_warn(self, position: Position) -> None:
+    def _look_whether_to_warn(self, position: ProgressSnapshot) -> None:
         late = self._warn is not None and position.seconds > limit(self._warn, position)
         if late and not self._warned:
             consequence = "" if self._kill is None else (
@@ -111,14 +111,14 @@ class Watchdog(threading.Thread):
         self._hanging = True
         # Should anything below hang as well, this still ends the process.
         faulthandler.dump_traceback_later(2 * REPORT_TIMEOUT, exit=True, file=self._stacks)
-        position = self._progress.position()
+        position = self._progress.snapshot()
         first = False
         with contextlib.suppress(OSError):
             first = self._files.declare()
         self._write(position)
         self._give_up(self._reason(first, position))
 
-    def _write(self, position: Position) -> None:
+    def _write(self, position: ProgressSnapshot) -> None:
         faulthandler.dump_traceback(self._stacks, all_threads=True)
         recorder = read_flight_recorder()
         with contextlib.suppress(OSError):
@@ -128,7 +128,7 @@ class Watchdog(threading.Thread):
                 rank_stack(position, rank=self._rank, host=socket.gethostname(), pid=os.getpid(), recorder=recorder)
             )
 
-    def _reason(self, first: bool, position: Position) -> str:
+    def _reason(self, first: bool, position: ProgressSnapshot) -> str:
         """The headline of the report, which the rank that noticed first writes when the others have answered."""
         files = self._files
         deadline = time.monotonic() + min(REPORT_TIMEOUT, self._kill or REPORT_TIMEOUT) * (1.0 if first else 1.5)
@@ -139,7 +139,7 @@ class Watchdog(threading.Thread):
         return f"hung at step {position.at} in {position.phase}" if hang is None else hang.headline
 
 
-def limit(seconds: float, position: Position) -> float:
+def limit(seconds: float, position: ProgressSnapshot) -> float:
     """How long a rank may report nothing where it is.
 
     Args:
@@ -147,7 +147,7 @@ def limit(seconds: float, position: Position) -> float:
         position: where it is.
     """
     if position.phase == STEP:
-        return max(seconds, MEDIAN_FACTOR * position.usual)
+        return max(seconds, MEDIAN_FACTOR * position.median_step_seconds)
     return OTHER_PHASE_FACTOR * seconds
 
 

@@ -29,7 +29,7 @@ from titan_exp.launch.rank.join_attempt import join_attempt
 from titan_exp.launch.rank.rank_env import RankInfo, extend_import_path, torchrun_rank
 from titan_exp.launch.rank.rank_status import FALLBACK_FOLDER, RankError, RankRecord, read_record, write_record
 from titan_exp.launch.state.close_attempt import close_attempt
-from titan_exp.tracking.run_folder.heartbeat import PROGRESS
+from titan_exp.tracking.progress_tracker import PROGRESS
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.run_folder.state import DONE, FAILED, HUNG, STOPPED, StateName
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from titan_exp.tracking.sinks.base import Row
+from titan_exp.tracking.sinks.sink import Row
 
 
 class FileTail:

@@ -16,7 +16,7 @@ from titan_exp.launch.summary import summarize
 from titan_exp.launch.sweep.shipped_study import StudySweep
 from titan_exp.launch.sweep.sweep_plan import SkippedPoint, SweepPlan
 from titan_exp.plan.gate.gate import GIB, MemoryCheck
-from titan_exp.tracking.sinks.base import Value
+from titan_exp.tracking.sinks.sink import Value
 
 
 def plain_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> None:

@@ -24,7 +24,7 @@ class CachedAttention(nn.Module):
         self._keys: Tensor | None = None
         self._values: Tensor | None = None
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Begin another sequence."""
         self.filled = 0
 

@@ -20,7 +20,7 @@ from titan_exp.plan.visualize.glossary import (
 )
 from titan_exp.plan.visualize.page_data import page_data
 from titan_exp.plan.visualize.shards import RankShards
-from titan_exp.tracking.html import page
+from titan_exp.tracking.html import render_page
 
 SCRIPTS = ("numbers.js", "layout.js", "ranks.js", "rank.js", "pipeline.js", "memory.js", "time.js", "start.js")
 """Of the folder `page`, in the order in which they stand in the page."""
@@ -35,7 +35,7 @@ def to_html(plan: Plan, shards_by_rank: Mapping[int, RankShards]) -> str:
     """
     degrees = {axis: getattr(plan.experiment.parallelism, axis) for axis in AXES}
     words = {"axes": AXES, "kinds": KINDS, "costs": COSTS, "categories": CATEGORIES}
-    return page(
+    return render_page(
         "titan_exp.plan.visualize",
         SCRIPTS,
         page_data(plan, shards_by_rank) | {"words": words},

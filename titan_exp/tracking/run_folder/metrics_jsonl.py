@@ -13,7 +13,7 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.sinks.base import Row, Value
+from titan_exp.tracking.sinks.sink import Row, Value
 
 TAIL = 16384
 """Bytes from the end that hold the newest rows, dozens of them."""

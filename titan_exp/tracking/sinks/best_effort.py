@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.sinks.base import Row, Sink
+from titan_exp.tracking.sinks.sink import Row, Sink
 
 
 class BestEffortSink:

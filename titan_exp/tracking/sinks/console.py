@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from titan_exp.tracking.sinks.base import Row, Value
+from titan_exp.tracking.sinks.sink import Row, Value
 
 
 class ConsoleSink:

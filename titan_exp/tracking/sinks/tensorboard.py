@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_exp.tracking.sinks.base import Row
+from titan_exp.tracking.sinks.sink import Row
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard.writer import SummaryWriter

@@ -43,7 +43,7 @@ class WandbRun:
     """Nested, resolved, and one flat block `run` to filter by."""
 
 
-def describe(experiment: Experiment, folder: RunFolder, run_id: str) -> WandbRun:
+def describe_wandb_run(experiment: Experiment, folder: RunFolder, run_id: str) -> WandbRun:
     """The run of this folder."""
     tracking, naming = experiment.tracking, experiment.experiment
     return WandbRun(

@@ -10,7 +10,7 @@ SECONDS = 15.0
 """How long the service may take to send what it still holds, once every run has been finished."""
 
 
-def end_service(seconds: float = SECONDS) -> None:
+def stop_wandb_service(seconds: float = SECONDS) -> None:
     """End this process's use of wandb, and its service with it, within a limited time.
 
     The service is a child of this process that outlives a lost network poorly: told to stop, it may go on trying, and

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.optim.fused_clip_adamw import FusedClipAdamW
-from titan_exp.tracking.device_rates import Peak, matmul_rate, read_measured
+from titan_exp.tracking.device_rates import PeakRate, matmul_rate, read_rates
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.memory_stats import device_name
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
@@ -88,7 +88,7 @@ def note_roofline(
     if not report.leader or not (spent.tokens and spent.training):
         return
     cache, device = cache_of(folder, experiment), report.mesh.device
-    measured = read_measured(cache, device_name(device))
+    measured = read_rates(cache, device_name(device))
     dtype = "bf16" if experiment.training.mixed_precision == "bf16" else "fp32"
     peak = report.peak or _share_of_cores(matmul_rate(device, dtype, cache), device)
     rate = spent.tokens / spent.training / report.mesh.world.size()
@@ -126,13 +126,13 @@ def optimizer_traffic(optimizer: torch.optim.Optimizer, *, clipped: bool) -> int
     return total
 
 
-def _share_of_cores(peak: Peak | None, device: torch.device) -> Peak | None:
+def _share_of_cores(peak: PeakRate | None, device: torch.device) -> PeakRate | None:
     """Of a CPU this rank has some threads only."""
     if peak is None or device.type != "cpu":
         return peak
     cores, threads = os.cpu_count() or 1, torch.get_num_threads()
     source = peak.source if threads >= cores else f"{threads} of {cores} cores of the {peak.source}"
-    return Peak(peak.tflops * min(1.0, threads / cores), source)
+    return PeakRate(peak.tflops * min(1.0, threads / cores), source)
 
 
 def _flops(tflops: float) -> str:

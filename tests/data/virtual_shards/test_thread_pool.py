@@ -3,11 +3,11 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from titan_exp.data.sources.thread_pool import ThreadPrefetch
+from titan_exp.data.virtual_shards.thread_pool import DaemonThreadPool
 
 
 def test_tasks_run_and_errors_arrive():
-    pool = ThreadPrefetch(2)
+    pool = DaemonThreadPool(2)
     futures = [pool.submit(lambda number=number: number**2) for number in range(20)]
     assert [future.result(timeout=10) for future in futures] == [number**2 for number in range(20)]
     with pytest.raises(ZeroDivisionError):
@@ -16,7 +16,7 @@ def test_tasks_run_and_errors_arrive():
 
 
 def test_close_cancels_what_waits_and_tells_what_runs():
-    pool = ThreadPrefetch(1)
+    pool = DaemonThreadPool(1)
     running = threading.Event()
 
     def endless() -> None:
@@ -34,7 +34,7 @@ def test_close_cancels_what_waits_and_tells_what_runs():
 
 
 def test_its_last_user_may_be_one_of_its_threads():
-    pool = ThreadPrefetch(2)
+    pool = DaemonThreadPool(2)
     go = threading.Event()
     holder = [pool]
     future = pool.submit(lambda: (go.wait(10), holder.clear()))

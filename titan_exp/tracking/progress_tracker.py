@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 START, STEP, FIRST_STEP = "the start", "the training step", "the first step"
 """Names of the phases that a process is in by itself; `phase` names others."""
-REMEMBERED = 51
+MEDIAN_WINDOW = 51
 """Steps whose times the median is taken of."""
 
 
 @dataclass(frozen=True)
-class Position:
+class ProgressSnapshot:
     """Where a process is."""
 
     step: int
@@ -26,7 +26,7 @@ class Position:
     """What it is in, in words."""
     seconds: float
     """For how long nothing has been reported."""
-    usual: float
+    median_step_seconds: float
     """Median seconds from the end of a step to the end of the next; 0.0 where no two steps have ended yet."""
 
     @property
@@ -35,7 +35,7 @@ class Position:
         return self.step + (self.phase in (STEP, FIRST_STEP))
 
 
-class Progress:
+class ProgressTracker:
     """What one process has reported; one thread reports, another looks.
 
     Args:
@@ -47,7 +47,7 @@ class Progress:
         # One object, replaced as a whole, so that no reader sees half of a change.
         self._now: tuple[int, str, float] = (0, START, clock())
         self._ended: float | None = None
-        self._times: deque[float] = deque(maxlen=REMEMBERED)
+        self._times: deque[float] = deque(maxlen=MEDIAN_WINDOW)
 
     def begin(self, step: int) -> None:
         """Training begins after step number `step`; the step to come may compile, allocate and tune."""
@@ -61,7 +61,7 @@ class Progress:
         self._ended = now
         self._now = (step, STEP, now)
 
-    def alive(self) -> None:
+    def keep_alive(self) -> None:
         """A part of a long phase has ended: one batch of an evaluation, say."""
         step, phase, _ = self._now
         self._now = (step, phase, self._clock())
@@ -76,12 +76,12 @@ class Progress:
         finally:
             self._now = (step, before, self._clock())
 
-    def position(self) -> Position:
+    def snapshot(self) -> ProgressSnapshot:
         """Where the process is now."""
         step, phase, since = self._now
         times = list(self._times)
-        return Position(step, phase, self._clock() - since, statistics.median(times) if times else 0.0)
+        return ProgressSnapshot(step, phase, self._clock() - since, statistics.median(times) if times else 0.0)
 
 
-PROGRESS = Progress()
+PROGRESS = ProgressTracker()
 """This process's own."""

@@ -5,8 +5,8 @@ from pathlib import Path
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.tracking.run_folder.metrics_jsonl import JsonlSink
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.sinks.base import Sink
 from titan_exp.tracking.sinks.best_effort import BestEffortSink
+from titan_exp.tracking.sinks.sink import Sink
 from titan_exp.tracking.sinks.tensorboard import TensorBoardSink
 
 
@@ -22,14 +22,14 @@ def build_sinks(experiment: Experiment, folder_path: Path, run_id: str, attempt:
             BestEffortSink("TensorBoard", "tracking.tensorboard", lambda: TensorBoardSink(folder.path / "tensorboard"))
         )
     if experiment.tracking.wandb:
-        from titan_exp.tracking.sinks.wandb import WandbSink
-        from titan_exp.tracking.sinks.wandb_run import describe
+        from titan_exp.tracking.sinks.wandb_run import describe_wandb_run
+        from titan_exp.tracking.sinks.wandb_sink import WandbSink
 
         sinks.append(
             BestEffortSink(
                 "W&B",
                 "tracking.wandb",
-                lambda: WandbSink(describe(experiment, folder, run_id), folder.path, folder.metrics),
+                lambda: WandbSink(describe_wandb_run(experiment, folder, run_id), folder.path, folder.metrics),
             )
         )
     return sinks

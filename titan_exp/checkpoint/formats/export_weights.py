@@ -14,10 +14,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from titan_exp.checkpoint.formats.dcp_reader import write_distributed
-from titan_exp.checkpoint.formats.mapping import MappedTensors
-from titan_exp.checkpoint.formats.open import TORCHTUNE_FILE, Source
-from titan_exp.checkpoint.formats.safetensors import Produce, Spec, write_safetensors
+from titan_exp.checkpoint.formats.dcp_checkpoint import write_dcp
+from titan_exp.checkpoint.formats.mapping import ExportReader
+from titan_exp.checkpoint.formats.open_checkpoint import TORCHTUNE_FILE, OpenCheckpoint
+from titan_exp.checkpoint.formats.safetensors import TensorProducer, TensorSpec, write_safetensors
 from titan_exp.checkpoint.formats.torch_file import write_torch_file
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.model import ModelConfig
@@ -32,7 +32,7 @@ ROOM_FOR_THE_REST = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class Export:
+class ExportOptions:
     """How weights are written."""
 
     format: str
@@ -45,7 +45,7 @@ class Export:
     """Called with bytes written and bytes in all."""
 
 
-def write(source: Source, target: Path, export: Export) -> int:
+def export_weights(source: OpenCheckpoint, target: Path, export: ExportOptions) -> int:
     """Write the weights of a source to a new place; returns how many bytes of weights.
 
     In memory at a time are the tensor that is written and the one or ones that it is made of: never the model.
@@ -65,7 +65,7 @@ def write(source: Source, target: Path, export: Export) -> int:
     total = sum(spec.bytes for spec in specs)
     written = 0
 
-    def counted(spec: Spec) -> Tensor:
+    def counted(spec: TensorSpec) -> Tensor:
         nonlocal written
         tensor = produce(spec)
         written += spec.bytes
@@ -77,15 +77,17 @@ def write(source: Source, target: Path, export: Export) -> int:
     return total
 
 
-def _tensors(source: Source, dialect: CheckpointFormat | None, dtype: torch.dtype | None) -> tuple[list[Spec], Produce]:
+def _tensors(
+    source: OpenCheckpoint, dialect: CheckpointFormat | None, dtype: torch.dtype | None
+) -> tuple[list[TensorSpec], TensorProducer]:
     """What is to be written, in order, and what makes each."""
     if dialect is None:
         reader = source.parameters
         shapes = source.parameters.shapes
     else:
         row_map = llama_map(source.model, dialect)
-        reader, shapes = MappedTensors(source.parameters, row_map), row_map.their_shapes
-    specs = [Spec(name, tuple(shape), _type(reader.dtype(name), dtype)) for name, shape in shapes.items()]
+        reader, shapes = ExportReader(source.parameters, row_map), row_map.their_shapes
+    specs = [TensorSpec(name, tuple(shape), _type(reader.dtype(name), dtype)) for name, shape in shapes.items()]
     return specs, lambda spec: reader.read(spec.name).to(spec.dtype)
 
 
@@ -93,7 +95,7 @@ def _type(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return wanted if wanted is not None and own.is_floating_point else own
 
 
-def describe_huggingface(
+def write_hf_metadata(
     folder: Path, model: ModelConfig, dtype: torch.dtype, tokenizer: str | None, special_tokens: Mapping[str, Any]
 ) -> None:
     """Put what stands beside weights into a Hugging Face folder: configuration and tokenizer."""
@@ -105,13 +107,17 @@ def describe_huggingface(
         write_tokenizer(tokenizer, folder, end_of_text=end_of_text, context=model.context)
 
 
-def _huggingface(folder: Path, source: Source, specs: Sequence[Spec], produce: Produce, export: Export) -> None:
+def _huggingface(
+    folder: Path, source: OpenCheckpoint, specs: Sequence[TensorSpec], produce: TensorProducer, export: ExportOptions
+) -> None:
     folder.mkdir()
-    describe_huggingface(folder, source.model, specs[0].dtype, source.tokenizer, source.special_tokens)
+    write_hf_metadata(folder, source.model, specs[0].dtype, source.tokenizer, source.special_tokens)
     write_safetensors(folder, specs, produce, file_bytes=export.file_bytes)
 
 
-def _llama(folder: Path, source: Source, specs: Sequence[Spec], produce: Produce, export: Export) -> None:
+def _llama(
+    folder: Path, source: OpenCheckpoint, specs: Sequence[TensorSpec], produce: TensorProducer, export: ExportOptions
+) -> None:
     folder.mkdir()
     _json(folder / "params.json", to_params(source.model))
     _json(folder / FILE, to_json(source.model, source.special_tokens))
@@ -119,20 +125,26 @@ def _llama(folder: Path, source: Source, specs: Sequence[Spec], produce: Produce
     write_torch_file(folder / "consolidated.00.pth", {spec.name: spec for spec in specs}, produce)
 
 
-def _torchtune(folder: Path, source: Source, specs: Sequence[Spec], produce: Produce, export: Export) -> None:
+def _torchtune(
+    folder: Path, source: OpenCheckpoint, specs: Sequence[TensorSpec], produce: TensorProducer, export: ExportOptions
+) -> None:
     folder.mkdir()
     _json(folder / FILE, to_json(source.model, source.special_tokens))
     _tokenizer(folder, source)
     write_torch_file(folder / TORCHTUNE_FILE, {spec.name: spec for spec in specs}, produce)
 
 
-def _torch(path: Path, source: Source, specs: Sequence[Spec], produce: Produce, export: Export) -> None:
+def _torch(
+    path: Path, source: OpenCheckpoint, specs: Sequence[TensorSpec], produce: TensorProducer, export: ExportOptions
+) -> None:
     config = to_json(source.model, source.special_tokens)
     write_torch_file(path, {"model": {spec.name: spec for spec in specs}, "config": _plain(config)}, produce)
 
 
-def _distributed(folder: Path, source: Source, specs: Sequence[Spec], produce: Produce, export: Export) -> None:
-    write_distributed(folder, specs, produce)
+def _distributed(
+    folder: Path, source: OpenCheckpoint, specs: Sequence[TensorSpec], produce: TensorProducer, export: ExportOptions
+) -> None:
+    write_dcp(folder, specs, produce)
     _json(folder / FILE, to_json(source.model, source.special_tokens))
     _tokenizer(folder, source)
 
@@ -147,7 +159,7 @@ _WRITERS = {
 }
 
 
-def _tokenizer(folder: Path, source: Source) -> None:
+def _tokenizer(folder: Path, source: OpenCheckpoint) -> None:
     if source.tokenizer is None:
         return
     end_of_text = _end_of_text(source.tokenizer, source.special_tokens)

@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.futures import Future
 
-from titan_exp.checkpoint.dcp.checksums import FileSum, write_sums
+from titan_exp.checkpoint.dcp.checksums import FileChecksum, write_checksums
 from titan_exp.checkpoint.retention import CheckpointFolder
 
 
-class SummedWriter(dcp.FileSystemWriter):
+class ChecksumWriter(dcp.FileSystemWriter):
     """torch's file writer, which records what it writes, and writes the checksums last.
 
     Args:
@@ -51,13 +51,13 @@ class SummedWriter(dcp.FileSystemWriter):
         """On rank 0, after every rank has written: table of contents and checksums."""
         own = [[result for result in rank if not isinstance(result, tuple)] for rank in results]
         super().finish(metadata, own)
-        sums: dict[str, FileSum] = {}
+        sums: dict[str, FileChecksum] = {}
         for rank in results:
             sums |= dict(result for result in rank if isinstance(result, tuple))
-        write_sums(Path(self.path), sums | self._recording.sums)
+        write_checksums(Path(self.path), sums | self._recording.sums)
 
 
-class CheckedWriter(SummedWriter):
+class PublishingWriter(ChecksumWriter):
     """Writes a checkpoint of a run, and publishes it when all of it is on disk.
 
     Args:
@@ -66,7 +66,7 @@ class CheckedWriter(SummedWriter):
     """
 
     def __init__(self, folder: CheckpointFolder, step: int) -> None:
-        super().__init__(folder.partial(step), single_file_per_rank=True)
+        super().__init__(folder.partial_path(step), single_file_per_rank=True)
         self._folder, self._step = folder, step
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
@@ -83,7 +83,7 @@ class _RecordingFileSystem(FileSystem):
     """Remembers size and checksum of every file that is written through it, by its name."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, FileSum] = {}
+        self.sums: dict[str, FileChecksum] = {}
         self.failure: OSError | None = None
         """What the system said when a file could not be written."""
 
@@ -98,7 +98,7 @@ class _RecordingFileSystem(FileSystem):
                 yield recording
             finally:
                 self.failure = self.failure or recording.failure
-            self.sums[Path(path).name] = FileSum(recording.size, recording.crc32)
+            self.sums[Path(path).name] = FileChecksum(recording.size, recording.crc32)
 
     def rename(self, path: str | PathLike[str], new_path: str | PathLike[str]) -> None:
         super().rename(path, new_path)

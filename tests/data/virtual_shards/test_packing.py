@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from tests.data.corpora import OwnTable, experiment, text
-from titan_exp.data.epoch_shuffle import EpochShuffle
-from titan_exp.data.packing import PackedShard
-from titan_exp.data.sources.indexed_stream import RandomAccessStream, TokenizedDocuments
-from titan_exp.data.tokenizers.base import ByteTokenizer
+from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
+from titan_exp.data.virtual_shards.epoch_shuffle import EpochShuffle
+from titan_exp.data.virtual_shards.indexed_stream import IndexedStream, TokenizedDocuments
+from titan_exp.data.virtual_shards.packing import PackedStream
 
 CONFIG = experiment().data
 SEQ_LEN = 50
@@ -26,11 +26,9 @@ class Counted(ByteTokenizer):
         return super().encode(text)
 
 
-def stream(
-    *, documents: int = 30, shards: int = 4, shard: int = 1, tokenizer: ByteTokenizer = BYTES
-) -> RandomAccessStream:
+def stream(*, documents: int = 30, shards: int = 4, shard: int = 1, tokenizer: ByteTokenizer = BYTES) -> IndexedStream:
     source = TokenizedDocuments(OwnTable(CONFIG, documents=documents), tokenizer)
-    return RandomAccessStream(source, EpochShuffle(documents, 0), shard=shard, shards=shards)
+    return IndexedStream(source, EpochShuffle(documents, 0), shard=shard, shards=shards)
 
 
 def expected(tokens: int, **which: Any) -> list[int]:
@@ -43,7 +41,7 @@ def expected(tokens: int, **which: Any) -> list[int]:
     return found[skipped : tokens + skipped]
 
 
-def rows(packed: PackedShard, count: int) -> list[list[int]]:
+def rows(packed: PackedStream, count: int) -> list[list[int]]:
     windows = np.zeros((count, SEQ_LEN + 1), dtype=np.int64)
     for window in windows:
         packed.next_row(window)
@@ -52,34 +50,34 @@ def rows(packed: PackedShard, count: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("which", [{}, {"documents": 1, "shards": 3, "shard": 2}, {"documents": 2, "shards": 6}])
 def test_every_token_is_predicted_once_in_order(which: dict[str, Any]):
-    found = rows(PackedShard(stream(**which), SEQ_LEN), 40)
+    found = rows(PackedStream(stream(**which), SEQ_LEN), 40)
     tokens = expected(40 * SEQ_LEN + 1, **which)
     assert [found[0][0], *(token for row in found for token in row[1:])] == tokens
     assert all(row[-1] == following[0] for row, following in pairwise(found))
 
 
 def test_starts_are_where_documents_begin():
-    packed, window = PackedShard(stream(), 200), np.zeros(201, dtype=np.int64)
+    packed, window = PackedStream(stream(), 200), np.zeros(201, dtype=np.int64)
     several = 0
     for _ in range(60):
         starts = packed.next_row(window)
-        assert starts == [place + 1 for place in np.flatnonzero(window[:-1] == 256)]
+        assert starts == [end + 1 for end in np.flatnonzero(window[:-1] == 256)]
         several += len(starts) > 1
     assert several, "no row held two starts, so the test shows little"
 
 
 def test_state_after_any_row_continues_exactly():
-    reference = rows(PackedShard(stream(), SEQ_LEN), 40)
-    packed = PackedShard(stream(), SEQ_LEN)
+    reference = rows(PackedStream(stream(), SEQ_LEN), 40)
+    packed = PackedStream(stream(), SEQ_LEN)
     for done in range(40):
-        resumed = PackedShard(stream(), SEQ_LEN)
+        resumed = PackedStream(stream(), SEQ_LEN)
         resumed.load_state_dict(json.loads(json.dumps(packed.state_dict())))
         assert rows(resumed, 40 - done) == reference[done:]
         assert rows(packed, 1) == [reference[done]]
 
 
 def test_a_state_can_be_taken_before_the_first_row_and_returned_to():
-    packed = PackedShard(stream(documents=1, shards=3, shard=2), SEQ_LEN)
+    packed = PackedStream(stream(documents=1, shards=3, shard=2), SEQ_LEN)
     assert packed.state_dict() == {"rows": 0}
     first = rows(packed, 5)
     packed.load_state_dict({"rows": 0})
@@ -88,7 +86,7 @@ def test_a_state_can_be_taken_before_the_first_row_and_returned_to():
 
 def test_rows_of_one_document_encode_it_once():
     tokenizer = Counted()
-    packed = PackedShard(stream(documents=1, shards=1, shard=0, tokenizer=tokenizer), 5)
+    packed = PackedStream(stream(documents=1, shards=1, shard=0, tokenizer=tokenizer), 5)
     window = np.zeros(6, dtype=np.int64)
     for _ in range(len(text(0)) // 5):
         packed.next_row(window)

@@ -1,7 +1,7 @@
-"""A few threads that read ahead for the shards of a streaming source, whose readers wait for disks and networks.
+"""Daemon thread pool that reads ahead for the shards of a streaming source, whose readers wait for disks and networks.
 
-They are daemons that are told to stop when their owner is closed, collected, or the interpreter exits: a read that
-hangs can hold up neither.
+Threads stop when their owner is closed, garbage-collected, or the interpreter exits; `ThreadPoolExecutor` would wait at
+exit for a read that hangs.
 """
 
 import threading
@@ -13,23 +13,23 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 _Task = tuple[Callable[[], object], "Future"] | None
-_PATIENCE_SECONDS = 2.0
+_JOIN_TIMEOUT_SECONDS = 2.0
 
 
-class ThreadPrefetch:
-    """Runs tasks in `threads` threads. After `close`, tasks that wait are cancelled; those that run `check_open`."""
+class DaemonThreadPool:
+    """Runs tasks in daemon threads. `close` cancels queued tasks; running ones notice by `check_open`."""
 
     def __init__(self, threads: int) -> None:
         self._tasks: SimpleQueue[_Task] = SimpleQueue()
         self._closed = threading.Event()
         workers = [threading.Thread(target=_work, args=(self._tasks,), daemon=True) for _ in range(threads)]
         self.close = weakref.finalize(self, _stop, self._tasks, self._closed, workers)
-        """Ends the threads; the second call does nothing."""
+        """Stop the threads; idempotent."""
         for worker in workers:
             worker.start()
 
     def submit(self, task: "Callable[[], Result]") -> "Future[Result]":
-        """Have a thread run `task`; the future is cancelled where this is closed first."""
+        """Run `task` in a thread; the future is cancelled if the pool closes first."""
         future: Future[Result] = Future()
         if self._closed.is_set():
             future.cancel()
@@ -38,7 +38,7 @@ class ThreadPrefetch:
         return future
 
     def check_open(self) -> None:
-        """For tasks to call now and then; raises CancelledError once closed."""
+        """Raise CancelledError once the pool is closed; for tasks to call regularly."""
         if self._closed.is_set():
             raise CancelledError
 
@@ -52,7 +52,7 @@ def _work(tasks: "SimpleQueue[_Task]") -> None:
             future.set_result(task())
         except BaseException as error:
             future.set_exception(error)
-        del job, task, future  # a waiting thread must not keep a finished task's data alive
+        del job, task, future  # an idle thread must not keep a finished task's data alive
 
 
 def _stop(tasks: "SimpleQueue[_Task]", closed: threading.Event, workers: list[threading.Thread]) -> None:
@@ -67,6 +67,5 @@ def _stop(tasks: "SimpleQueue[_Task]", closed: threading.Event, workers: list[th
     for _ in workers:
         tasks.put(None)
     for worker in workers:
-        if worker is threading.current_thread():  # it held the last reference
-            continue
-        worker.join(_PATIENCE_SECONDS / len(workers))
+        if worker is not threading.current_thread():  # a worker may hold the last reference to the pool
+            worker.join(_JOIN_TIMEOUT_SECONDS / len(workers))

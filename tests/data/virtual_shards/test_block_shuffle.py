@@ -7,39 +7,39 @@ import pytest
 
 from tests.data.corpora import OwnStream, experiment, text
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.data.epoch_shuffle import EpochShuffle
-from titan_exp.data.sources.streaming import StreamedCorpus, StreamedDocuments
-from titan_exp.data.sources.thread_pool import ThreadPrefetch
-from titan_exp.data.tokenizers.base import ByteTokenizer
-from titan_exp.data.validation_split import place
+from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
+from titan_exp.data.validation_split import unit_hash
+from titan_exp.data.virtual_shards.block_shuffle import BlockShuffledStream, StreamSpec
+from titan_exp.data.virtual_shards.epoch_shuffle import EpochShuffle
+from titan_exp.data.virtual_shards.thread_pool import DaemonThreadPool
 
 CONFIG = experiment().data
 MANY, FEW = (9,) * 20, (50, 30)
 
 
 @pytest.fixture
-def pool() -> Iterator[ThreadPrefetch]:
-    pool = ThreadPrefetch(2)
+def pool() -> Iterator[DaemonThreadPool]:
+    pool = DaemonThreadPool(2)
     yield pool
     pool.close()
 
 
 def streams(
-    pool: ThreadPrefetch,
+    pool: DaemonThreadPool,
     sizes: Sequence[int],
     *,
     shards: int = 8,
     seed: int = 0,
     buffer: int = 4,
     held_out: float = 0.0,
-) -> list[StreamedDocuments]:
+) -> list[BlockShuffledStream]:
     source = OwnStream(CONFIG, sizes=sizes)
     order = EpochShuffle(source.parts, seed)
-    corpus = StreamedCorpus(source, ByteTokenizer(), order, seed, shards, buffer, held_out)
-    return [StreamedDocuments(corpus, pool, shard) for shard in range(shards)]
+    corpus = StreamSpec(source, ByteTokenizer(), order, seed, shards, buffer, held_out)
+    return [BlockShuffledStream(corpus, pool, shard) for shard in range(shards)]
 
 
-def read(stream: StreamedDocuments, *, epoch: int) -> list[str]:
+def read(stream: BlockShuffledStream, *, epoch: int) -> list[str]:
     found = []
     while stream.position()["epoch"] == epoch:
         found.append(bytes(stream.tokens()[:-1].astype(np.uint8)).decode())
@@ -48,7 +48,7 @@ def read(stream: StreamedDocuments, *, epoch: int) -> list[str]:
 
 
 @pytest.mark.parametrize("sizes", [MANY, FEW], ids=["many parts", "few parts"])
-def test_each_epoch_of_all_shards_is_every_document_once(pool: ThreadPrefetch, sizes: Sequence[int]):
+def test_each_epoch_of_all_shards_is_every_document_once(pool: DaemonThreadPool, sizes: Sequence[int]):
     everything = sorted(text(number) for number in range(sum(sizes)))
     shards = streams(pool, sizes)
     first = [read(stream, epoch=0) for stream in shards]
@@ -58,7 +58,7 @@ def test_each_epoch_of_all_shards_is_every_document_once(pool: ThreadPrefetch, s
     assert first != second
 
 
-def test_documents_are_shuffled_within_blocks_by_the_seed(pool: ThreadPrefetch):
+def test_documents_are_shuffled_within_blocks_by_the_seed(pool: DaemonThreadPool):
     once, again, other = (read(streams(pool, (40,), shards=1, seed=seed)[0], epoch=0) for seed in (0, 0, 1))
     assert once == again != other
     unshuffled = [text(number) for number in range(40)]
@@ -69,7 +69,7 @@ def test_documents_are_shuffled_within_blocks_by_the_seed(pool: ThreadPrefetch):
 
 
 @pytest.mark.parametrize("sizes", [MANY, FEW, (3,)], ids=["many parts", "few parts", "too few documents"])
-def test_seek_continues_exactly_from_any_document(pool: ThreadPrefetch, sizes: Sequence[int]):
+def test_seek_continues_exactly_from_any_document(pool: DaemonThreadPool, sizes: Sequence[int]):
     walked = streams(pool, sizes)[5]
     documents, positions = [], []
     for _ in range(60):
@@ -85,36 +85,36 @@ def test_seek_continues_exactly_from_any_document(pool: ThreadPrefetch, sizes: S
             sought.advance()
 
 
-def test_a_shard_whose_turn_never_comes_takes_the_whole_part(pool: ThreadPrefetch):
+def test_a_shard_whose_turn_never_comes_takes_the_whole_part(pool: DaemonThreadPool):
     shards = streams(pool, (3,))
     assert [len(read(stream, epoch=0)) for stream in shards] == [1, 1, 1, 3, 3, 3, 3, 3]
     assert set(read(shards[7], epoch=1)) == {text(0), text(1), text(2)}
 
 
-def test_held_out_documents_are_never_read(pool: ThreadPrefetch):
+def test_held_out_documents_are_never_read(pool: DaemonThreadPool):
     found = [each for stream in streams(pool, MANY, held_out=0.2) for each in read(stream, epoch=0)]
-    assert sorted(found) == sorted(each for each in map(text, range(180)) if place(each) >= 0.2)
+    assert sorted(found) == sorted(each for each in map(text, range(180)) if unit_hash(each) >= 0.2)
     assert len(found) < 170
 
 
-def test_empty_parts_are_passed_over_and_an_empty_corpus_is_an_error(pool: ThreadPrefetch):
+def test_empty_parts_are_passed_over_and_an_empty_corpus_is_an_error(pool: DaemonThreadPool):
     found = [each for stream in streams(pool, (0, 5, 0, 5), shards=2) for each in read(stream, epoch=0)]
     assert sorted(found) == [text(number) for number in range(10)]
     with pytest.raises(UserError, match="no text to train on"):
         streams(pool, (0, 0))[0].tokens()
 
 
-def test_the_first_blocks_of_all_shards_are_read_in_the_background(pool: ThreadPrefetch):
+def test_the_first_blocks_of_all_shards_are_read_in_the_background(pool: DaemonThreadPool):
     shards = streams(pool, MANY)
     for stream in shards:
-        stream.prepare()
+        stream.prefetch()
     for stream in shards:
         assert stream._next is not None
         stream._next.result(timeout=10)
 
 
-def test_passes_count_parts(pool: ThreadPrefetch):
+def test_passes_count_parts(pool: DaemonThreadPool):
     stream = streams(pool, MANY)[0]
-    assert stream.passes({}) == 0
-    assert stream.passes({"epoch": 1, "part": 0}) == 1
-    assert stream.passes({"epoch": 1, "part": 2}) == pytest.approx(1 + 2 / 3)
+    assert stream.epochs({}) == 0
+    assert stream.epochs({"epoch": 1, "part": 0}) == 1
+    assert stream.epochs({"epoch": 1, "part": 2}) == pytest.approx(1 + 2 / 3)

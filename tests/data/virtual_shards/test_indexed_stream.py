@@ -7,20 +7,20 @@ import pytest
 
 from tests.data.corpora import OwnTable, experiment
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.data.epoch_shuffle import EpochShuffle
-from titan_exp.data.sources.indexed_stream import RandomAccessStream, TokenizedDocuments
-from titan_exp.data.tokenizers.base import ByteTokenizer
+from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
+from titan_exp.data.virtual_shards.epoch_shuffle import EpochShuffle
+from titan_exp.data.virtual_shards.indexed_stream import IndexedStream, TokenizedDocuments
 
 CONFIG = experiment().data
 
 
-def streams(source, shards: int, seed: int = 0) -> list[RandomAccessStream]:
+def streams(source, shards: int, seed: int = 0) -> list[IndexedStream]:
     documents = TokenizedDocuments(source, ByteTokenizer())
     order = EpochShuffle(len(source), seed)
-    return [RandomAccessStream(documents, order, shard=shard, shards=shards) for shard in range(shards)]
+    return [IndexedStream(documents, order, shard=shard, shards=shards) for shard in range(shards)]
 
 
-def read(stream: RandomAccessStream, *, epoch: int) -> list[bytes]:
+def read(stream: IndexedStream, *, epoch: int) -> list[bytes]:
     """The documents of the stream's present epoch, which must be `epoch`."""
     found = []
     while stream.position()["epoch"] == epoch:
@@ -101,8 +101,8 @@ def test_a_document_in_use_by_several_shards_is_read_once():
 
 def test_passes_count_documents_of_the_whole_corpus():
     shards = streams(OwnTable(CONFIG, documents=40), 8)
-    assert shards[0].passes({}) == 0
-    assert shards[0].passes({"epoch": 2, "document": 0}) == 2
-    assert shards[0].passes({"epoch": 2, "document": 1}) == pytest.approx(2.2)
+    assert shards[0].epochs({}) == 0
+    assert shards[0].epochs({"epoch": 2, "document": 0}) == 2
+    assert shards[0].epochs({"epoch": 2, "document": 1}) == pytest.approx(2.2)
     # One document read by each of 8 shards is 8 passes over a corpus of one.
-    assert streams(OwnTable(CONFIG, documents=1), 8)[0].passes({"epoch": 1, "document": 0}) == 8
+    assert streams(OwnTable(CONFIG, documents=1), 8)[0].epochs({"epoch": 1, "document": 0}) == 8

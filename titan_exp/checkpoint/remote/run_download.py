@@ -11,19 +11,19 @@ from typing import Any
 
 import torch.distributed as dist
 
-from titan_exp.checkpoint.dcp.checksums import SUMS, FileSum, problem_of_file
-from titan_exp.checkpoint.remote.filesystem import RemoteError
+from titan_exp.checkpoint.dcp.checksums import CHECKSUMS_FILE, FileChecksum, find_file_damage
+from titan_exp.checkpoint.remote.remote_folder import RemoteError
 from titan_exp.checkpoint.remote.remote_run import RemoteRun, step_name
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.run_folder.heartbeat import PROGRESS
+from titan_exp.tracking.progress_tracker import PROGRESS
 
-FETCHING = ".fetching"
+DOWNLOADING = ".fetching"
 """Ends the name of a folder into which a checkpoint is fetched; unlike a partial one it is kept for the next start."""
 
 
-def fetch_newer(
+def download_newer(
     run: RemoteRun, folder: CheckpointFolder, than: int | None, group: dist.ProcessGroup | None
 ) -> int | None:
     """Fetch the newest good checkpoint that is newer than what is here; all ranks of the group together.
@@ -45,19 +45,19 @@ def fetch_newer(
             the disk is full.
     """
     leader = dist.get_rank(group) == 0
-    known = _agreed(lambda: [step for step in run.complete() if than is None or step > than], leader, group)
+    known = _agreed(lambda: [step for step in run.complete_steps() if than is None or step > than], leader, group)
     if isinstance(known, RemoteError):
         _go_on_without(known, than)
         return None
     for step in reversed(known):
-        sums = _agreed(lambda step=step: run.sums(step), leader, group)
+        sums = _agreed(lambda step=step: run.checksums(step), leader, group)
         if isinstance(sums, RemoteError):
             _go_on_without(sums, than)
             return None
         if sums is None:
             continue
         get_logger().info("fetching the checkpoint of step %d from %s", step, run.url)
-        target = folder.at(step).with_name(step_name(step) + FETCHING)
+        target = folder.path_of(step).with_name(step_name(step) + DOWNLOADING)
         damage = _fetch(run, step, sums, target, group)
         if damage is None:
             _publish(run, folder, step, target, group)
@@ -72,13 +72,13 @@ def fetch_newer(
             damage,
         )
         if leader:
-            run.set_aside(step)
+            run.quarantine(step)
             shutil.rmtree(target, ignore_errors=True)
     return None
 
 
 def _fetch(
-    run: RemoteRun, step: int, sums: dict[str, FileSum], target: Path, group: dist.ProcessGroup | None
+    run: RemoteRun, step: int, sums: dict[str, FileChecksum], target: Path, group: dist.ProcessGroup | None
 ) -> str | RemoteError | None:
     """What is wrong with a checkpoint, in words, or what the store did not do; None when all of it is here.
 
@@ -96,22 +96,22 @@ def _fetch(
             "start again: what has arrived is kept."
         )
     if "store" in kinds:
-        return RemoteError(kinds["store"], lasting=False)
+        return RemoteError(kinds["store"], permanent=False)
     return kinds.get("damage")
 
 
-def _fetch_share(run: RemoteRun, step: int, sums: dict[str, FileSum], target: Path) -> tuple[str, str] | None:
+def _fetch_share(run: RemoteRun, step: int, sums: dict[str, FileChecksum], target: Path) -> tuple[str, str] | None:
     name = ""
     try:
         target.mkdir(parents=True, exist_ok=True)
         for name, expected in sums.items():
-            PROGRESS.alive()
-            problem = problem_of_file(target / name, expected)
+            PROGRESS.keep_alive()
+            problem = find_file_damage(target / name, expected)
             # Bits may have flipped on the way: what arrives wrong twice is wrong there.
             for _ in range(2):
                 if problem is not None:
                     run.folder.get(f"{step_name(step)}/{name}", target / name)
-                    problem = problem_of_file(target / name, expected)
+                    problem = find_file_damage(target / name, expected)
             if problem is not None:
                 (target / name).unlink(missing_ok=True)
                 return "damage", problem
@@ -128,13 +128,13 @@ def _publish(
     run: RemoteRun, folder: CheckpointFolder, step: int, target: Path, group: dist.ProcessGroup | None
 ) -> None:
     def published() -> None:
-        text = run.folder.read(f"{step_name(step)}/{SUMS}")
-        (target / SUMS).write_bytes(text or b"")
-        _sync(target / SUMS)
-        shutil.rmtree(folder.partial(step), ignore_errors=True)
-        os.rename(target, folder.partial(step))
+        text = run.folder.read(f"{step_name(step)}/{CHECKSUMS_FILE}")
+        (target / CHECKSUMS_FILE).write_bytes(text or b"")
+        _sync(target / CHECKSUMS_FILE)
+        shutil.rmtree(folder.partial_path(step), ignore_errors=True)
+        os.rename(target, folder.partial_path(step))
         folder.publish(step)
-        for other in folder.path.glob(f"*{FETCHING}"):
+        for other in folder.path.glob(f"*{DOWNLOADING}"):
             shutil.rmtree(other, ignore_errors=True)
 
     failure = _agreed(published, dist.get_rank(group) == 0, group)
@@ -143,7 +143,7 @@ def _publish(
 
 
 def _go_on_without(error: RemoteError, than: int | None) -> None:
-    if than is None or error.lasting:
+    if than is None or error.permanent:
         raise UserError(
             f"checkpoint.remote: {error}\nWhether a newer checkpoint is there cannot be told. Try again when the store "
             "can be reached, or train without it: checkpoint.remote=null"
@@ -163,12 +163,12 @@ def _agreed(question: Callable[[], Any], leader: bool, group: dist.ProcessGroup 
             answer[0] = question()
         except RemoteError as error:
             # As text: the causes of errors do not travel.
-            answer[0] = _Said(str(error), error.lasting)
+            answer[0] = _Said(str(error), error.permanent)
         except OSError as error:
             answer[0] = UserError(f"{error.filename or 'the run folder'}: {error.strerror or error}")
     dist.broadcast_object_list(answer, src=0, group=group)
     if isinstance(answer[0], _Said):
-        return RemoteError(answer[0].text, lasting=answer[0].lasting)
+        return RemoteError(answer[0].text, permanent=answer[0].permanent)
     if isinstance(answer[0], UserError):
         raise answer[0]
     return answer[0]
@@ -177,8 +177,8 @@ def _agreed(question: Callable[[], Any], leader: bool, group: dist.ProcessGroup 
 class _Said:
     """A RemoteError on its way to other ranks."""
 
-    def __init__(self, text: str, lasting: bool) -> None:
-        self.text, self.lasting = text, lasting
+    def __init__(self, text: str, permanent: bool) -> None:
+        self.text, self.permanent = text, permanent
 
 
 def _sync(path: Path) -> None:

@@ -6,20 +6,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titan_exp.checkpoint.dcp.checksums import problem
-from titan_exp.checkpoint.formats.dcp_reader import DistributedStore
-from titan_exp.checkpoint.formats.mapping import MappedParameters, check_tensors
+from titan_exp.checkpoint.dcp.checksums import find_damage
+from titan_exp.checkpoint.formats.dcp_checkpoint import DCPTensorReader
+from titan_exp.checkpoint.formats.mapping import ImportReader, check_tensors
 from titan_exp.checkpoint.formats.meta_consolidated import IGNORED, open_consolidated
-from titan_exp.checkpoint.formats.safetensors import SafetensorsStore
-from titan_exp.checkpoint.formats.tensor_reader import TensorStore
-from titan_exp.checkpoint.formats.torch_file import TorchStore, load_safely
+from titan_exp.checkpoint.formats.safetensors import SafetensorsReader
+from titan_exp.checkpoint.formats.tensor_reader import TensorReader
+from titan_exp.checkpoint.formats.torch_file import TorchFileReader, torch_load_safely
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.schema.typed_config import load_experiment
-from titan_exp.data.tokenizers.base import build_tokenizer, tokenizer_place
-from titan_exp.data.tokenizers.files import NAMES
+from titan_exp.data.tokenizers.build import build_tokenizer, tokenizer_path
+from titan_exp.data.tokenizers.files import TOKENIZER_FILES
 from titan_exp.models.convert.hf_config import from_huggingface, special_tokens_of
 from titan_exp.models.convert.llama_state_dict import CheckpointFormat, llama_map, names_of
 from titan_exp.models.convert.model_json import FILE, from_json
@@ -33,7 +33,7 @@ TORCHTUNE_FILE = "model.pt"
 
 
 @dataclass(frozen=True)
-class Source:
+class OpenCheckpoint:
     """Weights somewhere on disk, as our parameters, and what is known of their model."""
 
     path: Path
@@ -42,7 +42,7 @@ class Source:
     """One of `FORMATS`."""
     model: ModelConfig
     """The model group."""
-    parameters: TensorStore
+    parameters: TensorReader
     """Our parameters, by full name."""
     tokenizer: str | None = None
     """`bytes`, or the path of a tokenizer.json or of a folder with a tokenizer's files; None where there is none."""
@@ -50,7 +50,7 @@ class Source:
     """`bos_token_id` and `eos_token_id`, where they are known."""
 
 
-def open_source(path: Path, step: int = 0) -> Source:
+def open_checkpoint(path: Path, step: int = 0) -> OpenCheckpoint:
     """Find out what a path holds, and check that all of it is there.
 
     Args:
@@ -79,7 +79,7 @@ def open_source(path: Path, step: int = 0) -> Source:
     raise UserError(f"{path} is no checkpoint.\n  {_what_is_missing(path)}")
 
 
-def open_huggingface(folder: Path) -> Source:
+def open_huggingface(folder: Path) -> OpenCheckpoint:
     """The weights of a Hugging Face folder.
 
     Raises:
@@ -95,40 +95,40 @@ def open_huggingface(folder: Path) -> Source:
             f"{folder} holds config.json and no *.safetensors. Older files (pytorch_model.bin) become safetensors by "
             "loading and saving them with transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)."
         )
-    store = SafetensorsStore(folder)
+    store = SafetensorsReader(folder)
     # Some tied checkpoints hold the head once more, and old ones a table of frequencies.
     extra = {name for name in store.shapes if name.endswith("rotary_emb.inv_freq")}
     parameters = _mapped(store, model, "huggingface", folder, extra)
-    return Source(folder, "huggingface", model, parameters, _tokenizer_in(folder), special_tokens_of(values))
+    return OpenCheckpoint(folder, "huggingface", model, parameters, _tokenizer_in(folder), special_tokens_of(values))
 
 
-def tokenizer_of_run(config: DataConfig) -> tuple[str | None, dict[str, Any]]:
-    """The tokenizer of a run and its special tokens, as `Source` has them; none where it is not there any more."""
+def run_tokenizer(config: DataConfig) -> tuple[str | None, dict[str, Any]]:
+    """Tokenizer and special tokens of a run as `OpenCheckpoint` holds them; none if the tokenizer is gone."""
     try:
         end = build_tokenizer(config).end_of_text
-        return tokenizer_place(config), {"bos_token_id": end, "eos_token_id": end}
+        return tokenizer_path(config), {"bos_token_id": end, "eos_token_id": end}
     except UserError:
         return None, {}
 
 
 def _checkpoint_of_run(path: Path, step: int) -> Path:
     checkpoints = CheckpointFolder(path / "checkpoints")
-    steps = checkpoints.complete()
+    steps = checkpoints.complete_steps()
     if not steps:
         raise UserError(
             f"{path} holds no complete checkpoint. Runs with one are listed by: ls -d runs/*/*/checkpoints/"
         )
     if step and step not in steps:
         raise UserError(f"step={step}: {path} has checkpoints of steps {', '.join(map(str, steps))}.")
-    return checkpoints.at(step or steps[-1])
+    return checkpoints.path_of(step or steps[-1])
 
 
-def _distributed(path: Path) -> Source:
+def _distributed(path: Path) -> OpenCheckpoint:
     # By this process alone: in a job of several ranks, not all may ask.
-    damage = problem(path)
+    damage = find_damage(path)
     if damage is not None:
         raise UserError(f"The checkpoint {path} is damaged: {damage}. Name an older one, or another copy of it.")
-    store = DistributedStore(path)
+    store = DCPTensorReader(path)
     if not store.shapes:
         raise UserError(f"{path} is a distributed checkpoint without a model: no key in it begins with model.")
     described, of_run = path / FILE, path.parent.parent / "config.yaml"
@@ -137,7 +137,7 @@ def _distributed(path: Path) -> Source:
         tokenizer = _tokenizer_in(path)
     elif of_run.is_file():
         experiment = load_experiment(of_run)
-        model, (tokenizer, special) = experiment.model, tokenizer_of_run(experiment.data)
+        model, (tokenizer, special) = experiment.model, run_tokenizer(experiment.data)
     else:
         raise UserError(
             f"{path} is a distributed checkpoint outside of a run, and nothing says of which model: {FILE} is missing. "
@@ -145,10 +145,10 @@ def _distributed(path: Path) -> Source:
         )
     if model.architecture == "decoder":
         check_tensors(store.shapes, llama_map(model, "huggingface").shapes, where=str(path))
-    return Source(path, "dcp", model, store, tokenizer, special)
+    return OpenCheckpoint(path, "dcp", model, store, tokenizer, special)
 
 
-def _consolidated(folder: Path) -> Source:
+def _consolidated(folder: Path) -> OpenCheckpoint:
     # What we wrote says more than Meta's params.json.
     described, special = folder / FILE, {}
     known = None
@@ -158,21 +158,21 @@ def _consolidated(folder: Path) -> Source:
     model = _sound(model, folder)
     # A head that equals the embedding is no parameter.
     parameters = _mapped(store, model, "llama", folder, {IGNORED, names_of("llama")[1]})
-    return Source(folder, "llama", model, parameters, _tokenizer_in(folder), special)
+    return OpenCheckpoint(folder, "llama", model, parameters, _tokenizer_in(folder), special)
 
 
-def _torchtune(folder: Path) -> Source:
+def _torchtune(folder: Path) -> OpenCheckpoint:
     described = folder / FILE
     model, special = from_json(json.loads(described.read_text(encoding="utf-8")), str(described))
-    store = TorchStore(load_safely(folder / TORCHTUNE_FILE))
+    store = TorchFileReader(torch_load_safely(folder / TORCHTUNE_FILE))
     parameters = _mapped(store, model, "torchtune", folder, set())
-    return Source(folder, "torchtune", model, parameters, _tokenizer_in(folder), special)
+    return OpenCheckpoint(folder, "torchtune", model, parameters, _tokenizer_in(folder), special)
 
 
-def _torch_file(path: Path) -> Source:
+def _torch_file(path: Path) -> OpenCheckpoint:
     if path.name.startswith("consolidated.") and path.with_name("params.json").is_file():
         raise UserError(f"{path} is one file of Meta's Llama. Name its folder: {path.parent}")
-    content = load_safely(path)
+    content = torch_load_safely(path)
     tensors = content.get("model")
     if not isinstance(tensors, dict) or "config" not in content:
         raise UserError(
@@ -180,20 +180,20 @@ def _torch_file(path: Path) -> Source:
             f"{', '.join(map(str, list(content)[:4]))}). Of Meta's files name the folder, with params.json in it."
         )
     model, special = from_json(content["config"], str(path))
-    store = TorchStore(tensors)
+    store = TorchFileReader(tensors)
     if model.architecture == "decoder":
         check_tensors(store.shapes, llama_map(model, "huggingface").shapes, where=str(path))
-    return Source(path, "torch", model, store, None, special)
+    return OpenCheckpoint(path, "torch", model, store, None, special)
 
 
 def _mapped(
-    store: TensorStore, model: ModelConfig, dialect: CheckpointFormat, path: Path, extra: set[str]
-) -> MappedParameters:
+    store: TensorReader, model: ModelConfig, dialect: CheckpointFormat, path: Path, extra: set[str]
+) -> ImportReader:
     row_map = llama_map(model, dialect)
     wanted = {name: shape for name, shape in row_map.their_shapes.items() if name not in row_map.copies}
     optional = extra | ({names_of(dialect)[1]} if model.tied_embeddings else set())
     check_tensors(store.shapes, wanted, where=str(path), optional=frozenset(optional))
-    return MappedParameters(store, row_map)
+    return ImportReader(store, row_map)
 
 
 def _sound(model: ModelConfig, path: Path) -> ModelConfig:
@@ -210,7 +210,7 @@ def _sound(model: ModelConfig, path: Path) -> ModelConfig:
 
 
 def _tokenizer_in(folder: Path) -> str | None:
-    return str(folder) if any((folder / name).is_file() for name in NAMES) else None
+    return str(folder) if any((folder / name).is_file() for name in TOKENIZER_FILES) else None
 
 
 def _what_is_missing(path: Path) -> str:
@@ -220,7 +220,7 @@ def _what_is_missing(path: Path) -> str:
         return "It holds consolidated.*.pth without params.json."
     if (path / "config.yaml").is_file():
         return "It is a run that has saved nothing yet."
-    if CheckpointFolder(path).complete():
+    if CheckpointFolder(path).complete_steps():
         return f"It holds checkpoints of a run; name one of them, or the run: {path.parent}"
     return (
         "What can be read: a run folder, a checkpoints/step-… folder, a Hugging Face folder (config.json and "

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from titan_exp.checkpoint.dcp.checksums import has_sums
-from titan_exp.checkpoint.remote.filesystem import RemoteError
+from titan_exp.checkpoint.dcp.checksums import has_checksums
+from titan_exp.checkpoint.remote.remote_folder import RemoteError
 from titan_exp.checkpoint.remote.remote_run import RemoteRun
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.groups.checkpoint import CheckpointConfig
@@ -25,7 +25,7 @@ MARGIN = 20.0
 _FOREVER = timedelta(days=365)
 
 
-class Uploads:
+class BackgroundUploader:
     """The uploads of one run, one checkpoint at a time. All ranks make it together.
 
     Rank 0 says which checkpoint comes next: the newest that is durable here. One that has not been begun when a newer
@@ -89,7 +89,7 @@ class Uploads:
         with self._changed:
             return {step for step in (self._waiting, self._current) if step is not None}
 
-    def take_seconds(self) -> float | None:
+    def pop_seconds(self) -> float | None:
         """How long the last upload that has succeeded since the last call took; None where none has."""
         with self._changed:
             seconds, self._seconds = self._seconds, None
@@ -177,8 +177,8 @@ class Uploads:
 
     def _send(self, step: int) -> None:
         began = self._clock()
-        path = self._folder.at(step)
-        problem = self._try(lambda: self._run.put_share(step, path, self._rank, self._world, lambda: self._give_up))
+        path = self._folder.path_of(step)
+        problem = self._try(lambda: self._run.upload_shard(step, path, self._rank, self._world, lambda: self._give_up))
         problems: list[str | None] = [problem] * self._world
         dist.all_gather_object(problems, problem, group=self._group)
         if self._rank == 0:
@@ -187,7 +187,7 @@ class Uploads:
             self._note(step, problem, self._clock() - began)
             if problem is None:
                 config = self._config
-                left = self._try(lambda: self._run.retain(config.keep, config.keep_every, step))
+                left = self._try(lambda: self._run.apply_retention(config.keep, config.keep_every, step))
                 if left is not None:
                     get_logger().error("old checkpoints could not be deleted there: %s", left)
             with self._changed:
@@ -221,13 +221,13 @@ class Uploads:
         return None
 
 
-def worth_sending(run: RemoteRun, folder: CheckpointFolder, keep_every: int | None) -> list[int]:
+def steps_to_upload(run: RemoteRun, folder: CheckpointFolder, keep_every: int | None) -> list[int]:
     """Steps that are complete here and not there, ascending: the newest, and those that are kept for ever.
 
     Raises:
         RemoteError: the store cannot be asked.
     """
-    here = [step for step in folder.complete() if has_sums(folder.at(step))]
+    here = [step for step in folder.complete_steps() if has_checksums(folder.path_of(step))]
     wanted = [step for step in here if step == here[-1] or (keep_every is not None and step % keep_every == 0)]
-    begun = run.started()
-    return [step for step in wanted if step not in begun or not run.holds(step, folder.at(step))]
+    begun = run.listed_steps()
+    return [step for step in wanted if step not in begun or not run.has_same(step, folder.path_of(step))]

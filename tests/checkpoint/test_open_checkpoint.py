@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.parity.runs import train
-from titan_exp.checkpoint.formats.open import open_source
+from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
 from titan_exp.cli.convert import convert_command
 from titan_exp.config.errors.user_error import UserError
 
@@ -16,10 +16,10 @@ SAVED = ("checkpoint.mode=sync", "checkpoint.every=5", "training.steps=10")
 @pytest.mark.parametrize("layout", [(), ("parallelism.dp_shard=2", "parallelism.tp=2")], ids=["one", "four"])
 def test_what_a_run_saved_is_exported_bitwise(layout: tuple[str, ...], tmp_path: Path):
     trained = train(tmp_path / "run", *SAVED, *layout)
-    source = open_source(tmp_path / "run")
+    source = open_checkpoint(tmp_path / "run")
     assert (source.format, source.path.name, source.tokenizer) == ("dcp", "step-00000010", "bytes")
     assert convert_command([str(tmp_path / "run"), str(tmp_path / "export")]) == 0
-    found = open_source(tmp_path / "export").parameters
+    found = open_checkpoint(tmp_path / "export").parameters
     assert set(found.shapes) == set(trained.weights)
     for name, value in trained.weights.items():
         assert torch.equal(found.read(name), value), name
@@ -27,14 +27,14 @@ def test_what_a_run_saved_is_exported_bitwise(layout: tuple[str, ...], tmp_path:
 
 def test_one_of_several_checkpoints(tmp_path: Path):
     train(tmp_path / "run", *SAVED)
-    assert open_source(tmp_path / "run", 5).path.name == "step-00000005"
-    assert open_source(tmp_path / "run" / "checkpoints" / "step-00000005").model.name == "llama-debug"
+    assert open_checkpoint(tmp_path / "run", 5).path.name == "step-00000005"
+    assert open_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000005").model.name == "llama-debug"
     with pytest.raises(UserError, match="checkpoints of steps 5, 10"):
-        open_source(tmp_path / "run", 7)
+        open_checkpoint(tmp_path / "run", 7)
     with pytest.raises(UserError, match="name one of them, or the run"):
-        open_source(tmp_path / "run" / "checkpoints")
+        open_checkpoint(tmp_path / "run" / "checkpoints")
     (tmp_path / "run" / "checkpoints" / "step-00000005").rename(tmp_path / "astray")
     with pytest.raises(UserError, match="nothing says of which model"):
-        open_source(tmp_path / "astray")
+        open_checkpoint(tmp_path / "astray")
     with pytest.raises(UserError, match="checkpoints of steps 10"):
-        open_source(tmp_path / "run", 5)
+        open_checkpoint(tmp_path / "run", 5)

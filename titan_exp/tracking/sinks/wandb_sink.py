@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
-from titan_exp.tracking.sinks.base import Row
+from titan_exp.tracking.sinks.sink import Row
 from titan_exp.tracking.sinks.wandb_run import WandbRun
-from titan_exp.tracking.sinks.wandb_service import end_service
+from titan_exp.tracking.sinks.wandb_service import stop_wandb_service
 
 if TYPE_CHECKING:
     import wandb
@@ -53,7 +53,7 @@ class WandbSink:
         if state == "preempted":
             self._run.mark_preempting()
         self._run.finish(exit_code=EXIT_CODES.get(state, 1))
-        end_service()
+        stop_wandb_service()
 
 
 def logged_in() -> bool:
@@ -87,7 +87,7 @@ def _start(run: WandbRun, folder: Path) -> "wandb.Run":
             str(error).strip().partition("\n")[0],
             folder / "wandb",
         )
-        end_service()  # it still holds the id of the attempt that failed
+        stop_wandb_service()  # it still holds the id of the attempt that failed
         return _init(run, folder, "offline")
 
 

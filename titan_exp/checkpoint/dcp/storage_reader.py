@@ -42,7 +42,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         )
 
 
-class SafeReader(dcp.FileSystemReader):
+class SafeStorageReader(dcp.FileSystemReader):
     """torch's file reader, with metadata read by an allow-list."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -61,21 +61,21 @@ class SafeReader(dcp.FileSystemReader):
 
 def tensor_shapes(path: Path) -> dict[str, torch.Size]:
     """Global shape of every tensor in a checkpoint, by key."""
-    entries = SafeReader(path).read_metadata().state_dict_metadata
+    entries = SafeStorageReader(path).read_metadata().state_dict_metadata
     return {key: entry.size for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
 
-def extents(path: Path) -> dict[str, int]:
+def min_file_sizes(path: Path) -> dict[str, int]:
     """How many bytes each file of a checkpoint has at least, by its name."""
     ends: dict[str, int] = {}
-    for place in SafeReader(path).read_metadata().storage_data.values():
+    for place in SafeStorageReader(path).read_metadata().storage_data.values():
         ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
     return ends
 
 
-def read_into(path: Path, state: dict[str, Tensor]) -> None:
+def load_into(path: Path, state: dict[str, Tensor]) -> None:
     """Load a checkpoint into tensors in place; all ranks call it together, in any layout, or one process alone."""
     with warnings.catch_warnings():
         # A process without a process group means to load alone; torch warns about its own, right, assumption.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.load(dict(state), storage_reader=SafeReader(path))
+        dcp.load(dict(state), storage_reader=SafeStorageReader(path))

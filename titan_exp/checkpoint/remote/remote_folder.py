@@ -36,16 +36,16 @@ class RemoteError(Exception):
         lasting: no waiting will help: a wrong name, no credentials, no permission. Else the network may be away.
     """
 
-    def __init__(self, message: str, *, lasting: bool) -> None:
+    def __init__(self, message: str, *, permanent: bool) -> None:
         super().__init__(message)
-        self.lasting = lasting
+        self.permanent = permanent
 
 
-class Abandoned(RemoteError):
+class TransferCancelled(RemoteError):
     """A transfer was given up because it was asked to be."""
 
     def __init__(self) -> None:
-        super().__init__("it was given up, unfinished", lasting=False)
+        super().__init__("it was given up, unfinished", permanent=False)
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class RemoteFile:
 
 
 @dataclass(frozen=True)
-class RemoteEntries:
+class RemoteListing:
     """What lies directly in a remote folder."""
 
     files: dict[str, RemoteFile] = field(default_factory=dict)
@@ -87,17 +87,17 @@ class RemoteFolder:
         """Where it is."""
         self._opened: tuple[Any, str] | None = None
 
-    def entries(self, name: str = "") -> RemoteEntries:
+    def entries(self, name: str = "") -> RemoteListing:
         """What lies in the folder, or in one below it; nothing where there is none."""
 
-        def listed() -> RemoteEntries:
+        def listed() -> RemoteListing:
             store, _ = self._store()
             store.invalidate_cache()
             path = self._at(name)
             try:
                 found = store.ls(path, detail=True)
             except FileNotFoundError:
-                return RemoteEntries()
+                return RemoteListing()
             files, folders = {}, []
             for entry in found:
                 own = str(entry["name"]).rstrip("/")
@@ -108,7 +108,7 @@ class RemoteFolder:
                     folders.append(last)
                 else:
                     files[last] = RemoteFile(last, int(entry["size"] or 0), _version(entry))
-            return RemoteEntries(files, tuple(sorted(folders)))
+            return RemoteListing(files, tuple(sorted(folders)))
 
         return self._asked(listed)
 
@@ -175,7 +175,7 @@ class RemoteFolder:
                 store.put_file(str(source), self._at(name), callback=_stopping(stop))
 
         if stop():
-            raise Abandoned
+            raise TransferCancelled
         self._asked(uploaded)
 
     def get(self, name: str, target: Path) -> None:
@@ -243,7 +243,7 @@ class RemoteFolder:
             raise _in_words(error, self.url) from error
 
 
-def file_version(file: RemoteFile) -> str:
+def version_tag(file: RemoteFile) -> str:
     """A short text that changes with the file."""
     return hashlib.sha256(json.dumps([file.name, file.size, file.version]).encode()).hexdigest()[:16]
 
@@ -273,7 +273,7 @@ def _copy(source: Path, target: Path, stop: Callable[[], bool]) -> None:
     with source.open("rb") as read, target.open("wb") as written:
         while chunk := read.read(_CHUNK):
             if stop():
-                raise Abandoned
+                raise TransferCancelled
             written.write(chunk)
         written.flush()
         os.fsync(written.fileno())
@@ -286,7 +286,7 @@ def _stopping(stop: Callable[[], bool]) -> Any:
     class Stopping(Callback):
         def relative_update(self, inc: int = 1) -> None:
             if stop():
-                raise Abandoned
+                raise TransferCancelled
             super().relative_update(inc)
 
     return Stopping()
@@ -330,7 +330,7 @@ def _in_words(error: Exception, url: str) -> RemoteError:
     elif isinstance(error, NotImplementedError):
         reason = "its protocol can only be read"
     elif names & set(_AWAY) or isinstance(error, TimeoutError | ConnectionError):
-        return RemoteError(f"{url}: the store does not answer ({said})", lasting=False)
+        return RemoteError(f"{url}: the store does not answer ({said})", permanent=False)
     else:
-        return RemoteError(f"{url}: {type(error).__name__}: {said}", lasting=False)
-    return RemoteError(f"{url}: {reason}", lasting=True)
+        return RemoteError(f"{url}: {type(error).__name__}: {said}", permanent=False)
+    return RemoteError(f"{url}: {reason}", permanent=True)

@@ -13,19 +13,19 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, WriteItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from titan_exp.checkpoint.dcp.reader import SafeReader
-from titan_exp.checkpoint.dcp.writer import SummedWriter
-from titan_exp.checkpoint.formats.safetensors import Produce, Spec
-from titan_exp.checkpoint.formats.tensor_reader import WHOLE
-from titan_exp.checkpoint.state_dict import MODEL
+from titan_exp.checkpoint.dcp.storage_reader import SafeStorageReader
+from titan_exp.checkpoint.dcp.storage_writer import ChecksumWriter
+from titan_exp.checkpoint.formats.safetensors import TensorProducer, TensorSpec
+from titan_exp.checkpoint.formats.tensor_reader import FULL_SLICE
+from titan_exp.checkpoint.state_dict import MODEL_PREFIX
 
 
-class DistributedStore:
+class DCPTensorReader:
     """The model's tensors in a checkpoint of training, by our full names; of a part, the saved pieces that it meets."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._metadata = SafeReader(path).read_metadata()
+        self._metadata = SafeStorageReader(path).read_metadata()
         self.shapes = {name: tuple(entry.size) for name, entry in self._entries.items()}
         """Shape of every tensor, by name."""
 
@@ -33,7 +33,7 @@ class DistributedStore:
         """Type of a tensor."""
         return self._entries[name].properties.dtype
 
-    def read(self, name: str, rows: slice = WHOLE, columns: slice = WHOLE) -> Tensor:
+    def read(self, name: str, rows: slice = FULL_SLICE, columns: slice = FULL_SLICE) -> Tensor:
         """A part of a tensor; the pieces in which it was saved are read whole, one at a time."""
         wanted = [range(*part.indices(size)) for part, size in zip((rows, columns), self.shapes[name], strict=False)]
         # What has no rows or columns, a single number, is a part of itself.
@@ -44,30 +44,35 @@ class DistributedStore:
             reader = _ReaderOf(self._path, self._metadata)
             with _one_process():
                 # Also where other ranks are: they read other parts.
-                dcp.load({f"{MODEL}{name}": tensor}, storage_reader=reader, planner=_Part(tensor, starts), no_dist=True)
+                dcp.load(
+                    {f"{MODEL_PREFIX}{name}": tensor},
+                    storage_reader=reader,
+                    planner=_Part(tensor, starts),
+                    no_dist=True,
+                )
         return tensor
 
     @cached_property
     def _entries(self) -> dict[str, TensorStorageMetadata]:
         entries = self._metadata.state_dict_metadata.items()
         return {
-            key.removeprefix(MODEL): entry
+            key.removeprefix(MODEL_PREFIX): entry
             for key, entry in entries
-            if key.startswith(MODEL) and isinstance(entry, TensorStorageMetadata)
+            if key.startswith(MODEL_PREFIX) and isinstance(entry, TensorStorageMetadata)
         }
 
 
-def write_distributed(path: Path, specs: Sequence[Spec], produce: Produce) -> None:
+def write_dcp(path: Path, specs: Sequence[TensorSpec], produce: TensorProducer) -> None:
     """Write a checkpoint that holds the model alone, a tensor in memory at a time."""
-    named = {f"{MODEL}{spec.name}": spec for spec in specs}
+    named = {f"{MODEL_PREFIX}{spec.name}": spec for spec in specs}
     state = {key: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for key, spec in named.items()}
     # A file for each tensor: torch keeps the tensors of a file until it is written.
-    writer = SummedWriter(path, single_file_per_rank=False)
+    writer = ChecksumWriter(path, single_file_per_rank=False)
     with _one_process():
         dcp.save(state, storage_writer=writer, planner=_Producing(named, produce))
 
 
-class _ReaderOf(SafeReader):
+class _ReaderOf(SafeStorageReader):
     """Reads with a table of contents that has been read before: it is long, and wanted for every tensor."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
@@ -101,7 +106,7 @@ class _Part(dcp.DefaultLoadPlanner):
 class _Producing(dcp.DefaultSavePlanner):
     """Plans with tensors that have no memory, and makes each when it is to be written."""
 
-    def __init__(self, specs: dict[str, Spec], produce: Produce) -> None:
+    def __init__(self, specs: dict[str, TensorSpec], produce: TensorProducer) -> None:
         super().__init__()
         self._specs, self._produce = specs, produce
 

@@ -1,0 +1,52 @@
+"""Source lookup: `data.source` is a module of `titan_exp.data.sources` or the import path of a user's class."""
+
+import inspect
+from importlib import import_module
+from types import ModuleType
+
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.groups.builtins import SOURCES
+from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.schema.import_path import import_dotted
+from titan_exp.data.sources.base import RandomAccessSource, Source, StreamingSource
+
+
+def builtin_source(config: DataConfig) -> ModuleType | None:
+    """Module of a built-in source; None for a user's class."""
+    return import_module(f"titan_exp.data.sources.{config.source}") if config.source in SOURCES else None
+
+
+def build_source(config: DataConfig) -> Source:
+    """Open the training documents, held-out ones included. Raises UserError if they cannot be read."""
+    module = builtin_source(config)
+    return _build_own(config) if module is None else module.build(config)
+
+
+def has_validation_split(config: DataConfig) -> bool:
+    """True if the source has a validation split of its own, so that no training documents are held out."""
+    return config.validation_split is not None and hasattr(builtin_source(config), "build_validation")
+
+
+def build_validation_source(config: DataConfig) -> Source | None:
+    """Open the source's own validation split; None if validation documents are held out of the training documents."""
+    module = builtin_source(config)
+    return module.build_validation(config) if module is not None and has_validation_split(config) else None
+
+
+def _build_own(config: DataConfig) -> Source:
+    own = import_dotted(config.source, "data.source")
+    try:
+        inspect.signature(own).bind(config, **config.options)
+    except TypeError as error:
+        reason = f"it cannot be called with the data group and data.options {config.options} ({error})"
+        raise _refusal(config, reason, "a class whose __init__ takes (config, **options)") from error
+    source = own(config, **config.options)
+    if not isinstance(source, RandomAccessSource | StreamingSource):
+        reason = "its objects are neither a random-access nor a streaming source"
+        remedy = "a class with __len__ and __getitem__, or with parts and open; see titan_exp/data/sources/base.py"
+        raise _refusal(config, reason, remedy)
+    return source
+
+
+def _refusal(config: DataConfig, reason: str, remedy: str) -> UserError:
+    return UserError("The data source cannot be used.", [Violation("data.source", config.source, reason, remedy)])

@@ -1,0 +1,41 @@
+"""Source `tokens`: token stores written by `titan-exp tokenize`, one or a mixture of several."""
+
+import functools
+from collections.abc import Callable
+
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.paths.token_store_manifest import read_manifest, store_names
+from titan_exp.data.token_sequence import TokenSequence
+from titan_exp.data.token_store.reader import TokenSplit
+from titan_exp.data.token_store.window_sampler import WindowSampler
+
+build_sampler = WindowSampler
+"""Sampler of the training windows."""
+
+
+def validation_splits(config: DataConfig, all_documents: bool) -> dict[str, Callable[[], TokenSequence]]:
+    """Openers of each store's validation split, or of both splits, by store name (empty for a single store).
+
+    Raises:
+        UserError: a store has no validation documents.
+    """
+    names = store_names(config.paths) if len(config.paths) > 1 else [""]
+    found: dict[str, Callable[[], TokenSequence]] = {}
+    for name, path in zip(names, config.paths, strict=True):
+        manifest = read_manifest(path)
+        splits = [split for split, tokens in manifest.tokens.items() if tokens >= 2]
+        if not all_documents and "validation" not in splits:
+            reason = "this store was made without validation documents"
+            violation = Violation("data.paths", path, reason, "training.evaluate_every=0, or another store")
+            raise UserError("There is nothing to evaluate on.", [violation])
+        for split in splits if all_documents else ["validation"]:
+            tokens = TokenSplit(manifest, split)
+            found[f"{name} {split}".strip() if all_documents else name] = functools.partial(
+                _open_split, tokens, config.validation_documents
+            )
+    return found
+
+
+def _open_split(split: TokenSplit, documents: int | None) -> TokenSequence:
+    return TokenSequence(split.tokens_in(documents), split.read)

@@ -1,0 +1,149 @@
+"""Token store construction: lock, journal, tokenizer copy, worker processes, manifest."""
+
+import errno
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.paths.data_files import tokenizer_file
+from titan_exp.config.paths.token_store_manifest import MANIFEST, UNFINISHED, Manifest, read_manifest
+from titan_exp.data.token_store.corpus import Corpus
+from titan_exp.data.token_store.progress import ProgressDisplay
+from titan_exp.data.token_store.shard_writer import TEMPORARY, write_json
+from titan_exp.data.token_store.workers import tokenize_parts
+from titan_exp.data.token_store.writer import TokenizeJob, describe_store, remove_temporary_files, write_manifest
+from titan_exp.data.tokenizers.build import build_tokenizer
+
+_JOB = "job.json"
+_KEYS = {
+    "source": "data.paths",
+    "held_out": "data.validation_fraction",
+    "tokenizer": "data.tokenizer",
+    "token_bytes": "data.tokenizer",
+}
+"""Configuration keys of the settings in a store's description; the others have the names of `tokenize` options."""
+
+
+def build_store(
+    out: str, data: DataConfig, *, parts: int, shard_tokens: int, shuffle: int, workers: int
+) -> tuple[Manifest, bool]:
+    """Make or resume the store in folder `out`; returns its manifest, and whether anything was tokenized.
+
+    Raises:
+        UserError: a file cannot be read or written, or the folder holds something else.
+    """
+    folder = Path(out).expanduser()
+    with _explain_os_errors(folder):
+        _check_folder(folder, out)
+        corpus = Corpus(data, parts, shuffle)
+        job = TokenizeJob(folder, data, parts, shard_tokens, corpus.fingerprint, shuffle)
+        description = describe_store(job, corpus, build_tokenizer(data))
+        if (folder / MANIFEST).exists():
+            _check_same(folder / MANIFEST, description, out)
+            return read_manifest(folder), False
+        job.journal.mkdir(parents=True, exist_ok=True)
+        with _lock(job.journal / "lock", out):
+            if (job.journal / _JOB).exists():
+                _check_same(job.journal / _JOB, description, out)
+            else:
+                write_json(job.journal / _JOB, description)
+            remove_temporary_files(job)
+            _copy_tokenizer(data, folder)
+            # Tokenize with the copy, so that the tokens belong to it.
+            own = data if data.tokenizer == "bytes" else replace(data, tokenizer=str(folder))
+            _tokenize(replace(job, data=own), corpus, out, workers or len(os.sched_getaffinity(0)))
+            write_manifest(job, corpus, description)
+    return read_manifest(folder), True
+
+
+def _tokenize(job: TokenizeJob, corpus: Corpus, out: str, workers: int) -> None:
+    pending = [part for part in corpus.parts if not job.is_finished(part)]
+    done = len(corpus.parts) - len(pending)
+    state = f"continued, {done} of {len(corpus.parts)} parts are done" if done else f"{len(pending)} parts"
+    print(f"{out}: {state}, {min(workers, len(pending)) or 1} at a time", flush=True)
+    try:
+        with ProgressDisplay(len(corpus.parts), done, corpus.documents).shown() as progress:
+            tokenize_parts(job, pending, workers, progress.add)
+    finally:
+        remove_temporary_files(job)
+
+
+def _copy_tokenizer(data: DataConfig, folder: Path) -> None:
+    """Copy the tokenizer's files into the store, atomically."""
+    if data.tokenizer == "bytes":
+        return
+    file = tokenizer_file(data.tokenizer)
+    for source, name in ((file, "tokenizer.json"), (file.with_name("tokenizer_config.json"), "tokenizer_config.json")):
+        if source.is_file():
+            temporary = folder / f"{name}{TEMPORARY}"
+            shutil.copyfile(source, temporary)
+            os.replace(temporary, folder / name)
+
+
+def _check_folder(folder: Path, out: str) -> None:
+    """Check that the folder is new, empty, or a store."""
+    if folder.exists() and not folder.is_dir():
+        raise _refusal(out, "a file of this name exists", "another out")
+    is_store = any((folder / name).exists() for name in (MANIFEST, UNFINISHED))
+    if folder.is_dir() and any(folder.iterdir()) and not is_store:
+        raise _refusal(out, "the folder holds other files", "a new folder")
+
+
+def _check_same(path: Path, description: dict[str, Any], out: str) -> None:
+    """Check that the finished or unfinished store in the folder has the requested settings."""
+    try:
+        saved = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise _refusal(out, f"its {path.name} is not JSON: {error}", "remove the folder") from error
+    saved = {"shuffle": 0, **saved}  # stores made before the option existed
+    violations = [
+        Violation(
+            _KEYS.get(key, key),
+            "",
+            f"{out} was made with {key} {saved.get(key)}, and now it is {description[key]}",
+            "another out; or the previous setting; or remove the folder",
+        )
+        for key in description
+        if saved.get(key) != description[key]
+    ]
+    if violations:
+        raise UserError("The folder holds a store with other settings.", violations)
+
+
+@contextmanager
+def _lock(path: Path, out: str) -> Iterator[None]:
+    """Hold the store's lock, which the system releases when this process exits."""
+    with path.open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            reason = "another titan-exp tokenize is making this store"
+            raise _refusal(out, reason, "wait for it, or stop it") from None
+        yield
+
+
+@contextmanager
+def _explain_os_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise UserError(
+                f"The disk of {folder} is full. Finished shards stay: free some space and the same command continues; "
+                "or remove the folder."
+            ) from error
+        begun = (folder / UNFINISHED).is_dir()
+        stays = f" Finished shards stay in {folder}; the same command continues." if begun else ""
+        raise UserError(f"{error.filename or type(error).__name__}: {error.strerror or error}.{stays}") from error
+
+
+def _refusal(out: str, reason: str, remedy: str) -> UserError:
+    return UserError("The store cannot be made.", [Violation("out", out, reason, remedy)])

@@ -1,0 +1,48 @@
+"""Sequence packing: a shard's documents, concatenated and cut into windows of seq_len + 1 tokens that overlap by one,
+so that every token but the shard's first is predicted exactly once."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from titan_exp.data.virtual_shards.document_stream import DocumentStream
+
+
+class PackedStream:
+    """Endless packed rows of one virtual shard. Its state is the position of the next row's first token."""
+
+    def __init__(self, stream: DocumentStream, seq_len: int) -> None:
+        self._stream = stream
+        self._seq_len = seq_len
+        self._rows = 0
+        self._offset: int | None = None  # tokens into the current document; None before the first read
+
+    def next_row(self, window: np.ndarray) -> list[int]:
+        """Fill `window` [seq_len + 1] with the next row; returns the document starts in it (each in 1..seq_len)."""
+        tokens = self._stream.tokens()
+        offset = int(len(tokens) * self._stream.start) if self._offset is None else self._offset
+        filled, starts = 0, []
+        while True:
+            chunk = tokens[offset : offset + len(window) - filled]
+            window[filled : filled + len(chunk)] = chunk
+            filled += len(chunk)
+            if filled == len(window):
+                break
+            self._stream.advance()
+            tokens, offset = self._stream.tokens(), 0
+            starts.append(filled)
+        self._offset = offset + len(chunk) - 1  # the last token is the next row's first
+        self._rows += 1
+        return starts
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-serializable position: `rows` read so far, and the stream position and `offset` of the next one."""
+        if self._offset is None:
+            return {"rows": 0}
+        return {"rows": self._rows, "offset": self._offset, **self._stream.position()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume from the `state_dict()` of the same shard; `{"rows": 0}` is its beginning."""
+        self._rows, self._offset = state["rows"], state.get("offset")
+        self._stream.seek(None if self._offset is None else state)

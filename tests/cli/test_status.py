@@ -64,7 +64,7 @@ def test_a_run_stands_as_its_files_say(make):
     assert (run_status(make(2, "failed")).state, run_status(make(2, "failed")).reason) == ("failed", "out of luck")
     lost = run_status(make(3, "running", ago=600))
     assert lost.state == "lost"
-    assert "died without a word" in (lost.reason or "")
+    assert "died without a record" in (lost.reason or "")
     assert "10 min ago" in (lost.reason or "")
     held = make(4, "running", ago=600)
     with held.claim("launcher"):

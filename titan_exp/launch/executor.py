@@ -84,11 +84,11 @@ class Executor(ABC):
 
     def launch(self, plan: RunPlan) -> int:
         """Submit one run for `titan-exp train`; returns the exit code."""
-        from titan_exp.launch.submission_report import print_submissions
+        from titan_exp.launch.submission_report import print_submission
 
-        submissions = self.submit([plan], SubmitOptions())
-        print_submissions(submissions)
-        return submissions[0].exit_code
+        (submission,) = self.submit([plan], SubmitOptions())
+        print_submission(submission)
+        return submission.exit_code
 
     def status(self, folders: Sequence[RunFolder]) -> Mapping[Path, JobStatus]:
         """Job status by run folder path, in one query. Runs left out are known by their files and locks alone."""
@@ -129,7 +129,14 @@ def executor_for(kind: str) -> Executor:
     return import_dotted(f"titan_exp.launch.{kind}.executor.{kind.capitalize()}Executor", "cluster.kind")(kind)
 
 
-def attempt_executor(folder: RunFolder) -> str:
+def worst_exit_code(submissions: Sequence[Submission]) -> int:
+    """0 if all are submitted or done, 130 after Ctrl-C, 1 if any failed or was refused, 85 if any stopped."""
+    order = (0, 85, 1, 130)
+    codes = [code if code in order else 1 for code in (submission.exit_code for submission in submissions)]
+    return max(codes, key=order.index, default=0)
+
+
+def last_executor(folder: RunFolder) -> str:
     """Kind of the executor that launched a run's last attempt; the default before the first."""
     attempts = folder.read_attempts()
     return attempts[-1].launched_by if attempts else DEFAULT

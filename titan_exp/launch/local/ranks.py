@@ -1,7 +1,7 @@
-"""Ranks on this machine, started through submitit's local executor and watched from here.
+"""Rank processes on this machine, started through submitit's local executor and polled by the launcher.
 
-submitit's controller, the parent of all ranks, waits until every one of them has ended, and would leave the peers of a
-dead rank waiting for ever. So the launcher looks after each rank itself and ends all soon after the first has died.
+submitit's controller, the parent of all ranks, waits until every rank has ended, so peers of a dead rank would wait
+for ever. The launcher therefore polls each rank and kills all of them soon after the first failure.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import world_size
 from titan_exp.launch.health.hang_report import REPORT_TIMEOUT, HangFiles
 from titan_exp.launch.rank.child_env import environment, rank_environment
-from titan_exp.launch.rank.main import run_rank
+from titan_exp.launch.local.submitit_rank import run_submitit_rank
 from titan_exp.launch.rank.rank_status import RankRecord, read_record
 from titan_exp.launch.signals import block_terminal_signals
 from titan_exp.launch.state import exit_status
@@ -90,7 +90,7 @@ class LocalRanks:
         )
         changes = rank_environment(self._experiment, self.attempt, self._rendezvous_folder)
         with environment(changes), block_terminal_signals(), _output_to(self.logs / "controller.log"):
-            job = executor.submit(run_rank, str(self.folder.path))
+            job = executor.submit(run_submitit_rank, str(self.folder.path))
         self._job, self.job_id = job, str(job.job_id)
         with contextlib.suppress(psutil.Error):
             self._controller = psutil.Process(int(self.job_id))

@@ -34,7 +34,7 @@ class Script:
     """By which the job is found again; an array's tasks have its index after it."""
     resources: Resources
     """What it asks for."""
-    frozen: CodeSnapshot
+    snapshot: CodeSnapshot
     """Where the code is."""
     python: str
     """Python of the submitting machine, for ranks outside a container."""
@@ -111,10 +111,10 @@ def _place(script: Script) -> str:
 
 
 def _surroundings(script: Script) -> str:
-    cluster, frozen = script.resources.cluster, script.frozen
+    cluster, snapshot = script.resources.cluster, script.snapshot
     lines = [
         "# The code as it was at submission: edits since then have no effect.",
-        f"export PYTHONPATH={shlex.quote(frozen.package)}",
+        f"export PYTHONPATH={shlex.quote(snapshot.package)}",
         f"export TITAN_EXP_IMPORT_PATH={shlex.quote(':'.join(script.import_path))}",
         "export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 PYTHONDONTWRITEBYTECODE=1",
     ]

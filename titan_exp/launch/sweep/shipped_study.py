@@ -12,7 +12,7 @@ from titan_exp.config.hydra.compose import standing_overrides
 from titan_exp.config.layout.layout import world_size
 from titan_exp.config.study.points import baseline_of, chosen_size, narrowed, study_points
 from titan_exp.config.study.study import Study
-from titan_exp.launch.executor import executor_for
+from titan_exp.launch.executor import executor_for, last_executor
 from titan_exp.launch.run_plan import explain_write_errors
 from titan_exp.launch.state.run_status import run_statuses
 from titan_exp.launch.state.study_folder import StudyFolder, StudyRecord, StudyRun
@@ -146,7 +146,7 @@ class StudySweep:
         return self.folder.stop.exists()
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Be the one process that runs the study's points on this machine.
 
         Raises:
@@ -199,8 +199,7 @@ def cancel(folders: Sequence[RunFolder], labels: dict[str, str], echo: Callable[
     """
     by_kind: dict[str, list[RunFolder]] = {}
     for folder in folders:
-        attempts = folder.read_attempts()
-        by_kind.setdefault(attempts[-1].launched_by if attempts else "local", []).append(folder)
+        by_kind.setdefault(last_executor(folder), []).append(folder)
     for kind, of_kind in by_kind.items():
         done = executor_for(kind).cancel(of_kind, reason="titan-exp cancel")
         for folder in of_kind:

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from titan_exp.config.layout.layout import device_type, nodes_needed, world_size
 from titan_exp.config.machine.time_limit import hours
-from titan_exp.launch.executor import Submission
+from titan_exp.launch.executor import Submission, executor_for
 from titan_exp.launch.run_plan import RunPlan
 from titan_exp.launch.state.run_status import run_statuses
 from titan_exp.launch.summary import summarize
@@ -79,7 +79,7 @@ def show_outcomes(sweep_plan: SweepPlan, found: Mapping[Path, Submission], study
         submission = found.get(one.plan.folder.path)
         loss = validation = None
         state = "not started" if submission is None else submission.outcome
-        if submission is not None and one.plan.folder.path.exists():
+        if submission is not None and state != "not started" and one.plan.folder.path.exists():
             summary = summarize(one.plan.folder)
             loss, validation = summary.loss, summary.validation_loss
         rows.append([one.point.label, one.plan.run_id, state, _number(loss), _number(validation)])
@@ -95,7 +95,7 @@ def show_outcomes(sweep_plan: SweepPlan, found: Mapping[Path, Submission], study
     _show_skipped(sweep_plan.skipped)
     for one in sweep_plan.planned:
         submission = found.get(one.plan.folder.path)
-        if submission is not None and submission.outcome == "refused" and one.plan.experiment.cluster.kind != "local":
+        if submission is not None and submission.outcome == "refused" and not executor_for(submission.plan.experiment.cluster.kind).waits:
             print(f"[{one.point.label}]\n  {submission.reason}", file=sys.stderr)
     states = [row[2] for row in rows]
     print(", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)))
@@ -158,7 +158,7 @@ def _show_skipped(skipped: Sequence[SkippedPoint]) -> None:
 def _gpu_hours(plan: RunPlan) -> float | None:
     """Time limit times GPUs; None where no limit is asked for, or no GPU."""
     cluster = plan.experiment.cluster
-    if cluster.kind == "local" or cluster.time_limit is None or device_type(cluster) != "cuda":
+    if cluster.time_limit is None or device_type(cluster) != "cuda":
         return None
     return hours(cluster.time_limit) * world_size(plan.experiment)
 

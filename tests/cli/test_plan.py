@@ -114,11 +114,11 @@ def test_a_recipe_is_planned_with_the_instructions_of_the_gpu():
     recipe = ["quantization=float8_rowwise", "quantization.smallest_gemm=0"]
     without, with_it = (plan.ranks[0].trace for plan in (planned_here(), planned_here(*recipe)))
     emulated = planned_here(*recipe, "quantization.emulate=true").ranks[0].trace
-    assert with_it.work.flops == without.work.flops == emulated.work.flops > 0
+    assert with_it.costs.flops == without.costs.flops == emulated.costs.flops > 0
     # All matmuls but the head's and attention's.
-    assert with_it.work.flops > with_it.work.fp8_flops > 0 == without.work.fp8_flops == emulated.work.fp8_flops
+    assert with_it.costs.flops > with_it.costs.fp8_flops > 0 == without.costs.fp8_flops == emulated.costs.fp8_flops
     # Emulated products read and write their operands in fp32 too.
-    assert without.work.bytes_moved < with_it.work.bytes_moved < emulated.work.bytes_moved
+    assert without.costs.bytes_moved < with_it.costs.bytes_moved < emulated.costs.bytes_moved
 
 
 def test_what_is_not_modelled_is_refused_all_at_once():

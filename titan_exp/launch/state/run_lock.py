@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.tracking.run_folder.file_lock import FileLock, Holder
+from titan_exp.tracking.run_folder.file_lock import FileLock, LockHolder
 from titan_exp.tracking.run_folder.run_folder import LockedError, RunFolder
 
 ORPHANS_LIMIT = 15.0
@@ -53,7 +53,7 @@ def wait_for_orphans(folder: RunFolder, echo: Callable[[str], None]) -> None:
         time.sleep(0.1)
 
 
-def _refusal(folder: RunFolder, holder: Holder | None) -> UserError:
+def _refusal(folder: RunFolder, holder: LockHolder | None) -> UserError:
     beat, state = folder.read_heartbeat(), folder.read_state()
     who = f"by {holder}" if holder else "by another process"
     alive = f"; its last sign of life was {beat.age:.0f} s ago, after step {beat.step}" if beat else ""

@@ -32,7 +32,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
 
     monkeypatch.setattr("titan_exp.launch.run_plan.plan", lambda experiment, overrides: (experiment, list(overrides)))
     monkeypatch.setattr("titan_exp.launch.memory_gate.gate_run", lambda plan, echo: plan)
-    monkeypatch.setattr("titan_exp.launch.run_plans.run", run)
+    monkeypatch.setattr("titan_exp.launch.local.run.run", run)
     monkeypatch.setattr("titan_exp.compare.output.plot.draw", lambda folder: folder / "loss.png")
     return calls
 
@@ -239,7 +239,7 @@ def test_other_failures_are_not_hidden(
     def fail(*_: object) -> int:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr("titan_exp.launch.run_plans.run", fail)
+    monkeypatch.setattr("titan_exp.launch.local.run.run", fail)
     with pytest.raises(ZeroDivisionError, match="ours"):
         main(["train"])
     assert "Error executing job" not in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The verb `titan-exp compare STUDY|RUN...`: runs in, a table and a page out."""
+"""Compare runs: what differs and by how much, as a table, plots and a page."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ PAGE = "compare.html"
 """Name of the page beside the runs of a study."""
 
 
-def compare_command(words: Sequence[str]) -> int:
+def run(words: Sequence[str]) -> int:
     """Run the verb; returns the exit code.
 
     Raises:

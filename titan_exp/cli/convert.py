@@ -1,4 +1,4 @@
-"""The verb `titan-exp convert SOURCE TARGET`: checkpoints in and out."""
+"""Convert checkpoints to and from Hugging Face, Meta's Llama, torchtune and plain torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +25,7 @@ titan-exp convert SOURCE TARGET [format=...] [dtype=...]
   for example: titan-exp convert runs/first/6ec54c999fca export/first dtype=bf16"""
 
 
-def convert_command(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Run the verb; returns the exit code.
 
     Raises:

@@ -14,9 +14,7 @@ Task = Callable[[Any, Sequence[str]], int]
 """Takes a composed configuration and the typed overrides; returns an exit code."""
 
 
-def run_with_hydra(
-    words: Sequence[str], task: Task, *, nested: Sequence[str] = (), where: str = ""
-) -> int:
+def run_with_hydra(words: Sequence[str], task: Task, *, nested: Sequence[str] = (), where: str = "") -> int:
     """Let Hydra read the words and call the task with each composed configuration; returns the highest exit code.
 
     Args:

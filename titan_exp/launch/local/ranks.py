@@ -19,8 +19,8 @@ import psutil
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import world_size
 from titan_exp.launch.health.hang_report import REPORT_TIMEOUT, HangFiles
-from titan_exp.launch.rank.child_env import environment, rank_environment
 from titan_exp.launch.local.submitit_rank import run_submitit_rank
+from titan_exp.launch.rank.child_env import environment, rank_environment
 from titan_exp.launch.rank.rank_status import RankRecord, read_record
 from titan_exp.launch.signals import block_terminal_signals
 from titan_exp.launch.state import exit_status

@@ -18,7 +18,7 @@ from titan_exp.launch.state.exit_status import AttemptResult
 from titan_exp.launch.state.run_lock import acquire_run, wait_for_orphans
 from titan_exp.launch.state.tail import FileTail, rows
 from titan_exp.launch.summary import Summary, describe, summarize
-from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
+from titan_exp.tracking.run_folder.run_folder import RunState
 
 POLL_INTERVAL = 0.1
 """Seconds between polls of the ranks and their files."""

@@ -24,8 +24,8 @@ from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.executor import Executor, executor_for
 from titan_exp.launch.health.hang_report import HangFiles
 from titan_exp.launch.health.watchdog import Watchdog
-from titan_exp.launch.rank.parent_watchdog import ParentWatchdog
 from titan_exp.launch.rank.join_attempt import join_attempt
+from titan_exp.launch.rank.parent_watchdog import ParentWatchdog
 from titan_exp.launch.rank.rank_env import RankInfo, extend_import_path, torchrun_rank
 from titan_exp.launch.rank.rank_status import FALLBACK_FOLDER, RankError, RankRecord, read_record, write_record
 from titan_exp.launch.state.close_attempt import close_attempt

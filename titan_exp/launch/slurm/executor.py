@@ -13,8 +13,8 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.executor import Executor, JobStatus, Submission, SubmitOptions
 from titan_exp.launch.provenance.code_snapshot import take_code_snapshot
 from titan_exp.launch.provenance.provenance import Provenance, read_provenance
-from titan_exp.launch.run_plan import RunPlan, create_run_folder, explain_write_errors, refresh_snapshot
 from titan_exp.launch.rank.rank_env import RankInfo
+from titan_exp.launch.run_plan import RunPlan, create_run_folder, explain_write_errors, refresh_snapshot
 from titan_exp.launch.slurm.epilogue import CANCELLED
 from titan_exp.launch.slurm.rendezvous import join_rendezvous, publish_rendezvous, srun_rank
 from titan_exp.launch.slurm.squeue import Job, UnreachableError, accounted, ask, listed_jobs
@@ -64,9 +64,7 @@ class SlurmExecutor(Executor):
         """
         rows = {folder.path: self._attempt(folder) for folder in folders}
         known = {path: row for path, row in rows.items() if row is not None}
-        statuses = {
-            path: JobStatus("gone", reason="never submitted to SLURM") for path in rows if path not in known
-        }
+        statuses = {path: JobStatus("gone", reason="never submitted to SLURM") for path in rows if path not in known}
         if not known:
             return statuses
         try:
@@ -99,7 +97,10 @@ class SlurmExecutor(Executor):
         failures = _scancel([], queued)
         # To the batch script, not the ranks: it enforces the time limit while they save.
         failures |= _scancel(["--batch", "--signal=USR2"], running)
-        thread_map(lambda job: _record_dequeued(queued[job], self._attempt(queued[job]), reason), [job for job in queued if job not in failures])
+        thread_map(
+            lambda job: _record_dequeued(queued[job], self._attempt(queued[job]), reason),
+            [job for job in queued if job not in failures],
+        )
         for job, folder in (queued | running).items():
             done = "taken out of the queue" if job in queued else "asked to save and stop"
             lines[folder.path] = f"not cancelled: {failures[job]}" if job in failures else f"job {job}: {done}"
@@ -145,7 +146,9 @@ def _submit(
 ) -> Iterable[Submission]:
     snapshot = take_code_snapshot(runs, [plan.experiment for plan in plans])
     for name in snapshot.loose:
-        echo(f"{name} is in no repository of the current folder, so it is not copied: edits count until the job starts.")
+        echo(
+            f"{name} is in no repository of the current folder, so it is not copied: edits count until the job starts."
+        )
     provenance = read_provenance(snapshot)
     existed = thread_map(lambda plan: create_run_folder(plan, provenance), plans)
     old = {plan.folder.path for plan, there in zip(plans, existed, strict=True) if there}

@@ -110,7 +110,10 @@ class Batch:
         def record(index: int) -> int:
             plan = self.plans[index]
             return plan.folder.add_attempt(
-                world_size=world_size(plan.experiment), hosts=(), launched_by=plan.experiment.cluster.kind, token=self.token_of(index)
+                world_size=world_size(plan.experiment),
+                hosts=(),
+                launched_by=plan.experiment.cluster.kind,
+                token=self.token_of(index),
             ).attempt
 
         return thread_map(record, range(len(self.plans)))

@@ -65,6 +65,11 @@ def run_status(folder: RunFolder) -> RunStatus:
     return run_statuses([folder])[folder.path]
 
 
+def count_states(states: Sequence[str]) -> str:
+    """Counts of states for a message: `3 done, 1 failed`."""
+    return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+
+
 def _from_files(folder: RunFolder) -> tuple[RunStatus, str | None]:
     """Status by files and locks, and the executor of the last attempt."""
     state = folder.read_state()

@@ -139,7 +139,7 @@ class StudySweep:
         if ask and not _confirmed(f"Cancel {'it' if len(removed) == 1 else f'these {len(removed)} runs'}?"):
             echo("Nothing was cancelled.")
             return
-        cancel([self.folder.run(run) for run in removed], {run.run_id: run.label for run in removed}, echo)
+        cancel_runs([self.folder.run(run) for run in removed], {run.run_id: run.label for run in removed}, echo)
 
     def stop_requested(self) -> bool:
         """Whether `titan-exp cancel` asked to start no further run."""
@@ -189,7 +189,7 @@ class StudySweep:
         return [run for run in gone.values() if now[self.folder.run(run).path].active]
 
 
-def cancel(folders: Sequence[RunFolder], labels: dict[str, str], echo: Callable[[str], None]) -> None:
+def cancel_runs(folders: Sequence[RunFolder], labels: dict[str, str], echo: Callable[[str], None]) -> None:
     """Have runs cancelled by whoever carries them out, and say of each what was done.
 
     Args:

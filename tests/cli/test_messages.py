@@ -24,15 +24,17 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
         importlib.import_module(module.name)
     calls: Launched = []
 
-    def run(call: tuple[Experiment, list[str]]) -> SimpleNamespace:
-        calls.append(call)
-        return SimpleNamespace(
-            exit_code=call[0].experiment.seed, folder=SimpleNamespace(path=Path("there"), metrics=Path(__file__))
-        )
+    def plan_run(experiment: Experiment, overrides: Sequence[str]) -> SimpleNamespace:
+        folder = SimpleNamespace(path=Path("there"), metrics=Path(__file__))
+        return SimpleNamespace(experiment=experiment, overrides=[*overrides], folder=folder)
 
-    monkeypatch.setattr("titan_exp.launch.run_plan.plan", lambda experiment, overrides: (experiment, list(overrides)))
+    def run(plan: Any) -> SimpleNamespace:
+        calls.append((plan.experiment, plan.overrides))
+        return SimpleNamespace(exit_code=plan.experiment.experiment.seed)
+
+    monkeypatch.setattr("titan_exp.launch.run_plan.plan_run", plan_run)
     monkeypatch.setattr("titan_exp.launch.memory_gate.gate_run", lambda plan, echo: plan)
-    monkeypatch.setattr("titan_exp.launch.local.run.run", run)
+    monkeypatch.setattr("titan_exp.launch.local.executor.run", run)
     monkeypatch.setattr("titan_exp.compare.output.plot.draw", lambda folder: folder / "loss.png")
     return calls
 
@@ -239,7 +241,7 @@ def test_other_failures_are_not_hidden(
     def fail(*_: object) -> int:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr("titan_exp.launch.local.run.run", fail)
+    monkeypatch.setattr("titan_exp.launch.local.executor.run", fail)
     with pytest.raises(ZeroDivisionError, match="ours"):
         main(["train"])
     assert "Error executing job" not in capsys.readouterr().err

@@ -12,6 +12,7 @@ from typing import Literal
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.builtins import executor_names
+from titan_exp.config.groups.cluster import LOCAL
 from titan_exp.config.schema.import_path import import_dotted, is_dotted
 from titan_exp.launch.rank.rank_env import RankInfo
 from titan_exp.launch.run_plan import RunPlan
@@ -108,10 +109,10 @@ class Executor(ABC):
     def rank_info(self) -> RankInfo | None:
         """This process's rank, from its environment; None if another launcher started it."""
 
-    def publish_rendezvous(self, folder: RunFolder, rank: RankInfo) -> None:
+    def publish_rendezvous(self, folder: RunFolder, rank: RankInfo) -> None:  # noqa: B027  # optional
         """Choose the address at which ranks meet. Called on rank 0 before the attempt's start is recorded."""
 
-    def join_rendezvous(self, folder: RunFolder, rank: RankInfo) -> None:
+    def join_rendezvous(self, folder: RunFolder, rank: RankInfo) -> None:  # noqa: B027  # optional
         """Set MASTER_ADDR and MASTER_PORT. Called on every rank after rank 0 recorded the start."""
 
 
@@ -123,7 +124,7 @@ def executor_for(kind: str) -> Executor:
     """
     if is_dotted(kind):
         return import_dotted(kind, "cluster.kind")(kind)
-    kind = DEFAULT if kind == BY_HAND else kind
+    kind = LOCAL if kind == BY_HAND else kind
     if kind not in executor_names():
         raise UserError(f"cluster.kind={kind}: no such executor. Built in: {', '.join(executor_names())}.")
     return import_dotted(f"titan_exp.launch.{kind}.executor.{kind.capitalize()}Executor", "cluster.kind")(kind)
@@ -139,10 +140,8 @@ def worst_exit_code(submissions: Sequence[Submission]) -> int:
 def last_executor(folder: RunFolder) -> str:
     """Kind of the executor that launched a run's last attempt; the default before the first."""
     attempts = folder.read_attempts()
-    return attempts[-1].launched_by if attempts else DEFAULT
+    return attempts[-1].launched_by if attempts else LOCAL
 
 
 BY_HAND = "hand"
 """`launched_by` of ranks started by torchrun, srun or a user; files and locks tell their status."""
-DEFAULT = "local"
-"""Executor of runs by hand, and of runs that no executor has started."""

@@ -109,7 +109,7 @@ def refine_gpu(device: Device, experiment: Experiment, cache: Path) -> Device:
 
 def _gpu(experiment: Experiment, cache: Path) -> DeviceMemory:
     kind, asked = experiment.cluster.gpu_type, (experiment.cluster.gpu_type or "").lower()
-    names = gpu_names() if experiment.cluster.kind == "local" and kind is None else []
+    names = gpu_names() if not experiment.cluster.is_remote and kind is None else []
     found = NAMES.get(names[0], "") if names and len(set(names)) == 1 else asked
     if found not in DEVICES:
         said = f"cluster.gpu_type={kind or 'null'}"
@@ -123,7 +123,7 @@ def _gpu(experiment: Experiment, cache: Path) -> DeviceMemory:
 def _cpu(experiment: Experiment, cache: Path) -> DeviceMemory:
     world, cluster = world_size(experiment), experiment.cluster
     processes, dtype = min(world, node_size(cluster, world)), experiment.training.mixed_precision
-    if cluster.kind != "local":
+    if cluster.is_remote:
         # The nodes are others than this machine.
         overhead = round(CPU_OVERHEAD_GB * 1e9)
         if cluster.memory_gb:

@@ -13,14 +13,14 @@ _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
 
 def slurm_is_told_the_device(experiment: Experiment) -> Iterator[Violation]:
     """The machine that submits need not have what the nodes have."""
-    if experiment.cluster.kind == "slurm" and experiment.cluster.device == "auto":
+    if experiment.cluster.is_remote and experiment.cluster.device == "auto":
         yield Violation(
             "cluster.device",
             "auto",
             "this machine does not know what SLURM's nodes have",
             "cluster.device=cuda or cluster.device=cpu",
         )
-    if experiment.cluster.kind == "slurm" and experiment.cluster.device == "cuda" and not _gpus(experiment):
+    if experiment.cluster.is_remote and experiment.cluster.device == "cuda" and not _gpus(experiment):
         yield Violation(
             "cluster.gpus_per_node", None, "SLURM's nodes cannot be counted from here", "cluster.gpus_per_node=8"
         )
@@ -29,7 +29,7 @@ def slurm_is_told_the_device(experiment: Experiment) -> Iterator[Violation]:
 def slurm_understands(experiment: Experiment) -> Iterator[Violation]:
     """What is written into a batch script has the form that SLURM and the shell expect."""
     cluster = experiment.cluster
-    if cluster.kind != "slurm":
+    if not cluster.is_remote:
         return
     if cluster.time_limit is not None and not _TIME.fullmatch(cluster.time_limit):
         reason = "SLURM has times as minutes, M:S, H:M:S, D-H or D-H:M:S"
@@ -56,7 +56,7 @@ def slurm_understands(experiment: Experiment) -> Iterator[Violation]:
 def nodes_are_full(experiment: Experiment) -> Iterator[Violation]:
     """Every node runs the same number of processes, and as many nodes are asked for as the degrees fill."""
     cluster, world = experiment.cluster, world_size(experiment)
-    if cluster.kind != "slurm" or (device_type(cluster) == "cuda" and not _gpus(experiment)):
+    if not cluster.is_remote or (device_type(cluster) == "cuda" and not _gpus(experiment)):
         return
     size = node_size(cluster, world)
     key = "processes_per_node" if device_type(cluster) == "cpu" else "gpus_per_node"

@@ -25,7 +25,7 @@ def degrees_that_work(experiment: Experiment) -> Iterator[Violation]:
 def devices_exist(experiment: Experiment) -> Iterator[Violation]:
     """The device that was asked for is here, in the number that was asked for."""
     cluster, here = experiment.cluster, visible_gpus()
-    if cluster.kind == "slurm":
+    if cluster.is_remote:
         return
     if cluster.device == "cuda" and not here:
         yield Violation(
@@ -51,7 +51,7 @@ def devices_exist(experiment: Experiment) -> Iterator[Violation]:
 
 def ranks_fit(experiment: Experiment) -> Iterator[Violation]:
     """On CUDA every rank has a GPU of its own."""
-    if experiment.cluster.kind == "slurm" or device_type(experiment.cluster) == "cpu":
+    if experiment.cluster.is_remote or device_type(experiment.cluster) == "cpu":
         return
     offered, world = offered_devices(experiment.cluster), world_size(experiment)
     if offered and world > offered:

@@ -5,7 +5,14 @@ from collections.abc import Iterator
 
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.builtins import ARCHITECTURES, COMPILE_BACKENDS, DECAYS, OPTIMIZERS, SOURCES
+from titan_exp.config.groups.builtins import (
+    ARCHITECTURES,
+    COMPILE_BACKENDS,
+    DECAYS,
+    OPTIMIZERS,
+    SOURCES,
+    executor_names,
+)
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import device_type
 from titan_exp.config.schema.import_path import find_dotted, is_dotted
@@ -18,6 +25,7 @@ def names_are_known(experiment: Experiment) -> Iterator[Violation]:
         ("optimizer", "name", experiment.optimizer.name, OPTIMIZERS, experiment.optimizer.options),
         ("lr_schedule", "decay", experiment.lr_schedule.decay, DECAYS, experiment.lr_schedule.options),
         ("data", "source", experiment.data.source, SOURCES, experiment.data.options),
+        ("cluster", "kind", experiment.cluster.kind, executor_names(), {}),
     ):
         field = f"{group}.{key}"
         if name in builtin:

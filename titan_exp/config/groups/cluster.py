@@ -5,13 +5,17 @@ from typing import Literal
 
 from titan_exp.config.groups.types import Count, PositiveFloat, PositiveInt
 
+LOCAL = "local"
+"""`cluster.kind` of the machine that launches."""
+
 
 @dataclass(frozen=True)
 class ClusterConfig:
     """Where processes start and what each of them gets. What follows after the watch over hangs is SLURM's alone."""
 
-    kind: Literal["local", "slurm"]
-    """`local` starts every process on this machine and waits for them; `slurm` submits a job and returns."""
+    kind: str
+    """Executor: `local` starts every process on this machine and waits for them, `slurm` submits a job and returns, and
+    an import path names a class of your own (`titan_exp.launch.executor.Executor`)."""
     device: Literal["auto", "cpu", "cuda"]
     """`auto` is CUDA where this machine has a GPU, so SLURM's nodes are told by name."""
     nodes: PositiveInt | None
@@ -83,3 +87,8 @@ class ClusterConfig:
     """Times in a row that a run goes on by itself before somebody must submit it again."""
     submit_from_job: bool = False
     """Whether to submit from inside a job, which is refused as an accident otherwise."""
+
+    @property
+    def is_remote(self) -> bool:
+        """True if processes run on other machines than the one that launches them."""
+        return self.kind != LOCAL

@@ -68,7 +68,13 @@ def _dotted_names(experiments: Sequence[Experiment]) -> list[str]:
     names = {
         name
         for run in experiments
-        for name in (run.model.architecture, run.optimizer.name, run.lr_schedule.decay, run.data.source)
+        for name in (
+            run.model.architecture,
+            run.optimizer.name,
+            run.lr_schedule.decay,
+            run.data.source,
+            run.cluster.kind,
+        )
     }
     return sorted(name for name in names if is_dotted(name))
 

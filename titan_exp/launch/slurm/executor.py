@@ -146,9 +146,7 @@ def _submit(
 ) -> Iterable[Submission]:
     snapshot = take_code_snapshot(runs, [plan.experiment for plan in plans])
     for name in snapshot.loose:
-        echo(
-            f"{name} is in no repository of the current folder, so it is not copied: edits count until the job starts."
-        )
+        echo(f"{name} is in no repository of the current folder, so it is not copied: edits still affect the job.")
     provenance = read_provenance(snapshot)
     existed = thread_map(lambda plan: create_run_folder(plan, provenance), plans)
     old = {plan.folder.path for plan, there in zip(plans, existed, strict=True) if there}

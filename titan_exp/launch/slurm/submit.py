@@ -108,13 +108,9 @@ class Batch:
         """Add an attempt to every run; returns the attempt numbers."""
 
         def record(index: int) -> int:
-            plan = self.plans[index]
-            return plan.folder.add_attempt(
-                world_size=world_size(plan.experiment),
-                hosts=(),
-                launched_by=plan.experiment.cluster.kind,
-                token=self.token_of(index),
-            ).attempt
+            plan, kind = self.plans[index], self.plans[index].experiment.cluster.kind
+            size, token = world_size(plan.experiment), self.token_of(index)
+            return plan.folder.add_attempt(world_size=size, hosts=(), launched_by=kind, token=token).attempt
 
         return thread_map(record, range(len(self.plans)))
 

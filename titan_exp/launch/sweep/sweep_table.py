@@ -95,11 +95,8 @@ def show_outcomes(sweep_plan: SweepPlan, found: Mapping[Path, Submission], study
     _show_skipped(sweep_plan.skipped)
     for one in sweep_plan.planned:
         submission = found.get(one.plan.folder.path)
-        if (
-            submission is not None
-            and submission.outcome == "refused"
-            and not executor_for(submission.plan.experiment.cluster.kind).waits
-        ):
+        # Executors that wait have printed it.
+        if submission and submission.outcome == "refused" and not executor_for(one.plan.experiment.cluster.kind).waits:
             print(f"[{one.point.label}]\n  {submission.reason}", file=sys.stderr)
     states = [row[2] for row in rows]
     print(", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)))

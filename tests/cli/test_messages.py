@@ -3,6 +3,7 @@
 import importlib
 import pkgutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -92,8 +92,8 @@ def seen(folder: RunFolder, rank: int) -> dict[str, Any]:
     return json.loads((folder.path / f"seen-{rank}.json").read_text())
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT
+def wait_until(condition: Callable[[], bool], limit: float = LIMIT) -> None:
+    deadline = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < deadline, "it took too long"
         time.sleep(0.02)

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from titan_exp.cli.help import guides
 from titan_exp.config.errors.did_you_mean import listed, nearest
 from titan_exp.config.errors.user_error import UserError
 
@@ -29,6 +30,7 @@ Start here
   titan-exp train                        a small language model on this machine, in minutes
   titan-exp train --help                 the groups, their options, and how to set any key
   titan-exp sweep                        the studies there are, and what each asks
+  titan-exp help TOPIC                   a guide: {guides}
 """
 
 
@@ -77,7 +79,8 @@ def _dispatch(words: Sequence[str]) -> int:
         return complete(words, verbs())
     verb, *rest = words or ["--help"]
     if verb in ("--help", "-h") or words == ["help"]:
-        print(USAGE.format(verbs="\n".join(f"  {name:<10} {text}" for name, text in verbs().items())), end="")
+        lines = "\n".join(f"  {name:<10} {text}" for name, text in verbs().items())
+        print(USAGE.format(verbs=lines, guides=", ".join(guides())), end="")
         return 0
     if verb == "--version":
         print(f"titan-exp {importlib.metadata.version('titan_exp')}")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from titan_exp.config.layout.layout import world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.launch.executor import Executor, JobStatus, Submission, SubmitOptions
 from titan_exp.launch.rank.rank_env import TOKEN, RankInfo
 from titan_exp.launch.run_plan import RunPlan, create_run_folder
@@ -26,7 +26,7 @@ class DetachedExecutor(Executor):
 
     def _start(self, plan: RunPlan) -> Submission:
         create_run_folder(plan)
-        size, token = world_size(plan.experiment), uuid.uuid4().hex
+        size, token = ResolvedLayout.of(plan.experiment).world_size, uuid.uuid4().hex
         attempt = plan.folder.add_attempt(world_size=size, hosts=(), launched_by=self.kind, token=token).attempt
         logs = plan.folder.attempt_logs(attempt)
         logs.mkdir(parents=True)

@@ -16,12 +16,11 @@ from titan_exp.config.command_line.parse_options import HELP
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.layout.layout import resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.doctor.numerics import NumericsReport, report_numerics
-from titan_exp.models.build import build_model, init_specs
-from titan_exp.ops.attention.sdpa import choose_backend
+from titan_exp.models.build import build_model, choose_attention_backend, init_specs
 from titan_exp.parallel.meta_init import copy_initial_weights, init_weights, materialize_parameters
 from titan_exp.rules import check
 from titan_exp.trainer.load_model import describe, load_source, training_length
@@ -86,12 +85,8 @@ def examine(experiment: Experiment, source: OpenCheckpoint | None) -> NumericsRe
 
 def _initial(experiment: Experiment, device: torch.device) -> nn.Module:
     # Everything here is in fp32, which few kernels of GPUs take.
-    backend = choose_backend(
-        "auto" if device.type == "cuda" else experiment.model.attention_backend,
-        device,
-        head_dim=experiment.model.head_dim,
-        bf16=False,
-        documents=experiment.data.document_mask,
+    backend = choose_attention_backend(
+        experiment.model, device, bf16=False, documents=experiment.data.document_mask, auto=device.type == "cuda"
     )
 
     def build() -> nn.Module:

@@ -4,14 +4,14 @@ import os
 import sys
 from pathlib import Path
 
-from titan_exp.config.layout.layout import node_size, nodes_needed, world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.launch.executor import Submission
 
 
 def print_submission(submission: Submission) -> None:
     """Print the outcome of one run, a refusal to stderr, and the commands that follow up an active run."""
-    run, name = submission.plan.experiment, _relative(submission.plan.folder.path)
-    nodes, tasks = nodes_needed(run), min(world_size(run), node_size(run.cluster, world_size(run)))
+    layout, name = ResolvedLayout.of(submission.plan.experiment), _relative(submission.plan.folder.path)
+    nodes, tasks = layout.nodes, min(layout.world_size, layout.node_size)
     line = submission.outcome + (f" job {submission.job_id}" if submission.job_id else "")
     if submission.outcome == "submitted":
         line += f", {nodes} node{'s' * (nodes > 1)} with {tasks} process{'es' * (tasks > 1)} each"

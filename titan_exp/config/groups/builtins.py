@@ -3,9 +3,6 @@
 from functools import cache
 from pathlib import Path
 
-ARCHITECTURES = ("decoder",)
-"""What `model.architecture` may name."""
-
 OPTIMIZERS = ("adamw",)
 """What `optimizer.name` may name."""
 

@@ -4,7 +4,7 @@ import time
 from dataclasses import replace
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.layout.layout import world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.executor import BY_HAND, Executor
 from titan_exp.launch.rank.rank_env import RankInfo
@@ -66,7 +66,7 @@ def _open_attempt(folder: RunFolder, rank: RankInfo, executor: Executor | None) 
 
 
 def _check_world_size(folder: RunFolder, rank: RankInfo) -> None:
-    expected = world_size(load_experiment(folder.config))
+    expected = ResolvedLayout.of(load_experiment(folder.config)).world_size
     if rank.world_size != expected:
         raise UserError(
             f"{folder.path} is laid out for {expected} process(es) and was started with {rank.world_size}. Start it "

@@ -16,7 +16,7 @@ from pathlib import Path
 from submitit.core.utils import FailedJobError
 from submitit.slurm.slurm import SlurmExecutor
 
-from titan_exp.config.layout.layout import node_size, nodes_needed, world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
 from titan_exp.launch.rank.child_env import environment
 from titan_exp.launch.run_plan import RunPlan
@@ -43,9 +43,8 @@ class UncertainError(Exception):
 
 def resources_of(plan: RunPlan) -> Resources:
     """Nodes and tasks of a run."""
-    world = world_size(plan.experiment)
-    cluster = plan.experiment.cluster
-    return Resources(cluster, nodes_needed(plan.experiment), min(world, node_size(cluster, world)))
+    layout = ResolvedLayout.of(plan.experiment)
+    return Resources(layout.cluster, layout.nodes, min(layout.world_size, layout.node_size))
 
 
 def group_by_resources(plans: Sequence[RunPlan]) -> list[list[RunPlan]]:
@@ -108,9 +107,9 @@ class Batch:
         """Add an attempt to every run; returns the attempt numbers."""
 
         def record(index: int) -> int:
-            plan, kind = self.plans[index], self.plans[index].experiment.cluster.kind
-            size, token = world_size(plan.experiment), self.token_of(index)
-            return plan.folder.add_attempt(world_size=size, hosts=(), launched_by=kind, token=token).attempt
+            layout, token = ResolvedLayout.of(self.plans[index].experiment), self.token_of(index)
+            folder, kind = self.plans[index].folder, layout.cluster.kind
+            return folder.add_attempt(world_size=layout.world_size, hosts=(), launched_by=kind, token=token).attempt
 
         return thread_map(record, range(len(self.plans)))
 

@@ -17,6 +17,9 @@ from titan_exp.launch.rank.rank_env import TOKEN, RankInfo
 from titan_exp.launch.run_plan import RunPlan, create_run_folder
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
+STARTED: list["subprocess.Popen[bytes]"] = []
+"""Processes of this submitter, which a test waits for."""
+
 
 class DetachedExecutor(Executor):
     """Starts all ranks of a run and returns. The job id is the token; the ranks' pids are in the attempt's logs."""
@@ -35,7 +38,8 @@ class DetachedExecutor(Executor):
         for rank in range(size):
             environment = {**os.environ, TOKEN: token, "DETACHED_RANK": str(rank), "DETACHED_SIZE": str(size)}
             with (logs / f"rank-{rank:05d}.log").open("w") as log:
-                pids.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log).pid)
+                STARTED.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+            pids.append(STARTED[-1].pid)
         (logs / "pids").write_text(" ".join(map(str, pids)))
         return Submission(plan, "submitted", token)
 

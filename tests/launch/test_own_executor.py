@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.launching import REPOSITORY, wait_until
+from tests.launch.own_executor import STARTED
 from titan_exp.cli.main import main
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.executor import executor_for
@@ -26,7 +27,13 @@ def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         (path,) = (tmp_path / "runs" / "x").glob("[!.]*")
         return RunFolder(path)
 
-    return run
+    yield run
+    while STARTED:
+        process = STARTED.pop()
+        try:
+            process.wait(30)
+        finally:
+            process.kill()
 
 
 @pytest.mark.timeout(240)

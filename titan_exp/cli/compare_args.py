@@ -57,7 +57,7 @@ class CompareOptions:
     metrics: tuple[str, ...]
     """Names of metrics."""
     at: str
-    """Where to compare."""
+    """Position at which runs are compared."""
     target: float | None
     """A loss to come down to."""
     formats: dict[str, str]
@@ -73,7 +73,7 @@ class CompareOptions:
 
 
 def wants_help(words: Sequence[str]) -> bool:
-    """Whether words ask what the verb takes."""
+    """True if the words ask for help."""
     return bool(set(words) & set(HELP))
 
 

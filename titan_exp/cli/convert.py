@@ -19,7 +19,7 @@ from titan_exp.rules.data import tokenizer_file
 from titan_exp.tracking.byte_progress import byte_progress
 
 DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp32": torch.float32}
-"""What `dtype` may be."""
+"""Values of `dtype`."""
 
 USAGE = """\
 titan-exp convert SOURCE TARGET [format=...] [dtype=...]
@@ -77,7 +77,7 @@ def _format(options: ConvertOptions, source: OpenCheckpoint) -> str:
 
 
 def _next(source: OpenCheckpoint, target: Path, form: str) -> str:
-    """What can be done with what has been written."""
+    """Next command for the written checkpoint."""
     match form:
         case "huggingface":
             return f"transformers: AutoModelForCausalLM.from_pretrained({str(target)!r})"

@@ -21,7 +21,7 @@ FILES: dict[str, tuple[str, ...]] = {
     "original": (*TOKENIZER, *CONFIGURATION, *ORIGINAL),
     "all": ("*",),
 }
-"""What each choice of `files` fetches, as patterns of paths in the repository."""
+"""Path patterns in the repository, for each value of `files`."""
 
 USAGE = "titan-exp download OWNER/NAME [files=tokenizer|config|weights|original|all] [target=FOLDER]"
 

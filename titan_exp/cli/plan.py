@@ -35,15 +35,15 @@ titan-exp plan search ...   all layouts of a cluster, the fastest that fit first
 titan-exp plan calibrate [STUDY|RUN ...]   fit what a device reaches to finished runs; --help says more"""
 
 VERBS = ("search", "calibrate")
-"""What may come first in place of overrides."""
+"""Sub-verbs."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is typed besides overrides."""
+    """Options besides overrides."""
 
     device: str | None = None
-    """What it runs on."""
+    """Device."""
     ranks: tuple[int, ...] | None = None
     """Pipeline ranks to look at; None is all."""
     html: str | None = None

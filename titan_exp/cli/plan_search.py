@@ -35,7 +35,7 @@ _EXAMPLES = {"gpus": "512", "tokens": "15e12", "global-batch-size": "1024", "lim
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """What is typed besides overrides."""
+    """Options besides overrides."""
 
     gpus: int | None = None
     """Number of GPUs."""
@@ -44,7 +44,7 @@ class SearchOptions:
     limit: int = 10
     """Layouts to show."""
     device: str | None = None
-    """What it runs on."""
+    """Device."""
     json: bool = False
     """Print JSON."""
     help: bool = False

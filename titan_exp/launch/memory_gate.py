@@ -50,7 +50,7 @@ def gate_runs(plans: Sequence[RunPlan], echo: Say) -> list[RunPlan]:
 
 
 def check_open_runs(plans: Sequence[RunPlan], echo: Say) -> list[MemoryCheck | None]:
-    """What is known of each plan's memory; None for runs that are done, which are not started again."""
+    """Memory check of each plan; None for runs that are done."""
     found: dict[int, MemoryCheck] = {}
     open_plans = [number for number, plan in enumerate(plans) if not is_done(plan)]
     for runs in dict.fromkeys(_runs(plans[number]) for number in open_plans):
@@ -60,7 +60,7 @@ def check_open_runs(plans: Sequence[RunPlan], echo: Say) -> list[MemoryCheck | N
 
 
 def is_refused(memory_check: MemoryCheck) -> bool:
-    """Whether the run must not be started."""
+    """True if the run must not start."""
     return memory_check.fits is False and memory_check.experiment.plan.gate == "refuse"
 
 
@@ -71,7 +71,7 @@ def with_prediction(plan: RunPlan, memory_check: MemoryCheck) -> RunPlan:
 
 
 def remarks(memory_checks: Sequence[MemoryCheck]) -> list[str]:
-    """What is to be said of runs that are started: each thing once, with how many runs it is about."""
+    """Warnings about runs that start, each once, with the number of runs."""
     said: dict[str, int] = {}
     for memory_check in memory_checks:
         text = _remark(memory_check)
@@ -81,7 +81,7 @@ def remarks(memory_checks: Sequence[MemoryCheck]) -> list[str]:
 
 
 def is_done(plan: RunPlan) -> bool:
-    """Whether the run has come to its end before."""
+    """True if the run is done."""
     state = plan.folder.read_state() if plan.folder.path.exists() else None
     return state is not None and state.state == "done"
 

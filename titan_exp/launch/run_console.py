@@ -1,4 +1,4 @@
-"""What the launcher shows. A screen that goes away (a closed terminal, a broken pipe) must not end the run."""
+"""Console of the launcher. A closed terminal or a broken pipe does not end the run."""
 
 import os
 import sys

@@ -71,7 +71,7 @@ class LocalRanks:
         self._killed = False
 
     def log(self, rank: int) -> Path:
-        """What a rank prints."""
+        """Log of a rank."""
         return self.logs / f"rank-{rank:05d}.log"
 
     def start(self) -> None:
@@ -134,7 +134,7 @@ class LocalRanks:
             shutil.rmtree(self._rendezvous_folder, ignore_errors=True)
 
     def result(self) -> AttemptResult:
-        """How the attempt ended; called when `poll` has said that it has."""
+        """Result of the attempt; call after `poll` returned True."""
         if self._failures:
             hang = self._hang.report_hang()
             return exit_status.hung(hang) if hang is not None else exit_status.failed(self._failures.values())
@@ -145,7 +145,7 @@ class LocalRanks:
         return AttemptResult("failed", 1, "the process that held the ranks (submitit's controller) died", text)
 
     def _over(self) -> bool:
-        """Whether the controller is gone."""
+        """True if the controller is gone."""
         assert self._job is not None
         return self._job.done()
 
@@ -208,7 +208,7 @@ def _is_past(since: float | None, seconds: float) -> bool:
 
 
 def _rank_of(process: psutil.Process) -> int | None:
-    """Which rank a process is, by the environment that the controller gave it; None where it cannot be read."""
+    """Rank of a process, from its environment; None if that cannot be read."""
     try:
         number = process.environ().get("SUBMITIT_LOCAL_GLOBALID")
     except psutil.Error:

@@ -20,13 +20,13 @@ class RunEntry:
     folder: RunFolder
     """Its folder, which need not be there where a study has not come to it yet."""
     label: str
-    """What it is called in tables."""
+    """Name in tables."""
     group: str
     """Name of the folder that holds it: a study or an `experiment.name`."""
     point: StudyRun | None = None
     """The study's point, where it is one."""
     removed: bool = False
-    """Whether the study no longer holds it."""
+    """True if the study no longer holds it."""
 
 
 def split_runs_folder(words: Sequence[str]) -> tuple[Path, list[str]]:

@@ -22,7 +22,7 @@ class StatusRow:
     """A run as the table shows it. None stands for unknown."""
 
     label: str
-    """What it is called."""
+    """Name."""
     group: str
     """The study, or `experiment.name`."""
     run_id: str
@@ -44,19 +44,19 @@ class StatusRow:
     seconds_left: Value
     """By the newest speed; of a running run."""
     gpu_hours: Value
-    """Of all starts; None on CPU."""
+    """GPU-hours of all attempts; None on CPU."""
     job_id: str | None
     """The scheduler's number."""
     reason: str | None
     """Why it failed, stopped, waits or was lost."""
     removed: bool
-    """Whether the study no longer holds it."""
+    """True if the study no longer holds it."""
     memory: Value = None
     """Newest, in GiB: the peak of rank 0, of allocated tensors on a GPU, of the process on a CPU."""
     memory_predicted: Value = None
     """The same, predicted before the start; None where it was not."""
     tokens_per_second_predicted: Value = None
-    """Of the whole job, predicted before the start; None where it was not."""
+    """Predicted throughput of the whole job; None without a prediction."""
 
 
 def status_rows(found: Sequence[RunEntry]) -> list[StatusRow]:

@@ -68,7 +68,7 @@ class StudySweep:
 
     @property
     def words(self) -> str:
-        """What other verbs call it: its folder's name, and where that is if it is not in `runs/`."""
+        """Arguments that name it for other verbs: its folder's name, and `paths.runs` unless that is `runs/`."""
         runs = self.folder.path.parent
         return self.folder.path.name + ("" if runs == Path.cwd() / "runs" else f" paths.runs={runs}")
 
@@ -142,7 +142,7 @@ class StudySweep:
         cancel_runs([self.folder.run(run) for run in removed], {run.run_id: run.label for run in removed}, echo)
 
     def stop_requested(self) -> bool:
-        """Whether `titan-exp cancel` asked to start no further run."""
+        """True if `titan-exp cancel` requested a stop."""
         return self.folder.stop.exists()
 
     @contextlib.contextmanager

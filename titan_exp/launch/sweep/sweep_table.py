@@ -1,4 +1,4 @@
-"""What a sweep prints: its plan before, and what became of every point after."""
+"""Tables of a sweep: the plan before, the outcomes after."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -75,7 +75,7 @@ def show_plan(sweep_plan: SweepPlan, study: StudySweep | None) -> None:
 
 
 def show_outcomes(sweep_plan: SweepPlan, found: Mapping[Path, Submission], study: StudySweep | None) -> None:
-    """Print what became of every run, and what to type next."""
+    """Print the outcome of every run, and the next commands."""
     rows, told = [], []
     for one in sweep_plan.planned:
         submission = found.get(one.plan.folder.path)
@@ -107,7 +107,7 @@ def show_outcomes(sweep_plan: SweepPlan, found: Mapping[Path, Submission], study
 
 
 def _next(states: Sequence[str], sweep_plan: SweepPlan, study: StudySweep | None) -> list[str]:
-    """What to type next."""
+    """Next commands."""
     name = sweep_plan.planned[0].plan.folder.path.parent if study is None else study.words
     if any(state in ("submitted", "queued") for state in states):
         first = sweep_plan.planned[0].plan.folder.path

@@ -106,6 +106,9 @@ def _table(rows: Sequence[StatusRow], *, in_full: bool) -> Table:
         "GPU-hours": with_hours,
         "reason": any(row.reason for row in rows),
     }
+    for metric in sorted({metric for row in rows for metric in row.reported}):
+        headings[metric] = lambda row, metric=metric: _number(row.reported.get(metric), ".4g")
+    headings["reason"] = headings.pop("reason")
     shown = [name for name in headings if hidden.get(name, True)]
     table = Table(box=None, pad_edge=False)
     for name in shown:

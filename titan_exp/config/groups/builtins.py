@@ -3,8 +3,11 @@
 from functools import cache
 from pathlib import Path
 
-OPTIMIZERS = ("adamw",)
+OPTIMIZERS = ("adamw", "sgd")
 """What `optimizer.name` may name."""
+
+OBJECTIVES = ("language_modeling",)
+"""Built-in values of `training.objective`."""
 
 DECAYS = ("linear", "cosine", "sqrt")
 """What `lr_schedule.decay` may name."""

@@ -3,15 +3,15 @@
 import json
 import re
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from titan_exp.launch.state.run_lookup import RunEntry
 from titan_exp.launch.state.run_status import RunStatus, run_statuses
 from titan_exp.plan.gate.predicted import read_predicted_metrics
 from titan_exp.tracking.run_folder.metrics_jsonl import read_last_values
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.sinks.sink import Value
+from titan_exp.tracking.sinks.sink import REPORTED, Value
 
 _STEPS = re.compile(r"^training:\n(?:  .*\n)*?  steps: (\d+)$", re.MULTILINE)
 _DEVICE = re.compile(r"^cluster:\n(?:  .*\n)*?  device: (\w+)$", re.MULTILINE)
@@ -57,6 +57,8 @@ class StatusRow:
     """The same, predicted before the start; None where it was not."""
     tokens_per_second_predicted: Value = None
     """Predicted throughput of the whole job; None without a prediction."""
+    reported: Mapping[str, Value] = field(default_factory=dict)
+    """Newest metrics reported by the objective, the model and the optimizer, by name."""
 
 
 def status_rows(found: Sequence[RunEntry]) -> list[StatusRow]:
@@ -93,6 +95,7 @@ def _row(one: RunEntry, status: RunStatus) -> StatusRow:
         memory=values.get("memory"),
         memory_predicted=predicted.memory,
         tokens_per_second_predicted=predicted.tokens_per_second,
+        reported={name: value for name, value in values.items() if name.startswith(REPORTED)},
     )
 
 

@@ -59,8 +59,8 @@ class Options:
 def run(words: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     if words[:1] == ["search"]:
-        from titan_exp.cli.plan_search import HELP as SEARCH_HELP
-        from titan_exp.cli.plan_search import search_command, search_options
+        from titan_exp.cli.plan_commands.search import HELP as SEARCH_HELP
+        from titan_exp.cli.plan_commands.search import search_command, search_options
 
         sought, rest = search_options(words[1:])
         if sought.help:
@@ -68,7 +68,7 @@ def run(words: Sequence[str]) -> int:
             return 0
         return run_with_hydra(rest, lambda cfg, typed: search_command(cfg, sought, typed))
     if words[:1] == ["calibrate"]:
-        from titan_exp.cli.plan_calibrate import calibrate_command
+        from titan_exp.cli.plan_commands.calibrate import calibrate_command
 
         return calibrate_command(words[1:])
     options, others = options_among(words)

@@ -4,9 +4,9 @@ import textwrap
 from collections.abc import Sequence
 
 from titan_exp.cli.hydra_command import run_sweep_with_hydra
-from titan_exp.cli.sweep_args import sweep_args
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.study.study_file import read_study, study_files
+from titan_exp.launch.sweep.sweep_args import sweep_args
 
 HELP = """\
 titan-exp sweep: run a study, sweeps/NAME.yaml, or what is missing of it.

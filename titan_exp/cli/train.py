@@ -8,7 +8,7 @@ from titan_exp.cli.hydra_command import run_sweep_with_hydra
 
 def run(words: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    from titan_exp.cli.sweep_args import train_args
+    from titan_exp.launch.sweep.sweep_args import train_args
 
     return run_sweep_with_hydra(train_args(words), _launch)
 

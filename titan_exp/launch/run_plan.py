@@ -45,17 +45,29 @@ class RunPlan:
     """Content of plan.json; None keeps the file."""
 
 
-def plan_run(experiment: Experiment, overrides: Sequence[str] = ()) -> RunPlan:
+def plan_run(experiment: Experiment, overrides: Sequence[str] = (), folder: RunFolder | None = None) -> RunPlan:
     """Check an experiment and name it. Writes nothing.
+
+    Args:
+        experiment: the configuration; its layout may be unresolved.
+        overrides: as typed.
+        folder: an existing folder of the run, which may have moved or have the name that an older version gave it.
 
     Raises:
         UserError: it cannot run, holds credentials, or has no stable name.
     """
     # Credentials first: what the rules say of a value repeats it.
     require_none(to_dict(experiment))
-    resolved = resolve_layout(check(experiment, _has_begun), offered_devices(experiment.cluster))
-    name = run_id(resolved)
-    return RunPlan(resolved, tuple(overrides), name, experiment_id(resolved), RunFolder(_path(resolved, name)))
+
+    def path_of(resolved: Experiment) -> Path:
+        return _path(resolved, run_id(resolved)) if folder is None else Path(os.path.abspath(folder.path))
+
+    def has_begun(resolved: Experiment) -> bool:
+        # Then the initial weights (`checkpoint.initial`) may be gone.
+        return saved_state(str(path_of(resolved))) is not None
+
+    resolved = resolve_layout(check(experiment, has_begun), offered_devices(experiment.cluster))
+    return RunPlan(resolved, tuple(overrides), run_id(resolved), experiment_id(resolved), RunFolder(path_of(resolved)))
 
 
 def create_run_folder(plan: RunPlan, provenance: Provenance | None = None) -> bool:
@@ -113,11 +125,6 @@ def explain_write_errors(path: Path) -> Iterator[None]:
 def _path(resolved: Experiment, name: str) -> Path:
     runs = Path(os.path.abspath(Path(resolved.paths.runs).expanduser()))
     return runs / resolved.experiment.name / name
-
-
-def _has_begun(resolved: Experiment) -> bool:
-    """True if the run has a checkpoint; `checkpoint.initial` may be gone then."""
-    return saved_state(str(_path(resolved, run_id(resolved)))) is not None
 
 
 def _snapshot(plan: RunPlan, provenance: Provenance | None) -> dict[str, str]:

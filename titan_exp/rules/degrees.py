@@ -28,7 +28,7 @@ def expert_degrees_are_one(parallelism: ParallelismConfig) -> Iterator[Violation
 
 
 def devices_exist(cluster: ClusterConfig) -> Iterator[Violation]:
-    """This machine has the device that is asked for, in that number."""
+    """This machine has enough devices of the requested type."""
     present = visible_gpus()
     if cluster.device == "cuda" and not present:
         yield Violation(

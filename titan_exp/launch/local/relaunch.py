@@ -4,7 +4,6 @@
 them; with the flag, the content of plan.json comes from standard input.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,7 +28,7 @@ def plan_relaunch(folder: RunFolder) -> RunPlan:
 
     experiment = load_experiment(folder.config)
     typed = yaml.safe_load(folder.overrides.read_text(encoding="utf-8")) if folder.overrides.exists() else []
-    return replace(plan_run(experiment, typed), folder=RunFolder(os.path.abspath(folder.path)))
+    return plan_run(experiment, typed, folder)
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.run_plan import RunPlan
-from titan_exp.plan.gate.gate import MemoryCheck, check_memory, explain_oom, gib, plan_record
+from titan_exp.plan.gate.gate import MemoryCheck, check_memory, explain_oom, plan_record
 from titan_exp.plan.gate.suggestions import Suggestion, suggestions
+from titan_exp.tracking.number_format import format_bytes
 
 Say = Callable[[str], None]
 
@@ -86,14 +87,14 @@ def is_done(plan: RunPlan) -> bool:
     return state is not None and state.state == "done"
 
 
-GATE_HINT = "  plan.gate=warn starts it all the same, plan.gate=off without looking."
+GATE_HINT = "  plan.gate=warn starts it anyway, plan.gate=off without a check."
 
 
 def _remark(memory_check: MemoryCheck) -> str:
     if memory_check.fits is False:
         return f"This run is not expected to fit: {explain_oom(memory_check)}"
     if memory_check.why_not and memory_check.device_memory is not None:
-        return f"Whether its memory fits is not predicted: {memory_check.why_not}."
+        return f"Its memory is not checked: {memory_check.why_not}."
     return ""
 
 
@@ -101,11 +102,11 @@ def _refusal(memory_check: MemoryCheck, runs: Path, echo: Say) -> str:
     found = suggestions(memory_check, runs, echo)
     lines = [f"This run does not fit: {explain_oom(memory_check)}"]
     if found:
-        lines.append("  What would fit, each of these planned:")
+        lines.append("  These changes fit, as predicted:")
         width = max(len(_typed(suggestion)) for suggestion in found)
         lines += [f"    {_typed(suggestion):{width}}  {_outcome(suggestion)}" for suggestion in found]
     else:
-        lines.append("  No change that was tried would fit; a smaller model, or shorter sequences, would need less.")
+        lines.append("  None of the tried changes fits; use a smaller model or shorter sequences.")
     return "\n".join([*lines, GATE_HINT])
 
 
@@ -118,9 +119,9 @@ def _outcome(suggestion: Suggestion) -> str:
     assert memory_check.device_memory is not None, "it was planned"
     if memory_check.prediction is None:
         return "fits by an upper bound"
-    words = [gib(memory_check.prediction.largest.peak + memory_check.device_memory.overhead)]
+    words = [format_bytes(memory_check.prediction.largest.peak + memory_check.device_memory.overhead)]
     if memory_check.device_memory.sharing > 1:
-        words.append(f"{gib(memory_check.needed or 0)} together")
+        words.append(f"{format_bytes(memory_check.needed or 0)} together")
     return ", ".join(words)
 
 

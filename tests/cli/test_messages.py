@@ -3,6 +3,7 @@
 import importlib
 import pkgutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,21 +25,23 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
         importlib.import_module(module.name)
     calls: Launched = []
 
-    def run(call: tuple[Experiment, list[str]]) -> SimpleNamespace:
-        calls.append(call)
-        return SimpleNamespace(
-            exit_code=call[0].experiment.seed, folder=SimpleNamespace(path=Path("there"), metrics=Path(__file__))
-        )
+    def plan_run(experiment: Experiment, overrides: Sequence[str]) -> SimpleNamespace:
+        folder = SimpleNamespace(path=Path("there"), metrics=Path(__file__))
+        return SimpleNamespace(experiment=experiment, overrides=[*overrides], folder=folder)
 
-    monkeypatch.setattr("titan_exp.launch.run_plan.plan_run", lambda experiment, typed: (experiment, list(typed)))
-    monkeypatch.setattr("titan_exp.launch.memory_gate.gate_run", lambda plan, say: plan)
-    monkeypatch.setattr("titan_exp.launch.run_plans.run", run)
+    def run(plan: Any) -> SimpleNamespace:
+        calls.append((plan.experiment, plan.overrides))
+        return SimpleNamespace(exit_code=plan.experiment.experiment.seed)
+
+    monkeypatch.setattr("titan_exp.launch.run_plan.plan_run", plan_run)
+    monkeypatch.setattr("titan_exp.launch.memory_gate.gate_run", lambda plan, echo: plan)
+    monkeypatch.setattr("titan_exp.launch.local.executor.run", run)
     monkeypatch.setattr("titan_exp.compare.output.plot.draw", lambda folder: folder / "loss.png")
     return calls
 
 
 @pytest.fixture
-def say(capsys: pytest.CaptureFixture[str], launched: list[Any]):
+def echo(capsys: pytest.CaptureFixture[str], launched: list[Any]):
     """Run a command that must be refused, and return what it says."""
 
     def run(*words: str) -> str:
@@ -189,8 +192,8 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
         (["tokenize", "stores/mine"], "an override is key=value"),
     ],
 )
-def test_wrong_words_are_answered(words: list[str], says: str, say: Any):
-    assert says in say(*words)
+def test_wrong_words_are_answered(words: list[str], says: str, echo: Any):
+    assert says in echo(*words)
 
 
 def test_tokenizing_explains_itself(capsys: pytest.CaptureFixture[str]):
@@ -206,13 +209,13 @@ def test_a_preview_launches_nothing(launched: Launched, capsys: pytest.CaptureFi
     assert capsys.readouterr().out.startswith("step 2: 2 rows of ")
 
 
-def test_every_wrong_override_is_named_at_once(say: Any):
-    answer = say("train", "modle=llama3_8b", "model=llama9_8b", "training.stesp=4", "lr=1", "optimizer.lr=1e-3")
+def test_every_wrong_override_is_named_at_once(echo: Any):
+    answer = echo("train", "modle=llama3_8b", "model=llama9_8b", "training.stesp=4", "lr=1", "optimizer.lr=1e-3")
     assert [answer.count(word) for word in ("modle", "llama9_8b", "stesp", "  lr=1:", "1e-3")] == [1, 1, 1, 1, 0]
 
 
-def test_sweeps_are_checked_too(say: Any):
-    answer = say("train", "-m", "model=llama9,llama_debug", "training.stepz=1,2")
+def test_sweeps_are_checked_too(echo: Any):
+    answer = echo("train", "-m", "model=llama9,llama_debug", "training.stepz=1,2")
     assert "model=llama9" in answer
     assert "training.stepz=1,2" in answer
 
@@ -239,7 +242,7 @@ def test_other_failures_are_not_hidden(
     def fail(*_: object) -> int:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr("titan_exp.launch.run_plans.run", fail)
+    monkeypatch.setattr("titan_exp.launch.local.executor.run", fail)
     with pytest.raises(ZeroDivisionError, match="ours"):
         main(["train"])
     assert "Error executing job" not in capsys.readouterr().err
@@ -272,10 +275,10 @@ def test_failures_inside_a_sweep_are_not_hidden(monkeypatch: pytest.MonkeyPatch)
         main(["train", "-m", "training.steps=1,2"])
 
 
-def test_a_yaml_file_that_cannot_be_read_is_named(tmp_path: Path, say: Any):
+def test_a_yaml_file_that_cannot_be_read_is_named(tmp_path: Path, echo: Any):
     (tmp_path / "optimizer").mkdir()
     (tmp_path / "optimizer" / "broken.yaml").write_text("lr: [1\n")
-    answer = say("train", "--config-dir", str(tmp_path), "optimizer=broken")
+    answer = echo("train", "--config-dir", str(tmp_path), "optimizer=broken")
     assert "broken.yaml" in answer
 
 

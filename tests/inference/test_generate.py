@@ -89,7 +89,7 @@ def test_logits_with_the_cache_are_those_without(trained):
 
 
 def test_an_export_writes_the_same_text(trained, capsys, tmp_path):
-    from titan_exp.cli.convert import convert_command
+    from titan_exp.cli.convert import run as convert_command
 
     def text(source: str) -> str:
         assert generate_command([source, "prompt=import ", "tokens=20", "temperature=0"]) == 0

@@ -11,6 +11,7 @@ from titan_exp.cli.main import main
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.launch.executor import SubmitOptions
 from titan_exp.launch.local.executor import LocalExecutor
 from titan_exp.launch.memory_gate import gate_run
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, plan_run
@@ -36,7 +37,7 @@ def foretold(monkeypatch: pytest.MonkeyPatch):
     """Stub predictor: 1 GiB per 32 tokens of a sequence; records its calls."""
     asked: list[int] = []
 
-    def predict_many(questions, cache, say=print):
+    def predict_many(questions, cache, echo=print):
         found: list[Prediction | NotPredicted] = []
         for question in questions:
             training = question.experiment.training
@@ -105,8 +106,8 @@ def test_a_folder_that_is_there_says_what_was_predicted_last(home: Path, foretol
     first = [gate_run(planned("training.seq_len=64", f"experiment.seed={seed}"), print) for seed in (1, 2)]
     for one in first:
         create_run_folder(replace(one, prediction="{}"))
-    backend = LocalExecutor(jobs=2)
-    assert [one.outcome for one in backend.submit(first, say=print)] == ["done", "done"]
+    backend = LocalExecutor("local")
+    assert [one.outcome for one in backend.submit(first, SubmitOptions(jobs=2))] == ["done", "done"]
     for one in first:
         assert read_predicted_metrics(one.folder).tokens_per_second == 2048.0
 
@@ -174,7 +175,7 @@ def test_retry_passes_the_gate(home: Path, foretold, capsys: pytest.CaptureFixtu
     folder.add_attempt(world_size=1, hosts=["here"])
     folder.write_state(RunState("failed", 3, 0.0, 1, "out of memory"))
     with pytest.raises(UserError, match=r"a rank needs 8\.42 GiB"):
-        retry.retry_command([str(folder.path)])
+        retry.run([str(folder.path)])
 
 
 def test_status_shows_predicted_beside_measured(home: Path, foretold, capsys: pytest.CaptureFixture[str]):

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from titan_exp.cli import plan_calibrate as calibrate
 from titan_exp.cli.main import main
-from titan_exp.cli.plan_calibrate import calibrate_command
+from titan_exp.cli.plan_commands import calibrate
+from titan_exp.cli.plan_commands.calibrate import calibrate_command
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment

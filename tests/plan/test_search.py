@@ -7,7 +7,7 @@ import shlex
 import pytest
 
 from tests.cli.test_plan import planned
-from titan_exp.cli.plan_search import search_options
+from titan_exp.cli.plan_commands.search import search_options
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose

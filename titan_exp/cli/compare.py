@@ -1,4 +1,4 @@
-"""`titan-exp compare STUDY|RUN...`: table, page and report of a comparison."""
+"""Compare runs: what differs and by how much, as a table, plots and a page."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ PAGE = "compare.html"
 """File name of the page beside the runs of a study."""
 
 
-def compare_command(words: Sequence[str]) -> int:
+def run(words: Sequence[str]) -> int:
     """Run the verb; returns the exit code.
 
     Raises:

@@ -1,14 +1,10 @@
-"""The verb `titan-exp download REPO`: tokenizer, configuration and weights from the Hugging Face hub.
+"""Download tokenizer, configuration and weights from the Hugging Face hub."""
 
-`huggingface_hub` does all of it, and goes on where an interrupted download stopped.
-"""
-
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from titan_exp.checkpoint.remote.hub_download import download
 from titan_exp.config.command_line.parse_options import HELP, options_help, parse_options
 from titan_exp.config.command_line.verb_options import DownloadOptions
 from titan_exp.config.errors.user_error import UserError
@@ -25,12 +21,12 @@ FILES: dict[str, tuple[str, ...]] = {
     "original": (*TOKENIZER, *CONFIGURATION, *ORIGINAL),
     "all": ("*",),
 }
-"""What each choice of `files` fetches, as patterns of paths in the repository."""
+"""Path patterns in the repository, for each value of `files`."""
 
 USAGE = "titan-exp download OWNER/NAME [files=tokenizer|config|weights|original|all] [target=FOLDER]"
 
 
-def download_command(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Run the verb; returns the exit code.
 
     A token for gated repositories is taken from the environment variable HF_TOKEN and kept nowhere.
@@ -53,51 +49,3 @@ def download_command(arguments: Sequence[str]) -> int:
         )
     print(f"{target}: {len(found)} files, {sum(path.stat().st_size for path in found) / 1e9:.2f} GB")
     return 0
-
-
-def download(repo: str, target: Path, patterns: Sequence[str], revision: str | None = None) -> None:
-    """Fetch the files of a repository that match, or go on fetching them.
-
-    Raises:
-        UserError: it cannot be done, and why.
-    """
-    from huggingface_hub import HfApi, errors, snapshot_download
-
-    token = os.environ.get("HF_TOKEN") or False
-    try:
-        # Asked first: without network `snapshot_download` is content with a folder that is there, whatever it holds.
-        revision = HfApi(token=token).repo_info(repo, revision=revision).sha
-        snapshot_download(repo, revision=revision, local_dir=target, allow_patterns=list(patterns), token=token)
-    except errors.GatedRepoError as error:
-        raise UserError(f"{repo} is gated. {_access(token)}") from error
-    except errors.RepositoryNotFoundError as error:
-        raise UserError(f"{repo} is not on the hub, or is private. {_access(token)}") from error
-    except errors.RevisionNotFoundError as error:
-        raise UserError(f"{repo} has no revision {revision}.") from error
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, OSError) as error:
-        raise UserError(_unreachable(repo, error)) from error
-    except Exception as error:
-        # The library lets errors of whichever HTTP client it uses through.
-        if not type(error).__module__.startswith(("httpx", "httpcore", "requests", "huggingface_hub")):
-            raise
-        raise UserError(_unreachable(repo, error)) from error
-
-
-def _access(token: Any) -> str:
-    if token:
-        return "The token in HF_TOKEN does not open it: accept its licence on the hub with the account of the token."
-    return "Put a token into the environment variable HF_TOKEN; it is used for this command and kept nowhere."
-
-
-def _unreachable(repo: str, error: BaseException) -> str:
-    cause: BaseException = error
-    while cause.__cause__ is not None:
-        cause = cause.__cause__
-    if isinstance(cause, OSError) and cause.errno in (28, 122):
-        return f"{repo} could not be stored: the disk is full. What is there is kept; make room and repeat the command."
-    reason = str(cause).partition("\n")[0] or type(cause).__name__
-    return (
-        f"{repo} could not be fetched: the hub does not answer ({reason}).\n"
-        "  What was fetched is kept, and the same command goes on from there. Without network, copy the folder from a\n"
-        "  machine that has one. HTTPS_PROXY and HF_ENDPOINT are honoured; HF_HUB_OFFLINE=1 must not be set."
-    )

@@ -1,4 +1,4 @@
-"""`titan-exp plan [overrides]`: predicted memory and speed of a run, before anything is launched."""
+"""Predict memory and speed of a run before it is launched, or rank all layouts for a cluster (plan search)."""
 
 import json
 import sys
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titan_exp.cli.hydra_command import run_with_hydra
 from titan_exp.config.errors.did_you_mean import listed, nearest
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
@@ -52,6 +53,29 @@ class Options:
     """True to print JSON."""
     help: bool = False
     """True to print the help."""
+
+
+def run(words: Sequence[str]) -> int:
+    """Run the verb; returns the exit code."""
+    if words[:1] == ["search"]:
+        from titan_exp.cli.plan_commands.search import HELP as SEARCH_HELP
+        from titan_exp.cli.plan_commands.search import search_command, search_options
+
+        sought, rest = search_options(words[1:])
+        if sought.help:
+            print(SEARCH_HELP)
+            return 0
+        return run_with_hydra(rest, lambda cfg, typed: search_command(cfg, sought, typed))
+    if words[:1] == ["calibrate"]:
+        from titan_exp.cli.plan_commands.calibrate import calibrate_command
+
+        return calibrate_command(words[1:])
+    options, others = options_among(words)
+    if options.help:
+        print(HELP)
+        return 0
+    require_no_verb(others)
+    return run_with_hydra(others, lambda cfg, _: plan_command(cfg, options))
 
 
 def options_among(words: Sequence[str]) -> tuple[Options, list[str]]:

@@ -1,4 +1,4 @@
-"""`titan-exp tokenize [data=... data.key=...] out=STORE`: tokenize text from any source into a token store.
+"""Tokenize text into a token store, for training at any scale.
 
 The text is given by the `data` group as in `titan-exp train`; `out`, `workers`, ... are plain options beside it.
 """
@@ -6,7 +6,9 @@ The text is given by the `data` group as in `titan-exp train`; `out`, `workers`,
 from collections.abc import Sequence
 from dataclasses import fields
 from itertools import islice
+from typing import Any
 
+from titan_exp.cli.hydra_command import run_with_hydra
 from titan_exp.config.command_line.parse_options import options_help, parse_options
 from titan_exp.config.command_line.verb_options import TokenizeOptions
 from titan_exp.config.errors.did_you_mean import listed, nearest
@@ -18,6 +20,23 @@ from titan_exp.data.token_store.verify import find_damage
 from titan_exp.rules.data import unreadable_source
 
 _MAX_LISTED = 5
+
+
+def run(words: Sequence[str]) -> int:
+    """Run the verb; returns the exit code."""
+    if {"--help", "-h"} & set(words):
+        print(tokenize_help(), end="")
+        return 0
+    options, overrides = options_among(words)
+    if options.check:
+        return check_store(options.check)
+
+    def make(cfg: Any, _: Sequence[str]) -> int:
+        from titan_exp.config.schema.typed_config import to_experiment
+
+        return make_store(options, to_experiment(cfg))
+
+    return run_with_hydra(overrides, make)
 
 
 def options_among(words: Sequence[str]) -> tuple[TokenizeOptions, list[str]]:

@@ -14,7 +14,7 @@ from titan_exp.tracking.number_format import format_bytes
 Say = Callable[[str], None]
 
 
-def gate_run(plan: RunPlan, say: Say) -> RunPlan:
+def gate_run(plan: RunPlan, echo: Say) -> RunPlan:
     """A plan that may be started, with what is predicted of it.
 
     Args:
@@ -26,42 +26,42 @@ def gate_run(plan: RunPlan, say: Say) -> RunPlan:
     """
     if is_done(plan):
         return plan
-    (memory_check,) = check_memory([plan.experiment], _runs(plan), say)
+    (memory_check,) = check_memory([plan.experiment], _runs(plan), echo)
     if memory_check.fits is False and plan.experiment.plan.gate == "refuse":
-        raise UserError(_refusal(memory_check, _runs(plan), say))
+        raise UserError(_refusal(memory_check, _runs(plan), echo))
     for line in remarks([memory_check]):
-        say(line)
+        echo(line)
     return with_prediction(plan, memory_check)
 
 
-def gate_runs(plans: Sequence[RunPlan], say: Say) -> list[RunPlan]:
+def gate_runs(plans: Sequence[RunPlan], echo: Say) -> list[RunPlan]:
     """The same of several plans.
 
     Raises:
         UserError: one of them is refused; it names all of these.
     """
-    memory_checks = check_open_runs(plans, say)
+    memory_checks = check_open_runs(plans, echo)
     refused = [(plan, it) for plan, it in zip(plans, memory_checks, strict=True) if it is not None and is_refused(it)]
     if refused:
         lines = [f"{plan.folder.path}: {explain_oom(memory_check)}" for plan, memory_check in refused]
         raise UserError("\n".join([*lines, GATE_HINT]))
     for line in remarks([it for it in memory_checks if it is not None]):
-        say(line)
+        echo(line)
     return [plan if it is None else with_prediction(plan, it) for plan, it in zip(plans, memory_checks, strict=True)]
 
 
-def check_open_runs(plans: Sequence[RunPlan], say: Say) -> list[MemoryCheck | None]:
-    """What is known of each plan's memory; None for runs that are done, which are not started again."""
+def check_open_runs(plans: Sequence[RunPlan], echo: Say) -> list[MemoryCheck | None]:
+    """Memory check of each plan; None for runs that are done."""
     found: dict[int, MemoryCheck] = {}
     open_plans = [number for number, plan in enumerate(plans) if not is_done(plan)]
     for runs in dict.fromkeys(_runs(plans[number]) for number in open_plans):
         here = [number for number in open_plans if _runs(plans[number]) == runs]
-        found |= zip(here, check_memory([plans[number].experiment for number in here], runs, say), strict=True)
+        found |= zip(here, check_memory([plans[number].experiment for number in here], runs, echo), strict=True)
     return [found.get(number) for number in range(len(plans))]
 
 
 def is_refused(memory_check: MemoryCheck) -> bool:
-    """Whether the run must not be started."""
+    """True if the run must not start."""
     return memory_check.fits is False and memory_check.experiment.plan.gate == "refuse"
 
 
@@ -72,7 +72,7 @@ def with_prediction(plan: RunPlan, memory_check: MemoryCheck) -> RunPlan:
 
 
 def remarks(memory_checks: Sequence[MemoryCheck]) -> list[str]:
-    """What is to be said of runs that are started: each thing once, with how many runs it is about."""
+    """Warnings about runs that start, each once, with the number of runs."""
     said: dict[str, int] = {}
     for memory_check in memory_checks:
         text = _remark(memory_check)
@@ -82,7 +82,7 @@ def remarks(memory_checks: Sequence[MemoryCheck]) -> list[str]:
 
 
 def is_done(plan: RunPlan) -> bool:
-    """Whether the run has come to its end before."""
+    """True if the run is done."""
     state = plan.folder.read_state() if plan.folder.path.exists() else None
     return state is not None and state.state == "done"
 
@@ -98,8 +98,8 @@ def _remark(memory_check: MemoryCheck) -> str:
     return ""
 
 
-def _refusal(memory_check: MemoryCheck, runs: Path, say: Say) -> str:
-    found = suggestions(memory_check, runs, say)
+def _refusal(memory_check: MemoryCheck, runs: Path, echo: Say) -> str:
+    found = suggestions(memory_check, runs, echo)
     lines = [f"This run does not fit: {explain_oom(memory_check)}"]
     if found:
         lines.append("  These changes fit, as predicted:")

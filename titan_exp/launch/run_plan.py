@@ -32,17 +32,17 @@ class RunPlan:
     """A run that may be started: checked, its layout resolved, and named."""
 
     experiment: Experiment
-    """What to run."""
+    """Configuration, its layout resolved."""
     overrides: tuple[str, ...]
-    """What was typed."""
+    """Typed overrides."""
     run_id: str
     """Name of what it computes, in its layout."""
     experiment_id: str
     """Name of what it computes, in any layout."""
     folder: RunFolder
-    """Where it is, or will be."""
+    """Run folder, which may not exist yet."""
     prediction: str | None = None
-    """What plan.json is to say; None leaves it as it is."""
+    """Content of plan.json; None keeps the file."""
 
 
 def plan_run(experiment: Experiment, overrides: Sequence[str] = (), folder: RunFolder | None = None) -> RunPlan:

@@ -107,7 +107,7 @@ def refine_gpu(device: Device, cluster: ClusterConfig, cache: Path) -> Device:
 
 
 def _gpu_memory(cluster: ClusterConfig, cache: Path) -> DeviceMemory:
-    installed = gpu_names() if cluster.kind == "local" and cluster.gpu_type is None else []
+    installed = gpu_names() if not cluster.is_remote and cluster.gpu_type is None else []
     key = (cluster.gpu_type or "").lower()
     if installed and len(set(installed)) == 1:
         key = DEVICE_KEYS.get(installed[0], "")
@@ -122,7 +122,7 @@ def _gpu_memory(cluster: ClusterConfig, cache: Path) -> DeviceMemory:
 
 def _cpu_memory(cluster: ClusterConfig, world: int, dtype: str, cache: Path) -> DeviceMemory:
     processes = min(world, node_size(cluster, world))
-    if cluster.kind != "local":
+    if cluster.is_remote:
         overhead, unknown = round(CPU_OVERHEAD_GB * 1e9), "the memory of a node is not known; set cluster.memory_gb"
         if cluster.memory_gb:
             return DeviceMemory(None, cluster.memory_gb * GIB, processes, overhead, "a node (cluster.memory_gb)")

@@ -84,7 +84,7 @@ def collectives_are_not_captured(compile: CompileConfig, parallelism: Parallelis
 
 
 def _is_local(cluster: ClusterConfig) -> bool:
-    return cluster.kind != "slurm"
+    return not cluster.is_remote
 
 
 RULES = (

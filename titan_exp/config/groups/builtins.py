@@ -1,5 +1,8 @@
 """The names that come with the package; any other name in their places is a dotted one, of the user's own code."""
 
+from functools import cache
+from pathlib import Path
+
 OPTIMIZERS = ("adamw", "sgd")
 """Built-in values of `optimizer.name`."""
 
@@ -20,3 +23,9 @@ BYTES_VOCABULARY = 257
 
 COMPILE_BACKENDS = ("inductor", "aot_eager", "eager", "cudagraphs")
 """Values of `compile.backend`."""
+
+
+@cache
+def executor_names() -> tuple[str, ...]:
+    """Built-in values of `cluster.kind`: the folders of `titan_exp/launch` that hold an executor."""
+    return tuple(sorted(path.parent.name for path in (Path(__file__).parents[2] / "launch").glob("*/executor.py")))

@@ -5,13 +5,17 @@ from typing import Literal
 
 from titan_exp.config.groups.types import Count, PositiveFloat, PositiveInt
 
+LOCAL = "local"
+"""`cluster.kind` of the machine that launches."""
+
 
 @dataclass(frozen=True)
 class ClusterConfig:
     """Machine of the processes, and the hang watchdog. The keys from `gpu_type` on are for SLURM."""
 
-    kind: Literal["local", "slurm"]
-    """`local` starts every process on this machine and waits for them; `slurm` submits a job and returns."""
+    kind: str
+    """Executor: `local` starts every process on this machine and waits for them, `slurm` submits a job and returns, and
+    an import path names a class of your own (`titan_exp.launch.executor.Executor`)."""
     device: Literal["auto", "cpu", "cuda"]
     """Device type; `auto` is CUDA if this machine has a GPU. SLURM's nodes need an explicit type."""
     nodes: PositiveInt | None
@@ -83,3 +87,8 @@ class ClusterConfig:
     """Consecutive times that a run is requeued automatically; then it must be submitted again."""
     submit_from_job: bool = False
     """Allow submitting from inside a job, which is refused as an accident otherwise."""
+
+    @property
+    def is_remote(self) -> bool:
+        """True if processes run on other machines than the one that launches them."""
+        return self.kind != LOCAL

@@ -13,7 +13,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type, node_size
 from titan_exp.config.schema.typed_config import load_experiment
-from titan_exp.launch.state.run_lookup import RunEntry, find, split_runs_folder
+from titan_exp.launch.state.run_lookup import RunEntry, find_runs, split_runs_folder
 from titan_exp.launch.summary import summarize
 from titan_exp.launch.sweep.sweep_table import plain_table
 from titan_exp.plan.calibrated_constants import FITTED, read_constants, write_constants
@@ -64,7 +64,7 @@ def calibrate_command(words: Sequence[str]) -> int:
     flags, rest = take_flags(words, ("--dry-run",), verb="plan calibrate")
     runs, named = split_runs_folder(rest)
     left_out: dict[str, int] = {}
-    measured = _measured(find(named, runs), runs / ".cache", left_out)
+    measured = _measured(find_runs(named, runs), runs / ".cache", left_out)
     _require_one_device(measured)
     requests = [PredictionRequest(run.experiment, run.device) for run in measured]
     predictions = predict_many(requests, runs / ".cache", print)

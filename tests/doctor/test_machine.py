@@ -14,7 +14,7 @@ from titan_exp.doctor import interconnect as links
 from titan_exp.doctor.datasheet import bandwidth, peak_of_type
 from titan_exp.doctor.disk_and_scheduler import disk_rate, scheduler
 from titan_exp.doctor.machine import USAGE, machine_command
-from titan_exp.doctor.timing import LEAST_CALLS, MOST_CALLS, measure_rate, median_seconds
+from titan_exp.doctor.timing import MAX_CALLS, MIN_CALLS, measure_rate, median_seconds
 from titan_exp.launch.local.ephemeral_ranks import together
 from titan_exp.tracking.device_rates import rates_file, read_rates
 from titan_exp.tracking.memory_stats import device_name
@@ -27,7 +27,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that is measured in a second."""
     monkeypatch.setitem(compute.GEMMS, "cpu", ((16, 16, 16), (32, 16, 32)))
     monkeypatch.setitem(compute.ATTENTIONS, "cpu", (1, 2, 1, 16, 16))
-    monkeypatch.setitem(compute.COPIED, "cpu", 2**16)
+    monkeypatch.setitem(compute.COPY_BYTES, "cpu", 2**16)
     monkeypatch.setitem(links.SIZES, "cpu", (2**10, 2**12))
 
 
@@ -38,11 +38,11 @@ def test_a_machine_is_measured_and_kept(tmp_path: Path, capsys: pytest.CaptureFi
     out = capsys.readouterr().out
     for words in ("fp32 16×16×16", "bf16 32×16×32", "forward and backward flash", "write to", "2 ranks, gloo"):
         assert words in out
-    assert "not here" in out, "cuDNN runs on no CPU"
-    assert "MFU: none is reported on a CPU" in out
+    assert "not supported here" in out, "cuDNN runs on no CPU"
+    assert "MFU: not reported on a CPU" in out
     kept = read_rates(tmp_path / ".cache", device_name(CPU))
     assert kept is not None
-    assert f"kept in {rates_file(tmp_path / '.cache', device_name(CPU))}" in out
+    assert f"saved in {rates_file(tmp_path / '.cache', device_name(CPU))}" in out
     assert kept.tflops["fp32"] > 0
     assert kept.copy is not None
     assert kept.link is not None
@@ -61,11 +61,11 @@ def test_json_is_all_that_is_printed(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--sconds", "3"], "--sconds: doctor takes no such word"),
-        (["runs/first"], "runs/first: doctor takes no such word"),
-        (["--seconds", "soon"], "--seconds soon: it takes a number of seconds"),
+        (["--sconds", "3"], "--sconds: unknown argument"),
+        (["runs/first"], "runs/first: unknown argument"),
+        (["--seconds", "soon"], "--seconds soon: give a number of seconds"),
         (["--seconds=0"], "at least 1"),
-        (["--seconds"], "it takes a number"),
+        (["--seconds"], "give a number"),
     ],
 )
 def test_what_is_not_understood_is_said(words: list[str], said: str):
@@ -82,10 +82,10 @@ def test_help_names_both_halves(capsys: pytest.CaptureFixture[str]):
 def test_a_call_is_measured_as_long_as_there_is_time_and_at_least_three_times():
     calls: list[float] = []
     median_seconds(lambda: calls.append(time.perf_counter()), CPU, 0.0)
-    assert len(calls) == 1 + LEAST_CALLS
+    assert len(calls) == 1 + MIN_CALLS
     calls.clear()
     median_seconds(lambda: calls.append(time.perf_counter()), CPU, 60.0)
-    assert len(calls) == 1 + MOST_CALLS
+    assert len(calls) == 1 + MAX_CALLS
 
 
 def test_what_cannot_be_measured_has_a_reason():
@@ -93,7 +93,7 @@ def test_what_cannot_be_measured_has_a_reason():
         raise RuntimeError("no such kernel. A paragraph about it\nand a stack")
 
     rate = measure_rate("gemm", "x", fail, amount=1.0, unit="TFLOP/s", device=CPU, limit=0.1)
-    assert (rate.value, rate.note) == (None, "not here: no such kernel")
+    assert (rate.value, rate.note) == (None, "not supported here: no such kernel")
 
 
 @pytest.mark.skipif(not can_mount(), reason=NO_MOUNTS)

@@ -93,12 +93,12 @@ def test_any_layout_finds_the_same(trained: Path, capsys: pytest.CaptureFixture[
 
 def evaluate_on_rank(path: str, words: list[str]) -> dict[str, float]:
     from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
-    from titan_exp.inference.evaluate import evaluate_source, evaluated_experiment
+    from titan_exp.inference.evaluate import evaluate_source, evaluation_experiment
     from titan_exp.parallel.mesh import build_mesh
     from titan_exp.trainer.distributed import joined_process_group
 
     source, device = open_checkpoint(Path(path)), torch.device("cpu")
-    experiment = evaluated_experiment(Path(path), source, words)
+    experiment = evaluation_experiment(Path(path), source, words)
     with joined_process_group(device):
         return vars(evaluate_source(source, experiment, build_mesh(experiment.parallelism, device)))
 
@@ -109,8 +109,8 @@ def evaluate_on_rank(path: str, words: list[str]) -> dict[str, float]:
         ([], "titan-exp evaluate RUN"),
         (["data=texd"], "did you mean text?"),
         (["data.pahts=x"], "did you mean data.paths?"),
-        (["optimizer.lr=1"], "evaluate has no such key"),
-        (["model=llama3_8b"], "evaluate has no such key"),
+        (["optimizer.lr=1"], "evaluate does not take this key"),
+        (["model=llama3_8b"], "evaluate does not take this key"),
         (["step=x"], "step=x"),
         (["step=3"], "checkpoints of steps"),
         (["training.seq_len=100000"], "longer than the model's context"),

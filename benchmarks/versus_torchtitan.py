@@ -6,8 +6,8 @@
 
 Nothing is installed. Both train from the same weights (exported once by ours) on the same tokens in the same order
 with the same AdamW and a constant learning rate, alternating (A B B A) in fresh processes. The table compares
-the median step after warm-up, timed by device events without synchronization. `--smoke` replaces torchtitan by a minimal PyTorch
-loop around our model, labelled as such; its rates are meaningless.
+the median step after warm-up, timed by device events without synchronization. `--smoke`
+replaces torchtitan by a minimal PyTorch loop around our model, labelled as such; its rates are meaningless.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""titan-exp doctor: words, bounds, what it keeps, and what is said where something cannot be measured."""
+"""titan-exp doctor: arguments, time limits, saved results, and unsupported measurements."""
 
 import json
 import time
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that is measured in a second."""
+    """Shrink the measurements to a second."""
     monkeypatch.setitem(compute.GEMMS, "cpu", ((16, 16, 16), (32, 16, 32)))
     monkeypatch.setitem(compute.ATTENTIONS, "cpu", (1, 2, 1, 16, 16))
     monkeypatch.setitem(compute.COPY_BYTES, "cpu", 2**16)
@@ -32,7 +32,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_a_machine_is_measured_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
+def test_measurements_are_printed_and_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     assert machine_command(["--seconds", "1", "cluster.device=cpu", f"paths.runs={tmp_path}"], together) == 0
     out = capsys.readouterr().out
@@ -50,7 +50,7 @@ def test_a_machine_is_measured_and_kept(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.usefixtures("small")
-def test_json_is_all_that_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
+def test_json_prints_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
     monkeypatch.setattr("titan_exp.doctor.machine.link_rates", lambda *_, **__: [])
     machine_command(["--seconds=1", "--json", "cluster.device=cpu", f"paths.runs={tmp_path}"], together)
     found = json.loads(capsys.readouterr().out)
@@ -68,18 +68,18 @@ def test_json_is_all_that_is_printed(tmp_path: Path, capsys: pytest.CaptureFixtu
         (["--seconds"], "give a number"),
     ],
 )
-def test_what_is_not_understood_is_said(words: list[str], said: str):
+def test_invalid_arguments_are_refused(words: list[str], said: str):
     with pytest.raises(UserError, match=said):
         machine_command(words, together)
 
 
-def test_help_names_both_halves(capsys: pytest.CaptureFixture[str]):
+def test_help_covers_both_commands(capsys: pytest.CaptureFixture[str]):
     assert machine_command(["--help"], together) == 0
     assert capsys.readouterr().out == USAGE
     assert "--numerics" in USAGE
 
 
-def test_a_call_is_measured_as_long_as_there_is_time_and_at_least_three_times():
+def test_calls_are_repeated_within_the_limit_and_at_least_three_times():
     calls: list[float] = []
     median_seconds(lambda: calls.append(time.perf_counter()), CPU, 0.0)
     assert len(calls) == 1 + MIN_CALLS
@@ -88,7 +88,7 @@ def test_a_call_is_measured_as_long_as_there_is_time_and_at_least_three_times():
     assert len(calls) == 1 + MAX_CALLS
 
 
-def test_what_cannot_be_measured_has_a_reason():
+def test_an_unsupported_measurement_has_a_reason():
     def fail() -> None:
         raise RuntimeError("no such kernel. A paragraph about it\nand a stack")
 
@@ -97,14 +97,14 @@ def test_what_cannot_be_measured_has_a_reason():
 
 
 @pytest.mark.skipif(not can_mount(), reason=NO_MOUNTS)
-def test_a_disk_that_takes_nothing_is_named(tmp_path: Path):
+def test_a_read_only_disk_is_reported(tmp_path: Path):
     with read_only(tmp_path) as folder:
         rate = disk_rate(folder, 0.1)
     assert rate.value is None
     assert "Read-only file system" in rate.note
 
 
-def test_the_scheduler_is_what_sinfo_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_scheduler_is_read_from_sinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tool = tmp_path / "sinfo"
     tool.write_text('#!/bin/sh\necho "gpu*: up, 4 nodes, gpu:8, at most 1-00:00:00"\n')
     tool.chmod(0o755)
@@ -114,7 +114,7 @@ def test_the_scheduler_is_what_sinfo_says(tmp_path: Path, monkeypatch: pytest.Mo
     assert scheduler() == []
 
 
-def test_links_that_fail_do_not_end_the_rest():
+def test_failing_links_do_not_end_the_other_measurements():
     def broken(*_: object) -> None:
         raise RuntimeError("a traceback\nrank 1: it died")
 

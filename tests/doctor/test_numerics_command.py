@@ -1,4 +1,4 @@
-"""titan-exp doctor --numerics: words, and that it finds the layer that suffers."""
+"""titan-exp doctor --numerics: arguments, and the layer with the worst error."""
 
 import math
 
@@ -18,17 +18,17 @@ SMALL = ["model=llama_debug", "training.seq_len=64", "cluster.device=cpu"]
 
 
 @pytest.mark.parametrize("words", [[], ["--numbers"], ["--numerics", "a", "b"], ["--numerics", *SMALL]])
-def test_what_is_not_understood_is_said(words: list[str]):
+def test_invalid_arguments_are_refused(words: list[str]):
     with pytest.raises(UserError, match="doctor --numerics"):
         doctor_command(words)
 
 
-def test_a_recipe_that_cannot_be_is_refused():
+def test_an_invalid_recipe_is_refused():
     with pytest.raises(UserError, match="multiples of 32"):
         doctor_command(["--numerics", *SMALL, "quantization=mxfp8", "model.head_dim=20"])
 
 
-def test_the_table_lists_every_projection(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_the_table_lists_every_linear(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "120")
     words = ["quantization=float8_rowwise", "quantization.filter=[blocks.1.attention.out]", "model.layers=2"]
     assert doctor_command(["--numerics", *SMALL, *words]) == 0
@@ -40,8 +40,8 @@ def test_the_table_lists_every_projection(capsys: pytest.CaptureFixture[str], mo
     assert lines[-1].startswith("loss 5.")
 
 
-def test_the_layer_that_suffers_comes_first():
-    """Tokens of which one channel is huge: under one scale for all of them the others vanish."""
+def test_the_layer_with_the_worst_error_comes_first():
+    """One channel is huge, so that tensorwise scaling rounds the others to zero."""
     overrides = [*SMALL, "quantization=float8_tensorwise", "model.layers=3"]
     examined = resolve_layout(experiment(*overrides), 1)
     model = module._build_initial(examined, torch.device("cpu"))
@@ -67,7 +67,7 @@ def test_decibels():
     assert decibels(ones * 0, ones) == -math.inf
 
 
-def test_projections_of_experts_are_listed_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_linears_of_experts_are_listed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "120")
     words = ["model.architecture=tests.models.own_experts.Mixture", "model.layers=3", "quantization=nvfp4"]
     assert doctor_command(["--numerics", *SMALL, *words]) == 0

@@ -20,7 +20,7 @@ from titan_exp.rules.data import unreadable_source
 _MAX_LISTED = 5
 
 
-def options_among(words: Sequence[str]) -> tuple[TokenizeOptions, list[str]]:
+def options_among(arguments: Sequence[str]) -> tuple[TokenizeOptions, list[str]]:
     """Split the arguments into `tokenize` options and overrides of the `data` group.
 
     Raises:
@@ -30,13 +30,13 @@ def options_among(words: Sequence[str]) -> tuple[TokenizeOptions, list[str]]:
     names = [field.name for field in fields(TokenizeOptions)]
     groups = [field.name for field in fields(Experiment)]
     foreign = []
-    for word in words:
-        key, equals, value = word.partition("=")
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
         group = key.lstrip("+~").split(".")[0].split("@")[0]
         if equals and (key in names or ("." not in key and group not in groups and nearest(key, names, 1))):
-            own.append(word)
+            own.append(argument)
         else:
-            others.append(word)
+            others.append(argument)
         if equals and group in groups and group != "data" and not key.startswith("+experiment"):
             remedy = "leave it out; text and tokenizer are keys of data"
             foreign.append(Violation(key, value, "tokenize does not read it", remedy))
@@ -44,7 +44,7 @@ def options_among(words: Sequence[str]) -> tuple[TokenizeOptions, list[str]]:
         raise UserError("The options cannot be read.", foreign)
     options = parse_options(TokenizeOptions, own)
     if options.check and (others or len(own) > 1):
-        given = [word.partition("=")[0] for word in words if not word.startswith("check=")]
+        given = [argument.partition("=")[0] for argument in arguments if not argument.startswith("check=")]
         remedy = f"leave {listed([f'{key}=' for key in given], 'and')} out"
         raise UserError(
             "The options cannot be read.", [Violation("check", options.check, "it takes no other arguments", remedy)]

@@ -15,6 +15,7 @@ from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_ch
 from titan_exp.config.command_line.parse_options import HELP
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.layout import resolve_layout
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment
@@ -80,26 +81,30 @@ def examine(experiment: Experiment, source: OpenCheckpoint | None) -> NumericsRe
     if source is not None:
         model = load_source(source, device, seq_len=training.seq_len, documents=experiment.data.document_mask)
     else:
-        model = _build_initial(experiment, device)
+        model = _build_initial(
+            experiment.model, training.seq_len, experiment.experiment.seed, device, experiment.data.document_mask
+        )
     return report_numerics(model.train(), experiment.quantization, experiment.model.layers, batch)
 
 
-def _build_initial(experiment: Experiment, device: torch.device) -> nn.Module:
+def _build_initial(
+    config: ModelConfig, seq_len: int, seed: int, device: torch.device, documents: bool = False
+) -> nn.Module:
     # The model is in fp32, which few GPU attention kernels support.
     backend = choose_backend(
-        "auto" if device.type == "cuda" else experiment.model.attention_backend,
+        "auto" if device.type == "cuda" else config.attention_backend,
         device,
-        head_dim=experiment.model.head_dim,
+        head_dim=config.head_dim,
         bf16=False,
-        documents=experiment.data.document_mask,
+        documents=documents,
     )
 
     def build() -> nn.Module:
-        return build_model(experiment.model, seq_len=experiment.training.seq_len, attention_backend=backend)
+        return build_model(config, seq_len=seq_len, attention_backend=backend)
 
     with torch.device("meta"):
         model = build()
-    table, seed = init_specs(model), experiment.experiment.seed
+    table = init_specs(model)
     materialize_parameters(model, device)
     if table is None:
         copy_initial_weights(model, build, seed)

@@ -26,9 +26,9 @@ def traced(layers: int, shortcut: bool) -> None:
     """Plan one of 64 ranks, with or without extrapolation."""
     from titan_exp.config.hydra.compose import compose
     from titan_exp.config.schema.typed_config import to_experiment
-    from titan_exp.plan.extrapolate.extrapolate import extended, trace_parts
+    from titan_exp.plan.extrapolate.step_cost import step_cost, trace_parts
     from titan_exp.plan.predict import on_cpu
-    from titan_exp.plan.trace.fake_world import pretended_rank
+    from titan_exp.plan.trace.fake_world import fake_rank
     from titan_exp.plan.trace.trace_step import trace_step
 
     words = [*SMALL, f"model.layers={layers}", "parallelism.dp_shard=64", "activation_checkpoint=full"]
@@ -36,10 +36,10 @@ def traced(layers: int, shortcut: bool) -> None:
     experiment = on_cpu(to_experiment(compose(words)))
     began = time.process_time()
     if shortcut:
-        extended(experiment, 0, trace_parts(experiment, cuda=True))
+        step_cost(experiment, 0, trace_parts(experiment, cuda=True))
     else:
-        with pretended_rank(experiment, 0) as it:
-            trace_step(it.parts, it.step, first_step=it.shortest_step, cuda=True)
+        with fake_rank(experiment, 0) as it:
+            trace_step(it.state, it.step, warmup_step=it.warmup_step, cuda=True)
     print(json.dumps({"seconds of the trace alone": time.process_time() - began}))
 
 

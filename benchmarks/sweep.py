@@ -25,12 +25,12 @@ from titan_exp.config.hydra.resolvers import register_resolvers
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.config.study.points import study_points
 from titan_exp.config.study.study_file import read_study
-from titan_exp.launch.provenance.provenance import read_scene
-from titan_exp.launch.run_plan import commit, plan
+from titan_exp.launch.provenance.provenance import read_provenance
+from titan_exp.launch.run_plan import create_run_folder, plan_run
 from titan_exp.launch.state.run_lookup import find
 from titan_exp.launch.sweep.fast_compose import FastCompose
-from titan_exp.launch.sweep.sweep_memory import prediction
-from titan_exp.launch.sweep.sweep_plan import Point, SweepPlan, plan_points
+from titan_exp.launch.sweep.sweep_memory import predict_sweep_memory
+from titan_exp.launch.sweep.sweep_plan import Point, SweepPlan, plan_sweep
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
 STUDY = """\
@@ -73,18 +73,18 @@ def time_planning(folder: Path, count: int) -> None:
             made = planned(file, composer)
         assert len(made.planned) == count
         with timed(f"{count:4d} points: memory"):
-            made = prediction(made, print, skip=True)
+            made = predict_sweep_memory(made, print, skip=True)
         assert len(made.planned) == count
         with timed(f"{count:4d} points: commit"):
-            scene = read_scene()
+            scene = read_provenance()
             for one in made.planned:
-                commit(one.plan, scene)
+                create_run_folder(one.plan, scene)
 
 
 def planned(file: Path, composer: FastCompose) -> SweepPlan:
     """Run the sweeper on a study."""
     points = [Point(point.overrides, point.label) for point in study_points(read_study(file), "")]
-    return plan_points(points, lambda point: to_experiment(composer(point.overrides)), skip=True)
+    return plan_sweep(points, lambda point: to_experiment(composer(point.overrides)), skip=True)
 
 
 def time_status(runs: Path, count: int) -> None:
@@ -94,11 +94,11 @@ def time_status(runs: Path, count: int) -> None:
     experiment = to_experiment(compose([f"paths.runs={runs}", "cluster.device=cpu", "model=llama_debug"]))
     row = '{{"step": {}, "tokens": 4096, "loss": 2.5, "grad_norm": 0.5, "tokens_per_second": 10000.0, "attempt": 1}}\n'
     rows = "".join(row.format(step + 1) for step in range(1000))
-    scene = read_scene()
+    scene = read_provenance()
     for seed in range(count):
         seeded = replace(experiment, experiment=replace(experiment.experiment, seed=seed))
-        made = plan(seeded)
-        commit(made, scene)
+        made = plan_run(seeded)
+        create_run_folder(made, scene)
         folder: RunFolder = made.folder
         attempt = folder.add_attempt(world_size=1, hosts=["here"]).attempt
         state = "done" if seed % 2 else "failed"

@@ -45,8 +45,8 @@ class TitanExpSweeper(Sweeper):
         from titan_exp.config.schema.typed_config import to_experiment
         from titan_exp.config.study.study_file import read_study
         from titan_exp.launch.sweep.fast_compose import FastCompose
-        from titan_exp.launch.sweep.options import asked_now
-        from titan_exp.launch.sweep.shipped_study import OpenStudy
+        from titan_exp.launch.sweep.options import current_sweep_options
+        from titan_exp.launch.sweep.shipped_study import StudySweep
         from titan_exp.launch.sweep.sweeper import Point, points, sweep
 
         assert self.hydra_context is not None
@@ -62,9 +62,9 @@ class TitanExpSweeper(Sweeper):
                 raise UserError(str(error)) from error
             return to_experiment(composed)
 
-        asked = asked_now()
+        asked = current_sweep_options()
         typed = parser.parse_overrides([*arguments, *asked.typed])
-        study = None if asked.study is None else OpenStudy(read_study(asked.study), asked.size, typed)
+        study = None if asked.study is None else StudySweep(read_study(asked.study), asked.size, typed)
         code = sweep(points(typed) if study is None else study.points, compose, asked, study=study)
         if code:
             raise SystemExit(code)

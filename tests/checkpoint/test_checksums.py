@@ -85,7 +85,7 @@ def test_a_converted_checkpoint_has_sums_and_what_reads_it_looks_at_them(tmp_pat
     assert has_checksums(tmp_path / "weights")
     assert open_checkpoint(tmp_path / "weights").format == "dcp"
     flip_a_bit(max((tmp_path / "weights").glob("*.distcp"), key=lambda file: file.stat().st_size))
-    with pytest.raises(UserError, match=r"is damaged: .*distcp does not have the checksum"):
+    with pytest.raises(UserError, match=r"is damaged: .*distcp does not match its checksum"):
         open_checkpoint(tmp_path / "weights")
 
 

@@ -180,7 +180,7 @@ def test_a_full_disk_leaves_nothing(form: str, folder: Path, tmp_path: Path, mon
 
 
 def test_a_disk_that_is_too_small_is_said_first(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(export_weights, "ROOM_FOR_THE_REST", 2**60)
+    monkeypatch.setattr(export_weights, "METADATA_BYTES", 2**60)
     assert "GB free, and the weights take" in refused(str(folder), str(tmp_path / "x"))
 
 

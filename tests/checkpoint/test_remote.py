@@ -18,7 +18,7 @@ from titan_exp.checkpoint.remote.remote_run import RemoteRun
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.launch.run_plan import plan
+from titan_exp.launch.run_plan import plan_run
 from titan_exp.rules import violations
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -66,11 +66,11 @@ def save(saver: Checkpointer, *steps: int) -> None:
     model, optimizer = trained()
     for step in steps:
         saver.save(step, [model], optimizer, {}, {"step": step})
-        until(lambda: not uploads(saver).needed())
+        until(lambda: not uploads(saver).steps_in_use())
 
 
 def uploads(saver: Checkpointer) -> Any:
-    return saver._uploads
+    return saver._uploader
 
 
 def until(holds: Any) -> None:
@@ -117,7 +117,7 @@ def test_half_an_upload_counts_for_nobody(tmp_path, url):
     again = started(tmp_path / "here", url, keep=9)
     assert again.folder.complete_steps() == [10]
     save(again, 30)
-    assert remote.listed_steps() == [10, 30], "the rubble of an older step goes with the next upload"
+    assert remote.listed_steps() == [10, 30], "stale files of an older step go with the next upload"
 
 
 def test_a_complete_one_that_is_being_replaced_does_not_count(tmp_path, url):
@@ -168,11 +168,11 @@ def test_damage_there_is_found_and_the_one_before_is_used(tmp_path, url, caplog,
     assert "the checkpoint of step 20" in caplog.text
     assert "is damaged: __0_0.distcp" in caplog.text
     assert remote.complete_steps() == [10]
-    assert "checksums.damaged.json" in remote.folder.entries("step-00000020").files, "it stays to be looked at"
+    assert "checksums.damaged.json" in remote.folder.listing("step-00000020").files, "it stays to be looked at"
     # Where the run goes through that step again, it is whole again.
     save(there, 20)
     assert remote.complete_steps() == [10, 20]
-    assert "checksums.damaged.json" not in remote.folder.entries("step-00000020").files
+    assert "checksums.damaged.json" not in remote.folder.listing("step-00000020").files
     assert started(tmp_path / "third", url).folder.complete_steps() == [20]
 
 
@@ -185,7 +185,7 @@ def test_a_checkpoint_that_is_damaged_here_comes_back_from_there(tmp_path, url, 
     again = started(tmp_path, url, keep=9)
     assert again.folder.complete_steps() == [10, 20]
     assert file.read_bytes() == whole
-    assert "step 20 was damaged here" in caplog.text
+    assert "the local checkpoint of step 20 was damaged" in caplog.text
 
 
 def test_a_fetch_that_was_interrupted_goes_on(tmp_path, s3):
@@ -214,7 +214,7 @@ def test_a_store_that_is_away_costs_no_run(tmp_path, s3, caplog, monkeypatch):
     # A start that has a checkpoint goes on with it; one that has none would begin anew without need.
     caplog.clear()
     assert started(tmp_path / "here", "s3://bucket/runs").folder.complete_steps() == [10, 20]
-    assert "continuing from step 20" in caplog.text
+    assert "continuing from the local checkpoint of step 20" in caplog.text
     with pytest.raises(UserError, match=r"(?s)does not answer.*checkpoint\.remote=null"):
         started(tmp_path / "there", "s3://bucket/runs")
 
@@ -267,7 +267,7 @@ def test_the_end_waits_no_longer_than_it_says(tmp_path, s3, caplog):
     saver.finish_uploads(stopped=False)
     release.join()
     assert "the upload of step 10" in caplog.text
-    assert "is given up" in caplog.text
+    assert "is cancelled" in caplog.text
     assert remote_run("s3://bucket/runs").complete_steps() == []
     assert saver.folder.complete_steps() == [10]
 
@@ -313,13 +313,13 @@ def test_urls_that_cannot_be_are_refused_before_anything_starts(url, words):
 def test_a_url_with_a_password_is_a_credential(tmp_path):
     asked = [f"paths.runs={tmp_path}", "checkpoint.remote='s3://me:secret0123@bucket/runs'"]
     with pytest.raises(UserError, match="credentials") as raised:
-        plan(to_experiment(compose(asked)), asked)
+        plan_run(to_experiment(compose(asked)), asked)
     assert "secret0123" not in str(raised.value)
 
 
 def test_where_checkpoints_are_kept_does_not_name_the_run(tmp_path):
     ids = {
-        plan(to_experiment(compose([f"paths.runs={tmp_path}", *more]))).run_id
+        plan_run(to_experiment(compose([f"paths.runs={tmp_path}", *more]))).run_id
         for more in ([], ["checkpoint.remote=file:///mnt/share"])
     }
     assert len(ids) == 1

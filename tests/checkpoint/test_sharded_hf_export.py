@@ -35,7 +35,7 @@ def small_files_and_counted_bytes() -> None:
     defaults = ShardedHFExporter.__init__.__kwdefaults__
     assert defaults is not None
     defaults["file_bytes"] = 1e5
-    written, original, fill = [0], os.pwrite, ShardedHFExporter._fill
+    written, original, fill = [0], os.pwrite, ShardedHFExporter._write_shards
 
     def counted(descriptor: int, data: memoryview, offset: int) -> int:
         written[0] += len(data)
@@ -45,7 +45,7 @@ def small_files_and_counted_bytes() -> None:
         fill(self, *args)
         (self._path.parent / f"bytes-{os.environ['RANK']}").write_text(str(written[0]))
 
-    os.pwrite, ShardedHFExporter._fill = counted, filled  # type: ignore[method-assign,assignment]  # in this process alone
+    os.pwrite, ShardedHFExporter._write_shards = counted, filled  # type: ignore[method-assign,assignment]  # in this process alone
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
         )
 
     monkeypatch.setattr("titan_exp.launch.run_plan.plan", lambda experiment, overrides: (experiment, list(overrides)))
-    monkeypatch.setattr("titan_exp.launch.memory_gate.pass_gate", lambda plan, say: plan)
+    monkeypatch.setattr("titan_exp.launch.memory_gate.gate_run", lambda plan, say: plan)
     monkeypatch.setattr("titan_exp.launch.run_plans.run", run)
     monkeypatch.setattr("titan_exp.compare.output.plot.draw", lambda folder: folder / "loss.png")
     return calls

@@ -76,7 +76,7 @@ def test_a_table_for_people():
         assert word in said
 
 
-def verdict(plan: Plan, room: int) -> str:
+def result(plan: Plan, room: int) -> str:
     """What is said of a plan on a device of so many bytes."""
     assert plan.device is not None
     console = Console(record=True, width=1000, file=io.StringIO())
@@ -104,21 +104,21 @@ def test_what_the_allocator_reserves_decides():
     (rank,) = plan.ranks
     assert rank.reserved is not None
     tensors, reserved = rank.trace.peak.bytes, rank.reserved.segments.reserved
-    assert "must hold what is not predicted" in verdict(plan, 2 * reserved)
-    assert "Does not fit: torch's allocator reserves" in verdict(plan, reserved - MIB)
-    assert "Neither does it with PYTORCH_CUDA_ALLOC_CONF" in verdict(plan, tensors + MIB)
-    assert "Does not fit" in verdict(plan, tensors - MIB)
+    assert "must hold what is not predicted" in result(plan, 2 * reserved)
+    assert "Does not fit: torch's allocator reserves" in result(plan, reserved - MIB)
+    assert "Neither does it with PYTORCH_CUDA_ALLOC_CONF" in result(plan, tensors + MIB)
+    assert "Does not fit" in result(plan, tensors - MIB)
 
 
 def test_a_recipe_is_planned_with_the_instructions_of_the_gpu():
     recipe = ["quantization=float8_rowwise", "quantization.smallest_gemm=0"]
     without, with_it = (plan.ranks[0].trace for plan in (planned_here(), planned_here(*recipe)))
     emulated = planned_here(*recipe, "quantization.emulate=true").ranks[0].trace
-    assert with_it.work.flops == without.work.flops == emulated.work.flops > 0
+    assert with_it.costs.flops == without.costs.flops == emulated.costs.flops > 0
     # All matmuls but the head's and attention's.
-    assert with_it.work.flops > with_it.work.fp8_flops > 0 == without.work.fp8_flops == emulated.work.fp8_flops
+    assert with_it.costs.flops > with_it.costs.fp8_flops > 0 == without.costs.fp8_flops == emulated.costs.fp8_flops
     # Emulated products read and write their operands in fp32 too.
-    assert without.work.bytes_moved < with_it.work.bytes_moved < emulated.work.bytes_moved
+    assert without.costs.bytes_moved < with_it.costs.bytes_moved < emulated.costs.bytes_moved
 
 
 def test_what_is_not_modelled_is_refused_all_at_once():

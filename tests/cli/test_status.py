@@ -13,11 +13,11 @@ from titan_exp.cli.status import status_rows
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.launch.executor import Look
-from titan_exp.launch.run_plan import commit, plan
-from titan_exp.launch.state import run_status as standing_module
-from titan_exp.launch.state.run_lookup import find, runs_among
-from titan_exp.launch.state.run_status import standing
+from titan_exp.launch.executor import JobStatus
+from titan_exp.launch.run_plan import create_run_folder, plan_run
+from titan_exp.launch.state import run_status as run_status_module
+from titan_exp.launch.state.run_lookup import find, split_runs_folder
+from titan_exp.launch.state.run_status import run_status
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
 
@@ -38,8 +38,8 @@ def make(home: Path, experiment):
     from dataclasses import replace
 
     def run(seed: int, state: str | None, *, step: int = 4, hosts: tuple[str, ...] = (), ago: float = 0.0, by="local"):
-        made = plan(replace(experiment, experiment=replace(experiment.experiment, seed=seed)))
-        commit(made)
+        made = plan_run(replace(experiment, experiment=replace(experiment.experiment, seed=seed)))
+        create_run_folder(made)
         folder = made.folder
         if state is not None:
             folder.add_attempt(world_size=2, hosts=hosts or (socket.gethostname(),), launched_by=by, job_id="77")
@@ -59,47 +59,49 @@ def log(folder: RunFolder, step: int, **values: float) -> None:
 
 
 def test_a_run_stands_as_its_files_say(make):
-    assert standing(make(0, None)).condition == "new"
-    assert standing(make(1, "done")).condition == "done"
-    assert (standing(make(2, "failed")).condition, standing(make(2, "failed")).reason) == ("failed", "out of luck")
-    lost = standing(make(3, "running", ago=600))
-    assert lost.condition == "lost"
+    assert run_status(make(0, None)).state == "new"
+    assert run_status(make(1, "done")).state == "done"
+    assert (run_status(make(2, "failed")).state, run_status(make(2, "failed")).reason) == ("failed", "out of luck")
+    lost = run_status(make(3, "running", ago=600))
+    assert lost.state == "lost"
     assert "died without a word" in (lost.reason or "")
     assert "10 min ago" in (lost.reason or "")
     held = make(4, "running", ago=600)
     with held.claim("launcher"):
-        assert standing(held).condition == "running"
+        assert run_status(held).state == "running"
     # Locks may not be seen from another machine: a fresh sign of life counts there.
-    assert standing(make(5, "running", hosts=("elsewhere",))).condition == "running"
-    assert standing(make(6, "running", hosts=("elsewhere",), ago=600)).condition == "lost"
+    assert run_status(make(5, "running", hosts=("elsewhere",))).state == "running"
+    assert run_status(make(6, "running", hosts=("elsewhere",), ago=600)).state == "lost"
     broken = make(7, "done")
     broken.state.write_text("no")
-    assert standing(broken).condition == "unreadable"
+    assert run_status(broken).state == "unreadable"
 
 
 @pytest.mark.parametrize(
-    ("state", "look", "expected"),
+    ("state", "status", "expected"),
     [
-        ("running", Look("queued", "78", "Priority"), ("queued", "Priority", "78")),
-        ("running", Look("running", "77"), ("running", None, "77")),
-        ("running", Look("gone", "77", "NODE_FAIL"), ("lost", "NODE_FAIL", "77")),
-        ("preempted", Look("queued", "77", "BeginTime"), ("queued", "BeginTime", "77")),
-        ("preempted", Look("gone"), ("preempted", None, "77")),
-        ("failed", Look("unknown"), ("failed", "out of luck", "77")),
+        ("running", JobStatus("queued", "78", "Priority"), ("queued", "Priority", "78")),
+        ("running", JobStatus("running", "77"), ("running", None, "77")),
+        ("running", JobStatus("gone", "77", "NODE_FAIL"), ("lost", "NODE_FAIL", "77")),
+        ("preempted", JobStatus("queued", "77", "BeginTime"), ("queued", "BeginTime", "77")),
+        ("preempted", JobStatus("gone"), ("preempted", None, "77")),
+        ("failed", JobStatus("unknown"), ("failed", "out of luck", "77")),
     ],
 )
-def test_then_the_scheduler_is_asked(make, monkeypatch: pytest.MonkeyPatch, state: str, look: Look, expected: tuple):
+def test_then_the_scheduler_is_asked(
+    make, monkeypatch: pytest.MonkeyPatch, state: str, status: JobStatus, expected: tuple
+):
     asked: list[str] = []
 
     class Scheduler:
-        def look(self, folders):
-            return {folder.path: look for folder in folders}
+        def status(self, folders):
+            return {folder.path: status for folder in folders}
 
-    monkeypatch.setattr(standing_module, "backend_for", lambda kind: asked.append(kind) or Scheduler())
-    now = standing(make(0, state, hosts=("node1",), by="slurm"))
-    assert (now.condition, now.reason, now.job_id) == expected
+    monkeypatch.setattr(run_status_module, "executor_for", lambda kind: asked.append(kind) or Scheduler())
+    now = run_status(make(0, state, hosts=("node1",), by="slurm"))
+    assert (now.state, now.reason, now.job_id) == expected
     assert asked == ["slurm"]
-    assert standing(make(1, "done", by="slurm")).condition == "done"
+    assert run_status(make(1, "done", by="slurm")).state == "done"
     assert asked == ["slurm"]
 
 
@@ -110,7 +112,7 @@ def test_runs_are_named_in_many_ways(make, home: Path):
     assert [one.folder.path for one in find([first.path.name[:6]], runs)] == [first.path]
     assert [one.folder.path for one in find([f"x/{first.path.name}"], runs)] == [first.path]
     assert [one.folder.path for one in find([str(second.path), second.path.name], runs)] == [second.path]
-    assert runs_among(["paths.runs=there", "x"]) == (Path("there"), ["x"])
+    assert split_runs_folder(["paths.runs=there", "x"]) == (Path("there"), ["x"])
     for word, says in {
         "y": "Under",
         "0000": "no such run",

@@ -133,11 +133,11 @@ class Slurm:
         """Wait until a job is in one of the states (`RUNNING`, `COMPLETED`, ...); returns what `job` says then."""
         return self.wait_until(lambda: (now := self.job(job))["JobState"] in states and now, f"{job} {states}", limit)
 
-    def wait_until(self, look: Callable[[], Any], what: str, limit: float = 60.0) -> Any:
-        """Wait until `look` returns something true, and return that; AssertionError says what did not come."""
+    def wait_until(self, status: Callable[[], Any], what: str, limit: float = 60.0) -> Any:
+        """Wait until `status` returns something true, and return that; AssertionError says what did not come."""
         deadline = time.monotonic() + limit
         while True:
-            found = look()
+            found = status()
             if found:
                 return found
             assert time.monotonic() < deadline, f"not within {limit:.0f} s: {what}\n{self.state()}"
@@ -262,10 +262,10 @@ class Slurm:
         """Wait until a daemon has made its file."""
         self.wait_until_quietly((self.folder / name).exists, name)
 
-    def wait_until_quietly(self, look: Callable[[], bool], what: str) -> None:
+    def wait_until_quietly(self, status: Callable[[], bool], what: str) -> None:
         """Wait before there is a controller to ask; the daemons' own output says why it did not come."""
         deadline = time.monotonic() + START_LIMIT
-        while not look():
+        while not status():
             assert time.monotonic() < deadline, f"no {what}:\n" + "\n".join(
                 f"{path.name}:\n{path.read_text(errors='replace')[-2000:]}"
                 for path in sorted(self.folder.glob("*.out")) + sorted(self.folder.glob("*.log"))

@@ -10,8 +10,8 @@ from tests.cluster import stand_ins
 from tests.cluster.slurm import Slurm
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.launch.executor import Look, Submission
-from titan_exp.launch.run_plan import Plan, plan
+from titan_exp.launch.executor import JobStatus, Submission
+from titan_exp.launch.run_plan import RunPlan, plan_run
 from titan_exp.launch.slurm.executor import SlurmExecutor
 from titan_exp.tracking.run_folder.attempts import Attempt
 from titan_exp.tracking.run_folder.run_folder import RunFolder
@@ -28,11 +28,11 @@ class Submitting:
         self.slurm, self.runs, self.backend = slurm, runs, SlurmExecutor()
         self.said: list[str] = []
 
-    def plan(self, *overrides: str) -> Plan:
+    def plan(self, *overrides: str) -> RunPlan:
         words = [*SMALL, f"paths.runs={self.runs}", *overrides]
-        return plan(to_experiment(compose(words)), words)
+        return plan_run(to_experiment(compose(words)), words)
 
-    def submit(self, *plans: Plan) -> list[Submission]:
+    def submit(self, *plans: RunPlan) -> list[Submission]:
         return self.backend.submit(plans, say=self.said.append)
 
     def submitted(self, *overrides: str) -> tuple[RunFolder, str]:
@@ -42,17 +42,17 @@ class Submitting:
         assert submission.job_id is not None
         return submission.plan.folder, submission.job_id
 
-    def look(self, folder: RunFolder) -> Look:
-        return self.backend.look([folder])[folder.path]
+    def status(self, folder: RunFolder) -> JobStatus:
+        return self.backend.status([folder])[folder.path]
 
     def ended(self, folder: RunFolder, *states: str) -> str | None:
         """Wait until the run is in one of these states and its job is gone; returns the reason."""
 
-        def look() -> bool:
+        def status() -> bool:
             state = folder.read_state()
-            return state is not None and state.state in states and self.look(folder).state == "gone"
+            return state is not None and state.state in states and self.status(folder).state == "gone"
 
-        self.wait_until(look, lambda: self.story(folder))
+        self.wait_until(status, lambda: self.story(folder))
         state = folder.read_state()
         assert state is not None
         return state.reason
@@ -66,9 +66,9 @@ class Submitting:
         rows = [str(row) for row in folder.read_attempts()]
         return "\n".join([str(folder.read_state()), *rows, *texts, self.slurm.state()])
 
-    def wait_until(self, look: Callable[[], bool], story: Callable[[], str]) -> None:
+    def wait_until(self, status: Callable[[], bool], story: Callable[[], str]) -> None:
         deadline = time.monotonic() + LIMIT
-        while not look():
+        while not status():
             assert time.monotonic() < deadline, f"it took too long\n{story()}"
             time.sleep(0.2)
 

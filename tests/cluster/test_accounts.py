@@ -29,15 +29,15 @@ def test_accounts_name_the_end_that_no_file_tells(
     accounted.slurm.run("scancel", *jobs)
     accounted.wait_until(lambda: not accounted.slurm.queue(), accounted.slurm.state)
     assert [ends(folder) for folder in folders] == [[None]] * 3
-    assert {look.reason for look in accounted.backend.look(folders).values()} == {"cancelled"}
+    assert {status.reason for status in accounted.backend.status(folders).values()} == {"cancelled"}
     accounted.slurm.forget_ended_jobs()
     assert accounted.slurm.run("squeue", "--noheader", "--states=all") == ""
     by_whom = f"cancelled by {getpass.getuser()}"
 
     def told() -> bool:
-        return [look.reason for look in accounted.backend.look(folders).values()] == [by_whom] * 3
+        return [status.reason for status in accounted.backend.status(folders).values()] == [by_whom] * 3
 
-    accounted.wait_until(told, lambda: str(accounted.backend.look(folders)))
+    accounted.wait_until(told, lambda: str(accounted.backend.status(folders)))
     assert main(["status", f"paths.runs={accounted.runs}", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert [(row["state"], row["reason"]) for row in rows] == [("lost", by_whom)] * 3

@@ -82,7 +82,7 @@ def test_ranks_that_do_not_stop_are_killed_and_go_on(cluster: Submitting, stand_
     first = folder.read_attempts()[0]
     assert first.exit == 85
     assert "killed before all ranks had saved" in (first.reason or "")
-    assert cluster.look(folder).state in ("queued", "running")
+    assert cluster.status(folder).state in ("queued", "running")
 
 
 def test_cancelling(cluster: Submitting, stand_in: StandIn):
@@ -91,7 +91,7 @@ def test_cancelling(cluster: Submitting, stand_in: StandIn):
     running, job = cluster.submitted("experiment.seed=2")
     cluster.running(running, "seen-0.json")
     never = cluster.plan("experiment.seed=3").folder
-    assert cluster.look(waiting).state == "queued"
+    assert cluster.status(waiting).state == "queued"
     said = cluster.backend.cancel([waiting, running], reason="changed my mind")
     assert "taken out of the queue" in said[waiting.path]
     assert "asked to save and stop" in said[running.path]
@@ -100,7 +100,7 @@ def test_cancelling(cluster: Submitting, stand_in: StandIn):
     assert (ends(running), ends(waiting)) == ([85], [None])
     assert cluster.slurm.job(job)["JobState"] == "FAILED"  # it did not do what it was to do
     assert last(waiting).reason == "cancelled: changed my mind"
-    assert cluster.look(waiting).state == cluster.look(never).state == "gone"
+    assert cluster.status(waiting).state == cluster.status(never).state == "gone"
 
 
 def test_scancel_by_hand_saves(cluster: Submitting, stand_in: StandIn):
@@ -111,7 +111,7 @@ def test_scancel_by_hand_saves(cluster: Submitting, stand_in: StandIn):
     assert "received SIGTERM" in (cluster.ended(folder, "preempted") or "")
     assert (folder.path / "saved-0").exists()
     assert (folder.path / "saved-1").exists()
-    assert cluster.look(folder).reason == last(folder).reason
+    assert cluster.status(folder).reason == last(folder).reason
 
 
 def test_nodes_that_are_drained_and_nodes_that_die(cluster: Submitting, stand_in: StandIn):
@@ -119,8 +119,8 @@ def test_nodes_that_are_drained_and_nodes_that_die(cluster: Submitting, stand_in
     for node in ("node1", "node2", "node3"):
         cluster.slurm.drain(node)
     folder, job = cluster.submitted(*TWO_NODES)
-    cluster.wait_until(lambda: "DRAINED" in (cluster.look(folder).reason or ""), lambda: cluster.story(folder))
-    assert cluster.look(folder).state == "queued"
+    cluster.wait_until(lambda: "DRAINED" in (cluster.status(folder).reason or ""), lambda: cluster.story(folder))
+    assert cluster.status(folder).state == "queued"
     for node in ("node1", "node2"):
         cluster.slurm.resume(node)
     cluster.running(folder, "seen-0.json", "seen-1.json")
@@ -130,7 +130,7 @@ def test_nodes_that_are_drained_and_nodes_that_die(cluster: Submitting, stand_in
 
     def started_again() -> bool:
         # The node only pretends to be dead, and a start that meets the old one there is held back.
-        if "held" in (cluster.look(folder).reason or ""):
+        if "held" in (cluster.status(folder).reason or ""):
             cluster.slurm.run("scontrol", "release", job)
         return len(ends(folder)) == 2
 

@@ -74,7 +74,7 @@ def test_code_edited_while_a_job_waits_has_no_effect(cluster: Submitting, tmp_pa
     folder = cluster.plan().folder
     edited.write_text("def main(path):\n    raise RuntimeError('edited')\n")
     (copy / "titan_exp" / "launch" / "rank.py").unlink()
-    assert cluster.look(folder).state == "queued"
+    assert cluster.status(folder).state == "queued"
     cluster.slurm.run("scontrol", "release", last(folder).job_id or "")
     cluster.ended(folder, "done")
     assert (folder.path / "ran").read_text() == "as submitted"
@@ -139,13 +139,13 @@ def test_without_the_controller_nothing_is_said_to_be_gone(cluster: Submitting, 
     cluster.running(folder, "seen-0.json")
     cluster.slurm.stop_controller()
     try:
-        assert cluster.look(folder).state == "unknown"
+        assert cluster.status(folder).state == "unknown"
         (refused,) = cluster.submit(cluster.plan())
         assert (refused.outcome, refused.job_id) == ("refused", job)
         assert "cannot say" in (refused.reason or "")
     finally:
         cluster.slurm.start_controller()
-    assert cluster.look(folder).state == "running"
+    assert cluster.status(folder).state == "running"
     (left_alone,) = cluster.submit(cluster.plan())
     assert (left_alone.outcome, left_alone.job_id) == ("running", job)
     folder.request_stop("the test is over")

@@ -15,7 +15,7 @@ from titan_exp.doctor.datasheet import bandwidth, peak_of_type
 from titan_exp.doctor.disk_and_scheduler import disk_rate, scheduler
 from titan_exp.doctor.machine import USAGE, machine_command
 from titan_exp.doctor.timing import MAX_CALLS, MIN_CALLS, measure_rate, median_seconds
-from titan_exp.launch.local.ephemeral_ranks import together
+from titan_exp.launch.local.ephemeral_ranks import run_on_ranks
 from titan_exp.tracking.device_rates import rates_file, read_rates
 from titan_exp.tracking.memory_stats import device_name
 
@@ -34,7 +34,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("small")
 def test_measurements_are_printed_and_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
-    assert machine_command(["--seconds", "1", "cluster.device=cpu", f"paths.runs={tmp_path}"], together) == 0
+    assert machine_command(["--seconds", "1", "cluster.device=cpu", f"paths.runs={tmp_path}"], run_on_ranks) == 0
     out = capsys.readouterr().out
     for words in ("fp32 16×16×16", "bf16 32×16×32", "forward and backward flash", "write to", "2 ranks, gloo"):
         assert words in out
@@ -52,7 +52,7 @@ def test_measurements_are_printed_and_saved(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.usefixtures("small")
 def test_json_prints_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
     monkeypatch.setattr("titan_exp.doctor.machine.link_rates", lambda *_, **__: [])
-    machine_command(["--seconds=1", "--json", "cluster.device=cpu", f"paths.runs={tmp_path}"], together)
+    machine_command(["--seconds=1", "--json", "cluster.device=cpu", f"paths.runs={tmp_path}"], run_on_ranks)
     found = json.loads(capsys.readouterr().out)
     assert found["device"] == device_name(CPU)
     assert {rate["kind"] for rate in found["rates"]} == {"gemm", "attention", "copy", "disk"}
@@ -70,11 +70,11 @@ def test_json_prints_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[
 )
 def test_invalid_arguments_are_refused(words: list[str], said: str):
     with pytest.raises(UserError, match=said):
-        machine_command(words, together)
+        machine_command(words, run_on_ranks)
 
 
-def test_help_covers_both_commands(capsys: pytest.CaptureFixture[str]):
-    assert machine_command(["--help"], together) == 0
+from titan_exp.doctor.timing import MAX_CALLS, MIN_CALLS, measure_rate, median_seconds
+from titan_exp.launch.local.ephemeral_ranks import run_on_ranks
     assert capsys.readouterr().out == USAGE
     assert "--numerics" in USAGE
 

@@ -33,7 +33,7 @@ def write_surroundings(folder: RunFolder) -> None:
     seen = {name: os.environ.get(name) for name in (*names, "CUDA_VISIBLE_DEVICES")}
     handlers = {name: str(signal.getsignal(getattr(signal, name))) for name in ("SIGINT", "SIGTERM", "SIGUSR2")}
     meet = Path(os.environ["TITAN_EXP_RENDEZVOUS"]).parent.is_dir() if seen["TITAN_EXP_RENDEZVOUS"] else None
-    report = {"env": seen, "handlers": handlers, "cwd": os.getcwd(), "path": sys.path, "meeting": meet}
+    report = {"env": seen, "handlers": handlers, "cwd": os.getcwd(), "path": sys.path, "rendezvous_folder": meet}
     (folder.path / f"seen-{rank()}.json").write_text(json.dumps(report))
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from titan_exp.launch.health import watchdog as hang_watch
 
-hang_watch.SLOW = 40.0
+hang_watch.OTHER_PHASE_FACTOR = 40.0
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

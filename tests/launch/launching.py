@@ -104,12 +104,12 @@ def main(overrides: list[str]) -> int:
     from titan_exp.config.errors.user_error import UserError
     from titan_exp.config.hydra.compose import compose
     from titan_exp.config.schema.typed_config import to_experiment
-    from titan_exp.launch.run_plan import plan
+    from titan_exp.launch.run_plan import plan_run
     from titan_exp.launch.run_plans import run
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        return run(plan(to_experiment(compose(overrides)), overrides)).exit_code
+        return run(plan_run(to_experiment(compose(overrides)), overrides)).exit_code
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_exp.launch.provenance.git import NEW_FILE_LIMIT, read_code
+from titan_exp.launch.provenance.git import NEW_FILE_LIMIT, read_code_version
 from titan_exp.tracking.run_folder.run_folder import write_atomically
 
 TOKEN = "hf_" + "aBcDeFgHiJkLmNoPqRsT"
@@ -38,7 +38,7 @@ def repository(tmp_path: Path) -> Path:
 
 
 def test_a_clean_repository(repository: Path) -> None:
-    code, diff = read_code(repository / "package")
+    code, diff = read_code_version(repository / "package")
     assert code.commit == git(repository, "rev-parse", "HEAD").strip()
     assert (code.branch, code.dirty, diff) == ("idea", False, "")
 
@@ -52,7 +52,7 @@ def test_the_diff_brings_back_what_ran(repository: Path) -> None:
     (repository / "ignored").mkdir()
     (repository / "ignored" / "big").write_text("no")
     (repository / "dump").write_bytes(b"0" * (NEW_FILE_LIMIT + 1))
-    code, diff = read_code(package)
+    code, diff = read_code_version(package)
     assert (code.dirty, code.left_out, code.masked) == (True, ("dump",), False)
     git(repository, "stash", "-qu")
     write_atomically(repository.parent / "diff.patch", diff)
@@ -68,7 +68,7 @@ def test_the_diff_brings_back_what_ran(repository: Path) -> None:
 def test_credentials_in_the_diff_are_masked(repository: Path) -> None:
     (repository / "package" / "model.py").write_text(f"token = '{TOKEN}'\n")
     (repository / "new.env").write_text("WANDB_API_KEY=" + "0123456789abcdef" * 2 + "01234567\n")
-    code, diff = read_code(repository / "package")
+    code, diff = read_code_version(repository / "package")
     assert code.masked
     assert TOKEN not in diff
     assert "0123456789abcdef" not in diff
@@ -79,13 +79,13 @@ def test_a_package_that_only_lies_in_a_repository_is_not_part_of_it(repository: 
     installed = repository / "ignored" / "site-packages" / "package"
     installed.mkdir(parents=True)
     (installed / "model.py").write_text("")
-    code, diff = read_code(installed)
+    code, diff = read_code_version(installed)
     assert (code.commit, code.branch, code.dirty, diff) == (None, None, None, "")
     assert code.version
 
 
 def test_without_a_repository(tmp_path: Path) -> None:
-    code, diff = read_code(tmp_path)
+    code, diff = read_code_version(tmp_path)
     assert (code.commit, code.dirty, diff) == (None, None, "")
 
 
@@ -93,6 +93,6 @@ def test_before_the_first_commit(tmp_path: Path) -> None:
     git(tmp_path, "init", "-q")
     (tmp_path / "model.py").write_text("x = 1\n")
     git(tmp_path, "add", ".")
-    code, diff = read_code(tmp_path)
+    code, diff = read_code_version(tmp_path)
     assert (code.commit, code.dirty) == (None, True)
     assert "+x = 1" in diff

@@ -76,8 +76,8 @@ def test_a_rank_that_runs_no_python_is_named_and_ended(tmp_path: Path, main: str
     assert err.startswith(f"hung at step 3 in the training step: {says}")
     assert line in files.report.read_text()
     assert "sync_step_flags" in files.stacks(0).read_text()
-    stuck = files.stacks(1)
-    assert ("hanging_ranks.py" in stuck.read_text()) if main == "in_native_code" else not stuck.exists()
+    native = files.stacks(1)
+    assert ("hanging_ranks.py" in native.read_text()) if main == "in_native_code" else not native.exists()
     assert ranks_of(tmp_path) == []
 
 

@@ -2,18 +2,18 @@
 
 from pathlib import Path
 
-from titan_exp.launch.health.hang_report import Hang, HangFiles, conclusion, named
-from titan_exp.launch.health.stack_dump import Standing
+from titan_exp.launch.health.hang_report import HangDiagnosis, HangFiles, diagnose_hang, format_ranks
+from titan_exp.launch.health.stack_dump import RankStack
 from titan_exp.launch.health.watchdog import limit
 from titan_exp.tracking.progress_tracker import FIRST_STEP, STEP, ProgressSnapshot, ProgressTracker
 
 
-def at(rank: int, place: str, collective: str | None = None, **issued: int) -> Standing:
-    return Standing(rank, "host", 100 + rank, 13, STEP, 901.0, place, collective, issued)
+def at(rank: int, place: str, collective: str | None = None, **issued: int) -> RankStack:
+    return RankStack(rank, "host", 100 + rank, 13, STEP, 901.0, place, collective, issued)
 
 
-def concluded(*standings: Standing, stuck: tuple[int, ...] = (), world: int = 4) -> Hang:
-    return conclusion(standings, stuck=stuck, world_size=world, logs=Path("logs"))
+def concluded(*rank_stacks: RankStack, native: tuple[int, ...] = (), world: int = 4) -> HangDiagnosis:
+    return diagnose_hang(rank_stacks, native=native, world_size=world, logs=Path("logs"))
 
 
 def test_the_odd_one_out_is_named() -> None:
@@ -39,11 +39,13 @@ def test_the_recorder_tells_where_the_stacks_do_not() -> None:
 
 
 def test_who_does_not_answer_is_named_first() -> None:
-    hang = concluded(at(0, "a", "all_reduce"), at(1, "b"), stuck=(2,))
+    hang = concluded(at(0, "a", "all_reduce"), at(1, "b"), native=(2,))
     assert hang.headline == "hung at step 13 in the training step: rank 3 did not answer"
     assert "rank 2: in native code" in hang.text
-    assert "rank 2 stood in native code" in concluded(at(0, "a", "x"), at(1, "a", "x"), at(3, "a"), stuck=(2,)).headline
-    assert concluded(stuck=(0,), world=1).headline.startswith("hung: rank 0 stood in native code")
+    assert (
+        "rank 2 stood in native code" in concluded(at(0, "a", "x"), at(1, "a", "x"), at(3, "a"), native=(2,)).headline
+    )
+    assert concluded(native=(0,), world=1).headline.startswith("hung: rank 0 stood in native code")
 
 
 def test_a_single_rank_and_ranks_outside_of_collectives() -> None:
@@ -53,25 +55,25 @@ def test_a_single_rank_and_ranks_outside_of_collectives() -> None:
 
 def test_files_tell_the_first_and_the_stuck(tmp_path: Path) -> None:
     files = HangFiles(tmp_path, 2)
-    assert files.conclude() is None
+    assert files.report_hang() is None
     files.stacks(0).touch()
-    assert files.conclude() is None  # kept open by a rank that trains
-    assert (files.declare(), files.declare(), files.awaited()) == (True, False, True)
-    files.write_standing(at(0, "a", "all_reduce"))
+    assert files.report_hang() is None  # kept open by a rank that trains
+    assert (files.declare(), files.declare(), files.report_pending()) == (True, False, True)
+    files.write_rank_stack(at(0, "a", "all_reduce"))
     files.stacks(1).write_text("Timeout!\n")
-    assert (files.all_stand(), files.stuck_ranks()) == (False, [1])
-    first = files.conclude()
+    assert (files.all_reported(), files.native_ranks()) == (False, [1])
+    first = files.report_hang()
     assert first is not None
-    files.write_standing(at(1, "b"))
-    assert files.conclude() == first  # once said, it stands
-    assert not files.awaited()
+    files.write_rank_stack(at(1, "b"))
+    assert files.report_hang() == first  # once said, it stands
+    assert not files.report_pending()
     files.remove_empty()
     assert not files.stacks(0).exists()
     assert files.stacks(1).exists()
 
 
 def test_ranges_of_ranks() -> None:
-    assert (named([3]), named([0, 1, 2, 5])) == ("rank 3", "ranks 0-2, 5")
+    assert (format_ranks([3]), format_ranks([0, 1, 2, 5])) == ("rank 3", "ranks 0-2, 5")
 
 
 def test_what_is_slow_has_longer() -> None:

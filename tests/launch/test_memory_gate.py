@@ -12,8 +12,8 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.launch.local.executor import LocalExecutor
-from titan_exp.launch.memory_gate import pass_gate
-from titan_exp.launch.run_plan import Plan, commit, plan
+from titan_exp.launch.memory_gate import gate_run
+from titan_exp.launch.run_plan import RunPlan, create_run_folder, plan_run
 from titan_exp.plan.gate import gate as gate_module
 from titan_exp.plan.gate.gate import GIB
 from titan_exp.plan.gate.predicted import read_predicted_metrics
@@ -54,9 +54,9 @@ def foretold(monkeypatch: pytest.MonkeyPatch):
     return asked
 
 
-def planned(*overrides: str) -> Plan:
+def planned(*overrides: str) -> RunPlan:
     words = [*SMALL, *overrides]
-    return plan(to_experiment(compose(words)), words)
+    return plan_run(to_experiment(compose(words)), words)
 
 
 def test_what_does_not_fit_is_refused_with_what_would(home: Path, foretold, capsys: pytest.CaptureFixture[str]):
@@ -75,10 +75,10 @@ def test_what_does_not_fit_is_refused_with_what_would(home: Path, foretold, caps
 
 def test_warned_of_and_written_down(home: Path, foretold):
     said: list[str] = []
-    found = pass_gate(planned("training.seq_len=256", "plan.gate=warn"), said.append)
+    found = gate_run(planned("training.seq_len=256", "plan.gate=warn"), said.append)
     assert len(said) == 1
     assert said[0].startswith("This run is not expected to fit: a rank needs 8.42 GiB")
-    commit(found)
+    create_run_folder(found)
     written = json.loads(found.folder.plan.read_text())
     assert (written["fits"], written["needed_bytes"]) == (False, 8 * GIB + 450_000_000)
     assert written["ranks"][0]["by_category"] == {"activations": 4 * GIB, "loss": 4 * GIB}
@@ -90,10 +90,10 @@ def test_warned_of_and_written_down(home: Path, foretold):
 def test_the_gate_changes_no_name_and_is_not_passed_twice(home: Path, foretold):
     first, off = planned("training.seq_len=64"), planned("training.seq_len=64", "plan.gate=off", "plan.predict=needed")
     assert (first.run_id, first.experiment_id) == (off.run_id, off.experiment_id)
-    assert pass_gate(off, print) == off
-    commit(first)
+    assert gate_run(off, print) == off
+    create_run_folder(first)
     first.folder.write_state(RunState("done", 10, 0.0, 1, None))
-    assert pass_gate(first, print) == first
+    assert gate_run(first, print) == first
     assert foretold == []
     assert not first.folder.plan.exists()
     # A run from before there was a gate is read as well, and is refused no less.
@@ -103,9 +103,9 @@ def test_the_gate_changes_no_name_and_is_not_passed_twice(home: Path, foretold):
 def test_a_folder_that_is_there_says_what_was_predicted_last(home: Path, foretold, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TITAN_EXP_RANK_MAIN", "tests.launch.fake_ranks.succeed")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    first = [pass_gate(planned("training.seq_len=64", f"experiment.seed={seed}"), print) for seed in (1, 2)]
+    first = [gate_run(planned("training.seq_len=64", f"experiment.seed={seed}"), print) for seed in (1, 2)]
     for one in first:
-        commit(replace(one, prediction="{}"))
+        create_run_folder(replace(one, prediction="{}"))
     backend = LocalExecutor(jobs=2)
     assert [one.outcome for one in backend.submit(first, say=print)] == ["done", "done"]
     for one in first:
@@ -114,9 +114,9 @@ def test_a_folder_that_is_there_says_what_was_predicted_last(home: Path, foretol
 
 def test_what_cannot_be_predicted_is_one_line(home: Path, foretold):
     said: list[str] = []
-    found = pass_gate(planned("training.seq_len=32"), said.append)
+    found = gate_run(planned("training.seq_len=32"), said.append)
     assert said == ["Whether its memory fits is not predicted: its kernels are not modelled."]
-    commit(found)
+    create_run_folder(found)
     assert json.loads(found.folder.plan.read_text())["why_not_predicted"] == "its kernels are not modelled"
     assert read_predicted_metrics(found.folder).memory is None
 
@@ -170,7 +170,7 @@ def test_a_bound_is_shown_where_it_decides(home: Path, foretold, capsys: pytest.
 
 def test_retry_passes_the_gate(home: Path, foretold, capsys: pytest.CaptureFixture[str]):
     made = planned("training.seq_len=256", "plan.gate=refuse")
-    commit(made)
+    create_run_folder(made)
     folder = made.folder
     folder.add_attempt(world_size=1, hosts=["here"])
     folder.write_state(RunState("failed", 3, 0.0, 1, "out of memory"))
@@ -179,10 +179,10 @@ def test_retry_passes_the_gate(home: Path, foretold, capsys: pytest.CaptureFixtu
 
 
 def test_status_shows_predicted_beside_measured(home: Path, foretold, capsys: pytest.CaptureFixture[str]):
-    found = pass_gate(planned("training.seq_len=64"), print)
-    commit(found)
+    found = gate_run(planned("training.seq_len=64"), print)
+    create_run_folder(found)
     other = planned("training.seq_len=128")
-    commit(other)
+    create_run_folder(other)
     row = {"step": 10, "tokens": 100, "loss": 2.0, "tokens_per_second": 1024.0, "memory": 2.5, "attempt": 1}
     for each in (found, other):
         each.folder.write_state(RunState("done", 10, 0.0, 1, None))

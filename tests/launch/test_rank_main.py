@@ -11,14 +11,14 @@ import pytest
 from tests.launch.launching import LIMIT, launch_environment, seen, wait_until
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.launch.rank.rank_status import SPARE, RankRecord, read_record, write_record
-from titan_exp.launch.run_plan import commit, plan
+from titan_exp.launch.rank.rank_status import FALLBACK_FOLDER, RankRecord, read_record, write_record
+from titan_exp.launch.run_plan import create_run_folder, plan_run
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 
 def make_run(runs: Path, *overrides: str) -> RunFolder:
-    made = plan(to_experiment(compose(["model=llama_debug", f"paths.runs={runs}", *overrides])))
-    commit(made)
+    made = plan_run(to_experiment(compose(["model=llama_debug", f"paths.runs={runs}", *overrides])))
+    create_run_folder(made)
     return made.folder
 
 
@@ -167,6 +167,6 @@ def test_a_record_that_does_not_fit_on_the_disk_goes_elsewhere(tmp_path: Path, m
     record = RankRecord(3, 1, "here", 1.0, end=2.0, exit=1)
     with pytest.raises(OSError, match="logs"):
         write_record(folder, 1, record)
-    monkeypatch.setenv(SPARE, str(spare))
+    monkeypatch.setenv(FALLBACK_FOLDER, str(spare))
     write_record(folder, 1, record)
     assert read_record(folder, 1, 3, spare) == record

@@ -16,7 +16,7 @@ def test_ranks_know_their_place(tmp_path: Path) -> None:
         assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) == (str(rank), str(rank), "2")
         assert env["GLOO_SOCKET_IFNAME"].startswith("lo")
         assert int(env["OMP_NUM_THREADS"]) >= 1
-        assert report["meeting"] is True
+        assert report["rendezvous_folder"] is True
         assert not Path(env["TITAN_EXP_RENDEZVOUS"]).parent.exists()  # removed at the end
         # Packages beside where the command was typed can be imported.
         assert report["cwd"] == str(tmp_path)

@@ -12,16 +12,16 @@ from tests.launch.launching import LIMIT, launch_environment
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment
-from titan_exp.launch.provenance.environment import read_surroundings
+from titan_exp.launch.provenance.environment import read_environment
 from titan_exp.launch.run_id import run_id
-from titan_exp.launch.run_plan import Plan, commit, plan, refresh
+from titan_exp.launch.run_plan import RunPlan, create_run_folder, plan_run, refresh_snapshot
 
 TOKEN = "hf_" + "aBcDeFgHiJkLmNoPqRsT"
 
 
-def planned(runs: Path, *overrides: str) -> Plan:
+def planned(runs: Path, *overrides: str) -> RunPlan:
     typed = ["model=llama_debug", f"paths.runs={runs}", *overrides]
-    return plan(to_experiment(compose(typed)), typed)
+    return plan_run(to_experiment(compose(typed)), typed)
 
 
 def test_planning_writes_nothing(tmp_path: Path) -> None:
@@ -42,7 +42,7 @@ def test_the_folder_tells_everything(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     made = planned(tmp_path, "experiment.tags=['a: b',\"ü\"]", "training.steps=7")
-    commit(made)
+    create_run_folder(made)
     folder = made.folder
     assert load_experiment(folder.config) == made.experiment
     assert run_id(load_experiment(folder.config)) == made.run_id
@@ -70,30 +70,30 @@ def test_the_folder_tells_everything(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_no_secret_reaches_the_folder(tmp_path: Path) -> None:
     typed = ["model=llama_debug", f"paths.runs={tmp_path}", f"+data.options.api_key={TOKEN}"]
     with pytest.raises(UserError, match=r"data\.options\.api_key") as caught:
-        plan(to_experiment(compose(typed)), typed)
+        plan_run(to_experiment(compose(typed)), typed)
     assert TOKEN not in str(caught.value)
     assert list(tmp_path.iterdir()) == []
     # What was typed need not be what is in the configuration.
-    made = plan(to_experiment(compose(typed[:2])), [*typed, f"hydra.job.env_set.X={TOKEN}"])
-    commit(made)
+    made = plan_run(to_experiment(compose(typed[:2])), [*typed, f"hydra.job.env_set.X={TOKEN}"])
+    create_run_folder(made)
     assert TOKEN not in made.folder.overrides.read_text()
 
 
 def test_the_environment_is_read_without_torch() -> None:
     script = (
         "import sys; import titan_exp.launch.run_plans;"
-        "from titan_exp.launch.provenance.environment import read_surroundings;"
-        "assert read_surroundings()['torch']; assert 'torch' not in sys.modules and 'submitit' not in sys.modules"
+        "from titan_exp.launch.provenance.environment import read_environment;"
+        "assert read_environment()['torch']; assert 'torch' not in sys.modules and 'submitit' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=LIMIT)
-    assert set(read_surroundings()) >= {"cpu", "gpus", "host", "packages"}
+    assert set(read_environment()) >= {"cpu", "gpus", "host", "packages"}
 
 
 def test_committing_twice_changes_nothing(tmp_path: Path) -> None:
     made = planned(tmp_path)
-    commit(made)
+    create_run_folder(made)
     before = {path.name: path.read_text() for path in made.folder.path.iterdir()}
-    commit(planned(tmp_path, "tracking.log_every=3"))
+    create_run_folder(planned(tmp_path, "tracking.log_every=3"))
     assert {path.name: path.read_text() for path in made.folder.path.iterdir()} == before
 
 
@@ -101,9 +101,9 @@ def test_of_commits_that_race_one_makes_the_folder(tmp_path: Path) -> None:
     plans = [planned(tmp_path) for _ in range(4)]
     errors: list[BaseException] = []
 
-    def work(one: Plan) -> None:
+    def work(one: RunPlan) -> None:
         try:
-            commit(one)
+            create_run_folder(one)
         except BaseException as error:
             errors.append(error)
 
@@ -118,10 +118,10 @@ def test_of_commits_that_race_one_makes_the_folder(tmp_path: Path) -> None:
 
 def test_a_changed_configuration_is_refused(tmp_path: Path) -> None:
     made = planned(tmp_path)
-    commit(made)
+    create_run_folder(made)
     made.folder.config.write_text(made.folder.config.read_text().replace("seed: 0", "seed: 1"))
     with pytest.raises(UserError, match="was changed"):
-        commit(made)
+        create_run_folder(made)
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     made.folder.path.mkdir(parents=True)
     made.folder.metrics.touch()
     with pytest.raises(UserError, match="not a run"):
-        commit(made)
+        create_run_folder(made)
     assert [path.name for path in made.folder.path.iterdir()] == ["metrics.jsonl"]
 
 
@@ -137,13 +137,13 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path) -> None:
     script = f"""
 import resource, sys
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.run_plan import commit
+from titan_exp.launch.run_plan import create_run_folder
 from tests.launch.test_run_plan import planned
 from pathlib import Path
 made = planned(Path({str(tmp_path)!r}) / "runs")
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))  # the system refuses to write on, as on a full disk
 try:
-    commit(made)
+    create_run_folder(made)
 except UserError as error:
     print(error)
 """
@@ -162,10 +162,10 @@ except UserError as error:
 
 def test_what_the_attempt_before_ran_with_is_kept(tmp_path: Path) -> None:
     made = planned(tmp_path)
-    commit(made)
+    create_run_folder(made)
     old = made.folder.config.read_text()
     other = planned(tmp_path, "tracking.log_every=3")
-    refresh(other, 1)
+    refresh_snapshot(other, 1)
     assert load_experiment(other.folder.config) == other.experiment
     kept = made.folder.attempt_logs(1)
     assert (kept / "config.yaml").read_text() == old

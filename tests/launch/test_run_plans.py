@@ -13,7 +13,7 @@ from tests.launch.launching import LIMIT, REPOSITORY, Launch, launch, launch_env
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.launch.run_plan import commit, plan
+from titan_exp.launch.run_plan import create_run_folder, plan_run
 from titan_exp.launch.run_plans import run
 from titan_exp.launch.state import run_lock as holding
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
@@ -177,8 +177,8 @@ def test_a_broken_pipe_does_not_end_a_run(tmp_path: Path) -> None:
 
 def test_orphans_that_do_not_end_are_refused_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(holding, "ORPHANS_LIMIT", 0.3)
-    planned = plan(to_experiment(compose(["model=llama_debug", f"paths.runs={tmp_path}"])))
-    commit(planned)
+    planned = plan_run(to_experiment(compose(["model=llama_debug", f"paths.runs={tmp_path}"])))
+    create_run_folder(planned)
     with planned.folder.join(0), pytest.raises(UserError, match="rank 0, process"):
         run(planned)
     assert planned.folder.read_attempts() == []
@@ -188,6 +188,6 @@ def test_orphans_that_do_not_end_are_refused_after_a_while(tmp_path: Path, monke
 
 def test_the_folder_is_found_by_what_is_computed(tmp_path: Path) -> None:
     experiment = to_experiment(compose(["model=llama_debug", f"paths.runs={tmp_path}", "tracking.log_every=3"]))
-    assert not plan(experiment, []).folder.path.exists()
+    assert not plan_run(experiment, []).folder.path.exists()
     assert launch(tmp_path, "succeed", "experiment.name=first")[0] == 0
-    assert plan(experiment, []).folder.path.exists()
+    assert plan_run(experiment, []).folder.path.exists()

@@ -14,7 +14,7 @@ from titan_exp.cli.main import main
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.layout.layout import nodes_needed, world_size
 from titan_exp.launch.executor import Submission
-from titan_exp.launch.run_plan import Plan, commit
+from titan_exp.launch.run_plan import RunPlan, create_run_folder
 from titan_exp.launch.sweep.sweeper import points
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
@@ -60,24 +60,24 @@ def test_points_are_every_combination() -> None:
 def test_a_scheduler_gets_all_points_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    submitted: list[list[Plan]] = []
+    submitted: list[list[RunPlan]] = []
 
     class Scheduler:
-        def submit(self, plans: list[Plan], *, say: object) -> list[Submission]:
+        def submit(self, plans: list[RunPlan], *, say: object) -> list[Submission]:
             submitted.append(plans)
             for plan in plans:
-                commit(plan)
+                create_run_folder(plan)
             return [Submission(plan, "submitted", job_id=str(number)) for number, plan in enumerate(plans)]
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("titan_exp.launch.sweep.sweeper.backend_for", lambda kind: {"slurm": Scheduler()}[kind])
+    monkeypatch.setattr("titan_exp.launch.sweep.sweeper.executor_for", lambda kind: {"slurm": Scheduler()}[kind])
     assert main(["sweep", "parallelism_degrees", "size=cluster", "cluster.nodes=2", "cluster.time_limit=1:30:00"]) == 0
     ((first, *others),) = submitted
     assert {len(others), world_size(first.experiment), nodes_needed(first.experiment)} == {6, 16, 2}
     assert (len({plan.run_id for plan in submitted[0]}), len({plan.experiment_id for plan in submitted[0]})) == (7, 1)
     assert {plan.run_id in plan.folder.code.read_text() for plan in submitted[0]} == {True}
     assert "titan-exp status parallelism_degrees_cluster" in capsys.readouterr().out
-    monkeypatch.setattr("titan_exp.launch.state.run_status.backend_for", lambda kind: {}[kind])
+    monkeypatch.setattr("titan_exp.launch.state.run_status.executor_for", lambda kind: {}[kind])
     words = ["cluster.nodes=2", "cluster.time_limit=1:30:00", "--dry-run"]
     assert main(["sweep", "parallelism_degrees", "size=cluster", *words]) == 0
     assert "7 to start, 168.0 GPU-hours asked." in capsys.readouterr().out

@@ -19,8 +19,8 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.layout import resolve_layout, world_size
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment, to_yaml
-from titan_exp.plan.trace.fake_world import DEVICE, PretendedRank, pretended_batches, pretended_rank, ranks_of_pipeline
-from titan_exp.plan.trace.inductor import by_inductor
+from titan_exp.plan.trace.fake_world import DEVICE, FakeRank, fake_batches, fake_rank, pipeline_ranks
+from titan_exp.plan.trace.inductor import uses_inductor
 from titan_exp.plan.trace.trace_step import Trace, trace_step
 from titan_exp.rules import check
 from titan_exp.tracking.run_folder.run_folder import RunFolder
@@ -159,7 +159,7 @@ def measured(experiment: Experiment, path: Path, mutate: Callable[[], None] | No
     """Of each pipeline rank, on as many processes as the layout has. `mutate` is called first in each of them."""
     _write(experiment, path)
     results = run_ranks(world_size(experiment), _on_rank, str(path), mutate)
-    return [Numbers(**results[rank]) for rank in ranks_of_pipeline(experiment)]
+    return [Numbers(**results[rank]) for rank in pipeline_ranks(experiment)]
 
 
 def handed_out(experiment: Experiment, path: Path) -> list[int]:
@@ -182,31 +182,31 @@ def _foretell(path: str, mutate: Callable[[], None] | None) -> list[dict[str, An
         mutate()
     experiment = load_experiment(RunFolder(path).config)
     found = []
-    for rank in ranks_of_pipeline(experiment):
-        with pretended_rank(experiment, rank) as it:
+    for rank in pipeline_ranks(experiment):
+        with fake_rank(experiment, rank) as it:
             trace = trace_step(
-                it.parts,
+                it.state,
                 it.step,
-                first_step=it.shortest_step,
-                standing=it.standing,
+                warmup_step=it.warmup_step,
+                preallocated=it.preallocated,
                 batches=it.batches,
-                inductor=by_inductor(experiment),
+                inductor=uses_inductor(experiment),
             )
             found.append(asdict(_numbers(trace)))
     return found
 
 
 def _numbers(trace: Trace) -> Numbers:
-    settled = trace.kept["parameters"] + trace.kept["optimizer"]
+    settled = trace.persistent["parameters"] + trace.persistent["optimizer"]
     return Numbers(
-        trace.kept["parameters"],
+        trace.persistent["parameters"],
         trace.gradients,
-        trace.kept["optimizer"],
-        dict(trace.work.messages),
-        trace.work.flops,
+        trace.persistent["optimizer"],
+        dict(trace.costs.messages),
+        trace.costs.flops,
         trace.peak.bytes,
         trace.peak.bytes - settled,
-        trace.kept["other"],
+        trace.persistent["other"],
     )
 
 
@@ -247,9 +247,9 @@ def _alone(path: str) -> list[int]:
     gc.disable()  # as the trainer has it
     experiment = load_experiment(RunFolder(path).config)
     found = []
-    for rank in ranks_of_pipeline(experiment):
+    for rank in pipeline_ranks(experiment):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size(experiment))
-        it = PretendedRank(experiment, assemble(experiment, DEVICE), pretended_batches(experiment))
+        it = FakeRank(experiment, assemble(experiment, DEVICE), fake_batches(experiment))
         it.step()
         found.append(allocated_by(it.step, Path(path)))
         dist.destroy_process_group()

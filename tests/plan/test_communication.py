@@ -14,7 +14,7 @@ from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.parallel.pipeline_parallel.runtime import ActivationSpec, P2PQueue
 from titan_exp.parallel.pipeline_parallel.schedule_actions import P2POp, build_schedule
 from titan_exp.plan.cuda.devices import device_named
-from titan_exp.plan.extrapolate.schedule_simulation import rehearse
+from titan_exp.plan.extrapolate.schedule_simulation import simulate_schedule
 from titan_exp.plan.plan_table import print_plan
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.rules import check
@@ -40,10 +40,10 @@ def planned(microbatches: int) -> Plan:
     return predict(resolve_layout(check(experiment), offered_devices(experiment.cluster)), device_named("h100"))
 
 
-@pytest.mark.parametrize(("delivered", "expected"), [(False, MICROBATCHES), (True, 1)])
-def test_the_first_rank_holds_what_it_has_sent(delivered: bool, expected: int):
+@pytest.mark.parametrize(("sends_complete", "expected"), [(False, MICROBATCHES), (True, 1)])
+def test_the_first_rank_holds_what_it_has_sent(sends_complete: bool, expected: int):
     orders = build_schedule("1F1B", 2, 2, MICROBATCHES)
-    rehearsal = rehearse(orders, [0, 1], 0, passes=1, delivered=delivered)
+    rehearsal = simulate_schedule(orders, [0, 1], 0, passes=1, sends_complete=sends_complete)
     # When the last backward pass begins, its own forward pass is the only one that is still needed.
     assert rehearsal.sent == MICROBATCHES
     last = [turn for turn in rehearsal.turns if turn.action.kind == "B"][-1]

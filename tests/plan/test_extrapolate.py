@@ -68,30 +68,35 @@ def test_shortcut_is_the_whole_trace(name: str, tmp_path: Path):
 
 def both_ways(path: str) -> list[tuple[dict[str, object], dict[str, object]]]:
     """Of the first, second and last pipeline rank: what its trace tells, and what small ones do."""
-    from titan_exp.plan.extrapolate.eligibility import why_not
-    from titan_exp.plan.extrapolate.extrapolate import extended, trace_parts
+    from titan_exp.plan.extrapolate.eligibility import unsupported_reason
+    from titan_exp.plan.extrapolate.step_cost import step_cost, trace_parts
     from titan_exp.plan.search.layout_cost import ranks_that_matter
-    from titan_exp.plan.trace.fake_world import pretended_rank, ranks_of_pipeline
+    from titan_exp.plan.trace.fake_world import fake_rank, pipeline_ranks
     from titan_exp.plan.trace.trace_step import trace_step
 
     experiment = load_experiment(path)
     cuda = device_type(experiment.cluster) == "cuda"
-    assert why_not(experiment) is None
+    assert unsupported_reason(experiment) is None
     parts, found = trace_parts(experiment, cuda=cuda), []
     for number in ranks_that_matter(experiment.parallelism.pp):
-        with pretended_rank(experiment, ranks_of_pipeline(experiment)[number]) as it:
+        with fake_rank(experiment, pipeline_ranks(experiment)[number]) as it:
             whole = trace_step(
-                it.parts, it.step, first_step=it.shortest_step, standing=it.standing, batches=it.batches, cuda=cuda
+                it.state,
+                it.step,
+                warmup_step=it.warmup_step,
+                preallocated=it.preallocated,
+                batches=it.batches,
+                cuda=cuda,
             )
-        kept = {name: whole.kept[name] for name in ("parameters", "optimizer")}
-        short = extended(experiment, number, parts)
-        its = {name: short.kept[name] for name in kept}
+        kept = {name: whole.persistent[name] for name in ("parameters", "optimizer")}
+        short = step_cost(experiment, number, parts)
+        its = {name: short.persistent[name] for name in kept}
         found.append((told(kept, whole), told(its, short)))
     return found
 
 
 def told(kept: dict[str, int], step: object) -> dict[str, object]:
-    work, peak = step.work, step.peak  # type: ignore[attr-defined]
+    work, peak = step.costs, step.peak  # type: ignore[attr-defined]
     return {
         **kept,
         "gradients": step.gradients,  # type: ignore[attr-defined]
@@ -115,10 +120,10 @@ def told(kept: dict[str, int], step: object) -> dict[str, object]:
     ],
 )
 def test_where_it_is_not_known_to_be_equal_there_is_no_shortcut(overrides: str, reason: str):
-    from titan_exp.plan.extrapolate.eligibility import why_not
+    from titan_exp.plan.extrapolate.eligibility import unsupported_reason
 
-    assert reason in (why_not(experiment_of(overrides)) or "")
-    assert why_not(experiment_of("")) is None
+    assert reason in (unsupported_reason(experiment_of(overrides)) or "")
+    assert unsupported_reason(experiment_of("")) is None
 
 
 def test_axes_are_the_meshs(tmp_path: Path):
@@ -134,14 +139,14 @@ def test_axes_are_the_meshs(tmp_path: Path):
 
 def axes_both_ways(path: str) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
     from titan_exp.plan.search.layout_cost import axes_of
-    from titan_exp.plan.trace.dispatch_mode import Work, ranks_by_axis
-    from titan_exp.plan.trace.fake_world import pretended_rank, ranks_of_pipeline
+    from titan_exp.plan.trace.dispatch_mode import OpCosts, ranks_by_axis
+    from titan_exp.plan.trace.fake_world import fake_rank, pipeline_ranks
 
     experiment = load_experiment(path)
     small: Experiment = replace(experiment, model=replace(experiment.model, layers=2))
-    with pretended_rank(small, ranks_of_pipeline(small)[1]) as it:
-        axes = ranks_by_axis(it.parts.mesh)
-    work = Work()
+    with fake_rank(small, pipeline_ranks(small)[1]) as it:
+        axes = ranks_by_axis(it.state.mesh)
+    work = OpCosts()
     for axis in axes:
         work.messages[axis, "send"] = 1
     return axes, axes_of(small, 1, work)

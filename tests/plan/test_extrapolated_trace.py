@@ -12,7 +12,7 @@ from tests.plan.test_extrapolate import ACCUMULATED, BF16, CUDA, PIPELINES, WHOL
 from tests.ranks import run_ranks
 from titan_exp.config.schema.typed_config import load_experiment, to_yaml
 from titan_exp.plan.cuda.caching_allocator import Event
-from titan_exp.plan.extrapolate.eligibility import pays, why_not
+from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 
 WORKSPACE = 32 * 2**20
 MANY = {
@@ -44,7 +44,7 @@ EVERY = {**WHOLE, **PIPELINES, **MANY}
 )
 def test_allocations_are_those_of_the_whole_trace(name: str, tmp_path: Path):
     experiment = experiment_of(EVERY[name])
-    assert why_not(experiment) is None
+    assert unsupported_reason(experiment) is None
     (tmp_path / "config.yaml").write_text(to_yaml(experiment))
     (found,) = run_ranks(1, both_ways, str(tmp_path / "config.yaml"), name == "more micro-batches than are told")
     assert len(found) == experiment.parallelism.pp
@@ -55,21 +55,21 @@ def test_allocations_are_those_of_the_whole_trace(name: str, tmp_path: Path):
 
 def both_ways(path: str, left_out: bool) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Of each pipeline rank: what its trace on CUDA tells, and the one that is put together."""
-    from titan_exp.plan.extrapolate.extrapolated_trace import Retelling
-    from titan_exp.plan.trace.fake_world import pretended_rank, ranks_of_pipeline
+    from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
+    from titan_exp.plan.trace.fake_world import fake_rank, pipeline_ranks
     from titan_exp.plan.trace.trace_step import trace_step
 
     experiment, found = load_experiment(path), []
-    retelling = Retelling(experiment, cuda=True, matmul_workspace=WORKSPACE)
-    for number, rank in enumerate(ranks_of_pipeline(experiment)):
+    retelling = TraceExtrapolator(experiment, cuda=True, matmul_workspace=WORKSPACE)
+    for number, rank in enumerate(pipeline_ranks(experiment)):
         # First, because what a process makes once, such as tables of 8-bit moments, is made by its first trace.
         short = retelling.trace(number)
-        with pretended_rank(experiment, rank) as it:
+        with fake_rank(experiment, rank) as it:
             whole = trace_step(
-                it.parts,
+                it.state,
                 it.step,
-                first_step=it.shortest_step,
-                standing=it.standing,
+                warmup_step=it.warmup_step,
+                preallocated=it.preallocated,
                 batches=it.batches,
                 cuda=True,
                 matmul_workspace=WORKSPACE,
@@ -82,20 +82,20 @@ def both_ways(path: str, left_out: bool) -> list[tuple[dict[str, Any], dict[str,
 def told(trace: Any, left_out: bool) -> dict[str, Any]:
     from titan_exp.plan.cuda.caching_allocator import reservations
 
-    work = trace.work
+    work = trace.costs
     found = {
         "peak": trace.peak,
-        "kept": trace.kept,
+        "kept": trace.persistent,
         "gradients": trace.gradients,
         "work": (work.flops, work.bytes_moved, work.operators, dict(work.messages), dict(work.calls)),
-        "reserved": reservations(trace.before, trace.step),
+        "reserved": reservations(trace.setup_events, trace.step_events),
     }
     if left_out:
         return found
     return {
         **found,
-        "events": named([*trace.before, *trace.step]),
-        "before": len(trace.before),
+        "events": named([*trace.setup_events, *trace.step_events]),
+        "before": len(trace.setup_events),
         "timeline": trace.timeline,
     }
 
@@ -118,7 +118,7 @@ def test_a_plan_is_the_same_put_together_and_in_full(tmp_path: Path):
         CUDA + "model.layers=13 parallelism.pp=4 parallelism.dp_shard=2 "
         "training.global_batch_size=16 parallelism.pp_microbatches=8"
     )
-    assert pays(experiment, 4)
+    assert is_worthwhile(experiment, 4)
     (tmp_path / "config.yaml").write_text(to_yaml(experiment))
     ((short, full, fallen_back),) = run_ranks(1, plans, str(tmp_path / "config.yaml"), limit=240)
     assert short.pop("traced_in_full_because") is None
@@ -133,28 +133,28 @@ def test_a_plan_is_the_same_put_together_and_in_full(tmp_path: Path):
 def plans(path: str) -> list[dict[str, Any]]:
     """The same run planned from small runs; in full; and where small runs turn out not to tell."""
     from titan_exp.plan.cuda.devices import DEVICES
-    from titan_exp.plan.extrapolate.allocation_events import Unwoven, Weaver
+    from titan_exp.plan.extrapolate.allocation_events import EventComposer, ExtrapolationError
     from titan_exp.plan.plan_table import as_json
     from titan_exp.plan.predict import predict
 
     def unwoven(*_: Any) -> None:
-        raise Unwoven("a storage dies twice")
+        raise ExtrapolationError("a storage dies twice")
 
     experiment, device = load_experiment(path), DEVICES["h100"]
     found = [predict(experiment, device), predict(experiment, device, full=True)]
-    death, Weaver.death = Weaver.death, unwoven  # type: ignore[method-assign]
+    death, EventComposer.death = EventComposer.death, unwoven  # type: ignore[method-assign]
     found.append(predict(experiment, device))
-    Weaver.death = death
+    EventComposer.death = death
     return [json.loads(json.dumps(as_json(plan))) for plan in found]
 
 
 def test_small_runs_are_traced_as_they_are():
     small = experiment_of("")
-    assert not pays(small, 1)
+    assert not is_worthwhile(small, 1)
     deep = replace(small, model=replace(small.model, layers=64))
-    assert pays(deep, 1)
+    assert is_worthwhile(deep, 1)
     pipeline = experiment_of(
         "model.layers=32 parallelism.pp=4 parallelism.pp_microbatches=8 training.global_batch_size=16"
     )
     # What one rank would take is quicker traced; what four take is not.
-    assert [pays(pipeline, ranks) for ranks in (1, 4)] == [True, True]
+    assert [is_worthwhile(pipeline, ranks) for ranks in (1, 4)] == [True, True]

@@ -13,7 +13,7 @@ from titan_exp.cli.plan_calibrate import calibrate_command
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.launch.run_plan import commit, plan
+from titan_exp.launch.run_plan import create_run_folder, plan_run
 from titan_exp.plan.calibrated_constants import Constants, constants_file, read_constants, write_constants
 from titan_exp.plan.cuda.devices import DEVICES, Device
 from titan_exp.plan.device_memory import cpu_device
@@ -114,8 +114,8 @@ def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
     def make(seq_len: int, seed: int = 0) -> RunFolder:
         changed = replace(base, training=replace(base.training, seq_len=seq_len))
-        made = plan(replace(changed, experiment=replace(changed.experiment, seed=seed)))
-        commit(made)
+        made = plan_run(replace(changed, experiment=replace(changed.experiment, seed=seed)))
+        create_run_folder(made)
         made.folder.write_state(RunState("done", 10, 0.0, 1, None))
         # Twice the time that the rates allow.
         rows = [

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.plan.layouts import experiment_of, measured, predicted
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.ops.moe.grouped_mm import grouped_linear
-from titan_exp.plan.cuda.fake_kernels import cuda_calls, cuda_instructions
+from titan_exp.plan.cuda.fake_kernels import fake_cuda_capability, fake_cuda_kernels
 from titan_exp.plan.trace.op_costs import operations
 from titan_exp.quantization.hardware_support import needs_grouped_emulation
 
@@ -45,7 +45,7 @@ def test_a_row_is_counted_once(cuda: bool, experts: int):
         ends = torch.empty(experts, dtype=torch.int32)
         x, weight = empty(TOKENS, INPUTS), empty(experts, OUTPUTS, INPUTS)
         if cuda:
-            with cuda_calls():
+            with fake_cuda_kernels():
                 torch.autograd.grad(grouped_linear(x, weight, ends).sum(), [x, weight])
         else:
             torch.autograd.grad(grouped_linear(x, weight, ends).sum(), [x, weight])
@@ -87,9 +87,9 @@ def test_a_model_with_experts_is_predicted_as_ranks_do(tmp_path: Path):
 def test_kernels_that_are_not_there_are_not_planned():
     config = experiment_of("quantization=float8_rowwise").quantization
     gpu = torch.device("cuda")
-    with cuda_instructions((9, 0)), pytest.raises(UserError, match="Triton kernels of torchao's"):
+    with fake_cuda_capability((9, 0)), pytest.raises(UserError, match="Triton kernels of torchao's"):
         needs_grouped_emulation(config, gpu)
-    with cuda_instructions((8, 0)):
+    with fake_cuda_capability((8, 0)):
         assert needs_grouped_emulation(config, gpu)
-    with cuda_instructions((9, 0)):
+    with fake_cuda_capability((9, 0)):
         assert needs_grouped_emulation(experiment_of("quantization=float8_tensorwise").quantization, gpu)

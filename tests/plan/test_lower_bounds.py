@@ -42,21 +42,21 @@ def test_what_operators_make_is_what_torch_says(tmp_path: Path):
 def both_ways(path: str) -> tuple[dict[str, object], dict[str, object], int]:
     """A trace by torch alone and one by what is remembered of another, and how many operators that is."""
     from titan_exp.plan.trace import dispatch_mode as watch
-    from titan_exp.plan.trace.fake_world import pretended_rank
-    from titan_exp.plan.trace.op_cache import OperatorMemo
+    from titan_exp.plan.trace.fake_world import fake_rank
+    from titan_exp.plan.trace.op_cache import OpCache
     from titan_exp.plan.trace.trace_step import trace_step
 
-    class Forgetful(OperatorMemo):
+    class Forgetful(OpCache):
         def recall(self, key: object) -> None:
             return None
 
     experiment, found = load_experiment(path), []
-    memo = OperatorMemo()
+    memo = OpCache()
     for each in (Forgetful(), memo, memo):
         watch._MEMO = each
-        with pretended_rank(experiment, 0) as it:
-            trace = trace_step(it.parts, it.step)
-        found.append(told({**trace.kept, "moments": [moment.bytes for moment in trace.timeline]}, trace))  # type: ignore[dict-item]
+        with fake_rank(experiment, 0) as it:
+            trace = trace_step(it.state, it.step)
+        found.append(told({**trace.persistent, "moments": [moment.bytes for moment in trace.timeline]}, trace))  # type: ignore[dict-item]
     return found[0], found[2], sum(its is not None for its in memo._outcomes.values())
 
 

@@ -109,7 +109,9 @@ def test_what_is_kept_of_a_document_mask():
         predict(experiment_of(f"data.document_mask={on}", "training.mixed_precision=bf16"), device_named("h100"))
         for on in ("true", "false")
     )
-    births = [Counter(event.size for event in plan.ranks[0].trace.step if event.size) for plan in (with_mask, without)]
+    births = [
+        Counter(event.size for event in plan.ranks[0].trace.step_events if event.size) for plan in (with_mask, without)
+    ]
     bias = ROWS * SEQ * SEQ * 2
     assert births[0][bias] - births[1][bias] == layers
     assert with_mask.at_most
@@ -126,7 +128,7 @@ def test_what_is_kept_of_a_document_mask():
 def test_a_mask_whose_rows_the_kernel_cannot_load_is_filled_up():
     plan = planned("data.document_mask=true", "training.mixed_precision=bf16", "training.seq_len=100")
     assert plan.ranks[0].trace.peak.bytes > 0
-    sizes = Counter(event.size for event in plan.ranks[0].trace.step)
+    sizes = Counter(event.size for event in plan.ranks[0].trace.step_events)
     filled = -(-ROWS * 100 * 104 * 2 // 512) * 512
     assert sizes[filled] == plan.experiment.model.layers
 
@@ -143,7 +145,7 @@ def test_fp32_is_planned(options: str):
     assert not plain.at_most
     if "cp" not in options:
         # Plain operators know of no triangle, and take the whole square.
-        assert rank.trace.work.flops < plain.ranks[0].trace.work.flops
+        assert rank.trace.costs.flops < plain.ranks[0].trace.costs.flops
 
 
 def test_the_choice_is_what_cuda_makes():

@@ -12,7 +12,7 @@ from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.layout import offered_devices, resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.plan.cuda.devices import device_named
-from titan_exp.plan.cuda.fake_kernels import cuda_calls
+from titan_exp.plan.cuda.fake_kernels import fake_cuda_kernels
 from titan_exp.plan.plan_table import print_plan
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.rules import check
@@ -50,14 +50,14 @@ def test_the_stand_in_makes_what_torchao_makes(shape: tuple[int, ...]):
         return [(part.shape, part.stride(), part.dtype) for part in (parts.qdata, parts.scale)]
 
     real = cast(torch.randn(shape, dtype=torch.bfloat16), MXFP8Dim0CastKernelChoice.TORCH)
-    with FakeTensorMode(), cuda_calls():
+    with FakeTensorMode(), fake_cuda_kernels():
         assert cast(torch.empty(shape, dtype=torch.bfloat16), MXFP8Dim0CastKernelChoice.TRITON) == real
 
 
 def test_scales_are_laid_out_in_blocks_of_128_rows():
     """The matmul wants them so, and torchao fills them up: 96 rows are 128, and 64 columns' two scales are four."""
     with_it, without = (
-        Counter(event.size for event in planned("b200", *words).ranks[0].trace.step if event.size)
+        Counter(event.size for event in planned("b200", *words).ranks[0].trace.step_events if event.size)
         for words in (RECIPE, ["quantization=none"])
     )
     experiment = planned("b200", *RECIPE).experiment
@@ -70,7 +70,7 @@ def test_scales_are_laid_out_in_blocks_of_128_rows():
 
 def test_every_product_is_there_and_reads_bytes_for_halves():
     instructed, emulated, plain = planned("b200", *RECIPE), planned("h100", *RECIPE), planned("b200")
-    works = [plan.ranks[0].trace.work for plan in (instructed, emulated, plain)]
+    works = [plan.ranks[0].trace.costs for plan in (instructed, emulated, plain)]
     assert len({work.flops for work in works}) == 1
     assert works[2].bytes_moved < works[0].bytes_moved < works[1].bytes_moved
 

@@ -13,7 +13,7 @@ from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.plan.cuda.devices import device_named
 from titan_exp.plan.plan_table import as_json, print_plan
 from titan_exp.plan.predict import Plan, predict
-from titan_exp.plan.trace.dispatch_mode import Work
+from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.trace_step import Trace
 from titan_exp.rules import check
 
@@ -25,7 +25,7 @@ SMALL = [
     "training.global_batch_size=8",
 ]
 OFFLOADED = "parallelism.cpu_offload=true"
-SHARDS, GRANULE = 2, 512
+SHARDS, MIN_BLOCK = 2, 512
 
 
 def planned(*words: str) -> Plan:
@@ -66,12 +66,12 @@ def power_of_two(size: int) -> int:
 
 
 def blocks(size: int) -> int:
-    return -(-size // GRANULE) * GRANULE
+    return -(-size // MIN_BLOCK) * MIN_BLOCK
 
 
 def stream_of_copies(trace: Trace) -> int:
     size = blocks(4 * block_shards()[-1])
-    return next(event.stream for event in trace.step if event.size == size and event.stream != 0)
+    return next(event.stream for event in trace.step_events if event.size == size and event.stream != 0)
 
 
 @pytest.fixture(scope="module")
@@ -82,37 +82,37 @@ def offloaded() -> Trace:
 def test_the_state_is_on_the_host(offloaded: Trace):
     host, shards = offloaded.host, all_shards()
     assert host is not None
-    assert offloaded.kept["parameters"] == offloaded.kept["optimizer"] == 0
+    assert offloaded.persistent["parameters"] == offloaded.persistent["optimizer"] == 0
     # Two moments, and how many steps were made, of each.
-    assert host.kept["parameters"] == 4 * sum(shards)
-    assert host.kept["optimizer"] == 8 * sum(shards) + 4 * len(shards)
+    assert host.persistent["parameters"] == 4 * sum(shards)
+    assert host.persistent["optimizer"] == 8 * sum(shards) + 4 * len(shards)
     assert offloaded.gradients == host.peak.by_category["gradients"]
     # Pinned blocks are powers of two; the optimizer's state is not pinned.
     pinned = sum(power_of_two(4 * numbers) for numbers in shards)
     assert host.peak.by_category["parameters"] == host.peak.by_category["gradients"] == pinned
-    assert host.peak.by_category["optimizer"] >= host.kept["optimizer"]
+    assert host.peak.by_category["optimizer"] >= host.persistent["optimizer"]
 
 
 def test_what_is_copied_is_counted(offloaded: Trace):
     shards, layers = all_shards(), to_experiment(compose(SMALL)).model.layers
     # Of a step, every parameter is gathered once, and those of all blocks but the last again to go back.
     gathered = 4 * sum(shards) + 4 * sum(block_shards()) * (layers - 1)
-    assert offloaded.work.messages["host", "to the GPU"] == gathered
-    assert offloaded.work.messages["host", "to the host"] == 4 * sum(shards)
+    assert offloaded.costs.messages["host", "to the GPU"] == gathered
+    assert offloaded.costs.messages["host", "to the host"] == 4 * sum(shards)
     # Tokens and labels.
-    assert offloaded.work.messages["host", "to the GPU, waited for"] == 2 * 4 * 128 * 8
+    assert offloaded.costs.messages["host", "to the GPU, waited for"] == 2 * 4 * 128 * 8
 
 
 def test_each_copy_lies_on_the_gpu_until_it_is_cast(offloaded: Trace):
     """`FSDPParam.all_gather_inputs` copies a parameter in fp32, casts it, and lets the copy go before the next."""
-    shards, births = block_shards(), {event.storage: event for event in offloaded.step if event.size}
+    shards, births = block_shards(), {event.storage: event for event in offloaded.step_events if event.size}
     expected = []
     for numbers in shards:
         expected += [blocks(4 * numbers), blocks(2 * numbers), -blocks(4 * numbers)]
     expected.append(blocks(2 * SHARDS * sum(shards)))
     copy_in = stream_of_copies(offloaded)
     story = []
-    for event in offloaded.step:
+    for event in offloaded.step_events:
         born = births.get(event.storage)
         if born is not None and born.stream == copy_in:
             story.append(event.size or -born.size)
@@ -123,11 +123,11 @@ def test_each_copy_lies_on_the_gpu_until_it_is_cast(offloaded: Trace):
 
 def test_gradients_leave_the_gpu_as_they_come(offloaded: Trace):
     """`foreach_reduce` keeps no reference to what it has reduced, since the stream's next use comes after the copy."""
-    births = {event.storage: event for event in offloaded.step if event.size}
+    births = {event.storage: event for event in offloaded.step_events if event.size}
     reduced = blocks(4 * sum(block_shards()))
     others = (0, stream_of_copies(offloaded))
     alive = most = times = 0
-    for event in offloaded.step:
+    for event in offloaded.step_events:
         born = births.get(event.storage)
         if born is None or born.size != reduced or born.stream in others:
             continue
@@ -148,16 +148,16 @@ def test_gradients_leave_the_gpu_as_they_come(offloaded: Trace):
 )
 def test_offloading_saves_the_state_and_nothing_else(layout: str):
     here, there = traced(*layout.split()), traced(*layout.split(), OFFLOADED)
-    state = sum(here.kept[name] for name in ("parameters", "optimizer"))
+    state = sum(here.persistent[name] for name in ("parameters", "optimizer"))
     assert state > 0
     # Batches wait on the host too.
     batch = here.peak.by_category["other"] - there.peak.by_category["other"]
     assert here.peak.where == there.peak.where == "forward, head and loss"
     assert here.peak.bytes - there.peak.bytes == state + batch
     assert 0 <= batch <= 2 * 4096 * 8
-    sent = {key: size for key, size in there.work.messages.items() if key[0] != "host"}
-    assert sent == here.work.messages
-    assert there.work.flops == here.work.flops
+    sent = {key: size for key, size in there.costs.messages.items() if key[0] != "host"}
+    assert sent == here.costs.messages
+    assert there.costs.flops == here.costs.flops
 
 
 @pytest.mark.night
@@ -192,14 +192,14 @@ def test_copies_take_time_and_the_hosts_own_work_does_not(capsys: pytest.Capture
     (rank,), (its,) = plan.ranks, before.ranks
     assert rank.time is not None
     assert its.time is not None
-    copied = sum(rank.trace.work.messages["host", way] for way in ("to the GPU", "to the host"))
+    copied = sum(rank.trace.costs.messages["host", way] for way in ("to the GPU", "to the host"))
     assert rank.time.behind - its.time.behind == pytest.approx(copied / (64e9 * 0.75))
     # A lone rank gathers nothing, and waits for its parameters.
     alone = planned("parallelism.dp_shard=1", OFFLOADED).ranks[0]
     assert alone.time is not None
     assert alone.time.exposed > 0
-    assert isinstance(rank.trace.host and rank.trace.host.work, Work)
-    assert rank.trace.work.bytes_moved < its.trace.work.bytes_moved
+    assert isinstance(rank.trace.host and rank.trace.host.costs, OpCosts)
+    assert rank.trace.costs.bytes_moved < its.trace.costs.bytes_moved
     print_plan(plan)
     said = capsys.readouterr().out
     assert "On the host: " in said

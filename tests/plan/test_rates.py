@@ -13,7 +13,7 @@ from titan_exp.plan.cuda.devices import DEVICES
 from titan_exp.plan.device_memory import refine_gpu
 from titan_exp.plan.search.layout_cost import Traced
 from titan_exp.plan.time.roofline import rank_time
-from titan_exp.plan.trace.dispatch_mode import Work
+from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.tracking.device_rates import DeviceRates, write_rates
 
 H100 = DEVICES["h100"]
@@ -25,19 +25,19 @@ def in_cluster(**values: float) -> Experiment:
 
 
 def test_matmuls_of_float8_go_at_their_own_rate():
-    bf16 = rank_time(Traced(Work(flops=10**15), {}), H100, 8)
-    half = rank_time(Traced(Work(flops=10**15, fp8_flops=5 * 10**14), {}), H100, 8)
+    bf16 = rank_time(Traced(OpCosts(flops=10**15), {}), H100, 8)
+    half = rank_time(Traced(OpCosts(flops=10**15, fp8_flops=5 * 10**14), {}), H100, 8)
     assert H100.fp8_tflops is not None
     assert half.matmuls == pytest.approx(bf16.matmuls * (0.5 + 0.5 * H100.bf16_tflops / H100.fp8_tflops))
     # Where there are no such instructions, nothing is gained.
     a100 = DEVICES["a100"]
-    assert rank_time(Traced(Work(flops=10**15, fp8_flops=10**15), {}), a100, 8) == rank_time(
-        Traced(Work(flops=10**15), {}), a100, 8
+    assert rank_time(Traced(OpCosts(flops=10**15, fp8_flops=10**15), {}), a100, 8) == rank_time(
+        Traced(OpCosts(flops=10**15), {}), a100, 8
     )
 
 
 def test_links_are_those_that_the_cluster_names(tmp_path: Path):
-    work = Work(messages={("tp", "all-gather"): 2**30}, calls={("tp", "all-gather"): 1})
+    work = OpCosts(messages={("tp", "all-gather"): 2**30}, calls={("tp", "all-gather"): 1})
 
     def waited(ranks: int, **links: float) -> float:
         device = refine_gpu(H100, in_cluster(**links), tmp_path)
@@ -75,8 +75,8 @@ def test_a_device_that_is_asked_for_has_the_cluster_s_links(tmp_path: Path):
 
 
 def test_a_ring_is_waited_for_though_its_ranks_share_weights_too():
-    sent = Work(messages={("cp_across=fsdp", "send"): 2**30, ("cp_across=fsdp", "all-gather"): 2**30})
-    alone = Work(messages={("cp_across", "send"): 2**30})
+    sent = OpCosts(messages={("cp_across=fsdp", "send"): 2**30, ("cp_across=fsdp", "all-gather"): 2**30})
+    alone = OpCosts(messages={("cp_across", "send"): 2**30})
     both = rank_time(Traced(sent, {"cp_across=fsdp": [0, 1]}), H100, 8)
     assert both.exposed == rank_time(Traced(alone, {"cp_across": [0, 1]}), H100, 8).exposed > 0
     assert both.behind > 0

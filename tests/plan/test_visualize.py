@@ -24,8 +24,8 @@ from titan_exp.config.layout.schedule_timeline import COST, timeline
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 from titan_exp.plan.cuda.devices import DEVICES
 from titan_exp.plan.predict import predict
-from titan_exp.plan.trace.fake_world import pretended_rank
-from titan_exp.plan.trace.memory_ledger import CATEGORIES, Ledger
+from titan_exp.plan.trace.fake_world import fake_rank
+from titan_exp.plan.trace.memory_tracker import CATEGORIES, MemoryTracker
 from titan_exp.plan.visualize import glossary as words_module
 from titan_exp.plan.visualize.draw import Visualization
 from titan_exp.plan.visualize.page_data import token_ranges
@@ -120,8 +120,8 @@ def _parts(layouts: list[str]) -> list[Any]:
         for rank in {0, world_size(experiment) // 2 + 1, world_size(experiment) - 1}
     ]
     for experiment, rank in ranks:
-        with pretended_rank(experiment, rank) as it:
-            for module in it.parts.model.parts:
+        with fake_rank(experiment, rank) as it:
+            for module in it.state.model.parts:
                 for weight in module.parameters():
                     assert isinstance(weight, DTensor)
                     mesh = weight.device_mesh
@@ -132,7 +132,7 @@ def _parts(layouts: list[str]) -> list[Any]:
                         truth = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
                     found.append((sharded_dims(weight), list(weight.shape), degrees, places, *truth))
             assert sum(max(1, len(weight.layers)) for weight in read_shards(it).weights) == len(
-                [1 for module in it.parts.model.parts for _ in module.parameters()]
+                [1 for module in it.state.model.parts for _ in module.parameters()]
             )
     return found
 
@@ -172,7 +172,7 @@ def test_the_pipeline_is_drawn_as_it_is_run(name: str):
 
 
 def test_a_story_told_in_few_moments_keeps_its_peak():
-    ledger = Ledger()
+    ledger = MemoryTracker()
     kept = [torch.empty(100, dtype=torch.uint8)]
     ledger.see(kept[0], "parameters")
     ledger.begin()

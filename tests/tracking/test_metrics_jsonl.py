@@ -9,7 +9,7 @@ import pytest
 
 from tests.faults import NO_MOUNTS, can_mount, fill, small_disk
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.tracking.run_folder.metrics_jsonl import TAIL, JsonlSink, read_last_values, read_metrics, repair
+from titan_exp.tracking.run_folder.metrics_jsonl import TAIL_BYTES, JsonlSink, read_last_values, read_metrics, repair
 
 
 def write(path: Path, *rows: dict, attempt: int = 1) -> None:
@@ -163,5 +163,5 @@ def test_the_newest_values_come_from_the_end_alone(tmp_path: Path):
     rows = [{"step": step, "loss": 1.0 / step, "mfu": None, "attempt": 1} for step in range(1, 2001)]
     rows[-2]["validation_loss"] = 0.5
     path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 20')
-    assert path.stat().st_size > 5 * TAIL
+    assert path.stat().st_size > 5 * TAIL_BYTES
     assert read_last_values(path) == {"step": 2000, "loss": 1.0 / 2000, "validation_loss": 0.5, "attempt": 1}

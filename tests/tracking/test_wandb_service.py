@@ -9,15 +9,15 @@ from pathlib import Path
 STUCK = """
 import os, signal, sys
 import wandb
-from titan_exp.tracking.sinks.wandb_service import services, end_service
+from titan_exp.tracking.sinks.wandb_service import service_pids, stop_wandb_service
 
 wandb.setup()
-pids = services()
+pids = service_pids()
 print(*pids, flush=True)
 assert pids, "no service was started"
 if sys.argv[1] == "stuck":
     os.kill(pids[0], signal.SIGSTOP)
-end_service(float(sys.argv[2]))
+stop_wandb_service(float(sys.argv[2]))
 print("ended")
 """
 

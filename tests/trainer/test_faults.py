@@ -40,7 +40,7 @@ def fills_its_disk_from_step_3_to_6() -> None:
         elif self.step == 6:
             filler.unlink()
         # Every heartbeat is written, and fails.
-        self.folder._last_beat = -1e9
+        self.folder._last_heartbeat = -1e9
         return step(self)
 
     Trainer._one_step = on_a_disk_that_fills_up  # type: ignore[method-assign]  # on purpose

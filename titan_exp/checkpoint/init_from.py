@@ -1,4 +1,4 @@
-"""Weights of another run as the beginning of a new one: all of them, but for what is left out by name."""
+"""Initialize a new run from the weights of another one, except those excluded by name."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -14,7 +14,7 @@ from titan_exp.config.errors.user_error import UserError, shown
 from titan_exp.tracking.logging import get_logger
 
 MAX_LISTED = 12
-"""So many weights of a kind are named in an error, of hundreds the first."""
+"""Names of weights listed in an error message."""
 
 
 def load_initial_weights(
@@ -23,14 +23,13 @@ def load_initial_weights(
     """Load a checkpoint's weights into the model (or its parts on this rank); all ranks of the group together.
 
     Args:
-        path: folder of the checkpoint, made in any layout.
+        path: folder of the checkpoint, saved in any layout.
         parts: the model's parts.
-        exclude: patterns of full names (`head.*`) of what keeps its value.
+        exclude: patterns of full names (`head.*`) that keep their values.
         group: the ranks that hold the model's parts; None is all of them.
 
     Raises:
-        UserError: naming every weight that is missing in the checkpoint, that the model does not have, or that has
-            another shape, and every pattern that fits no weight of either.
+        UserError: lists every missing, unexpected or reshaped weight, and every pattern that matches no weight.
     """
     state = {name.removeprefix(MODEL_PREFIX): value for name, value in model_state_dict(parts).items()}
     shapes = {
@@ -45,23 +44,23 @@ def load_initial_weights(
     wanted = {name: value for name, value in state.items() if not excluded(name)}
     missing = [name for name in wanted if name not in shapes]
     reshaped = [
-        f"{name} (saved {_shape(shapes[name])}, here {_shape(value.shape)})"
+        f"{name} (saved {_shape_text(shapes[name])}, here {_shape_text(value.shape)})"
         for name, value in wanted.items()
         if name in shapes and shapes[name] != value.shape
     ]
-    # Ranks hold different parts: what the whole model has, and whether any rank has found a fault, is agreed on.
+    # Ranks hold different parts: the names in the whole model, and any mismatch, are reduced over the ranks.
     names = sorted(shapes)
-    has = [name in state for name in names]
+    present = [name in state for name in names]
     matched = [any(fnmatchcase(name, pattern) for name in (*state, *names)) for pattern in exclude]
-    agreed = torch.tensor([*has, *matched, bool(missing or reshaped)], dtype=torch.uint8)
+    reduced = torch.tensor([*present, *matched, bool(missing or reshaped)], dtype=torch.uint8)
     if dist.is_initialized() and dist.get_world_size(group) > 1:
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=group)
-    *flags, faulty = agreed.bool().tolist()
-    unexpected = [name for name, had in zip(names, flags, strict=False) if not had and not excluded(name)]
-    idle = [pattern for pattern, met in zip(exclude, flags[len(names) :], strict=True) if not met]
-    if faulty or unexpected or idle:
-        missing, reshaped = _of_all_ranks(missing, group), _of_all_ranks(reshaped, group)
-        raise UserError(_faults(path, missing, unexpected, reshaped, idle))
+        dist.all_reduce(reduced, op=dist.ReduceOp.MAX, group=group)
+    *flags, mismatch = reduced.bool().tolist()
+    unexpected = [name for name, found in zip(names, flags, strict=False) if not found and not excluded(name)]
+    unused = [pattern for pattern, found in zip(exclude, flags[len(names) :], strict=True) if not found]
+    if mismatch or unexpected or unused:
+        missing, reshaped = _gather_names(missing, group), _gather_names(reshaped, group)
+        raise UserError(_explain_mismatch(path, missing, unexpected, reshaped, unused))
     load_into(path, {f"{MODEL_PREFIX}{name}": value for name, value in wanted.items()})
     sync_tied_weights(parts)
     kept = len(state) - len(wanted)
@@ -70,21 +69,23 @@ def load_initial_weights(
     )
 
 
-def _faults(path: Path, missing: list[str], unexpected: list[str], reshaped: list[str], idle: list[str]) -> str:
+def _explain_mismatch(
+    path: Path, missing: list[str], unexpected: list[str], reshaped: list[str], unused: list[str]
+) -> str:
     lines = [f"checkpoint.initial: the weights in {path} do not fit the model."]
     if missing:
-        lines.append(f"  missing in the checkpoint: {_some(missing)}")
+        lines.append(f"  missing in the checkpoint: {_list(missing)}")
     if unexpected:
-        lines.append(f"  not in the model: {_some(unexpected)}")
+        lines.append(f"  not in the model: {_list(unexpected)}")
     if reshaped:
-        lines.append(f"  of another shape: {_some(reshaped)}")
-    if idle:
-        lines.append(f"  patterns of checkpoint.initial_exclude that fit nothing: {_some(idle)}")
-    faulty = [name.partition(" ")[0] for name in (*missing, *unexpected, *reshaped)]
-    if faulty:
-        groups = sorted({_group(name) for name in faulty})
+        lines.append(f"  of another shape: {_list(reshaped)}")
+    if unused:
+        lines.append(f"  patterns of checkpoint.initial_exclude that match nothing: {_list(unused)}")
+    names = [name.partition(" ")[0] for name in (*missing, *unexpected, *reshaped)]
+    if names:
+        groups = sorted({_group(name) for name in names})
         lines.append(
-            f"  Choose the model that was trained, or leave these out: checkpoint.initial_exclude='{shown(groups)}'"
+            f"  Use the model that was trained, or exclude these: checkpoint.initial_exclude='{shown(groups)}'"
         )
     return "\n".join(lines)
 
@@ -93,16 +94,16 @@ def _group(name: str) -> str:
     return f"{name.partition('.')[0]}.*" if "." in name else name
 
 
-def _some(names: list[str]) -> str:
-    named = ", ".join(names[:MAX_LISTED])
-    return f"{named} and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else named
+def _list(names: list[str]) -> str:
+    shown_names = ", ".join(names[:MAX_LISTED])
+    return f"{shown_names} and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else shown_names
 
 
-def _shape(size: Sequence[int]) -> str:
-    return "×".join(map(str, size)) or "a single number"
+def _shape_text(size: Sequence[int]) -> str:
+    return "×".join(map(str, size)) or "scalar"
 
 
-def _of_all_ranks(names: list[str], group: dist.ProcessGroup | None) -> list[str]:
+def _gather_names(names: list[str], group: dist.ProcessGroup | None) -> list[str]:
     if not dist.is_initialized():
         return names
     found: list[list[str]] = [[] for _ in range(dist.get_world_size(group))]

@@ -1,15 +1,14 @@
-"""Checkpoints on disk: `step-00000100/` is complete and durable; anything else is rubble of an interrupted save."""
+"""Checkpoint retention. `step-00000100/` is a complete checkpoint; other names are stale files of interrupted saves."""
 
 import os
-import re
 import shutil
 from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
+from titan_exp.config.paths.checkpoint_paths import COMPLETE_NAME
 from titan_exp.tracking.run_folder.atomic_write import sync_folder
 
-_COMPLETE = re.compile(r"step-(\d{8,})")
 _REPLACED = ".replaced"
 
 
@@ -18,30 +17,30 @@ class CheckpointFolder:
     """The `checkpoints/` folder of a run."""
 
     path: Path
-    """Where it is; it need not exist yet."""
+    """Path of the folder, which need not exist yet."""
 
     def complete_steps(self) -> list[int]:
         """Steps of all complete checkpoints, ascending."""
         if not self.path.is_dir():
             return []
-        found = (_COMPLETE.fullmatch(entry.name) for entry in self.path.iterdir() if entry.is_dir())
-        return sorted(int(match[1]) for match in found if match)
+        matches = (COMPLETE_NAME.fullmatch(entry.name) for entry in self.path.iterdir() if entry.is_dir())
+        return sorted(int(match[1]) for match in matches if match)
 
     def path_of(self, step: int) -> Path:
-        """Folder of the complete checkpoint of a step."""
+        """Folder of a complete checkpoint."""
         return self.path / f"step-{step:08d}"
 
     def partial_path(self, step: int) -> Path:
-        """Folder in which the checkpoint of a step is being written."""
+        """Folder of a checkpoint that is being written."""
         return self.path / f"step-{step:08d}.partial"
 
     def publish(self, step: int) -> None:
-        """Turn a written partial checkpoint into a complete one, in one durable move."""
+        """Turn a partial checkpoint into a complete one by a durable rename."""
         target, partial = self.path_of(step), self.partial_path(step)
         replaced = target.with_name(target.name + _REPLACED)
         sync_folder(partial)
         if target.exists():
-            # The same step of an earlier attempt gives way, and comes back should this process die in between.
+            # The checkpoint of an earlier attempt is moved away, and restored if this process dies before the rename.
             shutil.rmtree(replaced, ignore_errors=True)
             os.rename(target, replaced)
         os.rename(partial, target)
@@ -50,23 +49,23 @@ class CheckpointFolder:
             shutil.rmtree(replaced)
 
     def discard_partial(self, step: int) -> None:
-        """Delete what a failed save has written, as far as that is possible."""
+        """Delete the files of a failed save, ignoring errors."""
         shutil.rmtree(self.partial_path(step), ignore_errors=True)
 
-    def apply_retention(self, newest: int, every: int | None = None, needed: Container[int] = ()) -> None:
+    def apply_retention(self, newest: int, every: int | None = None, in_use: Container[int] = ()) -> None:
         """Delete complete checkpoints, the oldest first.
 
         Args:
-            newest: how many of the newest stay.
-            every: those whose step is a multiple of it stay as well; None keeps none of them.
-            needed: steps that stay for now, because something reads them.
+            newest: number of newest checkpoints to keep.
+            every: checkpoints whose step is a multiple of it are kept as well; None keeps none of them.
+            in_use: steps kept for now because they are being read.
         """
         for step in self.complete_steps()[:-newest]:
-            if (every is None or step % every) and step not in needed:
+            if (every is None or step % every) and step not in in_use:
                 self._remove(self.path_of(step))
 
     def quarantine(self, step: int) -> Path:
-        """Rename a damaged checkpoint, so that it no longer counts; returns where it is now."""
+        """Rename a damaged checkpoint to `step-….damaged`; returns the new path."""
         target = self.path_of(step)
         damaged = target.with_name(target.name + ".damaged")
         shutil.rmtree(damaged, ignore_errors=True)
@@ -74,7 +73,7 @@ class CheckpointFolder:
         return damaged
 
     def remove_stale(self) -> None:
-        """Delete what interrupted saves and deletions have left, and bring back what an interrupted save replaced."""
+        """Delete stale files of interrupted saves and deletions, and restore checkpoints whose replacement failed."""
         if not self.path.is_dir():
             return
         for entry in sorted(self.path.iterdir()):
@@ -86,8 +85,8 @@ class CheckpointFolder:
                 shutil.rmtree(entry)
 
     def _remove(self, target: Path) -> None:
-        # Renamed first: a checkpoint that is half deleted must not look complete.
-        doomed = target.with_name(target.name + ".deleted")
-        shutil.rmtree(doomed, ignore_errors=True)
-        os.rename(target, doomed)
-        shutil.rmtree(doomed)
+        # Renamed first: a half-deleted checkpoint must not look complete.
+        deleted = target.with_name(target.name + ".deleted")
+        shutil.rmtree(deleted, ignore_errors=True)
+        os.rename(target, deleted)
+        shutil.rmtree(deleted)

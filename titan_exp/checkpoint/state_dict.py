@@ -1,6 +1,6 @@
-"""The training state as one flat dictionary of tensors, keyed by full names, so that any layout can read it.
+"""The training state as one flat state dict keyed by full names, readable in any layout.
 
-Everything that is not a tensor travels as JSON in a byte tensor: a checkpoint is read without executing code.
+Non-tensor state is stored as JSON in byte tensors, so that loading a checkpoint executes no code.
 """
 
 import json
@@ -12,19 +12,19 @@ from torch import Tensor, nn
 
 MODEL_PREFIX, OPTIMIZER_PREFIX, DATA_PREFIX, PROGRESS_KEY = "model.", "optimizer.", "data.", "progress"
 WEIGHTS_ONLY_KEY = "weights_only"
-"""Key of the progress of a checkpoint that no run can be continued from."""
+"""Progress key that marks a checkpoint from which no run can be resumed."""
 
 
 def training_state_dict(
     parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer, data: Mapping[str, Any], progress: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Collect what a checkpoint holds.
+    """Build the state dict of a full checkpoint.
 
     Args:
-        parts: the model, or its parts on this rank; parameters and persistent buffers are keyed `model.<full name>`.
-        optimizer: its tensors are keyed `optimizer.<full parameter name>.<state name>`.
-        data: JSON-able state of each virtual shard that this rank reads, keyed `data.<shard>`.
-        progress: JSON-able counters of the whole run.
+        parts: the model, or its parts on this rank; parameters and persistent buffers get keys `model.<full name>`.
+        optimizer: its state tensors get keys `optimizer.<full parameter name>.<state name>`.
+        data: JSON state of each virtual shard that this rank reads; keys `data.<shard>`.
+        progress: JSON counters of the whole run.
     """
     return {
         **model_state_dict(parts),
@@ -35,54 +35,54 @@ def training_state_dict(
 
 
 def model_state_dict(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by full name; the tensors themselves, not copies.
+    """Parameters and persistent buffers by full name, not copied.
 
-    Of a tensor that two parts have copies of, the first part's.
+    A tied tensor that two parts hold copies of is the first part's.
     """
-    return _first_of_each(_model_tensors(parts))
+    return _first_by_name(_model_tensors(parts))
 
 
 def optimizer_state_dict(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's tensors by full parameter name; the tensors themselves, not copies."""
-    return _first_of_each(_optimizer_tensors(parts, optimizer))
+    """Optimizer state tensors by full parameter name, not copied."""
+    return _first_by_name(_optimizer_tensors(parts, optimizer))
 
 
 @torch.no_grad()
 def sync_tied_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
-    """Give what two parts have copies of the state of the first part's, which is the one that was loaded."""
-    _copy_to_copies((*_model_tensors(parts), *_optimizer_tensors(parts, optimizer)))
+    """Copy tied weights and their optimizer state from the first part, which is loaded, to the other parts."""
+    _copy_first_to_others((*_model_tensors(parts), *_optimizer_tensors(parts, optimizer)))
 
 
 @torch.no_grad()
 def sync_tied_weights(parts: Sequence[nn.Module]) -> None:
-    """The same for the model alone."""
-    _copy_to_copies(_model_tensors(parts))
+    """Copy tied weights from the first part to the other parts."""
+    _copy_first_to_others(_model_tensors(parts))
 
 
 def init_optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer create its state, so that there is something to load into; parameters keep their values."""
+    """Allocate the optimizer's state, to load into, by a step with zero gradients; parameters keep their values."""
     parameters = [parameter for part in parts for parameter in part.parameters() if parameter.requires_grad]
-    kept = [parameter.detach().clone() for parameter in parameters]
+    values = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     with torch.no_grad():
-        for parameter, value in zip(parameters, kept, strict=True):
+        for parameter, value in zip(parameters, values, strict=True):
             parameter.copy_(value)
 
 
 def encode_json(value: object) -> Tensor:
-    """A JSON-able value as a byte tensor."""
+    """Encode a JSON value as a byte tensor."""
     return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
 
 
 def decode_json(tensor: Tensor) -> Any:
-    """The value that `encode_json` took."""
+    """Decode a byte tensor of `encode_json`."""
     return json.loads(bytes(tensor.cpu().tolist()))
 
 
-def _copy_to_copies(named: Iterable[tuple[str, Tensor]]) -> None:
+def _copy_first_to_others(named: Iterable[tuple[str, Tensor]]) -> None:
     originals: dict[str, Tensor] = {}
     for name, tensor in named:
         if name in originals:
@@ -105,8 +105,8 @@ def _optimizer_tensors(parts: Sequence[nn.Module], optimizer: torch.optim.Optimi
                     yield f"{OPTIMIZER_PREFIX}{name}.{key}", value
 
 
-def _first_of_each(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
+def _first_by_name(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
     for name, tensor in named:
-        found.setdefault(name, tensor)
-    return found
+        tensors.setdefault(name, tensor)
+    return tensors

@@ -7,9 +7,9 @@ from titan_exp.config.command_line.flags import take_flags
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.rank.rank_status import RankRecord, read_record
 from titan_exp.launch.state.exit_status import TAIL
-from titan_exp.launch.state.run_lookup import Found, find, runs_among
-from titan_exp.launch.state.run_status import standing, standings
-from titan_exp.launch.state.tail import Follower
+from titan_exp.launch.state.run_lookup import RunEntry, find, split_runs_folder
+from titan_exp.launch.state.run_status import run_status, run_statuses
+from titan_exp.launch.state.tail import FileTail
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 HELP = """\
@@ -38,7 +38,7 @@ def logs_command(words: list[str]) -> int:
         print(HELP, end="")
         return 0
     flags, rest = take_flags(words, ("-f", "--follow"), {"--rank": int, "--attempt": int}, verb="logs")
-    runs, named = runs_among(rest)
+    runs, named = split_runs_folder(rest)
     if not named:
         raise UserError("The logs of what? titan-exp logs RUN; titan-exp status shows what there is.")
     found = find(named, runs)
@@ -84,7 +84,7 @@ def _follow(folder: RunFolder, rank: int, attempt: int | None) -> None:
     follower, announced = _log(folder, number, rank), False
     while True:
         newest = _last_attempt(folder)
-        ended = newest > number or not (standing(folder).active)  # asked before the last lines are read
+        ended = newest > number or not (run_status(folder).active)  # asked before the last lines are read
         for line in follower.lines():
             if not announced:
                 print(f"==> attempt {number}, rank {rank} <==", flush=True)
@@ -94,27 +94,27 @@ def _follow(folder: RunFolder, rank: int, attempt: int | None) -> None:
             number, announced = number + 1, False
             follower = _log(folder, number, rank)
         elif ended:
-            now = standing(folder)
-            print(f"==> {now.condition}{f': {now.reason}' if now.reason else ''} <==")
+            now = run_status(folder)
+            print(f"==> {now.state}{f': {now.reason}' if now.reason else ''} <==")
             return
         else:
             time.sleep(EVERY)
 
 
-def _log(folder: RunFolder, attempt: int, rank: int) -> Follower:
-    return Follower(folder.attempt_logs(attempt) / f"rank-{rank:05d}.log")
+def _log(folder: RunFolder, attempt: int, rank: int) -> FileTail:
+    return FileTail(folder.attempt_logs(attempt) / f"rank-{rank:05d}.log")
 
 
-def _show_failures(found: Sequence[Found]) -> int:
-    now = standings([one.folder for one in found])
-    troubled = [one for one in found if now[one.folder.path].condition in TROUBLED]
+def _show_failures(found: Sequence[RunEntry]) -> int:
+    now = run_statuses([one.folder for one in found])
+    troubled = [one for one in found if now[one.folder.path].state in TROUBLED]
     if not troubled:
         print(f"None of the {len(found)} runs failed or was lost.")
         return 0
     for one in troubled:
         state = now[one.folder.path]
         print(f"\n==> {one.label}  {one.folder.path} <==")
-        print(f"{state.condition} after step {state.step}: {state.reason or 'for no known reason'}")
+        print(f"{state.state} after step {state.step}: {state.reason or 'for no known reason'}")
         number = max(1, state.attempt)
         rank = _first_to_fail(one.folder, number) or 0
         path = one.folder.attempt_logs(number) / f"rank-{rank:05d}.log"

@@ -43,26 +43,26 @@ def train(words: Sequence[str]) -> int:
     def launch_run(cfg: Any, overrides: Sequence[str]) -> int:
         from titan_exp.compare.output.plot import draw
         from titan_exp.config.schema.typed_config import to_experiment
-        from titan_exp.launch.memory_gate import pass_gate
+        from titan_exp.launch.memory_gate import gate_run
         from titan_exp.launch.run_console import RunConsole
-        from titan_exp.launch.run_plan import plan as planned
+        from titan_exp.launch.run_plan import plan_run
         from titan_exp.launch.run_plans import run
 
         experiment = to_experiment(cfg)
         if experiment.data.preview is not None:
             from titan_exp.data.preview import preview
 
-            planned(experiment, overrides)  # which refuses what could not be trained either
+            plan_run(experiment, overrides)  # which refuses what could not be trained either
             seed = experiment.experiment.seed
             for line in preview(experiment.data, experiment.training, seed, experiment.data.preview):
                 print(line)
             return 0
-        screen = RunConsole()
+        console = RunConsole()
         if experiment.cluster.kind == "slurm":
             from titan_exp.launch.slurm.error_report import submit
 
-            return submit([pass_gate(planned(experiment, overrides), screen.say)])
-        outcome = run(pass_gate(planned(experiment, overrides), screen.say))
+            return submit([gate_run(plan_run(experiment, overrides), console.say)])
+        outcome = run(gate_run(plan_run(experiment, overrides), console.say))
         # A done run that came back from checkpoint.remote has no rows here, nor has one of no steps.
         if outcome.exit_code == 0 and experiment.training.steps and outcome.folder.metrics.exists():
             print(f"loss curve: {draw(outcome.folder.path)}")
@@ -137,9 +137,9 @@ def retry(words: Sequence[str]) -> int:
 def generate(words: Sequence[str]) -> int:
     """Continue a text with a trained model."""
     from titan_exp.inference.generate import generate_command
-    from titan_exp.launch.local.ephemeral_ranks import together
+    from titan_exp.launch.local.ephemeral_ranks import run_on_ranks
 
-    return generate_command(list(words), together)
+    return generate_command(list(words), run_on_ranks)
 
 
 def tokenize(words: Sequence[str]) -> int:
@@ -164,9 +164,9 @@ def tokenize(words: Sequence[str]) -> int:
 def evaluate(words: Sequence[str]) -> int:
     """Loss and perplexity of a checkpoint on any data."""
     from titan_exp.inference.evaluate import evaluate_command
-    from titan_exp.launch.local.ephemeral_ranks import together
+    from titan_exp.launch.local.ephemeral_ranks import run_on_ranks
 
-    return evaluate_command(list(words), together)
+    return evaluate_command(list(words), run_on_ranks)
 
 
 def convert(words: Sequence[str]) -> int:
@@ -199,9 +199,9 @@ def doctor(words: Sequence[str]) -> int:
     # As the launcher has it for ranks; torch reads it when it is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from titan_exp.doctor.machine import machine_command
-    from titan_exp.launch.local.ephemeral_ranks import together
+    from titan_exp.launch.local.ephemeral_ranks import run_on_ranks
 
-    return machine_command(list(words), together)
+    return machine_command(list(words), run_on_ranks)
 
 
 VERBS: dict[str, Callable[[Sequence[str]], int]] = {
@@ -264,9 +264,9 @@ def _dispatch(words: Sequence[str]) -> int:
 
 def _sweeping(found: Any, task: Callable[[Any, Sequence[str]], int]) -> int:
     """Let Hydra read sorted words; what is for its sweeper goes around it."""
-    from titan_exp.launch.sweep.options import asking
+    from titan_exp.launch.sweep.options import use_sweep_options
 
-    with asking(found.asked):
+    with use_sweep_options(found.asked):
         return _with_hydra(found.words, task, inside=found.inside, where=found.where)
 
 

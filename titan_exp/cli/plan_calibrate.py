@@ -12,7 +12,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import device_type, node_size, world_size
 from titan_exp.config.schema.typed_config import load_experiment
-from titan_exp.launch.state.run_lookup import Found, find, runs_among
+from titan_exp.launch.state.run_lookup import RunEntry, find, split_runs_folder
 from titan_exp.launch.summary import summarize
 from titan_exp.launch.sweep.sweep_table import plain_table
 from titan_exp.plan.calibrated_constants import FITTED, read_constants, write_constants
@@ -61,7 +61,7 @@ def calibrate_command(words: Sequence[str]) -> int:
         print(HELP, end="")
         return 0
     flags, rest = take_flags(words, ("--dry-run",), verb="plan calibrate")
-    runs, named = runs_among(rest)
+    runs, named = split_runs_folder(rest)
     left_out: dict[str, int] = {}
     measured = _measured(find(named, runs), runs / ".cache", left_out)
     _require_one_device(measured)
@@ -89,7 +89,7 @@ def calibrate_command(words: Sequence[str]) -> int:
     return 0
 
 
-def _measured(found: Sequence[Found], cache: Path, left_out: dict[str, int]) -> list[_Measured]:
+def _measured(found: Sequence[RunEntry], cache: Path, left_out: dict[str, int]) -> list[_Measured]:
     """The runs that can take part; counts the others by why they cannot."""
     taken = []
     for one in found:
@@ -100,7 +100,7 @@ def _measured(found: Sequence[Found], cache: Path, left_out: dict[str, int]) -> 
     return taken
 
 
-def _read(one: Found, cache: Path) -> _Measured:
+def _read(one: RunEntry, cache: Path) -> _Measured:
     folder = one.folder
     state = folder.read_state()
     if state is None or state.state != "done":

@@ -133,10 +133,10 @@ def _count(name: str, value: str, example: str) -> int:
 
 def _require_shortcut(experiment: Experiment) -> None:
     """A search traces a few layers for all of them, which must be alike."""
-    from titan_exp.plan.extrapolate.eligibility import why_not
+    from titan_exp.plan.extrapolate.eligibility import unsupported_reason
 
     parallelism = replace(experiment.parallelism, dp_replicate=1, dp_shard=1, tp=1, cp=1, pp=1, pp_microbatches=None)
-    reason = why_not(resolve_layout(replace(experiment, parallelism=parallelism), 1))
+    reason = unsupported_reason(resolve_layout(replace(experiment, parallelism=parallelism), 1))
     if reason is not None:
         raise UserError(
             f"plan search: layers must be alike to be traced once, and {reason}. titan-exp plan takes one layout of it."

@@ -12,8 +12,8 @@ from rich.live import Live
 from rich.table import Table
 
 from titan_exp.config.command_line.flags import take_flags
-from titan_exp.launch.state.run_lookup import Found, find, runs_among, study_of
-from titan_exp.launch.state.run_status import Standing, standings
+from titan_exp.launch.state.run_lookup import RunEntry, find, find_study_folder, split_runs_folder
+from titan_exp.launch.state.run_status import RunStatus, run_statuses
 from titan_exp.launch.sweep.sweep_table import plain_console
 from titan_exp.plan.gate.predicted import read_predicted_metrics
 from titan_exp.tracking.run_folder.metrics_jsonl import read_last_values
@@ -93,7 +93,7 @@ def status_command(words: list[str]) -> int:
         print(HELP, end="")
         return 0
     flags, rest = take_flags(words, ("--watch", "--json"), verb="status")
-    runs, named = runs_among(rest)
+    runs, named = split_runs_folder(rest)
     if "--json" in flags:
         print(json.dumps([asdict(row) for row in status_rows(find(named, runs))], indent=1))
         return 0
@@ -112,36 +112,36 @@ def status_command(words: list[str]) -> int:
     return 0
 
 
-def status_rows(found: Sequence[Found]) -> list[StatusRow]:
+def status_rows(found: Sequence[RunEntry]) -> list[StatusRow]:
     """A row for every run."""
-    now = standings([one.folder for one in found])
+    now = run_statuses([one.folder for one in found])
     return [_row(one, now[one.folder.path]) for one in found]
 
 
-def _row(one: Found, standing: Standing) -> StatusRow:
+def _row(one: RunEntry, status: RunStatus) -> StatusRow:
     values, predicted = read_last_values(one.folder.metrics), read_predicted_metrics(one.folder)
     # The newest row may be newer than state.json, which is written at the end.
-    logged = int(values.get("step") or 0) if values.get("attempt") == standing.attempt else 0
-    step = max(standing.step, logged)
+    logged = int(values.get("step") or 0) if values.get("attempt") == status.attempt else 0
+    step = max(status.step, logged)
     steps, on_gpu = _configured(one)
     left = None
-    if standing.condition == "running" and steps is not None:
+    if status.state == "running" and steps is not None:
         left = _seconds_left(values, steps - step)
     return StatusRow(
         label=one.label,
         group=one.group,
         run_id=one.folder.path.name,
         folder=str(one.folder.path),
-        state=standing.condition,
+        state=status.state,
         step=step,
         steps=steps,
         loss=values.get("loss"),
         tokens_per_second=values.get("tokens_per_second"),
         mfu=values.get("mfu"),
         seconds_left=left,
-        gpu_hours=_hours(one.folder, standing) if on_gpu else None,
-        job_id=standing.job_id,
-        reason=standing.reason,
+        gpu_hours=_hours(one.folder, status) if on_gpu else None,
+        job_id=status.job_id,
+        reason=status.reason,
         removed=one.removed,
         memory=values.get("memory"),
         memory_predicted=predicted.memory,
@@ -156,17 +156,17 @@ def _seconds_left(values: dict[str, Value], steps_left: int) -> float | None:
     return steps_left * tokens / step / speed
 
 
-def _hours(folder: RunFolder, standing: Standing) -> float:
+def _hours(folder: RunFolder, status: RunStatus) -> float:
     """Process hours of all starts."""
     seconds = 0.0
     for row in folder.read_attempts():
         if row.start is not None:
-            end = row.end if row.end is not None else (time.time() if standing.condition == "running" else row.start)
+            end = row.end if row.end is not None else (time.time() if status.state == "running" else row.start)
             seconds += (end - row.start) * row.world_size
     return seconds / 3600
 
 
-def _configured(one: Found) -> tuple[int | None, bool]:
+def _configured(one: RunEntry) -> tuple[int | None, bool]:
     """Steps of the whole run, and whether it runs on GPUs, from its configuration."""
     try:
         text = one.folder.config.read_text(encoding="utf-8")
@@ -186,7 +186,7 @@ def _configured(one: Found) -> tuple[int | None, bool]:
 def _headlines(named: Sequence[str], runs: Path) -> list[str]:
     lines = []
     for word in named:
-        study = study_of(word, runs)
+        study = find_study_folder(word, runs)
         record = None if study is None else study.read()
         if study is not None and record is not None:
             lines.append(f"{study.path.name}: {record.question}")
@@ -251,7 +251,7 @@ def _watch(named: Sequence[str], runs: Path) -> None:
                 table = _table(rows, in_full=not named)
                 table.caption, table.caption_justify = _count(rows), "left"
                 live.update(table, refresh=True)
-                busy = any(study.holder() for word in named if (study := study_of(word, runs)) is not None)
+                busy = any(study.holder() for word in named if (study := find_study_folder(word, runs)) is not None)
                 if not busy and not any(row.state in ("queued", "running") for row in rows):
                     return
                 time.sleep(WATCH_EVERY)

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.run_plan import Plan
+from titan_exp.launch.run_plan import RunPlan
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 
@@ -14,7 +14,7 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder
 class Submission:
     """What became of one plan that was to be started."""
 
-    plan: Plan
+    plan: RunPlan
     """The run."""
     outcome: Literal["submitted", "done", "queued", "running", "failed", "preempted", "refused"]
     """`submitted` now; or `done`, `queued` or `running` before, and left alone; or how it ended, where the backend
@@ -26,7 +26,7 @@ class Submission:
 
 
 @dataclass(frozen=True)
-class Look:
+class JobStatus:
     """What a scheduler says of a run now. The run folder says the rest."""
 
     state: Literal["queued", "running", "gone", "unknown"]
@@ -40,11 +40,11 @@ class Look:
 class Executor(Protocol):
     """One way to carry out runs."""
 
-    def submit(self, plans: Sequence[Plan], *, say: Callable[[str], None]) -> list[Submission]:
+    def submit(self, plans: Sequence[RunPlan], *, say: Callable[[str], None]) -> list[Submission]:
         """Start what is not done, queued or running; in the order of the plans."""
         ...
 
-    def look(self, folders: Sequence[RunFolder]) -> Mapping[Path, Look]:
+    def status(self, folders: Sequence[RunFolder]) -> Mapping[Path, JobStatus]:
         """What the scheduler says of each run, by the folder's path; one question for all of them."""
         ...
 
@@ -53,7 +53,7 @@ class Executor(Protocol):
         ...
 
 
-def backend_for(kind: str) -> Executor:
+def executor_for(kind: str) -> Executor:
     """The backend of a kind: `cluster.kind` of a configuration, or `launched_by` of an attempt.
 
     Raises:

@@ -6,14 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.run_plan import Plan
+from titan_exp.launch.run_plan import RunPlan
 from titan_exp.plan.gate.gate import MemoryCheck, check_memory, explain_oom, gib, plan_record
 from titan_exp.plan.gate.suggestions import Suggestion, suggestions
 
 Say = Callable[[str], None]
 
 
-def pass_gate(plan: Plan, say: Say) -> Plan:
+def gate_run(plan: RunPlan, say: Say) -> RunPlan:
     """A plan that may be started, with what is predicted of it.
 
     Args:
@@ -30,26 +30,26 @@ def pass_gate(plan: Plan, say: Say) -> Plan:
         raise UserError(_refusal(memory_check, _runs(plan), say))
     for line in remarks([memory_check]):
         say(line)
-    return with_judgement(plan, memory_check)
+    return with_prediction(plan, memory_check)
 
 
-def pass_gate_together(plans: Sequence[Plan], say: Say) -> list[Plan]:
+def gate_runs(plans: Sequence[RunPlan], say: Say) -> list[RunPlan]:
     """The same of several plans.
 
     Raises:
         UserError: one of them is refused; it names all of these.
     """
-    memory_checks = judgements(plans, say)
+    memory_checks = check_open_runs(plans, say)
     refused = [(plan, it) for plan, it in zip(plans, memory_checks, strict=True) if it is not None and is_refused(it)]
     if refused:
         lines = [f"{plan.folder.path}: {explain_oom(memory_check)}" for plan, memory_check in refused]
-        raise UserError("\n".join([*lines, HOW_ALL_THE_SAME]))
+        raise UserError("\n".join([*lines, GATE_HINT]))
     for line in remarks([it for it in memory_checks if it is not None]):
         say(line)
-    return [plan if it is None else with_judgement(plan, it) for plan, it in zip(plans, memory_checks, strict=True)]
+    return [plan if it is None else with_prediction(plan, it) for plan, it in zip(plans, memory_checks, strict=True)]
 
 
-def judgements(plans: Sequence[Plan], say: Say) -> list[MemoryCheck | None]:
+def check_open_runs(plans: Sequence[RunPlan], say: Say) -> list[MemoryCheck | None]:
     """What is known of each plan's memory; None for runs that are done, which are not started again."""
     found: dict[int, MemoryCheck] = {}
     open_plans = [number for number, plan in enumerate(plans) if not is_done(plan)]
@@ -64,7 +64,7 @@ def is_refused(memory_check: MemoryCheck) -> bool:
     return memory_check.fits is False and memory_check.experiment.plan.gate == "refuse"
 
 
-def with_judgement(plan: Plan, memory_check: MemoryCheck) -> Plan:
+def with_prediction(plan: RunPlan, memory_check: MemoryCheck) -> RunPlan:
     """The plan with what plan.json will say."""
     found = plan_record(memory_check)
     return plan if found is None else replace(plan, prediction=json.dumps(found, indent=1) + "\n")
@@ -80,13 +80,13 @@ def remarks(memory_checks: Sequence[MemoryCheck]) -> list[str]:
     return [f"{text} ({count} runs)" if count > 1 else text for text, count in said.items()]
 
 
-def is_done(plan: Plan) -> bool:
+def is_done(plan: RunPlan) -> bool:
     """Whether the run has come to its end before."""
     state = plan.folder.read_state() if plan.folder.path.exists() else None
     return state is not None and state.state == "done"
 
 
-HOW_ALL_THE_SAME = "  plan.gate=warn starts it all the same, plan.gate=off without looking."
+GATE_HINT = "  plan.gate=warn starts it all the same, plan.gate=off without looking."
 
 
 def _remark(memory_check: MemoryCheck) -> str:
@@ -106,7 +106,7 @@ def _refusal(memory_check: MemoryCheck, runs: Path, say: Say) -> str:
         lines += [f"    {_typed(suggestion):{width}}  {_outcome(suggestion)}" for suggestion in found]
     else:
         lines.append("  No change that was tried would fit; a smaller model, or shorter sequences, would need less.")
-    return "\n".join([*lines, HOW_ALL_THE_SAME])
+    return "\n".join([*lines, GATE_HINT])
 
 
 def _typed(suggestion: Suggestion) -> str:
@@ -124,5 +124,5 @@ def _outcome(suggestion: Suggestion) -> str:
     return ", ".join(words)
 
 
-def _runs(plan: Plan) -> Path:
+def _runs(plan: RunPlan) -> Path:
     return plan.folder.path.parents[1]

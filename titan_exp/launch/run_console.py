@@ -40,7 +40,7 @@ class RunConsole:
         else:
             self._try(lambda: print(line, flush=True))
 
-    def complain(self, text: str) -> None:
+    def error(self, text: str) -> None:
         """Show an error."""
         self._try(lambda: print(text, file=sys.stderr, flush=True))
 

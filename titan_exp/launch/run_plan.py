@@ -18,7 +18,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import offered_devices, resolve_layout
 from titan_exp.config.paths.checkpoint_paths import saved_state
 from titan_exp.config.schema.typed_config import load_experiment, to_dict, to_yaml
-from titan_exp.launch.provenance.provenance import Scene, read_scene
+from titan_exp.launch.provenance.provenance import Provenance, read_provenance
 from titan_exp.launch.provenance.secrets import mask_override, require_none
 from titan_exp.launch.run_id import experiment_id, run_id
 from titan_exp.rules import check
@@ -27,7 +27,7 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, write_
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """A run that may be started: checked, its layout resolved, and named."""
 
     experiment: Experiment
@@ -44,7 +44,7 @@ class Plan:
     """What plan.json is to say; None leaves it as it is."""
 
 
-def plan(experiment: Experiment, overrides: Sequence[str] = ()) -> Plan:
+def plan_run(experiment: Experiment, overrides: Sequence[str] = ()) -> RunPlan:
     """Check an experiment and name it. Writes nothing.
 
     Raises:
@@ -54,10 +54,10 @@ def plan(experiment: Experiment, overrides: Sequence[str] = ()) -> Plan:
     require_none(to_dict(experiment))
     resolved = resolve_layout(check(experiment, _has_begun), offered_devices(experiment.cluster))
     name = run_id(resolved)
-    return Plan(resolved, tuple(overrides), name, experiment_id(resolved), RunFolder(_path(resolved, name)))
+    return RunPlan(resolved, tuple(overrides), name, experiment_id(resolved), RunFolder(_path(resolved, name)))
 
 
-def commit(plan: Plan, scene: Scene | None = None) -> bool:
+def create_run_folder(plan: RunPlan, provenance: Provenance | None = None) -> bool:
     """Make the plan's run folder, unless it is there already. Returns whether it was.
 
     Args:
@@ -68,14 +68,14 @@ def commit(plan: Plan, scene: Scene | None = None) -> bool:
         UserError: it cannot be written, and nothing of it is left; or what is there is not this run.
     """
     target = plan.folder.path
-    with writable(target):
-        there = target.exists() or _create(plan, scene)
+    with explain_write_errors(target):
+        there = target.exists() or _create(plan, provenance)
         if there:
             _require_same(plan)
     return there
 
 
-def refresh(plan: Plan, last_attempt: int, scene: Scene | None = None) -> None:
+def refresh_snapshot(plan: RunPlan, last_attempt: int, provenance: Provenance | None = None) -> None:
     """Bring the snapshot in an existing folder up to date before another start; the caller has claimed the folder.
 
     The configuration may differ in keys without effect, and the code and the machine in anything. What the attempt
@@ -84,8 +84,8 @@ def refresh(plan: Plan, last_attempt: int, scene: Scene | None = None) -> None:
     Raises:
         UserError: the folder cannot be written.
     """
-    with writable(plan.folder.path):
-        for name, text in _snapshot(plan, scene).items():
+    with explain_write_errors(plan.folder.path):
+        for name, text in _snapshot(plan, provenance).items():
             path = plan.folder.path / name
             old = path.read_bytes().decode(errors="surrogateescape") if path.exists() else None
             if old == text:
@@ -98,7 +98,7 @@ def refresh(plan: Plan, last_attempt: int, scene: Scene | None = None) -> None:
 
 
 @contextlib.contextmanager
-def writable(path: Path) -> Iterator[None]:
+def explain_write_errors(path: Path) -> Iterator[None]:
     """Turns what the system says about writing under `path` into words for the user."""
     try:
         yield
@@ -119,9 +119,9 @@ def _has_begun(resolved: Experiment) -> bool:
     return saved_state(str(_path(resolved, run_id(resolved)))) is not None
 
 
-def _snapshot(plan: Plan, scene: Scene | None) -> dict[str, str]:
+def _snapshot(plan: RunPlan, provenance: Provenance | None) -> dict[str, str]:
     """Name and content of every file that describes the run before it starts."""
-    scene = scene or read_scene()
+    provenance = provenance or read_provenance()
     ids = {"run_id": plan.run_id, "experiment_id": plan.experiment_id}
     typed = [f"- {json.dumps(mask_override(override), ensure_ascii=False)}\n" for override in plan.overrides]
     prediction = {} if plan.prediction is None else {plan.folder.plan.name: plan.prediction}
@@ -129,13 +129,13 @@ def _snapshot(plan: Plan, scene: Scene | None) -> dict[str, str]:
         **prediction,
         plan.folder.config.name: to_yaml(plan.experiment),
         plan.folder.overrides.name: "".join(typed) or "[]\n",
-        plan.folder.code.name: scene.code_json(ids),
-        plan.folder.diff.name: scene.diff,
-        plan.folder.env.name: json.dumps(scene.surroundings, indent=2) + "\n",
+        plan.folder.code.name: provenance.code_json(ids),
+        plan.folder.diff.name: provenance.diff,
+        plan.folder.env.name: json.dumps(provenance.environment, indent=2) + "\n",
     }
 
 
-def _create(plan: Plan, scene: Scene | None) -> bool:
+def _create(plan: RunPlan, provenance: Provenance | None) -> bool:
     """Write the folder elsewhere and rename it; returns whether another process was first."""
     target = plan.folder.path
     missing = [parent for parent in target.parents if not parent.exists()]
@@ -144,7 +144,7 @@ def _create(plan: Plan, scene: Scene | None) -> bool:
         temporary = Path(tempfile.mkdtemp(prefix=f".{plan.run_id}.", dir=target.parent))
         try:
             temporary.chmod(target.parent.stat().st_mode & 0o777)
-            for name, text in _snapshot(plan, scene).items():
+            for name, text in _snapshot(plan, provenance).items():
                 write_atomically(temporary / name, text, durable=False)
             RunFolder(temporary).write_state(RunState("pending", 0, time.time(), 0, None), durable=False)
             sync_all(temporary)
@@ -162,7 +162,7 @@ def _create(plan: Plan, scene: Scene | None) -> bool:
     return False
 
 
-def _require_same(plan: Plan) -> None:
+def _require_same(plan: RunPlan) -> None:
     """Refuse a folder whose configuration computes something else: it was changed by hand, or is no run."""
     folder = plan.folder
     if not folder.config.exists():

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-TOGETHER = 0.5
+DEBOUNCE = 0.5
 """Seconds within which signals count as one: a tool may signal both the process and its group."""
 
 
@@ -43,12 +43,12 @@ class Interrupts:
         now = time.monotonic()
         if self.first is None:
             self.first, self._time = signal.Signals(number).name, now
-        elif now - self._time > TOGETHER:
+        elif now - self._time > DEBOUNCE:
             self.again = True
 
 
 @contextlib.contextmanager
-def kept_from_children() -> Iterator[None]:
+def block_terminal_signals() -> Iterator[None]:
     """Processes started in the block never see the terminal's signals; this process sees them after the block."""
     terminal = {signal.SIGINT, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, terminal)

@@ -18,11 +18,11 @@ from titan_exp.config.layout.layout import (
     world_size,
 )
 from titan_exp.plan.cuda.caching_allocator import STEPS, reservations
-from titan_exp.plan.cuda.cpu_offload import OnHost
+from titan_exp.plan.cuda.cpu_offload import HostUsage
 from titan_exp.plan.predict import Plan, RankPlan
 from titan_exp.plan.time.roofline import RankTime
-from titan_exp.plan.trace.inductor import by_inductor
-from titan_exp.plan.trace.memory_ledger import CATEGORIES
+from titan_exp.plan.trace.inductor import uses_inductor
+from titan_exp.plan.trace.memory_tracker import CATEGORIES
 from titan_exp.quantization.hardware_support import LEAST
 
 GIB, MIB = 2**30, 2**20
@@ -92,8 +92,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
 def _rank_json(rank: RankPlan) -> dict[str, Any]:
     trace = rank.trace
     messages = [
-        {"axis": axis, "kind": kind, "bytes": size, "calls": trace.work.calls[axis, kind]}
-        for (axis, kind), size in sorted(trace.work.messages.items())
+        {"axis": axis, "kind": kind, "bytes": size, "calls": trace.costs.calls[axis, kind]}
+        for (axis, kind), size in sorted(trace.costs.messages.items())
     ]
     return {
         "pipeline_rank": rank.pipeline_rank,
@@ -106,18 +106,18 @@ def _rank_json(rank: RankPlan) -> dict[str, Any]:
         "gradient_bytes": trace.gradients,
         "sent_bytes": rank.sent,
         "host": None if trace.host is None else _host_json(trace.host),
-        "flops": trace.work.flops,
-        "operators": trace.work.operators,
+        "flops": trace.costs.flops,
+        "operators": trace.costs.operators,
         "messages": messages,
         "seconds": None if rank.time is None else asdict(rank.time),
     }
 
 
-def _host_json(host: OnHost) -> dict[str, Any]:
+def _host_json(host: HostUsage) -> dict[str, Any]:
     return {
         "peak_bytes": host.peak.bytes,
         "peak_by_category": host.peak.by_category,
-        "update_bytes_moved": host.work.bytes_moved,
+        "update_bytes_moved": host.costs.bytes_moved,
     }
 
 
@@ -157,7 +157,7 @@ def _verdict(plan: Plan, largest: RankPlan) -> str:
         f"{_gib(tensors)} GiB of tensors, for which torch's allocator reserves {_gib(segments)} of the device's "
         f"{_gib(room)} GiB ({segments / room:.0%}; {_gib(expandable)} with {EXPANDABLE}). The other "
         f"{_gib(room - segments)} must hold what is not predicted: CUDA's context and code, NCCL's buffers{unknown}."
-        f"{COMPILED if by_inductor(plan.experiment) else ''}{AT_MOST if plan.at_most else ''}"
+        f"{COMPILED if uses_inductor(plan.experiment) else ''}{AT_MOST if plan.at_most else ''}"
     )
 
 
@@ -187,7 +187,7 @@ def _on_host(plan: Plan, largest: RankPlan) -> Iterator[str]:
     )
     if plan.step_seconds is not None:
         yield (
-            f"The host clips and updates, for which it reads {_metric(host.work.bytes_moved)}B for a rank while the "
+            f"The host clips and updates, for which it reads {_metric(host.costs.bytes_moved)}B for a rank while the "
             "GPU waits; that is in no estimate below, since nothing is known of the host's speed."
         )
 
@@ -195,7 +195,7 @@ def _on_host(plan: Plan, largest: RankPlan) -> Iterator[str]:
 def _otherwise(largest: RankPlan, expandable: int, room: float) -> str:
     if expandable <= room:
         return f"With {EXPANDABLE} it reserves {_gib(expandable)}."
-    tried = reservations(largest.trace.before, largest.trace.step, int(room)).expandable
+    tried = reservations(largest.trace.setup_events, largest.trace.step_events, int(room)).expandable
     if not tried.fits:
         return f"Neither does it with {EXPANDABLE}."
     return (
@@ -212,7 +212,7 @@ def _messages(plan: Plan, largest: RankPlan) -> Table:
         table.add_column(name)
     for name in ("calls", "MiB"):
         table.add_column(name, justify="right")
-    work = largest.trace.work
+    work = largest.trace.costs
     for (axis, kind), size in sorted(work.messages.items(), key=lambda item: -item[1]):
         table.add_row(axis, kind, str(work.calls[axis, kind]), f"{size / MIB:,.2f}")
     return table
@@ -232,7 +232,7 @@ def _emulated(plan: Plan) -> Iterator[str]:
 
 
 def _speed(plan: Plan) -> list[str]:
-    training, flops = plan.experiment.training, sum(rank.trace.work.flops for rank in plan.ranks) / len(plan.ranks)
+    training, flops = plan.experiment.training, sum(rank.trace.costs.flops for rank in plan.ranks) / len(plan.ranks)
     lines = [
         f"{_metric(flops)}FLOP a rank and step",
         f"a checkpoint is {_metric(plan.checkpoint_bytes)}B: "

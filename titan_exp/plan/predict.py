@@ -12,14 +12,14 @@ from titan_exp.config.layout.layout import device_type, node_size, nodes_needed,
 from titan_exp.plan.cuda.caching_allocator import Reservations, reservations
 from titan_exp.plan.cuda.cpu_offload import GPU
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.cuda.fake_kernels import cuda_instructions
-from titan_exp.plan.extrapolate.allocation_events import Unwoven
-from titan_exp.plan.extrapolate.eligibility import pays, why_not
-from titan_exp.plan.extrapolate.extrapolated_trace import Retelling
+from titan_exp.plan.cuda.fake_kernels import fake_cuda_capability
+from titan_exp.plan.extrapolate.allocation_events import ExtrapolationError
+from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
+from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
 from titan_exp.plan.supported import attention_kernel, check_supported, check_supported_on
 from titan_exp.plan.time.roofline import RankTime, rank_time, step_time
-from titan_exp.plan.trace.fake_world import DEVICE, PretendedRank, pretended_rank, ranks_of_pipeline
-from titan_exp.plan.trace.inductor import by_inductor
+from titan_exp.plan.trace.fake_world import DEVICE, FakeRank, fake_rank, pipeline_ranks
+from titan_exp.plan.trace.inductor import uses_inductor
 from titan_exp.plan.trace.trace_step import Trace, trace_step
 
 
@@ -42,7 +42,7 @@ class RankPlan:
 
         All of a pass are counted until it ends, since the host, which frees them, may be that far ahead of the GPU.
         """
-        messages = self.trace.work.messages.items()
+        messages = self.trace.costs.messages.items()
         return sum(size for (axis, kind), size in messages if kind == "send" and "pp" in axis.split("="))
 
     @property
@@ -127,7 +127,7 @@ def predict(
     experiment: Experiment,
     device: Device | None,
     pipeline_ranks: Collection[int] | None = None,
-    on_rank: Callable[[int, PretendedRank], None] | None = None,
+    on_rank: Callable[[int, FakeRank], None] | None = None,
     *,
     full: bool = False,
 ) -> Plan:
@@ -159,8 +159,10 @@ def predict(
     for number, trace in zip(numbers, traces, strict=True):
         bf16 = experiment.training.mixed_precision == "bf16"
         seconds = None if device is None or (cuda and not bf16) else rank_time(trace, device, node)
-        plans.append(RankPlan(number, trace, seconds, reservations(trace.before, trace.step) if cuda else None))
-        for kept in (trace.kept, {} if trace.host is None else trace.host.kept):
+        plans.append(
+            RankPlan(number, trace, seconds, reservations(trace.setup_events, trace.step_events) if cuda else None)
+        )
+        for kept in (trace.persistent, {} if trace.host is None else trace.host.persistent):
             held, state = held + kept.get("parameters", 0), state + kept.get("optimizer", 0)
     bubble, step = step_time(experiment, [plan.time for plan in plans])
     # The optimizer's state is in the same proportion to the weights, whoever holds them.
@@ -176,7 +178,7 @@ class _Tracer:
         self,
         experiment: Experiment,
         device: Device | None,
-        on_rank: Callable[[int, PretendedRank], None] | None,
+        on_rank: Callable[[int, FakeRank], None] | None,
         *,
         cuda: bool,
         where: torch.device,
@@ -187,17 +189,17 @@ class _Tracer:
 
     def traces(self, numbers: Sequence[int], *, full: bool) -> list[Trace]:
         """Those of pipeline ranks."""
-        if not full and pays(self._experiment, len(numbers)):
-            self.why_full = why_not(self._experiment) or ""
+        if not full and is_worthwhile(self._experiment, len(numbers)):
+            self.why_full = unsupported_reason(self._experiment) or ""
             try:
                 if not self.why_full:
                     return self._retold(numbers)
-            except Unwoven as error:
+            except ExtrapolationError as error:
                 self.why_full = f"small runs do not tell: {error}"
         return [self._whole(number) for number in numbers]
 
     def _retold(self, numbers: Sequence[int]) -> list[Trace]:
-        retelling, found = Retelling(self._experiment, self._cuda, self._workspace), list[Trace]()
+        retelling, found = TraceExtrapolator(self._experiment, self._cuda, self._workspace), list[Trace]()
         for number in numbers:
             found.append(retelling.trace(number))
             tail = retelling.tail(number)
@@ -209,30 +211,30 @@ class _Tracer:
 
     def _whole(self, number: int) -> Trace:
         with self._rank(number) as it:
-            built = it.parts.built
+            built = it.state.built
             self.parameters, self.flops_per_token = built.parameters, built.flops_per_token
             return trace_step(
-                it.parts,
+                it.state,
                 it.step,
-                first_step=it.shortest_step,
-                standing=it.standing,
+                warmup_step=it.warmup_step,
+                preallocated=it.preallocated,
                 batches=it.batches,
                 cuda=self._cuda,
-                inductor=by_inductor(self._experiment),
+                inductor=uses_inductor(self._experiment),
                 matmul_workspace=self._workspace,
             )
 
     @contextmanager
-    def _rank(self, number: int) -> Iterator[PretendedRank]:
-        rank = ranks_of_pipeline(self._experiment)[number]
-        with pretended_rank(self._experiment, rank, self._where) as it:
+    def _rank(self, number: int) -> Iterator[FakeRank]:
+        rank = pipeline_ranks(self._experiment)[number]
+        with fake_rank(self._experiment, rank, self._where) as it:
             if self._on_rank is not None:
                 self._on_rank(number, it)
             yield it
 
 
 def _instructions(device: Device | None) -> AbstractContextManager[None]:
-    return nullcontext() if device is None else cuda_instructions(device.capability)
+    return nullcontext() if device is None else fake_cuda_capability(device.capability)
 
 
 def on_cpu(experiment: Experiment) -> Experiment:

@@ -1,4 +1,4 @@
-"""Progress of work that is counted in bytes: a bar on a terminal, now and then a line elsewhere."""
+"""Progress bar for work counted in bytes; occasional lines if the output is no terminal."""
 
 import time
 from collections.abc import Iterator
@@ -11,20 +11,20 @@ from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 INTERVAL = 5.0
-"""Seconds between lines at least."""
+"""Minimum seconds between two lines."""
 
 
 class ProgressCallback(Protocol):
-    """What is called with bytes done and bytes in all."""
+    """Callback with bytes done and total bytes."""
 
     def __call__(self, done: int, total: int, /) -> None:
-        """Show how far the work is."""
+        """Show the progress."""
         ...
 
 
 @contextmanager
 def byte_progress(title: str, console: Console | None = None) -> Iterator[ProgressCallback]:
-    """Show progress for the time of the block, on standard error by default."""
+    """Show progress for the duration of the block, on standard error by default."""
     console = console or Console(stderr=True, highlight=False)
     if not console.is_terminal or console.is_dumb_terminal:
         yield _lines(title, console)

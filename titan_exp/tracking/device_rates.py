@@ -1,4 +1,4 @@
-"""What `titan-exp doctor` found out about this machine, kept beside the runs, for MFU, notes and predictions."""
+"""Device rates measured by `titan-exp doctor` and kept beside the runs, for MFU, rooflines and predictions."""
 
 import json
 import re
@@ -13,47 +13,47 @@ if TYPE_CHECKING:
     import torch
 
 MEASURED_SOURCE = "best {} matmul that titan-exp doctor measured here"
-"""Source of a rate that no data sheet has."""
+"""Source of a peak that is not from a data sheet."""
 
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """A device's measured rates."""
+    """Measured rates of a device."""
 
     device: str
-    """The device's name."""
+    """Name of the device."""
     when: str
     """Date and time, in UTC."""
     torch: str
-    """Version of torch that measured."""
+    """torch version used to measure."""
     tflops: dict[str, float] = field(default_factory=dict)
-    """Best matmul rate in TFLOP/s by type: `bf16`, `fp32`, `fp8`."""
+    """Best matmul rate in TFLOP/s by dtype: `bf16`, `fp32`, `fp8`."""
     copy: float | None = None
-    """Bytes read and written in a copy within the device, in GB/s (10⁹)."""
+    """Device copy bandwidth, bytes read plus written, in GB/s (10⁹)."""
     link: float | None = None
-    """Best bus bandwidth of an all-reduce between the devices of the machine, in GB/s; None for one device."""
+    """Best all-reduce bus bandwidth between the devices of the machine, in GB/s; None for one device."""
     rates: list[dict[str, Any]] = field(default_factory=list)
-    """Every rate, as `trainer.machine.rate.Rate` has it."""
+    """All rates, as dictionaries of `doctor.timing.Rate`."""
     scheduler: list[str] = field(default_factory=list)
-    """Partitions that SLURM answered with."""
+    """SLURM partitions."""
 
 
 @dataclass(frozen=True)
 class PeakRate:
-    """What a device's achieved rate is divided by."""
+    """Peak rate of a device, the denominator of MFU."""
 
     tflops: float
     """TFLOP/s of one device."""
     source: str
-    """Where the number is from, in words."""
+    """Origin of the number: a key, the data sheet or a measurement."""
 
 
 def mfu_peak(device: "torch.device", configured: float | None, cache: Path) -> PeakRate | None:
-    """The dense bf16 peak for MFU: `cluster.peak_tflops`, else the data sheet's, else on a GPU that no table knows the
-    best bf16 matmul that `titan-exp doctor` measured. None where all three are unknown, which is warned of on a GPU.
+    """Dense bf16 peak for MFU: `cluster.peak_tflops`, else the data sheet's, else the best bf16 matmul measured by
+    `titan-exp doctor` on a GPU without a data sheet. None if all are unknown, with a warning on a GPU.
 
     Args:
-        device: of this process.
+        device: device of this process.
         configured: `cluster.peak_tflops`.
         cache: `.cache` of the runs.
     """
@@ -65,15 +65,14 @@ def mfu_peak(device: "torch.device", configured: float | None, cache: Path) -> P
     known = peak_by_name(name)
     if known is not None:
         return PeakRate(known, "data sheet")
-    measured = read_rates(cache, name)
-    if measured is not None and "bf16" in measured.tflops:
-        return PeakRate(measured.tflops["bf16"], MEASURED_SOURCE.format("bf16"))
-    peak_tflops(device)  # which warns
-    return None
+    measured = matmul_rate(device, "bf16", cache)
+    if measured is None:
+        peak_tflops(device)  # warns
+    return measured
 
 
 def matmul_rate(device: "torch.device", dtype: str, cache: Path) -> PeakRate | None:
-    """The best matmul of a type that `titan-exp doctor` measured on this device; None where nobody has."""
+    """Best matmul rate of a dtype measured by `titan-exp doctor` on this device; None if unmeasured."""
     measured = read_rates(cache, device_name(device))
     if measured is None or dtype not in measured.tflops:
         return None
@@ -81,15 +80,15 @@ def matmul_rate(device: "torch.device", dtype: str, cache: Path) -> PeakRate | N
 
 
 def rates_file(cache: Path, device: str) -> Path:
-    """Where a device's rates are kept: `doctor/<device>.json` in the `.cache` of the runs, which every node sees."""
+    """Path of a device's rates: `doctor/<device>.json` in the `.cache` of the runs, visible to every node."""
     return cache / "doctor" / f"{re.sub(r'[^A-Za-z0-9]+', '-', device).strip('-').lower() or 'device'}.json"
 
 
 def write_rates(cache: Path, measured: DeviceRates) -> Path:
-    """Keep what was measured; returns the file.
+    """Save measured rates; returns the file.
 
     Raises:
-        OSError: the disk is full, or cannot be written to.
+        OSError: the disk is full or read-only.
     """
     path = rates_file(cache, measured.device)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -98,7 +97,7 @@ def write_rates(cache: Path, measured: DeviceRates) -> Path:
 
 
 def read_rates(cache: Path, device: str) -> DeviceRates | None:
-    """What was measured of a device; None where nobody has, or the file cannot be read."""
+    """Read the rates of a device; None if there are none, or the file is unreadable."""
     try:
         return DeviceRates(**json.loads(rates_file(cache, device).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

@@ -1,6 +1,7 @@
-"""A page to look at that needs nothing else: no network, no other file, no library.
+"""Self-contained HTML pages: no network, no other file, no library.
 
-All text is escaped, numbers travel as JSON that no text in it can end, and a page's own policy lets nothing be loaded.
+All text is escaped, data is embedded as JSON that cannot end its script element, and a content security policy blocks
+loading anything.
 """
 
 import json
@@ -10,38 +11,38 @@ from importlib.resources import files
 from typing import Any
 
 FOLDER = "page"
-"""Of a room: template, style and scripts. Beside this file: what all pages have of them."""
+"""Folder of a package with its template, style and scripts; the one beside this file has those of all pages."""
 
 
-def render_page(room: str, scripts: Sequence[str], numbers: Any, **words: Any) -> str:
-    """A page's text, from `page.html` and `page.css` of a room.
+def render_page(package: str, scripts: Sequence[str], numbers: Any, **words: Any) -> str:
+    """Render `page.html` and `page.css` of a package.
 
     Args:
-        room: the package that has them in its folder `page`.
-        scripts: files there, in the order in which they stand in the page.
-        numbers: what they draw, as JSON values; finite.
-        words: what the template says; it is escaped.
+        package: the package with a folder `page`.
+        scripts: files in that folder, in the order of their script elements.
+        numbers: data for the scripts, as finite JSON values.
+        words: variables of the template, which are escaped.
     """
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    ours = __package__ or ""
-    # Markup is what is ours, or was made safe.
-    return environment.from_string(_part(room, "page.html")).render(
+    common = __package__ or ""
+    # Markup is not escaped: our own files, and data made safe for a script.
+    return environment.from_string(_asset(package, "page.html")).render(
         drawn_at=time.strftime("%Y-%m-%d %H:%M"),
-        style=Markup(_part(ours, "base.css") + _part(room, "page.css")),
-        script=Markup("\n".join([_part(ours, "elements.js"), *(_part(room, name) for name in scripts)])),
+        style=Markup(_asset(common, "base.css") + _asset(package, "page.css")),
+        script=Markup("\n".join([_asset(common, "elements.js"), *(_asset(package, name) for name in scripts)])),
         numbers=Markup(_script_safe(numbers)),
         **words,
     )
 
 
-def _part(package: str, name: str) -> str:
+def _asset(package: str, name: str) -> str:
     return files(package).joinpath(FOLDER, name).read_text(encoding="utf-8")
 
 
 def _script_safe(value: Any) -> str:
-    """JSON that may stand in a <script>: no character in it can end the element or begin a comment."""
+    """JSON in which no character can end a <script> element or begin a comment."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,4 +1,4 @@
-"""What a rank says: rank 0 speaks to people on its standard output, other ranks write warnings to their own file."""
+"""Logging of ranks: rank 0 to standard output, warnings of other ranks to a file each."""
 
 import logging
 import sys
@@ -6,22 +6,22 @@ from pathlib import Path
 
 
 def get_logger() -> logging.Logger:
-    """The logger of the whole package."""
+    """Logger of the whole package."""
     return logging.getLogger("titan_exp")
 
 
 def configure_logging(rank: int, logs: Path) -> None:
-    """Set up this process: rank 0 logs to standard output, any other rank only warnings, to `logs/rank-<rank>.log`.
+    """Set up this process: rank 0 logs to standard output, other ranks only warnings, to `logs/rank-<rank>.log`.
 
-    Warnings of Python and of libraries come the same way, each text once. May be called again; the last call holds.
+    Warnings of Python and of libraries are logged as well, each text once. A later call replaces an earlier one.
     """
     root = logging.getLogger()
-    for handler in [handler for handler in root.handlers if isinstance(handler.formatter, _Lines)]:
+    for handler in [handler for handler in root.handlers if isinstance(handler.formatter, _Formatter)]:
         root.removeHandler(handler)
         handler.close()
     handler = _handler(rank, logs)
-    handler.setFormatter(_Lines())
-    handler.addFilter(_Once())
+    handler.setFormatter(_Formatter())
+    handler.addFilter(_OnceFilter())
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
     get_logger().setLevel(logging.INFO)
@@ -32,14 +32,14 @@ def _handler(rank: int, logs: Path) -> logging.Handler:
     if rank == 0:
         return logging.StreamHandler(sys.stdout)
     logs.mkdir(parents=True, exist_ok=True)
-    # The file appears with the first warning: thousands of empty ones help nobody.
+    # Created with the first warning, to avoid thousands of empty files.
     handler = logging.FileHandler(logs / f"rank-{rank}.log", delay=True)
     handler.setLevel(logging.WARNING)
     return handler
 
 
-class _Lines(logging.Formatter):
-    """Time, the level where it matters, and the message."""
+class _Formatter(logging.Formatter):
+    """Time, level of warnings and errors, message."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S")
@@ -50,8 +50,8 @@ class _Lines(logging.Formatter):
         return super().formatMessage(record)
 
 
-class _Once(logging.Filter):
-    """Lets each warning of another library through once; our own loggers say what they mean to."""
+class _OnceFilter(logging.Filter):
+    """Passes each message of another library once, and all messages of our own loggers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What a device can do and how much memory it used: dense bf16 peaks by the name torch gives, and peak memory."""
+"""Dense bf16 peaks of devices by their torch name, and peak memory of a rank."""
 
 import re
 import resource
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 GIB = 1024**3
 
-# Dense bf16 matmul peak with fp32 accumulation, in TFLOP/s, of what torch calls one device. Data sheets mostly print
-# twice this, "with sparsity". A name must match as a whole: a MIG slice or an unheard-of variant is unknown.
+# Dense bf16 matmul peak with fp32 accumulation, in TFLOP/s per torch device. Data sheets mostly print twice this, "with
+# sparsity". The whole name must match: a MIG slice or an unlisted variant is unknown.
 PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     (r"(NVIDIA )?A100(-SXM4-|-PCIE-| )(40|80)GB( PCIe)?", 312.0),  # A100 data sheet
     (r"NVIDIA A800(-SXM4-|-PCIE-| )(40|80)GB( PCIe)?", 312.0),  # A800 data sheet: A100 with a slower NVLink
@@ -49,9 +49,9 @@ PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
 
 
 def peak_tflops(device: "torch.device", configured: float | None = None) -> float | None:
-    """Dense bf16 peak of one device in TFLOP/s; None on a CPU, which has none worth dividing by.
+    """Dense bf16 peak of one device in TFLOP/s; None on a CPU.
 
-    `configured` (cluster.peak_tflops) wins. A device that is not in the table is unknown, and warned of once.
+    `configured` (cluster.peak_tflops) takes precedence. A device missing from the table gives None and one warning.
     """
     if configured is not None or device.type != "cuda":
         return configured
@@ -65,7 +65,7 @@ def peak_tflops(device: "torch.device", configured: float | None = None) -> floa
 
 
 def device_name(device: "torch.device") -> str:
-    """What a GPU is called by torch, a CPU by the system, with the number of cores of the machine."""
+    """Name of a GPU as torch reports it, or of the CPU with its number of cores."""
     if device.type == "cuda":
         import torch
 
@@ -74,15 +74,15 @@ def device_name(device: "torch.device") -> str:
 
 
 def peak_by_name(name: str) -> float | None:
-    """Dense bf16 peak in TFLOP/s of the device that torch calls `name`; None where unknown, never a guess."""
+    """Dense bf16 peak in TFLOP/s by torch device name; None if unknown, never a guess."""
     return next((peak for pattern, peak in PEAK_TFLOPS if re.fullmatch(pattern, name)), None)
 
 
 class PeakMemory:
-    """Peak memory of this rank since it was made or reset, in GiB.
+    """Peak memory of this rank since construction or `reset`, in GiB.
 
-    On CUDA what the allocator handed out and what it reserved; on a CPU the largest resident set of the process.
-    Where the system cannot reset that (outside Linux), it is the largest since the process began.
+    On CUDA the allocator's allocated and reserved bytes; on a CPU the peak resident set of the process, which cannot
+    be reset outside Linux.
     """
 
     def __init__(self, device: "torch.device") -> None:
@@ -90,7 +90,7 @@ class PeakMemory:
         self.reset()
 
     def reset(self) -> None:
-        """Begin anew from what is in use now."""
+        """Reset the peak to the current usage."""
         if self._device.type == "cuda":
             import torch
 
@@ -99,7 +99,7 @@ class PeakMemory:
             _reset_peak_resident()
 
     def read(self) -> dict[str, float | None]:
-        """Under the keys of a row: `memory` and `memory_reserved` (unknown on a CPU)."""
+        """Peaks under the keys of a row: `memory` and `memory_reserved` (None on a CPU)."""
         if self._device.type == "cuda":
             import torch
 
@@ -118,13 +118,13 @@ def _warn_unknown(name: str) -> None:
 
 
 def _reset_peak_resident() -> None:
-    # Not Linux, or a sandbox that forbids it: the peak stays that of the process's life.
+    # Outside Linux, or in a sandbox, the peak is that of the process lifetime.
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
 
 
 def _peak_resident() -> int:
-    """Bytes."""
+    """Peak resident set in bytes."""
     try:
         status = Path("/proc/self/status").read_text()
     except OSError:

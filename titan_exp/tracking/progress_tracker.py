@@ -1,6 +1,6 @@
-"""Where this process is in its training, for whoever watches it from another thread: step, phase, and since when.
+"""In-process progress of training for the watchdog thread: step, phase, and time since the last report.
 
-The trainer says it; nothing here costs more than reading a clock.
+Reports come from the trainer and cost no more than reading a clock.
 """
 
 import statistics
@@ -11,64 +11,60 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 START, STEP, FIRST_STEP = "the start", "the training step", "the first step"
-"""Names of the phases that a process is in by itself; `phase` names others."""
+"""Default phases; `phase` enters others."""
 MEDIAN_WINDOW = 51
-"""Steps whose times the median is taken of."""
+"""Steps in the median of step times."""
 
 
 @dataclass(frozen=True)
 class ProgressSnapshot:
-    """Where a process is."""
+    """Progress of a process at one moment."""
 
     step: int
-    """The last finished step."""
+    """Last finished step."""
     phase: str
-    """What it is in, in words."""
+    """Name of the current phase."""
     seconds: float
-    """For how long nothing has been reported."""
+    """Seconds since the last report."""
     median_step_seconds: float
-    """Median seconds from the end of a step to the end of the next; 0.0 where no two steps have ended yet."""
+    """Median time between the ends of two steps; 0.0 before two steps have ended."""
 
     @property
     def at(self) -> int:
-        """The step that it is about: the one being trained, or the last one, after which it evaluates or saves."""
+        """The current step: the one being trained, or the last one during an evaluation or a save."""
         return self.step + (self.phase in (STEP, FIRST_STEP))
 
 
 class ProgressTracker:
-    """What one process has reported; one thread reports, another looks.
-
-    Args:
-        clock: seconds.
-    """
+    """Progress of one process, reported by one thread and read by another. `clock` is in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # One object, replaced as a whole, so that no reader sees half of a change.
+        # One tuple, replaced as a whole, so that a reader never sees half of an update.
         self._now: tuple[int, str, float] = (0, START, clock())
-        self._ended: float | None = None
+        self._last_step_end: float | None = None
         self._times: deque[float] = deque(maxlen=MEDIAN_WINDOW)
 
     def begin(self, step: int) -> None:
-        """Training begins after step number `step`; the step to come may compile, allocate and tune."""
+        """Start training after step `step`; the first step may compile, allocate and autotune."""
         self._now = (step, FIRST_STEP, self._clock())
 
     def step(self, step: int) -> None:
-        """A step has ended."""
+        """Report the end of a step."""
         now = self._clock()
-        if self._ended is not None:
-            self._times.append(now - self._ended)
-        self._ended = now
+        if self._last_step_end is not None:
+            self._times.append(now - self._last_step_end)
+        self._last_step_end = now
         self._now = (step, STEP, now)
 
     def keep_alive(self) -> None:
-        """A part of a long phase has ended: one batch of an evaluation, say."""
+        """Report progress within a long phase, such as one batch of an evaluation."""
         step, phase, _ = self._now
         self._now = (step, phase, self._clock())
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """For the time of the block this process is in something else than a training step."""
+        """Enter a phase other than training for the block."""
         step, before, _ = self._now
         self._now = (step, name, self._clock())
         try:
@@ -77,11 +73,11 @@ class ProgressTracker:
             self._now = (step, before, self._clock())
 
     def snapshot(self) -> ProgressSnapshot:
-        """Where the process is now."""
+        """Return the current progress."""
         step, phase, since = self._now
         times = list(self._times)
         return ProgressSnapshot(step, phase, self._clock() - since, statistics.median(times) if times else 0.0)
 
 
 PROGRESS = ProgressTracker()
-"""This process's own."""
+"""Progress of this process."""

@@ -1,4 +1,4 @@
-"""Tokens per second, TFLOP/s and MFU of training itself: warm-up, evaluation and blocking saves are not counted in."""
+"""Training throughput: tokens per second, TFLOP/s and MFU, without warm-up, evaluation and blocking saves."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class TimeBreakdown:
-    """Seconds of one attempt by what they went to, and the tokens trained in the counted ones."""
+    """Seconds of one attempt by activity, and tokens trained in the measured ones."""
 
     warmup: float = 0.0
     """First steps: compilation, allocation, autotuning."""
@@ -17,16 +17,16 @@ class TimeBreakdown:
     tokens: int = 0
     """Tokens of the whole job trained in `training` seconds."""
     paused: dict[str, float] = field(default_factory=dict)
-    """Pauses by their reason (`evaluation`, `checkpoint`), those during warm-up included."""
+    """Pauses by reason (`evaluation`, `checkpoint`), including those during warm-up."""
 
 
 class Throughput:
-    """Measures between readings, one for each logged row.
+    """Throughput between two readings, one for each logged row.
 
-    `devices` is the number of processes, `flops_per_token` what the model does for a token in forward and backward
-    (6 × active parameters in matmuls + attention), `peak_tflops` one device's dense bf16 peak; with None for either,
-    what needs it is unknown. `synchronize` waits for the device: it is called where a pause or the warm-up ends or
-    begins, because kernels still queued there would be counted on the wrong side.
+    `devices` is the number of processes, `flops_per_token` the model's FLOPs per token in forward and backward
+    (6 × active parameters in matmuls + attention), `peak_tflops` the dense bf16 peak of one device; metrics that need
+    a None are unknown. `synchronize` waits for the device: it is called at the ends of pauses and of warm-up, so that
+    queued kernels are counted on the right side.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Throughput:
         self._window_paused = 0.0
 
     def step(self, tokens: int) -> None:
-        """Count an optimizer step in which the whole job trained on `tokens` tokens."""
+        """Count an optimizer step of the whole job on `tokens` tokens."""
         if self._warmup_steps > 0:
             self._warmup_steps -= 1
             if self._warmup_steps == 0:
@@ -58,7 +58,7 @@ class Throughput:
 
     @contextmanager
     def pause(self, reason: str) -> Iterator[None]:
-        """Keep the time inside out of the measurement, on the account of `reason`. Not to be nested."""
+        """Exclude the time of the block and book it under `reason`. Not reentrant."""
         self._synchronize()
         begin = self._clock()
         try:
@@ -70,9 +70,9 @@ class Throughput:
             self.spent.paused[reason] = self.spent.paused.get(reason, 0.0) + seconds
 
     def read(self) -> dict[str, float | None]:
-        """Speed since the last reading, under the keys of a row; None where nothing was counted or is not known.
+        """Throughput since the last reading, under the keys of a row; None if unmeasured or unknown.
 
-        `tflops` is of one device, `mfu` that over its peak. Call it where the device has just been waited for.
+        `tflops` is per device, `mfu` that over its peak. Call it after synchronizing with the device.
         """
         per_second = tflops = mfu = None
         if self._window_tokens > 0:
@@ -93,7 +93,7 @@ class Throughput:
         }
 
     def _restart(self) -> float:
-        """Begin a new window; returns the seconds of the old one without its pauses."""
+        """Start a new window; returns the seconds of the old one without pauses."""
         now = self._clock()
         seconds = now - self._window_start - self._window_paused
         self._window_start, self._window_tokens, self._window_paused = now, 0, 0.0

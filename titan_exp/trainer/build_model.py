@@ -40,7 +40,7 @@ class BuiltModel:
     """
 
     def __init__(
-        self, experiment: Experiment, mesh: Mesh, *, pretending: AbstractContextManager[Any] | None = None
+        self, experiment: Experiment, mesh: Mesh, *, fake_mode: AbstractContextManager[Any] | None = None
     ) -> None:
         backend = choose_backend(
             experiment.model.attention_backend,
@@ -75,9 +75,9 @@ class BuiltModel:
         if recipe is not None:
             get_logger().info("quantization: %s", recipe)
         if mesh.pp_group is None:
-            _make_real(model, build, experiment, mesh, pretending)
+            _make_real(model, build, experiment, mesh, fake_mode)
         else:
-            self.pipeline = _build_pipeline(model, build, experiment, mesh, pretending)
+            self.pipeline = _build_pipeline(model, build, experiment, mesh, fake_mode)
 
 
 def _build_pipeline(
@@ -85,7 +85,7 @@ def _build_pipeline(
     build: Callable[[], nn.Module],
     experiment: Experiment,
     mesh: Mesh,
-    pretending: AbstractContextManager[Any] | None,
+    fake_mode: AbstractContextManager[Any] | None,
 ) -> Pipeline:
     parallelism = experiment.parallelism
     layers, placement = stage_layers(experiment), stage_placement(experiment)
@@ -100,7 +100,7 @@ def _build_pipeline(
         with torch.device("meta"):
             module = build()
         prune_to_stage(module, layers[number], first=number == 0, last=number == last)
-        _make_real(module, build, experiment, mesh, pretending)
+        _make_real(module, build, experiment, mesh, fake_mode)
         stages.append(
             Stage(
                 number,
@@ -136,19 +136,19 @@ def _make_real(
     build: Callable[[], nn.Module],
     experiment: Experiment,
     mesh: Mesh,
-    pretending: AbstractContextManager[Any] | None,
+    fake_mode: AbstractContextManager[Any] | None,
 ) -> None:
     """Make a whole model, or a stage of one, parallel, and give it its initial weights."""
     table = init_specs(module)
     quantize(module, experiment.quantization, layers=experiment.model.layers, device=mesh.device)
     parallelize(module, experiment, mesh)
-    with pretending or nullcontext():
+    with fake_mode or nullcontext():
         materialize_parameters(module, mesh.device, cpu_offload=experiment.parallelism.cpu_offload)
     if experiment.quantization.float8_all_gather:
         from titan_exp.quantization.float8_all_gather import float8_all_gather_format
 
         set_all_gather_format(module, float8_all_gather_format)
-    if pretending is not None:
+    if fake_mode is not None:
         return
     if table is not None:
         init_weights(module, table, experiment.experiment.seed)

@@ -34,7 +34,7 @@ class TrainState:
 
 
 def assemble(
-    experiment: Experiment, device: torch.device, *, pretending: AbstractContextManager[Any] | None = None
+    experiment: Experiment, device: torch.device, *, fake_mode: AbstractContextManager[Any] | None = None
 ) -> TrainState:
     """Build everything that `train_step` takes but the batches.
 
@@ -47,7 +47,7 @@ def assemble(
         UserError: a dotted name cannot be imported; a module that is named does not exist.
     """
     mesh = build_mesh(experiment.parallelism, device)
-    built = BuiltModel(experiment, mesh, pretending=pretending)
+    built = BuiltModel(experiment, mesh, fake_mode=fake_mode)
     divided = experiment.parallelism.loss_parallel
     words = vocab_shard(mesh, experiment.model.vocab_size) if divided else None
     token_loss = TokenLoss.of(experiment.training, experiment.compile, words)

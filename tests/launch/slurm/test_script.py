@@ -10,7 +10,7 @@ import pytest
 from tests.config.composing import experiment
 from titan_exp.config.layout.layout import resolve_layout
 from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
-from titan_exp.launch.run_plan import Plan
+from titan_exp.launch.run_plan import RunPlan
 from titan_exp.launch.slurm.script import Script, render
 from titan_exp.launch.slurm.submit import grouped, resources_of
 from titan_exp.tracking.run_folder.run_folder import RunFolder
@@ -44,9 +44,9 @@ CASES = {
 }
 
 
-def planned(*overrides: str) -> Plan:
+def planned(*overrides: str) -> RunPlan:
     run = resolve_layout(experiment("model=llama_debug", "parallelism.dp_shard=1", *overrides), 1)
-    return Plan(run, (), "0123456789ab", "ba9876543210", RunFolder("/runs/x/0123456789ab"))
+    return RunPlan(run, (), "0123456789ab", "ba9876543210", RunFolder("/runs/x/0123456789ab"))
 
 
 def script(*overrides: str) -> Script:

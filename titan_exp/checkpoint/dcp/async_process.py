@@ -1,7 +1,7 @@
-"""The process that writes checkpoints beside a rank: torch's, made quiet, and replaced when it has died.
+"""Checkpoint save process beside each rank: torch's, silenced, and restarted after it died.
 
-The writing processes of all ranks talk to each other. Where one dies, the others would wait for it for half an hour,
-so each rank tells the others, ends its own, and the next save begins with new ones.
+The save processes of all ranks communicate. If one dies, the others would block for half an hour: each rank notifies
+the others through the store, kills its own, and the next save starts new ones.
 """
 
 import contextlib
@@ -20,41 +20,38 @@ from torch.distributed.checkpoint import _async_process_executor as executor
 from torch.distributed.distributed_c10d import _get_default_store
 
 POLL_SECONDS = 0.5
-"""Seconds between looks at whether another rank's process has died."""
-_serve = executor._AsyncCheckpointProcess._checkpointing_subprocess
+"""Seconds between checks for the death of another rank's save process."""
+_torch_subprocess = executor._AsyncCheckpointProcess._checkpointing_subprocess
 
 
 class AsyncSaveProcess:
-    """Of one rank; torch starts it with the first save.
-
-    Args:
-        group: all ranks, over the CPU.
-    """
+    """Save process of one rank; torch starts it with the first save. `group` is a CPU group of all ranks."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._failed = False
         self._generation = 0
-        self._others = set(multiprocessing.active_children())
+        self._other_children = set(multiprocessing.active_children())
         if "TITAN_EXP_RENDEZVOUS" in os.environ or dist.get_world_size() == 1:
-            # The writing processes meet over TCP, and on one machine its name need not be known.
+            # Save processes meet over TCP; on a single machine the address is the loopback.
             os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         executor._AsyncCheckpointProcess._checkpointing_subprocess = staticmethod(run_save_process)
 
     def restart_if_any_failed(self) -> None:
-        """End it where that of any rank has failed, so that the next save starts a new one; all ranks together."""
-        failed = torch.tensor([self._failed or (self._begun and not _alive())], dtype=torch.uint8)
+        """Kill the process if that of any rank has failed, so that the next save starts a new one; on all ranks."""
+        started = executor._CHECKPOINT_PROCESS is not None
+        failed = torch.tensor([self._failed or (started and not _is_alive())], dtype=torch.uint8)
         dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group)
         if failed:
-            self.end()
+            self.kill()
             self._failed = False
             self._generation += 1
 
-    def result(self, future: Future[Any]) -> None:
-        """Wait until it has written.
+    def wait(self, future: Future[Any]) -> None:
+        """Wait until the checkpoint is written.
 
         Raises:
-            OSError: it could not write, or has died.
+            OSError: it could not be written, or the process died.
             CheckpointException: the same, on any rank.
         """
         while True:
@@ -65,65 +62,54 @@ class AsyncSaveProcess:
                 if not future.done():
                     if not isinstance(error, TimeoutError):
                         raise
-                    if _store().check([self._key]):
-                        self._give_up()
+                    if _get_default_store().check([self._failure_key]):
+                        self._fail()
                     continue
-                answered = isinstance(error, (OSError, dcp.CheckpointException)) and not isinstance(
+                reported = isinstance(error, (OSError, dcp.CheckpointException)) and not isinstance(
                     error, (ConnectionError, EOFError)
                 )
-                if (answered and _alive()) or not isinstance(error, (Exception, dcp.CheckpointException)):
+                if (reported and _is_alive()) or not isinstance(error, (Exception, dcp.CheckpointException)):
                     raise
-                self._give_up()
+                self._fail()
+                cause = (str(error).strip() or type(error).__name__).partition("\n")[0]
                 raise OSError(
-                    f"the process that writes checkpoints has died, or another rank's has ({_first_line(error)}); "
-                    "the next save starts a new one"
+                    f"the checkpoint save process of this or another rank died ({cause}); the next save starts a new "
+                    "one"
                 ) from error
 
-    def end(self) -> None:
-        """End it, whatever it does."""
-        # By kind: until it has met those of the other ranks, torch has not given it a name.
-        for process in set(multiprocessing.active_children()) - self._others:
+    def kill(self) -> None:
+        """Kill the process, whatever it is doing."""
+        # By type: torch has no handle before the process has met those of the other ranks.
+        for process in set(multiprocessing.active_children()) - self._other_children:
             if isinstance(process, SpawnProcess):
                 process.kill()
                 process.join()
         executor._CHECKPOINT_PROCESS = None
 
-    def _give_up(self) -> None:
+    def _fail(self) -> None:
         self._failed = True
-        _store().set(self._key, "1")
-        self.end()
+        _get_default_store().set(self._failure_key, "1")
+        self.kill()
 
     @property
-    def _key(self) -> str:
+    def _failure_key(self) -> str:
         return f"titan_exp/writing_process_failed/{self._generation}"
-
-    @property
-    def _begun(self) -> bool:
-        return executor._CHECKPOINT_PROCESS is not None
 
 
 def run_save_process(pg_init_info: executor._ProcessGroupInitInfo, parent_conn: Any) -> None:
-    """What the process runs: torch's loop without its diary on standard error.
+    """Entry point of the process: torch's loop without its log on standard error.
 
-    A Ctrl-C or a scheduler's signal reaches it as well; what to do about it is for the trainer to say, which saves.
+    It ignores Ctrl-C and the scheduler's signals, which reach it as well: the trainer handles them by saving.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # Its failures are raised, and told in words, in the trainer.
+    # Failures are raised and logged in the trainer.
     logging.disable(logging.ERROR)
-    # A trainer that was killed hears no answer, and nobody needs a traceback about it.
+    # A killed trainer reads no answer, which needs no traceback.
     with contextlib.suppress(ConnectionError, EOFError):
-        _serve(pg_init_info, parent_conn)
+        _torch_subprocess(pg_init_info, parent_conn)
 
 
-def _alive() -> bool:
+def _is_alive() -> bool:
     process = executor._CHECKPOINT_PROCESS
     return process is not None and process._save_process.is_alive()
-
-
-def _store() -> dist.Store:
-    return _get_default_store()
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).partition("\n")[0]

@@ -1,7 +1,7 @@
-"""Saving in the background: how the state is copied while training waits, and who writes the copy.
+"""Async save: staging of the state while training pauses, and writing of the copy in the background.
 
-`async` copies into fresh memory and a thread writes; `async_pinned` copies from the GPU into pinned memory that is kept
-from save to save; `async_process` copies into shared memory and a process of its own writes, beside Python's lock.
+`async` stages into fresh memory and a thread writes; `async_pinned` stages from the GPU into pinned memory that is
+kept between saves; `async_process` stages into shared memory and another process writes, outside Python's GIL.
 """
 
 from collections.abc import Mapping
@@ -20,11 +20,11 @@ from titan_exp.tracking.logging import get_logger
 
 
 class AsyncSaver:
-    """The background saves of one run, one at a time: the next may begin when the last has ended.
+    """Background saves of one run, one at a time.
 
     Args:
         mode: `async`, `async_pinned` (CUDA) or `async_process`.
-        group: all ranks, over the CPU.
+        group: CPU group of all ranks.
     """
 
     def __init__(self, mode: str, group: dist.ProcessGroup) -> None:
@@ -34,57 +34,56 @@ class AsyncSaver:
         self._staged = False
 
     def start(self, state: dict[str, Tensor], writer: dcp.StorageWriter) -> Future[Any]:
-        """Copy the state and begin to write it. When this returns, the tensors may change."""
+        """Stage the state and start writing it. The tensors may change once this returns."""
         if self._process is not None:
             self._process.restart_if_any_failed()
             if not self._staged:
                 self._fall_back_without_shared_memory(state)
         self._staged = True
         if self._stager is None:
-            # torch copies to the CPU before it returns, but takes what is there already as it is.
+            # torch copies GPU tensors before it returns, but keeps references to CPU tensors.
             state = {key: value.clone() if value.device.type == "cpu" else value for key, value in state.items()}
+        kind = AsyncCheckpointerType.THREAD if self._process is None else AsyncCheckpointerType.PROCESS
         future = dcp.async_save(
             state,
             storage_writer=writer,
             process_group=self._group,
-            async_checkpointer_type=AsyncCheckpointerType.THREAD
-            if self._process is None
-            else AsyncCheckpointerType.PROCESS,
+            async_checkpointer_type=kind,
             async_stager=self._stager,
         )
         assert isinstance(future, Future), "staging is synchronous in every mode"
         return future
 
-    def result(self, future: Future[Any]) -> None:
+    def wait(self, future: Future[Any]) -> None:
         """Wait until a save has ended.
 
         Raises:
-            OSError: it could not be written, or the process that writes has died.
+            OSError: it could not be written, or the save process died.
             CheckpointException: the same, on any rank.
         """
         if self._process is None:
             future.result()
         else:
-            self._process.result(future)
+            self._process.wait(future)
 
     def close(self) -> None:
-        """Give back memory, and end the writing process; no save is on its way."""
+        """Release staging memory and end the save process; no save may be pending."""
         if self._stager is not None:
             self._stager.close()
         if self._process is not None:
-            self._process.end()
+            self._process.kill()
 
     def _fall_back_without_shared_memory(self, state: Mapping[str, Tensor]) -> None:
-        """Where the state does not fit into shared memory: writing to it would end this process with a bus error."""
-        missing = shared_memory_shortage(state, self._group)
-        if missing is None:
+        """Switch to a thread if the state does not fit into shared memory, where writing would raise SIGBUS."""
+        shortage = shared_memory_shortage(state, self._group)
+        if shortage is None:
             return
         get_logger().error(
-            "checkpoint.mode=async_process: %s. A thread writes the checkpoints instead, as with mode=async. "
-            "A larger one: docker run --shm-size=64g, or mount -o remount,size=64g /dev/shm.",
-            missing,
+            "checkpoint.mode=async_process: %s. A thread writes checkpoints instead, as with mode=async. "
+            "To enlarge it: docker run --shm-size=64g, or mount -o remount,size=64g /dev/shm.",
+            shortage,
         )
-        assert self._stager is not None, "this mode has one"
+        assert self._stager is not None, "async_process has a stager"
         self._stager.close()
         self._stager = self._process = None
 

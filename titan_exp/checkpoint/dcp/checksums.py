@@ -1,6 +1,7 @@
-"""Whether a checkpoint is what was written: a file beside its files says size and CRC-32 of each.
+"""Checksums of a checkpoint: `checksums.json` lists size and CRC-32 of every file.
 
-CRC-32 finds every burst of up to 32 flipped bits and misses other damage once in 2^32; it is no seal against intent.
+CRC-32 detects every burst of up to 32 flipped bits and misses other damage once in 2^32; it does not protect against
+tampering.
 """
 
 import json
@@ -14,71 +15,70 @@ import torch.distributed as dist
 
 from titan_exp.checkpoint.dcp.storage_reader import min_file_sizes
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.tracking.run_folder.run_folder import write_atomically
+from titan_exp.config.paths.checkpoint_paths import METADATA_FILE
+from titan_exp.tracking.run_folder.atomic_write import write_atomically
 
 CHECKSUMS_FILE = "checksums.json"
 """Written last."""
-METADATA_FILE = ".metadata"
-"""torch's table of contents."""
-_CHUNK = 8 * 2**20
+_CHUNK_BYTES = 8 * 2**20
 _THREADS = 4
 
 
 @dataclass(frozen=True)
 class FileChecksum:
-    """What a file holds, in short."""
+    """Size and checksum of a file."""
 
     size: int
-    """Bytes."""
+    """Size in bytes."""
     crc32: int
-    """Of all bytes."""
+    """CRC-32 of the whole file."""
 
 
-def write_checksums(path: Path, sums: Mapping[str, FileChecksum]) -> None:
-    """Write the sums of a checkpoint's files beside them."""
-    files = {name: {"size": one.size, "crc32": f"{one.crc32:08x}"} for name, one in sorted(sums.items())}
+def write_checksums(path: Path, checksums: Mapping[str, FileChecksum]) -> None:
+    """Write `checksums.json` into a checkpoint."""
+    files = {name: {"size": entry.size, "crc32": f"{entry.crc32:08x}"} for name, entry in sorted(checksums.items())}
     write_atomically(path / CHECKSUMS_FILE, json.dumps({"files": files}, indent=1) + "\n")
 
 
 def parse_checksums(text: str) -> dict[str, FileChecksum]:
-    """Sums of a checkpoint's files by name, from the text of their file.
+    """Parse `checksums.json` into checksums by file name.
 
     Raises:
-        ValueError, KeyError, TypeError, AttributeError: it is not such a text.
+        ValueError, KeyError, TypeError, AttributeError: the text has another form.
     """
     files = json.loads(text)["files"]
-    return {name: FileChecksum(one["size"], int(one["crc32"], 16)) for name, one in files.items()}
+    return {name: FileChecksum(entry["size"], int(entry["crc32"], 16)) for name, entry in files.items()}
 
 
 def has_checksums(path: Path) -> bool:
-    """Whether a checkpoint has any; those from before they were written have none."""
+    """True if a checkpoint has checksums; those of early versions have none."""
     return (path / CHECKSUMS_FILE).exists()
 
 
-def find_damage(path: Path, share: int = 0, shares: int = 1) -> str | None:
-    """What is wrong with a checkpoint's files, naming the first; None where nothing is.
+def find_damage(path: Path, shard: int = 0, shards: int = 1) -> str | None:
+    """Verify a checkpoint's files; returns a description of the first damaged file, or None.
 
     Args:
         path: folder of the checkpoint.
-        share: which of the files to read, so that every rank reads others; each file belongs to one share.
-        shares: into how many the files are divided.
+        shard: index of the shard of the files to read, so that each rank reads different ones.
+        shards: number of shards.
     """
     try:
         if not has_checksums(path):
-            return _problem_of_sizes(path) if share == 0 else None
-        sums = _read_sums(path)
-    except Exception as error:  # Damaged bytes break JSON and pickles in any way they like.
-        return f"what it consists of cannot be read ({type(error).__name__}: {error})"
-    if METADATA_FILE not in sums:
-        return f"{CHECKSUMS_FILE} does not name {METADATA_FILE}"
-    names = sorted(sums)[share::shares]
+            return _find_short_file(path) if shard == 0 else None
+        checksums = parse_checksums((path / CHECKSUMS_FILE).read_text(encoding="utf-8"))
+    except Exception as error:  # damaged bytes break JSON and pickles in any way
+        return f"its metadata cannot be read ({type(error).__name__}: {error})"
+    if METADATA_FILE not in checksums:
+        return f"{CHECKSUMS_FILE} does not list {METADATA_FILE}"
+    names = sorted(checksums)[shard::shards]
     with ThreadPoolExecutor(_THREADS) as threads:
-        found = threads.map(lambda name: find_file_damage(path / name, sums[name]), names)
-        return next((one for one in found if one is not None), None)
+        found = threads.map(lambda name: find_file_damage(path / name, checksums[name]), names)
+        return next((damage for damage in found if damage is not None), None)
 
 
 def find_damage_on_ranks(path: Path, group: dist.ProcessGroup | None) -> str | None:
-    """`find_damage` of all files, each read by one rank of the group; the same answer on all of them.
+    """`find_damage` with the files sharded over the ranks of the group; the same result on all of them.
 
     Without a process group, this process reads all files.
     """
@@ -87,31 +87,35 @@ def find_damage_on_ranks(path: Path, group: dist.ProcessGroup | None) -> str | N
     world = dist.get_world_size(group)
     found: list[str | None] = [None] * world
     dist.all_gather_object(found, find_damage(path, dist.get_rank(group), world), group=group)
-    return next((one for one in found if one is not None), None)
+    return next((damage for damage in found if damage is not None), None)
 
 
 def require_intact(path: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Check a checkpoint that was asked for by name; all ranks of the group together.
+    """Verify a checkpoint that the user named; all ranks of the group together.
 
     Raises:
         UserError: it is damaged.
     """
-    damage = find_damage_on_ranks(path, group)
+    raise_if_damaged(path, find_damage_on_ranks(path, group))
+
+
+def raise_if_damaged(path: Path, damage: str | None) -> None:
+    """Refuse a damaged checkpoint.
+
+    Raises:
+        UserError: `damage` is not None.
+    """
     if damage is not None:
-        raise UserError(f"The checkpoint {path} is damaged: {damage}. Name an older one, or another copy of it.")
-
-
-def _read_sums(path: Path) -> dict[str, FileChecksum]:
-    return parse_checksums((path / CHECKSUMS_FILE).read_text(encoding="utf-8"))
+        raise UserError(f"The checkpoint {path} is damaged: {damage}. Use an older one, or another copy of it.")
 
 
 def find_file_damage(path: Path, expected: FileChecksum) -> str | None:
-    """What is wrong with a file; None where it is as it was written."""
+    """Verify one file; returns a description of the damage, or None."""
     try:
         size = path.stat().st_size
         if size != expected.size:
             return f"{path.name} has {size:,} bytes instead of {expected.size:,}"
-        return None if _crc32(path) == expected.crc32 else f"{path.name} does not have the checksum that was written"
+        return None if _crc32(path) == expected.crc32 else f"{path.name} does not match its checksum"
     except FileNotFoundError:
         return f"{path.name} is missing"
     except OSError as error:
@@ -119,15 +123,15 @@ def find_file_damage(path: Path, expected: FileChecksum) -> str | None:
 
 
 def _crc32(path: Path) -> int:
-    crc, buffer = 0, memoryview(bytearray(_CHUNK))
+    crc, buffer = 0, memoryview(bytearray(_CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
             crc = zlib.crc32(buffer[:count], crc)
     return crc
 
 
-def _problem_of_sizes(path: Path) -> str | None:
-    """Without checksums: every file is long enough for what the table of contents says of it."""
+def _find_short_file(path: Path) -> str | None:
+    """Without checksums: find a file that is shorter than the metadata says."""
     for name, end in sorted(min_file_sizes(path).items()):
         file = path / name
         if not file.exists():

@@ -1,7 +1,4 @@
-"""Reading a distributed checkpoint without executing what it says.
-
-torch pickles the metadata file; here it is read by an unpickler that builds checkpoint metadata and nothing else.
-"""
+"""DCP storage reader that unpickles metadata from an allow-list, so that reading a checkpoint executes no code."""
 
 import pickle
 import warnings
@@ -12,6 +9,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+
+from titan_exp.config.paths.checkpoint_paths import METADATA_FILE
 
 _ALLOWED_MODULES = ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem")
 _ALLOWED_NAMES = {
@@ -43,15 +42,15 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 class SafeStorageReader(dcp.FileSystemReader):
-    """torch's file reader, with metadata read by an allow-list."""
+    """torch's file system reader with safe unpickling of the metadata."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the checkpoint's table of contents.
+        """Read the checkpoint's metadata.
 
         Raises:
             pickle.UnpicklingError: it holds anything but checkpoint metadata.
         """
-        with (Path(self.path) / ".metadata").open("rb") as file:
+        with (Path(self.path) / METADATA_FILE).open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
@@ -66,16 +65,16 @@ def tensor_shapes(path: Path) -> dict[str, torch.Size]:
 
 
 def min_file_sizes(path: Path) -> dict[str, int]:
-    """How many bytes each file of a checkpoint has at least, by its name."""
-    ends: dict[str, int] = {}
-    for place in SafeStorageReader(path).read_metadata().storage_data.values():
-        ends[place.relative_path] = max(ends.get(place.relative_path, 0), place.offset + place.length)
-    return ends
+    """Minimum size in bytes of each file of a checkpoint, from the extents in its metadata."""
+    sizes: dict[str, int] = {}
+    for entry in SafeStorageReader(path).read_metadata().storage_data.values():
+        sizes[entry.relative_path] = max(sizes.get(entry.relative_path, 0), entry.offset + entry.length)
+    return sizes
 
 
 def load_into(path: Path, state: dict[str, Tensor]) -> None:
-    """Load a checkpoint into tensors in place; all ranks call it together, in any layout, or one process alone."""
+    """Load a checkpoint into tensors in place, in any layout; all ranks call it together, or one process alone."""
     with warnings.catch_warnings():
-        # A process without a process group means to load alone; torch warns about its own, right, assumption.
+        # Without a process group, torch warns that it assumes a single process.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         dcp.load(dict(state), storage_reader=SafeStorageReader(path))

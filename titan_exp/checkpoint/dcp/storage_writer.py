@@ -1,7 +1,7 @@
-"""Writing a distributed checkpoint: its files, then the size and checksum of each of them, then its name.
+"""DCP storage writer with checksums and atomic publication.
 
-Checksums are of what was meant to be written, taken on its way to the disk: no file is read again. Publishing is part
-of the write, so that a failure of it is, as any other, the failure of the save on every rank.
+Checksums are taken from the bytes on their way to the disk; no file is read again. Publication is part of the write,
+so that its failure fails the save on every rank.
 """
 
 import multiprocessing
@@ -23,11 +23,11 @@ from titan_exp.checkpoint.retention import CheckpointFolder
 
 
 class ChecksumWriter(dcp.FileSystemWriter):
-    """torch's file writer, which records what it writes, and writes the checksums last.
+    """torch's file system writer, which also writes `checksums.json` last.
 
     Args:
         path: folder to write.
-        single_file_per_rank: one file for each rank, else one for each tensor.
+        single_file_per_rank: True for one file per rank, False for one per tensor.
     """
 
     def __init__(self, path: Path, *, single_file_per_rank: bool) -> None:
@@ -35,57 +35,52 @@ class ChecksumWriter(dcp.FileSystemWriter):
         self.fs = self._recording = _RecordingFileSystem()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
-        """Write this rank's files; what is recorded of them travels to rank 0 with torch's own results."""
+        """Write this rank's files; their checksums travel to rank 0 with torch's own results."""
         try:
             results = super().write_data(plan, planner).value()
         except RuntimeError as error:
-            # torch.save says only that something went wrong, not that the disk is full.
+            # torch.save hides the OSError, such as a full disk.
             if self._recording.failure is not None:
                 raise self._recording.failure from error
             raise
         done: Future[list[Any]] = Future()
-        done.set_result([*results, *self._recording.sums.items()])
+        done.set_result([*results, *self._recording.checksums.items()])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """On rank 0, after every rank has written: table of contents and checksums."""
-        own = [[result for result in rank if not isinstance(result, tuple)] for rank in results]
-        super().finish(metadata, own)
-        sums: dict[str, FileChecksum] = {}
+        """Write metadata and checksums (rank 0, after all ranks have written)."""
+        torch_results = [[result for result in rank if not isinstance(result, tuple)] for rank in results]
+        super().finish(metadata, torch_results)
+        checksums: dict[str, FileChecksum] = {}
         for rank in results:
-            sums |= dict(result for result in rank if isinstance(result, tuple))
-        write_checksums(Path(self.path), sums | self._recording.sums)
+            checksums |= dict(result for result in rank if isinstance(result, tuple))
+        write_checksums(Path(self.path), checksums | self._recording.checksums)
 
 
 class PublishingWriter(ChecksumWriter):
-    """Writes a checkpoint of a run, and publishes it when all of it is on disk.
-
-    Args:
-        folder: the run's checkpoints.
-        step: whose state is written.
-    """
+    """Writes the checkpoint of a step into the run's folder and publishes it once it is on disk."""
 
     def __init__(self, folder: CheckpointFolder, step: int) -> None:
         super().__init__(folder.partial_path(step), single_file_per_rank=True)
         self._folder, self._step = folder, step
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
-        """On rank 0, after every rank has written: table of contents, checksums, publication."""
+        """Write metadata and checksums, then publish (rank 0, after all ranks have written)."""
         parent = multiprocessing.parent_process()
         if parent is not None and not parent.is_alive():
-            # A writing process that outlives its rank must not meddle with the next attempt.
-            raise OSError("the trainer that asked for this checkpoint is gone")
+            # A save process that outlives its rank must not interfere with the next attempt.
+            raise OSError("the trainer that requested this checkpoint is gone")
         super().finish(metadata, results)
         self._folder.publish(self._step)
 
 
 class _RecordingFileSystem(FileSystem):
-    """Remembers size and checksum of every file that is written through it, by its name."""
+    """Records size and checksum of every written file by name."""
 
     def __init__(self) -> None:
-        self.sums: dict[str, FileChecksum] = {}
+        self.checksums: dict[str, FileChecksum] = {}
         self.failure: OSError | None = None
-        """What the system said when a file could not be written."""
+        """First error of the operating system while writing."""
 
     @contextmanager
     def create_stream(self, path: str | PathLike[str], mode: str) -> Generator[Any]:
@@ -93,21 +88,21 @@ class _RecordingFileSystem(FileSystem):
             if "w" not in mode:
                 yield stream
                 return
-            recording = _Recording(cast(IO[bytes], stream))
+            recording = _RecordingStream(cast(IO[bytes], stream))
             try:
                 yield recording
             finally:
                 self.failure = self.failure or recording.failure
-            self.sums[Path(path).name] = FileChecksum(recording.size, recording.crc32)
+            self.checksums[Path(path).name] = FileChecksum(recording.size, recording.crc32)
 
     def rename(self, path: str | PathLike[str], new_path: str | PathLike[str]) -> None:
         super().rename(path, new_path)
-        if (recorded := self.sums.pop(Path(path).name, None)) is not None:
-            self.sums[Path(new_path).name] = recorded
+        if (recorded := self.checksums.pop(Path(path).name, None)) is not None:
+            self.checksums[Path(new_path).name] = recorded
 
 
-class _Recording:
-    """A file open for writing from its beginning to its end."""
+class _RecordingStream:
+    """A file written sequentially, with its running checksum."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""Distributed checkpoints, read and written a tensor at a time by one process."""
+"""DCP checkpoints, read and written one tensor at a time by one process."""
 
 import warnings
 from collections.abc import Sequence
@@ -21,33 +21,33 @@ from titan_exp.checkpoint.state_dict import MODEL_PREFIX
 
 
 class DCPTensorReader:
-    """The model's tensors in a checkpoint of training, by our full names; of a part, the saved pieces that it meets."""
+    """Model tensors of a training checkpoint by full name. A slice reads only the saved shards that overlap it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._metadata = SafeStorageReader(path).read_metadata()
         self.shapes = {name: tuple(entry.size) for name, entry in self._entries.items()}
-        """Shape of every tensor, by name."""
+        """Shape by tensor name."""
 
     def dtype(self, name: str) -> torch.dtype:
-        """Type of a tensor."""
+        """Dtype of a tensor."""
         return self._entries[name].properties.dtype
 
     def read(self, name: str, rows: slice = FULL_SLICE, columns: slice = FULL_SLICE) -> Tensor:
-        """A part of a tensor; the pieces in which it was saved are read whole, one at a time."""
+        """Read a slice; overlapping saved shards are read whole, one at a time."""
         wanted = [range(*part.indices(size)) for part, size in zip((rows, columns), self.shapes[name], strict=False)]
-        # What has no rows or columns, a single number, is a part of itself.
+        # A scalar has no dimension to slice.
         sizes = [*map(len, wanted), *self.shapes[name][len(wanted) :]]
         starts = [*(part.start for part in wanted), *[0] * (len(sizes) - len(wanted))]
         tensor = torch.empty(sizes, dtype=self.dtype(name))
         if tensor.numel():
-            reader = _ReaderOf(self._path, self._metadata)
+            reader = _CachedMetadataReader(self._path, self._metadata)
             with _one_process():
-                # Also where other ranks are: they read other parts.
+                # Without collectives: other ranks read other slices.
                 dcp.load(
                     {f"{MODEL_PREFIX}{name}": tensor},
                     storage_reader=reader,
-                    planner=_Part(tensor, starts),
+                    planner=_SlicePlanner(tensor, starts),
                     no_dist=True,
                 )
         return tensor
@@ -63,28 +63,28 @@ class DCPTensorReader:
 
 
 def write_dcp(path: Path, specs: Sequence[TensorSpec], produce: TensorProducer) -> None:
-    """Write a checkpoint that holds the model alone, a tensor in memory at a time."""
+    """Write a checkpoint of the model alone, with one tensor in memory at a time."""
     named = {f"{MODEL_PREFIX}{spec.name}": spec for spec in specs}
     state = {key: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for key, spec in named.items()}
-    # A file for each tensor: torch keeps the tensors of a file until it is written.
+    # One file per tensor: torch holds the tensors of a file until it is written.
     writer = ChecksumWriter(path, single_file_per_rank=False)
     with _one_process():
-        dcp.save(state, storage_writer=writer, planner=_Producing(named, produce))
+        dcp.save(state, storage_writer=writer, planner=_LazySavePlanner(named, produce))
 
 
-class _ReaderOf(SafeStorageReader):
-    """Reads with a table of contents that has been read before: it is long, and wanted for every tensor."""
+class _CachedMetadataReader(SafeStorageReader):
+    """Storage reader with metadata read once: it is long, and needed for every tensor."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         super().__init__(path)
-        self._known = metadata
+        self._cached = metadata
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self._known
+        return self._cached
 
 
-class _Part(dcp.DefaultLoadPlanner):
-    """Plans to read a part of the one tensor that is asked for."""
+class _SlicePlanner(dcp.DefaultLoadPlanner):
+    """Load planner for a slice of the single requested tensor."""
 
     def __init__(self, part: Tensor, starts: Sequence[int]) -> None:
         super().__init__()
@@ -103,8 +103,8 @@ class _Part(dcp.DefaultLoadPlanner):
         return self._part
 
 
-class _Producing(dcp.DefaultSavePlanner):
-    """Plans with tensors that have no memory, and makes each when it is to be written."""
+class _LazySavePlanner(dcp.DefaultSavePlanner):
+    """Save planner over meta tensors, which produces each when it is written."""
 
     def __init__(self, specs: dict[str, TensorSpec], produce: TensorProducer) -> None:
         super().__init__()
@@ -115,5 +115,5 @@ class _Producing(dcp.DefaultSavePlanner):
 
 
 def _one_process() -> warnings.catch_warnings:
-    """Without the warning that torch takes it for one: it is."""
+    """Suppress torch's warning that it assumes a single process."""
     return warnings.catch_warnings(action="ignore", category=UserWarning)

@@ -1,4 +1,4 @@
-"""Writing weights in any format, a tensor at a time, into a place that appears only when all of it is there."""
+"""Export of weights in any format, one tensor at a time, published by an atomic rename."""
 
 import errno
 import json
@@ -27,41 +27,41 @@ from titan_exp.models.convert.llama_state_dict import CheckpointFormat, llama_ma
 from titan_exp.models.convert.meta_params import to_params
 from titan_exp.models.convert.model_json import FILE, to_json
 
-ROOM_FOR_THE_REST = 64 * 2**20
-"""Bytes that configuration, tokenizer and the file system's own books take at most."""
+METADATA_BYTES = 64 * 2**20
+"""Upper bound on configuration, tokenizer and file-system metadata."""
 
 
 @dataclass(frozen=True)
 class ExportOptions:
-    """How weights are written."""
+    """Options of an export."""
 
     format: str
-    """One of `source.FORMATS`."""
+    """One of `open_checkpoint.FORMATS`."""
     dtype: torch.dtype | None = None
-    """Type of all weights; None keeps each as it is."""
+    """Dtype of all floating-point weights; None keeps each."""
     file_bytes: float = 5e9
-    """Size of a safetensors file; a larger tensor is alone in its own."""
+    """Maximum size of a safetensors file; a larger tensor has a file to itself."""
     progress: Callable[[int, int], None] = lambda done, total: None
-    """Called with bytes written and bytes in all."""
+    """Called with bytes written and total bytes."""
 
 
 def export_weights(source: OpenCheckpoint, target: Path, export: ExportOptions) -> int:
-    """Write the weights of a source to a new place; returns how many bytes of weights.
+    """Write the weights of a checkpoint to a new path; returns the bytes of weights.
 
-    In memory at a time are the tensor that is written and the one or ones that it is made of: never the model.
+    Only the written tensor and those it is made of are in memory, never the model.
 
     Raises:
         UserError: the target exists, the disk has no room, or the format cannot hold the model.
     """
     if target.exists():
         raise UserError(f"{target} exists. Name another place, or remove it first.")
-    dialect = _DIALECTS.get(export.format)
-    if dialect is not None and source.model.architecture != "decoder":
+    mapped_format = _MAPPED_FORMATS.get(export.format)
+    if mapped_format is not None and source.model.architecture != "decoder":
         raise UserError(
             f"format={export.format} holds Llama-like models, and this one is {source.model.architecture}. "
             "format=torch and format=dcp hold any model."
         )
-    specs, produce = _tensors(source, dialect, export.dtype)
+    specs, produce = _tensors(source, mapped_format, export.dtype)
     total = sum(spec.bytes for spec in specs)
     written = 0
 
@@ -72,35 +72,35 @@ def export_weights(source: OpenCheckpoint, target: Path, export: ExportOptions) 
         export.progress(written, total)
         return tensor
 
-    with _appearing(target, total) as partial:
+    with _published(target, total) as partial:
         _WRITERS[export.format](partial, source, specs, counted, export)
     return total
 
 
 def _tensors(
-    source: OpenCheckpoint, dialect: CheckpointFormat | None, dtype: torch.dtype | None
+    source: OpenCheckpoint, mapped_format: CheckpointFormat | None, dtype: torch.dtype | None
 ) -> tuple[list[TensorSpec], TensorProducer]:
-    """What is to be written, in order, and what makes each."""
-    if dialect is None:
+    """Tensors to write, in order, and their producer."""
+    if mapped_format is None:
         reader = source.parameters
         shapes = source.parameters.shapes
     else:
-        row_map = llama_map(source.model, dialect)
+        row_map = llama_map(source.model, mapped_format)
         reader, shapes = ExportReader(source.parameters, row_map), row_map.their_shapes
-    specs = [TensorSpec(name, tuple(shape), _type(reader.dtype(name), dtype)) for name, shape in shapes.items()]
+    specs = [TensorSpec(name, tuple(shape), _export_dtype(reader.dtype(name), dtype)) for name, shape in shapes.items()]
     return specs, lambda spec: reader.read(spec.name).to(spec.dtype)
 
 
-def _type(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
+def _export_dtype(own: torch.dtype, wanted: torch.dtype | None) -> torch.dtype:
     return wanted if wanted is not None and own.is_floating_point else own
 
 
 def write_hf_metadata(
     folder: Path, model: ModelConfig, dtype: torch.dtype, tokenizer: str | None, special_tokens: Mapping[str, Any]
 ) -> None:
-    """Put what stands beside weights into a Hugging Face folder: configuration and tokenizer."""
-    named = str(dtype).removeprefix("torch.")
-    _json(folder / "config.json", to_huggingface(model, dtype=named, special_tokens=special_tokens))
+    """Write config.json, generation_config.json and the tokenizer into a Hugging Face folder."""
+    name = str(dtype).removeprefix("torch.")
+    _json(folder / "config.json", to_huggingface(model, dtype=name, special_tokens=special_tokens))
     _json(folder / "generation_config.json", generation_config(special_tokens))
     if tokenizer is not None:
         end_of_text = _end_of_text(tokenizer, special_tokens)
@@ -149,7 +149,11 @@ def _distributed(
     _tokenizer(folder, source)
 
 
-_DIALECTS: dict[str, CheckpointFormat] = {"huggingface": "huggingface", "llama": "llama", "torchtune": "torchtune"}
+_MAPPED_FORMATS: dict[str, CheckpointFormat] = {
+    "huggingface": "huggingface",
+    "llama": "llama",
+    "torchtune": "torchtune",
+}
 _WRITERS = {
     "huggingface": _huggingface,
     "llama": _llama,
@@ -167,7 +171,7 @@ def _tokenizer(folder: Path, source: OpenCheckpoint) -> None:
 
 
 def _end_of_text(tokenizer: str, special_tokens: Mapping[str, Any]) -> str | None:
-    """The name of the token that ends a text, where a tokenizer.json knows its number."""
+    """Text of the end-of-text token, if a tokenizer.json has its id."""
     import tokenizers
 
     from titan_exp.rules.data import tokenizer_file
@@ -188,14 +192,14 @@ def _plain(values: object) -> object:
 
 
 @contextmanager
-def _appearing(target: Path, size: int) -> Iterator[Path]:
-    """A place beside the target that becomes it at the end, and is removed where the writing fails."""
+def _published(target: Path, size: int) -> Iterator[Path]:
+    """A path beside the target that is renamed to it at the end, or removed on failure."""
     target.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(target.parent).free
-    if free < size + ROOM_FOR_THE_REST:
+    if free < size + METADATA_BYTES:
         raise UserError(
             f"{target.parent} has {free / 1e9:.1f} GB free, and the weights take {size / 1e9:.1f} GB. "
-            "Another place, or dtype=bf16 for half of fp32."
+            "Use another disk, or dtype=bf16 for half of fp32."
         )
     partial = target.with_name(f"{target.name}.partial-{os.getpid()}")
     _remove(partial)
@@ -204,15 +208,15 @@ def _appearing(target: Path, size: int) -> Iterator[Path]:
         os.rename(partial, target)
     except BaseException as error:
         _remove(partial)
-        if _full(error):
-            raise UserError(f"The disk of {target.parent} is full; nothing was left there.") from error
+        if _is_disk_full(error):
+            raise UserError(f"The disk of {target.parent} is full; the partial export was removed.") from error
         raise
 
 
-def _full(error: BaseException) -> bool:
-    """Whether a failure is that of a full disk."""
+def _is_disk_full(error: BaseException) -> bool:
+    """True if the error is that of a full disk."""
     if isinstance(error, dcp.CheckpointException):
-        return any(_full(failure[0]) for failure in error.failures.values())
+        return any(_is_disk_full(failure[0]) for failure in error.failures.values())
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 

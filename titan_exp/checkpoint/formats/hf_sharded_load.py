@@ -1,4 +1,4 @@
-"""A sharded model filled from a Hugging Face folder: every rank, of any layout, reads its own part and no more."""
+"""Sharded load from a Hugging Face folder: each rank, in any layout, reads only its own shards."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -16,18 +16,16 @@ from titan_exp.parallel.meta_init import local, local_shard
 
 @torch.no_grad()
 def load_hf_sharded(model: nn.Module, config: ModelConfig, folder: Path, exclude: Sequence[str] = ()) -> None:
-    """Fill the parameters of a model, or of a stage of it, with the weights of a Hugging Face folder.
-
-    All of its ranks may call it at once, without communication.
+    """Load the weights of a Hugging Face folder into a model or a pipeline stage, without communication.
 
     Args:
-        model: in memory, sharded or not; its parameters may be of another type than the files.
+        model: sharded or not; its dtypes may differ from those of the files.
         config: the model group that it was built from.
         folder: with `config.json` and safetensors.
         exclude: patterns of full names of parameters that keep their values.
 
     Raises:
-        UserError: the folder cannot be read, or holds another model than `config` says.
+        UserError: the folder cannot be read, or its model differs from `config`.
     """
     source = open_huggingface(folder)
     if config.architecture != "decoder":
@@ -53,4 +51,4 @@ def _check_shape(asked: ModelConfig, found: ModelConfig, folder: Path) -> None:
     ]
     if differing:
         fitting = " ".join(model_overrides(found))
-        raise UserError(f"The weights in {folder} are of another model. What fits them: {fitting}", differing)
+        raise UserError(f"The weights in {folder} are of another model. They fit: {fitting}", differing)

@@ -1,4 +1,4 @@
-"""Our parameters out of another tool's tensors, and the other way, in parts and one at a time."""
+"""Readers that map between our parameters and another tool's tensors, one slice at a time."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -12,15 +12,15 @@ from titan_exp.models.convert.state_dict_map import Run, StateDictMap
 
 
 class ImportReader:
-    """A store of our parameters, by full name, whose tensors are gathered from a store of theirs."""
+    """Reads our parameters, by full name, from a checkpoint in another format."""
 
     def __init__(self, store: TensorReader, row_map: StateDictMap) -> None:
         self._store, self._map = store, row_map
         self.shapes = row_map.shapes
-        """Shape of every parameter, by full name."""
+        """Shape by full parameter name."""
 
     def dtype(self, name: str) -> torch.dtype:
-        """Type that holds every row of a parameter."""
+        """Promoted dtype of a parameter's source tensors."""
         found = None
         for their_name in dict.fromkeys(run.name for run in self._map.runs[name]):
             kind = self._store.dtype(their_name)
@@ -29,7 +29,7 @@ class ImportReader:
         return found
 
     def read(self, name: str, rows: slice = FULL_SLICE, columns: slice = FULL_SLICE) -> Tensor:
-        """A part of a parameter; of their tensors only what makes it up is read."""
+        """Read a slice of a parameter; only the source rows it needs are read."""
         shape = self.shapes[name]
         start, stop, _ = rows.indices(shape[0])
         width = [len(range(*columns.indices(shape[1])))] if len(shape) > 1 else []
@@ -47,19 +47,19 @@ class ImportReader:
 
 
 class ExportReader:
-    """Their tensors, whole, out of a store of our parameters."""
+    """Reads another format's tensors, whole, from a checkpoint of our parameters."""
 
     def __init__(self, store: TensorReader, row_map: StateDictMap) -> None:
         self._store, self._map = store, row_map
-        # Query, key and value follow each other and are rows of one parameter of ours.
+        # Query, key and value are read in sequence and are rows of one fused parameter.
         self._held: tuple[str, Tensor] | None = None
 
     def dtype(self, name: str) -> torch.dtype:
-        """Type of one of their tensors."""
+        """Dtype of a tensor."""
         return self._store.dtype(self._owner(name)[0])
 
     def read(self, name: str) -> Tensor:
-        """One of their tensors."""
+        """Read a tensor."""
         ours, runs = self._owner(name)
         whole, shape = self._read_once(ours), self._map.their_shapes[name]
         if len(runs) == 1 and runs[0].rows == whole.shape[0]:
@@ -71,7 +71,7 @@ class ExportReader:
 
     def _read_once(self, ours: str) -> Tensor:
         if self._held is None or self._held[0] != ours:
-            self._held = None  # one at a time in memory, also while the next one is read
+            self._held = None  # freed before the next one is read
             self._held = (ours, self._store.read(ours))
         return self._held[1]
 
@@ -86,16 +86,16 @@ def check_tensors(
     where: str,
     optional: frozenset[str] = frozenset(),
 ) -> None:
-    """Refuse a store that does not hold exactly the tensors of a model.
+    """Refuse a checkpoint whose tensors are not exactly those of the model.
 
     Args:
-        found: shapes in the store, by name.
+        found: shapes in the checkpoint, by name.
         wanted: shapes of the model, by name.
-        where: what to call the store.
-        optional: names that may be there and are not read.
+        where: name of the checkpoint in the message.
+        optional: names that may be present and are ignored.
 
     Raises:
-        UserError: naming every tensor that is missing, unexpected, or of another shape.
+        UserError: lists missing, unexpected and reshaped tensors.
     """
     lines = [
         *(f"missing: {name} {_shape(wanted[name])}" for name in wanted if name not in found),
@@ -108,7 +108,7 @@ def check_tensors(
     ]
     if lines:
         shown = [*lines[:20], *([f"and {len(lines) - 20} more"] if len(lines) > 20 else [])]
-        raise UserError("\n  ".join([f"{where} does not fit the model that its configuration describes:", *shown]))
+        raise UserError("\n  ".join([f"{where} does not match the model in its configuration:", *shown]))
 
 
 def _shape(shape: tuple[int, ...]) -> str:

@@ -1,4 +1,4 @@
-"""Meta's own Llama checkpoints: `params.json` and `consolidated.*.pth`, one file for each model-parallel rank."""
+"""Meta's Llama checkpoints: `params.json` and `consolidated.*.pth`, one file per model-parallel rank."""
 
 import json
 from collections.abc import Mapping
@@ -16,30 +16,30 @@ from titan_exp.models.convert.llama_state_dict import llama_map, names_of
 from titan_exp.models.convert.meta_params import from_params
 
 IGNORED = "rope.freqs"
-"""A table that old files carry along."""
+"""RoPE table of old files."""
 
 
 class ConsolidatedReader:
-    """Reads tensors that are divided among files: by rows, by columns, or not at all.
+    """Reads tensors sharded over files by rows, by columns, or replicated.
 
     Args:
-        pieces: what each file holds, in the order of its rank.
-        shapes: shape of every whole tensor, by name.
+        pieces: tensors of each file, in rank order.
+        shapes: full shapes by name.
     """
 
     def __init__(self, pieces: list[dict[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._pieces = pieces
         present = {name for piece in pieces for name in piece if name != IGNORED}
         self.shapes = {name: self._whole_shape(name, shapes.get(name)) for name in sorted(present)}
-        """Shape of every whole tensor, by name."""
+        """Full shape by tensor name."""
 
     def dtype(self, name: str) -> torch.dtype:
-        """Type of a tensor."""
+        """Dtype of a tensor."""
         return self._pieces[0][name].dtype
 
     def read(self, name: str, rows: slice = FULL_SLICE, columns: slice = FULL_SLICE) -> Tensor:
-        """A part of a tensor. One that is divided by columns is copied whole first."""
-        pieces, dim = self._divided(name, self.shapes[name])
+        """Read a slice. A column-sharded tensor is concatenated first."""
+        pieces, dim = self._shards(name, self.shapes[name])
         if len(pieces) == 1:
             return slice_tensor(pieces[0], rows, columns)
         if dim == 1:
@@ -53,13 +53,13 @@ class ConsolidatedReader:
             start += len(piece)
         return torch.cat(found)
 
-    def _divided(self, name: str, shape: tuple[int, ...]) -> tuple[list[Tensor], int]:
-        """The pieces that make up a tensor, and the dim along which."""
+    def _shards(self, name: str, shape: tuple[int, ...]) -> tuple[list[Tensor], int]:
+        """Shards of a tensor, and their dim."""
         pieces = [piece[name] for piece in self._pieces]
         if tuple(pieces[0].shape) == shape:
             return pieces[:1], 0
         dim = 0 if pieces[0].shape[1:] == torch.Size(shape[1:]) else 1
-        # More ranks than key-value heads: neighbours hold copies of one.
+        # With more ranks than KV heads, neighbours hold replicas.
         wanted = shape[dim] // pieces[0].shape[dim]
         return pieces[:: max(1, len(pieces) // max(1, wanted))], dim
 
@@ -67,36 +67,36 @@ class ConsolidatedReader:
         shape = tuple(self._pieces[0][name].shape) if name in self._pieces[0] else ()
         if wanted is None or len(shape) != len(wanted):
             return shape
-        pieces, dim = self._divided(name, wanted)
+        pieces, dim = self._shards(name, wanted)
         if shape == wanted:
             return shape
         return tuple(sum(piece.shape[dim] for piece in pieces) if at == dim else n for at, n in enumerate(shape))
 
 
 def open_consolidated(folder: Path, known: ModelConfig | None = None) -> tuple[ModelConfig, ConsolidatedReader]:
-    """The shape and the tensors of a folder.
+    """Open a folder; returns its model configuration and tensors.
 
     Args:
-        folder: with `params.json` and at least one file of tensors.
-        known: the shape, where something better than `params.json` says it.
+        folder: with `params.json` and at least one `consolidated.*.pth`.
+        known: the configuration, if known from elsewhere than `params.json`.
 
     Raises:
-        UserError: something is missing or damaged, or the files do not belong together.
+        UserError: a file is missing or damaged, or the files do not belong together.
     """
     try:
         params: dict[str, Any] = json.loads((folder / "params.json").read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{folder / 'params.json'} is no JSON: {error}") from error
+        raise UserError(f"{folder / 'params.json'} is not valid JSON: {error}") from error
     files = sorted(folder.glob("consolidated.*.pth"))
     numbers = [file.name.split(".")[1] for file in files]
     if numbers != [f"{number:02d}" for number in range(len(files))]:
-        raise UserError(f"{folder} holds {', '.join(file.name for file in files)}: a number is missing between them.")
+        raise UserError(f"{folder} holds {', '.join(file.name for file in files)}: a file between them is missing.")
     pieces = [torch_load_safely(file) for file in files]
     embedding, head, gate = names_of("llama")
     for file, piece in zip(files, pieces, strict=True):
         missing = [name for name in (embedding, gate) if name not in piece]
         if missing:
-            raise UserError(f"{file} holds no {' and no '.join(missing)}: it is no part of Meta's Llama.")
+            raise UserError(f"{file} holds no {' and no '.join(missing)}: it is not a file of Meta's Llama.")
     first = pieces[0]
     vocab_size = first[embedding].shape[0]
     if len(pieces) > 1 and first[embedding].shape[1] == params.get("dim"):
@@ -112,7 +112,7 @@ def open_consolidated(folder: Path, known: ModelConfig | None = None) -> tuple[M
 
 
 def _equal(pieces: list[dict[str, Tensor]], name: str, other: str) -> bool:
-    """Whether two tensors are the same; the first rows that differ end the comparison."""
+    """True if two tensors are equal; compares chunks of rows until the first difference."""
     return all(
         piece[name].shape == piece[other].shape
         and all(torch.equal(*pair) for pair in zip(piece[name].split(1024), piece[other].split(1024), strict=True))

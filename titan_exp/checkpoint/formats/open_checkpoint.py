@@ -1,4 +1,4 @@
-"""What a path holds: a run, a distributed checkpoint, a Hugging Face folder, Meta's files, or a file of torch."""
+"""Open a checkpoint of any format: a run, DCP, Hugging Face, Meta, torchtune or a torch file."""
 
 import json
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titan_exp.checkpoint.dcp.checksums import find_damage
+from titan_exp.checkpoint.dcp.checksums import find_damage, raise_if_damaged
 from titan_exp.checkpoint.formats.dcp_checkpoint import DCPTensorReader
 from titan_exp.checkpoint.formats.mapping import ImportReader, check_tensors
 from titan_exp.checkpoint.formats.meta_consolidated import IGNORED, open_consolidated
@@ -26,57 +26,57 @@ from titan_exp.models.convert.model_json import FILE, from_json
 from titan_exp.rules.model_shape import FFN_MULTIPLE
 
 FORMATS = ("dcp", "huggingface", "llama", "torch", "torchtune")
-"""What can be read and written."""
+"""Formats that can be read and written."""
 
 TORCHTUNE_FILE = "model.pt"
-"""The weights in a folder for torchtune, beside `model.json`."""
+"""Weights in a torchtune folder, beside `model.json`."""
 
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """Weights somewhere on disk, as our parameters, and what is known of their model."""
+    """An opened checkpoint: its weights as our parameters, its model and tokenizer."""
 
     path: Path
-    """Where exactly they are."""
+    """Path of the checkpoint itself."""
     format: str
     """One of `FORMATS`."""
     model: ModelConfig
     """The model group."""
     parameters: TensorReader
-    """Our parameters, by full name."""
+    """Reader of our parameters by full name."""
     tokenizer: str | None = None
-    """`bytes`, or the path of a tokenizer.json or of a folder with a tokenizer's files; None where there is none."""
+    """`bytes`, or the path of a tokenizer.json or a folder with tokenizer files; None without one."""
     special_tokens: Mapping[str, Any] = field(default_factory=dict)
-    """`bos_token_id` and `eos_token_id`, where they are known."""
+    """`bos_token_id` and `eos_token_id`, if known."""
 
 
 def open_checkpoint(path: Path, step: int = 0) -> OpenCheckpoint:
-    """Find out what a path holds, and check that all of it is there.
+    """Detect the format of a path and open it.
 
     Args:
-        path: of a run folder, of one of its checkpoints, or of weights in another format.
-        step: the checkpoint of a run; 0 is the newest.
+        path: a run folder, one of its checkpoints, or weights in another format.
+        step: checkpoint of a run; 0 is the newest.
 
     Raises:
-        UserError: nothing that can be read is there, or it is incomplete or damaged.
+        UserError: it is no checkpoint, or is incomplete or damaged.
     """
     if not path.exists():
         raise UserError(f"{path} does not exist. Runs are listed by: ls -d runs/*/*/")
     if path.is_file():
-        return _torch_file(path)
+        return _open_torch_file(path)
     if (path / "config.yaml").is_file() and (path / "checkpoints").is_dir():
-        return _distributed(_checkpoint_of_run(path, step))
+        return _open_dcp(_checkpoint_of_run(path, step))
     if step:
-        raise UserError(f"step={step}: only a run folder has several checkpoints, and {path} is none.")
+        raise UserError(f"step={step}: only a run folder has several checkpoints, and {path} is not one.")
     if (path / ".metadata").is_file():
-        return _distributed(path)
+        return _open_dcp(path)
     if (path / FILE).is_file() and (path / TORCHTUNE_FILE).is_file():
-        return _torchtune(path)
+        return _open_torchtune(path)
     if (path / "params.json").is_file() and any(path.glob("consolidated.*.pth")):
-        return _consolidated(path)
+        return _open_meta(path)
     if (path / "config.json").is_file():
         return open_huggingface(path)
-    raise UserError(f"{path} is no checkpoint.\n  {_what_is_missing(path)}")
+    raise UserError(f"{path} is no checkpoint.\n  {_explain_missing(path)}")
 
 
 def open_huggingface(folder: Path) -> OpenCheckpoint:
@@ -96,7 +96,7 @@ def open_huggingface(folder: Path) -> OpenCheckpoint:
             "loading and saving them with transformers: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)."
         )
     store = SafetensorsReader(folder)
-    # Some tied checkpoints hold the head once more, and old ones a table of frequencies.
+    # Some tied checkpoints also store the head, and old ones a RoPE table.
     extra = {name for name in store.shapes if name.endswith("rotary_emb.inv_freq")}
     parameters = _mapped(store, model, "huggingface", folder, extra)
     return OpenCheckpoint(folder, "huggingface", model, parameters, _tokenizer_in(folder), special_tokens_of(values))
@@ -123,24 +123,22 @@ def _checkpoint_of_run(path: Path, step: int) -> Path:
     return checkpoints.path_of(step or steps[-1])
 
 
-def _distributed(path: Path) -> OpenCheckpoint:
-    # By this process alone: in a job of several ranks, not all may ask.
-    damage = find_damage(path)
-    if damage is not None:
-        raise UserError(f"The checkpoint {path} is damaged: {damage}. Name an older one, or another copy of it.")
+def _open_dcp(path: Path) -> OpenCheckpoint:
+    # Without collectives: in a job of several ranks, not all of them may open it.
+    raise_if_damaged(path, find_damage(path))
     store = DCPTensorReader(path)
     if not store.shapes:
-        raise UserError(f"{path} is a distributed checkpoint without a model: no key in it begins with model.")
-    described, of_run = path / FILE, path.parent.parent / "config.yaml"
+        raise UserError(f"{path} is a DCP checkpoint without a model: no key begins with 'model.'.")
+    described, run_config = path / FILE, path.parent.parent / "config.yaml"
     if described.is_file():
         model, special = from_json(json.loads(described.read_text(encoding="utf-8")), str(described))
         tokenizer = _tokenizer_in(path)
-    elif of_run.is_file():
-        experiment = load_experiment(of_run)
+    elif run_config.is_file():
+        experiment = load_experiment(run_config)
         model, (tokenizer, special) = experiment.model, run_tokenizer(experiment.data)
     else:
         raise UserError(
-            f"{path} is a distributed checkpoint outside of a run, and nothing says of which model: {FILE} is missing. "
+            f"{path} is a DCP checkpoint outside of a run, without a description of its model: {FILE} is missing. "
             "Name the run folder, or the checkpoint in it."
         )
     if model.architecture == "decoder":
@@ -148,20 +146,20 @@ def _distributed(path: Path) -> OpenCheckpoint:
     return OpenCheckpoint(path, "dcp", model, store, tokenizer, special)
 
 
-def _consolidated(folder: Path) -> OpenCheckpoint:
-    # What we wrote says more than Meta's params.json.
+def _open_meta(folder: Path) -> OpenCheckpoint:
+    # Our own model.json holds more than Meta's params.json.
     described, special = folder / FILE, {}
     known = None
     if described.is_file():
         known, special = from_json(json.loads(described.read_text(encoding="utf-8")), str(described))
     model, store = open_consolidated(folder, known)
     model = _sound(model, folder)
-    # A head that equals the embedding is no parameter.
+    # A head equal to the embedding is tied.
     parameters = _mapped(store, model, "llama", folder, {IGNORED, names_of("llama")[1]})
     return OpenCheckpoint(folder, "llama", model, parameters, _tokenizer_in(folder), special)
 
 
-def _torchtune(folder: Path) -> OpenCheckpoint:
+def _open_torchtune(folder: Path) -> OpenCheckpoint:
     described = folder / FILE
     model, special = from_json(json.loads(described.read_text(encoding="utf-8")), str(described))
     store = TorchFileReader(torch_load_safely(folder / TORCHTUNE_FILE))
@@ -169,15 +167,15 @@ def _torchtune(folder: Path) -> OpenCheckpoint:
     return OpenCheckpoint(folder, "torchtune", model, parameters, _tokenizer_in(folder), special)
 
 
-def _torch_file(path: Path) -> OpenCheckpoint:
+def _open_torch_file(path: Path) -> OpenCheckpoint:
     if path.name.startswith("consolidated.") and path.with_name("params.json").is_file():
-        raise UserError(f"{path} is one file of Meta's Llama. Name its folder: {path.parent}")
+        raise UserError(f"{path} is one file of Meta's Llama. Use its folder: {path.parent}")
     content = torch_load_safely(path)
     tensors = content.get("model")
     if not isinstance(tensors, dict) or "config" not in content:
         raise UserError(
-            f"{path} is a file of torch, but not of titan-exp: it has no 'model' and no 'config' (there are "
-            f"{', '.join(map(str, list(content)[:4]))}). Of Meta's files name the folder, with params.json in it."
+            f"{path} is a torch file, but not of titan-exp: it has no 'model' and 'config' (it has "
+            f"{', '.join(map(str, list(content)[:4]))}). For Meta's files use the folder with params.json."
         )
     model, special = from_json(content["config"], str(path))
     store = TorchFileReader(tensors)
@@ -213,16 +211,16 @@ def _tokenizer_in(folder: Path) -> str | None:
     return str(folder) if any((folder / name).is_file() for name in TOKENIZER_FILES) else None
 
 
-def _what_is_missing(path: Path) -> str:
+def _explain_missing(path: Path) -> str:
     if any(path.glob("*.safetensors")):
-        return "It holds safetensors without the config.json that says of which model."
+        return "It holds safetensors without config.json, which describes the model."
     if any(path.glob("consolidated.*.pth")):
         return "It holds consolidated.*.pth without params.json."
     if (path / "config.yaml").is_file():
-        return "It is a run that has saved nothing yet."
+        return "It is a run without a checkpoint."
     if CheckpointFolder(path).complete_steps():
-        return f"It holds checkpoints of a run; name one of them, or the run: {path.parent}"
+        return f"It holds the checkpoints of a run; use one of them, or the run: {path.parent}"
     return (
-        "What can be read: a run folder, a checkpoints/step-… folder, a Hugging Face folder (config.json and "
-        "*.safetensors), Meta's Llama (params.json and consolidated.*.pth), and what convert wrote."
+        "Readable are: a run folder, a checkpoints/step-… folder, a Hugging Face folder (config.json and "
+        "*.safetensors), Meta's Llama (params.json and consolidated.*.pth), and output of convert."
     )

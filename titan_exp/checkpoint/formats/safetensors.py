@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face folder: one safetensors file, or several with an index."""
+"""safetensors files of a Hugging Face folder, single or sharded with an index."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from titan_exp.checkpoint.formats.tensor_reader import FULL_SLICE
 from titan_exp.config.errors.user_error import UserError
 
 INDEX = "model.safetensors.index.json"
-"""Which tensor is in which file."""
+"""Index from tensor names to files."""
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F64": torch.float64}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
@@ -32,11 +32,11 @@ class SafetensorsReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._open = cache(self._opened)
+        self._open = cache(self._open_file)
 
     @cached_property
     def files(self) -> dict[str, str]:
-        """The file that holds a tensor, by name."""
+        """File by tensor name."""
         index = self.folder / INDEX
         if not index.is_file():
             found = sorted(self.folder.glob("*.safetensors"))
@@ -44,16 +44,16 @@ class SafetensorsReader:
         try:
             listed: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         except (ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{index} is damaged: it holds no weight_map. Fetch the folder again.") from error
+            raise UserError(f"{index} is damaged: it holds no weight_map. Download the folder again.") from error
         missing = sorted({file for file in listed.values() if not (self.folder / Path(file).name).is_file()})
         if missing:
-            raise UserError(f"{index} lists {', '.join(missing)}, not in the folder. Fetch what is missing.")
-        # A file beside the index, wherever the index says that it is.
+            raise UserError(f"{index} lists {', '.join(missing)}, not in the folder. Download the missing files.")
+        # Files are beside the index, whatever path the index has.
         return {name: Path(file).name for name, file in listed.items()}
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every tensor, by name."""
+        """Shape by tensor name."""
         return self._shapes
 
     @cached_property
@@ -61,16 +61,14 @@ class SafetensorsReader:
         return {name: tuple(self._slice(name).get_shape()) for name in self.files}
 
     def dtype(self, name: str) -> torch.dtype:
-        """Type of a tensor."""
+        """Dtype of a tensor."""
         kind = self._slice(name).get_dtype()
         if kind not in _DTYPES:
-            raise UserError(
-                f"{self.folder / self.files[name]}: {name} is {kind}; what can be read is fp32, bf16, fp16."
-            )
+            raise UserError(f"{self.folder / self.files[name]}: {name} is {kind}; supported are fp32, bf16, fp16.")
         return _DTYPES[kind]
 
     def read(self, name: str, rows: slice = FULL_SLICE, columns: slice = FULL_SLICE) -> Tensor:
-        """A part of a tensor; only that part is read."""
+        """Read a slice, and nothing else, from disk."""
         part = self._slice(name)
         return part[rows, columns] if len(part.get_shape()) > 1 else part[rows]
 
@@ -80,40 +78,40 @@ class SafetensorsReader:
         except SafetensorError as error:
             raise UserError(f"{self.folder / self.files[name]}: {name} cannot be read ({error}).") from error
 
-    def _opened(self, file: str) -> Any:
+    def _open_file(self, file: str) -> Any:
         try:
             return safe_open(self.folder / file, framework="pt")
         except (SafetensorError, OSError) as error:
             raise UserError(
-                f"{self.folder / file} cannot be read ({error}); it is damaged or was not fetched whole."
+                f"{self.folder / file} cannot be read ({error}); it is damaged or was not downloaded completely."
             ) from error
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that is still to be made."""
+    """Name, shape and dtype of a tensor to be written."""
 
     name: str
-    """Its name in the file."""
+    """Name in the file."""
     shape: tuple[int, ...]
-    """Its shape."""
+    """Full shape."""
     dtype: torch.dtype
-    """Its type in the file."""
+    """Dtype in the file."""
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 TensorProducer = Callable[[TensorSpec], Tensor]
-"""Makes a tensor, of the type and shape of its spec; called once for each, in order."""
+"""Produces the tensor of a spec; called once for each, in order."""
 
 
 def write_safetensors(folder: Path, specs: Sequence[TensorSpec], produce: TensorProducer, *, file_bytes: float) -> None:
-    """Write `model.safetensors`, or numbered files of at most `file_bytes` (or one tensor) each with their index.
+    """Write `model.safetensors`, or numbered files of at most `file_bytes` (or one tensor) each and their index.
 
-    One tensor is in memory at a time: the library's own writer would hold those of a whole file.
+    One tensor is in memory at a time, where the library's writer would hold a whole file.
     """
     parts = _files(specs, file_bytes)
     for name, part in parts.items():
@@ -123,18 +121,18 @@ def write_safetensors(folder: Path, specs: Sequence[TensorSpec], produce: Tensor
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where a tensor stands in the files of a folder."""
+    """Location of a tensor in the files of a folder."""
 
     file: str
-    """Name of the file."""
+    """File name."""
     begin: int
     """Offset of its first byte."""
     spec: TensorSpec
-    """The tensor."""
+    """Spec of the tensor."""
 
 
 def tensor_locations(specs: Sequence[TensorSpec], *, file_bytes: float) -> dict[str, TensorLocation]:
-    """Where each tensor stands in the files that `write_safetensors` would write; known without writing any."""
+    """Locations of all tensors in the files that `write_safetensors` would write."""
     return {
         spec.name: TensorLocation(file, len(header) + begin, spec)
         for file, part in _files(specs, file_bytes).items()
@@ -144,7 +142,7 @@ def tensor_locations(specs: Sequence[TensorSpec], *, file_bytes: float) -> dict[
 
 
 def preallocate_safetensors(folder: Path, specs: Sequence[TensorSpec], *, file_bytes: float) -> None:
-    """Write those files with room on the disk for their tensors, and the index, for others to fill in the tensors.
+    """Write headers and the index, and preallocate the tensor data for other ranks to fill in.
 
     Raises:
         OSError: the disk has no room.
@@ -158,13 +156,13 @@ def preallocate_safetensors(folder: Path, specs: Sequence[TensorSpec], *, file_b
             file.flush()
             if hasattr(os, "posix_fallocate"):
                 os.posix_fallocate(file.fileno(), 0, size)
-            else:  # macOS: the disk may turn out to be full later
+            else:  # macOS: the disk may fill up later
                 file.truncate(size)
     _write_index(folder, parts)
 
 
 def _files(specs: Sequence[TensorSpec], file_bytes: float) -> dict[str, list[TensorSpec]]:
-    parts = _divided(specs, file_bytes)
+    parts = _split_by_size(specs, file_bytes)
     if len(parts) == 1:
         return {"model.safetensors": parts[0]}
     return {f"model-{number:05d}-of-{len(parts):05d}.safetensors": part for number, part in enumerate(parts, start=1)}
@@ -179,7 +177,7 @@ def _write_index(folder: Path, parts: Mapping[str, Sequence[TensorSpec]]) -> Non
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _divided(specs: Iterable[TensorSpec], file_bytes: float) -> list[list[TensorSpec]]:
+def _split_by_size(specs: Iterable[TensorSpec], file_bytes: float) -> list[list[TensorSpec]]:
     parts: list[list[TensorSpec]] = []
     room = 0.0
     for spec in specs:
@@ -192,7 +190,7 @@ def _divided(specs: Iterable[TensorSpec], file_bytes: float) -> list[list[Tensor
 
 
 def _header(specs: Sequence[TensorSpec]) -> tuple[bytes, list[int]]:
-    """The beginning of a file, and where after it each tensor begins."""
+    """Header of a file, and the offset after it of each tensor."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begins, end = [], 0
     for spec in specs:
@@ -200,7 +198,7 @@ def _header(specs: Sequence[TensorSpec]) -> tuple[bytes, list[int]]:
         begins.append(begin)
         header[spec.name] = {"dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at multiples of 8 bytes
+    text += b" " * (-len(text) % 8)  # aligns the tensor data to 8 bytes
     return struct.pack("<Q", len(text)) + text, begins
 
 

@@ -1,7 +1,7 @@
-"""A run's weights as Hugging Face folders, written by all ranks at once, each writing the part that it holds.
+"""Sharded Hugging Face export: all ranks write their own shards of the weights in parallel.
 
-Where every tensor of theirs stands in the files is known beforehand, so that rank 0 lays the files out and each rank
-writes its rows to their places: nothing is sent, and a rank has one of its own parameters in memory a second time.
+The location of every tensor is known beforehand: rank 0 preallocates the files and each rank writes its rows at their
+offsets. Nothing is communicated, and a rank holds one extra copy of one of its parameters.
 """
 
 import os
@@ -33,57 +33,46 @@ from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.atomic_write import sync_folder
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-"""What `checkpoint.export` may be."""
+"""Dtypes of `checkpoint.export`."""
 FILE_BYTES = 5e9
-"""Size of a file; a larger tensor is alone in its own."""
+"""Maximum size of a file; a larger tensor has a file to itself."""
 
 
 class ShardedHFExporter:
-    """The exports of one run; `write` is called by all ranks together.
-
-    Args:
-        experiment: the run.
-        path: the run's `export/` folder.
-        mesh: over which its parameters are spread.
-        file_bytes: size of a file.
-    """
+    """Exports of one run into its `export/` folder `path`; all ranks call `write` together."""
 
     def __init__(self, experiment: Experiment, path: Path, mesh: Mesh, *, file_bytes: float = FILE_BYTES) -> None:
         self._experiment, self._path, self._mesh, self._file_bytes = experiment, path, mesh, file_bytes
         self._config = experiment.checkpoint
         self._leader = dist.get_rank() == 0
         if self._leader:
-            for rubble in path.glob("*.partial"):
-                shutil.rmtree(rubble, ignore_errors=True)
+            for stale in path.glob("*.partial"):
+                shutil.rmtree(stale, ignore_errors=True)
 
     def due(self, step: int) -> bool:
-        """Whether an export is asked for after this step, be it the last or not."""
+        """True if `export_every` asks for an export after this step."""
         every = self._config.export_every
         return self._config.export != "none" and every is not None and step % every == 0
 
     def path_of(self, step: int) -> Path:
-        """The folder of a step; it is there only when it is complete."""
+        """Folder of a step; it exists only once complete."""
         return self._path / f"step-{step:08d}"
 
     def write(self, step: int, parts: Sequence[nn.Module]) -> bool:
-        """Export the weights after a step, once; returns whether what is asked for is there.
+        """Export the weights after a step, unless it exists; returns True if the export exists or is turned off.
 
-        A failure (a full disk) is reported, and leaves nothing.
-
-        Args:
-            step: whose weights these are.
-            parts: the model, or its parts on this rank.
+        A failure (disk full) is logged and leaves no files. `parts` is the model, or its parts on this rank.
         """
         target = self.path_of(step)
-        if self._config.export == "none" or self._is_there(target):
+        if self._config.export == "none" or self._exists(target):
             return True
         partial = target.with_name(f"{target.name}.partial")
         row_map, dtype = llama_map(self._experiment.model, "huggingface"), DTYPES[self._config.export]
         specs = [TensorSpec(name, tuple(shape), dtype) for name, shape in row_map.their_shapes.items()]
         written = (
-            self._could(lambda: self._lay_out(partial, specs, dtype) if self._leader else None)
-            and self._could(lambda: self._fill(partial, specs, row_map, dtype, parts))
-            and self._could(lambda: self._publish(partial, target) if self._leader else None)
+            self._all_succeed(lambda: self._preallocate(partial, specs, dtype) if self._leader else None)
+            and self._all_succeed(lambda: self._write_shards(partial, specs, row_map, dtype, parts))
+            and self._all_succeed(lambda: self._publish(partial, target) if self._leader else None)
         )
         if written:
             get_logger().info("exported step %d: %s", step, target)
@@ -91,21 +80,21 @@ class ShardedHFExporter:
             shutil.rmtree(partial, ignore_errors=True)
         return written
 
-    def _is_there(self, target: Path) -> bool:
-        """Rank 0's word: another rank may look through a cache of its own."""
+    def _exists(self, target: Path) -> bool:
+        """True if the folder exists on rank 0; other ranks may see a stale file-system cache."""
         found = [target.is_dir() if self._leader else None]
         dist.broadcast_object_list(found, src=0, group=self._mesh.cpu_group)
         return bool(found[0])
 
-    def _lay_out(self, partial: Path, specs: Sequence[TensorSpec], dtype: torch.dtype) -> None:
-        """All but the tensors."""
+    def _preallocate(self, partial: Path, specs: Sequence[TensorSpec], dtype: torch.dtype) -> None:
+        """Write everything but the tensors."""
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         tokenizer, special = run_tokenizer(self._experiment.data)
         write_hf_metadata(partial, self._experiment.model, dtype, tokenizer, special)
         preallocate_safetensors(partial, specs, file_bytes=self._file_bytes)
 
-    def _fill(
+    def _write_shards(
         self,
         partial: Path,
         specs: Sequence[TensorSpec],
@@ -113,12 +102,12 @@ class ShardedHFExporter:
         dtype: torch.dtype,
         parts: Sequence[nn.Module],
     ) -> None:
-        """This rank's part of the tensors."""
-        runs = _Runs(row_map, tensor_locations(specs, file_bytes=self._file_bytes), dtype)
-        with _Files(partial) as files:
+        """Write this rank's shards."""
+        writer = _RowWriter(row_map, tensor_locations(specs, file_bytes=self._file_bytes), dtype)
+        with _OffsetFiles(partial) as files:
             for key, tensor in model_state_dict(parts).items():
                 if is_first_replica(tensor, self._mesh):
-                    runs.write(files, key.removeprefix(MODEL_PREFIX), tensor)
+                    writer.write(files, key.removeprefix(MODEL_PREFIX), tensor)
 
     def _publish(self, partial: Path, target: Path) -> None:
         for file in partial.iterdir():
@@ -128,42 +117,44 @@ class ShardedHFExporter:
         os.rename(partial, target)
         sync_folder(target.parent)
 
-    def _could(self, action: Callable[[], None]) -> bool:
-        """Do it on every rank; returns whether all could."""
+    def _all_succeed(self, action: Callable[[], None]) -> bool:
+        """Run an action on every rank; returns True if all succeeded."""
         failure = None
         try:
             action()
         except OSError as error:
             failure = f"rank {dist.get_rank()}: {error}"
-        said: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, failure, group=self._mesh.cpu_group)
-        failed = [each for each in said if each is not None]
+        failures: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(failures, failure, group=self._mesh.cpu_group)
+        failed = [failure for failure in failures if failure is not None]
         if failed:
             get_logger().error("the weights could not be exported: %s", failed[0])
         return not failed
 
 
 def is_first_replica(tensor: Tensor, mesh: Mesh) -> bool:
-    """Whether this rank is the first of those that hold the same part of a tensor.
+    """True if this rank is the first replica of its shard of a tensor.
 
-    Of a tensor that several stages hold, it is so on each of them.
+    A tied tensor of several pipeline stages has a first replica on each of them.
     """
-    divided = set()
+    sharded = set()
     if isinstance(tensor, DTensor):
         names = tensor.device_mesh.mesh_dim_names or ()
-        divided = {name for name, it in zip(names, tensor.placements, strict=True) if not it.is_replicate()}
-    axes = {"dp_replicate", "fsdp", "tp"} - divided
+        sharded = {
+            name for name, placement in zip(names, tensor.placements, strict=True) if not placement.is_replicate()
+        }
+    axes = {"dp_replicate", "fsdp", "tp"} - sharded
     return all(mesh.sharding[axis].get_local_rank() == 0 for axis in axes)
 
 
-class _Files:
-    """Files open for writing at any place; what was written is on the disk after the block."""
+class _OffsetFiles:
+    """Files open for writes at any offset, synced at the end of the block."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._open = folder, dict[str, int]()
         self._closing = ExitStack()
 
-    def __enter__(self) -> "_Files":
+    def __enter__(self) -> "_OffsetFiles":
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -173,7 +164,7 @@ class _Files:
                     os.fsync(descriptor)
 
     def write(self, file: str, offset: int, data: memoryview) -> None:
-        """All of `data` at an offset: a call may write less than it is given."""
+        """Write all of `data` at an offset; a single pwrite may write less."""
         if file not in self._open:
             self._open[file] = os.open(self._folder / file, os.O_WRONLY)
             self._closing.callback(os.close, self._open[file])
@@ -182,14 +173,14 @@ class _Files:
             data, offset = data[count:], offset + count
 
 
-class _Runs:
-    """Where rows of our parameters go."""
+class _RowWriter:
+    """Writes rows of our parameters to their locations."""
 
     def __init__(self, row_map: StateDictMap, where: Mapping[str, TensorLocation], dtype: torch.dtype) -> None:
         self._map, self._where, self._dtype = row_map, where, dtype
 
-    def write(self, files: _Files, name: str, tensor: Tensor) -> None:
-        """Write what this rank holds of a parameter."""
+    def write(self, files: _OffsetFiles, name: str, tensor: Tensor) -> None:
+        """Write this rank's shard of a parameter."""
         part = local_shard(tensor)
         if 0 in part.size:
             return

@@ -1,4 +1,4 @@
-"""Tensors of a checkpoint on disk: by name, in parts, none of them in memory until it is read."""
+"""Interface of lazy tensor readers: tensors of a checkpoint by name, read in slices."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -7,29 +7,29 @@ import torch
 from torch import Tensor
 
 FULL_SLICE = slice(None)
-"""All rows, or all columns."""
+"""All rows or columns."""
 
 
 class TensorReader(Protocol):
-    """What reads of one format have in common."""
+    """Reader of one checkpoint format."""
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every tensor, by name."""
+        """Shape by tensor name."""
         ...
 
     def dtype(self, name: str) -> torch.dtype:
-        """Type of a tensor."""
+        """Dtype of a tensor."""
         ...
 
     def read(self, name: str, rows: slice = FULL_SLICE, columns: slice = FULL_SLICE) -> Tensor:
-        """Consecutive rows of a tensor, and of a matrix consecutive columns of them, on the CPU; not to be written to.
+        """Read consecutive rows (and, of a matrix, consecutive columns) to the CPU; the result is read-only.
 
-        Nothing else is read from the disk, but for formats that hold pieces of tensors, which are read whole.
+        Nothing else is read from disk, except whole shards in sharded formats.
         """
         ...
 
 
 def slice_tensor(tensor: Tensor, rows: slice, columns: slice) -> Tensor:
-    """The part of a tensor in memory."""
+    """Slice a tensor in memory."""
     return tensor[rows] if tensor.dim() < 2 else tensor[rows, columns]

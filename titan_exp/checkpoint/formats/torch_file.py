@@ -1,4 +1,4 @@
-"""Single files of torch: read through a memory map, and written a tensor at a time."""
+"""torch files, read through a memory map and written one tensor at a time."""
 
 import mmap
 import os
@@ -17,61 +17,61 @@ from titan_exp.config.errors.user_error import UserError
 
 
 class TorchFileReader:
-    """Tensors of a dictionary that `torch_load_safely` returned."""
+    """Reads tensors of a dictionary from `torch_load_safely`."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
         self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        """Shape of every tensor, by name."""
+        """Shape by tensor name."""
 
     def dtype(self, name: str) -> torch.dtype:
-        """Type of a tensor."""
+        """Dtype of a tensor."""
         return self._tensors[name].dtype
 
     def read(self, name: str, rows: slice = FULL_SLICE, columns: slice = FULL_SLICE) -> Tensor:
-        """A part of a tensor, in the memory map."""
+        """Slice a tensor in the memory map."""
         return slice_tensor(self._tensors[name], rows, columns)
 
 
 def torch_load_safely(path: Path) -> dict[str, Any]:
-    """What a file holds, its tensors in a memory map. Nothing in the file is executed.
+    """Load a file with memory-mapped tensors, without executing code in it.
 
     Raises:
-        UserError: it is no file of torch, is damaged, or holds more than tensors and plain values.
+        UserError: it is no torch file, is damaged, or holds more than tensors and plain values.
     """
     try:
         found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
         raise UserError(
-            f"{path} holds more than tensors and plain values, and reading it could run code. Save it again with its "
-            "state_dict() alone."
+            f"{path} holds more than tensors and plain values, and loading it could execute code. Save only its "
+            "state_dict() again."
         ) from error
     except (RuntimeError, OSError, EOFError, ValueError) as error:
-        raise UserError(f"{path} cannot be read as a file of torch: {str(error).splitlines()[0]}") from error
+        raise UserError(f"{path} cannot be read as a torch file: {str(error).splitlines()[0]}") from error
     if not isinstance(found, dict):
-        raise UserError(f"{path} holds a {type(found).__name__}, no dictionary of tensors.")
+        raise UserError(f"{path} holds a {type(found).__name__}, not a dictionary of tensors.")
     return found
 
 
 def write_torch_file(path: Path, state: Mapping[str, Any], produce: TensorProducer) -> None:
-    """Write what `torch.load(..., weights_only=True)` reads.
+    """Write a file for `torch.load(..., weights_only=True)`.
 
-    The file is laid out first and filled through a memory map, so that one tensor is in memory at a time; the
-    checksums of the archive, which torch does not read, stay empty.
+    The file is laid out first and filled through a memory map, so that one tensor is in memory at a time. The
+    archive's checksums, which torch does not read, stay empty.
 
     Args:
-        path: where to.
+        path: file to write.
         state: nested dictionaries of plain values, with a `TensorSpec` for each tensor.
-        produce: makes the tensors.
+        produce: producer of the tensors.
     """
     specs: list[tuple[tuple[str, ...], TensorSpec]] = []
     with tempfile.NamedTemporaryFile(dir=path.parent) as file:
-        # A hole of the largest tensor's size stands for every tensor: it takes neither memory nor disk.
+        # A sparse file of the largest tensor's size backs every tensor: no memory, no disk.
         file.truncate(max(1, _largest(state)))
         with torch.serialization.skip_data():
             torch.save(_blank(state, file.name, (), specs), path)
     with path.open("r+b") as file:
-        # Reserved now, or a full disk would kill the process while it fills the map.
+        # Preallocated: a disk that fills up under a memory map would raise SIGBUS.
         os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
         laid_out = torch.load(path, mmap=True, weights_only=True)
@@ -93,7 +93,7 @@ def _largest(state: Mapping[str, Any]) -> int:
 def _blank(
     state: Mapping[str, Any], place: str, keys: tuple[str, ...], specs: list[tuple[tuple[str, ...], TensorSpec]]
 ) -> dict[str, Any]:
-    """The same dictionaries with tensors of the right sizes; `specs` gets where each of them is."""
+    """Copy of the dictionaries with blank tensors; `specs` collects the keys of each."""
     built: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, Mapping):

@@ -1,6 +1,6 @@
-"""Uploads behind training's back: each rank a thread that sends its share, rank 0 the word that all shares are there.
+"""Background upload: each rank's thread uploads its shards, and rank 0 writes the completion marker last.
 
-Training never waits for them, but for the bounded time that `finish` is given.
+Training never waits for uploads, except for the bounded time given to `finish`.
 """
 
 import threading
@@ -19,24 +19,16 @@ from titan_exp.config.groups.checkpoint import CheckpointConfig
 from titan_exp.tracking.logging import get_logger
 
 STOP_SECONDS = 60.0
-"""How long a run that was asked to stop waits for its uploads at most: an allocation may be about to end."""
+"""Longest wait for uploads after a stop request: an allocation may be about to end."""
 MARGIN = 20.0
-"""Seconds in which a transfer that is asked to give up does so, and in which the ranks take leave of each other."""
-_FOREVER = timedelta(days=365)
+"""Seconds for a cancelled transfer to end, and for the ranks to leave their group."""
 
 
 class BackgroundUploader:
-    """The uploads of one run, one checkpoint at a time. All ranks make it together.
+    """Uploads of one run, one checkpoint at a time. All ranks construct it together.
 
-    Rank 0 says which checkpoint comes next: the newest that is durable here. One that has not been begun when a newer
-    one is durable is skipped; where it is to be kept for ever, it is sent when nothing newer waits, as is one whose
-    upload has failed.
-
-    Args:
-        run: where to.
-        folder: the complete checkpoints of this run.
-        config: what is kept.
-        clock: seconds.
+    Rank 0 chooses the next checkpoint: the newest durable one. A checkpoint that is superseded before its upload
+    began is skipped; one that `keep_every` retains is uploaded when nothing newer waits, as is a failed one.
     """
 
     def __init__(
@@ -48,186 +40,188 @@ class BackgroundUploader:
     ) -> None:
         self._run, self._folder, self._config, self._clock = run, folder, config, clock
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        # A group of its own, whose ranks wait as long as there is nothing to send.
-        self._group: Any = dist.new_group(backend="gloo", timeout=_FOREVER)
+        # Its own group, whose ranks wait for as long as there is nothing to upload.
+        self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(days=365))
         self._changed = threading.Condition()
         self._waiting: int | None = None
         self._current: int | None = None
-        self._missed: set[int] = set()
-        self._closing = self._give_up = self._last_try = False
+        self._skipped: set[int] = set()
+        self._closing = self._cancelled = self._last_try = False
         self._failed: int | None = None
         self._seconds: float | None = None
         self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
 
     def start(self, steps: list[int]) -> None:
-        """Begin, with checkpoints that are here already and not there, ascending; all ranks call it, rank 0 knows.
+        """Start with local checkpoints that are not uploaded yet, ascending; all ranks call it, rank 0's list counts.
 
-        A second call changes nothing.
+        A second call does nothing.
         """
         if self._thread.ident is not None:
             return
-        self._missed = set(steps[:-1])
+        self._skipped = set(steps[:-1])
         self._waiting = steps[-1] if steps else None
         self._thread.start()
 
     def offer(self, step: int) -> None:
-        """On rank 0: a checkpoint is durable here. Returns at once."""
+        """Enqueue a durable checkpoint (rank 0). Returns at once."""
         with self._changed:
             if self._waiting is not None:
                 get_logger().warning(
                     "uploads are slower than saves: the checkpoint of step %d is skipped for that of step %d, and %s",
                     self._waiting,
                     step,
-                    f"{self._run.url} does not get it" if not self._for_ever(self._waiting) else "sent later",
+                    "uploaded later" if self._is_retained(self._waiting) else f"not uploaded to {self._run.url}",
                 )
-                self._miss(self._waiting)
+                self._skip(self._waiting)
             self._waiting = step
             self._changed.notify_all()
 
-    def needed(self) -> set[int]:
-        """On rank 0: steps of the checkpoints that must stay here for now."""
+    def steps_in_use(self) -> set[int]:
+        """Steps that retention must not delete yet (rank 0)."""
         with self._changed:
             return {step for step in (self._waiting, self._current) if step is not None}
 
     def pop_seconds(self) -> float | None:
-        """How long the last upload that has succeeded since the last call took; None where none has."""
+        """Duration of the last successful upload since the last call; None if there was none."""
         with self._changed:
             seconds, self._seconds = self._seconds, None
             return seconds
 
     def finish(self, seconds: float) -> None:
-        """Wait until nothing is left to send, at most so long; what is on its way then is given up. All ranks call it.
+        """Wait until all uploads have ended, `seconds` at most, then cancel the rest. All ranks call it.
 
-        A last upload that has failed is tried once more. Later checkpoints are not taken.
+        A last upload that has failed is retried once. Later checkpoints are not accepted.
         """
         if self._rank == 0:
             with self._changed:
                 self._last_try = True
-                if self._idle() and self._failed is not None:
+                if self._is_idle() and self._failed is not None:
                     self._waiting = self._failed
                     self._changed.notify_all()
-                if not self._idle():
+                if not self._is_idle():
                     get_logger().info("waiting for uploads to %s, at most %.0f s", self._run.url, seconds)
-                self._changed.wait_for(lambda: self._idle() or not self._thread.is_alive(), timeout=seconds)
+                self._changed.wait_for(lambda: self._is_idle() or not self._thread.is_alive(), timeout=seconds)
                 left = sorted(step for step in (self._waiting, self._current) if step is not None)
             if left:
                 get_logger().error(
-                    "the upload of step %s to %s has not ended within %.0f s and is given up; it is complete in %s",
+                    "the upload of step %s to %s did not end within %.0f s and is cancelled; it is complete in %s",
                     " and ".join(map(str, left)),
                     self._run.url,
                     seconds,
                     self._folder.path,
                 )
-            self.abandon()
         else:
-            # Rank 0 says when; should its word be late, this rank's transfer ends by its own clock.
+            # Rank 0 ends the queue; if it is late, this rank cancels by its own clock.
             self._thread.join(seconds + MARGIN / 2)
-            self.abandon()
+        self.cancel()
 
-    def abandon(self) -> None:
-        """Send nothing more, and give up what is on its way."""
+    def cancel(self) -> None:
+        """Cancel the current upload and drop the queue."""
         with self._changed:
-            self._closing = self._give_up = True
+            self._closing = self._cancelled = True
             self._waiting = None
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join(MARGIN)
 
-    def _idle(self) -> bool:
+    def _is_idle(self) -> bool:
         return self._waiting is None and self._current is None
 
-    def _for_ever(self, step: int) -> bool:
+    def _is_retained(self, step: int) -> bool:
         every = self._config.keep_every
         return every is not None and step % every == 0
 
-    def _miss(self, step: int) -> None:
-        if self._for_ever(step):
-            self._missed.add(step)
+    def _skip(self, step: int) -> None:
+        if self._is_retained(step):
+            self._skipped.add(step)
 
     def _work(self) -> None:
         try:
             while (step := self._next()) is not None:
-                self._send(step)
+                self._upload(step)
         except (RuntimeError, ValueError) as error:
-            # Another rank is gone, and the run is about to fail of it, or this one has left the job already.
+            # Another rank is gone and the run is about to fail, or this rank has left the process group.
             get_logger().debug("uploads have ended: %s", error)
         finally:
-            with self._changed:
-                self._current = None
-                self._changed.notify_all()
+            self._finish_current()
 
     def _next(self) -> int | None:
-        """The step that all ranks send next; None at the end."""
-        order: list[Any] = [None]
+        """The step that all ranks upload next; None at the end."""
+        chosen: list[Any] = [None]
         if self._rank == 0:
             with self._changed:
-                self._changed.wait_for(lambda: self._closing or self._waiting is not None or bool(self._sendable()))
+                self._changed.wait_for(lambda: self._closing or self._waiting is not None or bool(self._retriable()))
                 if not self._closing:
-                    missed = self._sendable()
-                    step = self._waiting if self._waiting is not None else max(missed)
-                    self._missed.discard(step)
-                    order[0] = self._current = step
+                    step = self._waiting if self._waiting is not None else max(self._retriable())
+                    self._skipped.discard(step)
+                    chosen[0] = self._current = step
                     self._waiting = None
-        dist.broadcast_object_list(order, src=0, group=self._group)
-        return order[0]
+        dist.broadcast_object_list(chosen, src=0, group=self._group)
+        return chosen[0]
 
-    def _sendable(self) -> set[int]:
-        # After a failure the next one to go is that of a new checkpoint.
-        return set() if self._failed is not None else self._missed
+    def _retriable(self) -> set[int]:
+        # After a failure, the next upload is that of a new checkpoint.
+        return set() if self._failed is not None else self._skipped
 
-    def _send(self, step: int) -> None:
+    def _upload(self, step: int) -> None:
         began = self._clock()
         path = self._folder.path_of(step)
-        problem = self._try(lambda: self._run.upload_shard(step, path, self._rank, self._world, lambda: self._give_up))
-        problems: list[str | None] = [problem] * self._world
-        dist.all_gather_object(problems, problem, group=self._group)
-        if self._rank == 0:
-            problem = next((f"rank {rank}: {one}" for rank, one in enumerate(problems) if one is not None), None)
-            problem = problem or self._try(lambda: self._run.publish(step, path))
-            self._note(step, problem, self._clock() - began)
-            if problem is None:
-                config = self._config
-                left = self._try(lambda: self._run.apply_retention(config.keep, config.keep_every, step))
-                if left is not None:
-                    get_logger().error("old checkpoints could not be deleted there: %s", left)
-            with self._changed:
-                self._current = None
-                self._changed.notify_all()
+        stop = lambda: self._cancelled  # noqa: E731
+        failure = _failure_of(lambda: self._run.upload_shard(step, path, self._rank, self._world, stop))
+        failures: list[str | None] = [failure] * self._world
+        dist.all_gather_object(failures, failure, group=self._group)
+        if self._rank != 0:
+            return
+        failure = next((f"rank {rank}: {text}" for rank, text in enumerate(failures) if text is not None), None)
+        failure = failure or _failure_of(lambda: self._run.publish(step, path))
+        self._record(step, failure, self._clock() - began)
+        if failure is None:
+            keep, keep_every = self._config.keep, self._config.keep_every
+            failure = _failure_of(lambda: self._run.apply_retention(keep, keep_every, step))
+            if failure is not None:
+                get_logger().error("old remote checkpoints could not be deleted: %s", failure)
+        self._finish_current()
 
-    def _note(self, step: int, problem: str | None, seconds: float) -> None:
-        """Say how the upload of a step has ended."""
+    def _finish_current(self) -> None:
         with self._changed:
-            self._failed = None if problem is None else step
-            if problem is None:
+            self._current = None
+            self._changed.notify_all()
+
+    def _record(self, step: int, failure: str | None, seconds: float) -> None:
+        """Record and log the result of an upload."""
+        with self._changed:
+            self._failed = None if failure is None else step
+            if failure is None:
                 self._seconds = seconds
             else:
-                self._miss(step)
-        if problem is None:
+                self._skip(step)
+        if failure is None:
             get_logger().info("uploaded step %d to %s in %.3f s", step, self._run.url, seconds)
-        elif not self._give_up:
+        elif not self._cancelled:
             get_logger().error(
                 "the checkpoint of step %d could not be uploaded; it is complete in %s, and %s: %s",
                 step,
                 self._folder.path,
-                "this was the last try" if self._last_try else "training goes on; the next save tries again",
-                problem,
+                "this was the last attempt" if self._last_try else "training continues; the next save retries",
+                failure,
             )
 
-    def _try(self, action: Callable[[], None]) -> str | None:
-        try:
-            action()
-        except Exception as error:  # whatever it is, the other ranks wait for a word
-            return str(error) if isinstance(error, RemoteError | OSError) else f"{type(error).__name__}: {error}"
-        return None
+
+def _failure_of(action: Callable[[], None]) -> str | None:
+    try:
+        action()
+    except Exception as error:  # of any kind: the other ranks wait for a result
+        return str(error) if isinstance(error, RemoteError | OSError) else f"{type(error).__name__}: {error}"
+    return None
 
 
 def steps_to_upload(run: RemoteRun, folder: CheckpointFolder, keep_every: int | None) -> list[int]:
-    """Steps that are complete here and not there, ascending: the newest, and those that are kept for ever.
+    """Local complete steps that are not uploaded, ascending: the newest, and those that `keep_every` retains.
 
     Raises:
         RemoteError: the store cannot be asked.
     """
-    here = [step for step in folder.complete_steps() if has_checksums(folder.path_of(step))]
-    wanted = [step for step in here if step == here[-1] or (keep_every is not None and step % keep_every == 0)]
-    begun = run.listed_steps()
-    return [step for step in wanted if step not in begun or not run.has_same(step, folder.path_of(step))]
+    local = [step for step in folder.complete_steps() if has_checksums(folder.path_of(step))]
+    wanted = [step for step in local if step == local[-1] or (keep_every is not None and step % keep_every == 0)]
+    listed = run.listed_steps()
+    return [step for step in wanted if step not in listed or not run.has_same(step, folder.path_of(step))]

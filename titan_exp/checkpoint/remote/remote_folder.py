@@ -1,82 +1,85 @@
-"""A folder behind a URL, through fsspec: bounded time-outs, and errors in words that say what to do.
+"""Object-store and remote folders through fsspec, with bounded timeouts and errors that say what to do.
 
-Credentials are the environment's (AWS_*, GOOGLE_APPLICATION_CREDENTIALS, ...), as is the address of a store that is
-not Amazon's own (AWS_ENDPOINT_URL); nothing of them is in a configuration.
+Credentials come from the environment (AWS_*, GOOGLE_APPLICATION_CREDENTIALS, ...), as does the endpoint of an
+S3-compatible store (AWS_ENDPOINT_URL). None of them is in a configuration.
 """
 
 import errno
 import hashlib
 import json
 import os
-import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.remote_url import problem_of_url
+from titan_exp.tracking.run_folder.atomic_write import write_atomically
 
 CONNECT_SECONDS = 10
-"""How long S3 may take to answer a connection."""
+"""Connect timeout of S3."""
 READ_SECONDS = 60
-"""How long S3 may be silent in the middle of a transfer. Other protocols have the time-outs of their own packages."""
+"""Read timeout of S3. Other protocols use the timeouts of their own packages."""
 ATTEMPTS = 3
-"""How often S3 is asked before it counts as away."""
-PARTS_AT_A_TIME = 4
-"""Of a large file, in parts of 50 MB: bounds the memory of a transfer."""
+"""Attempts per S3 request before the store counts as unreachable."""
+CONCURRENT_PARTS = 4
+"""Concurrent 50 MB parts of one S3 transfer; bounds its memory."""
 _S3 = ("s3", "s3a")
-_CHUNK = 8 * 2**20
+_CHUNK_BYTES = 8 * 2**20
 
 
 class RemoteError(Exception):
-    """What a remote place has answered or not answered, in words.
+    """A failed request to a remote store, as a readable message.
 
-    Attributes:
-        lasting: no waiting will help: a wrong name, no credentials, no permission. Else the network may be away.
+    `permanent` is True if waiting will not help: wrong name, no credentials, no permission. Otherwise the network may
+    be down.
     """
 
-    def __init__(self, message: str, *, permanent: bool) -> None:
+    def __init__(self, message: str, permanent: bool = False) -> None:
         super().__init__(message)
         self.permanent = permanent
 
 
 class TransferCancelled(RemoteError):
-    """A transfer was given up because it was asked to be."""
-
-    def __init__(self) -> None:
-        super().__init__("it was given up, unfinished", permanent=False)
+    """A transfer was cancelled by its `stop` callback."""
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file of a remote folder."""
+    """A file in a remote folder."""
 
     name: str
-    """Within its folder."""
+    """Name within its folder."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
     version: str
-    """Changes with the file, as far as the store tells: its ETag, generation or time."""
+    """ETag, generation or modification time, as far as the store reports one."""
+
+    @property
+    def version_tag(self) -> str:
+        """A short hash that changes with the file."""
+        return hashlib.sha256(json.dumps([self.name, self.size, self.version]).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class RemoteListing:
-    """What lies directly in a remote folder."""
+    """Direct children of a remote folder."""
 
     files: dict[str, RemoteFile] = field(default_factory=dict)
-    """By name."""
+    """Files by name."""
     folders: tuple[str, ...] = ()
-    """Names, sorted."""
+    """Folder names, sorted."""
 
 
 class RemoteFolder:
-    """The folder at `url`; it need not exist. Names are relative to it and may have parts (`step-00000100/x`).
+    """The folder at `url`, which need not exist. Names are relative and may have parts (`step-00000100/x`).
 
-    Every method raises RemoteError where the store does not do what it should.
+    Every method raises RemoteError if the store fails.
 
     Raises:
-        UserError: the URL's protocol is not known or not installed here, or the URL may hold a credential.
+        UserError: the protocol is unknown or not installed, or the URL may hold a credential.
     """
 
     def __init__(self, url: str) -> None:
@@ -84,181 +87,144 @@ class RemoteFolder:
         if problem is not None:
             raise UserError(f"{url.partition('://')[0]}://…: {problem[0]}\n    {problem[1]}")
         self.url = url.rstrip("/")
-        """Where it is."""
+        """URL without a trailing slash."""
         self._opened: tuple[Any, str] | None = None
 
-    def entries(self, name: str = "") -> RemoteListing:
-        """What lies in the folder, or in one below it; nothing where there is none."""
-
-        def listed() -> RemoteListing:
-            store, _ = self._store()
-            store.invalidate_cache()
-            path = self._at(name)
+    def listing(self, name: str = "") -> RemoteListing:
+        """List the folder, or a folder below it; empty if there is none."""
+        with self._store(name) as (store, path):
             try:
-                found = store.ls(path, detail=True)
+                entries = store.ls(path, detail=True)
             except FileNotFoundError:
                 return RemoteListing()
             files, folders = {}, []
-            for entry in found:
-                own = str(entry["name"]).rstrip("/")
-                last = own.rpartition("/")[2]
-                if own == path.rstrip("/") or not last:
-                    continue  # some stores list the folder itself, or the file that was asked for
+            for entry in entries:
+                full_name = str(entry["name"]).rstrip("/")
+                last = full_name.rpartition("/")[2]
+                if full_name == path.rstrip("/") or not last:
+                    continue  # some stores list the folder itself, or the requested file
                 if entry["type"] == "directory":
                     folders.append(last)
                 else:
-                    files[last] = RemoteFile(last, int(entry["size"] or 0), _version(entry))
+                    files[last] = _remote_file(entry)
             return RemoteListing(files, tuple(sorted(folders)))
 
-        return self._asked(listed)
-
-    def file(self, name: str = "") -> RemoteFile | None:
-        """A file, or the URL itself where it is one; None where there is none."""
-
-        def found() -> RemoteFile | None:
-            store, _ = self._store()
-            store.invalidate_cache()
+    def stat(self, name: str = "") -> RemoteFile | None:
+        """Size and version of a file (without a name, of the URL itself); None if it is no file."""
+        with self._store(name) as (store, path):
             try:
-                entry = store.info(self._at(name))
+                entry = store.info(path)
             except FileNotFoundError:
                 return None
-            if entry["type"] != "file":
-                return None
-            return RemoteFile(str(entry["name"]).rpartition("/")[2], int(entry["size"] or 0), _version(entry))
-
-        return self._asked(found)
+            return _remote_file(entry) if entry["type"] == "file" else None
 
     def read(self, name: str) -> bytes | None:
-        """A small file whole; None where there is none."""
-
-        def content() -> bytes | None:
-            store, _ = self._store()
-            store.invalidate_cache()
+        """Read a small file; None if it does not exist."""
+        with self._store(name) as (store, path):
             try:
-                return store.cat_file(self._at(name))
+                return store.cat_file(path)
             except (FileNotFoundError, IsADirectoryError):
                 return None
 
-        return self._asked(content)
-
     def write(self, name: str, content: bytes) -> None:
-        """Write a small file: whole or not at all in an object store and on a disk."""
-
-        def written() -> None:
-            store, _ = self._store()
-            path = self._at(name)
+        """Write a small file, atomically in an object store and on a disk."""
+        with self._store(name) as (store, path):
             if _is_local(store):
-                partial = Path(f"{path}.{uuid.uuid4().hex[:8]}.partial")
-                partial.parent.mkdir(parents=True, exist_ok=True)
-                with partial.open("wb") as file:
-                    file.write(content)
-                    file.flush()
-                    os.fsync(file.fileno())
-                os.replace(partial, path)
+                Path(path).parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(path, content.decode(errors="surrogateescape"))
             else:
                 store.pipe_file(path, content)
 
-        self._asked(written)
-
-    def put(self, source: Path, name: str = "", *, stop: Callable[[], bool] = lambda: False) -> None:
-        """Upload a file. A death or an error in between may leave a part of it there.
+    def upload(self, source: Path, name: str = "", *, stop: Callable[[], bool] = lambda: False) -> None:
+        """Upload a file. A crash or an error may leave a part of it in the store.
 
         Raises:
-            Abandoned: `stop` said so; it is asked between parts.
+            TransferCancelled: `stop`, called between parts, returned True.
         """
-
-        def uploaded() -> None:
-            store, _ = self._store()
-            if _is_local(store):
-                _copy(source, Path(self._at(name)), stop)
-            else:
-                store.put_file(str(source), self._at(name), callback=_stopping(stop))
-
         if stop():
-            raise TransferCancelled
-        self._asked(uploaded)
+            raise TransferCancelled("the transfer was cancelled")
+        with self._store(name) as (store, path):
+            if _is_local(store):
+                _copy(source, Path(path), stop)
+            else:
+                store.put_file(str(source), path, callback=_stopping(stop))
 
-    def get(self, name: str, target: Path) -> None:
-        """Download a file; `target` appears when all of it is there. An empty name is the URL itself.
+    def download(self, name: str, target: Path) -> None:
+        """Download a file (without a name, the URL itself); `target` appears once it is complete.
 
         Raises:
-            OSError: the disk here is full or cannot be written to.
+            OSError: the local disk is full or read-only.
         """
-        partial = target.with_name(f"{target.name}.{uuid.uuid4().hex[:8]}.part")
-        with partial.open("wb"):
-            pass  # what is wrong with this disk is no fault of the store
+        partial = target.with_name(f"{target.name}.{os.urandom(4).hex()}.part")
+        partial.touch()  # an error of the local disk must not count as one of the store
         try:
-            self._asked(lambda: self._store()[0].get_file(self._at(name), str(partial)))
+            with self._store(name) as (store, path):
+                store.get_file(path, str(partial))
             os.replace(partial, target)
         finally:
             partial.unlink(missing_ok=True)
 
-    def remove(self, *names: str) -> None:
-        """Delete files; those that are not there count as deleted."""
+    def download_verified(self, name: str, target: Path, find_damage: Callable[[], str | None]) -> str | None:
+        """Download a file, and once more if it arrives damaged; returns the damage that remains."""
+        damage = None
+        for _ in range(2):
+            self.download(name, target)
+            if (damage := find_damage()) is None:
+                break
+        return damage
 
-        def removed() -> None:
-            store, _ = self._store()
-            for name in names:
+    def remove(self, *names: str) -> None:
+        """Delete files; missing ones count as deleted."""
+        for name in names:
+            with self._store(name) as (store, path):
                 try:
-                    store.rm_file(self._at(name))
+                    store.rm_file(path)
                 except FileNotFoundError:
                     continue
 
-        self._asked(removed)
-
     def remove_folder(self, name: str) -> None:
-        """Delete a folder and all that is in it."""
-
-        def removed() -> None:
-            store, _ = self._store()
-            store.invalidate_cache()
+        """Delete a folder with its content."""
+        with self._store(name) as (store, path):
             try:
-                store.rm(self._at(name), recursive=True)
+                store.rm(path, recursive=True)
             except FileNotFoundError:
                 return
 
-        self._asked(removed)
-
-    def _at(self, name: str) -> str:
-        root = self._store()[1].rstrip("/")
-        return f"{root}/{name}" if name else root
-
-    def _store(self) -> tuple[Any, str]:
-        if self._opened is None:
-            from fsspec.core import url_to_fs
-
-            protocol = self.url.partition("://")[0]
-            store, path = url_to_fs(self.url, use_listings_cache=False, **_options(protocol))
-            if protocol in _S3:
-                store.retries = 1  # botocore has tried already, and every try waits for its time-out
-            self._opened = store, path
-        return self._opened
-
-    def _asked(self, question: Callable[[], Any]) -> Any:
+    @contextmanager
+    def _store(self, name: str) -> Iterator[tuple[Any, str]]:
+        """The fsspec file system, its listing cache dropped, and the path of `name`; errors become RemoteError."""
         try:
-            return question()
+            if self._opened is None:
+                self._opened = _open(self.url)
+            store, root = self._opened
+            store.invalidate_cache()
+            yield store, f"{root}/{name}" if name else root
         except RemoteError:
             raise
-        except Exception as error:  # every store has exceptions of its own, most of them not OSErrors
-            raise _in_words(error, self.url) from error
+        except Exception as error:  # each store raises its own exceptions, most of them not OSErrors
+            raise _to_remote_error(error, self.url) from error
 
 
-def version_tag(file: RemoteFile) -> str:
-    """A short text that changes with the file."""
-    return hashlib.sha256(json.dumps([file.name, file.size, file.version]).encode()).hexdigest()[:16]
+def _open(url: str) -> tuple[Any, str]:
+    from fsspec.core import url_to_fs
 
-
-def _options(protocol: str) -> dict[str, Any]:
+    protocol, options = url.partition("://")[0], dict[str, Any]()
     if protocol in _S3:
-        return {
-            "config_kwargs": {
-                "connect_timeout": CONNECT_SECONDS,
-                "read_timeout": READ_SECONDS,
-                "retries": {"total_max_attempts": ATTEMPTS},
-            },
-            "max_concurrency": PARTS_AT_A_TIME,
-        }
-    return {"auto_mkdir": True} if protocol in ("file", "local") else {}
+        timeouts = {"connect_timeout": CONNECT_SECONDS, "read_timeout": READ_SECONDS}
+        options["config_kwargs"] = {**timeouts, "retries": {"total_max_attempts": ATTEMPTS}}
+        options["max_concurrency"] = CONCURRENT_PARTS
+    elif protocol in ("file", "local"):
+        options["auto_mkdir"] = True
+    store, path = url_to_fs(url, use_listings_cache=False, **options)
+    if protocol in _S3:
+        store.retries = 1  # botocore retries already, and each attempt waits for its timeout
+    return store, path.rstrip("/")
+
+
+def _remote_file(entry: dict[str, Any]) -> RemoteFile:
+    keys = ("ETag", "etag", "generation", "md5Hash", "blob_id", "mtime", "LastModified", "last_modified", "created")
+    version = ";".join(f"{key}={entry[key]}" for key in keys if entry.get(key) is not None)
+    return RemoteFile(str(entry["name"]).rstrip("/").rpartition("/")[2], int(entry["size"] or 0), version)
 
 
 def _is_local(store: Any) -> bool:
@@ -268,37 +234,32 @@ def _is_local(store: Any) -> bool:
 
 
 def _copy(source: Path, target: Path, stop: Callable[[], bool]) -> None:
-    """Copy onto another disk and wait until it has it."""
+    """Copy to another disk and fsync."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with source.open("rb") as read, target.open("wb") as written:
-        while chunk := read.read(_CHUNK):
+        while chunk := read.read(_CHUNK_BYTES):
             if stop():
-                raise TransferCancelled
+                raise TransferCancelled("the transfer was cancelled")
             written.write(chunk)
         written.flush()
         os.fsync(written.fileno())
 
 
 def _stopping(stop: Callable[[], bool]) -> Any:
-    """A callback that ends a transfer between two of its parts."""
+    """An fsspec callback that cancels a transfer between two parts."""
     from fsspec.callbacks import Callback
 
     class Stopping(Callback):
         def relative_update(self, inc: int = 1) -> None:
             if stop():
-                raise TransferCancelled
+                raise TransferCancelled("the transfer was cancelled")
             super().relative_update(inc)
 
     return Stopping()
 
 
-def _version(entry: dict[str, Any]) -> str:
-    keys = ("ETag", "etag", "generation", "md5Hash", "blob_id", "mtime", "LastModified", "last_modified", "created")
-    return ";".join(f"{key}={entry[key]}" for key in keys if entry.get(key) is not None)
-
-
-_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "NoAuthTokenError", "DefaultCredentialsError")
-_AWAY = (
+_CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "NoAuthTokenError", "DefaultCredentialsError"}
+_UNREACHABLE = {
     "EndpointConnectionError",
     "ConnectTimeoutError",
     "ReadTimeoutError",
@@ -308,29 +269,30 @@ _AWAY = (
     "FSTimeoutError",
     "HTTPClientError",
     "ProxyConnectionError",
-)
+}
 
 
-def _in_words(error: Exception, url: str) -> RemoteError:
+def _to_remote_error(error: Exception, url: str) -> RemoteError:
+    # By name: the packages that define these classes are not imported unless used.
     names = {kind.__name__ for kind in type(error).__mro__}
-    said = " ".join(str(error).split()) or type(error).__name__
-    if names & set(_CREDENTIALS):
+    text = " ".join(str(error).split()) or type(error).__name__
+    if names & _CREDENTIALS:
         reason = (
             "no credentials were found. Set those of the store in the environment (for S3 AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY, or AWS_PROFILE)"
         )
     elif isinstance(error, OSError) and error.errno in (errno.ENOTDIR, errno.EROFS):
-        reason = f"it cannot be written to ({said})"
+        reason = f"it cannot be written to ({text})"
     elif isinstance(error, PermissionError):
-        reason = f"permission was denied ({said})"
+        reason = f"permission was denied ({text})"
     elif isinstance(error, FileNotFoundError):
-        reason = f"there is no such bucket or folder ({said})"
+        reason = f"there is no such bucket or folder ({text})"
     elif isinstance(error, ImportError):
-        reason = f"a package is missing ({said})"
+        reason = f"a package is missing ({text})"
     elif isinstance(error, NotImplementedError):
-        reason = "its protocol can only be read"
-    elif names & set(_AWAY) or isinstance(error, TimeoutError | ConnectionError):
-        return RemoteError(f"{url}: the store does not answer ({said})", permanent=False)
+        reason = "its protocol is read-only"
+    elif names & _UNREACHABLE or isinstance(error, TimeoutError | ConnectionError):
+        return RemoteError(f"{url}: the store does not answer ({text})")
     else:
-        return RemoteError(f"{url}: {type(error).__name__}: {said}", permanent=False)
+        return RemoteError(f"{url}: {type(error).__name__}: {text}")
     return RemoteError(f"{url}: {reason}", permanent=True)

@@ -1,6 +1,6 @@
-"""The checkpoints of a run behind a URL: `step-00000100/` counts when its `checksums.json`, written last, is there.
+"""Remote checkpoints of a run. The marker file `checksums.json`, written last, completes `step-00000100/`.
 
-An object store renames nothing, so the one file that says what the others are says that they are all there.
+Object stores have no atomic rename; the file that lists all others marks the checkpoint as complete instead.
 """
 
 import re
@@ -14,24 +14,24 @@ from titan_exp.config.paths.remote_url import joined
 from titan_exp.tracking.logging import get_logger
 
 CONFIG = "config.yaml"
-"""The run's configuration, beside its checkpoints."""
+"""Configuration of the run, beside its checkpoints."""
 DAMAGED = "checksums.damaged.json"
-"""What `checksums.json` is called in a checkpoint that was found damaged, so that it no longer counts."""
-_OF_A_RANK = re.compile(r"__(\d+)_\d+\.distcp")
+"""Name of `checksums.json` in a quarantined checkpoint."""
+_RANK_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 
 
 def step_name(step: int) -> str:
-    """Name of the folder of a step."""
+    """Folder name of a step."""
     return f"step-{step:08d}"
 
 
 class RemoteRun:
-    """The remote folder of one run.
+    """Remote folder of one run.
 
     Args:
         remote: URL of all runs, `checkpoint.remote`.
-        name: of the experiment.
-        run_id: of the run.
+        name: name of the experiment.
+        run_id: id of the run.
 
     Raises:
         UserError: the URL cannot be used on this machine.
@@ -39,113 +39,110 @@ class RemoteRun:
 
     def __init__(self, remote: str, name: str, run_id: str) -> None:
         self.folder = RemoteFolder(joined(remote, name, run_id))
-        """Where everything of the run is."""
+        """Folder with the configuration and the checkpoints."""
         self.url = self.folder.url
         self._kept: set[int] = set()
 
     def write_config(self, config: Path) -> None:
-        """Write the run's configuration there, which also shows that the place can be written to."""
+        """Upload the run's configuration, which also shows that the store is writable."""
         text = config.read_bytes() if config.is_file() else b""
         if self.folder.read(CONFIG) != text:
             self.folder.write(CONFIG, text)
 
     def listed_steps(self) -> list[int]:
-        """Steps of which anything is there, ascending, complete or not."""
-        found = (COMPLETE_NAME.fullmatch(name) for name in self.folder.entries().folders)
-        return sorted(int(match[1]) for match in found if match)
+        """Steps with any file, ascending, complete or not."""
+        matches = (COMPLETE_NAME.fullmatch(name) for name in self.folder.listing().folders)
+        return sorted(int(match[1]) for match in matches if match)
 
     def checksums(self, step: int) -> dict[str, FileChecksum] | None:
-        """What a complete checkpoint consists of; None where it is not complete."""
-        return _parsed(self.folder.read(f"{step_name(step)}/{CHECKSUMS_FILE}"))
+        """Checksums of a complete checkpoint by file name; None if it is incomplete."""
+        text = self._marker(step)
+        try:
+            checksums = parse_checksums((text or b"").decode())
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return None  # a torn or foreign file marks no checkpoint as complete
+        # A name with a path in it would be downloaded to anywhere.
+        safe = METADATA_FILE in checksums and all(Path(name).name == name for name in checksums)
+        return checksums if safe else None
 
     def complete_steps(self) -> list[int]:
-        """Steps of all complete checkpoints, ascending; asks the store once for each that was begun."""
+        """Steps of all complete checkpoints, ascending; one request for each listed step."""
         return [step for step in self.listed_steps() if self.checksums(step) is not None]
 
     def has_same(self, step: int, path: Path) -> bool:
-        """Whether the checkpoint at `path` is there, complete, and the same one."""
-        return self.folder.read(f"{step_name(step)}/{CHECKSUMS_FILE}") == (path / CHECKSUMS_FILE).read_bytes()
+        """True if the checkpoint at `path` is there, complete and identical."""
+        return self._marker(step) == (path / CHECKSUMS_FILE).read_bytes()
 
-    def upload_shard(self, step: int, path: Path, share: int, shares: int, stop: Callable[[], bool]) -> None:
-        """Upload one rank's share of a checkpoint's files: those that it wrote itself, where the layout is the same.
+    def upload_shard(self, step: int, path: Path, rank: int, world: int, stop: Callable[[], bool]) -> None:
+        """Upload one rank's shard of a checkpoint's files: those it wrote itself, if the layout is unchanged.
 
-        The checkpoint no longer counts as complete from the first file on, should it have been.
+        An existing checkpoint of the step stops being complete with the first file.
 
         Raises:
             RemoteError: the store did not take all of it.
             OSError: the checkpoint at `path` cannot be read.
         """
-        there = self.folder.entries(step_name(step)).files
-        if CHECKSUMS_FILE in there and self.has_same(step, path):
+        listed = self.folder.listing(step_name(step)).files
+        if CHECKSUMS_FILE in listed and self.has_same(step, path):
             return
-        self.folder.remove(*(f"{step_name(step)}/{name}" for name in (CHECKSUMS_FILE, DAMAGED) if name in there))
+        self.folder.remove(*(f"{step_name(step)}/{name}" for name in (CHECKSUMS_FILE, DAMAGED) if name in listed))
         for name in parse_checksums((path / CHECKSUMS_FILE).read_text(encoding="utf-8")):
-            if share_of(name, shares) == share:
-                self.folder.put(path / name, f"{step_name(step)}/{name}", stop=stop)
+            if uploading_rank(name, world) == rank:
+                self.folder.upload(path / name, f"{step_name(step)}/{name}", stop=stop)
 
     def publish(self, step: int, path: Path) -> None:
-        """Write the file that makes a checkpoint count; all shares are there.
+        """Write the marker file of a checkpoint whose shards are all uploaded.
 
         Raises:
-            RemoteError: a file is not there, or not as long as it should be, or the store did not take this one.
+            RemoteError: a file is missing or has the wrong size, or the marker file cannot be written.
         """
         text = (path / CHECKSUMS_FILE).read_text(encoding="utf-8")
-        there = self.folder.entries(step_name(step)).files
-        if CHECKSUMS_FILE in there:
-            return  # it was complete and the same: no rank has sent anything
-        for name, one in parse_checksums(text).items():
-            if name not in there or there[name].size != one.size:
-                size = f"{there[name].size:,} bytes" if name in there else "nothing"
+        listed = self.folder.listing(step_name(step)).files
+        if CHECKSUMS_FILE in listed:
+            return  # complete and identical: no rank has uploaded anything
+        for name, checksum in parse_checksums(text).items():
+            if name not in listed or listed[name].size != checksum.size:
+                size = f"{listed[name].size:,} bytes" if name in listed else "nothing"
                 raise RemoteError(
-                    f"{joined(self.url, step_name(step), name)}: {size} arrived of {one.size:,} bytes", permanent=False
+                    f"{joined(self.url, step_name(step), name)}: {size} arrived of {checksum.size:,} bytes"
                 )
         self.folder.write(f"{step_name(step)}/{CHECKSUMS_FILE}", text.encode())
 
     def apply_retention(self, newest: int, every: int | None, published: int) -> None:
-        """Delete complete checkpoints, the oldest first, and what interrupted uploads left of older steps.
+        """Delete old complete checkpoints and the remains of interrupted uploads of older steps.
 
         Args:
-            newest: how many of the newest stay.
-            every: those whose step is a multiple of it stay as well; None keeps none of them.
-            published: the step that has just been made complete; what is newer is let be.
+            newest: number of newest checkpoints to keep.
+            every: checkpoints whose step is a multiple of it are kept as well; None keeps none of them.
+            published: step that has just been published; newer steps are not touched.
         """
-        begun = [step for step in self.listed_steps() if step <= published]
-        complete = [step for step in begun if step in self._kept or self.checksums(step) is not None]
+        listed = [step for step in self.listed_steps() if step <= published]
+        complete = [step for step in listed if step in self._kept or self.checksums(step) is not None]
         self._kept = set()
-        for step in begun:
+        for step in listed:
             if step not in complete:
-                if DAMAGED not in self.folder.entries(step_name(step)).files:
+                if DAMAGED not in self.folder.listing(step_name(step)).files:
                     self.folder.remove_folder(step_name(step))
             elif step not in complete[-newest:] and (every is None or step % every):
-                # First it stops to count: half of a checkpoint must not look like one.
+                # The marker goes first: a half-deleted checkpoint must not look complete.
                 self.folder.remove(f"{step_name(step)}/{CHECKSUMS_FILE}")
                 self.folder.remove_folder(step_name(step))
             else:
                 self._kept.add(step)
 
     def quarantine(self, step: int) -> None:
-        """Make a damaged checkpoint no longer count; its files stay."""
-        text = self.folder.read(f"{step_name(step)}/{CHECKSUMS_FILE}")
+        """Rename the marker file of a damaged checkpoint; its other files stay."""
         try:
-            self.folder.write(f"{step_name(step)}/{DAMAGED}", text or b"")
+            self.folder.write(f"{step_name(step)}/{DAMAGED}", self._marker(step) or b"")
             self.folder.remove(f"{step_name(step)}/{CHECKSUMS_FILE}")
         except RemoteError as error:
-            get_logger().error("the damaged checkpoint of step %d still counts there: %s", step, error)
+            get_logger().error("the damaged checkpoint of step %d could not be quarantined: %s", step, error)
+
+    def _marker(self, step: int) -> bytes | None:
+        return self.folder.read(f"{step_name(step)}/{CHECKSUMS_FILE}")
 
 
-def share_of(name: str, shares: int) -> int:
-    """Which of so many ranks uploads a file: the one that wrote it, if there are as many as then; rank 0 the rest."""
-    match = _OF_A_RANK.fullmatch(name)
-    return int(match[1]) % shares if match else 0
-
-
-def _parsed(text: bytes | None) -> dict[str, FileChecksum] | None:
-    """A torn or foreign file is none: it says of no checkpoint that it is complete."""
-    if text is None:
-        return None
-    try:
-        sums = parse_checksums(text.decode())
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-    # A name with a path in it could be written anywhere by who fetches.
-    return sums if METADATA_FILE in sums and all(Path(name).name == name for name in sums) else None
+def uploading_rank(name: str, world: int) -> int:
+    """Rank that uploads a file: its writer, modulo the world size; rank 0 for files of no rank."""
+    match = _RANK_FILE.fullmatch(name)
+    return int(match[1]) % world if match else 0

@@ -1,6 +1,6 @@
-"""Checkpoints of a run that come back from its remote place: every rank fetches its share and checks what arrived.
+"""Download of a run's newer checkpoints: each rank downloads and verifies its shard of the files.
 
-What has arrived whole survives a death: the next start goes on with the files that are still missing.
+Files that arrived intact survive a crash: the next start downloads only the missing ones.
 """
 
 import os
@@ -20,53 +20,50 @@ from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.progress_tracker import PROGRESS
 
 DOWNLOADING = ".fetching"
-"""Ends the name of a folder into which a checkpoint is fetched; unlike a partial one it is kept for the next start."""
+"""Suffix of a checkpoint folder that is being downloaded; unlike a partial one, it is kept for the next start."""
 
 
 def download_newer(
     run: RemoteRun, folder: CheckpointFolder, than: int | None, group: dist.ProcessGroup | None
 ) -> int | None:
-    """Fetch the newest good checkpoint that is newer than what is here; all ranks of the group together.
+    """Download the newest intact checkpoint that is newer than step `than`; all ranks of the group together.
 
-    A damaged one is named in the log, no longer counts there, and the one before it is taken. Where the store does not
-    answer, the run continues from what is here, and the log says so.
+    A damaged remote checkpoint is logged and quarantined, and the one before it is tried. If the store does not
+    answer, the run continues from the local checkpoint, and the log says so.
 
     Args:
-        run: where they are.
-        folder: where to; the run's own checkpoints.
-        than: step of the newest intact checkpoint here; None where there is none.
-        group: the ranks, which all see the folder.
+        run: remote folder of the run.
+        folder: local checkpoints of the run, visible to all ranks.
+        than: step of the newest intact local checkpoint; None if there is none.
+        group: the ranks.
 
     Returns:
-        The step that is now here; None where nothing newer is there.
+        The downloaded step; None if there is nothing newer.
 
     Raises:
-        UserError: the store cannot be asked, and here is no checkpoint: the run would begin anew without need. Or
+        UserError: the store cannot be asked and there is no local checkpoint, so that the run would start over; or
             the disk is full.
     """
     leader = dist.get_rank(group) == 0
-    known = _agreed(lambda: [step for step in run.complete_steps() if than is None or step > than], leader, group)
-    if isinstance(known, RemoteError):
-        _go_on_without(known, than)
-        return None
-    for step in reversed(known):
-        sums = _agreed(lambda step=step: run.checksums(step), leader, group)
-        if isinstance(sums, RemoteError):
-            _go_on_without(sums, than)
-            return None
-        if sums is None:
+    remote_steps = _on_rank_0(lambda: [step for step in run.complete_steps() if than is None or step > than], group)
+    if isinstance(remote_steps, RemoteError):
+        return _continue_without(remote_steps, than)
+    for step in reversed(remote_steps):
+        checksums = _on_rank_0(lambda step=step: run.checksums(step), group)
+        if isinstance(checksums, RemoteError):
+            return _continue_without(checksums, than)
+        if checksums is None:
             continue
         get_logger().info("fetching the checkpoint of step %d from %s", step, run.url)
         target = folder.path_of(step).with_name(step_name(step) + DOWNLOADING)
-        damage = _fetch(run, step, sums, target, group)
+        damage = _download(run, step, checksums, target, group)
         if damage is None:
             _publish(run, folder, step, target, group)
             return step
         if isinstance(damage, RemoteError):
-            _go_on_without(damage, than)
-            return None
+            return _continue_without(damage, than)
         get_logger().error(
-            "the checkpoint of step %d in %s is damaged: %s; an older one is used instead, and it no longer counts",
+            "the checkpoint of step %d in %s is damaged: %s; it is quarantined there, and an older one is used instead",
             step,
             run.url,
             damage,
@@ -77,45 +74,44 @@ def download_newer(
     return None
 
 
-def _fetch(
-    run: RemoteRun, step: int, sums: dict[str, FileChecksum], target: Path, group: dist.ProcessGroup | None
+def _download(
+    run: RemoteRun, step: int, checksums: dict[str, FileChecksum], target: Path, group: dist.ProcessGroup | None
 ) -> str | RemoteError | None:
-    """What is wrong with a checkpoint, in words, or what the store did not do; None when all of it is here.
+    """Download all files of a checkpoint; returns the damage found there, or the failure of the store.
 
     Raises:
-        UserError: it cannot be written here.
+        UserError: the local disk cannot be written to.
     """
-    world = dist.get_world_size(group)
-    names = sorted(sums)[dist.get_rank(group) :: world]
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    shard = {name: checksums[name] for name in sorted(checksums)[rank::world]}
     found: list[Any] = [None] * world
-    dist.all_gather_object(found, _fetch_share(run, step, {name: sums[name] for name in names}, target), group=group)
-    kinds: dict[str, str] = dict(reversed([one for one in found if one is not None]))
-    if "disk" in kinds:
+    dist.all_gather_object(found, _download_shard(run, step, shard, target), group=group)
+    failures: dict[str, str] = dict(reversed([failure for failure in found if failure is not None]))
+    if "disk" in failures:
         raise UserError(
-            f"The checkpoint of step {step} from {run.url} cannot be written here: {kinds['disk']}. Make room, and "
-            "start again: what has arrived is kept."
+            f"The checkpoint of step {step} from {run.url} cannot be written here: {failures['disk']}. Free disk "
+            "space and start again: complete files are kept."
         )
-    if "store" in kinds:
-        return RemoteError(kinds["store"], permanent=False)
-    return kinds.get("damage")
+    if "store" in failures:
+        return RemoteError(failures["store"])
+    return failures.get("damage")
 
 
-def _fetch_share(run: RemoteRun, step: int, sums: dict[str, FileChecksum], target: Path) -> tuple[str, str] | None:
+def _download_shard(
+    run: RemoteRun, step: int, checksums: dict[str, FileChecksum], target: Path
+) -> tuple[str, str] | None:
     name = ""
     try:
         target.mkdir(parents=True, exist_ok=True)
-        for name, expected in sums.items():
+        for name, expected in checksums.items():
             PROGRESS.keep_alive()
-            problem = find_file_damage(target / name, expected)
-            # Bits may have flipped on the way: what arrives wrong twice is wrong there.
-            for _ in range(2):
-                if problem is not None:
-                    run.folder.get(f"{step_name(step)}/{name}", target / name)
-                    problem = find_file_damage(target / name, expected)
-            if problem is not None:
-                (target / name).unlink(missing_ok=True)
-                return "damage", problem
-            _sync(target / name)
+            file = target / name
+            find_damage = lambda file=file, expected=expected: find_file_damage(file, expected)  # noqa: E731
+            damage = find_damage() and run.folder.download_verified(f"{step_name(step)}/{name}", file, find_damage)
+            if damage is not None:
+                file.unlink(missing_ok=True)
+                return "damage", damage
+            _sync(file)
     except RemoteError as error:
         missing = isinstance(error.__cause__, FileNotFoundError)
         return ("damage", f"{name} is missing") if missing else ("store", str(error))
@@ -127,58 +123,48 @@ def _fetch_share(run: RemoteRun, step: int, sums: dict[str, FileChecksum], targe
 def _publish(
     run: RemoteRun, folder: CheckpointFolder, step: int, target: Path, group: dist.ProcessGroup | None
 ) -> None:
-    def published() -> None:
+    def publish() -> None:
         text = run.folder.read(f"{step_name(step)}/{CHECKSUMS_FILE}")
         (target / CHECKSUMS_FILE).write_bytes(text or b"")
         _sync(target / CHECKSUMS_FILE)
         shutil.rmtree(folder.partial_path(step), ignore_errors=True)
         os.rename(target, folder.partial_path(step))
         folder.publish(step)
-        for other in folder.path.glob(f"*{DOWNLOADING}"):
-            shutil.rmtree(other, ignore_errors=True)
+        for stale in folder.path.glob(f"*{DOWNLOADING}"):
+            shutil.rmtree(stale, ignore_errors=True)
 
-    failure = _agreed(published, dist.get_rank(group) == 0, group)
+    failure = _on_rank_0(publish, group)
     if isinstance(failure, RemoteError):
-        raise UserError(f"The checkpoint of step {step} could not be fetched: {failure}")
+        raise UserError(f"The checkpoint of step {step} could not be downloaded: {failure}")
 
 
-def _go_on_without(error: RemoteError, than: int | None) -> None:
+def _continue_without(error: RemoteError, than: int | None) -> None:
     if than is None or error.permanent:
         raise UserError(
-            f"checkpoint.remote: {error}\nWhether a newer checkpoint is there cannot be told. Try again when the store "
+            f"checkpoint.remote: {error}\nIt is unknown whether a newer checkpoint is there. Try again when the store "
             "can be reached, or train without it: checkpoint.remote=null"
         )
-    get_logger().error("continuing from step %d, which is here: %s", than, error)
+    get_logger().error("continuing from the local checkpoint of step %d: %s", than, error)
 
 
-def _agreed(question: Callable[[], Any], leader: bool, group: dist.ProcessGroup | None) -> Any:
-    """What rank 0 finds out, on every rank; a RemoteError is an answer.
+def _on_rank_0(call: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
+    """Result of `call` on rank 0, broadcast; a RemoteError is returned, not raised.
 
     Raises:
-        UserError: on every rank where rank 0 cannot write here.
+        UserError: on every rank, if rank 0 cannot write to the local disk.
     """
-    answer: list[Any] = [None]
-    if leader:
+    result: list[Any] = [None]
+    if dist.get_rank(group) == 0:
         try:
-            answer[0] = question()
+            result[0] = call()
         except RemoteError as error:
-            # As text: the causes of errors do not travel.
-            answer[0] = _Said(str(error), error.permanent)
+            result[0] = error
         except OSError as error:
-            answer[0] = UserError(f"{error.filename or 'the run folder'}: {error.strerror or error}")
-    dist.broadcast_object_list(answer, src=0, group=group)
-    if isinstance(answer[0], _Said):
-        return RemoteError(answer[0].text, permanent=answer[0].permanent)
-    if isinstance(answer[0], UserError):
-        raise answer[0]
-    return answer[0]
-
-
-class _Said:
-    """A RemoteError on its way to other ranks."""
-
-    def __init__(self, text: str, permanent: bool) -> None:
-        self.text, self.permanent = text, permanent
+            result[0] = UserError(f"{error.filename or 'the run folder'}: {error.strerror or error}")
+    dist.broadcast_object_list(result, src=0, group=group)
+    if isinstance(result[0], UserError):
+        raise result[0]
+    return result[0]
 
 
 def _sync(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Group `checkpoint`: when state is saved, what is kept, and what a new run begins with."""
+"""Group `checkpoint`: save interval, retention, remote copies, initial weights and exports."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,31 +11,31 @@ class CheckpointConfig:
     """Distributed checkpoints of the whole training state."""
 
     mode: Literal["async", "async_pinned", "async_process", "sync", "off"]
-    """`async` pauses training only to copy the state and writes in the background: `async_pinned` from pinned memory
-    that is kept (CUDA), `async_process` in a process of its own (through /dev/shm). `off` saves none."""
+    """`async` pauses training only to stage the state and writes in the background; `async_pinned` stages into pinned
+    memory (CUDA), `async_process` writes in a separate process (through /dev/shm). `off` saves none."""
     every: PositiveInt | None
-    """Steps between checkpoints; null counts none. The last step and a stop request are always saved."""
+    """Steps between checkpoints; null for none. The last step and a stop request are always saved."""
     every_minutes: PositiveFloat | None
-    """Minutes between checkpoints on rank 0's clock, whichever comes first; null looks at no clock."""
+    """Minutes between checkpoints on rank 0's clock, whichever comes first; null for none."""
     keep: PositiveInt
-    """Newest complete checkpoints kept; an older one goes only after a newer one is durable."""
+    """Number of newest complete checkpoints kept; an older one is deleted only after a newer one is durable."""
     keep_every: PositiveInt | None
-    """Checkpoints whose step is a multiple of it are kept for ever, besides the newest; null keeps none of them."""
+    """Checkpoints whose step is a multiple of it are kept forever, besides the newest; null keeps none of them."""
     last: Literal["full", "weights"]
-    """What is saved after the last step; from `weights` alone no run can be continued, only begun."""
+    """Content of the last checkpoint; from `weights` a run can be started, but not resumed."""
     remote: str | None
-    """URL under which every complete checkpoint is kept as well (`s3://bucket/prefix`, `gs://…`, `file:///mnt/share`),
-    in `<experiment.name>/<run id>/step-…`, and from which a run without its folder continues; null keeps none. No
-    credential in it: those come from the environment."""
+    """URL to which every complete checkpoint is uploaded (`s3://bucket/prefix`, `gs://…`, `file:///mnt/share`), as
+    `<experiment.name>/<run id>/step-…`, and from which a run without its folder resumes; null uploads none. It must
+    hold no credential: those come from the environment."""
     remote_wait_minutes: PositiveFloat
-    """Minutes that a finished run waits for uploads that are on their way; at most one of them after a stop request."""
+    """Minutes a finished run waits for uploads; at most one after a stop request."""
     initial: str | None
-    """Run folder, checkpoint or Hugging Face folder whose weights a new run begins with, made in any layout, or its
-    URL; part of what is computed."""
+    """Run folder, checkpoint or Hugging Face folder, or its URL, whose weights a new run starts from; saved in any
+    layout; part of the run's identity."""
     initial_exclude: list[str]
-    """Patterns of full names (`head.*`) of weights that keep their initial values nevertheless."""
+    """Patterns of full names (`head.*`) of weights that are initialized nevertheless."""
     export: Literal["none", "bf16", "fp32"]
-    """Type of the weights that are exported after the last step, as a Hugging Face folder in the run's `export/`, by
-    all ranks at once; `none` exports nothing."""
+    """Dtype of the weights exported after the last step, as a Hugging Face folder in the run's `export/`, by all ranks
+    in parallel; `none` exports nothing."""
     export_every: PositiveInt | None
-    """Steps between further exports, for which training stands still; null exports after the last step alone."""
+    """Steps between further exports, during which training pauses; null exports only after the last step."""

@@ -1,4 +1,4 @@
-"""Groups `tracking` and `profiling`: where numbers and traces go. Neither changes what is computed."""
+"""Groups `tracking` and `profiling`: metric sinks and profiler traces. Neither affects the result."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,25 +8,25 @@ from titan_exp.config.groups.types import Count, PositiveInt
 
 @dataclass(frozen=True)
 class TrackingConfig:
-    """`metrics.jsonl` is always written and is the truth; the others mirror it."""
+    """Metric sinks. `metrics.jsonl` is always written and complete; the others are best-effort copies."""
 
     log_every: PositiveInt
     """Steps between rows of metrics."""
     tensorboard: bool
-    """Mirror to TensorBoard files in the run folder."""
+    """Also log to TensorBoard files in the run folder."""
     wandb: bool
-    """Mirror to Weights & Biases."""
+    """Also log to Weights & Biases."""
     wandb_mode: Literal["auto", "online", "offline"]
-    """`auto` is online where this machine is logged in and offline elsewhere."""
+    """`auto` is online if this machine is logged in, else offline."""
     wandb_project: str
-    """Project that runs are listed under."""
+    """W&B project."""
     wandb_entity: str | None
-    """Team or user; null is the account's default."""
+    """W&B team or user; null is the account's default."""
 
 
 @dataclass(frozen=True)
 class ProfilingConfig:
-    """A torch profiler window and a look at memory, written to `traces/`."""
+    """A torch profiler window and a memory breakdown, written to `traces/`."""
 
     enabled: bool
     """Record a trace on every rank."""
@@ -35,6 +35,5 @@ class ProfilingConfig:
     steps: PositiveInt
     """Steps recorded."""
     memory_step: PositiveInt | None = None
-    """Step after whose optimizer update every rank writes down what its memory holds, the peak of that step included;
-    null never. On CUDA with a snapshot for torch's viewer, and where each block was allocated, which makes steps up to
-    that one a little slower."""
+    """Step after whose optimizer update every rank writes a memory breakdown, including the peak of that step; null
+    never. On CUDA with a snapshot for torch's viewer and allocation stacks, which slow the steps before it a little."""

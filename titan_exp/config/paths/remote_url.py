@@ -1,32 +1,32 @@
-"""Places behind a URL, as far as the text of it tells: which protocol, and which package speaks it."""
+"""Validation of remote URLs by their text: protocol, installed package, credentials."""
 
 import importlib.util
 import re
 
 _URL = re.compile(r"(?P<protocol>[A-Za-z][A-Za-z0-9+.-]+)://(?P<rest>.*)", re.DOTALL)
-_OWN_MEMORY = ("memory",)
-"""Protocols of places that die with the process."""
+_IN_PROCESS = ("memory",)
+"""Protocols whose data ends with the process."""
 _PIP = {"huggingface_hub": "huggingface_hub", "google": "gcsfs", "libarchive": "libarchive-c"}
-"""What installs a module that is named otherwise."""
+"""PyPI names of modules with another name."""
 
 
 def is_url(place: str) -> bool:
-    """Whether a place is named by a URL (`s3://bucket/prefix`, `file:///mnt/share`) and not by a path."""
+    """True for a URL (`s3://bucket/prefix`, `file:///mnt/share`), False for a path."""
     return _URL.match(place) is not None
 
 
 def joined(url: str, *names: str) -> str:
-    """A URL with names added to its path."""
+    """Append names to the path of a URL."""
     return "/".join((url.rstrip("/"), *names))
 
 
 def problem_of_url(url: str) -> tuple[str, str] | None:
-    """Why nothing can be kept behind a URL, and what would work; None where its text and this machine allow it.
+    """Reason why a URL cannot be used, and a remedy; None if its text and this machine's packages allow it.
 
-    Neither the network is asked nor a package imported. The texts do not repeat the URL: it may hold a credential.
+    Uses no network and imports no package. The texts do not repeat the URL, which may hold a credential.
     """
     if "::" in url:
-        return "chains of protocols (a::b) are not followed", "name the place itself"
+        return "chains of protocols (a::b) are not supported", "use the URL of the store itself"
     match = _URL.match(url)
     if match is None:
         return "it is no URL", "s3://bucket/prefix, gs://bucket/prefix, file:///mnt/share/prefix"
@@ -43,8 +43,8 @@ def problem_of_url(url: str) -> tuple[str, str] | None:
 def _problem_of_protocol(protocol: str) -> tuple[str, str] | None:
     from fsspec.registry import known_implementations, registry
 
-    if protocol in _OWN_MEMORY:
-        return "what is kept there ends with the process", "s3://…, gs://…, file:///…"
+    if protocol in _IN_PROCESS:
+        return "its data ends with the process", "s3://…, gs://…, file:///…"
     if protocol in registry:
         return None
     known = known_implementations.get(protocol)

@@ -11,15 +11,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_exp.launch.health.stack_dump import Standing, as_json
+from titan_exp.launch.health.stack_dump import RankStack, to_json
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
 
-ANSWER = 15.0
+REPORT_TIMEOUT = 15.0
 """Seconds that ranks have, after the first has noticed, for saying where they stand."""
 
 
 @dataclass(frozen=True)
-class Hang:
+class HangDiagnosis:
     """What is known of a hang."""
 
     headline: str
@@ -51,7 +51,7 @@ class HangFiles:
         """A rank's last collectives, as torch's flight recorder has them."""
         return self.logs / f"collectives-rank-{rank:05d}.json"
 
-    def standing(self, rank: int) -> Path:
+    def rank_stack(self, rank: int) -> Path:
         """Where a rank stands, by itself."""
         return self.logs / f"standing-rank-{rank:05d}.json"
 
@@ -63,35 +63,37 @@ class HangFiles:
             return False
         return True
 
-    def declared(self) -> bool:
+    def is_declared(self) -> bool:
         """Whether any rank has said so."""
         return self.flag.exists()
 
-    def write_standing(self, each: Standing) -> None:
+    def write_rank_stack(self, each: RankStack) -> None:
         """Write a rank's standing down."""
-        write_atomically(self.standing(each.rank), as_json(each), durable=False)
+        write_atomically(self.rank_stack(each.rank), to_json(each), durable=False)
 
-    def standings(self) -> dict[int, Standing]:
+    def rank_stacks(self) -> dict[int, RankStack]:
         """The standings that are there so far, by rank."""
         found = {}
         for rank in range(self.world_size):
             with contextlib.suppress(OSError, ValueError, TypeError):
-                found[rank] = Standing(**json.loads(self.standing(rank).read_text(encoding="utf-8")))
+                found[rank] = RankStack(**json.loads(self.rank_stack(rank).read_text(encoding="utf-8")))
         return found
 
-    def stuck_ranks(self) -> list[int]:
+    def native_ranks(self) -> list[int]:
         """Ranks whose stacks were written by the last resort, because they could not stand up and say anything."""
         return [
-            rank for rank in range(self.world_size) if not self.standing(rank).exists() and _size(self.stacks(rank)) > 0
+            rank
+            for rank in range(self.world_size)
+            if not self.rank_stack(rank).exists() and _size(self.stacks(rank)) > 0
         ]
 
-    def all_stand(self) -> bool:
+    def all_reported(self) -> bool:
         """Whether every rank has said where it stands."""
-        return all(self.standing(rank).exists() for rank in range(self.world_size))
+        return all(self.rank_stack(rank).exists() for rank in range(self.world_size))
 
-    def awaited(self) -> bool:
+    def report_pending(self) -> bool:
         """Whether the report of a hang is still to come."""
-        return self.declared() and not self.report.exists()
+        return self.is_declared() and not self.report.exists()
 
     def remove_empty(self) -> None:
         """Remove the files kept open for stacks that ranks left behind which were killed."""
@@ -100,21 +102,21 @@ class HangFiles:
                 if not _size(self.stacks(rank)):
                     self.stacks(rank).unlink(missing_ok=True)
 
-    def conclude(self) -> Hang | None:
+    def report_hang(self) -> HangDiagnosis | None:
         """What the files say, which is written into the report unless that is there; None where no rank hung."""
         with contextlib.suppress(OSError):
             text = self.report.read_text(encoding="utf-8")
-            return Hang(text.partition("\n")[0], text)
-        stuck, standings = self.stuck_ranks(), self.standings()
-        if not stuck and not standings:
+            return HangDiagnosis(text.partition("\n")[0], text)
+        native, rank_stacks = self.native_ranks(), self.rank_stacks()
+        if not native and not rank_stacks:
             return None
-        hang = conclusion(standings.values(), stuck=stuck, world_size=self.world_size, logs=self.logs)
+        hang = diagnose_hang(rank_stacks.values(), native=native, world_size=self.world_size, logs=self.logs)
         with contextlib.suppress(OSError):
             write_atomically(self.report, hang.text, durable=False)
         return hang
 
 
-def conclusion(known: Iterable[Standing], *, stuck: Sequence[int], world_size: int, logs: Path) -> Hang:
+def diagnose_hang(known: Iterable[RankStack], *, native: Sequence[int], world_size: int, logs: Path) -> HangDiagnosis:
     """Who holds up whom.
 
     Args:
@@ -123,28 +125,30 @@ def conclusion(known: Iterable[Standing], *, stuck: Sequence[int], world_size: i
         world_size: ranks in all.
         logs: where the stacks are.
     """
-    standings = sorted(known, key=lambda each: each.rank)
-    silent = sorted(set(range(world_size)) - {each.rank for each in standings} - set(stuck))
-    step = f"hung at step {min(each.step for each in standings)}" if standings else "hung"
-    culprits, why = _culprits(standings, stuck, silent)
-    first = next((each for each in standings if each.rank in culprits), standings[0] if standings else None)
+    rank_stacks = sorted(known, key=lambda each: each.rank)
+    silent = sorted(set(range(world_size)) - {each.rank for each in rank_stacks} - set(native))
+    step = f"hung at step {min(each.step for each in rank_stacks)}" if rank_stacks else "hung"
+    blocking, why = _blocking_ranks(rank_stacks, native, silent)
+    first = next((each for each in rank_stacks if each.rank in blocking), rank_stacks[0] if rank_stacks else None)
     phase = f" in {first.phase}" if first is not None else ""
     headline = f"{step}{phase}: {why}"
     lines = [headline, ""]
-    for each, ranks in _by_place(standings):
+    for each, ranks in _group_by_place(rank_stacks):
         where = f"in {each.collective}, called at " if each.collective else "at "
-        lines.append(f"{named(ranks)}: step {each.step}, {each.phase}, {where}{each.place}, for {each.seconds:.0f} s")
-    if stuck:
         lines.append(
-            f"{named(stuck)}: in native code that does not let Python go on; its stacks say where it was called"
+            f"{format_ranks(ranks)}: step {each.step}, {each.phase}, {where}{each.place}, for {each.seconds:.0f} s"
+        )
+    if native:
+        lines.append(
+            f"{format_ranks(native)}: in native code that does not let Python go on; its stacks say where it was called"
         )
     if silent:
-        lines.append(f"{named(silent)}: no answer: stopped, dead, or its machine is gone")
+        lines.append(f"{format_ranks(silent)}: no answer: stopped, dead, or its machine is gone")
     lines += ["", f"Stacks of every thread and the last collectives: {logs}/stacks-rank-*.txt, collectives-rank-*.json"]
-    return Hang(headline, "\n".join(lines) + "\n")
+    return HangDiagnosis(headline, "\n".join(lines) + "\n")
 
 
-def named(ranks: Sequence[int]) -> str:
+def format_ranks(ranks: Sequence[int]) -> str:
     """`rank 3`, `ranks 0-6, 9`."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
@@ -156,51 +160,53 @@ def named(ranks: Sequence[int]) -> str:
     return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
 
 
-def _culprits(standings: Sequence[Standing], stuck: Sequence[int], silent: Sequence[int]) -> tuple[list[int], str]:
+def _blocking_ranks(
+    rank_stacks: Sequence[RankStack], native: Sequence[int], silent: Sequence[int]
+) -> tuple[list[int], str]:
     """The ranks that the others wait for, and how that is known."""
     if silent:
-        return list(silent), f"{named(silent)} did not answer"
-    if stuck:
-        return list(stuck), f"{named(stuck)} stood in native code that does not let Python go on"
-    outside = [each for each in standings if each.collective is None]
-    if outside and (len(outside) < len(standings) or len(standings) == 1):
+        return list(silent), f"{format_ranks(silent)} did not answer"
+    if native:
+        return list(native), f"{format_ranks(native)} stood in native code that does not let Python go on"
+    outside = [each for each in rank_stacks if each.collective is None]
+    if outside and (len(outside) < len(rank_stacks) or len(rank_stacks) == 1):
         ranks = [each.rank for each in outside]
-        others = " while the others wait in a collective" if len(outside) < len(standings) else ""
+        others = " while the others wait in a collective" if len(outside) < len(rank_stacks) else ""
         verb = "stands" if len(ranks) == 1 else "stand"
-        return ranks, f"{named(ranks)} {verb} at {outside[0].place}{others}"
+        return ranks, f"{format_ranks(ranks)} {verb} at {outside[0].place}{others}"
     if outside:
-        return [], f"no rank is in a collective; {named([standings[0].rank])} at {standings[0].place}"
-    return _culprits_inside(standings)
+        return [], f"no rank is in a collective; {format_ranks([rank_stacks[0].rank])} at {rank_stacks[0].place}"
+    return _blocking_in_collectives(rank_stacks)
 
 
-def _culprits_inside(standings: Sequence[Standing]) -> tuple[list[int], str]:
+def _blocking_in_collectives(rank_stacks: Sequence[RankStack]) -> tuple[list[int], str]:
     """The same where every rank waits in a collective."""
-    behind = _behind(standings)
+    behind = _lagging_ranks(rank_stacks)
     if behind:
-        one = next(each for each in standings if each.rank in behind)
+        one = next(each for each in rank_stacks if each.rank in behind)
         instead = f"in {one.collective}, called at {one.place}"
-        return behind, f"{named(behind)} did not enter a collective that the others wait in, but waits {instead}"
-    places = Counter(each.place for each in standings)
+        return behind, f"{format_ranks(behind)} did not enter a collective that the others wait in, but waits {instead}"
+    places = Counter(each.place for each in rank_stacks)
     if len(places) == 1:
-        return [], f"all ranks wait in the same collective, at {standings[0].place}: suspect the network"
-    odd = [each for each in standings if each.place == min(places, key=lambda place: places[place])]
+        return [], f"all ranks wait in the same collective, at {rank_stacks[0].place}: suspect the network"
+    odd = [each for each in rank_stacks if each.place == min(places, key=lambda place: places[place])]
     ranks = [each.rank for each in odd]
-    return ranks, f"the ranks wait in different collectives; {named(ranks)} at {odd[0].place}"
+    return ranks, f"the ranks wait in different collectives; {format_ranks(ranks)} at {odd[0].place}"
 
 
-def _behind(standings: Sequence[Standing]) -> list[int]:
+def _lagging_ranks(rank_stacks: Sequence[RankStack]) -> list[int]:
     """Ranks that have issued fewer collectives in a group than another rank of it has."""
     behind = set()
-    for group in {group for each in standings for group in each.issued}:
-        issued = {each.rank: each.issued[group] for each in standings if group in each.issued}
+    for group in {group for each in rank_stacks for group in each.issued}:
+        issued = {each.rank: each.issued[group] for each in rank_stacks if group in each.issued}
         behind |= {rank for rank, number in issued.items() if number < max(issued.values())}
     return sorted(behind)
 
 
-def _by_place(standings: Sequence[Standing]) -> list[tuple[Standing, list[int]]]:
+def _group_by_place(rank_stacks: Sequence[RankStack]) -> list[tuple[RankStack, list[int]]]:
     """Ranks that stand at the same place together, the smallest company first."""
-    groups: dict[tuple[int, str, str, str | None], list[Standing]] = {}
-    for each in standings:
+    groups: dict[tuple[int, str, str, str | None], list[RankStack]] = {}
+    for each in rank_stacks:
         groups.setdefault((each.step, each.phase, each.place, each.collective), []).append(each)
     ordered = sorted(groups.values(), key=lambda group: (len(group), group[0].rank))
     return [(group[0], [each.rank for each in group]) for group in ordered]

@@ -20,7 +20,7 @@ WAITING = frozenset({"wait", "wait_tensor", "synchronize", "item"})
 
 
 @dataclass(frozen=True)
-class Standing:
+class RankStack:
     """One rank's place when the run hung."""
 
     rank: int
@@ -43,9 +43,9 @@ class Standing:
     """Collectives issued so far by process group, where the flight recorder knows."""
 
 
-def standing(
+def rank_stack(
     position: ProgressSnapshot, *, rank: int, host: str, pid: int, recorder: dict[str, Any] | None
-) -> Standing:
+) -> RankStack:
     """Where the main thread of this process stands now.
 
     Args:
@@ -53,7 +53,7 @@ def standing(
         rank: number in the job.
         host: name of this machine.
         pid: number of this process.
-        recorder: what `flight_recorder` returned.
+        recorder: what `read_flight_recorder` returned.
     """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     frames = list(_outwards(frame))
@@ -61,13 +61,13 @@ def standing(
     place = "unknown" if here is None else f"{_short(here.f_code)}:{here.f_lineno} in {here.f_code.co_name}"
     # Those frames only that this place called: above it may be a collective that has called something else.
     called = frames[: frames.index(here)] if here is not None else frames
-    return Standing(
+    return RankStack(
         rank, host, pid, position.at, position.phase, position.seconds, place, _collective(called),
         _issued(recorder),
     )  # fmt: skip
 
 
-def flight_recorder() -> dict[str, Any] | None:
+def read_flight_recorder() -> dict[str, Any] | None:
     """What torch remembers of this process's collectives; None where it is not loaded or does not tell."""
     if "torch.distributed" not in sys.modules:
         return None
@@ -87,7 +87,7 @@ def flight_recorder() -> dict[str, Any] | None:
     return None
 
 
-def as_json(each: Standing) -> str:
+def to_json(each: RankStack) -> str:
     """For the file that other ranks read."""
     return json.dumps(asdict(each), indent=2) + "\n"
 

@@ -14,20 +14,20 @@ import time
 from collections.abc import Callable
 
 from titan_exp.config.groups.cluster import ClusterConfig
-from titan_exp.launch.health.hang_report import ANSWER, HangFiles
-from titan_exp.launch.health.stack_dump import RECORDER_SIZE, flight_recorder, standing
+from titan_exp.launch.health.hang_report import REPORT_TIMEOUT, HangFiles
+from titan_exp.launch.health.stack_dump import RECORDER_SIZE, rank_stack, read_flight_recorder
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.progress_tracker import STEP, ProgressSnapshot, ProgressTracker
 
-EVERY = 1.0
+POLL_INTERVAL = 1.0
 """Seconds between looks at most."""
-SLOW = 3.0
+OTHER_PHASE_FACTOR = 3.0
 """How many times longer anything else than an ordinary step may take."""
-MANY = 10.0
+MEDIAN_FACTOR = 10.0
 """How many times its median an ordinary step may take at least, whatever the configuration says."""
-LAST_RESORT = 5.0
+NATIVE_GRACE = 5.0
 """Seconds after its time was up at which a rank that runs no Python is ended."""
-REMEMBERED = "2000"
+RECORDER_ENTRIES = "2000"
 """Collectives that torch's flight recorder keeps, unless the environment says otherwise."""
 
 
@@ -54,11 +54,11 @@ class Watchdog(threading.Thread):
         super().__init__(name="titan_exp hang watch", daemon=True)
         self._warn, self._kill = _seconds(config.hang_warn_minutes), _seconds(config.hang_kill_minutes)
         self._files, self._rank, self._progress, self._give_up = files, rank, progress, give_up
-        self._every = min([EVERY, *(limit / 10 for limit in (self._warn, self._kill) if limit is not None)])
+        self._every = min([POLL_INTERVAL, *(limit / 10 for limit in (self._warn, self._kill) if limit is not None)])
         self._warned = self._hanging = False
         self._over = threading.Event()
         if self._kill is not None:
-            os.environ.setdefault(RECORDER_SIZE, REMEMBERED)
+            os.environ.setdefault(RECORDER_SIZE, RECORDER_ENTRIES)
             files.logs.mkdir(parents=True, exist_ok=True)
             # Kept open: the timer in C writes into it without asking anybody.
             self._stacks = files.stacks(rank).open("w", encoding="utf-8")
@@ -68,11 +68,11 @@ class Watchdog(threading.Thread):
         main thread then raises, because its peers have ended already, is no news."""
         self._over.set()
         while self._hanging:
-            time.sleep(EVERY)
+            time.sleep(POLL_INTERVAL)
         if self._kill is not None:
             faulthandler.cancel_dump_traceback_later()
             with contextlib.suppress(OSError):
-                if self._stacks.tell() == 0 and not self._files.declared():
+                if self._stacks.tell() == 0 and not self._files.is_declared():
                     self._files.stacks(self._rank).unlink(missing_ok=True)
 
     def run(self) -> None:
@@ -84,7 +84,7 @@ class Watchdog(threading.Thread):
                 if left <= 0 or self._is_declared(position):
                     self._hung()
                     return
-                last = left + min(LAST_RESORT, self._kill)
+                last = left + min(NATIVE_GRACE, self._kill)
                 faulthandler.dump_traceback_later(last, exit=True, file=self._stacks)
             self._look_whether_to_warn(position)
             self._over.wait(self._every)
@@ -92,7 +92,7 @@ class Watchdog(threading.Thread):
     def _is_declared(self, position: ProgressSnapshot) -> bool:
         """Whether another rank has noticed. Looked at by those only that stand still, which is soon the case of all."""
         assert self._kill is not None
-        return position.seconds > self._kill / 4 and self._files.declared()
+        return position.seconds > self._kill / 4 and self._files.is_declared()
 
     def _look_whether_to_warn(self, position: ProgressSnapshot) -> None:
         late = self._warn is not None and position.seconds > limit(self._warn, position)
@@ -110,7 +110,7 @@ class Watchdog(threading.Thread):
         """Write down where this rank stands, wait for the others to do the same, and end."""
         self._hanging = True
         # Should anything below hang as well, this still ends the process.
-        faulthandler.dump_traceback_later(2 * ANSWER, exit=True, file=self._stacks)
+        faulthandler.dump_traceback_later(2 * REPORT_TIMEOUT, exit=True, file=self._stacks)
         position = self._progress.snapshot()
         first = False
         with contextlib.suppress(OSError):
@@ -120,22 +120,22 @@ class Watchdog(threading.Thread):
 
     def _write(self, position: ProgressSnapshot) -> None:
         faulthandler.dump_traceback(self._stacks, all_threads=True)
-        recorder = flight_recorder()
+        recorder = read_flight_recorder()
         with contextlib.suppress(OSError):
             if recorder is not None:
                 self._files.recorder(self._rank).write_text(json.dumps(recorder, indent=1), encoding="utf-8")
-            self._files.write_standing(
-                standing(position, rank=self._rank, host=socket.gethostname(), pid=os.getpid(), recorder=recorder)
+            self._files.write_rank_stack(
+                rank_stack(position, rank=self._rank, host=socket.gethostname(), pid=os.getpid(), recorder=recorder)
             )
 
     def _reason(self, first: bool, position: ProgressSnapshot) -> str:
         """The headline of the report, which the rank that noticed first writes when the others have answered."""
         files = self._files
-        deadline = time.monotonic() + min(ANSWER, self._kill or ANSWER) * (1.0 if first else 1.5)
-        done = files.all_stand if first else files.report.exists
+        deadline = time.monotonic() + min(REPORT_TIMEOUT, self._kill or REPORT_TIMEOUT) * (1.0 if first else 1.5)
+        done = files.all_reported if first else files.report.exists
         while not done() and time.monotonic() < deadline:
             time.sleep(0.1)
-        hang = files.conclude() if first or files.report.exists() else None
+        hang = files.report_hang() if first or files.report.exists() else None
         return f"hung at step {position.at} in {position.phase}" if hang is None else hang.headline
 
 
@@ -147,8 +147,8 @@ def limit(seconds: float, position: ProgressSnapshot) -> float:
         position: where it is.
     """
     if position.phase == STEP:
-        return max(seconds, MANY * position.median_step_seconds)
-    return SLOW * seconds
+        return max(seconds, MEDIAN_FACTOR * position.median_step_seconds)
+    return OTHER_PHASE_FACTOR * seconds
 
 
 def _seconds(minutes: float | None) -> float | None:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.local.relaunch import PREDICTION_FLAG
-from titan_exp.launch.run_plan import Plan, commit
+from titan_exp.launch.run_plan import RunPlan, create_run_folder
 from titan_exp.launch.signals import Interrupts
 
-EVERY = 0.1
+POLL_INTERVAL = 0.1
 """Seconds between looks at the processes."""
 LOG = "launcher.log"
 """In the run's folder of logs: what its launching process shows."""
@@ -25,7 +25,7 @@ class _Slot:
     """A place for one run."""
 
     cores: set[int]
-    plan: Plan | None = None
+    plan: RunPlan | None = None
     process: "subprocess.Popen[bytes] | None" = None
 
 
@@ -43,15 +43,15 @@ class ConcurrentRuns:
         self,
         jobs: int,
         *,
-        begun: Callable[[Plan], None],
-        ended: Callable[[Plan, int, str | None], None],
+        begun: Callable[[RunPlan], None],
+        ended: Callable[[RunPlan, int, str | None], None],
         stopped: Callable[[], bool],
     ) -> None:
         self._begun, self._ended, self._stopped = begun, ended, stopped
-        self._slots = [_Slot(cores) for cores in _divided(jobs)]
+        self._slots = [_Slot(cores) for cores in _split_cores(jobs)]
         self._interrupts = Interrupts()
 
-    def run(self, plans: Sequence[Plan], say: Callable[[str], None]) -> bool:
+    def run(self, plans: Sequence[RunPlan], say: Callable[[str], None]) -> bool:
         """Run all of them; returns whether the rest was left alone because of a signal or on request."""
         waiting, told = list(plans), 0
         try:
@@ -69,7 +69,7 @@ class ConcurrentRuns:
                         told = signals
                         say("Stopping: every run saves first. Ctrl-C again ends them at once.")
                         self._signal()
-                    time.sleep(EVERY)
+                    time.sleep(POLL_INTERVAL)
         finally:
             for slot in self._running():  # only after an error of our own: no run goes on unseen
                 assert slot.process is not None
@@ -78,9 +78,9 @@ class ConcurrentRuns:
     def _running(self) -> list[_Slot]:
         return [slot for slot in self._slots if slot.process is not None]
 
-    def _start(self, slot: _Slot, plan: Plan) -> None:
+    def _start(self, slot: _Slot, plan: RunPlan) -> None:
         try:
-            commit(plan)
+            create_run_folder(plan)
             plan.folder.logs.mkdir(exist_ok=True)
             with (plan.folder.logs / LOG).open("ab") as log, tempfile.TemporaryFile() as told:
                 command = [sys.executable, "-m", "titan_exp.launch.local.relaunch", str(plan.folder.path)]
@@ -114,7 +114,7 @@ class ConcurrentRuns:
             slot.process.send_signal(signal.SIGINT)
 
 
-def _divided(jobs: int) -> list[set[int]]:
+def _split_cores(jobs: int) -> list[set[int]]:
     """Cores of each of the places; empty sets where the system cannot bind, or has fewer cores than places."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if len(cores) < jobs:

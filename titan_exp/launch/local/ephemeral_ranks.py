@@ -18,11 +18,11 @@ from titan_exp.launch.state.exit_status import AttemptResult
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, write_atomically
 from titan_exp.trainer.rank_call import ANSWER, QUESTION
 
-EVERY = 0.05
+POLL_INTERVAL = 0.05
 """Seconds between looks at the ranks."""
 
 
-def together(main: str, experiment: Experiment, question: Any) -> Any:
+def run_on_ranks(main: str, experiment: Experiment, question: Any) -> Any:
     """Ask as many ranks as an experiment's layout has, and wait for their answer.
 
     Args:
@@ -41,11 +41,11 @@ def together(main: str, experiment: Experiment, question: Any) -> Any:
         write_atomically(folder.path / QUESTION, json.dumps(question), durable=False)
         attempt = folder.add_attempt(world_size=world_size(experiment), hosts=[socket.gethostname()]).attempt
         folder.write_state(RunState("running", 0, time.time(), attempt, None))
-        verdict = _run(main, experiment, folder, attempt)
-        if verdict.exit_code == UserError.exit_code:
-            raise UserError(verdict.detail.strip())
-        if verdict.exit_code:
-            raise RuntimeError(f"{verdict.detail.strip()}\n{verdict.reason}")
+        result = _run(main, experiment, folder, attempt)
+        if result.exit_code == UserError.exit_code:
+            raise UserError(result.detail.strip())
+        if result.exit_code:
+            raise RuntimeError(f"{result.detail.strip()}\n{result.reason}")
         return json.loads((folder.path / ANSWER).read_text(encoding="utf-8"))
 
 
@@ -57,7 +57,7 @@ def _run(main: str, experiment: Experiment, folder: RunFolder, attempt: int) -> 
             while not ranks.poll():
                 if interrupts.first is not None:
                     raise KeyboardInterrupt
-                time.sleep(EVERY)
-            return ranks.verdict()
+                time.sleep(POLL_INTERVAL)
+            return ranks.result()
         finally:
             ranks.close()

@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Literal
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.executor import Look, Submission
+from titan_exp.launch.executor import JobStatus, Submission
 from titan_exp.launch.local.concurrent_runs import ConcurrentRuns
 from titan_exp.launch.run_console import RunConsole
-from titan_exp.launch.run_plan import Plan
+from titan_exp.launch.run_plan import RunPlan
 from titan_exp.launch.run_plans import INTERRUPTED, run
 from titan_exp.launch.summary import describe, summarize
 from titan_exp.tracking.run_folder.run_folder import RunFolder
@@ -27,7 +27,7 @@ class LocalExecutor:
         self,
         *,
         jobs: int = 1,
-        title: Callable[[Plan], str] = lambda plan: str(plan.folder.path),
+        title: Callable[[RunPlan], str] = lambda plan: str(plan.folder.path),
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self.interrupted = False
@@ -36,10 +36,10 @@ class LocalExecutor:
         """The exit code: 0 where all are done, 130 after Ctrl-C, 1 where a run failed, 85 where one stopped."""
         self._jobs, self._title, self._stopped = jobs, title, stopped
 
-    def submit(self, plans: Sequence[Plan], *, say: Callable[[str], None]) -> list[Submission]:
+    def submit(self, plans: Sequence[RunPlan], *, say: Callable[[str], None]) -> list[Submission]:
         """Run what is not done, nor running already, whatever becomes of each; none after Ctrl-C."""
         found: dict[int, Submission] = {}
-        waiting: list[tuple[int, Plan]] = []
+        waiting: list[tuple[int, RunPlan]] = []
         for number, plan in enumerate(plans):
             before = _before(plan)
             if before is None:
@@ -52,11 +52,11 @@ class LocalExecutor:
         carry_out(waiting, found, len(plans), say)
         return [found[number] for number in sorted(found)]
 
-    def look(self, folders: Sequence[RunFolder]) -> Mapping[Path, Look]:
+    def status(self, folders: Sequence[RunFolder]) -> Mapping[Path, JobStatus]:
         """Whether a process on this machine holds each run."""
         holders = {folder.path: folder.holder() for folder in folders}
         return {
-            path: Look("gone") if holder is None else Look("running", str(holder.pid), str(holder))
+            path: JobStatus("gone") if holder is None else JobStatus("running", str(holder.pid), str(holder))
             for path, holder in holders.items()
         }
 
@@ -73,18 +73,22 @@ class LocalExecutor:
         return said
 
     def _one_by_one(
-        self, waiting: Sequence[tuple[int, Plan]], found: dict[int, Submission], total: int, say: Callable[[str], None]
+        self,
+        waiting: Sequence[tuple[int, RunPlan]],
+        found: dict[int, Submission],
+        total: int,
+        say: Callable[[str], None],
     ) -> None:
-        screen = RunConsole()
+        console = RunConsole()
         for number, plan in waiting:
             if self.interrupted or self._stopped():
                 self._note(INTERRUPTED)
                 return
             say(f"\n[{number + 1}/{total}] {self._title(plan)}")
             try:
-                outcome = run(plan, screen=screen)
+                outcome = run(plan, console=console)
             except UserError as error:
-                screen.complain(str(error))
+                console.error(str(error))
                 found[number] = Submission(plan, "refused", reason=str(error))
                 self._note(error.exit_code)
             except KeyboardInterrupt:
@@ -94,14 +98,18 @@ class LocalExecutor:
                 self._note(outcome.exit_code)
 
     def _side_by_side(
-        self, waiting: Sequence[tuple[int, Plan]], found: dict[int, Submission], total: int, say: Callable[[str], None]
+        self,
+        waiting: Sequence[tuple[int, RunPlan]],
+        found: dict[int, Submission],
+        total: int,
+        say: Callable[[str], None],
     ) -> None:
         numbers = {plan.folder.path: number for number, plan in waiting}
 
-        def begun(plan: Plan) -> None:
+        def begun(plan: RunPlan) -> None:
             say(f"[{numbers[plan.folder.path] + 1}/{total}] {self._title(plan)}: started, {plan.folder.path}")
 
-        def ended(plan: Plan, code: int, refusal: str | None) -> None:
+        def ended(plan: RunPlan, code: int, refusal: str | None) -> None:
             number = numbers[plan.folder.path]
             summary = summarize(plan.folder)
             told = refusal or describe(summary, plan.experiment.training.steps)
@@ -125,7 +133,7 @@ class LocalExecutor:
         self.worst = max(self.worst, code, key=order.index)
 
 
-def _before(plan: Plan) -> Submission | None:
+def _before(plan: RunPlan) -> Submission | None:
     """A run that needs no start: it is done, or it runs already."""
     if not plan.folder.path.exists():
         return None

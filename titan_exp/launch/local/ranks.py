@@ -18,12 +18,12 @@ import psutil
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import world_size
-from titan_exp.launch.health.hang_report import ANSWER, HangFiles
+from titan_exp.launch.health.hang_report import REPORT_TIMEOUT, HangFiles
 from titan_exp.launch.rank.child_env import environment, rank_environment
 from titan_exp.launch.rank.main import run_rank
 from titan_exp.launch.rank.rank_status import RankRecord, read_record
-from titan_exp.launch.signals import kept_from_children
-from titan_exp.launch.state import exit_status as verdicts
+from titan_exp.launch.signals import block_terminal_signals
+from titan_exp.launch.state import exit_status
 from titan_exp.launch.state.exit_status import AttemptResult, RankFailure
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
@@ -57,13 +57,13 @@ class LocalRanks:
         self.job_id = ""
         """submitit's number of the job: the process number of its controller."""
         self._experiment = experiment
-        self._meeting: Path | None = None
+        self._rendezvous_folder: Path | None = None
         self._job: Job[None] | None = None
         self._controller: psutil.Process | None = None
         self._processes: dict[int, psutil.Process] = {}
         self._last_seen: dict[int, float] = {}
         self._records: dict[int, RankRecord] = {}
-        self._deaths: dict[int, RankFailure] = {}
+        self._failures: dict[int, RankFailure] = {}
         # By the clock that nobody sets.
         self._first_seen: float | None = None
         self._first_death: float | None = None
@@ -83,13 +83,13 @@ class LocalRanks:
         from submitit import LocalExecutor
 
         self.logs.mkdir(parents=True, exist_ok=True)
-        self._meeting = Path(tempfile.mkdtemp(prefix="titan_exp-"))
+        self._rendezvous_folder = Path(tempfile.mkdtemp(prefix="titan_exp-"))
         executor = LocalExecutor(self.logs)
         executor.update_parameters(
             tasks_per_node=self.world_size, timeout_min=TEN_YEARS, stderr_to_stdout=True, name="titan_exp"
         )
-        changes = rank_environment(self._experiment, self.attempt, self._meeting)
-        with environment(changes), kept_from_children(), _output_to(self.logs / "controller.log"):
+        changes = rank_environment(self._experiment, self.attempt, self._rendezvous_folder)
+        with environment(changes), block_terminal_signals(), _output_to(self.logs / "controller.log"):
             job = executor.submit(run_rank, str(self.folder.path))
         self._job, self.job_id = job, str(job.job_id)
         with contextlib.suppress(psutil.Error):
@@ -104,14 +104,14 @@ class LocalRanks:
         self._find_processes()
         for rank in range(self.world_size):
             self._look_at(rank, over)
-        if self._first_death is None and (self._deaths or (over and self._any_alive())):
+        if self._first_death is None and (self._failures or (over and self._any_alive())):
             self._first_death = now
         if self._all_ended is None and all(self._has_ended(rank) for rank in range(self.world_size)):
             self._all_ended = now
         if over and not self._any_alive():
             return True
         # Also where the controller died before the ranks: they notice by themselves, but this does not depend on it.
-        grace = 2 * ANSWER if self._hang.awaited() else GRACE
+        grace = 2 * REPORT_TIMEOUT if self._hang.report_pending() else GRACE
         if _is_past(self._first_death, grace) or _is_past(self._all_ended, LINGER):
             self.kill()
         return False
@@ -130,18 +130,18 @@ class LocalRanks:
         if self._job is not None and (not self._over() or self._any_alive()):
             self.kill()
         self._hang.remove_empty()
-        if self._meeting is not None:
-            shutil.rmtree(self._meeting, ignore_errors=True)
+        if self._rendezvous_folder is not None:
+            shutil.rmtree(self._rendezvous_folder, ignore_errors=True)
 
-    def verdict(self) -> AttemptResult:
+    def result(self) -> AttemptResult:
         """How the attempt ended; called when `poll` has said that it has."""
-        if self._deaths:
-            hang = self._hang.conclude()
-            return verdicts.hung(hang) if hang is not None else verdicts.failed(self._deaths.values())
+        if self._failures:
+            hang = self._hang.report_hang()
+            return exit_status.hung(hang) if hang is not None else exit_status.failed(self._failures.values())
         codes = [record.exit for record in self._records.values() if record.exit is not None]
         if len(codes) == self.world_size:
-            return verdicts.ended(codes, self.folder.stop_reason())
-        text = verdicts.tail(self.logs / "controller.log")
+            return exit_status.ended(codes, self.folder.stop_reason())
+        text = exit_status.tail(self.logs / "controller.log")
         return AttemptResult("failed", 1, "the process that held the ranks (submitit's controller) died", text)
 
     def _over(self) -> bool:
@@ -169,24 +169,24 @@ class LocalRanks:
 
     def _look_at(self, rank: int, over: bool) -> None:
         """Learn whether a rank lives, has ended, or has died. Liveness first: a record's end is written before that."""
-        if rank in self._deaths or self._has_ended(rank):
+        if rank in self._failures or self._has_ended(rank):
             return
         now, alive = time.time(), self._is_alive(rank)
-        record = read_record(self.folder, self.attempt, rank, self._meeting)
+        record = read_record(self.folder, self.attempt, rank, self._rendezvous_folder)
         if record is not None:
             self._records[rank] = record
         if record is not None and record.end is not None:
             if record.failed:
-                self._deaths[rank] = verdicts.death_by_error(record)
+                self._failures[rank] = exit_status.failure_from_error(record)
         elif alive or self._killed:
             self._last_seen[rank] = now
         elif rank in self._processes or over:
             # Its process was there and is not any more; or nobody is left who could start or hold it.
             seen = self._last_seen.get(rank, now)
-            kind = verdicts.death_at_start if record is None else verdicts.death_by_signal
-            self._deaths[rank] = kind(rank, seen, self.log(rank))
+            kind = exit_status.failure_at_start if record is None else exit_status.failure_from_signal
+            self._failures[rank] = kind(rank, seen, self.log(rank))
         elif record is None and _is_past(self._first_seen, START_LIMIT):
-            self._deaths[rank] = verdicts.death_at_start(rank, now, self.log(rank))
+            self._failures[rank] = exit_status.failure_at_start(rank, now, self.log(rank))
 
     def _has_ended(self, rank: int) -> bool:
         record = self._records.get(rank)

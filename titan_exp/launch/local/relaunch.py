@@ -12,13 +12,13 @@ from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.typed_config import load_experiment
-from titan_exp.launch.run_plan import Plan, plan
+from titan_exp.launch.run_plan import RunPlan, plan_run
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 PREDICTION_FLAG = "--prediction"
 
 
-def plan_again(folder: RunFolder) -> Plan:
+def plan_relaunch(folder: RunFolder) -> RunPlan:
     """The plan of a run that has a folder, wherever that lies now.
 
     Raises:
@@ -28,7 +28,7 @@ def plan_again(folder: RunFolder) -> Plan:
 
     experiment = load_experiment(folder.config)
     typed = yaml.safe_load(folder.overrides.read_text(encoding="utf-8")) if folder.overrides.exists() else []
-    return replace(plan(experiment, typed), folder=RunFolder(os.path.abspath(folder.path)))
+    return replace(plan_run(experiment, typed), folder=RunFolder(os.path.abspath(folder.path)))
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
         return UserError.exit_code
     prediction = sys.stdin.read() if rest else None
     try:
-        return run(replace(plan_again(RunFolder(Path(folder))), prediction=prediction)).exit_code
+        return run(replace(plan_relaunch(RunFolder(Path(folder))), prediction=prediction)).exit_code
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -27,7 +27,7 @@ VARIABLES = re.compile(
 _FIELD = re.compile(r"^(Name|Version):[ \t]*(\S+)[ \t\r]*$", re.MULTILINE)
 
 
-def read_surroundings() -> dict[str, Any]:
+def read_environment() -> dict[str, Any]:
     """Versions, hardware, host and chosen environment variables, as JSON values. Imports no torch."""
     packages = _packages()
     return {

@@ -18,7 +18,7 @@ GIT_TIMEOUT = 60
 
 
 @dataclass(frozen=True)
-class Code:
+class CodeVersion:
     """The code of a run. Without a repository only the version of the installed package is known."""
 
     version: str
@@ -35,7 +35,7 @@ class Code:
     """Whether credentials were masked in the diff, which then does not apply as it is."""
 
 
-def read_code(package: Path | None = None) -> tuple[Code, str]:
+def read_code_version(package: Path | None = None) -> tuple[CodeVersion, str]:
     """The code that holds `package` (a folder; our own by default), and the diff from its commit as one patch.
 
     A package that is installed somewhere inside a repository without being part of it counts as without one.
@@ -44,7 +44,7 @@ def read_code(package: Path | None = None) -> tuple[Code, str]:
     version = metadata.version("titan_exp")
     root = _git(folder, "rev-parse", "--show-toplevel")
     if root is None or not _git(folder, "ls-files", "--", "."):
-        return Code(version, None, None, None, (), False), ""
+        return CodeVersion(version, None, None, None, (), False), ""
     top = Path(root.strip())
     commit = _git(top, "rev-parse", "--verify", "HEAD")
     # A repository without a commit is compared with nothing.
@@ -52,7 +52,7 @@ def read_code(package: Path | None = None) -> tuple[Code, str]:
     patch, left_out = _diff(top, base)
     masked = mask(patch)
     branch = _git(top, "symbolic-ref", "--quiet", "--short", "HEAD")
-    return Code(
+    return CodeVersion(
         version=version,
         commit=commit.strip() if commit else None,
         branch=branch.strip() if branch else None,

@@ -5,19 +5,19 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
-from titan_exp.launch.provenance.environment import read_surroundings
-from titan_exp.launch.provenance.git import Code, read_code
+from titan_exp.launch.provenance.environment import read_environment
+from titan_exp.launch.provenance.git import CodeVersion, read_code_version
 
 
 @dataclass(frozen=True)
-class Scene:
+class Provenance:
     """The same for all runs that are launched together."""
 
-    code: Code
+    code: CodeVersion
     """Which code it is."""
     diff: str
     """What differs from its commit."""
-    surroundings: dict[str, Any]
+    environment: dict[str, Any]
     """Versions and hardware of the machine that launches."""
     frozen: CodeSnapshot | None = None
     """Where a copy of the code lies; None where ranks import it from its own place."""
@@ -28,7 +28,7 @@ class Scene:
         return json.dumps({**ids, **asdict(self.code), **copy}, indent=2) + "\n"
 
 
-def read_scene(frozen: CodeSnapshot | None = None) -> Scene:
+def read_provenance(frozen: CodeSnapshot | None = None) -> Provenance:
     """The scene as it is now."""
-    code, diff = read_code()
-    return Scene(code, diff, read_surroundings(), frozen)
+    code, diff = read_code_version()
+    return Provenance(code, diff, read_environment(), frozen)

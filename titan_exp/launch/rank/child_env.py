@@ -13,10 +13,10 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import device_type, world_size
 from titan_exp.config.machine.local_machine import usable_cores
 from titan_exp.launch.rank.rank_env import ATTEMPT, IMPORT_PATH, LAUNCHER, VISIBLE_GPUS
-from titan_exp.launch.rank.rank_status import SPARE
+from titan_exp.launch.rank.rank_status import FALLBACK_FOLDER
 
 
-def rank_environment(experiment: Experiment, attempt: int, meeting: Path) -> dict[str, str | None]:
+def rank_environment(experiment: Experiment, attempt: int, rendezvous_folder: Path) -> dict[str, str | None]:
     """Environment variables for the ranks, beside the launcher's own; None removes one.
 
     Args:
@@ -33,10 +33,10 @@ def rank_environment(experiment: Experiment, attempt: int, meeting: Path) -> dic
         # on the CPU came out four times slower; alone there was no difference.
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
         "GLOO_SOCKET_IFNAME": _loopback(),
-        "TITAN_EXP_RENDEZVOUS": str(meeting / "meet"),
+        "TITAN_EXP_RENDEZVOUS": str(rendezvous_folder / "meet"),
         ATTEMPT: str(attempt),
         LAUNCHER: str(os.getpid()),
-        SPARE: str(meeting),
+        FALLBACK_FOLDER: str(rendezvous_folder),
         VISIBLE_GPUS: "" if device_type(experiment.cluster) == "cpu" else gpus,
         "PYTHONPATH": os.pathsep.join(_python_path()),
         # The current folder comes last, as for the launcher, not first, where a `random.py` in it would be taken for

@@ -23,10 +23,10 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.health.hang_report import HangFiles
 from titan_exp.launch.health.watchdog import Watchdog
-from titan_exp.launch.rank.parent_watchdog import Watch
+from titan_exp.launch.rank.parent_watchdog import ParentWatchdog
 from titan_exp.launch.rank.rank_env import RankInfo, srun_rank, submitit_rank, torchrun_rank
-from titan_exp.launch.rank.rank_status import SPARE, RankError, RankRecord, read_record, write_record
-from titan_exp.launch.slurm.rendezvous import slurm_place
+from titan_exp.launch.rank.rank_status import FALLBACK_FOLDER, RankError, RankRecord, read_record, write_record
+from titan_exp.launch.slurm.rendezvous import slurm_task
 from titan_exp.launch.state.close_attempt import close_attempt
 from titan_exp.tracking.progress_tracker import PROGRESS
 from titan_exp.tracking.run_folder.run_folder import RunFolder
@@ -59,43 +59,43 @@ def main(arguments: Sequence[str]) -> int:
     if len(arguments) != 1:
         print("usage: python -m titan_exp.launch.rank.main RUN_FOLDER", file=sys.stderr)
         return UserError.exit_code
-    folder, place = RunFolder(arguments[0]), slurm_place()
+    folder, task = RunFolder(arguments[0]), slurm_task()
     try:
         state = folder.read_state()
         if state is not None and state.state == "done":
-            if place is None or place.rank == 0:
+            if task is None or task.rank == 0:
                 print(f"{folder.path}: done already, after step {state.step}")
             return DONE
-        seat = torchrun_rank(folder) if place is None else srun_rank(folder, place)
+        rank_info = torchrun_rank(folder) if task is None else srun_rank(folder, task)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    code = _Rank(folder, seat).run()
+    code = _Rank(folder, rank_info).run()
     # srun would kill the peers of the first rank that has saved, in the middle of their last words.
-    return DONE if seat.gang and code == STOPPED else code
+    return DONE if rank_info.gang and code == STOPPED else code
 
 
 class _Rank:
     """One rank of one attempt, from its record's first line to its last."""
 
-    def __init__(self, folder: RunFolder, seat: RankInfo) -> None:
-        self.folder, self.seat = folder, seat
-        self.record = RankRecord(seat.rank, os.getpid(), socket.gethostname(), time.time())
-        self.watch: Watch | None = None
+    def __init__(self, folder: RunFolder, rank_info: RankInfo) -> None:
+        self.folder, self.rank_info = folder, rank_info
+        self.record = RankRecord(rank_info.rank, os.getpid(), socket.gethostname(), time.time())
+        self.watch: ParentWatchdog | None = None
 
     def run(self) -> int:
         """Run the trainer; returns the exit code. The folder stays held until this process is gone."""
-        self.folder.join(self.seat.rank)
-        if self.folder.read_attempts()[-1].attempt != self.seat.attempt:
+        self.folder.join(self.rank_info.rank)
+        if self.folder.read_attempts()[-1].attempt != self.rank_info.attempt:
             print("Another start of this run came first; this rank ends.", file=sys.stderr)
             return STOPPED
-        self.seat.announce()
+        self.rank_info.announce()
         self._write(self.record)
         self._handle_signals()
         self._start_watch()
-        hang_watch = self._start_hang_watch()
+        watchdog = self._start_hang_watch()
         code, error = _call(_rank_main, str(self.folder.path))
-        hang_watch.stop()
+        watchdog.stop()
         self._end(code, error)
         if error is not None:
             print(FAILURE_MARK, error.message if error.user else error.traceback, sep="\n", file=sys.stderr, flush=True)
@@ -104,34 +104,34 @@ class _Rank:
     def _end(self, code: int, error: RankError | None) -> None:
         self._write(replace(self.record, end=time.time(), exit=code, error=error))
         alone = self.watch is None or self.watch.orphaned
-        if self.seat.rank == 0 or (alone and code not in (DONE, STOPPED)):
+        if self.rank_info.rank == 0 or (alone and code not in (DONE, STOPPED)):
             reason = self.folder.stop_reason() if code == STOPPED else None
             if error is not None:
-                reason = error.message if code == HUNG else f"rank {self.seat.rank}: {error.type}: {error.message}"
+                reason = error.message if code == HUNG else f"rank {self.rank_info.rank}: {error.type}: {error.message}"
             with contextlib.suppress(OSError):  # a full disk: the launcher, or the next start, sees a dead run
                 state = STATES.get(code, "failed")
-                close_attempt(self.folder, self.seat.attempt, state, exit_code=code, reason=reason, overrule=False)
+                close_attempt(self.folder, self.rank_info.attempt, state, exit_code=code, reason=reason, overrule=False)
 
         if self.watch is not None and self.watch.orphaned:
             self._tidy_up()
 
     def _tidy_up(self) -> None:
         """Remove the ranks' meeting place, which the launcher would have done; the last rank to end does it."""
-        meeting = os.environ.get(SPARE)
-        records = [read_record(self.folder, self.seat.attempt, rank) for rank in range(self.seat.world_size)]
-        if meeting is not None and all(record is None or record.end is not None for record in records):
-            shutil.rmtree(meeting, ignore_errors=True)
+        rendezvous_folder = os.environ.get(FALLBACK_FOLDER)
+        records = [read_record(self.folder, self.rank_info.attempt, rank) for rank in range(self.rank_info.world_size)]
+        if rendezvous_folder is not None and all(record is None or record.end is not None for record in records):
+            shutil.rmtree(rendezvous_folder, ignore_errors=True)
 
     def _write(self, record: RankRecord) -> None:
         try:
-            write_record(self.folder, self.seat.attempt, record)
+            write_record(self.folder, self.rank_info.attempt, record)
         except OSError as error:
             print(f"the record of rank {record.rank} cannot be written: {error}", file=sys.stderr)
 
     def _handle_signals(self) -> None:
         """A polite request to end saves first. Ctrl-C and a closed terminal are the launcher's business, if there is
         one; without it the first Ctrl-C saves and the second ends at once."""
-        launched = self.seat.launcher is not None
+        launched = self.rank_info.launcher is not None
         signal.signal(signal.SIGINT, signal.SIG_IGN if launched else self._interrupt)
         signal.signal(signal.SIGHUP, signal.SIG_IGN if launched else self._request_stop)
         signal.signal(signal.SIGTERM, self._request_stop)
@@ -145,18 +145,18 @@ class _Rank:
 
     def _request_stop(self, number: int, _: FrameType | None) -> None:
         with contextlib.suppress(OSError):  # on a full disk there is nothing to save to
-            self.folder.request_stop(f"rank {self.seat.rank} received {signal.Signals(number).name}")
+            self.folder.request_stop(f"rank {self.rank_info.rank} received {signal.Signals(number).name}")
 
     def _start_watch(self) -> None:
-        if self.seat.launcher is None or self.seat.controller is None:
+        if self.rank_info.launcher is None or self.rank_info.controller is None:
             return
-        self.watch = Watch(
+        self.watch = ParentWatchdog(
             self.folder,
-            attempt=self.seat.attempt,
-            rank=self.seat.rank,
-            world_size=self.seat.world_size,
-            launcher=self.seat.launcher,
-            controller=self.seat.controller,
+            attempt=self.rank_info.attempt,
+            rank=self.rank_info.rank,
+            world_size=self.rank_info.world_size,
+            launcher=self.rank_info.launcher,
+            controller=self.rank_info.controller,
             give_up=self._give_up,
         )
         self.watch.start()
@@ -164,8 +164,8 @@ class _Rank:
     def _start_hang_watch(self) -> Watchdog:
         watch = Watchdog(
             load_experiment(self.folder.config).cluster,
-            HangFiles(self.folder.attempt_logs(self.seat.attempt), self.seat.world_size),
-            rank=self.seat.rank,
+            HangFiles(self.folder.attempt_logs(self.rank_info.attempt), self.rank_info.world_size),
+            rank=self.rank_info.rank,
             progress=PROGRESS,
             give_up=lambda reason: self._give_up(reason, HUNG, "Hung"),
         )

@@ -14,7 +14,7 @@ import psutil
 from titan_exp.launch.rank.rank_status import read_record
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
-EVERY = 0.25
+POLL_INTERVAL = 0.25
 """Seconds between looks."""
 GRACE = 3.0
 """Seconds that an orphan waits for itself to fail after another rank died, before it gives up."""
@@ -22,7 +22,7 @@ SAVE_LIMIT = 600.0
 """Seconds that an orphan has for saving, since nobody is left to press Ctrl-C twice."""
 
 
-class Watch(threading.Thread):
+class ParentWatchdog(threading.Thread):
     """Runs beside the training until the process ends.
 
     Args:
@@ -57,7 +57,7 @@ class Watch(threading.Thread):
         while not self._launcher_is_gone():
             if os.getppid() != self._controller:
                 self._give_up("the process that held the ranks (submitit's controller) is gone")
-            time.sleep(EVERY)
+            time.sleep(POLL_INTERVAL)
         self.orphaned = True
         with contextlib.suppress(OSError):  # on a full disk nothing can be saved, and the limit below ends the rank
             self._folder.request_stop("the launcher is gone")
@@ -82,7 +82,7 @@ class Watch(threading.Thread):
                 self._give_up("the launcher is gone and another rank died")
             if now - began > SAVE_LIMIT:
                 self._give_up(f"the launcher is gone and saving took longer than {SAVE_LIMIT:.0f} s")
-            time.sleep(EVERY)
+            time.sleep(POLL_INTERVAL)
 
     def _a_peer_died(self) -> bool:
         try:

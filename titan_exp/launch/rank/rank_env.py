@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.layout.layout import world_size
 from titan_exp.config.schema.typed_config import load_experiment
-from titan_exp.launch.slurm.rendezvous import Place, join_rendezvous, publish_rendezvous
+from titan_exp.launch.slurm.rendezvous import SlurmTask, join_rendezvous, publish_rendezvous
 from titan_exp.launch.state.close_attempt import close_dead_attempts
-from titan_exp.launch.state.run_lock import hold
+from titan_exp.launch.state.run_lock import acquire_run
 from titan_exp.tracking.run_folder.file_lock import FileLock
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
@@ -58,7 +58,7 @@ class RankInfo:
 def submitit_rank() -> RankInfo:
     """The seat that the launcher prepared through submitit. Gives CUDA_VISIBLE_DEVICES its value back, and the
     launcher's places to find packages."""
-    search_import_path()
+    extend_import_path()
     gpus = os.environ.get(VISIBLE_GPUS)
     if gpus is None:
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
@@ -74,13 +74,13 @@ def submitit_rank() -> RankInfo:
     )
 
 
-def search_import_path() -> None:
+def extend_import_path() -> None:
     """Let Python find packages where the launcher found them, after this process's own places."""
     places = os.environ.get(IMPORT_PATH, "").split(os.pathsep)
-    sys.path += [place for place in dict.fromkeys(places) if place and place not in sys.path]
+    sys.path += [task for task in dict.fromkeys(places) if task and task not in sys.path]
 
 
-def srun_rank(folder: RunFolder, place: Place) -> RankInfo:
+def srun_rank(folder: RunFolder, task: SlurmTask) -> RankInfo:
     """The seat in a step of a SLURM job, whether our batch script started it or a user.
 
     Rank 0 claims the folder and writes the start down; the others wait for that.
@@ -88,24 +88,24 @@ def srun_rank(folder: RunFolder, place: Place) -> RankInfo:
     Raises:
         UserError: the folder is no run, somebody else runs it, or the number of processes is not its layout's.
     """
-    search_import_path()
-    _require_layout(folder, place.world_size, "srun --ntasks {} python -m titan_exp.launch.rank.main")
+    extend_import_path()
+    _require_layout(folder, task.world_size, "srun --ntasks {} python -m titan_exp.launch.rank.main")
     claim = None
-    if place.rank == 0:
-        claim = hold(folder, "rank 0", print)
-        number = _open_attempt(folder, place)
+    if task.rank == 0:
+        claim = acquire_run(folder, "rank 0", print)
+        number = _open_attempt(folder, task)
     else:
-        number = _await_attempt(folder, place.job_id, place.restarts)
-    if place.world_size > 1:
+        number = _await_attempt(folder, task.job_id, task.restarts)
+    if task.world_size > 1:
         join_rendezvous(folder, number)
-    return RankInfo(place.rank, place.world_size, place.local_rank, number, None, None, claim, gang=True)
+    return RankInfo(task.rank, task.world_size, task.local_rank, number, None, None, claim, gang=True)
 
 
-def _open_attempt(folder: RunFolder, place: Place) -> int:
+def _open_attempt(folder: RunFolder, task: SlurmTask) -> int:
     """The row of this start: the one written down at submission, or a new one where SLURM started the job again."""
     rows = folder.read_attempts()
     last = rows[-1] if rows else None
-    same_job = last is not None and place.token is not None and last.token == place.token
+    same_job = last is not None and task.token is not None and last.token == task.token
     if last is not None and same_job and last.start is None and last.end is None:
         number = last.attempt
     else:
@@ -114,16 +114,16 @@ def _open_attempt(folder: RunFolder, place: Place) -> int:
             folder.update_attempt(last.attempt, end=time.time(), reason=reason)
         close_dead_attempts(folder)
         number = folder.add_attempt(
-            world_size=place.world_size,
-            hosts=place.hosts,
-            launched_by="hand" if place.token is None else "slurm",
-            token=place.token,
+            world_size=task.world_size,
+            hosts=task.hosts,
+            launched_by="hand" if task.token is None else "slurm",
+            token=task.token,
             requeues=last.requeues + 1 if last is not None and same_job else 0,
         ).attempt
-    if place.token is None:
+    if task.token is None:
         folder.clear_stop()  # our batch script has done it, and may have been told to stop since
-    publish_rendezvous(folder, number, place)
-    folder.update_attempt(number, job_id=place.job_id, hosts=place.hosts, restarts=place.restarts, start=time.time())
+    publish_rendezvous(folder, number, task)
+    folder.update_attempt(number, job_id=task.job_id, hosts=task.hosts, restarts=task.restarts, start=time.time())
     return number
 
 
@@ -139,7 +139,7 @@ def torchrun_rank(folder: RunFolder) -> RankInfo:
     _require_layout(folder, size, "torchrun --nproc-per-node {} -m titan_exp.launch.rank.main")
     claim = None
     if rank == 0:
-        claim = hold(folder, "rank 0", print)
+        claim = acquire_run(folder, "rank 0", print)
         close_dead_attempts(folder)
         folder.clear_stop()
         number = folder.add_attempt(

@@ -11,7 +11,7 @@ from pathlib import Path
 from titan_exp.tracking.run_folder.run_folder import RunFolder, write_atomically
 from titan_exp.tracking.run_folder.state import DONE, STOPPED
 
-SPARE = "TITAN_EXP_SPARE"
+FALLBACK_FOLDER = "TITAN_EXP_SPARE"
 """Environment variable: a folder on another disk for the record where the run folder's is full."""
 
 
@@ -62,7 +62,7 @@ def write_record(folder: RunFolder, attempt: int, record: RankRecord) -> None:
         logs.mkdir(parents=True, exist_ok=True)
         write_atomically(logs / name, text, durable=False)
     except OSError:
-        spare = os.environ.get(SPARE)
+        spare = os.environ.get(FALLBACK_FOLDER)
         if spare is None:
             raise
         write_atomically(Path(spare) / name, text, durable=False)
@@ -70,11 +70,11 @@ def write_record(folder: RunFolder, attempt: int, record: RankRecord) -> None:
 
 def read_record(folder: RunFolder, attempt: int, rank: int, spare: Path | None = None) -> RankRecord | None:
     """A rank's record, the one in the spare folder first; None before it started."""
-    for place in (spare, folder.attempt_logs(attempt)):
-        if place is None:
+    for task in (spare, folder.attempt_logs(attempt)):
+        if task is None:
             continue
         try:
-            fields = json.loads((place / _name(rank)).read_text(encoding="utf-8"))
+            fields = json.loads((task / _name(rank)).read_text(encoding="utf-8"))
         except FileNotFoundError:
             continue
         error = fields.pop("error")

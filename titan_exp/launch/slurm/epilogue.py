@@ -16,7 +16,7 @@ from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.health.hang_report import HangFiles
 from titan_exp.launch.rank.rank_status import RankRecord, read_record
 from titan_exp.launch.slurm.rendezvous import TOKEN
-from titan_exp.launch.state import exit_status as verdicts
+from titan_exp.launch.state import exit_status
 from titan_exp.launch.state.close_attempt import close_attempt
 from titan_exp.launch.state.exit_status import AttemptResult
 from titan_exp.tracking.run_folder.attempts import Attempt
@@ -43,25 +43,25 @@ def main(arguments: Sequence[str]) -> int:
         return code
     if row.start is None:
         return _close_unstarted(folder, row, job, code)
-    verdict = _verdict(folder, row, job)
-    close_attempt(folder, row.attempt, verdict.state, exit_code=verdict.exit_code, reason=verdict.reason, overrule=True)
-    if verdict.detail:
-        print(verdict.detail)
-    return _go_on(folder, row, job, verdict, load_experiment(folder.config).cluster)
+    result = _verdict(folder, row, job)
+    close_attempt(folder, row.attempt, result.state, exit_code=result.exit_code, reason=result.reason, overrule=True)
+    if result.detail:
+        print(result.detail)
+    return _go_on(folder, row, job, result, load_experiment(folder.config).cluster)
 
 
 def _verdict(folder: RunFolder, row: Attempt, job: str) -> AttemptResult:
     records = {rank: read_record(folder, row.attempt, rank) for rank in range(row.world_size)}
     known = [record for record in records.values() if record is not None]
-    hang = HangFiles(folder.attempt_logs(row.attempt), row.world_size).conclude()
+    hang = HangFiles(folder.attempt_logs(row.attempt), row.world_size).report_hang()
     if hang is not None:
-        return replace(verdicts.hung(hang), state="preempted")
-    died = [verdicts.death_by_error(record) for record in known if record.failed]
+        return replace(exit_status.hung(hang), state="preempted")
+    died = [exit_status.failure_from_error(record) for record in known if record.failed]
     if died:
-        return verdicts.failed(died)
+        return exit_status.failed(died)
     ends = [record.exit for record in known if record.exit is not None]
     if len(ends) == row.world_size:
-        return verdicts.ended(ends, folder.stop_reason())
+        return exit_status.ended(ends, folder.stop_reason())
     stop = folder.stop_reason()
     # A rank that dies makes srun send SIGTERM to the others, who take it for a request to stop.
     if stop is not None and not re.fullmatch(r"rank \d+ received SIGTERM", stop):
@@ -75,9 +75,9 @@ def _vanished(folder: RunFolder, row: Attempt, job: str, records: Mapping[int, R
     said = (entry for entry in _said_by_srun(folder, job) if entry[0] in missing)
     rank, words = next(said, (missing[0], ""))
     log = folder.attempt_logs(row.attempt) / f"rank-{rank:05d}.log"
-    kind = verdicts.death_at_start if records[rank] is None else verdicts.death_by_signal
+    kind = exit_status.failure_at_start if records[rank] is None else exit_status.failure_from_signal
     death = kind(rank, time.time(), log)
-    return verdicts.failed([replace(death, reason=death.reason + (f" (srun: {words})" if words else ""))])
+    return exit_status.failed([replace(death, reason=death.reason + (f" (srun: {words})" if words else ""))])
 
 
 def _said_by_srun(folder: RunFolder, job: str) -> Iterator[tuple[int, str]]:
@@ -99,7 +99,7 @@ def _close_unstarted(folder: RunFolder, row: Attempt, job: str, code: int) -> in
         return DONE
     holder, code = folder.holder(), code or FAILED
     logs = folder.logs / f"slurm-{job}-{os.environ.get('SLURM_RESTART_COUNT', '0')}-rank-00000.log"
-    print(verdicts.tail(logs))
+    print(exit_status.tail(logs))
     if holder is not None:
         reason = f"the run is held by {holder}"
         folder.update_attempt(row.attempt, job_id=job, end=time.time(), exit=code, reason=reason)
@@ -110,18 +110,18 @@ def _close_unstarted(folder: RunFolder, row: Attempt, job: str, code: int) -> in
     return code
 
 
-def _go_on(folder: RunFolder, row: Attempt, job: str, verdict: AttemptResult, cluster: ClusterConfig) -> int:
+def _go_on(folder: RunFolder, row: Attempt, job: str, result: AttemptResult, cluster: ClusterConfig) -> int:
     """Say how the attempt ended and, where the run shall go on, write down the intent to."""
-    said = f"{folder.path}: attempt {row.attempt} {verdict.state}" + (f" ({verdict.reason})" if verdict.reason else "")
-    if verdict.exit_code not in (STOPPED, HUNG):
+    said = f"{folder.path}: attempt {row.attempt} {result.state}" + (f" ({result.reason})" if result.reason else "")
+    if result.exit_code not in (STOPPED, HUNG):
         print(said)
-        return verdict.exit_code
+        return result.exit_code
     if (folder.stop_reason() or "").startswith(CANCELLED):
         print(said)
         return ENDED_BY_HAND
     if cluster.requeue == "never":
         print(f"{said}; cluster.requeue=never: the command that submitted it continues it.")
-        return verdict.exit_code
+        return result.exit_code
     if row.requeues >= cluster.max_requeues:
         print(f"{said}; it went on by itself {row.requeues} times (cluster.max_requeues): submit it again.")
         return FAILED

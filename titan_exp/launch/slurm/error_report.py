@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_exp.launch.executor import Submission
-from titan_exp.launch.run_plan import Plan
+from titan_exp.launch.run_plan import RunPlan
 from titan_exp.launch.slurm.executor import SlurmExecutor
 from titan_exp.launch.slurm.submit import resources_of
 
@@ -15,7 +15,7 @@ SHOWN = 20
 """Runs of a sweep that get a line each."""
 
 
-def submit(plans: Sequence[Plan], labels: Sequence[str] = ()) -> int:
+def submit(plans: Sequence[RunPlan], labels: Sequence[str] = ()) -> int:
     """Submit runs and say so. Returns 0, or 2 where one was refused.
 
     Args:

@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.executor import Look, Submission
+from titan_exp.launch.executor import JobStatus, Submission
 from titan_exp.launch.provenance.code_snapshot import take_code_snapshot
-from titan_exp.launch.provenance.provenance import Scene, read_scene
-from titan_exp.launch.run_plan import Plan, commit, refresh, writable
+from titan_exp.launch.provenance.provenance import Provenance, read_provenance
+from titan_exp.launch.run_plan import RunPlan, create_run_folder, explain_write_errors, refresh_snapshot
 from titan_exp.launch.slurm.epilogue import CANCELLED
 from titan_exp.launch.slurm.squeue import Job, UnreachableError, accounted, ask, listed_jobs
 from titan_exp.launch.slurm.submit import (
@@ -36,7 +36,7 @@ SUBMITTER_LIMIT = 120.0
 class SlurmExecutor:
     """Runs as jobs of SLURM."""
 
-    def submit(self, plans: Sequence[Plan], *, say: Callable[[str], None]) -> list[Submission]:
+    def submit(self, plans: Sequence[RunPlan], *, say: Callable[[str], None]) -> list[Submission]:
         """Submit what is not done, queued or running, and return at once; in the order of the plans.
 
         Raises:
@@ -46,46 +46,48 @@ class SlurmExecutor:
         found: dict[Path, Submission] = {}
         for runs in dict.fromkeys(map(_runs, plans)):
             here = [plan for plan in plans if _runs(plan) == runs]
-            with writable(runs), _submitting(runs):
+            with explain_write_errors(runs), _submitting(runs):
                 for submission in _submit(runs, here, say):
                     found[submission.plan.folder.path] = submission
         return [found[plan.folder.path] for plan in plans]
 
-    def look(self, folders: Sequence[RunFolder]) -> Mapping[Path, Look]:
+    def status(self, folders: Sequence[RunFolder]) -> Mapping[Path, JobStatus]:
         """What SLURM says of each run, by the folder's path; one question for all of them.
 
         A run that never was SLURM's is `gone`. Where SLURM cannot be asked it is `unknown`.
         """
         rows = {folder.path: _slurm_row(folder) for folder in folders}
         known = {path: row for path, row in rows.items() if row is not None}
-        looks = {path: Look("gone", reason="it was never submitted to SLURM") for path in rows if path not in known}
+        statuses = {
+            path: JobStatus("gone", reason="it was never submitted to SLURM") for path in rows if path not in known
+        }
         if not known:
-            return looks
+            return statuses
         try:
             jobs = listed_jobs([(path / "attempts.jsonl").stat().st_uid for path in known])
         except UnreachableError as error:
-            return looks | {path: Look("unknown", row.job_id, str(error)) for path, row in known.items()}
+            return statuses | {path: JobStatus("unknown", row.job_id, str(error)) for path, row in known.items()}
         matched = {path: _job_of(row, jobs) for path, row in known.items()}
         missing = [row.job_id for path, row in known.items() if matched[path] is None and row.job_id and not row.end]
         ends = accounted(missing)
         for path, row in known.items():
-            looks[path] = _look(row, matched[path], ends)
-        return looks
+            statuses[path] = _job_status(row, matched[path], ends)
+        return statuses
 
     def cancel(self, folders: Sequence[RunFolder], *, reason: str) -> Mapping[Path, str]:
         """End runs that wait or run, those that run after saving; says of each, by its path, what was done.
 
         Returns at once: a job that does not end in cluster.stop_limit seconds is killed by its own script.
         """
-        looks, said = self.look(folders), {}
+        statuses, said = self.status(folders), {}
         queued: dict[str, RunFolder] = {}
         running: dict[str, RunFolder] = {}
         for folder in folders:
-            look = looks[folder.path]
-            if look.state in ("gone", "unknown") or look.job_id is None:
-                said[folder.path] = f"nothing done: {look.reason or look.state}"
+            status = statuses[folder.path]
+            if status.state in ("gone", "unknown") or status.job_id is None:
+                said[folder.path] = f"nothing done: {status.reason or status.state}"
                 continue
-            (queued if look.state == "queued" else running)[look.job_id] = folder
+            (queued if status.state == "queued" else running)[status.job_id] = folder
         for folder in running.values():
             folder.request_stop(f"{CANCELLED}: {reason}")
         failures = _scancel([], queued)
@@ -98,20 +100,20 @@ class SlurmExecutor:
         return said
 
 
-def _submit(runs: Path, plans: Sequence[Plan], say: Callable[[str], None]) -> Iterable[Submission]:
+def _submit(runs: Path, plans: Sequence[RunPlan], say: Callable[[str], None]) -> Iterable[Submission]:
     frozen = take_code_snapshot(runs, [plan.experiment for plan in plans])
     for name in frozen.loose:
         say(f"{name} is in no repository of the current folder, so it is not frozen: edits count until the job starts.")
-    scene = read_scene(frozen)
-    were_there = thread_map(lambda plan: commit(plan, scene), plans)
+    provenance = read_provenance(frozen)
+    were_there = thread_map(lambda plan: create_run_folder(plan, provenance), plans)
     there = {plan.folder.path for plan, was_there in zip(plans, were_there, strict=True) if was_there}
-    looks = SlurmExecutor().look([plan.folder for plan in plans if plan.folder.path in there])
+    statuses = SlurmExecutor().status([plan.folder for plan in plans if plan.folder.path in there])
     ready = []
     for plan in plans:
-        before = _standing(plan, looks.get(plan.folder.path)) if plan.folder.path in there else None
+        before = _existing_submission(plan, statuses.get(plan.folder.path)) if plan.folder.path in there else None
         if before is not None:
             yield before
-        elif (refusal := _make_ready(plan, scene, renew=plan.folder.path in there)) is not None:
+        elif (refusal := _make_ready(plan, provenance, renew=plan.folder.path in there)) is not None:
             yield refusal
         else:
             ready.append(plan)
@@ -119,25 +121,25 @@ def _submit(runs: Path, plans: Sequence[Plan], say: Callable[[str], None]) -> It
         yield from _submit_group(Batch(runs, group, frozen))
 
 
-def _standing(plan: Plan, look: Look | None) -> Submission | None:
+def _existing_submission(plan: RunPlan, status: JobStatus | None) -> Submission | None:
     """What became of a run that needs no submission now; None where it needs one."""
     state, row = plan.folder.read_state(), _slurm_row(plan.folder)
     if state is not None and state.state == "done":
         return Submission(plan, "done", state and row and row.job_id)
-    if look is None or row is None:
+    if status is None or row is None:
         return None
-    if look.state in ("queued", "running"):
+    if status.state in ("queued", "running"):
         if row.job_id is None:  # whoever submitted it died before sbatch answered
-            plan.folder.update_attempt(row.attempt, job_id=look.job_id)
-        return Submission(plan, "queued" if look.state == "queued" else "running", look.job_id, look.reason)
-    if look.state == "unknown" and (row.end is None or row.exit == 85):
-        return Submission(plan, "refused", row.job_id, f"SLURM cannot say whether it is queued: {look.reason}")
+            plan.folder.update_attempt(row.attempt, job_id=status.job_id)
+        return Submission(plan, "queued" if status.state == "queued" else "running", status.job_id, status.reason)
+    if status.state == "unknown" and (row.end is None or row.exit == 85):
+        return Submission(plan, "refused", row.job_id, f"SLURM cannot say whether it is queued: {status.reason}")
     if row.end is None and row.token is not None and is_being_submitted(_runs(plan), row.token):
         return Submission(plan, "refused", None, "an earlier submission of it still waits for SLURM: try again soon")
     return None
 
 
-def _make_ready(plan: Plan, scene: Scene, *, renew: bool) -> Submission | None:
+def _make_ready(plan: RunPlan, provenance: Provenance, *, renew: bool) -> Submission | None:
     """Close what died, and bring the snapshot up to date. Returns why that cannot be, where somebody holds the run."""
     folder = plan.folder
     try:
@@ -150,7 +152,7 @@ def _make_ready(plan: Plan, scene: Scene, *, renew: bool) -> Submission | None:
         if renew:
             rows = folder.read_attempts()
             close_dead_attempts(folder)
-            refresh(plan, rows[-1].attempt if rows else 0, scene)
+            refresh_snapshot(plan, rows[-1].attempt if rows else 0, provenance)
     return None
 
 
@@ -171,7 +173,7 @@ def _submit_group(batch: Batch) -> Iterable[Submission]:
     yield from thread_map(_submitted, zip(batch.plans, attempts, jobs, strict=True))
 
 
-def _submitted(made: tuple[Plan, int, str]) -> Submission:
+def _submitted(made: tuple[RunPlan, int, str]) -> Submission:
     plan, attempt, job = made
     state = plan.folder.read_state()
     row = plan.folder.update_attempt(attempt, job_id=job)
@@ -180,16 +182,16 @@ def _submitted(made: tuple[Plan, int, str]) -> Submission:
     return Submission(plan, "submitted", job)
 
 
-def _look(row: Attempt, job: Job | None, ends: Mapping[str, str]) -> Look:
+def _job_status(row: Attempt, job: Job | None, ends: Mapping[str, str]) -> JobStatus:
     if job is not None:
         words = str(job)
         match job.phase:
             case "queued":
-                return Look("queued", job.job_id, words)
+                return JobStatus("queued", job.job_id, words)
             case "running":
-                return Look("running", job.job_id, words)
-        return Look("gone", job.job_id, row.reason or words)
-    return Look("gone", row.job_id, row.reason or ends.get(row.job_id or "") or "SLURM remembers no job of it")
+                return JobStatus("running", job.job_id, words)
+        return JobStatus("gone", job.job_id, row.reason or words)
+    return JobStatus("gone", row.job_id, row.reason or ends.get(row.job_id or "") or "SLURM remembers no job of it")
 
 
 def _job_of(row: Attempt, jobs: Sequence[Job]) -> Job | None:
@@ -240,7 +242,7 @@ def _dequeued(folder: RunFolder, reason: str) -> None:
         folder.write_state(RunState("preempted", state.step, time.time(), state.attempt, f"{CANCELLED}: {reason}"))
 
 
-def _require_slurm(plans: Sequence[Plan]) -> None:
+def _require_slurm(plans: Sequence[RunPlan]) -> None:
     for command in ("sbatch", "srun", "squeue", "scancel"):
         if shutil.which(command) is None:
             raise UserError(
@@ -255,7 +257,7 @@ def _require_slurm(plans: Sequence[Plan]) -> None:
         )
 
 
-def _runs(plan: Plan) -> Path:
+def _runs(plan: RunPlan) -> Path:
     return plan.folder.path.parents[1]
 
 

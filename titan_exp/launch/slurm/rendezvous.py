@@ -18,7 +18,7 @@ MEETING_LIMIT = 60.0
 
 
 @dataclass(frozen=True)
-class Place:
+class SlurmTask:
     """What SLURM's environment variables say of this process."""
 
     rank: int
@@ -37,7 +37,7 @@ class Place:
     """By which our batch script is found; None where a user started the step."""
 
 
-def slurm_place() -> Place | None:
+def slurm_task() -> SlurmTask | None:
     """The place of this process; None where srun did not start it, or torchrun did below srun."""
     env = os.environ
     if "SLURM_PROCID" not in env or "SLURM_STEP_ID" not in env or "RANK" in env:
@@ -45,7 +45,7 @@ def slurm_place() -> Place | None:
     from submitit.slurm.slurm import SlurmJobEnvironment
 
     token = env.get(TOKEN)
-    return Place(
+    return SlurmTask(
         rank=int(env["SLURM_PROCID"]),
         world_size=int(env.get("SLURM_STEP_NUM_TASKS") or env["SLURM_NTASKS"]),
         local_rank=_local_rank(),
@@ -63,16 +63,16 @@ def job_name() -> str:
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
 
 
-def publish_rendezvous(folder: RunFolder, attempt: int, place: Place) -> None:
+def publish_rendezvous(folder: RunFolder, attempt: int, task: SlurmTask) -> None:
     """Rank 0 says where it will listen, before the start is written down. On one node nothing leaves it."""
     address = "127.0.0.1" if os.environ.get("SLURM_STEP_NUM_NODES") == "1" else socket.gethostname()
     logs = folder.attempt_logs(attempt)
     logs.mkdir(parents=True, exist_ok=True)
     write_atomically(logs / "meeting", f"{address} {_free_port(int(os.environ['SLURM_JOB_ID']))}\n", durable=False)
-    for rank in range(place.world_size):
+    for rank in range(task.world_size):
         link = logs / f"rank-{rank:05d}.log"
-        if place.token is not None and not link.is_symlink():
-            link.symlink_to(Path("..") / f"slurm-{place.job_id}-{place.restarts}-rank-{rank:05d}.log")
+        if task.token is not None and not link.is_symlink():
+            link.symlink_to(Path("..") / f"slurm-{task.job_id}-{task.restarts}-rank-{rank:05d}.log")
 
 
 def join_rendezvous(folder: RunFolder, attempt: int) -> None:

@@ -19,7 +19,7 @@ from submitit.slurm.slurm import SlurmExecutor
 from titan_exp.config.layout.layout import node_size, nodes_needed, world_size
 from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
 from titan_exp.launch.rank.child_env import environment
-from titan_exp.launch.run_plan import Plan
+from titan_exp.launch.run_plan import RunPlan
 from titan_exp.launch.slurm.script import Resources, Script, render
 from titan_exp.launch.state.thread_map import thread_map
 from titan_exp.tracking.run_folder.file_lock import is_held
@@ -41,16 +41,16 @@ class UncertainError(Exception):
     """Nobody knows whether sbatch made a job; the next submission asks SLURM."""
 
 
-def resources_of(plan: Plan) -> Resources:
+def resources_of(plan: RunPlan) -> Resources:
     """What a run asks for."""
     world = world_size(plan.experiment)
     cluster = plan.experiment.cluster
     return Resources(cluster, nodes_needed(plan.experiment), min(world, node_size(cluster, world)))
 
 
-def grouped(plans: Sequence[Plan]) -> list[list[Plan]]:
+def grouped(plans: Sequence[RunPlan]) -> list[list[RunPlan]]:
     """Runs that ask for the same, in the order in which they were named."""
-    groups: dict[str, list[Plan]] = {}
+    groups: dict[str, list[RunPlan]] = {}
     for plan in plans:
         groups.setdefault(repr(resources_of(plan)), []).append(plan)
     return [
@@ -67,7 +67,7 @@ class Batch:
         frozen: the code that they run.
     """
 
-    def __init__(self, runs: Path, plans: Sequence[Plan], frozen: CodeSnapshot) -> None:
+    def __init__(self, runs: Path, plans: Sequence[RunPlan], frozen: CodeSnapshot) -> None:
         self.plans = plans
         self.token = uuid.uuid4().hex[:12]
         """By which the job is found."""
@@ -163,7 +163,7 @@ class _Executor(SlurmExecutor):
         return ["flock", lock, "timeout", str(SBATCH_LIMIT), "sbatch", str(submission_file_path)]
 
 
-def _job_name(plan: Plan) -> str:
+def _job_name(plan: RunPlan) -> str:
     return f"{plan.experiment.experiment.name}-{plan.run_id}"
 
 

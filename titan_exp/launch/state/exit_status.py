@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.health.hang_report import Hang
+from titan_exp.launch.health.hang_report import HangDiagnosis
 from titan_exp.launch.rank.rank_status import RankRecord
 from titan_exp.tracking.run_folder.state import DONE, FAILED, HUNG, STOPPED, StateName
 
@@ -44,7 +44,7 @@ class RankFailure:
     """Traceback or end of the log."""
 
 
-def death_by_error(record: RankRecord) -> RankFailure:
+def failure_from_error(record: RankRecord) -> RankFailure:
     """The death of a rank that wrote down how it ended."""
     assert record.end is not None
     assert record.exit is not None
@@ -58,7 +58,7 @@ def death_by_error(record: RankRecord) -> RankFailure:
     return RankFailure(record.rank, record.end, record.exit, reason, error.message if error.user else error.traceback)
 
 
-def death_by_signal(rank: int, last_seen: float, log: Path) -> RankFailure:
+def failure_from_signal(rank: int, last_seen: float, log: Path) -> RankFailure:
     """The death of a rank that began, and vanished without a word."""
     reason = (
         f"rank {rank} vanished without a word: a signal killed it. "
@@ -67,7 +67,7 @@ def death_by_signal(rank: int, last_seen: float, log: Path) -> RankFailure:
     return RankFailure(rank, last_seen, FAILED, reason, tail(log))
 
 
-def death_at_start(rank: int, time: float, log: Path) -> RankFailure:
+def failure_at_start(rank: int, time: float, log: Path) -> RankFailure:
     """The death of a rank whose process ended before it came to run any of our code."""
     return RankFailure(rank, time, FAILED, f"rank {rank} did not start", tail(log))
 
@@ -79,7 +79,7 @@ def failed(deaths: Iterable[RankFailure]) -> AttemptResult:
     return AttemptResult("failed", code, first.reason, first.detail)
 
 
-def hung(hang: Hang) -> AttemptResult:
+def hung(hang: HangDiagnosis) -> AttemptResult:
     """The verdict where ranks ended because none of them got any further."""
     return AttemptResult("failed", HUNG, hang.headline, hang.text)
 

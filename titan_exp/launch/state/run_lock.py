@@ -4,14 +4,14 @@ import time
 from collections.abc import Callable
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.tracking.run_folder.file_lock import FileLock, Holder
+from titan_exp.tracking.run_folder.file_lock import FileLock, LockHolder
 from titan_exp.tracking.run_folder.run_folder import LockedError, RunFolder
 
 ORPHANS_LIMIT = 15.0
 """Seconds to wait for ranks whose launcher was killed: they notice, save and stop."""
 
 
-def hold(folder: RunFolder, role: str, say: Callable[[str], None]) -> FileLock:
+def acquire_run(folder: RunFolder, role: str, say: Callable[[str], None]) -> FileLock:
     """Claim the folder, and wait until no rank of an earlier start holds it either.
 
     Args:
@@ -27,14 +27,14 @@ def hold(folder: RunFolder, role: str, say: Callable[[str], None]) -> FileLock:
     except LockedError as error:
         raise _refusal(folder, error.holder) from None
     try:
-        await_orphans(folder, say)
+        wait_for_orphans(folder, say)
     except BaseException:
         lock.release()
         raise
     return lock
 
 
-def await_orphans(folder: RunFolder, say: Callable[[str], None]) -> None:
+def wait_for_orphans(folder: RunFolder, say: Callable[[str], None]) -> None:
     """Wait a bounded time for ranks of an earlier start, whose launcher is gone.
 
     Raises:
@@ -53,7 +53,7 @@ def await_orphans(folder: RunFolder, say: Callable[[str], None]) -> None:
         time.sleep(0.1)
 
 
-def _refusal(folder: RunFolder, holder: Holder | None) -> UserError:
+def _refusal(folder: RunFolder, holder: LockHolder | None) -> UserError:
     beat, state = folder.read_heartbeat(), folder.read_state()
     who = f"by {holder}" if holder else "by another process"
     alive = f"; its last sign of life was {beat.age:.0f} s ago, after step {beat.step}" if beat else ""

@@ -14,7 +14,7 @@ NAMED = "A run is named by its path, the beginning of its id, or STUDY/LABEL; a 
 
 
 @dataclass(frozen=True)
-class Found:
+class RunEntry:
     """A run that was found."""
 
     folder: RunFolder
@@ -29,7 +29,7 @@ class Found:
     """Whether the study no longer holds it."""
 
 
-def runs_among(words: Sequence[str]) -> tuple[Path, list[str]]:
+def split_runs_folder(words: Sequence[str]) -> tuple[Path, list[str]]:
     """The folder of all runs, as `paths.runs=...` or the user's own defaults say it, and the other words.
 
     Raises:
@@ -48,7 +48,7 @@ def runs_among(words: Sequence[str]) -> tuple[Path, list[str]]:
     return Path(runs if runs is not None else _default_runs()).expanduser(), rest
 
 
-def find(words: Sequence[str], runs: Path) -> list[Found]:
+def find(words: Sequence[str], runs: Path) -> list[RunEntry]:
     """The runs that words name, each once; all runs there are, newest first, without a word.
 
     Raises:
@@ -58,7 +58,7 @@ def find(words: Sequence[str], runs: Path) -> list[Found]:
     return list({one.folder.path: one for one in found}.values())
 
 
-def study_of(word: str, runs: Path) -> StudyFolder | None:
+def find_study_folder(word: str, runs: Path) -> StudyFolder | None:
     """The study that a word names as a whole; None where it names none."""
     for path in (Path(word).expanduser(), runs / word):
         folder = StudyFolder(path)
@@ -83,12 +83,12 @@ def _default_runs() -> str:
     return "runs"
 
 
-def _all(runs: Path) -> list[Found]:
+def _all(runs: Path) -> list[RunEntry]:
     found = [one for name in names(runs) for one in _in_group(runs / name) if one.folder.path.is_dir()]
     return sorted(found, key=lambda one: -_changed(one.folder))
 
 
-def _named(word: str, runs: Path) -> list[Found]:
+def _named(word: str, runs: Path) -> list[RunEntry]:
     path = Path(word).expanduser()
     for place in (path, runs / word):
         if (place / "config.yaml").is_file():
@@ -117,28 +117,28 @@ def _named(word: str, runs: Path) -> list[Found]:
     raise UserError(f"{word}: there is no such run or study. {nothing}{offer[:1].upper()}{offer[1:]}\n  {NAMED}")
 
 
-def _one(path: Path) -> Found:
+def _one(path: Path) -> RunEntry:
     """A run by its folder, with its label where a study holds it."""
     for one in _in_group(path.parent):
         if one.folder.path == path:
             return one
-    return Found(RunFolder(path), f"{path.parent.name}/{path.name}", path.parent.name)
+    return RunEntry(RunFolder(path), f"{path.parent.name}/{path.name}", path.parent.name)
 
 
-def _in_group(path: Path) -> list[Found]:
+def _in_group(path: Path) -> list[RunEntry]:
     """The runs of a study in its order, those it no longer holds, and any others in its folder."""
     study = StudyFolder(path)
     record: StudyRecord | None = study.read()
-    found: dict[Path, Found] = {}
+    found: dict[Path, RunEntry] = {}
     if record is not None:
         for point in record.points:
             folder = study.run(point)
-            found.setdefault(folder.path, Found(folder, point.label, path.name, point))
+            found.setdefault(folder.path, RunEntry(folder, point.label, path.name, point))
         for point in record.removed:
             folder = study.run(point)
             if folder.path.is_dir():
-                found.setdefault(folder.path, Found(folder, point.label, path.name, point, removed=True))
-    others = [Found(RunFolder(place), f"{path.name}/{place.name}", path.name) for place in _inside(path)]
+                found.setdefault(folder.path, RunEntry(folder, point.label, path.name, point, removed=True))
+    others = [RunEntry(RunFolder(place), f"{path.name}/{place.name}", path.name) for place in _inside(path)]
     for one in sorted(others, key=lambda one: -_changed(one.folder)):
         found.setdefault(one.folder.path, one)
     return list(found.values())
@@ -149,7 +149,7 @@ def _inside(path: Path) -> Iterable[Path]:
     return (place for place in path.iterdir() if place.name[:1] != "." and (place / "config.yaml").is_file())
 
 
-def _labelled(label: str, among: Sequence[Found]) -> list[Found]:
+def _labelled(label: str, among: Sequence[RunEntry]) -> list[RunEntry]:
     """Runs by their label, by words of it in any order, or by the beginning of their id."""
     exact = [one for one in among if one.label == label]
     if exact:

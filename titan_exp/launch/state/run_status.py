@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Literal
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.executor import Look, backend_for
+from titan_exp.launch.executor import JobStatus, executor_for
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
-Condition = Literal["new", "queued", "running", "done", "failed", "preempted", "lost", "unreadable"]
+StatusName = Literal["new", "queued", "running", "done", "failed", "preempted", "lost", "unreadable"]
 """`new`: not started yet. `queued`: the scheduler has it. `lost`: it died, and nobody lived to say so."""
 
 OLD = 60.0
@@ -20,10 +20,10 @@ ENDED = ("done", "failed", "preempted")
 
 
 @dataclass(frozen=True)
-class Standing:
+class RunStatus:
     """A run now."""
 
-    condition: Condition
+    state: StatusName
     """In one word."""
     step: int
     """Optimizer steps done."""
@@ -37,58 +37,58 @@ class Standing:
     @property
     def active(self) -> bool:
         """Whether it waits or runs."""
-        return self.condition in ("queued", "running")
+        return self.state in ("queued", "running")
 
 
-def standings(folders: Sequence[RunFolder]) -> dict[Path, Standing]:
+def run_statuses(folders: Sequence[RunFolder]) -> dict[Path, RunStatus]:
     """How each run stands, by its folder's path. Files first; a scheduler is asked once for all that need it."""
-    found: dict[Path, Standing] = {}
+    found: dict[Path, RunStatus] = {}
     ask: dict[str, list[RunFolder]] = {}
     for folder in folders:
         try:
-            standing, kind = _by_files(folder)
+            run_status, kind = _by_files(folder)
         except UserError as error:
-            standing, kind = Standing("unreadable", 0, str(error), 0), "local"
-        found[folder.path] = standing
-        if kind != "local" and standing.condition != "done":
+            run_status, kind = RunStatus("unreadable", 0, str(error), 0), "local"
+        found[folder.path] = run_status
+        if kind != "local" and run_status.state != "done":
             ask.setdefault(kind, []).append(folder)
     for kind, unsure in ask.items():
-        looks = _ask(kind, unsure)
+        statuses = _ask(kind, unsure)
         for folder in unsure:
-            found[folder.path] = _with_look(found[folder.path], looks.get(folder.path))
+            found[folder.path] = _merge_job_status(found[folder.path], statuses.get(folder.path))
     return found
 
 
-def standing(folder: RunFolder) -> Standing:
+def run_status(folder: RunFolder) -> RunStatus:
     """How one run stands."""
-    return standings([folder])[folder.path]
+    return run_statuses([folder])[folder.path]
 
 
-def _by_files(folder: RunFolder) -> tuple[Standing, str]:
+def _by_files(folder: RunFolder) -> tuple[RunStatus, str]:
     """What files and locks say, and who carried the last start out."""
     state = folder.read_state()
     if state is None:
-        return Standing("new", 0, None, 0), "local"
+        return RunStatus("new", 0, None, 0), "local"
     attempts = folder.read_attempts() if state.state != "done" else []
     kind = attempts[-1].launched_by if attempts else "local"
     job_id = attempts[-1].job_id if attempts else None
     if state.state in ENDED:
-        return Standing(state.state, state.step, state.reason, state.attempt, job_id), kind
+        return RunStatus(state.state, state.step, state.reason, state.attempt, job_id), kind
     beat = folder.read_heartbeat()
     step = max(state.step, beat.step if beat and beat.time >= state.time else 0)
     if folder.holder() is not None:
-        return Standing("running", step, None, state.attempt, job_id), kind
+        return RunStatus("running", step, None, state.attempt, job_id), kind
     if not attempts:
-        return Standing("new", 0, None, 0), kind
+        return RunStatus("new", 0, None, 0), kind
     elsewhere = attempts[-1].hosts != (socket.gethostname(),)
     seen = max(state.time, attempts[-1].intent, beat.time if beat else 0.0)
     age = time.time() - seen
     if elsewhere and age < OLD:  # locks are not seen across every network disk
-        return Standing("running", step, None, state.attempt, job_id), kind
-    return Standing("lost", step, _lost(state, age), state.attempt, job_id), kind
+        return RunStatus("running", step, None, state.attempt, job_id), kind
+    return RunStatus("lost", step, _lost_reason(state, age), state.attempt, job_id), kind
 
 
-def _lost(state: RunState, age: float) -> str:
+def _lost_reason(state: RunState, age: float) -> str:
     died = "died without a word (killed, or the machine went down)"
     return f"attempt {state.attempt} {died}; last sign of life {_ago(age)} ago" if state.attempt else died
 
@@ -100,21 +100,21 @@ def _ago(seconds: float) -> str:
     return f"{max(0.0, seconds):.0f} s"
 
 
-def _ask(kind: str, folders: Iterable[RunFolder]) -> Mapping[Path, Look]:
+def _ask(kind: str, folders: Iterable[RunFolder]) -> Mapping[Path, JobStatus]:
     try:
-        return backend_for(kind).look(list(folders))
+        return executor_for(kind).status(list(folders))
     except UserError:
         return {}  # who is not here, such as a scheduler looked for on a laptop, knows nothing
 
 
-def _with_look(standing: Standing, look: Look | None) -> Standing:
+def _merge_job_status(run_status: RunStatus, status: JobStatus | None) -> RunStatus:
     """What the scheduler says, laid over what the files say."""
-    if look is None or look.state == "unknown":
-        return standing
-    step, attempt, job_id = standing.step, standing.attempt, look.job_id or standing.job_id
-    if look.state in ("queued", "running"):
+    if status is None or status.state == "unknown":
+        return run_status
+    step, attempt, job_id = run_status.step, run_status.attempt, status.job_id or run_status.job_id
+    if status.state in ("queued", "running"):
         # Before a requeued run begins anew, its files tell of the end of the attempt before.
-        return Standing(look.state, step, look.reason, attempt, job_id)
-    if standing.condition in ("new", "running"):
-        return Standing("lost", step, look.reason or "the scheduler has ended or forgotten it", attempt, job_id)
-    return Standing(standing.condition, step, standing.reason or look.reason, attempt, job_id)
+        return RunStatus(status.state, step, status.reason, attempt, job_id)
+    if run_status.state in ("new", "running"):
+        return RunStatus("lost", step, status.reason or "the scheduler has ended or forgotten it", attempt, job_id)
+    return RunStatus(run_status.state, step, run_status.reason or status.reason, attempt, job_id)

@@ -12,7 +12,7 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
-from titan_exp.tracking.run_folder.file_lock import FileLock, Holder, is_held
+from titan_exp.tracking.run_folder.file_lock import FileLock, LockHolder, is_held
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.run_folder.state import read_json
 
@@ -132,7 +132,7 @@ class StudyFolder:
         write_atomically(self.json, json.dumps(asdict(now), indent=1) + "\n")
         return now
 
-    def holder(self) -> Holder | None:
+    def holder(self) -> LockHolder | None:
         """The process that runs the study's points now; None where none does."""
         return FileLock(self.lock).holder() if is_held(self.lock) else None
 

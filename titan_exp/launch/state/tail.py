@@ -7,7 +7,7 @@ from pathlib import Path
 from titan_exp.tracking.sinks.sink import Row
 
 
-class Follower:
+class FileTail:
     """The lines that are added to a file, which need not be there yet.
 
     Args:

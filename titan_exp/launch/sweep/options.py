@@ -29,19 +29,19 @@ class SweepOptions:
     """Ask nothing."""
 
 
-_now: ContextVar[SweepOptions] = ContextVar("asked", default=SweepOptions())  # noqa: B039  # it is frozen
+_now: ContextVar[SweepOptions] = ContextVar("options", default=SweepOptions())  # noqa: B039  # it is frozen
 
 
 @contextmanager
-def asking(asked: SweepOptions) -> Iterator[None]:
+def use_sweep_options(options: SweepOptions) -> Iterator[None]:
     """Inside the block, the sweeper finds this."""
-    token = _now.set(asked)
+    token = _now.set(options)
     try:
         yield
     finally:
         _now.reset(token)
 
 
-def asked_now() -> SweepOptions:
+def current_sweep_options() -> SweepOptions:
     """What the block around asks; a sweep of all that is listed with commas, without one."""
     return _now.get()

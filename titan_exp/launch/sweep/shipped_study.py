@@ -12,16 +12,16 @@ from titan_exp.config.hydra.compose import standing_overrides
 from titan_exp.config.layout.layout import world_size
 from titan_exp.config.study.points import baseline_of, chosen_size, narrowed, study_points
 from titan_exp.config.study.study import Study
-from titan_exp.launch.executor import backend_for
-from titan_exp.launch.run_plan import writable
-from titan_exp.launch.state.run_status import standings
+from titan_exp.launch.executor import executor_for
+from titan_exp.launch.run_plan import explain_write_errors
+from titan_exp.launch.state.run_status import run_statuses
 from titan_exp.launch.state.study_folder import StudyFolder, StudyRecord, StudyRun
-from titan_exp.launch.sweep.sweep_plan import Planned, Point, SweepPlan
+from titan_exp.launch.sweep.sweep_plan import PlannedPoint, Point, SweepPlan
 from titan_exp.tracking.run_folder.file_lock import FileLock
 from titan_exp.tracking.run_folder.run_folder import LockedError, RunFolder
 
 
-class OpenStudy:
+class StudySweep:
     """A study with a size and with the overrides that were typed.
 
     Args:
@@ -72,13 +72,13 @@ class OpenStudy:
         runs = self.folder.path.parent
         return self.folder.path.name + ("" if runs == Path.cwd() / "runs" else f" paths.runs={runs}")
 
-    def plan(self, made: SweepPlan) -> None:
+    def plan(self, sweep_plan: SweepPlan) -> None:
         """Take in what was planned.
 
         Raises:
             UserError: its runs would lie in several folders.
         """
-        parents = {one.plan.folder.path.parent for one in made.planned}
+        parents = {one.plan.folder.path.parent for one in sweep_plan.planned}
         if len(parents) > 1:
             raise UserError(
                 f"{self.study.path}: the runs of a study lie in one folder, so experiment.name and paths.runs are the "
@@ -92,24 +92,26 @@ class OpenStudy:
             typed=self._typed,
             baseline=self._baseline,
             metrics=self.study.metrics,
-            points=tuple(self._run(one) for one in _in_order([*made.planned, *made.doubles], self._points)),
-            skipped={one.point.label: one.reason for one in made.skipped},
+            points=tuple(
+                self._run(one) for one in _in_order([*sweep_plan.planned, *sweep_plan.duplicates], self._points)
+            ),
+            skipped={one.point.label: one.reason for one in sweep_plan.skipped},
         )
 
-    def commit(self, made: SweepPlan, say: Callable[[str], None]) -> None:
+    def record(self, sweep_plan: SweepPlan, say: Callable[[str], None]) -> None:
         """Write the study down, before any of its runs is started, and say what it no longer holds.
 
         Raises:
             UserError: the folder cannot be written to.
         """
         assert self._record is not None
-        with writable(self.folder.path):
+        with explain_write_errors(self.folder.path):
             self._record = self.folder.write(self._record, self.study.path.read_text(encoding="utf-8"))
-        self.tell(made, say)
+        self.report_changes(sweep_plan, say)
 
-    def tell(self, made: SweepPlan, say: Callable[[str], None]) -> None:
+    def report_changes(self, sweep_plan: SweepPlan, say: Callable[[str], None]) -> None:
         """Say where the baseline is missing, and which runs still wait or run that the study no longer holds."""
-        variants = {one.point.variant for one in (*made.planned, *made.doubles)}
+        variants = {one.point.variant for one in (*sweep_plan.planned, *sweep_plan.duplicates)}
         if self._baseline is not None and self._baseline not in variants:
             say(f"The baseline, {self._baseline}, cannot run here: there will be nothing to compare with.")
         elif self._baseline is None and self.study.baseline is not None:
@@ -150,7 +152,7 @@ class OpenStudy:
         Raises:
             UserError: another process does.
         """
-        with writable(self.folder.path), FileLock(self.folder.lock) as lock:
+        with explain_write_errors(self.folder.path), FileLock(self.folder.lock) as lock:
             try:
                 lock.acquire("sweep", timeout=0.5)
             except LockedError as error:
@@ -162,7 +164,7 @@ class OpenStudy:
             self.folder.stop.unlink(missing_ok=True)
             yield
 
-    def _run(self, one: Planned) -> StudyRun:
+    def _run(self, one: PlannedPoint) -> StudyRun:
         experiment = one.plan.experiment
         return StudyRun(
             label=one.point.label,
@@ -183,7 +185,7 @@ class OpenStudy:
             return []
         held = {point.run_id for point in self._record.points}
         gone = {run.run_id: run for run in (*before.removed, *before.points) if run.run_id not in held}
-        now = standings([self.folder.run(run) for run in gone.values()])
+        now = run_statuses([self.folder.run(run) for run in gone.values()])
         return [run for run in gone.values() if now[self.folder.run(run).path].active]
 
 
@@ -200,13 +202,13 @@ def cancel(folders: Sequence[RunFolder], labels: dict[str, str], say: Callable[[
         attempts = folder.read_attempts()
         by_kind.setdefault(attempts[-1].launched_by if attempts else "local", []).append(folder)
     for kind, of_kind in by_kind.items():
-        done = backend_for(kind).cancel(of_kind, reason="titan-exp cancel")
+        done = executor_for(kind).cancel(of_kind, reason="titan-exp cancel")
         for folder in of_kind:
             label = labels.get(folder.path.name, folder.path.name)
             say(f"{label}: {done.get(folder.path, 'nothing was done')}")
 
 
-def _in_order(planned: Sequence[Planned], points: Sequence[object]) -> list[Planned]:
+def _in_order(planned: Sequence[PlannedPoint], points: Sequence[object]) -> list[PlannedPoint]:
     labels = {getattr(point, "label", ""): place for place, point in enumerate(points)}
     return sorted(planned, key=lambda one: labels[one.point.label])
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.launch.run_plan import Plan, plan
+from titan_exp.launch.run_plan import RunPlan, plan_run
 from titan_exp.plan.gate.gate import MemoryCheck
 
 
@@ -26,19 +26,19 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedPoint:
     """A point that may be started."""
 
     point: Point
     """The first point of this run."""
-    plan: Plan
+    plan: RunPlan
     """What would run."""
     memory_check: MemoryCheck | None = None
     """What is known of its memory; None before anybody looked, and of runs that are done."""
 
 
 @dataclass(frozen=True)
-class Skipped:
+class SkippedPoint:
     """A point that is not started."""
 
     point: Point
@@ -51,15 +51,15 @@ class Skipped:
 class SweepPlan:
     """What a sweep would start, and what not."""
 
-    planned: tuple[Planned, ...]
+    planned: tuple[PlannedPoint, ...]
     """Every run once."""
-    doubles: tuple[Planned, ...]
+    duplicates: tuple[PlannedPoint, ...]
     """Further points of these runs: they compute the same."""
-    skipped: tuple[Skipped, ...]
+    skipped: tuple[SkippedPoint, ...]
     """Points that cannot run, and those that the study excludes."""
 
 
-def plan_points(
+def plan_sweep(
     points: Sequence[Point], compose: Callable[[Point], Experiment], *, skip: bool, where: str = "of the sweep"
 ) -> SweepPlan:
     """A plan for every point that is not the same run as one before it.
@@ -73,13 +73,13 @@ def plan_points(
     Raises:
         UserError: points cannot be read or, without `skip`, cannot run; or none is left. It names all of them.
     """
-    planned: dict[object, Planned] = {}
-    doubles: list[Planned] = []
-    skipped: list[Skipped] = []
+    planned: dict[object, PlannedPoint] = {}
+    duplicates: list[PlannedPoint] = []
+    skipped: list[SkippedPoint] = []
     refused: dict[str, list[Point]] = {}
     for point in points:
         if point.excluded is not None:
-            skipped.append(Skipped(point, point.excluded))
+            skipped.append(SkippedPoint(point, point.excluded))
             continue
         try:
             experiment = compose(point)
@@ -87,29 +87,31 @@ def plan_points(
             refused.setdefault(str(error), []).append(point)
             continue
         try:
-            made = Planned(point, plan(experiment, point.overrides))
+            planned_point = PlannedPoint(point, plan_run(experiment, point.overrides))
         except UserError as error:
             if skip:
                 said = "\n".join(str(violation) for violation in error.violations)
-                skipped.append(Skipped(point, said or str(error)))
+                skipped.append(SkippedPoint(point, said or str(error)))
             else:
                 refused.setdefault(str(error), []).append(point)
             continue
-        if planned.setdefault(made.plan.folder.path, made) is not made:
-            doubles.append(made)
+        if planned.setdefault(planned_point.plan.folder.path, planned_point) is not planned_point:
+            duplicates.append(planned_point)
     if refused:
         count = sum(map(len, refused.values()))
-        lines = [f"{count} point(s) {where} cannot run, so none was started.", *blocks(refused)]
+        lines = [f"{count} point(s) {where} cannot run, so none was started.", *format_reasons(refused)]
         raise UserError("\n".join(lines))
     if not planned:
         reasons: dict[str, list[Point]] = {}
         for one in skipped:
             reasons.setdefault(one.reason, []).append(one.point)
-        raise UserError("\n".join([f"None of the {len(points)} points {where} can run here.", *blocks(reasons)]))
-    return SweepPlan(tuple(planned.values()), tuple(doubles), tuple(skipped))
+        raise UserError(
+            "\n".join([f"None of the {len(points)} points {where} can run here.", *format_reasons(reasons)])
+        )
+    return SweepPlan(tuple(planned.values()), tuple(duplicates), tuple(skipped))
 
 
-def blocks(reasons: Mapping[str, Sequence[Point]]) -> list[str]:
+def format_reasons(reasons: Mapping[str, Sequence[Point]]) -> list[str]:
     """Points under each reason, for people."""
     return [
         "\n".join([*(f"[{point.label}]" for point in reasons[text]), *(f"  {line}" for line in text.splitlines())])

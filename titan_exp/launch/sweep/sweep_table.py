@@ -10,11 +10,11 @@ from rich.table import Table
 from titan_exp.config.layout.layout import device_type, nodes_needed, world_size
 from titan_exp.config.machine.time_limit import hours
 from titan_exp.launch.executor import Submission
-from titan_exp.launch.run_plan import Plan
-from titan_exp.launch.state.run_status import standings
+from titan_exp.launch.run_plan import RunPlan
+from titan_exp.launch.state.run_status import run_statuses
 from titan_exp.launch.summary import summarize
-from titan_exp.launch.sweep.shipped_study import OpenStudy
-from titan_exp.launch.sweep.sweep_plan import Skipped, SweepPlan
+from titan_exp.launch.sweep.shipped_study import StudySweep
+from titan_exp.launch.sweep.sweep_plan import SkippedPoint, SweepPlan
 from titan_exp.plan.gate.gate import GIB, MemoryCheck
 from titan_exp.tracking.sinks.sink import Value
 
@@ -35,47 +35,47 @@ def plain_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, markup=False, width=240)
 
 
-def show_plan(made: SweepPlan, study: OpenStudy | None) -> None:
+def show_plan(sweep_plan: SweepPlan, study: StudySweep | None) -> None:
     """Print every point: what it would be, what it would ask for, and how its run stands now."""
     if study is not None:
         print(f"{study.folder.path.name}: {study.study.question}\n")
-    now = standings([one.plan.folder for one in made.planned])
-    labels = {one.plan.folder.path: one.point.label for one in made.planned}
-    asked = {one.plan.folder.path: _gpu_hours(one.plan) for one in made.planned}
+    now = run_statuses([one.plan.folder for one in sweep_plan.planned])
+    labels = {one.plan.folder.path: one.point.label for one in sweep_plan.planned}
+    gpu_hours = {one.plan.folder.path: _gpu_hours(one.plan) for one in sweep_plan.planned}
     headings = ["point", "run", "experiment", "state", "processes", "nodes"]
-    predicted = {one.plan.folder.path: _predicted(one.memory_check) for one in made.planned}
+    predicted = {one.plan.folder.path: _predicted(one.memory_check) for one in sweep_plan.planned}
     shown = [name for name in _PREDICTED if any(cells[name] != "-" for cells in predicted.values())]
-    with_hours = any(value is not None for value in asked.values())
+    with_hours = any(value is not None for value in gpu_hours.values())
     rows = []
-    for one in (*made.planned, *made.doubles):
+    for one in (*sweep_plan.planned, *sweep_plan.duplicates):
         path = one.plan.folder.path
         same = labels[path] != one.point.label
-        state = f"same run as {labels[path]}" if same else now[path].condition
+        state = f"same run as {labels[path]}" if same else now[path].state
         row = [one.point.label, one.plan.run_id, one.plan.experiment_id, state]
         row += [str(world_size(one.plan.experiment)), str(nodes_needed(one.plan.experiment))]
         row += [predicted[path][name] for name in shown]
-        value = asked[path]
+        value = gpu_hours[path]
         rows.append([*row, "-" if value is None else f"{value:,.1f}"] if with_hours else row)
     headings += shown
     plain_table([*headings, "GPU-hours asked"] if with_hours else headings, rows, left=4)
     if shown:
         print(PREDICTED)
-    _show_skipped(made.skipped)
-    waiting = [one.plan.folder.path for one in made.planned if now[one.plan.folder.path].condition not in _LEFT_ALONE]
-    alone = [now[one.plan.folder.path].condition for one in made.planned]
+    _show_skipped(sweep_plan.skipped)
+    waiting = [one.plan.folder.path for one in sweep_plan.planned if now[one.plan.folder.path].state not in _LEFT_ALONE]
+    alone = [now[one.plan.folder.path].state for one in sweep_plan.planned]
     said = [f"{alone.count(state)} {state}" for state in _LEFT_ALONE if state in alone]
-    said += [f"{len(made.skipped)} skipped"] if made.skipped else []
-    total = sum(asked[path] or 0.0 for path in waiting)
+    said += [f"{len(sweep_plan.skipped)} skipped"] if sweep_plan.skipped else []
+    total = sum(gpu_hours[path] or 0.0 for path in waiting)
     hours_asked = f", {total:,.1f} GPU-hours asked" if with_hours and waiting else ""
     print(f"\n{len(waiting)} to start{hours_asked}{''.join(f', {text}' for text in said)}.")
     if study is not None:
-        study.tell(made, print)
+        study.report_changes(sweep_plan, print)
 
 
-def show_outcomes(made: SweepPlan, found: Mapping[Path, Submission], study: OpenStudy | None) -> None:
+def show_outcomes(sweep_plan: SweepPlan, found: Mapping[Path, Submission], study: StudySweep | None) -> None:
     """Print what became of every run, and what to type next."""
     rows, told = [], []
-    for one in made.planned:
+    for one in sweep_plan.planned:
         submission = found.get(one.plan.folder.path)
         loss = validation = None
         state = "not started" if submission is None else submission.outcome
@@ -90,24 +90,24 @@ def show_outcomes(made: SweepPlan, found: Mapping[Path, Submission], study: Open
         plain_table(["point", "run", "state", "job", "loss", "validation loss"], with_jobs, left=4)
     else:
         plain_table(["point", "run", "state", "loss", "validation loss"], rows, left=3)
-    if made.doubles:
-        print(f"{len(made.doubles)} more point(s) are the same run as one of these.")
-    _show_skipped(made.skipped)
-    for one in made.planned:
+    if sweep_plan.duplicates:
+        print(f"{len(sweep_plan.duplicates)} more point(s) are the same run as one of these.")
+    _show_skipped(sweep_plan.skipped)
+    for one in sweep_plan.planned:
         submission = found.get(one.plan.folder.path)
         if submission is not None and submission.outcome == "refused" and one.plan.experiment.cluster.kind != "local":
             print(f"[{one.point.label}]\n  {submission.reason}", file=sys.stderr)
     states = [row[2] for row in rows]
     print(", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)))
-    for line in _next(states, made, study):
+    for line in _next(states, sweep_plan, study):
         print(line)
 
 
-def _next(states: Sequence[str], made: SweepPlan, study: OpenStudy | None) -> list[str]:
+def _next(states: Sequence[str], sweep_plan: SweepPlan, study: StudySweep | None) -> list[str]:
     """What to type next."""
-    name = made.planned[0].plan.folder.path.parent if study is None else study.words
+    name = sweep_plan.planned[0].plan.folder.path.parent if study is None else study.words
     if any(state in ("submitted", "queued") for state in states):
-        first = made.planned[0].plan.folder.path
+        first = sweep_plan.planned[0].plan.folder.path
         return [f"  titan-exp status {name}", f"  titan-exp logs -f {first}", f"  titan-exp cancel {name}"]
     if study is not None and ("failed" in states or "refused" in states):
         return [f"Why: titan-exp logs {name}. The same command starts again what is missing or failed."]
@@ -143,7 +143,7 @@ _LEFT_ALONE = ("done", "queued", "running")
 """Conditions in which a run is not started again."""
 
 
-def _show_skipped(skipped: Sequence[Skipped]) -> None:
+def _show_skipped(skipped: Sequence[SkippedPoint]) -> None:
     if not skipped:
         return
     reasons: dict[str, list[str]] = {}
@@ -155,7 +155,7 @@ def _show_skipped(skipped: Sequence[Skipped]) -> None:
         print("\n".join(f"    {line}" for line in reason.splitlines()))
 
 
-def _gpu_hours(plan: Plan) -> float | None:
+def _gpu_hours(plan: RunPlan) -> float | None:
     """Time limit times GPUs; None where no limit is asked for, or no GPU."""
     cluster = plan.experiment.cluster
     if cluster.kind == "local" or cluster.time_limit is None or device_type(cluster) != "cuda":

@@ -13,13 +13,13 @@ from hydra.core.override_parser.types import Override
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import device_type
 from titan_exp.config.study.points import values_of
-from titan_exp.launch.executor import Submission, backend_for
+from titan_exp.launch.executor import Submission, executor_for
 from titan_exp.launch.local.executor import LocalExecutor
 from titan_exp.launch.run_console import RunConsole
 from titan_exp.launch.sweep.options import SweepOptions
-from titan_exp.launch.sweep.shipped_study import OpenStudy
-from titan_exp.launch.sweep.sweep_memory import prediction
-from titan_exp.launch.sweep.sweep_plan import Planned, Point, SweepPlan, plan_points
+from titan_exp.launch.sweep.shipped_study import StudySweep
+from titan_exp.launch.sweep.sweep_memory import predict_sweep_memory
+from titan_exp.launch.sweep.sweep_plan import PlannedPoint, Point, SweepPlan, plan_sweep
 from titan_exp.launch.sweep.sweep_table import show_outcomes, show_plan
 
 __all__ = ["Point", "points", "sweep"]
@@ -44,9 +44,9 @@ def points(overrides: Sequence[Override]) -> list[Point]:
 def sweep(
     points: Sequence[Point],
     compose: Callable[[Point], Experiment],
-    asked: SweepOptions | None = None,
+    options: SweepOptions | None = None,
     *,
-    study: OpenStudy | None = None,
+    study: StudySweep | None = None,
 ) -> int:
     """Carry every point out and show what became of them, or print the plan. Returns the exit code.
 
@@ -63,63 +63,63 @@ def sweep(
     Raises:
         UserError: points cannot run. It names all of them, and none was started.
     """
-    asked = asked or SweepOptions()
+    options = options or SweepOptions()
     where = "of the sweep" if study is None else f"of {study.study.path}"
-    screen, skip = RunConsole(), asked.skip or study is not None
-    made = plan_points(points, compose, skip=skip, where=where)
+    console, skip = RunConsole(), options.skip or study is not None
+    sweep_plan = plan_sweep(points, compose, skip=skip, where=where)
     if study is not None:
-        study.plan(made)  # what is wrong with it as a whole is said before anything takes seconds
-    made = prediction(made, screen.say, skip=skip, where=where)
+        study.plan(sweep_plan)  # what is wrong with it as a whole is said before anything takes seconds
+    sweep_plan = predict_sweep_memory(sweep_plan, console.say, skip=skip, where=where)
     if study is not None:
-        study.plan(made)
-    if asked.dry_run:
-        show_plan(made, study)
+        study.plan(sweep_plan)
+    if options.dry_run:
+        show_plan(sweep_plan, study)
         return 0
     if study is not None:
-        study.commit(made, screen.say)
-        if asked.prune:
-            study.prune(screen.say, ask=not asked.yes)
-    found, code = _carry_out(made, asked, screen, study)
-    show_outcomes(made, found, study)
+        study.record(sweep_plan, console.say)
+        if options.prune:
+            study.prune(console.say, ask=not options.yes)
+    found, code = _carry_out(sweep_plan, options, console, study)
+    show_outcomes(sweep_plan, found, study)
     return code
 
 
 def _carry_out(
-    made: SweepPlan, asked: SweepOptions, screen: RunConsole, study: OpenStudy | None
+    sweep_plan: SweepPlan, options: SweepOptions, console: RunConsole, study: StudySweep | None
 ) -> tuple[dict[Path, Submission], int]:
     """What became of each run that was come to, by its folder's path, and the exit code.
 
     Schedulers first: they do not make one wait.
     """
-    titles = {one.plan.folder.path: one.point.label for one in made.planned}
-    by_kind: dict[str, list[Planned]] = {}
-    for one in made.planned:
+    titles = {one.plan.folder.path: one.point.label for one in sweep_plan.planned}
+    by_kind: dict[str, list[PlannedPoint]] = {}
+    for one in sweep_plan.planned:
         by_kind.setdefault(one.plan.experiment.cluster.kind, []).append(one)
     found: list[Submission] = []
     code = 0
     for kind in sorted(by_kind, key=lambda kind: kind == "local"):
         plans = [one.plan for one in by_kind[kind]]
         if kind != "local":
-            submitted = backend_for(kind).submit(plans, say=screen.say)
+            submitted = executor_for(kind).submit(plans, say=console.say)
             found += submitted
             code = max(code, int(any(one.outcome in ("refused", "failed") for one in submitted)))
             continue
         on_cpu = all(device_type(plan.experiment.cluster) == "cpu" for plan in plans)
-        if asked.jobs > 1 and not on_cpu:
-            screen.say("On GPUs every run may use all of them, so one runs after another.")
+        if options.jobs > 1 and not on_cpu:
+            console.say("On GPUs every run may use all of them, so one runs after another.")
         with _held(study):
             backend = LocalExecutor(
-                jobs=asked.jobs if on_cpu else 1,
+                jobs=options.jobs if on_cpu else 1,
                 title=lambda plan: titles[plan.folder.path],
                 stopped=(lambda: False) if study is None else study.stop_requested,
             )
-            found += backend.submit(plans, say=screen.say)
+            found += backend.submit(plans, say=console.say)
             code = backend.worst or code
     return {one.plan.folder.path: one for one in found}, code
 
 
 @contextlib.contextmanager
-def _held(study: OpenStudy | None) -> Iterator[None]:
+def _held(study: StudySweep | None) -> Iterator[None]:
     if study is None:
         yield
         return

@@ -12,20 +12,20 @@ from typing import NamedTuple
 
 MIB = 2**20
 
-GRANULE = 512
+MIN_BLOCK = 512
 """Bytes that sizes are rounded up to."""
-SMALL = MIB
+SMALL_SIZE = MIB
 """Largest block of the small pool."""
-SMALL_SEGMENT = 2 * MIB
+SMALL_BUFFER = 2 * MIB
 """What the small pool asks the driver for."""
-LARGE_SEGMENT = 20 * MIB
-"""What the large pool asks for on behalf of less than `LARGE`."""
-LARGE = 10 * MIB
+LARGE_BUFFER = 20 * MIB
+"""What the large pool asks for on behalf of less than `MIN_LARGE`."""
+MIN_LARGE = 10 * MIB
 """From here on a segment is made to measure."""
-MEASURE = 2 * MIB
+ROUND_LARGE = 2 * MIB
 """What those are rounded up to."""
 
-ADDRESSES = 2**21 * LARGE_SEGMENT
+ADDRESSES = 2**21 * LARGE_BUFFER
 """What an expandable segment may grow to: more than any device has."""
 
 
@@ -194,7 +194,7 @@ class _Pool:
     @property
     def page(self) -> int:
         """Bytes that an expandable segment grows by."""
-        return SMALL_SEGMENT if self.small else LARGE_SEGMENT
+        return SMALL_BUFFER if self.small else LARGE_BUFFER
 
     def put(self, block: Block) -> None:
         if block.mapped:
@@ -237,7 +237,7 @@ class CachingAllocator:
     def allocate(self, size: int, stream: int = 0) -> Block | None:
         """A block of at least so many bytes; None where the device is full."""
         size = rounded(size)
-        small = size <= SMALL
+        small = size <= SMALL_SIZE
         pool = self._pools.setdefault((stream, small), _Pool(small))
         wanted = segment_size(size)
         block = self._best(pool, size) or self._grow(pool, wanted)
@@ -284,7 +284,7 @@ class CachingAllocator:
     def _split(self, block: Block, size: int) -> None:
         """Cut a block to a size, where the rest is worth keeping."""
         rest = block.size - size
-        if rest < GRANULE or (not self._expandable and not block.pool.small and rest <= SMALL):
+        if rest < MIN_BLOCK or (not self._expandable and not block.pool.small and rest <= SMALL_SIZE):
             return
         remaining = Block(block.address + size, rest, block.pool, before=block, after=block.after)
         if block.after is not None:
@@ -414,14 +414,14 @@ class CachingAllocator:
 
 def rounded(size: int) -> int:
     """Bytes of the block that holds so many."""
-    return max(GRANULE, -(-size // GRANULE) * GRANULE)
+    return max(MIN_BLOCK, -(-size // MIN_BLOCK) * MIN_BLOCK)
 
 
 def segment_size(size: int) -> int:
     """Bytes that the driver is asked for on behalf of a block."""
-    if size <= SMALL:
-        return SMALL_SEGMENT
-    return LARGE_SEGMENT if size < LARGE else -(-size // MEASURE) * MEASURE
+    if size <= SMALL_SIZE:
+        return SMALL_BUFFER
+    return LARGE_BUFFER if size < MIN_LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE
 
 
 def _potential(block: Block) -> int:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fully_shard
 
-from titan_exp.plan.trace.dispatch_mode import Work
-from titan_exp.plan.trace.memory_ledger import CATEGORIES, Ledger, Moment, local
+from titan_exp.plan.trace.dispatch_mode import OpCosts
+from titan_exp.plan.trace.memory_tracker import CATEGORIES, MemoryTracker, Moment, local
 
 GPU = torch.device("cpu", 1)
 """What the GPU is called where the host's memory is another."""
@@ -34,18 +34,18 @@ parameter, which tells nothing of pinning, and is not."""
 
 
 @dataclass(frozen=True)
-class OnHost:
+class HostUsage:
     """What a rank has and does on the host."""
 
     peak: Moment
     """When most of its memory is held there: blocks as they are handed out, pinned ones rounded up."""
-    kept: dict[str, int]
+    persistent: dict[str, int]
     """Bytes of tensors held there between steps, by what they are for."""
-    work: Work
+    costs: OpCosts
     """Of a step's operators, what runs there: clipping and the optimizer's update."""
 
 
-class HostLedger(Ledger):
+class HostTracker(MemoryTracker):
     """The host's memory: pinned blocks are the next power of two.
 
     As CachingHostAllocatorImpl::allocate has it (ATen/core/CachingHostAllocator.h, torch 2.11 to 2.15): it rounds
@@ -68,12 +68,12 @@ class HostLedger(Ledger):
 
 
 @dataclass
-class TwoMemories(Ledger):
+class HostAndGpuTracker(MemoryTracker):
     """The GPU's memory, and beside it the host's, in a ledger of its own."""
 
     alone = False
 
-    host: HostLedger = field(default_factory=HostLedger)
+    host: HostTracker = field(default_factory=HostTracker)
     """What lies there."""
 
     def elsewhere(self, tensor: Tensor) -> bool:
@@ -117,7 +117,7 @@ class TwoMemories(Ledger):
         super().begin()
         self.host.begin()
 
-    def _told(self) -> Ledger:
+    def _told(self) -> MemoryTracker:
         self.host.category, self.host.where = self.category, self.where
         return self.host
 

@@ -28,7 +28,7 @@ _PLAIN_RMS_NORM = F.rms_norm
 
 
 @contextmanager
-def cuda_calls(*, beside: bool = False) -> Iterator[None]:
+def fake_cuda_kernels(*, beside: bool = False) -> Iterator[None]:
     """For the time of the block, let calls that CUDA answers by a kernel of its own be answered by its sizes.
 
     Args:
@@ -46,7 +46,7 @@ def cuda_calls(*, beside: bool = False) -> Iterator[None]:
 
 
 @contextmanager
-def cuda_instructions(capability: tuple[int, int] | None) -> Iterator[None]:
+def fake_cuda_capability(capability: tuple[int, int] | None) -> Iterator[None]:
     """For the time of the block, let recipes find the instructions of a GPU of this capability; None is no CUDA."""
 
     def has(recipe: str, _: torch.device) -> bool:

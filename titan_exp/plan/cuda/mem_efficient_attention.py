@@ -97,7 +97,7 @@ def passing(operator: Any, args: tuple[Any, ...]) -> int:
     return copied + sums + max(product, workspace)
 
 
-def is_asked_for(parts: Iterable[nn.Module]) -> bool:
+def uses_efficient_attention(parts: Iterable[nn.Module]) -> bool:
     """Whether attention somewhere in these modules is by this kernel."""
     return any(getattr(module, "backend", None) == "efficient" for part in parts for module in part.modules())
 

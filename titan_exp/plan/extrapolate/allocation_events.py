@@ -2,7 +2,7 @@
 
 A storage that dies in a scene where it was not born was born in one near by: in the forward pass of the same block, in
 the neighbouring block, in the first micro-batch. What a small run shows of that holds at the same place of a large one.
-Where it turns out not to, `Unwoven` is raised, and nothing is guessed.
+Where it turns out not to, `ExtrapolationError` is raised, and nothing is guessed.
 """
 
 from collections import Counter, defaultdict
@@ -10,20 +10,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from titan_exp.plan.cuda.caching_allocator import GRANULE, Event
-from titan_exp.plan.extrapolate.segments import Scene
-from titan_exp.plan.trace.dispatch_mode import Work
-from titan_exp.plan.trace.memory_ledger import Ledger, Storage
+from titan_exp.plan.cuda.caching_allocator import MIN_BLOCK, Event
+from titan_exp.plan.extrapolate.segments import EventSegment
+from titan_exp.plan.trace.dispatch_mode import OpCosts
+from titan_exp.plan.trace.memory_tracker import MemoryTracker, Storage
 
 NOWHERE = -1
 """Stage of what belongs to none, such as the loss."""
 
 
-class Unwoven(Exception):
+class ExtrapolationError(Exception):
     """A storage's birth is not where the small run has it, so that only tracing the whole step tells."""
 
 
-class Spot(NamedTuple):
+class StepPosition(NamedTuple):
     """A place in a step."""
 
     step: int
@@ -38,7 +38,7 @@ class Spot(NamedTuple):
     """Which block of the stage; None where it is none, -1 where it is all else that a stage has, as if it were one."""
 
 
-class Kind(NamedTuple):
+class StorageKey(NamedTuple):
     """By what storages of a scene are told apart, and by their order."""
 
     size: int
@@ -47,20 +47,20 @@ class Kind(NamedTuple):
     output: bool
 
 
-class Origin(NamedTuple):
+class AllocationSite(NamedTuple):
     """Where a storage was born that survives its scene."""
 
-    spot: Spot
-    kind: Kind
+    spot: StepPosition
+    kind: StorageKey
     place: int
     """Which of those of its kind."""
 
 
 @dataclass(frozen=True)
-class SampleStory:
+class SampleEvents:
     """Two steps of a small run."""
 
-    scenes: Mapping[Spot, Sequence[Scene]]
+    scenes: Mapping[StepPosition, Sequence[EventSegment]]
     """What happens where, in order."""
     blocks: Mapping[int, int]
     """How many blocks a stage has."""
@@ -70,40 +70,40 @@ class SampleStory:
     """Of each step: births of reduced gradients, by the names of their parameters."""
     handed: frozenset[int] = frozenset()
     """Births of hidden states that are handed from stage to stage."""
-    made: Mapping[Spot, int] = field(default_factory=dict)
+    made: Mapping[StepPosition, int] = field(default_factory=dict)
     """Births of those that a pass makes."""
     roles: Mapping[tuple[int, int], int] = field(init=False)
     """Which of its stage's streams one is, by stage and number, in the order in which they are first used."""
-    origins: Mapping[int, Origin] = field(init=False)
+    origins: Mapping[int, AllocationSite] = field(init=False)
     """Of births that survive their scenes."""
 
     def __post_init__(self) -> None:
         roles: dict[tuple[int, int], int] = {}
         used: Counter[int] = Counter()
-        origins: dict[int, Origin] = {}
+        origins: dict[int, AllocationSite] = {}
         for spot, scenes in self.scenes.items():
             told = [it for scene in scenes for it in scene.told]
             gone = {it.birth for it in told if not it.size}
-            counts: Counter[Kind] = Counter()
+            counts: Counter[StorageKey] = Counter()
             for it in told:
                 if it.size and (spot.stage, it.stream) not in roles:
                     roles[spot.stage, it.stream] = used[spot.stage] + 1 if it.stream else 0
                     used[spot.stage] += bool(it.stream)
                 if it.size and it.birth not in gone:
-                    kind = Kind(it.size, roles[spot.stage, it.stream], it.category, it.output)
-                    origins[it.birth] = Origin(spot, kind, counts[kind])
+                    kind = StorageKey(it.size, roles[spot.stage, it.stream], it.category, it.output)
+                    origins[it.birth] = AllocationSite(spot, kind, counts[kind])
                     counts[kind] += 1
         object.__setattr__(self, "roles", roles)
         object.__setattr__(self, "origins", origins)
 
 
 @dataclass(frozen=True)
-class TailStory:
+class OptimizerStepEvents:
     """Build and ends of two steps of a rank that has all layers, and no passes."""
 
-    build: Sequence[Scene]
+    build: Sequence[EventSegment]
     """Before the first step."""
-    ends: Sequence[Sequence[Scene]]
+    ends: Sequence[Sequence[EventSegment]]
     """Of each step, from where gradients are reduced to the next one."""
     gradients: Sequence[Mapping[int, str]]
     """Of each step: names of parameters by the births of what stands for their gradients."""
@@ -111,7 +111,7 @@ class TailStory:
     """Of each step: the birth of what stands for the loss."""
     layers: Sequence[int]
     """Numbers of its layers in the whole model, in order."""
-    work: Work
+    costs: OpCosts
     """Operations, bytes and messages of the end of a step."""
     parameters: int
     """Of the whole model."""
@@ -119,7 +119,7 @@ class TailStory:
     """Operations of a training step per token, of the whole model."""
 
 
-class Weaver:
+class EventComposer:
     """Puts a story together, scene by scene.
 
     Args:
@@ -134,7 +134,7 @@ class Weaver:
         self._changes: list[tuple[Storage, int, str]] = []
         self._alive: dict[int, Storage] = {}
         self._streams: dict[tuple[int, int], int] = {}
-        self._born: dict[Spot, dict[Kind, list[int]]] = {}
+        self._born: dict[StepPosition, dict[StorageKey, list[int]]] = {}
         self._passed: dict[tuple[int, int, str], list[int]] = defaultdict(list)
         self._of_tail: dict[int, int] = {}
         self._made, self._begun, self._standing = 0, 0, 0
@@ -142,7 +142,7 @@ class Weaver:
         """What is being computed, in words."""
         self._category = "other"
 
-    def play(self, sample: SampleStory, source: Spot, at: Spot, block: int | None = None) -> None:
+    def play(self, sample: SampleEvents, source: StepPosition, at: StepPosition, block: int | None = None) -> None:
         """Let happen at a spot what happens in a sample.
 
         Args:
@@ -175,7 +175,7 @@ class Weaver:
                 elif it.birth not in handed:
                     self.death(self.find(sample, it.birth, source, at))
 
-    def find(self, sample: SampleStory, birth: int, source: Spot, at: Spot) -> int:
+    def find(self, sample: SampleEvents, birth: int, source: StepPosition, at: StepPosition) -> int:
         """The storage that is at a spot what one is in a sample.
 
         Raises:
@@ -183,9 +183,9 @@ class Weaver:
         """
         origin = sample.origins.get(birth)
         if origin is None:
-            raise Unwoven("of what was there before the step something goes")
+            raise ExtrapolationError("of what was there before the step something goes")
         there = origin.spot
-        spot = Spot(
+        spot = StepPosition(
             at.step + there.step - source.step,
             at.stage if there.stage == source.stage else there.stage,
             self._micro(sample, there, source, at),
@@ -194,7 +194,7 @@ class Weaver:
         )
         found = self._born.get(spot, {}).get(origin.kind, [])
         if there.stage not in (source.stage, NOWHERE) or len(found) <= origin.place:
-            raise Unwoven(f"at {tuple(at)} {tuple(origin.kind)} goes that was not born at {tuple(spot)}")
+            raise ExtrapolationError(f"at {tuple(at)} {tuple(origin.kind)} goes that was not born at {tuple(spot)}")
         return found[origin.place]
 
     def birth(self, size: int, category: str, stage: int = NOWHERE, role: int = 0) -> int:
@@ -214,16 +214,16 @@ class Weaver:
         """
         storage = self._alive.pop(number, None)
         if storage is None:
-            raise Unwoven("a storage dies twice")
+            raise ExtrapolationError("a storage dies twice")
         self._events.append(Event(number, 0, 0))
         self._changes.append((storage, -storage.size, self.where))
 
-    def build(self, tail: TailStory) -> None:
+    def build(self, tail: OptimizerStepEvents) -> None:
         """What is there before the first step."""
         for scene in tail.build:
             self._tell(scene, {})
 
-    def end(self, tail: TailStory, step: int, gradients: Mapping[str, int], loss: int) -> int:
+    def end(self, tail: OptimizerStepEvents, step: int, gradients: Mapping[str, int], loss: int) -> int:
         """The end of a step; returns the bytes of reduced gradients.
 
         Args:
@@ -246,12 +246,12 @@ class Weaver:
         self._changes = [(storage, storage.size, self.where) for storage in self._alive.values()]
         self._standing, self._begun = len(self._changes), len(self._events)
 
-    def told(self) -> tuple[Ledger, list[Event], list[Event]]:
+    def told(self) -> tuple[MemoryTracker, list[Event], list[Event]]:
         """The step as a ledger has it, and events up to the step and of it."""
-        ledger = Ledger.retold(self._changes, self._standing, list(self._alive.values()))
+        ledger = MemoryTracker.retold(self._changes, self._standing, list(self._alive.values()))
         return ledger, self._events[: self._begun], self._events[self._begun :]
 
-    def _tell(self, scene: Scene, stand_ins: Mapping[int, int], shares: Counter[int] | None = None) -> None:
+    def _tell(self, scene: EventSegment, stand_ins: Mapping[int, int], shares: Counter[int] | None = None) -> None:
         if scene.where is not None:
             self.where, self._category = scene.where, scene.category
         for it in scene.told:
@@ -260,7 +260,7 @@ class Weaver:
             elif it.size:
                 # Its one stream is the first.
                 if it.stream:
-                    raise Unwoven("the end of a step works on a stream of its own")
+                    raise ExtrapolationError("the end of a step works on a stream of its own")
                 self._of_tail[it.birth] = self.birth(it.size, it.category)
             elif it.birth in self._of_tail:
                 self.death(self._of_tail[it.birth])
@@ -270,20 +270,20 @@ class Weaver:
                 if not shares[number]:
                     self.death(number)
             else:
-                raise Unwoven("the end of a step frees what the passes do not leave")
+                raise ExtrapolationError("the end of a step frees what the passes do not leave")
 
     def _matmul(self, mark: int) -> None:
         if self._workspace and mark not in self._threads:
             self._threads.add(mark)
-            self.birth(-(-self._workspace // GRANULE) * GRANULE, "workspaces")
+            self.birth(-(-self._workspace // MIN_BLOCK) * MIN_BLOCK, "workspaces")
 
-    def _micro(self, sample: SampleStory, there: Spot, source: Spot, at: Spot) -> int | None:
+    def _micro(self, sample: SampleEvents, there: StepPosition, source: StepPosition, at: StepPosition) -> int | None:
         if there.micro is None:
             return None
         passed = self._passed[at.step + there.step - source.step, at.stage, there.part[:1]]
         if source.micro is None:
             if not passed or there.micro not in (0, sample.last):
-                raise Unwoven("of every micro-batch something is freed at once")
+                raise ExtrapolationError("of every micro-batch something is freed at once")
             return passed[0] if there.micro == 0 else passed[-1]
         if there.micro == source.micro:
             return at.micro
@@ -292,17 +292,17 @@ class Weaver:
         # What is repeated for each micro-batch looks back at the one before.
         place = passed.index(at.micro) if at.micro in passed else len(passed)
         if there.micro != source.micro - 1 or place == 0:
-            raise Unwoven("a micro-batch looks back at another than the first and the one before")
+            raise ExtrapolationError("a micro-batch looks back at another than the first and the one before")
         return passed[place - 1]
 
-    def _block(self, sample: SampleStory, there: Spot, source: Spot, at: Spot) -> int | None:
+    def _block(self, sample: SampleEvents, there: StepPosition, source: StepPosition, at: StepPosition) -> int | None:
         if there.block is None or there.block < 0:
             return there.block
         if source.block is not None and at.block is not None:
             return at.block + there.block - source.block
         few = sample.blocks[there.stage]
         if 2 * there.block + 1 == few > 1:
-            raise Unwoven("what every block has is freed at once")
+            raise ExtrapolationError("what every block has is freed at once")
         if 2 * there.block < few:
             return there.block
         return self._blocks[at.stage] + there.block - few

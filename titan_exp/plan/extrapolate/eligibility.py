@@ -5,17 +5,17 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import gradient_accumulation, pipeline_microbatches, reshard_policy
 from titan_exp.config.layout.pipeline_stages import layer_counts, pipeline_splits_backward
 
-LAYERS = 5
+SAMPLED_LAYERS = 5
 """Of the small model: the third is repeated, since what a block computes gathers and reduces for its neighbours."""
-MICRO_BATCHES = 3
+SAMPLED_MICRO_BATCHES = 3
 """Of its step: the first, one that is repeated, and the last."""
-PAYS = 2
+MIN_SPEEDUP = 2
 """How many times as many passes of blocks the whole must have as the small runs before these are traced instead."""
-IN_STAGES = 8
+SAMPLED_BLOCKS = 8
 """Blocks of the pipeline rank that is traced for all."""
 
 
-def why_not(experiment: Experiment) -> str | None:
+def unsupported_reason(experiment: Experiment) -> str | None:
     """Why layers or micro-batches of a run, its layout resolved, are not known to be alike; None where they are."""
     parallelism, fp32 = experiment.parallelism, experiment.training.fp32_modules
     reasons = {
@@ -47,7 +47,7 @@ def why_not(experiment: Experiment) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def recomputation(experiment: Experiment) -> tuple[list[str], list[int]]:
+def recompute_modes(experiment: Experiment) -> tuple[list[str], list[int]]:
     """The ways in which blocks are recomputed, and which of them each block has."""
     checkpointing, layers = experiment.activation_checkpoint, experiment.model.layers
     if checkpointing.mode != "every_n":
@@ -55,17 +55,17 @@ def recomputation(experiment: Experiment) -> tuple[list[str], list[int]]:
     return ["none", "full"], [int((number + 1) % checkpointing.every == 0) for number in range(layers)]
 
 
-def pays(experiment: Experiment, ranks: int) -> bool:
+def is_worthwhile(experiment: Experiment, ranks: int) -> bool:
     """Whether putting the steps of so many pipeline ranks together is quicker than tracing them.
 
     Blocks passed through, forward and backward, in both steps of a trace, stand for the time of either.
     """
-    ways, micro_batches = len(recomputation(experiment)[0]), gradient_accumulation(experiment)
+    ways, micro_batches = len(recompute_modes(experiment)[0]), gradient_accumulation(experiment)
     layers = experiment.model.layers
     if experiment.parallelism.pp == 1:
-        few = ways * LAYERS * (1 + min(micro_batches, MICRO_BATCHES))
-        return layers >= LAYERS and layers * (1 + micro_batches) > PAYS * few
+        few = ways * SAMPLED_LAYERS * (1 + min(micro_batches, SAMPLED_MICRO_BATCHES))
+        return layers >= SAMPLED_LAYERS and layers * (1 + micro_batches) > MIN_SPEEDUP * few
     lone = len({count == 1 for count in layer_counts(experiment)})
     per_rank = layers / experiment.parallelism.pp
     # Two passes in each of its steps.
-    return ranks * per_rank * 2 * micro_batches > PAYS * ways * lone * IN_STAGES * 4
+    return ranks * per_rank * 2 * micro_batches > MIN_SPEEDUP * ways * lone * SAMPLED_BLOCKS * 4

@@ -2,19 +2,26 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from titan_exp.plan.extrapolate.allocation_events import NOWHERE, SampleStory, Spot, TailStory, Unwoven, Weaver
-from titan_exp.plan.extrapolate.eligibility import LAYERS
-from titan_exp.plan.extrapolate.layers_and_microbatches import MICRO_BATCH, WholeSample
-from titan_exp.plan.extrapolate.optimizer_step import TAIL
-from titan_exp.plan.extrapolate.segments import Scene
+from titan_exp.plan.extrapolate.allocation_events import (
+    NOWHERE,
+    EventComposer,
+    ExtrapolationError,
+    OptimizerStepEvents,
+    SampleEvents,
+    StepPosition,
+)
+from titan_exp.plan.extrapolate.eligibility import SAMPLED_LAYERS
+from titan_exp.plan.extrapolate.layers_and_microbatches import MICRO_BATCH, ModelSample
+from titan_exp.plan.extrapolate.optimizer_step import OPTIMIZER_STEP
+from titan_exp.plan.extrapolate.segments import EventSegment
 
 PROLOGUE, END = "prologue", "end"
 """Parts of a step: before the passes, and after them."""
 
 
-def whole_story(sample: WholeSample) -> SampleStory:
+def model_events(sample: ModelSample) -> SampleEvents:
     """What happens where in a small run."""
-    scenes: dict[Spot, list[Scene]] = {}
+    scenes: dict[StepPosition, list[EventSegment]] = {}
     number = 0
     for step in (0, 1):
         part, block, micro = PROLOGUE, None, None
@@ -22,7 +29,7 @@ def whole_story(sample: WholeSample) -> SampleStory:
         for scene in sample.scenes:
             if scene.step != step or part == END:
                 continue
-            if scene.label == TAIL:
+            if scene.label == OPTIMIZER_STEP:
                 part, block, micro = END, None, None
                 continue
             if scene.label == MICRO_BATCH:
@@ -36,19 +43,19 @@ def whole_story(sample: WholeSample) -> SampleStory:
             elif part == "backward":
                 part, block = "after", None
             stage = 0 if micro is not None else NOWHERE
-            scenes.setdefault(Spot(step, stage, micro, part, block), []).append(scene)
-    return SampleStory(scenes, {0: LAYERS}, number, sample.reduced)
+            scenes.setdefault(StepPosition(step, stage, micro, part, block), []).append(scene)
+    return SampleEvents(scenes, {0: SAMPLED_LAYERS}, number, sample.reduced)
 
 
-def weave_whole(
-    samples: Sequence[SampleStory],
+def compose_no_pipeline(
+    samples: Sequence[SampleEvents],
     modes: Sequence[int],
     micro_batches: int,
-    tail: TailStory,
+    tail: OptimizerStepEvents,
     *,
     batches: Sequence[int],
     workspace: int,
-) -> tuple[Weaver, int]:
+) -> tuple[EventComposer, int]:
     """Weave two steps; returns them, and the bytes of reduced gradients.
 
     Args:
@@ -57,13 +64,13 @@ def weave_whole(
         micro_batches: of the second step; the first has one.
         tail: build and ends of the steps, with all layers.
         batches: bytes of tensors of the other micro-batches, which are there from the first step on.
-        workspace: as of `Weaver`.
+        workspace: as of `EventComposer`.
 
     Raises:
         Unwoven: they cannot be.
     """
     layers, size = len(modes), 0
-    weaver = Weaver({0: layers}, workspace)
+    weaver = EventComposer({0: layers}, workspace)
     weaver.build(tail)
     for step, number in enumerate((1, micro_batches)):
         if step:
@@ -71,28 +78,28 @@ def weave_whole(
                 weaver.birth(bytes_of_one, "other")
             weaver.begin()
         first = samples[0]
-        opening = Spot(step, NOWHERE, None, PROLOGUE, None)
+        opening = StepPosition(step, NOWHERE, None, PROLOGUE, None)
         weaver.play(first, opening, opening)
         few = 1 if step == 0 else (first.last or 0) + 1
         for micro, there in enumerate(chosen(few, number)):
             for part, block in parts_of_passes(layers):
-                source = Spot(step, 0, there, part, None if block is None else block_for(block, layers))
+                source = StepPosition(step, 0, there, part, None if block is None else block_for(block, layers))
                 mode = modes[mode_of(part, block)]
-                weaver.play(samples[mode], source, Spot(step, 0, micro, part, block), block)
-        at = Spot(step, 0, None, END, None)
+                weaver.play(samples[mode], source, StepPosition(step, 0, micro, part, block), block)
+        at = StepPosition(step, 0, None, END, None)
         gradients = {name: _gradient(weaver, samples, modes, name, at) for name in tail.gradients[step].values()}
         size = weaver.end(tail, step, gradients, loss_of(weaver, first, step))
     return weaver, size
 
 
-def loss_of(weaver: Weaver, sample: SampleStory, step: int) -> int:
+def loss_of(weaver: EventComposer, sample: SampleEvents, step: int) -> int:
     """The storage of a step's loss: what its prologue makes and no pass frees."""
-    opening = Spot(step, NOWHERE, None, PROLOGUE, None)
+    opening = StepPosition(step, NOWHERE, None, PROLOGUE, None)
     told = (it for spot, scenes in sample.scenes.items() if spot.step == step for scene in scenes for it in scene.told)
     freed = {it.birth for it in told if not it.size}
     births = [birth for birth, origin in sample.origins.items() if origin.spot == opening and birth not in freed]
     if len(births) != 1:
-        raise Unwoven("before the passes there is more than a loss")
+        raise ExtrapolationError("before the passes there is more than a loss")
     return weaver.find(sample, births[0], opening, opening)
 
 
@@ -103,7 +110,9 @@ def chosen(few: int, number: int) -> list[int]:
 
 def block_for(block: int, layers: int) -> int:
     """Which block of the small run is like one of so many."""
-    return min(block, LAYERS // 2) if layers - block > LAYERS // 2 else LAYERS - (layers - block)
+    return (
+        min(block, SAMPLED_LAYERS // 2) if layers - block > SAMPLED_LAYERS // 2 else SAMPLED_LAYERS - (layers - block)
+    )
 
 
 def parts_of_passes(layers: int) -> Iterator[tuple[str, int | None]]:
@@ -137,15 +146,17 @@ def renamed(name: str, layers: Mapping[int, int]) -> str:
     return name if layer is None else pattern.format(layers[layer])
 
 
-def gradient_named(sample: SampleStory, step: int, name: str) -> int:
+def gradient_named(sample: SampleEvents, step: int, name: str) -> int:
     """The birth of a parameter's reduced gradient in a small run."""
     found: Mapping[str, int] = sample.gradients[step]
     if name not in found:
-        raise Unwoven(f"{name} has no gradient in the small run")
+        raise ExtrapolationError(f"{name} has no gradient in the small run")
     return found[name]
 
 
-def _gradient(weaver: Weaver, samples: Sequence[SampleStory], modes: Sequence[int], name: str, at: Spot) -> int:
+def _gradient(
+    weaver: EventComposer, samples: Sequence[SampleEvents], modes: Sequence[int], name: str, at: StepPosition
+) -> int:
     block, pattern = named_block(name)
     sample = samples[modes[0 if block is None else block]]
     there = None if block is None else block_for(block, len(modes))

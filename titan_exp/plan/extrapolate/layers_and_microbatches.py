@@ -11,10 +11,16 @@ from unittest.mock import patch
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import data_parallel_degree, gradient_accumulation, micro_batch_size
-from titan_exp.plan.extrapolate.eligibility import LAYERS, MICRO_BATCHES
-from titan_exp.plan.extrapolate.optimizer_step import TAIL, Tail, combined, marked_tail, trace_tail
-from titan_exp.plan.extrapolate.segments import Amounts, Piece, Scene, Tape, amounts
-from titan_exp.plan.trace.fake_world import pretended_rank
+from titan_exp.plan.extrapolate.eligibility import SAMPLED_LAYERS, SAMPLED_MICRO_BATCHES
+from titan_exp.plan.extrapolate.optimizer_step import (
+    OPTIMIZER_STEP,
+    OptimizerStep,
+    linear_combination,
+    marked_tail,
+    trace_optimizer_step,
+)
+from titan_exp.plan.extrapolate.segments import CategoryBytes, EventSegment, Segment, SegmentTracker, category_bytes
+from titan_exp.plan.trace.fake_world import fake_rank
 from titan_exp.plan.trace.trace_step import looked_at, trace_step
 from titan_exp.trainer import forward_backward as trainer_model
 
@@ -22,42 +28,42 @@ MICRO_BATCH = "micro-batch"
 
 
 @dataclass(frozen=True)
-class Passes:
+class MicroBatchSegments:
     """Forward and backward of one micro-batch."""
 
-    before: list[Piece]
+    before: list[Segment]
     """Up to the first block."""
-    forward: list[Piece]
+    forward: list[Segment]
     """Of each block, in order of execution."""
-    between: list[Piece]
+    between: list[Segment]
     """Head and loss."""
-    backward: list[Piece]
+    backward: list[Segment]
     """Of each block, in order of execution."""
-    after: list[Piece]
+    after: list[Segment]
     """From the first block on."""
 
 
 @dataclass(frozen=True)
-class WholeSample:
+class ModelSample:
     """A step of the small model."""
 
-    base: Amounts
+    base: CategoryBytes
     """What is held before it, less batches."""
-    batch: Amounts
+    batch: CategoryBytes
     """What a micro-batch holds."""
     looked_at: list[int]
     """The same, tensor by tensor."""
-    prologue: list[Piece]
+    prologue: list[Segment]
     """What comes before the first micro-batch."""
-    micro_batches: list[Passes]
+    micro_batches: list[MicroBatchSegments]
     """Each of them."""
-    scenes: list[Scene]
+    scenes: list[EventSegment]
     """Two steps, the first of one micro-batch, as an allocator is told them; none where nobody asked."""
     reduced: list[dict[str, int]]
     """Of each step: births of reduced gradients, by the names of their parameters."""
 
 
-def sample_whole(experiment: Experiment, mode: str, *, cuda: bool, told: bool = False) -> WholeSample:
+def sample_model(experiment: Experiment, mode: str, *, cuda: bool, told: bool = False) -> ModelSample:
     """Trace a step of the same run with few layers and few micro-batches, every block recomputed by this mode.
 
     Args:
@@ -66,23 +72,23 @@ def sample_whole(experiment: Experiment, mode: str, *, cuda: bool, told: bool = 
         cuda: as of `trace_step`.
         told: whether births and deaths are wanted too.
     """
-    small = small_run(experiment, LAYERS, min(gradient_accumulation(experiment), MICRO_BATCHES), mode)
-    tape = Tape()
-    with pretended_rank(small, 0) as it, marked_tail(tape), _marked_micro_batches(tape):
-        trace_step(it.parts, it.step, first_step=it.shortest_step, batches=it.batches, cuda=cuda, tape=tape)
+    small = small_run(experiment, SAMPLED_LAYERS, min(gradient_accumulation(experiment), SAMPLED_MICRO_BATCHES), mode)
+    tape = SegmentTracker()
+    with fake_rank(small, 0) as it, marked_tail(tape), _marked_micro_batches(tape):
+        trace_step(it.state, it.step, warmup_step=it.warmup_step, batches=it.batches, cuda=cuda, segments=tape)
         pieces = tape.pieces()
         batches = [tape.amount(tensor) for tensor in looked_at(tape, it.batches)]
-        batch = sum(batches[: len(batches) // len(it.batches)], amounts({}))
+        batch = sum(batches[: len(batches) // len(it.batches)], category_bytes({}))
         tensors = [int(each.sum()) for each in batches[: len(batches) // len(it.batches)]]
-        base, scenes = tape.base() - sum(batches, amounts({})), tape.scenes() if told else []
+        base, scenes = tape.base() - sum(batches, category_bytes({})), tape.scenes() if told else []
     prologue, rest = until(pieces, lambda piece: piece.label == MICRO_BATCH)
-    rest, _ = until(rest, lambda piece: piece.label == TAIL)
+    rest, _ = until(rest, lambda piece: piece.label == OPTIMIZER_STEP)
     found = []
     while rest:
         first, rest = rest[0], rest[1:]
         one, rest = until(rest, lambda piece: piece.label == MICRO_BATCH)
         found.append(_passes([first, *one]))
-    return WholeSample(base, batch, tensors, prologue, found, scenes, tape.reduced)
+    return ModelSample(base, batch, tensors, prologue, found, scenes, tape.reduced)
 
 
 def small_run(experiment: Experiment, layers: int, micro_batches: int, mode: str) -> Experiment:
@@ -97,18 +103,18 @@ def small_run(experiment: Experiment, layers: int, micro_batches: int, mode: str
     )
 
 
-def whole_tails(experiment: Experiment, *, cuda: bool) -> tuple[Tail, Tail]:
+def trace_optimizer_steps(experiment: Experiment, *, cuda: bool) -> tuple[OptimizerStep, OptimizerStep]:
     """The ends of a step with one and with two layers."""
-    one, two = (trace_tail(small_run(experiment, layers, 1, "none"), 0, cuda=cuda) for layers in (1, 2))
+    one, two = (trace_optimizer_step(small_run(experiment, layers, 1, "none"), 0, cuda=cuda) for layers in (1, 2))
     return one, two
 
 
-def tail_of(tails: tuple[Tail, Tail], layers: int) -> Tail:
+def extrapolate_optimizer_step(tails: tuple[OptimizerStep, OptimizerStep], layers: int) -> OptimizerStep:
     """The end of a step with so many layers, from those with one and with two."""
-    return combined([(2 - layers, tails[0]), (layers - 1, tails[1])])
+    return linear_combination([(2 - layers, tails[0]), (layers - 1, tails[1])])
 
 
-def whole_pieces(samples: Sequence[WholeSample], modes: Sequence[int], micro_batches: int) -> list[Piece]:
+def model_segments(samples: Sequence[ModelSample], modes: Sequence[int], micro_batches: int) -> list[Segment]:
     """The pieces of a step but its end.
 
     Args:
@@ -123,14 +129,14 @@ def whole_pieces(samples: Sequence[WholeSample], modes: Sequence[int], micro_bat
     for which in order:
         passes = [sample.micro_batches[which] for sample in samples]
         pieces += passes[0].before
-        pieces += stretched([its.forward for its in passes], modes)
+        pieces += repeat_middle([its.forward for its in passes], modes)
         pieces += passes[modes[-1]].between
-        pieces += stretched([its.backward for its in passes], modes[::-1])
+        pieces += repeat_middle([its.backward for its in passes], modes[::-1])
         pieces += passes[modes[0]].after
     return pieces
 
 
-def stretched(traced: Sequence[Sequence[Piece]], modes: Sequence[int]) -> Iterator[Piece]:
+def repeat_middle(traced: Sequence[Sequence[Segment]], modes: Sequence[int]) -> Iterator[Segment]:
     """A piece for each of `len(modes)` blocks, in order of execution, of which the middle one traced is repeated."""
     few, total = len(traced[0]), len(modes)
     for place, mode in enumerate(modes):
@@ -138,22 +144,22 @@ def stretched(traced: Sequence[Sequence[Piece]], modes: Sequence[int]) -> Iterat
         yield traced[mode][at]
 
 
-def until(pieces: Sequence[Piece], ends: Callable[[Piece], bool]) -> tuple[list[Piece], list[Piece]]:
+def until(pieces: Sequence[Segment], ends: Callable[[Segment], bool]) -> tuple[list[Segment], list[Segment]]:
     """Pieces before the first that ends them, and the others."""
     place = next((place for place, piece in enumerate(pieces) if ends(piece)), len(pieces))
     return list(pieces[:place]), list(pieces[place:])
 
 
-def _passes(pieces: Sequence[Piece]) -> Passes:
+def _passes(pieces: Sequence[Segment]) -> MicroBatchSegments:
     before, rest = until(pieces, lambda piece: piece.label.startswith("forward, block"))
     forward, rest = until(rest, lambda piece: not piece.label.startswith("forward, block"))
     between, rest = until(rest, lambda piece: piece.label.startswith("backward, block"))
     backward, after = until(rest, lambda piece: not piece.label.startswith("backward, block"))
-    return Passes(before, forward, between, backward, after)
+    return MicroBatchSegments(before, forward, between, backward, after)
 
 
 @contextmanager
-def _marked_micro_batches(tape: Tape) -> Iterator[None]:
+def _marked_micro_batches(tape: SegmentTracker) -> Iterator[None]:
     original = trainer_model.set_gradient_sync
 
     def marked(*args: Any, **kwargs: Any) -> None:

@@ -25,7 +25,7 @@ output, a number."""
 
 
 @dataclass(frozen=True)
-class Turn:
+class ScheduledAction:
     """One action of a rank."""
 
     action: Action
@@ -40,7 +40,7 @@ class Turn:
     """Those held when it has ended."""
 
 
-class Heard(NamedTuple):
+class SimulationEvent(NamedTuple):
     """Something that happens in a rehearsal."""
 
     what: str
@@ -52,12 +52,12 @@ class Heard(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Rehearsal:
+class ScheduleSimulation:
     """A rank's turns in a step."""
 
-    turns: list[Turn]
+    turns: list[ScheduledAction]
     """In order."""
-    heard: list[Heard]
+    heard: list[SimulationEvent]
     """What happens in them and between them, in order."""
     sent: int
     """Hidden states that go to other ranks."""
@@ -71,9 +71,9 @@ class _Tally:
     most: tuple[int, ...] = (0,) * len(KINDS)
     sent: int = 0
     received: int = 0
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[ScheduledAction] = field(default_factory=list)
     seen: set[tuple[int, str]] = field(default_factory=set)
-    heard: list[Heard] = field(default_factory=list)
+    heard: list[SimulationEvent] = field(default_factory=list)
     made: int = 0
 
     def add(self, kind: int, change: int) -> None:
@@ -88,11 +88,11 @@ class _Hidden:
     def __init__(self, tally: _Tally, kind: int) -> None:
         self._tally, self._kind, self._number = tally, kind, tally.made
         tally.made += 1
-        tally.heard.append(Heard("born", self._number, kind))
+        tally.heard.append(SimulationEvent("born", self._number, kind))
         tally.add(kind, 1)
 
     def __del__(self) -> None:
-        self._tally.heard.append(Heard("gone", self._number))
+        self._tally.heard.append(SimulationEvent("gone", self._number))
         self._tally.add(self._kind, -1)
 
     def contiguous(self) -> "_Hidden":
@@ -129,16 +129,18 @@ class _Stage:
     def _turn(self, kind: str, microbatch: int) -> Iterator[None]:
         tally = self._tally
         waiting, before = tally.most, tuple(tally.held)
-        tally.heard.append(Heard("turn", len(tally.turns)))
+        tally.heard.append(SimulationEvent("turn", len(tally.turns)))
         yield
-        tally.heard.append(Heard("over", len(tally.turns)))
+        tally.heard.append(SimulationEvent("over", len(tally.turns)))
         first = (self.number, kind) not in tally.seen
         tally.seen.add((self.number, kind))
         after = tally.most = tuple(tally.held)
-        tally.turns.append(Turn(Action(self.number, kind, microbatch), first, waiting, before, after))
+        tally.turns.append(ScheduledAction(Action(self.number, kind, microbatch), first, waiting, before, after))
 
 
-def rehearse(orders: Schedule, placement: Sequence[int], rank: int, *, passes: int, delivered: bool) -> Rehearsal:
+def simulate_schedule(
+    orders: Schedule, placement: Sequence[int], rank: int, *, passes: int, sends_complete: bool
+) -> ScheduleSimulation:
     """Go through a rank's step.
 
     Args:
@@ -155,7 +157,7 @@ def rehearse(orders: Schedule, placement: Sequence[int], rank: int, *, passes: i
         _Stage(number, number == len(placement) - 1, tally) for number, its in enumerate(placement) if its == rank
     ]
     group: Any = None
-    with _nobody_answers(tally, rank, delivered):
+    with _nobody_answers(tally, rank, sends_complete):
         pipeline = Pipeline(
             stages,
             orders,
@@ -166,11 +168,11 @@ def rehearse(orders: Schedule, placement: Sequence[int], rank: int, *, passes: i
         )
         pipeline.train([_compute] * passes)
         heard = list(tally.heard)
-    return Rehearsal(tally.turns, heard, tally.sent, tally.received)
+    return ScheduleSimulation(tally.turns, heard, tally.sent, tally.received)
 
 
 @contextmanager
-def timed_once() -> Iterator[None]:
+def cached_timelines() -> Iterator[None]:
     """For the time of the block, when actions happen is found out once for each list of orders."""
     kept: dict[int, Any] = {}
 
@@ -184,8 +186,8 @@ def timed_once() -> Iterator[None]:
 
 
 @contextmanager
-def _nobody_answers(tally: _Tally, rank: int, delivered: bool) -> Iterator[None]:
-    work = SimpleNamespace(is_completed=lambda: delivered, wait=lambda: None)
+def _nobody_answers(tally: _Tally, rank: int, sends_complete: bool) -> Iterator[None]:
+    work = SimpleNamespace(is_completed=lambda: sends_complete, wait=lambda: None)
 
     def send(*_: Any, **__: Any) -> Any:
         tally.sent += 1

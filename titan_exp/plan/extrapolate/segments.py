@@ -13,37 +13,37 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, UntypedStorage
 
-from titan_exp.plan.trace.dispatch_mode import Watch, Work
-from titan_exp.plan.trace.memory_ledger import CATEGORIES, Ledger, Storage, local
+from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts
+from titan_exp.plan.trace.memory_tracker import CATEGORIES, MemoryTracker, Storage, local
 
 STEP = "the step"
 """What a step's first piece is called."""
-Amounts = NDArray[np.int64]
+CategoryBytes = NDArray[np.int64]
 """Bytes by what they are for, in the order of `CATEGORIES`."""
 
 
-def amounts(by_category: Mapping[str, int]) -> Amounts:
+def category_bytes(by_category: Mapping[str, int]) -> CategoryBytes:
     """Bytes by category as a vector."""
     return np.array([by_category.get(name, 0) for name in CATEGORIES], dtype=np.int64)
 
 
 @dataclass(frozen=True)
-class Piece:
+class Segment:
     """A part of a step."""
 
     label: str
     """What is being computed, in words, or what somebody called it."""
-    net: Amounts
+    net: CategoryBytes
     """What it leaves behind, less what it frees."""
-    most: Amounts
+    peak: CategoryBytes
     """What it had added at the moment when that was the most, the first of equal ones; zeros where it only frees."""
     where: str
     """What was being computed at that moment, in words."""
-    work: Work
+    costs: OpCosts
     """Operations, bytes and messages."""
 
 
-class Told(NamedTuple):
+class AllocationEvent(NamedTuple):
     """What happens in a scene: a storage is born, or dies, or a matmul is computed for the first time in it."""
 
     birth: int
@@ -65,7 +65,7 @@ NOTHING = -3
 
 
 @dataclass(frozen=True)
-class Scene:
+class EventSegment:
     """A piece of a story as an allocator is told it, from the build on."""
 
     label: str
@@ -74,21 +74,21 @@ class Scene:
     """What is being computed, in words, from its beginning on; None where that goes on as before."""
     category: str
     """What is being made, where `where` says what is computed."""
-    told: list[Told]
+    told: list[AllocationEvent]
     """What happens."""
     step: int
     """-1 of the build, 0 of the first step, 1 of the second."""
 
 
-class Tape(Ledger):
+class SegmentTracker(MemoryTracker):
     """A ledger that remembers where it was told that something else is being computed."""
 
-    _watch: Watch | None = None
+    _watch: CostMode | None = None
 
     def __init__(self) -> None:
-        self._cuts: list[tuple[int, str, Work]] = []
+        self._cuts: list[tuple[int, str, OpCosts]] = []
         self._marks: list[tuple[int, str, str | None, str, int]] = []
-        self._told: list[tuple[Storage | None, Told]] = []
+        self._told: list[tuple[Storage | None, AllocationEvent]] = []
         self.reduced: list[dict[str, int]] = []
         """Of each step: births of reduced gradients, by the names of their parameters; entered by who knows."""
         self.made: list[int] = []
@@ -104,14 +104,14 @@ class Tape(Ledger):
         if name == "where":
             self.cut(str(value), is_where=True)
 
-    def follow(self, watch: Watch) -> None:
+    def follow(self, watch: CostMode) -> None:
         """Take note of the work that is watched."""
         self._watch = watch
 
     def begin(self) -> None:
         """Forget what was; here the first piece begins."""
         super().begin()
-        self._cuts = [(len(self._changes), self.where, Work())]
+        self._cuts = [(len(self._changes), self.where, OpCosts())]
         self.next_step()
 
     def next_step(self) -> None:
@@ -123,14 +123,14 @@ class Tape(Ledger):
         """A piece ends here, and one of this name begins."""
         self._marks.append((len(self._told), label, label if is_where else None, self.category, self._step))
         if self._watch is not None and self._cuts:
-            self._cuts.append((len(self._changes), label, added([self._watch.work])))
+            self._cuts.append((len(self._changes), label, sum_costs([self._watch.costs])))
 
     def matmul(self, *, backward: bool) -> None:
         """The library of matmuls is called."""
         mark = BACKWARD_MATMUL if backward else FORWARD_MATMUL
         start = self._marks[-1][0]
         if all(told.birth != mark for _, told in self._told[start:]):
-            self._told.append((None, Told(mark)))
+            self._told.append((None, AllocationEvent(mark)))
 
     def hidden(self, output: Any) -> None:
         """A block has made these hidden states."""
@@ -145,16 +145,16 @@ class Tape(Ledger):
         storage, _ = self._alive[part.untyped_storage()._cdata]
         return self._last_birth[storage.number]
 
-    def scenes(self) -> list[Scene]:
+    def scenes(self) -> list[EventSegment]:
         """All that happened so far."""
         found = []
         ends = [*(mark[0] for mark in self._marks[1:]), len(self._told)]
         for (start, label, where, category, step), end in zip(self._marks, ends, strict=True):
             told = [self._turned_out(storage, it) for storage, it in self._told[start:end]]
-            found.append(Scene(label, where, category, told, step))
+            found.append(EventSegment(label, where, category, told, step))
         return found
 
-    def _turned_out(self, storage: Storage | None, it: Told) -> Told:
+    def _turned_out(self, storage: Storage | None, it: AllocationEvent) -> AllocationEvent:
         if storage is None or not it.size:
             return it
         as_made = it.category == storage.category and it.birth in self._as_made
@@ -167,16 +167,16 @@ class Tape(Ledger):
         if category is None and self._births > known:
             self._as_made.add(self._births)
 
-    def base(self) -> Amounts:
+    def base(self) -> CategoryBytes:
         """What was held where the story begins, by what it turned out to be for."""
         return _sum_of(self._changes[: self._cuts[0][0]])
 
-    def amount(self, tensor: Tensor) -> Amounts:
+    def amount(self, tensor: Tensor) -> CategoryBytes:
         """What a tensor's storage holds; nothing where it is not entered."""
         if not self.know(tensor):
-            return amounts({})
+            return category_bytes({})
         storage, _ = self._alive[tensor.untyped_storage()._cdata]
-        return amounts({storage.category: storage.size})
+        return category_bytes({storage.category: storage.size})
 
     def _change(self, storage: Storage, delta: int) -> None:
         known = len(self.events)
@@ -186,10 +186,10 @@ class Tape(Ledger):
                 self._births += 1
                 self._last_birth[event.storage] = self._births
             self._told.append(
-                (storage, Told(self._last_birth[event.storage], event.size, event.stream, storage.category))
+                (storage, AllocationEvent(self._last_birth[event.storage], event.size, event.stream, storage.category))
             )
 
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[Segment]:
         """All pieces since `begin` that have ended."""
         return [
             _piece(label, self._changes[start:end], work, after)
@@ -197,9 +197,9 @@ class Tape(Ledger):
         ]
 
 
-def added(works: Iterable[Work], times: int = 1) -> Work:
+def sum_costs(works: Iterable[OpCosts], times: int = 1) -> OpCosts:
     """The sum of works, so many times."""
-    total = Work()
+    total = OpCosts()
     for work in works:
         total.flops += times * work.flops
         total.fp8_flops += times * work.fp8_flops
@@ -213,19 +213,19 @@ def added(works: Iterable[Work], times: int = 1) -> Work:
     return total
 
 
-def joined(label: str, pieces: Sequence[Piece]) -> Piece:
+def join_segments(label: str, pieces: Sequence[Segment]) -> Segment:
     """Pieces that follow each other, as one."""
-    net, most, height = amounts({}), amounts({}), 0
+    net, most, height = category_bytes({}), category_bytes({}), 0
     where = pieces[0].where if pieces else label
     for piece in pieces:
-        if net.sum() + piece.most.sum() > height:
-            most, where = net + piece.most, piece.where
+        if net.sum() + piece.peak.sum() > height:
+            most, where = net + piece.peak, piece.where
             height = int(most.sum())
         net = net + piece.net
-    return Piece(label, net, most, where, added([piece.work for piece in pieces]))
+    return Segment(label, net, most, where, sum_costs([piece.costs for piece in pieces]))
 
 
-def _piece(label: str, changes: Sequence[tuple[object, int, str]], before: Work, after: Work) -> Piece:
+def _piece(label: str, changes: Sequence[tuple[object, int, str]], before: OpCosts, after: OpCosts) -> Segment:
     total, height, at = 0, 0, -1
     for number, (_, delta, _) in enumerate(changes):
         total += delta
@@ -233,12 +233,12 @@ def _piece(label: str, changes: Sequence[tuple[object, int, str]], before: Work,
             height, at = total, number
     where = changes[at][2] if at >= 0 else label
     # Nothing that a piece does not send is among its messages.
-    work = added([added([after, added([before], -1)])])
-    return Piece(label, _sum_of(changes), _sum_of(changes[: at + 1]), where, work)
+    work = sum_costs([sum_costs([after, sum_costs([before], -1)])])
+    return Segment(label, _sum_of(changes), _sum_of(changes[: at + 1]), where, work)
 
 
-def _sum_of(changes: Sequence[tuple[object, int, str]]) -> Amounts:
+def _sum_of(changes: Sequence[tuple[object, int, str]]) -> CategoryBytes:
     found: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
     for storage, delta, _ in changes:
         found[storage.category] += delta  # type: ignore[attr-defined]  # a Storage
-    return amounts(found)
+    return category_bytes(found)

@@ -22,11 +22,20 @@ from titan_exp.config.layout.layout import data_parallel_degree, micro_batch_siz
 from titan_exp.config.layout.pipeline_schedules import Action, Schedule
 from titan_exp.parallel.pipeline_parallel import runtime as parallel_pipeline
 from titan_exp.parallel.pipeline_parallel.runtime import ActivationSpec
-from titan_exp.plan.extrapolate.optimizer_step import TAIL, marked_tail
-from titan_exp.plan.extrapolate.schedule_simulation import KINDS, Turn, rehearse
-from titan_exp.plan.extrapolate.segments import NOTHING, Amounts, Piece, Scene, Tape, added, amounts, joined
-from titan_exp.plan.trace.dispatch_mode import Work
-from titan_exp.plan.trace.fake_world import DEVICE, PretendedRank, pretended_rank
+from titan_exp.plan.extrapolate.optimizer_step import OPTIMIZER_STEP, marked_tail
+from titan_exp.plan.extrapolate.schedule_simulation import KINDS, ScheduledAction, simulate_schedule
+from titan_exp.plan.extrapolate.segments import (
+    NOTHING,
+    CategoryBytes,
+    EventSegment,
+    Segment,
+    SegmentTracker,
+    category_bytes,
+    join_segments,
+    sum_costs,
+)
+from titan_exp.plan.trace.dispatch_mode import OpCosts
+from titan_exp.plan.trace.fake_world import DEVICE, FakeRank, fake_rank
 from titan_exp.plan.trace.trace_step import trace_step
 
 FIRST, MIDDLE, LAST = "first", "middle", "last"
@@ -37,16 +46,16 @@ TURN, OVER, REDUCE, GROUP, FINAL = "turn", "over", "reduce", "group", "final"
 
 
 @dataclass(frozen=True)
-class Window:
+class ActionSegments:
     """An action of a stage."""
 
-    before: list[Piece]
+    before: list[Segment]
     """Up to the first block."""
-    blocks: list[Piece]
+    blocks: list[Segment]
     """Of each block, in order of execution."""
-    after: list[Piece]
+    after: list[Segment]
     """The rest."""
-    handed: Amounts
+    handed: CategoryBytes
     """Of what it leaves behind, hidden states that were handed over."""
 
 
@@ -57,27 +66,27 @@ class StageSample:
     layers: dict[str, int]
     """Blocks of its stages, by kind."""
 
-    base: Amounts
+    base: CategoryBytes
     """What is held before it, less batches and the stages' buffers."""
-    buffers: Amounts
+    buffers: CategoryBytes
     """Buffers of a stage."""
-    batch: dict[str, Amounts]
+    batch: dict[str, CategoryBytes]
     """What of a micro-batch is held, by its fields."""
-    sizes: list[Amounts]
+    sizes: list[CategoryBytes]
     """Of hidden states, by kind as in a rehearsal."""
-    delivered: bool
+    sends_complete: bool
     """Whether a message is known to have arrived as soon as it is sent."""
-    prologue: Piece
+    prologue: Segment
     """What comes before the first action."""
-    windows: dict[tuple[str, str, bool], Window]
+    actions: dict[tuple[str, str, bool], ActionSegments]
     """Actions by kind of stage, kind of action, and whether it is the first of them."""
-    reduction: dict[str, list[Piece]]
+    reduction: dict[str, list[Segment]]
     """Reducing the gradients of a stage, by kind: group by group, and what follows."""
-    message: Work
+    message: OpCosts
     """Of sending and of receiving hidden states once."""
-    turns: list[Turn]
+    turns: list[ScheduledAction]
     """Its actions in a step."""
-    scenes: list[Scene]
+    scenes: list[EventSegment]
     """Two steps as an allocator is told them; none where nobody asked."""
     reduced: list[dict[str, int]]
     """Of each step: births of reduced gradients, by the names of their parameters."""
@@ -106,22 +115,22 @@ def sample_stages(experiment: Experiment, mode: str, *, lone: bool, cuda: bool, 
     """
     layers = sampled_layers(lone=lone)
     kinds, placement, orders = _pipeline(layers)
-    tape = Tape()
+    tape = SegmentTracker()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "everything.csv"
         path.write_text("\n".join(",".join(map(str, order)) for order in orders) + "\n")
         small = _small_run(experiment, [layers.get(kind, 1) for kind in kinds], str(path), mode)
-        with pretended_rank(small, 0) as it, marked_tail(tape), _marked_actions(tape, it):
+        with fake_rank(small, 0) as it, marked_tail(tape), _marked_actions(tape, it):
             # What begins before the step is part of a story, in which one pass would have less.
-            first, batches = (None, ()) if told else (it.shortest_step, it.batches)
+            first, batches = (None, ()) if told else (it.warmup_step, it.batches)
             trace_step(
-                it.parts,
+                it.state,
                 it.step,
-                first_step=first,
-                standing=it.standing,
+                warmup_step=first,
+                preallocated=it.preallocated,
                 batches=batches,
                 cuda=cuda,
-                tape=tape,
+                segments=tape,
             )
             pieces = tape.pieces()
             batch = {
@@ -130,25 +139,25 @@ def sample_stages(experiment: Experiment, mode: str, *, lone: bool, cuda: bool, 
                 if (value := getattr(it.batches[0], field.name)) is not None
             }
             stages = [kind for kind, rank in zip(kinds, placement, strict=True) if rank == 0]
-            buffers = amounts({"other": tape.sizes(it.parts.model.parts[0].buffers())})
-            base = tape.base() - len(stages) * buffers - PASSES * sum(batch.values(), amounts({}))
+            buffers = category_bytes({"other": tape.sizes(it.state.model.parts[0].buffers())})
+            base = tape.base() - len(stages) * buffers - PASSES * sum(batch.values(), category_bytes({}))
             # On CUDA the host knows late that something has left (`plan/stand_ins.py`).
-            delivered = not cuda and _is_delivered()
+            sends_complete = not cuda and _is_delivered()
             sizes, scenes = _sizes(tape, small), tape.scenes() if told else []
-    known = layers, base, buffers, batch, sizes, delivered
+    known = layers, base, buffers, batch, sizes, sends_complete
     return _sorted(pieces, kinds, placement, orders, known, scenes, tape.reduced, tape.made)
 
 
 def _sorted(
-    pieces: Sequence[Piece], kinds: Sequence[str], placement: Sequence[int], orders: Schedule, known: Any, *story: Any
+    pieces: Sequence[Segment], kinds: Sequence[str], placement: Sequence[int], orders: Schedule, known: Any, *story: Any
 ) -> StageSample:
-    layers, base, buffers, batch, sizes, delivered = known
-    rehearsal = rehearse(orders, placement, 0, passes=PASSES, delivered=delivered)
+    layers, base, buffers, batch, sizes, sends_complete = known
+    rehearsal = simulate_schedule(orders, placement, 0, passes=PASSES, sends_complete=sends_complete)
     turns = iter(rehearsal.turns)
-    windows: dict[tuple[str, str, bool], Window] = {}
-    reduction: dict[str, list[Piece]] = {}
-    prologue, between, place = list[Piece](), list[Piece](), 0
-    while pieces[place].label != TAIL:
+    windows: dict[tuple[str, str, bool], ActionSegments] = {}
+    reduction: dict[str, list[Segment]] = {}
+    prologue, between, place = list[Segment](), list[Segment](), 0
+    while pieces[place].label != OPTIMIZER_STEP:
         label = pieces[place].label
         end = place + 1
         if label.startswith(TURN):
@@ -156,11 +165,11 @@ def _sorted(
                 end += 1
             turn = next(turns)
             change = [after - before for after, before in zip(turn.after, turn.before, strict=True)]
-            handed = sum((count * size for count, size in zip(change, sizes, strict=True)), amounts({}))
+            handed = sum((count * size for count, size in zip(change, sizes, strict=True)), category_bytes({}))
             key = kinds[turn.action.stage], turn.action.kind, turn.first
             windows[key] = _window(pieces[place:end], handed)
         elif label.startswith(REDUCE):
-            while not (pieces[end].label.startswith(REDUCE) or pieces[end].label == TAIL):
+            while not (pieces[end].label.startswith(REDUCE) or pieces[end].label == OPTIMIZER_STEP):
                 end += 1
             reduction[kinds[int(label.split()[1])]] = list(pieces[place:end])
         elif windows:
@@ -168,12 +177,14 @@ def _sorted(
         else:
             prologue.append(pieces[place])
         place = end
-    message = added([piece.work for piece in between])
-    each = Work(bytes_moved=message.bytes_moved // rehearsal.sent, operators=message.operators // rehearsal.sent)
+    message = sum_costs([piece.costs for piece in between])
+    each = OpCosts(bytes_moved=message.bytes_moved // rehearsal.sent, operators=message.operators // rehearsal.sent)
     for key, size in message.messages.items():
         each.messages[key], each.calls[key] = size // rehearsal.sent, message.calls[key] // rehearsal.sent
-    opening, turns = joined("prologue", prologue), rehearsal.turns
-    return StageSample(layers, base, buffers, batch, sizes, delivered, opening, windows, reduction, each, turns, *story)
+    opening, turns = join_segments("prologue", prologue), rehearsal.turns
+    return StageSample(
+        layers, base, buffers, batch, sizes, sends_complete, opening, windows, reduction, each, turns, *story
+    )
 
 
 def _pipeline(layers: Collection[str]) -> tuple[list[str], list[int], Schedule]:
@@ -210,12 +221,12 @@ def _small_run(experiment: Experiment, layers: Sequence[int], schedule: str, mod
     )
 
 
-def _sizes(tape: Tape, experiment: Experiment) -> list[Amounts]:
+def _sizes(tape: SegmentTracker, experiment: Experiment) -> list[CategoryBytes]:
     hidden = ActivationSpec.of(experiment, DEVICE)
     whole = torch.Size(hidden.shape).numel() * hidden.dtype.itemsize
     size = {"received": whole, "made": whole, "objective": torch.float32.itemsize}
     grain = tape.granularity
-    return [amounts({_CATEGORY[kind]: -(-size[kind] // grain) * grain}) for kind in KINDS]
+    return [category_bytes({_CATEGORY[kind]: -(-size[kind] // grain) * grain}) for kind in KINDS]
 
 
 def _is_delivered() -> bool:
@@ -223,19 +234,19 @@ def _is_delivered() -> bool:
     return work is not None and work.is_completed()
 
 
-def _window(pieces: Sequence[Piece], handed: Amounts) -> Window:
-    def of_block(piece: Piece) -> bool:
+def _window(pieces: Sequence[Segment], handed: CategoryBytes) -> ActionSegments:
+    def of_block(piece: Segment) -> bool:
         return piece.label.partition(", ")[2].startswith("block")
 
     first = next((place for place, piece in enumerate(pieces) if of_block(piece)), len(pieces))
     end = next((place for place in range(first, len(pieces)) if not of_block(pieces[place])), len(pieces))
-    return Window(list(pieces[:first]), list(pieces[first:end]), list(pieces[end:]), handed)
+    return ActionSegments(list(pieces[:first]), list(pieces[first:end]), list(pieces[end:]), handed)
 
 
 @contextmanager
-def _marked_actions(tape: Tape, it: PretendedRank) -> Iterator[None]:
+def _marked_actions(tape: SegmentTracker, it: FakeRank) -> Iterator[None]:
     """Cut a tape at the beginning and the end of every action, and where gradients are reduced."""
-    pipeline = it.parts.built.pipeline
+    pipeline = it.state.built.pipeline
     assert pipeline is not None, "there are stages"
 
     def marked(call: Any, label: str) -> Any:

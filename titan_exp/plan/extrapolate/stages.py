@@ -7,11 +7,11 @@ import numpy as np
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import data_parallel_degree, micro_batch_size, world_size
-from titan_exp.plan.extrapolate.optimizer_step import Tail, combined, trace_tail
-from titan_exp.plan.extrapolate.schedule_simulation import Rehearsal
-from titan_exp.plan.extrapolate.segments import Amounts, Piece, added, amounts, joined
-from titan_exp.plan.extrapolate.stage_sample import FIRST, LAST, MIDDLE, StageSample, Window
-from titan_exp.plan.trace.dispatch_mode import Work
+from titan_exp.plan.extrapolate.optimizer_step import OptimizerStep, linear_combination, trace_optimizer_step
+from titan_exp.plan.extrapolate.schedule_simulation import ScheduleSimulation
+from titan_exp.plan.extrapolate.segments import CategoryBytes, Segment, category_bytes, join_segments, sum_costs
+from titan_exp.plan.extrapolate.stage_sample import FIRST, LAST, MIDDLE, ActionSegments, StageSample
+from titan_exp.plan.trace.dispatch_mode import OpCosts
 
 
 @dataclass(frozen=True)
@@ -27,34 +27,34 @@ class StageShape:
 
 
 @dataclass(frozen=True)
-class StageTails:
+class StageOptimizerSteps:
     """The end of a step of any rank of a pipeline."""
 
-    constant: Tail
+    constant: OptimizerStep
     """Of a rank without anything."""
-    block: Tail
+    block: OptimizerStep
     """What a block adds."""
-    first: Tail
+    first: OptimizerStep
     """What the embedding adds."""
-    last: Tail
+    last: OptimizerStep
     """What the head adds."""
 
-    def of(self, stages: Sequence[StageShape]) -> Tail:
+    def of(self, stages: Sequence[StageShape]) -> OptimizerStep:
         """That of a rank with these stages."""
         kinds = [stage.kind for stage in stages]
         blocks = sum(len(stage.modes) for stage in stages)
         terms = [(blocks, self.block), (kinds.count(FIRST), self.first), (kinds.count(LAST), self.last)]
-        return combined([*terms, (1, self.constant)])
+        return linear_combination([*terms, (1, self.constant)])
 
-    def of_sample(self, sample: StageSample) -> Tail:
+    def of_sample(self, sample: StageSample) -> OptimizerStep:
         """That of the sampled rank."""
         return self.of([StageShape(0, kind, (0,) * count) for kind, count in sample.layers.items()])
 
 
-def trace_stage_tails(experiment: Experiment, *, cuda: bool) -> StageTails:
+def trace_stage_optimizer_steps(experiment: Experiment, *, cuda: bool) -> StageOptimizerSteps:
     """Trace the ends of the step of small ranks."""
 
-    def tail(rank: int, layers: tuple[int, ...]) -> Tail:
+    def tail(rank: int, layers: tuple[int, ...]) -> OptimizerStep:
         size = micro_batch_size(experiment)
         parallelism = replace(
             experiment.parallelism,
@@ -77,26 +77,29 @@ def trace_stage_tails(experiment: Experiment, *, cuda: bool) -> StageTails:
             ),
             activation_checkpoint=replace(experiment.activation_checkpoint, mode="none"),
         )
-        return trace_tail(small, rank * world_size(small) // 3, cuda=cuda)
+        return trace_optimizer_step(small, rank * world_size(small) // 3, cuda=cuda)
 
     first, one, last = (tail(rank, (1, 1, 1)) for rank in range(3))
-    block = combined([(-1, one), (1, tail(1, (1, 2, 1)))])
-    return StageTails(
-        combined([(1, one), (-1, block)]), block, combined([(-1, one), (1, first)]), combined([(-1, one), (1, last)])
+    block = linear_combination([(-1, one), (1, tail(1, (1, 2, 1)))])
+    return StageOptimizerSteps(
+        linear_combination([(1, one), (-1, block)]),
+        block,
+        linear_combination([(-1, one), (1, first)]),
+        linear_combination([(-1, one), (1, last)]),
     )
 
 
-def action_piece(samples: Sequence[StageSample], stage: StageShape, kind: str, first: bool) -> Piece:
+def action_segment(samples: Sequence[StageSample], stage: StageShape, kind: str, first: bool) -> Segment:
     """What an action of a stage takes, hidden states that are handed over left out of what it leaves behind."""
-    own = [sample.windows[stage.kind, kind, first] for sample in samples]
-    middle = [sample.windows[MIDDLE, kind, first] for sample in samples]
+    own = [sample.actions[stage.kind, kind, first] for sample in samples]
+    middle = [sample.actions[MIDDLE, kind, first] for sample in samples]
     modes = stage.modes if kind == "F" else stage.modes[::-1]
     pieces = [*own[modes[0]].before, *_blocks(own, middle, modes), *own[modes[-1]].after]
-    whole = joined(kind, pieces)
+    whole = join_segments(kind, pieces)
     return replace(whole, net=whole.net - own[0].handed)
 
 
-def reduction_pieces(sample: StageSample, stage: StageShape) -> Iterator[Piece]:
+def reduction_segments(sample: StageSample, stage: StageShape) -> Iterator[Segment]:
     """Reducing the gradients of a stage, group by group."""
     own, middle = sample.reduction[stage.kind], sample.reduction[MIDDLE]
     groups = [piece for piece in own if piece.label == "group"]
@@ -112,9 +115,9 @@ def reduction_pieces(sample: StageSample, stage: StageShape) -> Iterator[Piece]:
     yield from rest[1:]
 
 
-def base_of(
-    sample: StageSample, tails: StageTails, stages: Sequence[StageShape], batches: int, *, shared: bool
-) -> Amounts:
+def bytes_before_step(
+    sample: StageSample, tails: StageOptimizerSteps, stages: Sequence[StageShape], batches: int, *, shared: bool
+) -> CategoryBytes:
     """What a rank holds before a step.
 
     Args:
@@ -130,18 +133,20 @@ def base_of(
         for name, size in sample.batch.items()
         if shared or name not in ("tokens", "labels") or (FIRST if name == "tokens" else LAST) in kinds
     ]
-    kept = tails.of(stages).kept - tails.of_sample(sample).kept
-    return sample.base + kept + len(stages) * sample.buffers + batches * sum(seen, amounts({}))
+    kept = tails.of(stages).persistent - tails.of_sample(sample).persistent
+    return sample.base + kept + len(stages) * sample.buffers + batches * sum(seen, category_bytes({}))
 
 
-def played(sample: StageSample, rehearsal: Rehearsal, actions: dict[tuple[int, str, bool], Piece]) -> Piece:
+def schedule_segment(
+    sample: StageSample, rehearsal: ScheduleSimulation, actions: dict[tuple[int, str, bool], Segment]
+) -> Segment:
     """All actions of a step, with the messages between them, as one piece."""
     sizes = np.stack(sample.sizes)
     keys = [(turn.action.stage, turn.action.kind, turn.first) for turn in rehearsal.turns]
     names = list(dict.fromkeys(keys))
     which = np.array([names.index(key) for key in keys])
     nets = np.stack([actions[name].net for name in names])
-    mosts = np.stack([actions[name].most for name in names])
+    mosts = np.stack([actions[name].peak for name in names])
     ends = np.cumsum(nets[which], axis=0)
     begins = ends - nets[which]
     waiting = begins + np.array([turn.waiting for turn in rehearsal.turns]) @ sizes
@@ -151,15 +156,15 @@ def played(sample: StageSample, rehearsal: Rehearsal, actions: dict[tuple[int, s
     at = int(totals.argmax())
     where = actions[keys[at // 2]].where
     counts = np.bincount(which, minlength=len(names))
-    work = Work()
+    work = OpCosts()
     for name, count in zip(names, counts, strict=True):
-        work = added([work, added([actions[name].work], int(count))])
-    work = added([work, added([sample.message], rehearsal.sent)])
-    most = moments[at] if totals[at] > 0 else amounts({})
-    return Piece("actions", ends[-1], most, where, work)
+        work = sum_costs([work, sum_costs([actions[name].costs], int(count))])
+    work = sum_costs([work, sum_costs([sample.message], rehearsal.sent)])
+    most = moments[at] if totals[at] > 0 else category_bytes({})
+    return Segment("actions", ends[-1], most, where, work)
 
 
-def _blocks(own: Sequence[Window], middle: Sequence[Window], modes: Sequence[int]) -> Iterator[Piece]:
+def _blocks(own: Sequence[ActionSegments], middle: Sequence[ActionSegments], modes: Sequence[int]) -> Iterator[Segment]:
     for place, mode in enumerate(modes):
         if place in (0, len(modes) - 1):
             yield own[mode].blocks[0 if place == 0 else -1]

@@ -15,7 +15,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.machine.local_machine import usable_cores
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.extrapolate.eligibility import pays, why_not
+from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 from titan_exp.plan.gate.child_process import end_with_parent
 from titan_exp.plan.gate.prediction_cache import cache_key, get, put
 from titan_exp.plan.plan_json import NotPredicted, Prediction, joined
@@ -99,7 +99,7 @@ def _answers(asked: dict[str, PredictionRequest]) -> dict[str, Prediction | NotP
 def _shares(experiment: Experiment) -> list[tuple[int, ...]]:
     """Pipeline ranks that are planned together."""
     ranks = tuple(range(experiment.parallelism.pp))
-    if why_not(experiment) is None and pays(experiment, len(ranks)):
+    if unsupported_reason(experiment) is None and is_worthwhile(experiment, len(ranks)):
         return [ranks]
     return [(rank,) for rank in ranks]
 

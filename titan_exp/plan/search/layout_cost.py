@@ -19,10 +19,10 @@ from titan_exp.config.layout.pipeline_stages import stage_count, stage_placement
 from titan_exp.config.layout.schedule_timeline import timeline
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.extrapolate.extrapolate import Parts, extended
-from titan_exp.plan.extrapolate.schedule_simulation import Rehearsal, rehearse, timed_once
+from titan_exp.plan.extrapolate.schedule_simulation import ScheduleSimulation, cached_timelines, simulate_schedule
+from titan_exp.plan.extrapolate.step_cost import TracedParts, step_cost
 from titan_exp.plan.time.roofline import rank_time
-from titan_exp.plan.trace.dispatch_mode import Work
+from titan_exp.plan.trace.dispatch_mode import OpCosts
 
 SAFETY_FACTOR, SAFETY_FACTOR_VIEWS = 0.95, 0.85
 """Of what is of tokens, where it follows from a profile of other degrees; and where that has several heads of keys and
@@ -57,13 +57,13 @@ class LayoutCost:
 class Traced:
     """Work of a rank, as the roofline reads it."""
 
-    work: Work
+    costs: OpCosts
     """Operations, bytes and messages of a step."""
     axes: dict[str, list[int]]
     """Ranks of its group along every axis that it sends messages on."""
 
 
-def layout_cost(experiment: Experiment, sampled: Experiment, parts: Parts, device: Device) -> LayoutCost:
+def layout_cost(experiment: Experiment, sampled: Experiment, parts: TracedParts, device: Device) -> LayoutCost:
     """What a layout takes.
 
     Args:
@@ -75,10 +75,10 @@ def layout_cost(experiment: Experiment, sampled: Experiment, parts: Parts, devic
     bubble = bubble_of(experiment)
     node, seconds, most = node_size(experiment.cluster, world_size(experiment)), 0.0, (-1, 0, "")
     for rank in ranks_that_matter(experiment.parallelism.pp):
-        step = extended(experiment, rank, parts, _rehearsal(experiment, rank, parts))
-        time = rank_time(Traced(step.work, axes_of(experiment, rank, step.work)), device, node)
+        step = step_cost(experiment, rank, parts, _rehearsal(experiment, rank, parts))
+        time = rank_time(Traced(step.costs, axes_of(experiment, rank, step.costs)), device, node)
         seconds = max(seconds, time.total)
-        peak = step.peak.bytes + round(sum(step.kept.values()) * (_shards(sampled) / _shards(experiment) - 1))
+        peak = step.peak.bytes + round(sum(step.persistent.values()) * (_shards(sampled) / _shards(experiment) - 1))
         # What the matmuls' library keeps for the forward pass's thread and for the backward pass's.
         most = max(most, (peak + 2 * device.matmul_workspace, rank, step.peak.where))
     return LayoutCost(experiment, seconds / (1 - bubble), bubble, *most)
@@ -95,17 +95,19 @@ def kv_heads(experiment: Experiment) -> int:
     return experiment.model.kv_heads or experiment.model.heads
 
 
-def peak_lower_bound(experiment: Experiment, sampled: Experiment, parts: Parts) -> float:
+def peak_lower_bound(experiment: Experiment, sampled: Experiment, parts: TracedParts) -> float:
     """Bytes that the fullest rank of a layout holds at least, from a profile of smaller degrees or equal ones.
 
     What is of tokens is divided by tensor and context parallelism and by the micro-batch at most, and what is of
     parameters by tensor parallelism and sharding.
     """
     own, other = experiment.parallelism, sampled.parallelism
-    if own.pp > 1 and False not in parts.stages:
+    if own.pp > 1 and False not in parts.stage_samples:
         return 0.0
     # A stage of one block has at least what the first of several has.
-    parts = replace(parts, stages={True: parts.stages[False], **parts.stages}) if own.pp > 1 else parts
+    parts = (
+        replace(parts, stage_samples={True: parts.stage_samples[False], **parts.stage_samples}) if own.pp > 1 else parts
+    )
     of_parameters = other.tp / own.tp if other.tp <= own.tp else 0.5
     sharded = of_parameters * _shards(sampled) / _shards(experiment)
     sequences = micro_batch_size(experiment) / micro_batch_size(sampled)
@@ -120,7 +122,7 @@ def peak_lower_bound(experiment: Experiment, sampled: Experiment, parts: Parts) 
     }
     most = 0.0
     for rank in ranks_that_matter(own.pp):
-        held = extended(experiment, rank, parts, _rehearsal(experiment, rank, parts)).peak.by_category
+        held = step_cost(experiment, rank, parts, _rehearsal(experiment, rank, parts)).peak.by_category
         most = max(most, sum(size * share.get(name, tokens) for name, size in held.items()))
     return most
 
@@ -145,7 +147,7 @@ def bubble_of(experiment: Experiment) -> float:
     )
 
 
-def axes_of(experiment: Experiment, pipeline_rank: int, work: Work) -> dict[str, list[int]]:
+def axes_of(experiment: Experiment, pipeline_rank: int, work: OpCosts) -> dict[str, list[int]]:
     """Ranks of the first rank's group along every axis that work sends messages on, in the order of `parallel.mesh`."""
     parallelism = experiment.parallelism
     within = exchanging_heads(parallelism)
@@ -171,27 +173,27 @@ def _shards(experiment: Experiment) -> int:
     return experiment.parallelism.dp_shard * experiment.parallelism.cp
 
 
-def _rehearsal(experiment: Experiment, rank: int, parts: Parts) -> Rehearsal | None:
+def _rehearsal(experiment: Experiment, rank: int, parts: TracedParts) -> ScheduleSimulation | None:
     if experiment.parallelism.pp == 1:
         return None
-    sample, parallelism = next(iter(parts.stages.values()))[0], experiment.parallelism
+    sample, parallelism = next(iter(parts.stage_samples.values()))[0], experiment.parallelism
     return _rehearsed(
         parallelism.pp_schedule,
         parallelism.pp,
         tuple(stage_placement(experiment)),
         pipeline_microbatches(experiment),
         rank,
-        sample.delivered,
+        sample.sends_complete,
     )
 
 
 @cache
 def _rehearsed(  # noqa: PLR0917  # a cache takes arguments by place
-    schedule: str, ranks: int, placement: Sequence[int], microbatches: int, rank: int, delivered: bool
-) -> Rehearsal:
+    schedule: str, ranks: int, placement: Sequence[int], microbatches: int, rank: int, sends_complete: bool
+) -> ScheduleSimulation:
     orders, _ = _schedule(schedule, ranks, len(placement), microbatches)
-    with timed_once():
-        return rehearse(orders, placement, rank, passes=1, delivered=delivered)
+    with cached_timelines():
+        return simulate_schedule(orders, placement, rank, passes=1, sends_complete=sends_complete)
 
 
 @cache

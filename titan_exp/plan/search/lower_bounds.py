@@ -19,12 +19,12 @@ from titan_exp.config.layout.layout import (
 )
 from titan_exp.config.layout.pipeline_stages import layer_counts, stage_count, stage_placement
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.extrapolate.extrapolate import Parts
-from titan_exp.plan.extrapolate.segments import Piece, added, joined
+from titan_exp.plan.extrapolate.segments import Segment, join_segments, sum_costs
 from titan_exp.plan.extrapolate.stage_sample import FIRST, LAST, MIDDLE, StageSample
+from titan_exp.plan.extrapolate.step_cost import TracedParts
 from titan_exp.plan.search.layout_cost import axes_of, kv_heads, safety_factor
 from titan_exp.plan.time.roofline import message_seconds
-from titan_exp.plan.trace.dispatch_mode import Work
+from titan_exp.plan.trace.dispatch_mode import OpCosts
 
 BOUND_MARGIN = 0.985
 """Of what follows from other traces, what is relied on: sizes are rounded up, and in places copies become views."""
@@ -36,9 +36,9 @@ class Profile:
 
     experiment: Experiment
     """Whose it is."""
-    block: Work
+    block: OpCosts
     """Of a block in the middle, forward and backward."""
-    ends: Work
+    ends: OpCosts
     """Of the head and the loss on the last rank, and of the embedding where it is on the same."""
     left: int
     """Bytes that a block's forward pass leaves for its backward pass."""
@@ -53,7 +53,7 @@ class Profile:
     """As `kept`, of the embedding on the first rank of a pipeline."""
     first_gathered: int
     """Likewise as `gathered`."""
-    reduced: Work
+    reduced: OpCosts
     """Messages of a block's gradients in a step without a pipeline."""
 
 
@@ -67,58 +67,58 @@ class LowerBound:
     """On the rank with the most layers, or the first one."""
 
 
-def profile_of(experiment: Experiment, parts: Parts) -> Profile | None:
+def profile_of(experiment: Experiment, parts: TracedParts) -> Profile | None:
     """What a trace tells; None where it has no block that is like most of them.
 
     Args:
         experiment: that was traced.
         parts: its trace.
     """
-    if parts.stage_tails is None:
+    if parts.stage_optimizer_steps is None:
         return _of_whole(experiment, parts)
-    if False not in parts.stages:
+    if False not in parts.stage_samples:
         return None
-    sample = parts.stages[False][0]
-    forward, backward = (_middle(sample.windows[MIDDLE, kind, False].blocks) for kind in "FB")
-    first = [_middle(sample.windows[MIDDLE, kind, True].blocks) for kind in "FB"]
-    last = [sample.windows[LAST, kind, False] for kind in "FB"]
-    ends = added([piece.work for window in last for piece in (*window.before, *window.after)])
+    sample = parts.stage_samples[False][0]
+    forward, backward = (_middle(sample.actions[MIDDLE, kind, False].blocks) for kind in "FB")
+    first = [_middle(sample.actions[MIDDLE, kind, True].blocks) for kind in "FB"]
+    last = [sample.actions[LAST, kind, False] for kind in "FB"]
+    ends = sum_costs([piece.costs for window in last for piece in (*window.before, *window.after)])
     grown = sum(int((early.net - late.net).sum()) for early, late in zip(first, (forward, backward), strict=True))
     return Profile(
         experiment,
-        added([forward.work, backward.work]),
+        sum_costs([forward.costs, backward.costs]),
         ends,
         max(0, int(forward.net.sum())),
-        int(backward.most.sum()),
-        int(parts.stage_tails.block.kept.sum()),
+        int(backward.peak.sum()),
+        int(parts.stage_optimizer_steps.block.persistent.sum()),
         max(0, grown),
-        int(parts.stage_tails.first.kept.sum()),
+        int(parts.stage_optimizer_steps.first.persistent.sum()),
         max(0, _grown_outside(sample, FIRST)),
-        Work(),
+        OpCosts(),
     )
 
 
-def _of_whole(experiment: Experiment, parts: Parts) -> Profile:
-    assert parts.whole_tails is not None, "one of them is there"
-    passes = parts.whole[0].micro_batches[min(1, len(parts.whole[0].micro_batches) - 1)]
+def _of_whole(experiment: Experiment, parts: TracedParts) -> Profile:
+    assert parts.model_optimizer_steps is not None, "one of them is there"
+    passes = parts.model_samples[0].micro_batches[min(1, len(parts.model_samples[0].micro_batches) - 1)]
     forward, backward = _middle(passes.forward), _middle(passes.backward)
     # Gradients are reduced once, in whichever micro-batch that is.
-    reduced = Work()
-    for each in parts.whole[0].micro_batches:
-        for (axis, kind), size in _middle(each.backward).work.messages.items():
+    reduced = OpCosts()
+    for each in parts.model_samples[0].micro_batches:
+        for (axis, kind), size in _middle(each.backward).costs.messages.items():
             if kind in ("reduce-scatter", "all-reduce") and _is_sharding(axis):
                 reduced.messages[axis, kind] += size
-    one, two = parts.whole_tails
-    first = parts.whole[0].micro_batches[0]
+    one, two = parts.model_optimizer_steps
+    first = parts.model_samples[0].micro_batches[0]
     grown = int((_middle(first.forward).net + _middle(first.backward).net).sum())
     return Profile(
         experiment,
-        added([forward.work, backward.work]),
-        added([piece.work for piece in (*passes.before, *passes.between, *passes.after)]),
+        sum_costs([forward.costs, backward.costs]),
+        sum_costs([piece.costs for piece in (*passes.before, *passes.between, *passes.after)]),
         max(0, int(forward.net.sum())),
-        max(int(backward.most.sum()), int(joined("ends", passes.between).most.sum())),
-        int((two.kept - one.kept).sum()),
-        max(0, grown) if len(parts.whole[0].micro_batches) > 1 else 0,
+        max(int(backward.peak.sum()), int(join_segments("ends", passes.between).peak.sum())),
+        int((two.persistent - one.persistent).sum()),
+        max(0, grown) if len(parts.model_samples[0].micro_batches) > 1 else 0,
         0,
         0,
         reduced,
@@ -237,7 +237,7 @@ class LowerBounds:
         parallelism = experiment.parallelism
         key = (axis, kind, parallelism.tp, parallelism.cp, parallelism.dp_shard if axis == "fsdp" else 0)
         if key not in self._rates:
-            work = Work()
+            work = OpCosts()
             work.messages[axis, kind] = 1
             ranks = axes_of(experiment, 0, work)[axis]
             node = node_size(experiment.cluster, world_size(experiment))
@@ -327,12 +327,12 @@ def _grown_outside(sample: StageSample, stage: str) -> int:
     found = 0
     for kind in "FB":
         for first, sign in ((True, 1), (False, -1)):
-            window = sample.windows[stage, kind, first]
+            window = sample.actions[stage, kind, first]
             found += sign * sum(int(piece.net.sum()) for piece in (*window.before, *window.after))
     return found
 
 
-def _middle(pieces: list[Piece]) -> Piece:
+def _middle(pieces: list[Segment]) -> Segment:
     return pieces[len(pieces) // 2]
 
 

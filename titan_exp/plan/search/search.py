@@ -21,8 +21,8 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.layout import device_type, gradient_accumulation, micro_batch_size
 from titan_exp.config.layout.pipeline_stages import layer_counts, stage_count
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.extrapolate.eligibility import why_not
-from titan_exp.plan.extrapolate.extrapolate import Parts, trace_parts
+from titan_exp.plan.extrapolate.eligibility import unsupported_reason
+from titan_exp.plan.extrapolate.step_cost import TracedParts, trace_parts
 from titan_exp.plan.gate.child_process import end_with_parent
 from titan_exp.plan.predict import on_cpu
 from titan_exp.plan.search.layout_cost import LayoutCost, layout_cost, peak_lower_bound
@@ -80,14 +80,14 @@ class LayoutSearch:
         self, found: SearchSpace, device: Device, limit: int, tell: Callable[[str], None], *, bounded: bool = True
     ) -> None:
         self._device, self._limit, self._tell, self._bounded = device, limit, tell, bounded
-        reasons = [_too_long(its) or why_not(its) for its in found.experiments]
+        reasons = [_too_long(its) or unsupported_reason(its) for its in found.experiments]
         self._unknown = Counter(reason for reason in reasons if reason is not None).most_common()
         self._all = [its for its, reason in zip(found.experiments, reasons, strict=True) if reason is None]
         self._numbers = {id(its): number for number, its in enumerate(self._all)}
         self._room = device.memory_gb * 1e9 * HEADROOM
         self._bounds = LowerBounds(device)
         self._left: list[tuple[float, int]] = []
-        self._traced: dict[Key, tuple[Experiment, Parts]] = {}
+        self._traced: dict[Key, tuple[Experiment, TracedParts]] = {}
         self._guesses: list[LayoutCost] = []
         self._floor = 0
         self._slack: tuple[float, Experiment] | None = None
@@ -147,7 +147,7 @@ class LayoutSearch:
         add([its for its in self._all if its.parallelism.pp == 1 and its.parallelism.dp_shard > 1])
         return list(seeds.values())
 
-    def _add(self, experiment: Experiment, parts: Parts) -> None:
+    def _add(self, experiment: Experiment, parts: TracedParts) -> None:
         self._traced[_key(experiment)] = experiment, parts
         profile = profile_of(experiment, parts)
         if profile is not None:
@@ -157,7 +157,7 @@ class LayoutSearch:
     def _look(self, pool: ProcessPoolExecutor, cores: int) -> None:
         """Look at layouts, those with the best bounds first, until no other can be among the fastest."""
         waiting: dict[Key, list[Experiment]] = {}
-        running = set[Future[tuple[Experiment, Parts]]]()
+        running = set[Future[tuple[Experiment, TracedParts]]]()
         while True:
             later: list[Experiment] = []
             # What is faster by its bound may suffice: better to wait for it than to trace what is slower.
@@ -335,7 +335,7 @@ def _quiet() -> None:
     gc.freeze()
 
 
-def _traced(experiment: Experiment) -> tuple[Experiment, Parts]:
+def _traced(experiment: Experiment) -> tuple[Experiment, TracedParts]:
     return experiment, trace_parts(on_cpu(experiment), cuda=device_type(experiment.cluster) == "cuda")
 
 

@@ -15,7 +15,7 @@ from titan_exp.config.layout.schedule_timeline import timeline
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 from titan_exp.plan.cuda.cpu_offload import AXIS, WAITED_FOR
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.trace.dispatch_mode import Work
+from titan_exp.plan.trace.dispatch_mode import OpCosts
 
 BEHIND_COMPUTE = ("fsdp", "dp_replicate")
 """Axes whose messages travel while something is computed."""
@@ -51,7 +51,7 @@ class Traced(Protocol):
     """What is known of a step's work."""
 
     @property
-    def work(self) -> Work:
+    def costs(self) -> OpCosts:
         """Operations, bytes and messages of the step."""
         ...
 
@@ -69,7 +69,7 @@ def rank_time(trace: Traced, device: Device, node: int) -> RankTime:
         device: what it runs on.
         node: devices of a node.
     """
-    work, exposed, behind = trace.work, 0.0, 0.0
+    work, exposed, behind = trace.costs, 0.0, 0.0
     for (axis, kind), size in work.messages.items():
         if axis == AXIS:
             seconds = size / (device.host_gbs * 1e9 * device.link_share)

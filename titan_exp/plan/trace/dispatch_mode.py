@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.process_groups import group_named
-from titan_exp.plan.trace.memory_ledger import Ledger
-from titan_exp.plan.trace.op_cache import OperatorMemo, Outcome
+from titan_exp.plan.trace.memory_tracker import MemoryTracker
+from titan_exp.plan.trace.op_cache import CachedOp, OpCache
 from titan_exp.plan.trace.op_costs import (
     GROUPED,
     MATMULS,
@@ -33,16 +33,16 @@ from titan_exp.plan.trace.op_costs import (
     hidden_memory,
     message,
     operations,
-    refusal,
+    unknown_operator,
 )
 
 _DEVICE = torch.ops.prim.device.default
-_MEMO = OperatorMemo()
+_MEMO = OpCache()
 """Of all traces of this process."""
 
 
 @dataclass(kw_only=True)
-class Work:
+class OpCosts:
     """What a part of a step computes and sends."""
 
     flops: int = 0
@@ -59,7 +59,7 @@ class Work:
     """Operators that were called."""
 
 
-class Watch(TorchDispatchMode):
+class CostMode(TorchDispatchMode):
     """While it is entered, enters into its books what every operator makes, computes and sends.
 
     Args:
@@ -71,21 +71,21 @@ class Watch(TorchDispatchMode):
 
     def __init__(
         self,
-        ledger: Ledger,
+        ledger: MemoryTracker,
         mesh: Mesh,
         workspace: Callable[[Any, tuple[Any, ...]], int] | None = None,
         matmul_workspace: int = 0,
     ) -> None:
         super().__init__()
         self._matmul_workspace, self._threads = matmul_workspace, set[bool]()
-        self.ledger, self.work, self._workspace = ledger, Work(), workspace
-        self.work_elsewhere = Work()
+        self.ledger, self.costs, self._workspace = ledger, OpCosts(), workspace
+        self.work_elsewhere = OpCosts()
         """Of operators that neither take nor make anything of the memory that the ledger is of."""
         self._axes, self._paused = axes_by_group(mesh), 0
         self._owners: tuple[int, ...] | None = None
         self._stack, self._depth = ExitStack(), 0
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "CostMode":
         # Entered anew inside operators of ours.
         if self._depth == 0:
             self._stack.enter_context(patch.object(torch.UntypedStorage, "resize_", self._resizing()))
@@ -132,7 +132,7 @@ class Watch(TorchDispatchMode):
                 return self._note_again(func, args, known)
             out = args[0].add_(args[1]) if alone else _call(func, args, kwargs)
         except (UnsupportedOperatorException, DynamicOutputShapeException) as error:
-            raise refusal(str(func)) from error
+            raise unknown_operator(str(func)) from error
         flops, bytes_moved = self._note(func, args, kwargs, out)
         if key is not None:
             _MEMO.remember(key, args, out, flops, bytes_moved)
@@ -141,15 +141,15 @@ class Watch(TorchDispatchMode):
 
     def kernel(self, args: tuple[Any, ...]) -> None:
         """Enter a compiled kernel that reads and writes these tensors, among other arguments."""
-        self.work.bytes_moved += sum(it.numel() * it.element_size() for it in args if isinstance(it, Tensor))
+        self.costs.bytes_moved += sum(it.numel() * it.element_size() for it in args if isinstance(it, Tensor))
 
-    def _note_again(self, func: Any, args: tuple[Any, ...], known: Outcome) -> Any:
+    def _note_again(self, func: Any, args: tuple[Any, ...], known: CachedOp) -> Any:
         """Make and enter what an operator is known to make."""
         out, made = known.again(args)
         for tensor, alias in made:
             self.ledger.see(tensor, "other" if alias else None)
         self._first_matmul(func)
-        self._count(self.work, func, known.flops, known.bytes_moved)
+        self._count(self.costs, func, known.flops, known.bytes_moved)
         self._press(func, args)
         return out
 
@@ -175,7 +175,7 @@ class Watch(TorchDispatchMode):
         before = {tensor.untyped_storage()._cdata for tensor in given}
         copied = self.ledger.copied(given, made)
         its = [*given, *made]
-        work = self.work_elsewhere if its and all(self.ledger.elsewhere(tensor) for tensor in its) else self.work
+        work = self.work_elsewhere if its and all(self.ledger.elsewhere(tensor) for tensor in its) else self.costs
         new = False
         for tensor in made:
             alias = tensor.untyped_storage()._cdata in before
@@ -187,14 +187,14 @@ class Watch(TorchDispatchMode):
             self.ledger.see(tensor, "gradients" if back else category)
         if copied is not None:
             axis, kind, size = copied
-            self.work.messages[axis, kind] += size
-            self.work.calls[axis, kind] += 1
+            self.costs.messages[axis, kind] += size
+            self.costs.calls[axis, kind] += 1
         sent = message(func, args, out)
         if sent is not None:
             kind, group, size = sent
             axis = self._axes.get(group, "itself")
-            self.work.messages[axis, kind] += size
-            self.work.calls[axis, kind] += 1
+            self.costs.messages[axis, kind] += size
+            self.costs.calls[axis, kind] += 1
             self.ledger.is_for([tensor for tensor in (*given, *made) if self._is_buffer(kind, tensor)], "communication")
         elif func.namespace == "fsdp":
             self._note_sharding(str(func._overloadpacket), args, kwargs, out)
@@ -207,7 +207,7 @@ class Watch(TorchDispatchMode):
         return flops, bytes_moved
 
     @staticmethod
-    def _count(work: Work, func: Any, flops: int, bytes_moved: int) -> None:
+    def _count(work: OpCosts, func: Any, flops: int, bytes_moved: int) -> None:
         work.operators += 1
         work.flops += flops
         work.fp8_flops += flops if str(func._overloadpacket) in SCALED_MATMULS else 0
@@ -319,5 +319,5 @@ def _body(func: Any) -> Callable[..., Any] | None:
         return None
     definition = OPDEFS.get(f"{func.namespace}::{func._schema.name.partition('::')[2]}")
     if definition is None:
-        raise refusal(str(func))
+        raise unknown_operator(str(func))
     return definition._init_fn

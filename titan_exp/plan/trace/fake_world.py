@@ -32,20 +32,20 @@ DEVICE = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class PretendedRank:
+class FakeRank:
     """One rank of a world that is not there."""
 
     experiment: Experiment
     """The run, its layout resolved."""
-    parts: TrainState
+    state: TrainState
     """What the trainer has put together for this rank."""
     batches: list[Batch]
     """Micro-batches as the loader would hand them over."""
 
     @property
-    def standing(self) -> list[torch.Tensor]:
+    def preallocated(self) -> list[torch.Tensor]:
         """What is there before the first step: batches, where every stage cuts its part out of a sequence."""
-        if self.parts.mesh.pp_group is None or self.experiment.parallelism.cp == 1:
+        if self.state.mesh.pp_group is None or self.experiment.parallelism.cp == 1:
             return []
         values = [getattr(batch, field.name) for batch in self.batches for field in fields(batch)]
         return [value for value in values if value is not None]
@@ -54,25 +54,25 @@ class PretendedRank:
         """One optimizer step of the trainer."""
         self._step(self.batches)
 
-    def shortest_step(self) -> None:
+    def warmup_step(self) -> None:
         """One of as few micro-batches as the model takes, which leaves the optimizer with the same state."""
-        model = self.parts.model
-        self._step(self.batches[: model.eval_microbatches if self.parts.mesh.pp_group is not None else 1])
+        model = self.state.model
+        self._step(self.batches[: model.eval_microbatches if self.state.mesh.pp_group is not None else 1])
 
     def _step(self, batches: list[Batch]) -> None:
         train_step(
-            self.parts.model,
-            self.parts.optimizer,
+            self.state.model,
+            self.state.optimizer,
             batches,
             tokens=self.experiment.training.global_batch_size * self.experiment.training.seq_len,
             lr=self.experiment.optimizer.lr,
             max_grad_norm=self.experiment.training.max_grad_norm,
-            mesh=self.parts.mesh,
+            mesh=self.state.mesh,
         )
 
 
 @contextmanager
-def pretended_rank(experiment: Experiment, rank: int, device: torch.device = DEVICE) -> Iterator[PretendedRank]:
+def fake_rank(experiment: Experiment, rank: int, device: torch.device = DEVICE) -> Iterator[FakeRank]:
     """Be a rank of an experiment's layout for the time of the block, its model built, before its first step.
 
     Args:
@@ -88,16 +88,16 @@ def pretended_rank(experiment: Experiment, rank: int, device: torch.device = DEV
     try:
         mode = _mode()
         with _meshes_answer(), gpu_beside_host() if device == GPU else nullcontext():
-            parts = assemble(experiment, device, pretending=mode)
+            state = assemble(experiment, device, fake_mode=mode)
             with mode:
-                yield PretendedRank(experiment, parts, pretended_batches(experiment))
+                yield FakeRank(experiment, state, fake_batches(experiment))
     finally:
         dist.destroy_process_group()
         # Remembered layouts name process groups of this world; the next one has others.
         _clear_sharding_prop_cache()
 
 
-def ranks_of_pipeline(experiment: Experiment) -> list[int]:
+def pipeline_ranks(experiment: Experiment) -> list[int]:
     """The first rank of each pipeline rank's group: ranks that differ in pp alone."""
     degree = experiment.parallelism.pp
     return [rank * world_size(experiment) // degree for rank in range(degree)]
@@ -111,7 +111,7 @@ def _mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
 
-def pretended_batches(experiment: Experiment) -> list[Batch]:
+def fake_batches(experiment: Experiment) -> list[Batch]:
     """The micro-batches of one data rank, as the loader would hand them over."""
     shape = (micro_batch_size(experiment), experiment.training.seq_len)
     data = experiment.data

@@ -17,13 +17,13 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 
 
-def by_inductor(experiment: Experiment) -> bool:
+def uses_inductor(experiment: Experiment) -> bool:
     """Whether inductor compiles parts of a run."""
     return experiment.compile.enabled and experiment.compile.backend == "inductor"
 
 
 @contextmanager
-def compiled_anew() -> Iterator[None]:
+def reset_dynamo() -> Iterator[None]:
     """For the time of the block, let nothing that was compiled before it be used, nor afterwards what was in it.
 
     A device that has another name fails torch's checks of what was compiled for it.
@@ -36,7 +36,7 @@ def compiled_anew() -> Iterator[None]:
 
 
 @contextmanager
-def kernels_left_out(called: Callable[[tuple[Any, ...]], None], device: torch.device) -> Iterator[None]:
+def skip_inductor_kernels(called: Callable[[tuple[Any, ...]], None], device: torch.device) -> Iterator[None]:
     """For the time of the block, let inductor's code work on tensors without data.
 
     Nothing of it is kept, in memory or on disk.

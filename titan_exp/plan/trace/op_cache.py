@@ -22,7 +22,7 @@ _NOTHING = type(None)
 
 
 @dataclass(frozen=True)
-class Made:
+class OpResult:
     """One result of an operator."""
 
     given: int
@@ -36,19 +36,19 @@ class Made:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CachedOp:
     """What a call made and did."""
 
     mode: FakeTensorMode | None
     """Whose tensors they are, where there are any."""
     device: torch.device | None
     """Where they pretend to be."""
-    results: tuple[Made, ...]
+    results: tuple[OpResult, ...]
     """All of them."""
     kind: type | None
     """What they were returned in, or that nothing is; None is a tensor by itself."""
     flops: int
-    """As of `Work`."""
+    """As of `OpCosts`."""
     bytes_moved: int
     """Likewise."""
 
@@ -60,7 +60,7 @@ class Outcome:
             return made[0], seen
         return (None if self.kind is _NOTHING else self.kind(made)), seen
 
-    def _made(self, result: Made, args: Sequence[Any]) -> Tensor:
+    def _made(self, result: OpResult, args: Sequence[Any]) -> Tensor:
         if result.given >= 0:
             return args[result.given]
         # Without the guard, torch would ask all modes of what is only the inside of a tensor.
@@ -71,11 +71,11 @@ class Outcome:
         return FakeTensor(self.mode, inside, self.device)
 
 
-class OperatorMemo:
+class OpCache:
     """Outcomes by operator, shapes and constants."""
 
     def __init__(self) -> None:
-        self._outcomes: dict[Key, Outcome | None] = {}
+        self._outcomes: dict[Key, CachedOp | None] = {}
         self._alike: dict[Any, bool] = {}
 
     def key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key | None:
@@ -94,7 +94,7 @@ class OperatorMemo:
                 return None
         return tuple(values)
 
-    def recall(self, key: Key) -> Outcome | None:
+    def recall(self, key: Key) -> CachedOp | None:
         """The outcome of a call; None where it is not known."""
         return self._outcomes.get(key)
 
@@ -138,10 +138,10 @@ def _described(args: Sequence[Any], values: list[Hashable]) -> bool:
     return True
 
 
-def _outcome(args: tuple[Any, ...], out: Any, flops: int, bytes_moved: int) -> Outcome | None:
+def _outcome(args: tuple[Any, ...], out: Any, flops: int, bytes_moved: int) -> CachedOp | None:
     kind = type(out) if type(out) in (*_LISTS, _NOTHING) else None
     if kind is _NOTHING:
-        return Outcome(None, None, (), kind, flops, bytes_moved)
+        return CachedOp(None, None, (), kind, flops, bytes_moved)
     made = [out] if kind is None else list(out)
     if not made or not all(type(it) is FakeTensor and _is_plain(it) for it in made):
         return None
@@ -152,14 +152,14 @@ def _outcome(args: tuple[Any, ...], out: Any, flops: int, bytes_moved: int) -> O
     if None in results or len(set(own)) < len(own):
         return None
     known = tuple(result for result in results if result is not None)
-    return Outcome(made[0].fake_mode, made[0].fake_device, known, kind, flops, bytes_moved)
+    return CachedOp(made[0].fake_mode, made[0].fake_device, known, kind, flops, bytes_moved)
 
 
 def _is_plain(tensor: FakeTensor) -> bool:
     return tensor.constant is None and not tensor.requires_grad and not tensor.dtype.is_complex
 
 
-def _result(args: tuple[Any, ...], made: FakeTensor) -> Made | None:
+def _result(args: tuple[Any, ...], made: FakeTensor) -> OpResult | None:
     which = next((place for place, arg in enumerate(args) if arg is made), -1)
     tensors = [place for place, arg in enumerate(args) if isinstance(arg, Tensor)]
     storage = made.untyped_storage()
@@ -167,7 +167,7 @@ def _result(args: tuple[Any, ...], made: FakeTensor) -> Made | None:
     if which < 0 and viewed and len(tensors) > 1:
         return None
     shape, stride, offset = tuple(made.shape), made.stride(), int(made.storage_offset())
-    result = Made(which, viewed[0] if viewed and which < 0 else -1, shape, stride, offset, made.dtype)
+    result = OpResult(which, viewed[0] if viewed and which < 0 else -1, shape, stride, offset, made.dtype)
     if which < 0 and not viewed:
         # As much memory as the shape says, and no more.
         with torch._C._DisableTorchDispatch():

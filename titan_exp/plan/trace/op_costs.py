@@ -65,7 +65,7 @@ def operations(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], out: 
     if packet in flop_registry:
         return flop_registry[packet](*args, **kwargs, out_val=out)
     if namespace not in KNOWN_NAMESPACES or (namespace == "aten" and _computes(name)):
-        raise refusal(str(operator))
+        raise unknown_operator(str(operator))
     return 0
 
 
@@ -93,7 +93,7 @@ def message(operator: Any, args: Sequence[Any], out: Any) -> tuple[str, str, int
     if namespace not in ("c10d", "_c10d_functional") or name in ("wait_tensor", "barrier"):
         return None
     if name not in _NAMES:
-        raise refusal(str(operator))
+        raise unknown_operator(str(operator))
     if namespace == "_c10d_functional":
         larger = out if name == "all_gather_into_tensor" else args[0]
         group = next(arg for arg in reversed(args) if isinstance(arg, str))
@@ -102,7 +102,7 @@ def message(operator: Any, args: Sequence[Any], out: Any) -> tuple[str, str, int
     return _NAMES[name], group, _bytes(args[_LARGER_SIDE.get(name, 0)])
 
 
-def refusal(operator: str) -> UserError:
+def unknown_operator(operator: str) -> UserError:
     """What to say of an operator that the planner does not know."""
     return UserError(
         f"plan: the step calls {operator}, whose work, memory or messages the planner does not know. It does not "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from titan_exp.models.blocks.block_list import iter_numbered_blocks
-from titan_exp.plan.trace.memory_ledger import Ledger
+from titan_exp.plan.trace.memory_tracker import MemoryTracker
 
 
 @dataclass
@@ -21,7 +21,9 @@ class Phases:
 
 
 @contextmanager
-def phases_told(ledger: Ledger, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> Iterator[Phases]:
+def track_phases(
+    ledger: MemoryTracker, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer
+) -> Iterator[Phases]:
     """Tell a ledger, for the time of the block, what its memory is for: by hooks on modules and the optimizer.
 
     Args:
@@ -55,7 +57,7 @@ def phases_told(ledger: Ledger, parts: Sequence[nn.Module], optimizer: torch.opt
             hook.remove()
 
 
-def _on_part(ledger: Ledger, part: nn.Module) -> list[Any]:
+def _on_part(ledger: MemoryTracker, part: nn.Module) -> list[Any]:
     blocks = list(iter_numbered_blocks(part))
     head = getattr(part, "head", None)
     ends = "head and loss" if head is not None else "the stage's ends"

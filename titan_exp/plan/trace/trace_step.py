@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from titan_exp.data.batch import Batch
-from titan_exp.plan.cuda.caching_allocator import GRANULE, Event
-from titan_exp.plan.cuda.cpu_offload import GPU, OnHost, TwoMemories
-from titan_exp.plan.cuda.fake_kernels import cuda_calls, workspace
-from titan_exp.plan.cuda.mem_efficient_attention import efficient_kernel, is_asked_for
-from titan_exp.plan.extrapolate.segments import Tape
-from titan_exp.plan.trace.dispatch_mode import Watch, Work, ranks_by_axis
-from titan_exp.plan.trace.inductor import compiled_anew, kernels_left_out
-from titan_exp.plan.trace.memory_ledger import Ledger, Moment
-from titan_exp.plan.trace.phases import phases_told
+from titan_exp.plan.cuda.caching_allocator import MIN_BLOCK, Event
+from titan_exp.plan.cuda.cpu_offload import GPU, HostAndGpuTracker, HostUsage
+from titan_exp.plan.cuda.fake_kernels import fake_cuda_kernels, workspace
+from titan_exp.plan.cuda.mem_efficient_attention import efficient_kernel, uses_efficient_attention
+from titan_exp.plan.extrapolate.segments import SegmentTracker
+from titan_exp.plan.trace.dispatch_mode import CostMode, OpCosts, ranks_by_axis
+from titan_exp.plan.trace.inductor import reset_dynamo, skip_inductor_kernels
+from titan_exp.plan.trace.memory_tracker import MemoryTracker, Moment
+from titan_exp.plan.trace.phases import track_phases
 from titan_exp.trainer.train_state import TrainState
 
 
@@ -27,35 +27,35 @@ class Trace:
 
     peak: Moment
     """When most memory is held."""
-    kept: dict[str, int]
+    persistent: dict[str, int]
     """Bytes held between steps, by what they are for."""
     gradients: int
     """Bytes of this rank's reduced gradients, as the optimizer takes them."""
-    work: Work
+    costs: OpCosts
     """Operations, bytes and messages of the step."""
     axes: dict[str, list[int]]
     """Ranks of this rank's group along every axis that it sends messages on."""
     timeline: list[Moment]
     """The step from its beginning to its end, told in moments."""
-    before: list[Event]
+    setup_events: list[Event]
     """Births and deaths of storages from the build to the step."""
-    step: list[Event]
+    step_events: list[Event]
     """Those of the step."""
-    host: OnHost | None = None
+    host: HostUsage | None = None
     """What is on the host instead, where parameters are offloaded to it."""
 
 
 def trace_step(
-    parts: TrainState,
+    state: TrainState,
     step: Callable[[], object],
     *,
-    first_step: Callable[[], object] | None = None,
-    standing: Iterable[Tensor] = (),
+    warmup_step: Callable[[], object] | None = None,
+    preallocated: Iterable[Tensor] = (),
     batches: Sequence[Batch] = (),
     cuda: bool = False,
     inductor: bool = False,
     matmul_workspace: int = 0,
-    tape: Tape | None = None,
+    segments: SegmentTracker | None = None,
 ) -> Trace:
     """Run two steps and watch the second.
 
@@ -73,50 +73,50 @@ def trace_step(
     Raises:
         UserError: the step calls an operator that the planner does not know.
     """
-    host = TwoMemories() if parts.mesh.device == GPU else None
-    ledger = host or (Ledger() if tape is None else tape)
-    ledger.granularity = GRANULE if cuda else 1
+    host = HostAndGpuTracker() if state.mesh.device == GPU else None
+    tracker = host or (MemoryTracker() if segments is None else segments)
+    tracker.granularity = MIN_BLOCK if cuda else 1
     if cuda:
-        ledger.stream = _Streams()
+        tracker.stream = _Streams()
     with (
         _garbage_stays(),
-        phases_told(ledger, parts.model.parts, parts.optimizer) as phases,
-        Watch(ledger, parts.mesh, workspace if cuda else None, matmul_workspace) as watch,
-        cuda_calls(beside=host is not None) if cuda else nullcontext(),
-        efficient_kernel() if cuda and is_asked_for(parts.model.parts) else nullcontext(),
-        compiled_anew() if host is not None else nullcontext(),
-        kernels_left_out(watch.kernel, parts.mesh.device) if inductor else nullcontext(),
+        track_phases(tracker, state.model.parts, state.optimizer) as phases,
+        CostMode(tracker, state.mesh, workspace if cuda else None, matmul_workspace) as watch,
+        fake_cuda_kernels(beside=host is not None) if cuda else nullcontext(),
+        efficient_kernel() if cuda and uses_efficient_attention(state.model.parts) else nullcontext(),
+        reset_dynamo() if host is not None else nullcontext(),
+        skip_inductor_kernels(watch.kernel, state.mesh.device) if inductor else nullcontext(),
     ):
-        for tensor in standing:
-            ledger.see(tensor, "other")
-        if tape is not None:
-            tape.follow(watch)
-            tape.next_step()
-        (first_step or step)()
-        for tensor in looked_at(ledger, batches):
-            ledger.see(tensor, "other")
-        ledger.begin()
-        watch.work, watch.work_elsewhere = Work(), Work()
+        for tensor in preallocated:
+            tracker.see(tensor, "other")
+        if segments is not None:
+            segments.follow(watch)
+            segments.next_step()
+        (warmup_step or step)()
+        for tensor in looked_at(tracker, batches):
+            tracker.see(tensor, "other")
+        tracker.begin()
+        watch.costs, watch.work_elsewhere = OpCosts(), OpCosts()
         step()
-        if tape is not None:
-            tape.cut("after the step")
+        if segments is not None:
+            segments.cut("after the step")
         return Trace(
-            ledger.peak(),
-            ledger.held(),
+            tracker.peak(),
+            tracker.held(),
             phases.gradients,
-            watch.work,
-            ranks_by_axis(parts.mesh),
-            ledger.timeline(),
-            ledger.events[: ledger.begun],
-            ledger.events[ledger.begun :],
-            None if host is None else OnHost(host.host.peak(), host.host.tensors(), watch.work_elsewhere),
+            watch.costs,
+            ranks_by_axis(state.mesh),
+            tracker.timeline(),
+            tracker.events[: tracker.begun],
+            tracker.events[tracker.begun :],
+            None if host is None else HostUsage(host.host.peak(), host.host.tensors(), watch.work_elsewhere),
         )
 
 
-def looked_at(ledger: Ledger, batches: Sequence[Batch]) -> list[Tensor]:
+def looked_at(tracker: MemoryTracker, batches: Sequence[Batch]) -> list[Tensor]:
     """Of all micro-batches, what is entered of the first."""
     values = [(field.name, getattr(batches[0], field.name)) for field in fields(Batch)] if batches else []
-    names = [name for name, value in values if value is not None and ledger.know(value)]
+    names = [name for name, value in values if value is not None and tracker.know(value)]
     return [getattr(batch, name) for batch in batches for name in names]
 
 

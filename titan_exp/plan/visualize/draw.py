@@ -4,7 +4,7 @@ from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.plan.predict import Plan
-from titan_exp.plan.trace.fake_world import PretendedRank
+from titan_exp.plan.trace.fake_world import FakeRank
 from titan_exp.plan.visualize.plan_page import to_html
 from titan_exp.plan.visualize.shards import RankShards, read_shards
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
@@ -30,7 +30,7 @@ class Visualization:
         except OSError as error:
             raise self._unwritten(error) from error
 
-    def add_rank(self, pipeline_rank: int, rank: PretendedRank) -> None:
+    def add_rank(self, pipeline_rank: int, rank: FakeRank) -> None:
         """See what a pretended rank holds."""
         self._holdings[pipeline_rank] = read_shards(rank)
 

@@ -18,7 +18,7 @@ from titan_exp.config.layout.layout import (
 from titan_exp.config.layout.pipeline_stages import stage_layers
 from titan_exp.parallel.context_parallel.load_balance import SequenceShard, ShardedSequence
 from titan_exp.plan.predict import Plan, RankPlan
-from titan_exp.plan.trace.memory_ledger import CATEGORIES, Moment
+from titan_exp.plan.trace.memory_tracker import CATEGORIES, Moment
 from titan_exp.plan.visualize.glossary import device_noun
 from titan_exp.plan.visualize.schedule_data import schedule_data
 from titan_exp.plan.visualize.shards import RankShards
@@ -92,10 +92,10 @@ def _rank(rank: RankPlan, shards: RankShards, moments: int) -> dict[str, Any]:
     return {
         "weights": [asdict(weight) | {"layers": _ranges(weight.layers)} for weight in shards.weights],
         "messages": [
-            {"axis": axis, "kind": kind, "bytes": size, "calls": trace.work.calls[axis, kind]}
-            for (axis, kind), size in sorted(trace.work.messages.items(), key=lambda item: -item[1])
+            {"axis": axis, "kind": kind, "bytes": size, "calls": trace.costs.calls[axis, kind]}
+            for (axis, kind), size in sorted(trace.costs.messages.items(), key=lambda item: -item[1])
         ],
-        "flops": trace.work.flops,
+        "flops": trace.costs.flops,
         "time": None if rank.time is None else asdict(rank.time),
         "peak": {"bytes": trace.peak.bytes, "of": trace.peak.by_category, "where": trace.peak.where},
         "reserved": None if rank.reserved is None else rank.bytes,

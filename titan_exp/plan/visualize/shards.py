@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_exp.models.blocks.block_list import iter_numbered_blocks
-from titan_exp.plan.trace.fake_world import PretendedRank
+from titan_exp.plan.trace.fake_world import FakeRank
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class RankShards:
     """Of this rank's stages."""
 
 
-def read_shards(rank: PretendedRank) -> RankShards:
+def read_shards(rank: FakeRank) -> RankShards:
     """See what a pretended rank holds, before or after its step."""
-    mesh, pipeline = rank.parts.mesh, rank.parts.built.pipeline
+    mesh, pipeline = rank.state.mesh, rank.state.built.pipeline
     names, shape = mesh.world.mesh_dim_names or (), mesh.world.shape
-    stages = [(0, rank.parts.built.module)] if pipeline is None else [(it.number, it.module) for it in pipeline.stages]
+    stages = [(0, rank.state.built.module)] if pipeline is None else [(it.number, it.module) for it in pipeline.stages]
     folded = {"fsdp": ("dp_shard", "cp_across", "cp_within")}
     return RankShards(
         dict(zip(names, shape, strict=True)),

@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written to a temporary name beside the target, then renamed over it."""
+"""Atomic file writes: a temporary file beside the target, renamed over it."""
 
 import itertools
 import os
@@ -8,18 +8,18 @@ _serial = itertools.count()
 
 
 def write_atomically(path: str | Path, text: str, *, durable: bool = True) -> None:
-    """Replace the file at `path` by `text`, so that a reader and a death at any instant see the old or the new file.
+    """Replace the file at `path`, so that a reader, or a crash at any instant, sees the old or the new content.
 
     Args:
         path: file to write; its folder exists.
-        text: the whole content; bytes that were read with `surrogateescape` are written as they were.
-        durable: wait until the disk has it; without, a power cut may lose the newest write but never mixes two.
+        text: the whole content; bytes decoded with `surrogateescape` are written unchanged.
+        durable: fsync; without it, a power failure may lose the newest write but never mixes two.
 
     Raises:
-        OSError: the disk is full or the folder cannot be written to; the temporary file is gone then.
+        OSError: the disk is full or the folder read-only; the temporary file is removed.
     """
     path = Path(path)
-    # Unique within the machine even when a signal handler interrupts a write of the same file.
+    # Unique within the machine, even if a signal handler interrupts a write of the same file.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{next(_serial)}.tmp")
     try:
         with temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
@@ -36,7 +36,7 @@ def write_atomically(path: str | Path, text: str, *, durable: bool = True) -> No
 
 
 def sync_all(folder: Path) -> None:
-    """Wait until the disk has every file in `folder`, and their names: one wait for what was written without."""
+    """Fsync every file in `folder` and the folder itself, after several writes with `durable=False`."""
     for path in folder.iterdir():
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -47,11 +47,11 @@ def sync_all(folder: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until the disk knows the names in `folder`; file systems that cannot do that are let be."""
+    """Fsync the directory entries of `folder`; a file system that cannot is ignored."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError:
-        pass  # some network file systems refuse to sync a folder, and then rename is all there is
+        pass  # some network file systems refuse to sync a folder; the rename must do
     finally:
         os.close(descriptor)

@@ -1,4 +1,4 @@
-"""attempts.jsonl: one row for every start of a run, whatever became of it."""
+"""attempts.jsonl: one row per start of a run."""
 
 import json
 import time
@@ -12,49 +12,49 @@ from titan_exp.tracking.run_folder.atomic_write import write_atomically
 from titan_exp.tracking.run_folder.file_lock import FileLock
 
 LOCK_TIMEOUT = 30.0
-"""Seconds to wait for another process that rewrites the file, which takes it milliseconds."""
+"""Seconds to wait for another process that rewrites the file, which takes milliseconds."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One start. Fields that are not known yet, or never became known, are None."""
+    """One start of a run. Fields are None while unknown."""
 
     attempt: int
     """Number of the start, from 1."""
     intent: float
-    """Unix time at which it was decided; the row is written before anything is submitted."""
+    """Unix time of the decision to start; the row is written before the submission."""
     job_id: str | None
-    """The scheduler's number of it."""
+    """The scheduler's job id."""
     hosts: tuple[str, ...]
-    """Machines that it runs on."""
+    """Host names."""
     world_size: int
-    """Processes."""
+    """Number of ranks."""
     start: float | None
-    """Unix time at which its processes were started."""
+    """Unix time at which the ranks were started."""
     end: float | None
-    """Unix time at which the last of them was gone."""
+    """Unix time at which the last rank had ended."""
     exit: int | None
-    """0 done, 85 stopped after saving, anything else failed."""
+    """Exit code: 0 done, 85 stopped after saving, any other failed."""
     reason: str | None
-    """How it ended, in words."""
+    """Why it ended."""
     launched_by: str = "local"
-    """Who holds it: `local`, `slurm`, or `hand` where torchrun or a user started the ranks."""
+    """Launcher: `local`, `slurm`, or `hand` if torchrun or a user started the ranks."""
     token: str | None = None
-    """What a scheduler's job carries so that it is found where its number was never written down."""
+    """Token in the scheduler's job that identifies it even if its id was never recorded."""
     restarts: int | None = None
-    """How often the scheduler had started the same job before."""
+    """Earlier starts of the same job by the scheduler."""
     requeues: int = 0
-    """How often in a row, before this start, the run went on by itself; 0 where somebody submitted it."""
+    """Consecutive automatic requeues before this start; 0 if a user submitted it."""
 
 
 class AttemptLog:
-    """The rows of one run. Rewritten whole, under a lock, so that rows neither double nor tear."""
+    """Rows of one run. The file is rewritten atomically under a lock, so that rows are neither lost nor torn."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def read(self) -> list[Attempt]:
-        """All rows, oldest first.
+        """Read all rows, oldest first.
 
         Raises:
             UserError: a line is not a row.
@@ -68,12 +68,11 @@ class AttemptLog:
     def add(
         self, *, world_size: int, hosts: Sequence[str], job_id: str | None, launched_by: str = "local", **fields: Any
     ) -> Attempt:
-        """Write down the intent to start once more, with any further fields of the row; returns the new row."""
+        """Append a row with the intent to start; returns it."""
         with self._locked():
             rows = self.read()
-            number = rows[-1].attempt + 1 if rows else 1
             row = Attempt(
-                attempt=number,
+                attempt=rows[-1].attempt + 1 if rows else 1,
                 intent=time.time(),
                 job_id=job_id,
                 hosts=tuple(hosts),
@@ -89,7 +88,7 @@ class AttemptLog:
         return row
 
     def update(self, number: int, **fields: Any) -> Attempt:
-        """Fill in fields of row `number`; returns the row as it is now."""
+        """Set fields of row `number`; returns the new row."""
         with self._locked():
             rows = self.read()
             index = next(index for index, row in enumerate(rows) if row.attempt == number)
@@ -110,4 +109,4 @@ class AttemptLog:
             fields = json.loads(line)
             return Attempt(**{**fields, "hosts": tuple(fields["hosts"])})
         except (ValueError, TypeError, KeyError):
-            raise UserError(f"{self.path}, line {number}: not a start of this run. Remove that line.") from None
+            raise UserError(f"{self.path}, line {number}: not an attempt of this run. Remove that line.") from None

@@ -1,4 +1,4 @@
-"""Who holds a run folder: advisory locks that the system drops when their process dies, however it dies."""
+"""Advisory file locks (flock) that the kernel releases when their process dies."""
 
 import contextlib
 import fcntl
@@ -13,15 +13,15 @@ from titan_exp.config.errors.user_error import UserError
 
 
 @dataclass(frozen=True)
-class Holder:
-    """The process that holds a lock, as it wrote itself down."""
+class LockHolder:
+    """The process that holds a lock, as recorded in the lock file."""
 
     role: str
-    """What it is to the run: `launcher` or `rank 0`."""
+    """Role in the run: `launcher` or `rank 0`."""
     pid: int
-    """Process number on its machine."""
+    """Process id."""
     host: str
-    """Name of its machine."""
+    """Host name."""
     since: float
     """Unix time at which it took the lock."""
 
@@ -32,13 +32,13 @@ class Holder:
 class LockedError(Exception):
     """Another process holds the lock."""
 
-    def __init__(self, path: Path, holder: Holder | None) -> None:
+    def __init__(self, path: Path, holder: LockHolder | None) -> None:
         self.holder = holder
         super().__init__(f"{path} is held by {holder or 'another process'}")
 
 
 class FileLock:
-    """An flock on a file that is never removed. Free again when released or when the process is gone."""
+    """An flock on a file that is never removed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -46,27 +46,27 @@ class FileLock:
 
     @property
     def held(self) -> bool:
-        """Whether this object holds the lock."""
+        """True if this object holds the lock."""
         return self._descriptor is not None
 
     def acquire(self, role: str | None = None, *, shared: bool = False, timeout: float = 0.0) -> None:
         """Take the lock.
 
         Args:
-            role: written into the file for whoever asks who holds it; None writes nothing.
-            shared: others may hold it shared as well; exclusive otherwise.
+            role: recorded in the file with this process, for `holder`; None records nothing.
+            shared: take a shared lock instead of an exclusive one.
             timeout: seconds to keep trying.
 
         Raises:
             LockedError: another process kept it.
-            UserError: the file system offers no locks.
+            UserError: the file system has no locks.
         """
         assert not self.held
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
             self._wait(descriptor, fcntl.LOCK_SH if shared else fcntl.LOCK_EX, time.monotonic() + timeout)
             if role is not None:
-                holder = Holder(role, os.getpid(), socket.gethostname(), time.time())
+                holder = LockHolder(role, os.getpid(), socket.gethostname(), time.time())
                 os.ftruncate(descriptor, 0)
                 os.pwrite(descriptor, json.dumps(asdict(holder)).encode(), 0)
         except BaseException:
@@ -75,15 +75,15 @@ class FileLock:
         self._descriptor = descriptor
 
     def release(self) -> None:
-        """Let it go; nothing happens if it is not held."""
+        """Release the lock, if held."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
-    def holder(self) -> Holder | None:
-        """Who wrote itself down last; None where nobody did or the text is not whole."""
+    def holder(self) -> LockHolder | None:
+        """The process recorded last; None if there is none or the text is incomplete."""
         try:
-            return Holder(**json.loads(self.path.read_text()))
+            return LockHolder(**json.loads(self.path.read_text()))
         except (OSError, ValueError, TypeError):
             return None
 
@@ -103,14 +103,14 @@ class FileLock:
                     raise LockedError(self.path, self.holder()) from None
             except OSError as error:
                 raise UserError(
-                    f"{self.path}: this file system offers no file locks ({error.strerror}), and without one two runs "
-                    "could write into one folder. Set paths.runs to a folder on a file system with locks."
+                    f"{self.path}: this file system has no file locks ({error.strerror}), without which two runs could "
+                    "write into one folder. Set paths.runs to a folder on a file system with locks."
                 ) from error
             time.sleep(0.02)
 
 
 def is_held(path: Path, *, shared: bool = False) -> bool:
-    """Whether a process holds the lock at `path`: exclusively, or with `shared` in any way."""
+    """True if a process holds the lock at `path` exclusively, or with `shared` in any mode."""
     if not path.exists():
         return False
     with contextlib.suppress(LockedError), FileLock(path) as lock:

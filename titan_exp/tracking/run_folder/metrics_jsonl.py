@@ -1,7 +1,7 @@
-"""metrics.jsonl, the truth about a run: one flushed line of JSON per logged step, readable after any death.
+"""metrics.jsonl, the primary record of metrics: one flushed JSON line per logged step, readable after any crash.
 
-JSON has no NaN: a number that is not finite is written as the string "NaN", "Infinity" or "-Infinity", as in
-protobuf's JSON mapping, and null means unknown. `float(x)` in Python and `Number(x)` in JavaScript read all of them.
+JSON has no NaN: non-finite numbers are written as the strings "NaN", "Infinity" and "-Infinity", as in protobuf's JSON
+mapping, and null means unknown. `float(x)` in Python and `Number(x)` in JavaScript read all of them.
 """
 
 import json
@@ -15,15 +15,15 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.sinks.sink import Row, Value
 
-TAIL = 16384
-"""Bytes from the end that hold the newest rows, dozens of them."""
+TAIL_BYTES = 16384
+"""Bytes at the end of the file that hold the newest rows, dozens of them."""
 
 
 class JsonlSink:
-    """Appends rows to `path`; a line torn by an earlier death is removed first.
+    """Appends rows to `path`; a line torn by an earlier crash is removed first.
 
-    Each row reaches the operating system before `log` returns, so it survives the death of the process. On a disk that
-    is full the rows wait in memory, the log says so, and the next row tries again; at the end it is an error.
+    Each row reaches the operating system before `log` returns, so it survives the death of the process. If the disk is
+    full, rows are kept in memory, the error is logged, and the next row retries; at the end it is raised.
     """
 
     def __init__(self, path: Path, attempt: int) -> None:
@@ -32,20 +32,20 @@ class JsonlSink:
         self._attempt = attempt
         self._path = path
         self._file = path.open("ab", buffering=0)
-        self._waiting = b""
+        self._buffer = b""
         self._failed = False
 
     def log(self, row: Row) -> None:
         """Write the row, with this attempt's number if it has none."""
-        stamped = {key: _encode(value) for key, value in row.items()}
-        stamped.setdefault("attempt", self._attempt)
-        self._waiting += json.dumps(stamped, allow_nan=False).encode() + b"\n"
+        encoded = {key: _encode(value) for key, value in row.items()}
+        encoded.setdefault("attempt", self._attempt)
+        self._buffer += json.dumps(encoded, allow_nan=False).encode() + b"\n"
         try:
             self._write()
         except OSError as error:
             if not self._failed:
                 get_logger().error(
-                    "%s cannot be written (%s). Training goes on; the rows wait in memory until it can, and are lost "
+                    "%s cannot be written (%s). Training continues; rows are kept in memory until it can, and are lost "
                     "if the run dies before.",
                     self._path,
                     error.strerror or error,
@@ -57,10 +57,10 @@ class JsonlSink:
             get_logger().info("%s is written again; no row is missing", self._path)
 
     def close(self, state: str) -> None:
-        """Make the file durable and close it.
+        """Fsync and close the file.
 
         Raises:
-            OSError: rows are waiting, and the disk still has no room for them.
+            OSError: rows are left in memory, and the disk is still full.
         """
         if not self._file.closed:
             try:
@@ -70,16 +70,16 @@ class JsonlSink:
                 self._file.close()
 
     def _write(self) -> None:
-        while self._waiting:
-            # A disk that fills up takes the beginning of a line; the rest follows when there is room.
-            self._waiting = self._waiting[self._file.write(self._waiting) :]
+        while self._buffer:
+            # A disk that fills up takes the beginning of a line; the rest follows once there is space.
+            self._buffer = self._buffer[self._file.write(self._buffer) :]
 
 
 def read_metrics(path: Path) -> list[dict[str, Value]]:
-    """Rows of a metrics file in the order of steps, one per step.
+    """Read the rows of a metrics file, one per step in the order of steps.
 
-    After a resume the steps past the restored checkpoint are logged again: the highest attempt's row is kept. Rows of
-    one step and one attempt are joined. A torn last line is left out, so a run may be read while it writes.
+    After a resume, steps past the restored checkpoint are logged again: the row of the latest attempt is kept. Rows of
+    one step and attempt are merged. A torn last line is ignored, so that a running run may be read.
 
     Raises:
         UserError: a line before the last is not a row.
@@ -91,35 +91,35 @@ def read_metrics(path: Path) -> list[dict[str, Value]]:
     for number, line in lines:
         row = _parse(line)
         if row is not None:
-            _keep(rows, row)
+            _merge(rows, row)
         elif number < lines[-1][0]:
             raise UserError(f"{path}, line {number}: not a row of metrics. Remove that line; the others are kept.")
     return [rows[step] for step in sorted(rows)]
 
 
 def read_last_values(path: Path) -> dict[str, Value]:
-    """The newest value of every key, from the end of the file alone: quick however long the run was."""
+    """Newest value of every key, read from the end of the file alone."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL))
+            file.seek(max(0, size - TAIL_BYTES))
             lines = file.read().split(b"\n")
     except FileNotFoundError:
         return {}
     values: dict[str, Value] = {}
     for line in lines:
-        row = _parse(line)  # None where the file was entered in the middle of a line
+        row = _parse(line)  # None if reading began within a line
         values |= {} if row is None else {key: value for key, value in row.items() if value is not None}
     return values
 
 
 def decode(row: Mapping[str, Any]) -> dict[str, Value]:
-    """A row with the strings that stand for numbers which are not finite read back."""
+    """Convert the strings of non-finite numbers back to floats."""
     return {key: float(value) if isinstance(value, str) else value for key, value in row.items()}
 
 
 def repair(path: Path) -> None:
-    """Cut off what a death left of a half-written last line; a last line that only lacks its end is ended."""
+    """Truncate a last line torn by a crash; a complete last line without a newline gets one."""
     if not path.exists():
         return
     with path.open("r+b") as file:
@@ -133,7 +133,7 @@ def repair(path: Path) -> None:
             file.truncate(end)
 
 
-def _keep(rows: dict[int, dict[str, Value]], row: dict[str, Value]) -> None:
+def _merge(rows: dict[int, dict[str, Value]], row: dict[str, Value]) -> None:
     step = row["step"]
     assert isinstance(step, int)
     known = rows.get(step)

@@ -1,4 +1,4 @@
-"""What a run is doing, in two small files: state.json, and the heartbeat of its rank 0."""
+"""Run state (`state.json`) and heartbeat of rank 0 (`heartbeat`)."""
 
 import json
 import time
@@ -11,42 +11,42 @@ from titan_exp.config.errors.user_error import UserError
 StateName = Literal["pending", "running", "done", "failed", "preempted"]
 
 DONE, STOPPED, FAILED, HUNG = 0, 85, 1, 86
-"""Exit codes of a rank: trained to the end; saved because a stop was requested; an error; no progress any more."""
+"""Exit codes of a rank: trained to the end; stopped after saving, on request; failed; killed by the watchdog."""
 
 
 @dataclass(frozen=True)
 class RunState:
-    """The content of state.json. `running` holds only while somebody holds the folder's lock; else the run is dead."""
+    """Content of `state.json`. `running` is true only while a process holds the folder's lock; else the run is dead."""
 
     state: StateName
-    """`pending` before its first start; `preempted` stopped after saving and may go on; `failed` says why."""
+    """`pending` before the first start; `preempted` after a requested stop, resumable; `failed` with a reason."""
     step: int
-    """Optimizer steps done."""
+    """Finished optimizer steps."""
     time: float
     """Unix time of this change."""
     attempt: int
-    """Number of the start that this is about, from 1; 0 before the first."""
+    """Number of the attempt, from 1; 0 before the first."""
     reason: str | None
-    """Why it failed or was preempted; None otherwise."""
+    """Reason for a failure or preemption; else None."""
 
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The content of `heartbeat`."""
+    """Content of `heartbeat`."""
 
     step: int
-    """Optimizer steps done."""
+    """Finished optimizer steps."""
     time: float
     """Unix time."""
 
     @property
     def age(self) -> float:
-        """Seconds since then."""
+        """Seconds since the heartbeat."""
         return max(0.0, time.time() - self.time)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """An object from a JSON file; None where there is no file.
+    """Read a JSON object from a file; None if there is no file.
 
     Raises:
         UserError: the file holds something else.
@@ -58,12 +58,12 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except ValueError:
         value = None
     if not isinstance(value, dict):
-        raise UserError(f"{path} is not a JSON object: it was changed by hand. Remove it; the run is looked at anew.")
+        raise UserError(f"{path} is not a JSON object; it was edited by hand. Remove it; the state is derived anew.")
     return value
 
 
 def parse_state(path: Path) -> RunState | None:
-    """The state in the file at `path`; None where there is no file.
+    """Read a run state; None if there is no file.
 
     Raises:
         UserError: the file holds something else.
@@ -74,9 +74,7 @@ def parse_state(path: Path) -> RunState | None:
     try:
         state = RunState(**fields)
     except TypeError as error:
-        raise UserError(
-            f"{path} does not hold a run's state ({error}). Remove it; the run is looked at anew."
-        ) from None
+        raise UserError(f"{path} is not a run state ({error}). Remove it, and the state is derived anew.") from None
     if state.state not in get_args(StateName):
         raise UserError(f"{path}: {state.state!r} is none of {', '.join(get_args(StateName))}. Remove the file.")
     return state

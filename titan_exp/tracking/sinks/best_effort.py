@@ -1,4 +1,4 @@
-"""A mirror of the metrics may break; the run must not. The first failure is one warning, then silence."""
+"""Best-effort sink: its first failure is one warning, then it is off; the run continues."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from titan_exp.tracking.sinks.sink import Row, Sink
 
 
 class BestEffortSink:
-    """A sink that `start` makes, kept from ending the run: whatever it raises, the run's own metrics go on."""
+    """Wraps the sink made by `start` and swallows every exception of it, including those of `start`."""
 
     def __init__(self, name: str, switch: str, start: Callable[[], Sink]) -> None:
         self._name, self._switch = name, switch
@@ -15,7 +15,7 @@ class BestEffortSink:
         self._guard(self._start, start)
 
     def log(self, row: Row) -> None:
-        """Pass the row on while the sink works."""
+        """Forward the row while the sink works."""
         if self._sink is not None:
             self._guard(self._sink.log, row)
 
@@ -31,12 +31,12 @@ class BestEffortSink:
     def _guard(self, action: Callable[..., None], *arguments: object) -> None:
         try:
             action(*arguments)
-        except Exception as error:  # a mirror stands on a network, a server and a disk, and may fail in any way
+        except Exception as error:  # a network, a server and a disk may fail in any way
             self._sink = None
             reason = str(error).strip().partition("\n")[0] or "no reason given"
             get_logger().warning(
-                "%s gets no more metrics (%s: %s). The run goes on and metrics.jsonl has everything; %s=false turns "
-                "this mirror off.",
+                "%s gets no more metrics (%s: %s). The run continues and metrics.jsonl has everything; %s=false turns "
+                "this sink off.",
                 self._name,
                 type(error).__name__,
                 reason,

@@ -1,4 +1,4 @@
-"""The sinks of a run, from its configuration."""
+"""Build the metric sinks of a run from its configuration."""
 
 from pathlib import Path
 
@@ -11,10 +11,7 @@ from titan_exp.tracking.sinks.tensorboard import TensorBoardSink
 
 
 def build_sinks(experiment: Experiment, folder_path: Path, run_id: str, attempt: int) -> list[Sink]:
-    """Sinks for rank 0, metrics.jsonl first: the others mirror it and cannot end the run.
-
-    `attempt` is the number of this start, from 1.
-    """
+    """Sinks of rank 0, metrics.jsonl first; the others are best-effort. `attempt` counts from 1."""
     folder = RunFolder(folder_path)
     sinks: list[Sink] = [JsonlSink(folder.metrics, attempt)]
     if experiment.tracking.tensorboard:
@@ -25,11 +22,8 @@ def build_sinks(experiment: Experiment, folder_path: Path, run_id: str, attempt:
         from titan_exp.tracking.sinks.wandb_run import describe_wandb_run
         from titan_exp.tracking.sinks.wandb_sink import WandbSink
 
-        sinks.append(
-            BestEffortSink(
-                "W&B",
-                "tracking.wandb",
-                lambda: WandbSink(describe_wandb_run(experiment, folder, run_id), folder.path, folder.metrics),
-            )
-        )
+        def start() -> Sink:
+            return WandbSink(describe_wandb_run(experiment, folder, run_id), folder.path, folder.metrics)
+
+        sinks.append(BestEffortSink("W&B", "tracking.wandb", start))
     return sinks

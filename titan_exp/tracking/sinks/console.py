@@ -1,4 +1,4 @@
-"""Progress for people, in the process that launched: a live display on a terminal, plain aligned lines elsewhere."""
+"""Console sink of the launching process: a live display on a terminal, plain aligned lines elsewhere."""
 
 import math
 import time
@@ -15,11 +15,11 @@ from titan_exp.tracking.sinks.sink import Row, Value
 
 
 class ConsoleSink:
-    """Shows rows as they come.
+    """Prints rows as they arrive.
 
-    On a terminal: a bar with step and time left, the newest numbers below it, and one permanent line for every
-    evaluation. Elsewhere (a file, a CI log): one line per row, but no more than one in `interval` seconds, and always
-    the first, the last and every evaluation.
+    On a terminal: a bar with step and time left, the newest metrics below it, and one permanent line per evaluation.
+    Elsewhere (a file, a CI log): one line per row, at most one per `interval` seconds, and always the first, the last
+    and every evaluation.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class ConsoleSink:
         self._total, self._title, self._interval, self._clock = total_steps, title, interval, clock
         self._row: Row | None = None
         self._validation_loss: Value = None
-        self._held: Row | None = None
+        self._unprinted: Row | None = None
         self._last_line = -math.inf
         self._eta = _Eta(total_steps, clock)
         self._live: Live | None = None
@@ -44,7 +44,7 @@ class ConsoleSink:
             self._live.start()
 
     def log(self, row: Row) -> None:
-        """Show the row."""
+        """Print the row, or update the display."""
         self._row = row
         self._eta.take(row)
         evaluated = row.get("validation_loss") is not None
@@ -56,29 +56,29 @@ class ConsoleSink:
         if evaluated or self._clock() - self._last_line >= self._interval:
             self._print_line(row)
         else:
-            self._held = row
+            self._unprinted = row
 
     def note(self, line: str) -> None:
-        """Print a line that stays, above the display."""
+        """Print a permanent line above the display."""
         if self._live is not None:
             self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
         else:
             self._write(line)
 
     def close(self, state: str) -> None:
-        """Show the last row and how the run ended."""
+        """Print the last row and the final state."""
         if self._live is not None:
             self._title = f"{self._title}: {state}"
             self._live.refresh()
             self._live.stop()
             self._live = None
             return
-        if self._held is not None:
-            self._print_line(self._held)
+        if self._unprinted is not None:
+            self._print_line(self._unprinted)
         self._write(f"{self._title}: {state}")
 
     def _print_line(self, row: Row) -> None:
-        self._held = None
+        self._unprinted = None
         self._last_line = self._clock()
         width = len(str(self._total))
         fields = [f"step {row['step']:>{width}}/{self._total}", *_fields(row)]
@@ -87,7 +87,7 @@ class ConsoleSink:
         self._write("  ".join(fields))
 
     def _write(self, line: str) -> None:
-        # Not through rich, which would wrap the line at the width it imagines a file to have.
+        # Not through rich, which would wrap the line at an assumed width.
         self._console.file.write(line + "\n")
         self._console.file.flush()
 
@@ -107,10 +107,10 @@ class ConsoleSink:
 
 
 class _Eta:
-    """Seconds left, by the wall clock between rows and by the rows' own throughput, whichever is longer.
+    """Seconds left, by the wall clock between rows or by the rows' throughput, whichever is longer.
 
-    The clock knows of evaluations and saves. Throughput knows the truth where a run that has been going for a while
-    is joined, and its old rows arrive all at once.
+    The clock includes evaluations and saves. Throughput is right if a running run is joined and its old rows arrive
+    all at once.
     """
 
     def __init__(self, total_steps: int, clock: Callable[[], float]) -> None:
@@ -138,7 +138,7 @@ class _Eta:
 
 
 def _fields(row: Row) -> list[str]:
-    """The numbers of a row for reading; what is always there first, so that lines align."""
+    """Formatted metrics of a row; those that are always present first, so that lines align."""
     fields = [
         f"loss {_number(row.get('loss'))}",
         f"grad norm {_number(row.get('grad_norm'))}",
@@ -156,7 +156,7 @@ def _fields(row: Row) -> list[str]:
 
 
 def _number(value: Value) -> str:
-    """Six characters, unless it is far too large."""
+    """A number in six characters, unless it is far too large."""
     if value is None:
         return f"{'-':>6}"
     return f"{value:6.4f}" if abs(value) < 9.99995 else f"{value:6.3f}" if abs(value) < 99.9995 else f"{value:6.4g}"

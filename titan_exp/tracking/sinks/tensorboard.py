@@ -1,4 +1,4 @@
-"""TensorBoard files in the run folder, one scalar per metric under the name it has everywhere."""
+"""TensorBoard sink: one scalar per metric, under the same name as everywhere."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 
 class TensorBoardSink:
-    """Writes to `folder`. The first row says where this start of the run begins: older events from that step on are
-    declared void (purge_step), so that curves do not double back after a resume."""
+    """Writes event files to `folder`. The first row of an attempt purges older events from its step on (purge_step),
+    so that curves do not double back after a resume."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -22,19 +22,15 @@ class TensorBoardSink:
         step = row["step"]
         assert isinstance(step, int)
         if self._writer is None:
-            self._writer = _open(self._folder, step)
+            from torch.utils.tensorboard.writer import SummaryWriter
+
+            self._writer = SummaryWriter(self._folder, purge_step=step, flush_secs=15)
         for key, value in row.items():
             if key != "step" and value is not None:
                 self._writer.add_scalar(key, value, step)
 
     def close(self, state: str) -> None:
-        """Write out what is buffered."""
+        """Flush and close."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
-
-
-def _open(folder: Path, first_step: int) -> "SummaryWriter":
-    from torch.utils.tensorboard.writer import SummaryWriter
-
-    return SummaryWriter(folder, purge_step=first_step, flush_secs=15)

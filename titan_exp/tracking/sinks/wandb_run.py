@@ -1,6 +1,6 @@
-"""How a run presents itself in W&B: what it is called, grouped by, and filtered on. Imports no wandb.
+"""Identity, group and configuration of a run in W&B. Imports no wandb.
 
-Paths, hosts and job numbers stay out of the configuration there, so that two runs differ only in what they compute.
+Paths, hosts and job ids are left out of the configuration, so that two runs differ only in what they compute.
 """
 
 import json
@@ -17,20 +17,20 @@ from titan_exp.config.schema.typed_config import to_dict
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 VOLATILE = ("paths", "cluster", "tracking", "profiling", "plan")
-"""Groups that do not change what is computed."""
+"""Groups that do not affect the result."""
 
 NAME_LENGTH = 128
-"""W&B refuses longer names."""
+"""Longest name that W&B accepts."""
 
 
 @dataclass(frozen=True)
 class WandbRun:
-    """What `wandb.init` is told."""
+    """Arguments of `wandb.init`."""
 
     id: str
-    """The same on every start of this run folder."""
+    """The same for every attempt of this run folder."""
     name: str
-    """What was typed to make this run differ from the defaults, else the run id."""
+    """Typed overrides, else the run id."""
     group: str
     """`experiment.name`."""
     project: str
@@ -40,11 +40,11 @@ class WandbRun:
     tags: tuple[str, ...]
     notes: str
     config: dict[str, Any]
-    """Nested, resolved, and one flat block `run` to filter by."""
+    """Resolved configuration, and a flat block `run` to filter by."""
 
 
 def describe_wandb_run(experiment: Experiment, folder: RunFolder, run_id: str) -> WandbRun:
-    """The run of this folder."""
+    """Describe the run of this folder."""
     tracking, naming = experiment.tracking, experiment.experiment
     return WandbRun(
         id=_fixed_id(folder.path, run_id),
@@ -60,8 +60,8 @@ def describe_wandb_run(experiment: Experiment, folder: RunFolder, run_id: str) -
 
 
 def _fixed_id(folder: Path, run_id: str) -> str:
-    """Made once and kept in the folder. Its random end keeps apart two folders that compute the same: other people's
-    in one project, or the one that was deleted, whose id W&B never gives out again."""
+    """The W&B id, made once and kept in the folder. Its random suffix tells apart two folders of the same run: another
+    user's in the same project, or a deleted one, whose id W&B never reuses."""
     path = folder / "wandb" / "id"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -72,7 +72,7 @@ def _fixed_id(folder: Path, run_id: str) -> str:
 
 
 def _typed(overrides: Path) -> list[str]:
-    """What was typed and changes what is computed."""
+    """Typed overrides that affect the result."""
     if not overrides.exists():
         return []
     typed = OmegaConf.to_container(OmegaConf.load(overrides), resolve=False)
@@ -80,26 +80,26 @@ def _typed(overrides: Path) -> list[str]:
 
 
 def _axis(folder: RunFolder, run_id: str) -> tuple[str, str]:
-    """What the study varies, and this run's value of it; outside a study what was typed. The seed is no axis.
+    """The axis that the study varies and this run's value; outside a study the typed overrides. The seed is no axis.
 
-    Several keys are joined by spaces, in the same order as their values. A point that its study calls by a name has
-    that as its value, and no axis.
+    Several keys are joined by spaces, in the same order as their values. A named point of a study has its name as the
+    value, and no axis.
     """
-    varied = _varied(folder, run_id)
-    words = _typed(folder.overrides) if varied is None else varied.split()
+    label = _study_label(folder, run_id)
+    words = _typed(folder.overrides) if label is None else label.split()
     pairs = [word.lstrip("+").partition("=") for word in words]
     named = [key for key, equals, _ in pairs if not equals]
     known = [(key, value) for key, equals, value in pairs if equals and key != "experiment.seed"]
     return " ".join(key for key, _ in known), " ".join([*named, *(value for _, value in known)])
 
 
-def _varied(folder: RunFolder, run_id: str) -> str | None:
-    """How the study whose folder this run is in calls its point, the seed left out; None where there is none."""
+def _study_label(folder: RunFolder, run_id: str) -> str | None:
+    """Label of this run's point in its study, without the seed; None outside a study."""
     try:
         study = json.loads((folder.path.parent / "study.json").read_text(encoding="utf-8"))
         points = {point["run_id"]: point.get("variant", point.get("label")) for point in study["points"]}
     except (OSError, ValueError, KeyError, TypeError):
-        return None  # a mirror does not fail over what only makes it prettier
+        return None  # a missing label must not disable the sink
     return points.get(run_id)
 
 

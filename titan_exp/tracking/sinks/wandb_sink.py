@@ -1,4 +1,4 @@
-"""Weights & Biases as a mirror: one W&B run for a run folder, whatever died in between, online or offline."""
+"""Weights & Biases sink: one W&B run per run folder across all attempts, online or offline."""
 
 import netrc
 import os
@@ -16,19 +16,19 @@ from titan_exp.tracking.sinks.wandb_service import stop_wandb_service
 if TYPE_CHECKING:
     import wandb
 
-LOSSES = ("loss", "validation_loss", "validation_perplexity")
-"""Metrics whose best value is the lowest: the summary shows that one."""
+LOWER_IS_BETTER = ("loss", "perplexity")
+"""A metric with one of these in its name has its minimum as its summary in W&B."""
 
 EXIT_CODES = {"done": 0, "preempted": 85}
-"""How W&B shows the end of a run; any other state is a failure."""
+"""Exit codes of W&B runs by final state; any other state is a failure."""
 
 
 class WandbSink:
     """Logs to W&B, with files under `folder/wandb`.
 
-    Online, the server joins all starts of a run by its id. Offline there is none to do that and every start makes its
-    own directory, so the first row takes those before it along from `metrics`: the newest directory
-    (`wandb/latest-run`) holds the whole run, and `wandb sync` of that one is enough.
+    Online, the server joins all attempts of a run by its id. Offline, each attempt has a directory of its own, and its
+    first row also copies the earlier rows of `metrics`: the newest directory (`wandb/latest-run`) holds the whole run,
+    and `wandb sync` of that one is enough.
     """
 
     def __init__(self, run: WandbRun, folder: Path, metrics: Path) -> None:
@@ -36,29 +36,36 @@ class WandbSink:
         self._run = _start(run, folder)
         self._replay = self._run.settings.mode == "offline"
         self._run.define_metric("*", step_metric="step")
-        for key in LOSSES:
-            self._run.define_metric(key, step_metric="step", summary="min")
+        self._defined: set[str] = set()
 
     def log(self, row: Row) -> None:
-        """Log what is known of the row, over its own step."""
+        """Log the known values of the row at its own step."""
         if self._replay:
             self._replay = False
             for earlier in read_metrics(self._metrics):
                 if _step(earlier) < _step(row):
-                    self._run.log(_known(earlier))
-        self._run.log(_known(row))
+                    self._log(earlier)
+        self._log(row)
 
     def close(self, state: str) -> None:
-        """End the W&B run with the exit code of `state`, and wandb's service in this process with it."""
+        """End the W&B run with the exit code of `state`, and wandb's service process."""
         if state == "preempted":
             self._run.mark_preempting()
         self._run.finish(exit_code=EXIT_CODES.get(state, 1))
         stop_wandb_service()
 
+    def _log(self, row: Row) -> None:
+        known = {key: value for key, value in row.items() if value is not None}
+        for key in known.keys() - self._defined:
+            self._defined.add(key)
+            if any(name in key for name in LOWER_IS_BETTER):
+                self._run.define_metric(key, step_metric="step", summary="min")
+        self._run.log(known)
+
 
 def logged_in() -> bool:
-    """Whether this machine has credentials for the W&B server it is set to: environment, settings file or netrc."""
-    settings = _settings_of_machine()
+    """True if this machine has credentials for its W&B server, from the environment, the settings file or netrc."""
+    settings = _machine_settings()
     if settings.api_key or settings.identity_token_file:
         return True
     host = urlsplit(settings.base_url).netloc
@@ -80,21 +87,21 @@ def _start(run: WandbRun, folder: Path) -> "wandb.Run":
         return _init(run, folder, mode)
     try:
         return _init(run, folder, mode)
-    except Exception as error:  # a key, but no way to the server: usual on compute nodes
+    except Exception as error:  # credentials but no route to the server: usual on compute nodes
         get_logger().warning(
-            "W&B cannot be reached (%s), so it is kept offline in %s; `wandb sync` uploads it. "
-            "tracking.wandb_mode=offline does not try.",
+            "W&B cannot be reached (%s); the run is logged offline in %s, and `wandb sync` uploads it. "
+            "tracking.wandb_mode=offline skips the attempt.",
             str(error).strip().partition("\n")[0],
             folder / "wandb",
         )
-        stop_wandb_service()  # it still holds the id of the attempt that failed
+        stop_wandb_service()  # it still holds the id of the failed attempt
         return _init(run, folder, "offline")
 
 
 def _init(run: WandbRun, folder: Path, mode: str) -> "wandb.Run":
     import wandb
 
-    _settings_of_machine()
+    _machine_settings()
     return wandb.init(
         project=run.project,
         entity=run.entity,
@@ -112,15 +119,15 @@ def _init(run: WandbRun, folder: Path, mode: str) -> "wandb.Run":
     )
 
 
-def _settings_of_machine() -> "wandb.Settings":
+def _machine_settings() -> "wandb.Settings":
     import wandb
 
-    # Said to the whole library, not to the run only: it also talks before there is one.
+    # Set for the whole library, which also prints outside of a run.
     return wandb.setup(settings=wandb.Settings(silent=True, console="off")).settings
 
 
 def _timeouts() -> Mapping[str, Any]:
-    """Seconds that a lost server may hold training up at its start and its end, where the user has not set them."""
+    """Start and finish timeouts for an unreachable server, unless set by the user."""
     import wandb
 
     wanted = {"init_timeout": 60.0, "finish_timeout": 120.0}
@@ -130,7 +137,3 @@ def _timeouts() -> Mapping[str, Any]:
 
 def _step(row: Row) -> float:
     return row["step"] or 0
-
-
-def _known(row: Row) -> dict[str, float]:
-    return {key: value for key, value in row.items() if value is not None}

@@ -62,7 +62,7 @@ class Moment:
 
 
 @dataclass
-class Ledger:
+class MemoryTracker:
     """All storages that were seen, and every change of their sizes in order.
 
     Args:
@@ -89,7 +89,9 @@ class Ledger:
     _held: list[Storage] = field(default_factory=list)
 
     @classmethod
-    def retold(cls, changes: Sequence[tuple[Storage, int, str]], standing: int, alive: Sequence[Storage]) -> "Ledger":
+    def retold(
+        cls, changes: Sequence[tuple[Storage, int, str]], standing: int, alive: Sequence[Storage]
+    ) -> "MemoryTracker":
         """A ledger of a story that is known already.
 
         Args:

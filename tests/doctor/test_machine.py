@@ -73,8 +73,8 @@ def test_invalid_arguments_are_refused(words: list[str], said: str):
         machine_command(words, run_on_ranks)
 
 
-from titan_exp.doctor.timing import MAX_CALLS, MIN_CALLS, measure_rate, median_seconds
-from titan_exp.launch.local.ephemeral_ranks import run_on_ranks
+def test_help_covers_both_commands(capsys: pytest.CaptureFixture[str]):
+    assert machine_command(["--help"], run_on_ranks) == 0
     assert capsys.readouterr().out == USAGE
     assert "--numerics" in USAGE
 

@@ -92,9 +92,7 @@ def _unreachable(repo: str, error: BaseException) -> str:
     while cause.__cause__ is not None:
         cause = cause.__cause__
     if isinstance(cause, OSError) and cause.errno in (28, 122):
-        return (
-            f"{repo} could not be stored: the disk is full. Downloaded files stay; free space and repeat the command."
-        )
+        return f"{repo} could not be stored: the disk is full. Files stay; free some space and repeat the command."
     reason = str(cause).partition("\n")[0] or type(cause).__name__
     return (
         f"{repo} could not be downloaded: the hub does not answer ({reason}).\n"

@@ -159,7 +159,7 @@ class Job:
     def experiment(self) -> Any:
         """Resolved and checked experiment."""
         from titan_exp.config.hydra.compose import compose
-        from titan_exp.config.layout.layout import resolve_layout
+        from titan_exp.config.layout.resolved_layout import resolve_layout
         from titan_exp.config.schema.typed_config import to_experiment
         from titan_exp.rules import check
 

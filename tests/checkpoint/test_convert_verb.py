@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.checkpoint.tools import KINDS, assert_holds, exported, in_memory, kind, weights
+from tests.config.composing import llama
 from tests.models.shapes import real_model
 from titan_exp.checkpoint.checkpointer import load_model
 from titan_exp.checkpoint.formats import export_weights
@@ -25,6 +26,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.hydra.presets import model_overrides
 from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.models.convert.checkpoint_formats import state_dict_map
 
 
 @pytest.fixture(scope="module")
@@ -205,7 +207,7 @@ def test_published_shapes_are_their_presets(preset: str):
 @pytest.mark.parametrize("name", ["llama2", "llama3_2"])
 def test_overrides_compose_the_shape(name: str):
     wanted = kind(name)
-    model = to_experiment(compose(model_overrides(wanted))).model
+    model = llama(*model_overrides(wanted))
     same = ("layers", "dim", "heads", "kv_heads", "head_dim", "ffn_dim", "vocab_size", "context", "tied_embeddings")
     assert [getattr(model, key) for key in same] == [getattr(wanted, key) for key in same]
     assert (model.rope.theta, model.rope.scaling, model.rope.factor) == (
@@ -263,11 +265,10 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """240 MB of weights, the largest tensor 16 MB."""
     from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint
     from titan_exp.checkpoint.formats.torch_file import TorchFileReader
-    from titan_exp.models.convert.llama_state_dict import llama_map
 
     sizes = {"dim": 1024, "heads": 8, "kv_heads": 4, "head_dim": 128, "ffn_dim": 2048, "vocab_size": 4096, "layers": 6}
     model = replace(kind("llama3"), **sizes)
-    shapes = llama_map(model, "huggingface").shapes
+    shapes = state_dict_map(model, "huggingface").shapes
     tensors = {name: torch.full(shape, 0.5) for name, shape in shapes.items()}
     target = tmp_path_factory.mktemp("large") / "llama"
     export_weights.export_weights(

@@ -14,6 +14,7 @@ from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_we
 from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
 from titan_exp.models.build import build_model
 from titan_exp.models.convert.hf_config import to_huggingface
+from titan_exp.models.llama import Config
 from titan_exp.ops.attention.rope import Frequencies
 
 FORMATS = ("huggingface", "llama", "torchtune", "torch.pt", "dcp")
@@ -135,6 +136,7 @@ def test_published_params_are_understood(tmp_path: Path):
     (folder / "params.json").write_text(json.dumps(params | {"vocab_size": -1}))
     (folder / "model.json").unlink()
     model = open_checkpoint(folder).model
+    assert isinstance(model, Config)
     assert model.tied_embeddings
     assert model.vocab_size == 97
     assert (model.rope.scaling, model.rope.factor, model.context) == ("llama3", 32.0, 131072)

@@ -9,6 +9,7 @@ from tests.config.composing import experiment
 from tests.ranks import run_ranks
 from titan_exp.checkpoint.formats.hf_sharded_load import load_hf_sharded
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.build import build_model
 from titan_exp.parallel.apply import parallelize
 from titan_exp.parallel.mesh import build_mesh
@@ -24,7 +25,8 @@ def read_sharded(name: str, folder: str, layout: list[str]) -> tuple[dict[str, t
     with joined_process_group(CPU):
         with torch.device("meta"):
             model = build_model(kind(name), seq_len=64, attention_backend="math")
-        parallelize(model, made, build_mesh(made.parallelism, CPU))
+        mesh = build_mesh(made.parallelism, CPU)
+        parallelize(model, mesh, ResolvedLayout.of(made), made.activation_checkpoint, made.compile)
         materialize_parameters(model, CPU)
         load_hf_sharded(model, kind(name), Path(folder))
         own = sum(it.to_local().numel() if isinstance(it, DTensor) else it.numel() for it in model.parameters())

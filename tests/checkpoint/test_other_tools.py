@@ -11,8 +11,8 @@ import torch
 
 from tests.checkpoint.tools import in_memory, kind, weights
 from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_weights
-from titan_exp.config.groups.model import RopeConfig
 from titan_exp.models.build import build_model
+from titan_exp.models.spec.rope import RopeConfig
 
 pytestmark = [
     pytest.mark.slow,

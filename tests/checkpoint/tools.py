@@ -10,7 +10,8 @@ from tests.models.shapes import TINY, real_model
 from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_weights
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint
 from titan_exp.checkpoint.formats.torch_file import TorchFileReader
-from titan_exp.config.groups.model import ModelConfig, RopeConfig
+from titan_exp.models.llama import Config
+from titan_exp.models.spec.rope import RopeConfig
 
 SHAPE = replace(TINY, ffn_dim=128)
 """Widths that two tensor-parallel ranks can share."""
@@ -24,7 +25,7 @@ KINDS: dict[str, dict[str, Any]] = {
 """What differs from `SHAPE`; the original context is short so that the scaling is seen within a short sequence."""
 
 
-def kind(name: str) -> ModelConfig:
+def kind(name: str) -> Config:
     return replace(SHAPE, **KINDS[name])
 
 

@@ -15,7 +15,8 @@ from titan_exp.cli.main import main
 from titan_exp.cli.plan import options_among
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.layout.layout import offered_devices, resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
+from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.plan.cuda.caching_allocator import MIB
 from titan_exp.plan.cuda.devices import DEVICES, device_named

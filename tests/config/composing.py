@@ -12,6 +12,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.machine import local_machine as machine
 from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.models.llama import Config
 
 
 def experiment(*overrides: str) -> Experiment:
@@ -30,6 +31,13 @@ def experiment(*overrides: str) -> Experiment:
         else:
             OmegaConf.update(cfg, key, value, merge=True, force_add=override.is_add())
     return to_experiment(cfg)
+
+
+def llama(*overrides: str) -> Config:
+    """Model group of these overrides, which choose a Llama."""
+    model = experiment(*overrides).model
+    assert isinstance(model, Config)
+    return model
 
 
 @cache

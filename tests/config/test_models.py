@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.config.composing import experiment
-from titan_exp.config.groups.model import ModelConfig
+from tests.config.composing import experiment, llama
+from titan_exp.models.spec.lookup import model_spec
 
 PUBLISHED = {
     "llama2_7b": 6_738_415_616,
@@ -21,17 +21,15 @@ PUBLISHED = {
 }
 
 
-def parameters(model: ModelConfig) -> int:
-    """Weights of a decoder without biases: embedding, blocks, final norm, and a head unless it is tied."""
-    attention = model.dim * model.head_dim * (2 * model.heads + 2 * model.kv_heads)
-    block = attention + 3 * model.dim * model.ffn_dim + 2 * model.dim
-    embedding = model.vocab_size * model.dim
-    return embedding + model.layers * block + model.dim + (0 if model.tied_embeddings else embedding)
+def parameters(name: str) -> int:
+    spec = model_spec(experiment(f"model={name}").model)
+    assert spec is not None
+    return spec.parameters
 
 
 @pytest.mark.parametrize(("name", "count"), PUBLISHED.items())
 def test_parameter_count(name: str, count: int):
-    assert parameters(experiment(f"model={name}").model) == count
+    assert parameters(name) == count
 
 
 @pytest.mark.parametrize(
@@ -45,15 +43,15 @@ def test_parameter_count(name: str, count: int):
     ],
 )
 def test_context_and_rope(name: str, expected: tuple[object, ...]):
-    model = experiment(f"model={name}").model
+    model = llama(f"model={name}")
     rope = model.rope
     assert (model.context, rope.theta, rope.scaling, rope.factor, rope.original_context) == expected
     assert (rope.low_freq_factor, rope.high_freq_factor) == (1, 4)
 
 
 def test_the_debug_model_is_small_and_grouped():
-    model = experiment("model=llama_debug").model
-    assert 100_000 < parameters(model) < 1_000_000
+    model = llama("model=llama_debug")
+    assert 100_000 < parameters("llama_debug") < 1_000_000
     assert model.kv_heads < model.heads
 
 

@@ -126,7 +126,8 @@ def test_a_value_that_is_still_missing_is_named():
 
 
 @pytest.mark.parametrize(
-    "overrides", [(), ("experiment.notes='ünïcode: \"x\" #y'", "+model.options.a=[1,{b:null}]", "optimizer.lr=1e-9")]
+    "overrides",
+    [(), ("experiment.notes='ünïcode: \"x\" #y'", "+optimizer.options.a=[1,{b:null}]", "optimizer.lr=1e-9")],
 )
 def test_yaml_reads_back_equal(tmp_path: Path, overrides: tuple[str, ...]):
     run = experiment(*overrides)
@@ -135,6 +136,38 @@ def test_yaml_reads_back_equal(tmp_path: Path, overrides: tuple[str, ...]):
     assert load_experiment(path) == run
     assert json.loads(json.dumps(to_dict(run))) == to_dict(run)
     assert "${" not in to_yaml(run)
+
+
+@pytest.mark.parametrize(
+    ("override", "field", "says"),
+    [
+        ("model.architecture=lama", "model.architecture", "did you mean llama?"),
+        ("model.architecture=mamba", "model.architecture", "Built in: llama"),
+        ("model.architecture=mamba", "model.architecture", "model.architecture=my_package.my_model"),
+        ("model.architecture=tests.models.own_model.Bigam", "model.architecture", "did you mean Bigram?"),
+        ("model.architecture=tests.models.own_model", "model.architecture", "define Config, spec and block there"),
+        ("model.architecture=nowhere.my_model", "model.architecture", "PYTHONPATH"),
+        ("+model.options.a=1", "model.options", "model has name, architecture"),
+        ("+model.head_dims=8", "model.head_dims", "did you mean model.head_dim?"),
+    ],
+)
+def test_an_architecture_has_its_own_keys(override: str, field: str, says: str):
+    (violation,) = refused(override)
+    assert violation.field == field
+    assert says in violation.remedy
+
+
+def test_a_plain_class_takes_options():
+    run = experiment("model.architecture=tests.models.own_model.Bigram", "+model.options={scale:2.0}")
+    assert vars(run.model)["options"] == {"scale": 2.0}
+
+
+def test_the_former_name_of_an_architecture_still_reads(tmp_path: Path):
+    run = experiment()
+    old = to_dict(run)
+    old["model"] |= {"architecture": "decoder", "options": {}}
+    (tmp_path / "config.yaml").write_text(json.dumps(old), encoding="utf-8")
+    assert load_experiment(tmp_path / "config.yaml") == run
 
 
 def test_a_run_started_again_from_its_own_file_is_the_same(tmp_path: Path):

@@ -4,10 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titan_exp.config.groups.model import ModelConfig
 from titan_exp.models.blocks.grouped_linear import GroupedLinear
 from titan_exp.models.blocks.initialization import InitSpec
 from titan_exp.models.blocks.transformer import Embedding, Head, RMSNorm
+from titan_exp.models.llama import Config
 from titan_exp.ops.swiglu import swiglu
 
 CHOSEN = 2
@@ -45,7 +45,7 @@ class Experts(nn.Module):
 class Block(nn.Module):
     """What came before, and experts of it."""
 
-    def __init__(self, config: ModelConfig, experts: int) -> None:
+    def __init__(self, config: Config, experts: int) -> None:
         super().__init__()
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.experts = Experts(config.dim, config.ffn_dim, experts, config.init_std)
@@ -64,7 +64,7 @@ class Mixture(nn.Module):
         experts: of each block.
     """
 
-    def __init__(self, config: ModelConfig, experts: int = 4) -> None:
+    def __init__(self, config: Config, experts: int = 4) -> None:
         super().__init__()
         self.embedding = Embedding(config.vocab_size, config.dim, config.init_std)
         self.blocks = nn.ModuleDict({str(layer): Block(config, experts) for layer in range(config.layers)})

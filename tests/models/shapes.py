@@ -6,15 +6,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_exp.config.groups.model import ModelConfig, RopeConfig
+from titan_exp.models import plain
 from titan_exp.models.blocks.initialization import ShardSpec, init_slice
 from titan_exp.models.build import build_model, init_specs
+from titan_exp.models.llama import Config
+from titan_exp.models.spec.rope import RopeConfig
 
 PLAIN_ROPE = RopeConfig(10000.0, "none", 1.0, 1.0, 4.0, 128)
 
-TINY = ModelConfig(
+TINY = Config(
     name="tiny",
-    architecture="decoder",
+    architecture="llama",
     layers=2,
     dim=64,
     heads=4,
@@ -29,6 +31,12 @@ TINY = ModelConfig(
     init_std=0.02,
     attention_backend="auto",
 )
+
+
+def own_class(import_path: str, **options: Any) -> plain.Config:
+    """A plain class of the user's own, of the tiny shape."""
+    fields: dict[str, Any] = {**vars(TINY), "architecture": import_path}
+    return plain.Config(**fields, options=options)
 
 
 def real_model(seed: int = 0, seq_len: int = 64, **changes: Any) -> nn.Module:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.models.shapes import TINY, real_model
-from titan_exp.config.groups.model import RopeConfig
+from titan_exp.models.spec.rope import RopeConfig
 from titan_exp.ops.swiglu import GROUP
 
 transformers = pytest.importorskip("transformers")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.models.shapes import TINY, real_model
+from tests.models.shapes import TINY, own_class, real_model
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.models.build import build_model, flops_per_token, init_specs, parameter_count
 
@@ -82,7 +82,7 @@ def test_every_parameter_says_how_it_starts():
 
 
 def test_a_model_of_the_users_own_is_called_with_the_group_and_options():
-    config = replace(TINY, architecture="tests.models.own_model.Bigram", options={"scale": 2.0})
+    config = own_class("tests.models.own_model.Bigram", scale=2.0)
     model = build_model(config, seq_len=16, attention_backend="math")
     assert model(tokens()).shape == (2, 32, 97)
     assert init_specs(model) is None

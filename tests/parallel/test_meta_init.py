@@ -1,12 +1,11 @@
 import functools
-from dataclasses import replace
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
 from tests.config.composing import experiment
-from tests.models.shapes import TINY, real_model
+from tests.models.shapes import TINY, own_class, real_model
 from tests.ranks import run_ranks
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.models.build import build_model, init_specs
@@ -51,7 +50,7 @@ def test_initial_weights_are_bitwise_those_of_one_device(degrees):
 
 def undeclared_weights() -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """A model of the user's own: sharded weights put together, and those of the model built plainly."""
-    config = replace(TINY, architecture="tests.models.own_model.Bigram", options={"scale": 0.5})
+    config = own_class("tests.models.own_model.Bigram", scale=0.5)
     build = functools.partial(build_model, config, seq_len=64, attention_backend="math")
     with joined_process_group(CPU):
         with torch.device("meta"):

@@ -8,10 +8,11 @@ import pytest
 from tests.plan.layouts import LAYOUTS, experiment_of, predicted
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.layout.layout import offered_devices, resolve_layout
-from titan_exp.config.layout.parameter_count import parameters
+from titan_exp.config.layout.resolved_layout import resolve_layout
+from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.models.build import build_model
+from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.cuda.devices import DEVICES
 from titan_exp.plan.gate import gate as gate_module
 from titan_exp.plan.gate import suggestions as remedies_module
@@ -71,7 +72,9 @@ def test_parameters_are_counted_from_the_shape(model: str):
     config = resolved(f"model={model}").model
     with torch.device("meta"):
         built = build_model(config, seq_len=64, attention_backend="math")
-    assert parameters(config) == sum(each.numel() for each in built.parameters())
+    specified = model_spec(config)
+    assert specified is not None
+    assert specified.parameters == sum(each.numel() for each in built.parameters())
 
 
 @pytest.mark.parametrize("name", ["one device", "fsdp 2, accumulated", "tp 2", "pp 2, 1F1B", "cp 2, ring"])

@@ -11,8 +11,10 @@ from tests.plan.layouts import allocated_by
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.layout.layout import offered_devices, resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
+from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.cuda.devices import device_named
 from titan_exp.plan.cuda.mem_efficient_attention import BACKWARD, FORWARD, Kernel, largest_workspace, passing
 from titan_exp.plan.plan_table import as_json, print_plan
@@ -104,7 +106,11 @@ def test_what_a_call_takes_for_a_moment():
 def test_what_is_kept_of_a_document_mask():
     """A mask becomes numbers to add in every layer, and lives until the layer's backward pass."""
     experiment = experiment_of("data.document_mask=true", "training.mixed_precision=bf16")
-    layers, heads = experiment.model.layers, experiment.model.heads
+    spec = model_spec(experiment.model)
+    assert spec is not None
+    attention = spec.attention
+    assert attention is not None
+    layers, heads, kv_heads = len(spec.layers), attention.heads, attention.kv_heads
     with_mask, without = (
         predict(experiment_of(f"data.document_mask={on}", "training.mixed_precision=bf16"), device_named("h100"))
         for on in ("true", "false")
@@ -119,8 +125,8 @@ def test_what_is_kept_of_a_document_mask():
     assert as_json(with_mask)["at_most"] is True
     # Keys and values are repeated for all heads of their group, and kept. The keys of their own are not, then, nor the
     # projection that the values are a part of. Of dropout there are two numbers that nobody needs.
-    head = ROWS * SEQ * experiment.model.head_dim * 2
-    own = experiment.model.kv_heads * head + (heads + 2 * experiment.model.kv_heads) * head
+    head = ROWS * SEQ * attention.qk_dim * 2
+    own = kv_heads * head + (heads + 2 * kv_heads) * head
     kept, before = (plan.ranks[0].trace.peak.by_category["activations"] for plan in (with_mask, without))
     assert kept - before == layers * (bias + 2 * heads * head - own + 2 * 512)
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.config.composing import llama
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.layout.layout import offered_devices, resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
+from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.plan.cuda.devices import device_named
 from titan_exp.plan.plan_table import as_json, print_plan
@@ -39,7 +41,7 @@ def traced(*words: str) -> Trace:
 
 def block_shards() -> list[int]:
     """Numbers that each parameter of a block has on one rank, in their order, by hand from the model's sizes."""
-    model = to_experiment(compose(SMALL)).model
+    model = llama(*SMALL)
     heads, keys = model.heads * model.head_dim, model.kv_heads * model.head_dim
     whole = [
         model.dim,
@@ -53,7 +55,7 @@ def block_shards() -> list[int]:
 
 
 def all_shards() -> list[int]:
-    model = to_experiment(compose(SMALL)).model
+    model = llama(*SMALL)
     ends = [model.vocab_size * model.dim, model.dim, model.vocab_size * model.dim]
     return [*block_shards() * model.layers, *(numbers // SHARDS for numbers in ends)]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.plan.layouts import COMPILED, LAYOUTS, experiment_of, handed_out, measured, predicted
+from titan_exp.models.spec.lookup import model_spec
 
 BY_DAY = (
     "one device",
@@ -77,7 +78,9 @@ def test_a_change_of_the_trainer_changes_the_prediction(tmp_path: Path):
     (before,) = predicted(experiment, tmp_path / "before")
     (guess,) = predicted(experiment, tmp_path / "plan", every_block_keeps_a_copy_of_its_feed_forward)
     (fact,) = measured(experiment, tmp_path / "run", every_block_keeps_a_copy_of_its_feed_forward)
-    layers, width, tokens = experiment.model.layers, 2 * experiment.model.ffn_dim, 4 * 64
+    spec = model_spec(experiment.model)
+    assert spec is not None
+    layers, width, tokens = len(spec.layers), spec.layers[0].linear("feed_forward.gate_up").outputs, 4 * 64
     # Sigmoid's result is kept by its own backward pass and by that of the product, whose result is kept by swiglu.
     assert guess.passing - before.passing == layers * 2 * width * tokens * 4
     assert guess.passing <= fact.passing <= 1.02 * guess.passing

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from tests.config.composing import experiment
+from tests.config.composing import experiment, llama
 from tests.models.own_experts import Mixture
-from titan_exp.config.layout.layout import resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.models.blocks.grouped_linear import GroupedLinear
 from titan_exp.models.blocks.initialization import ShardSpec, init_slice
 from titan_exp.models.blocks.linear_impl import GroupedLinearImpl
@@ -27,7 +27,7 @@ def curve(recipe: str, *, bf16: bool = True) -> list[float]:
     """Losses of a model whose weights are fp32, computed in bf16 with a recipe for its experts."""
     overrides = ["model=llama_debug", "training.seq_len=64", "cluster.device=cpu", f"quantization={recipe}"]
     run = resolve_layout(experiment(*overrides), 1)
-    model = Mixture(replace(run.model, vocab_size=64, layers=2))
+    model = Mixture(replace(llama(*overrides), vocab_size=64, layers=2))
     draw(model)
     quantize(model, run.quantization, layers=2, device=torch.device("cpu"))
     products = {type(it.linear_impl) for it in model.modules() if isinstance(it, GroupedLinear)}

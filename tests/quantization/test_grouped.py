@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.config.composing import experiment
+from tests.config.composing import experiment, llama
 from tests.ranks import run_ranks
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.quantization import BLOCK, QuantizationConfig
-from titan_exp.config.layout.layout import resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.models.blocks.grouped_linear import GroupedLinear
 from titan_exp.models.blocks.linear_impl import GroupedLinearImpl
 from titan_exp.models.blocks.transformer import Linear
@@ -170,7 +170,7 @@ def mixture(**options: int) -> nn.Module:
     from tests.models.own_experts import Mixture
 
     with torch.device("meta"):
-        return Mixture(resolve_layout(experiment("model=llama_debug"), 1).model, **options)
+        return Mixture(llama("model=llama_debug"), **options)
 
 
 def taken(*overrides: str, device: torch.device = CPU) -> dict[str, GroupedLinearImpl]:
@@ -192,7 +192,7 @@ def test_names_layers_and_sizes_are_left_out_as_of_projections():
     assert ends == {"blocks.1.experts.gate_up", "blocks.1.experts.down"}
     assert {name.split(".")[-1] for name in emulated("quantization.filter=['*.down']")} == {"gate_up"}
     assert emulated("quantization.smallest_gemm=65") == set()
-    model = resolve_layout(experiment("model=llama_debug"), 1).model
+    model = llama("model=llama_debug")
     assert len(emulated(f"quantization.smallest_gemm={min(model.dim, model.ffn_dim)}")) == 8
     assert {type(it) for it in taken("quantization=none").values()} == {GroupedLinearImpl}
 

@@ -8,10 +8,10 @@ from torch import nn
 
 from tests.config.composing import experiment
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.layout.layout import resolve_layout
-from titan_exp.config.layout.linear_shapes import projections
+from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.models.blocks.transformer import Linear
 from titan_exp.models.build import build_model
+from titan_exp.models.spec.lookup import model_spec
 from titan_exp.quantization import hardware_support as instructions
 from titan_exp.quantization.float8.float8_tensor import E4M3, scale_of
 from titan_exp.quantization.hardware_support import needs_emulation
@@ -50,7 +50,9 @@ def test_the_configuration_knows_the_shapes_that_there_are():
         for name, module in model_of().named_modules()
         if isinstance(module, Linear)
     }
-    assert found == {it.name: (it.inputs, it.outputs) for it in projections(run.model)}
+    spec = model_spec(run.model)
+    assert spec is not None
+    assert found == {name: (linear.inputs, linear.outputs) for name, linear in spec.linears()}
 
 
 def test_names_layers_and_sizes_are_left_out():

@@ -18,7 +18,7 @@ import json, os, sys
 from pathlib import Path
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.config.layout.layout import resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.tracking.sinks.build_sinks import build_sinks
 from titan_exp.tracking.logging import configure_logging
 

@@ -14,6 +14,7 @@ from titan_exp.config.command_line.verb_options import ConvertOptions
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.presets import model_overrides
 from titan_exp.config.paths.remote_url import is_url
+from titan_exp.models.spec.lookup import model_spec
 from titan_exp.rules.data import tokenizer_file
 from titan_exp.tracking.byte_progress import byte_progress
 
@@ -88,7 +89,7 @@ def _next(source: OpenCheckpoint, target: Path, form: str) -> str:
             return (
                 f"torchtune: FullModelMetaCheckpointer, checkpoint_dir={target}, checkpoint_files=[consolidated.00.pth]"
             )
-    if source.model.architecture != "decoder":
+    if model_spec(source.model) is None:
         return f"the model group is in {target / 'model.json'}"
     words = model_overrides(source.model)
     if tokenizer_file(str(target)).is_file():

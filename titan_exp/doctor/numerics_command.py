@@ -17,12 +17,11 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.layout.layout import resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.doctor.numerics import NumericsReport, report_numerics
-from titan_exp.models.build import build_model, init_specs
-from titan_exp.ops.attention.sdpa import choose_backend
+from titan_exp.models.build import build_model, choose_attention_backend, init_specs
 from titan_exp.parallel.meta_init import copy_initial_weights, init_weights, materialize_parameters
 from titan_exp.rules import check
 from titan_exp.trainer.load_model import describe, load_source, training_length
@@ -91,13 +90,7 @@ def _build_initial(
     config: ModelConfig, seq_len: int, seed: int, device: torch.device, documents: bool = False
 ) -> nn.Module:
     # The model is in fp32, which few GPU attention kernels support.
-    backend = choose_backend(
-        "auto" if device.type == "cuda" else config.attention_backend,
-        device,
-        head_dim=config.head_dim,
-        bf16=False,
-        documents=documents,
-    )
+    backend = choose_attention_backend(config, device, bf16=False, documents=documents, auto=device.type == "cuda")
 
     def build() -> nn.Module:
         return build_model(config, seq_len=seq_len, attention_backend=backend)

@@ -1,31 +1,51 @@
-"""From the model group to a module: ours, or a class of the user's own."""
+"""Models by architecture: a built-in family, a user's module with the same public names, or a user's plain class."""
 
+import torch
 from torch import nn
 
 from titan_exp.config.groups.model import ModelConfig
-from titan_exp.config.schema.import_path import import_dotted
+from titan_exp.config.schema.component import component
 from titan_exp.models.blocks.initialization import InitSpec
 from titan_exp.models.decoder import Decoder
-from titan_exp.ops.attention.sdpa import AttentionBackend
+from titan_exp.models.spec.lookup import model_spec
+from titan_exp.ops.attention.sdpa import AttentionBackend, choose_backend
 
 
 def build_model(config: ModelConfig, *, seq_len: int, attention_backend: AttentionBackend) -> nn.Module:
     """Build the model on the current default device (meta, in training).
 
-    A class of the user's own is called as `Class(config, **config.options)`; its `forward(tokens, positions,
-    documents)` returns logits. Where it has a `ModuleDict` named `blocks`, those are sharded, recomputed and compiled
-    one by one.
+    A family's blocks go into the skeleton `Decoder`, unless the family builds its model itself by a public
+    `model(config, seq_len=..., backend=...)`.
 
     Raises:
-        UserError: the dotted name cannot be imported.
+        UserError: the import path cannot be imported.
     """
-    if config.architecture == "decoder":
-        return Decoder(config, seq_len=seq_len, attention_backend=attention_backend)
-    return import_dotted(config.architecture, "model.architecture")(config, **config.options)
+    family = component("model", config.architecture)
+    if hasattr(family, "model"):
+        return family.model(config, seq_len=seq_len, backend=attention_backend)
+    blocks = {layer: family.block(config, layer, attention_backend) for layer in range(config.layers)}
+    return Decoder(family.spec(config), blocks, seq_len=seq_len)
+
+
+def choose_attention_backend(
+    config: ModelConfig, device: torch.device, *, bf16: bool, documents: bool, parts: bool = False, auto: bool = False
+) -> AttentionBackend:
+    """Attention kernel for a model on a device, from the kernel that its config asks for.
+
+    Args:
+        bf16: True if attention computes in bf16.
+        documents: True if document masks are given.
+        parts: True if context-parallel ranks exchange keys and values.
+        auto: True to leave aside what the config asks for.
+    """
+    spec = model_spec(config)
+    head_dim = spec.attention.qk_dim if spec is not None and spec.attention is not None else 64
+    requested = "auto" if auto or spec is None else spec.attention_backend
+    return choose_backend(requested, device, head_dim=head_dim, bf16=bf16, documents=documents, parts=parts)
 
 
 def init_specs(model: nn.Module) -> dict[str, InitSpec] | None:
-    """How every parameter starts, by full name; None where a model does not say so for all of them."""
+    """Initialization of every parameter by full name; None where a model does not declare all of them."""
     table = {
         f"{path}.{name}" if path else name: init
         for path, module in model.named_modules()
@@ -41,7 +61,7 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def flops_per_token(model: nn.Module, seq_len: int) -> float:
-    """Operations of a training step per token: what the model says of itself, else 6 per parameter."""
+    """FLOPs of a training step per token: from the model's spec, else 6 per parameter."""
     if hasattr(model, "flops_per_token"):
         return model.flops_per_token(seq_len)  # type: ignore[operator]  # a method, not a submodule
     return 6.0 * parameter_count(model)

@@ -1,66 +1,41 @@
-"""The decoder-only language model: embedding, blocks, norm, head.
+"""Skeleton of a decoder-only language model: embedding, a family's blocks, final norm, LM head.
 
-Blocks are keyed by their number in the whole model, and every part may be absent, so that a pipeline stage is the same
-class with the same parameter names.
+Blocks are keyed by their layer number in the whole model, and every part may be absent, so that a pipeline stage is
+the same class with the same parameter names.
 """
 
-import math
+from collections.abc import Mapping
 from typing import Any
 
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from titan_exp.config.groups.model import ModelConfig
-from titan_exp.models.blocks.transformer import (
-    Attention,
-    Embedding,
-    FeedForward,
-    Head,
-    LogitsLoss,
-    RMSNorm,
-    TransformerBlock,
-)
+from titan_exp.models.blocks.transformer import Embedding, Head, LogitsLoss, RMSNorm
+from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.models.spec.pp_plan import PipelinePlan
 from titan_exp.ops.attention.rope import Frequencies, RotaryEmbedding
-from titan_exp.ops.attention.sdpa import AttentionBackend
 from titan_exp.ops.loss.cross_entropy import LossSum
 
 
 class Decoder(nn.Module):
-    """A Llama-style decoder of the shape that `ModelConfig` says.
+    """A decoder of a spec's embedding, norm and head around a family's blocks.
 
     Args:
-        config: the shape.
+        blocks: by layer number; called as `block(x, rope, mask)`.
         seq_len: longest sequence in tokens that it will see.
-        attention_backend: kernel behind attention.
     """
 
-    def __init__(self, config: ModelConfig, *, seq_len: int, attention_backend: AttentionBackend) -> None:
+    def __init__(self, spec: ModelSpec, blocks: Mapping[int, nn.Module], *, seq_len: int) -> None:
         super().__init__()
-        self.config = config
-        # Residual branches add up over 2 · layers of them; scaling their outputs keeps the stream's variance
-        # (Radford et al. 2019).
-        out_std = config.init_std / math.sqrt(2 * config.layers)
-        self.embedding = Embedding(config.vocab_size, config.dim, config.init_std)
-        self.blocks = nn.ModuleDict(
-            {str(layer): _block(config, out_std, attention_backend) for layer in range(config.layers)}
-        )
-        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.spec = spec
+        self.embedding = Embedding(spec.vocab_size, spec.dim, spec.embedding_std)
+        self.blocks = nn.ModuleDict({str(layer): block for layer, block in blocks.items()})
+        self.norm = RMSNorm(spec.dim, spec.norm_eps)
         # A tied head borrows the embedding's weight in `forward`: one parameter, not two names for one.
-        self.head = Head(config.dim, config.vocab_size, config.init_std, tied=config.tied_embeddings)
-        rope = config.rope
-        self.rope = RotaryEmbedding(
-            config.head_dim,
-            seq_len,
-            Frequencies(
-                rope.theta,
-                scaling=rope.scaling,
-                factor=rope.factor,
-                low_freq_factor=rope.low_freq_factor,
-                high_freq_factor=rope.high_freq_factor,
-                original_context=rope.original_context,
-            ),
-        )
+        self.head = Head(spec.dim, spec.vocab_size, spec.embedding_std, tied=spec.tied)
+        self.rope = None
+        if spec.rope is not None:
+            self.rope = RotaryEmbedding(spec.rope_dim, seq_len, Frequencies(**vars(spec.rope)))
 
     def forward(
         self,
@@ -79,7 +54,7 @@ class Decoder(nn.Module):
             loss: called with the hidden states [batch, seq, dim] and the head's weight [vocab, dim], instead of their
                 product; here, because only inside `forward` is a sharded weight whole.
         """
-        rope = self.rope(x.shape[1], positions)
+        rope = None if self.rope is None else self.rope(x.shape[1], positions)
         mask = self._mask(documents)
         # Of a tied model the last stage has the embedding as well, for its head.
         if not x.is_floating_point():
@@ -88,51 +63,24 @@ class Decoder(nn.Module):
             x = block(x, rope, mask)
         if self.norm is None:
             return x
-        return self.head(self.norm(x), self.embedding.weight if self.config.tied_embeddings else None, loss)
+        return self.head(self.norm(x), self.embedding.weight if self.spec.tied else None, loss)
 
     def pp_plan(self) -> PipelinePlan:
-        """What a pipeline leaves out of most stages."""
-        shared = ("embedding",) if self.config.tied_embeddings else ()
-        return PipelinePlan(first=("embedding",), last=("norm", "head"), shared=shared)
+        """Children that only the first or the last stage holds."""
+        return self.spec.pipeline
 
     def reset_buffers(self) -> None:
-        """Compute what is not a parameter, once memory is real."""
-        self.rope.reset()
+        """Compute the RoPE cache, once memory is real."""
+        if self.rope is not None:
+            self.rope.reset()
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Floating-point operations of a training step per token, as executed.
-
-        6 per parameter of a matmul (2 forward, 4 backward), the embedding's look-up left out, the head counted, tied
-        or not; and causal attention, two matmuls of 2 · head_dim for each of on average (seq_len + 1) / 2 visible keys
-        and each query head, times 3 for forward and backward.
-        """
-        config = self.config
-        attention = (config.heads + 2 * config.kv_heads + config.heads) * config.head_dim * config.dim
-        matmuls = config.layers * (attention + 3 * config.dim * config.ffn_dim) + config.dim * config.vocab_size
-        visible = (seq_len + 1) / 2
-        return 6 * matmuls + 3 * config.layers * config.heads * visible * 2 * (2 * config.head_dim)
+        """FLOPs of a training step per token, as executed."""
+        return self.spec.flops_per_token(seq_len)
 
     def _mask(self, documents: Int[Tensor, "batch seq"] | None) -> Any:
         if documents is None:
             return None
-        block = next(iter(self.blocks.values()), None)
-        return block and block.attention.core.mask(documents)  # type: ignore[union-attr]  # blocks are TransformerBlocks
-
-
-def _block(config: ModelConfig, out_std: float, backend: AttentionBackend) -> TransformerBlock:
-    std = config.init_std
-    attention = Attention(
-        config.dim,
-        config.heads,
-        config.kv_heads,
-        config.head_dim,
-        std=std,
-        out_std=out_std,
-        backend=backend,
-    )
-    return TransformerBlock(
-        attention,
-        FeedForward(config.dim, config.ffn_dim, std=std, out_std=out_std),
-        config.dim,
-        config.norm_eps,
-    )
+        attention = (getattr(block, "attention", None) for block in self.blocks.values())
+        core = next((module.core for module in attention if module is not None), None)
+        return core and core.mask(documents)  # type: ignore[operator]  # an attention core

@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import device_type
 from titan_exp.config.machine.attention_backends import HEAD_SIZES
+from titan_exp.config.machine.devices import device_type
+from titan_exp.models.spec.lookup import attention_backend, model_spec
 from titan_exp.plan.cuda.devices import Device
 
 BACKENDS = ("inductor", "aot_eager", "eager")
@@ -48,7 +49,7 @@ def _on_cuda(experiment: Experiment) -> Iterator[Violation]:
             "a graph keeps the memory of a pass for itself beside what is evaluated and updated, which is not modelled"
         )
         yield Violation("compile.cuda_graphs", True, reason, "compile.cuda_graphs=false plans the same run without")
-    backend = experiment.model.attention_backend
+    backend = attention_backend(experiment.model)
     if backend in WHY_NOT:
         yield Violation("model.attention_backend", backend, WHY_NOT[backend], "model.attention_backend=auto, or math")
     if backend == "cudnn" and experiment.data.document_mask:
@@ -65,7 +66,7 @@ def check_supported_on(experiment: Experiment, device: Device) -> None:
     found = list[Violation]()
     if device.capability is None and attention_kernel(experiment) == "efficient":
         reason = f"in fp32 or with a document mask it is the efficient kernel, which {device.name} has another of"
-        backend = experiment.model.attention_backend
+        backend = attention_backend(experiment.model)
         found.append(Violation("model.attention_backend", backend, reason, "model.attention_backend=math"))
     quantization = experiment.quantization
     instructed = device.capability is not None and device.capability >= BLACKWELL and quantization.emulate is not True
@@ -82,9 +83,10 @@ def attention_kernel(experiment: Experiment) -> str:
 
     What `auto` is on CUDA is as `ops.attention.choose_backend` has it.
     """
-    backend, model = experiment.model.attention_backend, experiment.model
+    spec, backend = model_spec(experiment.model), attention_backend(experiment.model)
     if backend != "auto":
         return "flash" if backend == "cudnn" else backend
     fp32 = experiment.training.mixed_precision == "fp32"
-    takes = HEAD_SIZES["flash"].takes(model.head_dim)
+    attention = None if spec is None else spec.attention
+    takes = attention is None or HEAD_SIZES["flash"].takes(attention.qk_dim)
     return "efficient" if fp32 or experiment.data.document_mask or not takes else "flash"

@@ -12,9 +12,9 @@ from titan_exp.config.machine.attention_backends import ON_CPU
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.data.tokenizers.base import Tokenizer
 from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
-from titan_exp.models.build import build_model
+from titan_exp.models.build import build_model, choose_attention_backend
+from titan_exp.models.spec.lookup import model_spec
 from titan_exp.ops.attention.flash_attention import runs_here
-from titan_exp.ops.attention.sdpa import choose_backend
 from titan_exp.parallel.meta_init import local, local_shard, materialize_parameters
 
 Rows = Mapping[str, Sequence[slice]]
@@ -45,15 +45,11 @@ def load_source(
         parts: whether ranks will share sequences by exchanging keys and values.
     """
     # Weights do not depend on the kernel that they were trained with, which may not run here.
-    trained_with = source.model.attention_backend
+    spec = model_spec(source.model)
+    trained_with = "auto" if spec is None else spec.attention_backend
     here = runs_here(trained_with, device) and (device.type != "cpu" or trained_with in ON_CPU)
-    backend = choose_backend(
-        trained_with if here else "auto",
-        device,
-        head_dim=source.model.head_dim,
-        bf16=dtype == torch.bfloat16,
-        documents=documents,
-        parts=parts,
+    backend = choose_attention_backend(
+        source.model, device, bf16=dtype == torch.bfloat16, documents=documents, parts=parts, auto=not here
     )
     with torch.device("meta"):
         model = build_model(source.model, seq_len=seq_len, attention_backend=backend)

@@ -22,8 +22,8 @@ from titan_exp.checkpoint.formats.torch_file import write_torch_file
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.data.tokenizers.files import write_tokenizer
+from titan_exp.models.convert.checkpoint_formats import CheckpointFormat, checkpoint_formats, state_dict_map
 from titan_exp.models.convert.hf_config import generation_config, to_huggingface
-from titan_exp.models.convert.llama_state_dict import CheckpointFormat, llama_map
 from titan_exp.models.convert.meta_params import to_params
 from titan_exp.models.convert.model_json import FILE, to_json
 
@@ -56,9 +56,9 @@ def export_weights(source: OpenCheckpoint, target: Path, export: ExportOptions) 
     if target.exists():
         raise UserError(f"{target} exists. Name another place, or remove it first.")
     mapped_format = _MAPPED_FORMATS.get(export.format)
-    if mapped_format is not None and source.model.architecture != "decoder":
+    if mapped_format is not None and mapped_format not in checkpoint_formats(source.model):
         raise UserError(
-            f"format={export.format} holds Llama-like models, and this one is {source.model.architecture}. "
+            f"format={export.format} has no tensor names for the architecture {source.model.architecture}. "
             "format=torch and format=dcp hold any model."
         )
     specs, produce = _tensors(source, mapped_format, export.dtype)
@@ -85,7 +85,7 @@ def _tensors(
         reader = source.parameters
         shapes = source.parameters.shapes
     else:
-        row_map = llama_map(source.model, mapped_format)
+        row_map = state_dict_map(source.model, mapped_format)
         reader, shapes = ExportReader(source.parameters, row_map), row_map.their_shapes
     specs = [TensorSpec(name, tuple(shape), _export_dtype(reader.dtype(name), dtype)) for name, shape in shapes.items()]
     return specs, lambda spec: reader.read(spec.name).to(spec.dtype)

@@ -1,6 +1,7 @@
 """Sharded load from a Hugging Face folder: each rank, in any layout, reads only its own shards."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
@@ -10,7 +11,10 @@ from torch import nn
 from titan_exp.checkpoint.formats.open_checkpoint import open_huggingface
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.model import ModelConfig
-from titan_exp.config.hydra.presets import NOT_THE_SHAPE, model_overrides
+from titan_exp.config.hydra.presets import model_overrides
+from titan_exp.models.convert.checkpoint_formats import checkpoint_formats
+from titan_exp.models.spec.lookup import model_spec
+from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.parallel.meta_init import local, local_shard
 
 
@@ -27,10 +31,10 @@ def load_hf_sharded(model: nn.Module, config: ModelConfig, folder: Path, exclude
     Raises:
         UserError: the folder cannot be read, or its model differs from `config`.
     """
-    source = open_huggingface(folder)
-    if config.architecture != "decoder":
-        reason = "only the built-in decoder has names in Hugging Face's Llama"
-        raise UserError(f"{folder}: {reason}, and model.architecture is {config.architecture}.")
+    if "huggingface" not in checkpoint_formats(config):
+        reason = "has no tensor names in Hugging Face's format"
+        raise UserError(f"{folder}: model.architecture={config.architecture} {reason}.")
+    source = open_huggingface(folder, config.architecture)
     _check_shape(config, source.model, folder)
     for name, parameter in model.named_parameters():
         if any(fnmatchcase(name, pattern) for pattern in exclude):
@@ -42,13 +46,18 @@ def load_hf_sharded(model: nn.Module, config: ModelConfig, folder: Path, exclude
 
 
 def _check_shape(asked: ModelConfig, found: ModelConfig, folder: Path) -> None:
+    wanted = model_spec(asked)
+    assert wanted is not None, "a family with tensor names has a spec"
     differing = [
-        Violation(
-            f"model.{key}", value, f"the weights have {getattr(found, key)}", f"model.{key}={getattr(found, key)}"
-        )
+        Violation(f"model.{key}", value, f"the weights have {other}", f"model.{key}={other}")
         for key, value in vars(asked).items()
-        if key not in (*NOT_THE_SHAPE, "context", "norm_eps", "rope") and getattr(found, key) != value
+        if (other := getattr(found, key)) != value and _spec_with(asked, key, other).weights != wanted.weights
     ]
     if differing:
         fitting = " ".join(model_overrides(found))
         raise UserError(f"The weights in {folder} are of another model. They fit: {fitting}", differing)
+
+
+def _spec_with(config: ModelConfig, key: str, value: object) -> ModelSpec:
+    spec = None if key == "architecture" else model_spec(replace(config, **{key: value}))
+    return spec or model_spec(config)  # type: ignore[return-value]  # a family with tensor names has a spec

@@ -12,7 +12,8 @@ from titan_exp.checkpoint.formats.tensor_reader import FULL_SLICE, slice_tensor
 from titan_exp.checkpoint.formats.torch_file import torch_load_safely
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.model import ModelConfig
-from titan_exp.models.convert.llama_state_dict import llama_map, names_of
+from titan_exp.models.convert.checkpoint_formats import state_dict_map
+from titan_exp.models.convert.decoder_state_dict import META
 from titan_exp.models.convert.meta_params import from_params
 
 IGNORED = "rope.freqs"
@@ -92,7 +93,7 @@ def open_consolidated(folder: Path, known: ModelConfig | None = None) -> tuple[M
     if numbers != [f"{number:02d}" for number in range(len(files))]:
         raise UserError(f"{folder} holds {', '.join(file.name for file in files)}: a file between them is missing.")
     pieces = [torch_load_safely(file) for file in files]
-    embedding, head, gate = names_of("llama")
+    embedding, head, gate = META.embedding, META.head, META.gate.format(0)
     for file, piece in zip(files, pieces, strict=True):
         missing = [name for name in (embedding, gate) if name not in piece]
         if missing:
@@ -108,7 +109,7 @@ def open_consolidated(folder: Path, known: ModelConfig | None = None) -> tuple[M
         ffn_dim=first[gate].shape[0] * len(pieces),
         tied=head not in first or _equal(pieces, embedding, head),
     )
-    return config, ConsolidatedReader(pieces, llama_map(config, "llama").their_shapes)
+    return config, ConsolidatedReader(pieces, state_dict_map(config, "llama").their_shapes)
 
 
 def _equal(pieces: list[dict[str, Tensor]], name: str, other: str) -> bool:

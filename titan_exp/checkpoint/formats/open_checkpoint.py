@@ -20,10 +20,11 @@ from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.data.tokenizers.build import build_tokenizer, tokenizer_path
 from titan_exp.data.tokenizers.files import TOKENIZER_FILES
+from titan_exp.models.convert.checkpoint_formats import CheckpointFormat, checkpoint_formats, state_dict_map
+from titan_exp.models.convert.decoder_state_dict import META
 from titan_exp.models.convert.hf_config import from_huggingface, special_tokens_of
-from titan_exp.models.convert.llama_state_dict import CheckpointFormat, llama_map, names_of
 from titan_exp.models.convert.model_json import FILE, from_json
-from titan_exp.rules.model_shape import FFN_MULTIPLE
+from titan_exp.models.spec.lookup import family_violations, model_spec
 
 FORMATS = ("dcp", "huggingface", "llama", "torch", "torchtune")
 """Formats that can be read and written."""
@@ -79,8 +80,8 @@ def open_checkpoint(path: Path, step: int = 0) -> OpenCheckpoint:
     raise UserError(f"{path} is no checkpoint.\n  {_explain_missing(path)}")
 
 
-def open_huggingface(folder: Path) -> OpenCheckpoint:
-    """The weights of a Hugging Face folder.
+def open_huggingface(folder: Path, architecture: str | None = None) -> OpenCheckpoint:
+    """The weights of a Hugging Face folder, read as an architecture; None is the one that config.json names.
 
     Raises:
         UserError: it is no Llama's, or incomplete, or damaged.
@@ -89,7 +90,7 @@ def open_huggingface(folder: Path) -> OpenCheckpoint:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{folder / 'config.json'} cannot be read: {error}") from error
-    model = _sound(from_huggingface(values, name=folder.absolute().name), folder)
+    model = _sound(from_huggingface(values, folder.absolute().name, architecture), folder)
     if not any(folder.glob("*.safetensors")):
         raise UserError(
             f"{folder} holds config.json and no *.safetensors. Older files (pytorch_model.bin) become safetensors by "
@@ -141,8 +142,9 @@ def _open_dcp(path: Path) -> OpenCheckpoint:
             f"{path} is a DCP checkpoint outside of a run, without a description of its model: {FILE} is missing. "
             "Name the run folder, or the checkpoint in it."
         )
-    if model.architecture == "decoder":
-        check_tensors(store.shapes, llama_map(model, "huggingface").shapes, where=str(path))
+    spec = model_spec(model)
+    if spec is not None:
+        check_tensors(store.shapes, spec.shapes, where=str(path))
     return OpenCheckpoint(path, "dcp", model, store, tokenizer, special)
 
 
@@ -155,7 +157,7 @@ def _open_meta(folder: Path) -> OpenCheckpoint:
     model, store = open_consolidated(folder, known)
     model = _sound(model, folder)
     # A head equal to the embedding is tied.
-    parameters = _mapped(store, model, "llama", folder, {IGNORED, names_of("llama")[1]})
+    parameters = _mapped(store, model, "llama", folder, {IGNORED, META.head})
     return OpenCheckpoint(folder, "llama", model, parameters, _tokenizer_in(folder), special)
 
 
@@ -179,31 +181,27 @@ def _open_torch_file(path: Path) -> OpenCheckpoint:
         )
     model, special = from_json(content["config"], str(path))
     store = TorchFileReader(tensors)
-    if model.architecture == "decoder":
-        check_tensors(store.shapes, llama_map(model, "huggingface").shapes, where=str(path))
+    spec = model_spec(model)
+    if spec is not None:
+        check_tensors(store.shapes, spec.shapes, where=str(path))
     return OpenCheckpoint(path, "torch", model, store, None, special)
 
 
 def _mapped(
     store: TensorReader, model: ModelConfig, dialect: CheckpointFormat, path: Path, extra: set[str]
 ) -> ImportReader:
-    row_map = llama_map(model, dialect)
+    if dialect not in checkpoint_formats(model):
+        raise UserError(f"{path}: the architecture {model.architecture} has no tensor names in the format {dialect}.")
+    row_map = state_dict_map(model, dialect)
     wanted = {name: shape for name, shape in row_map.their_shapes.items() if name not in row_map.copies}
-    optional = extra | ({names_of(dialect)[1]} if model.tied_embeddings else set())
-    check_tensors(store.shapes, wanted, where=str(path), optional=frozenset(optional))
+    check_tensors(store.shapes, wanted, where=str(path), optional=row_map.optional | extra)
     return ImportReader(store, row_map)
 
 
 def _sound(model: ModelConfig, path: Path) -> ModelConfig:
-    if model.ffn_dim % FFN_MULTIPLE:
-        raise UserError(
-            f"{path}: the feed-forward width is {model.ffn_dim}, and the built-in decoder's is a multiple of "
-            f"{FFN_MULTIPLE}, the groups in which gate and up rows alternate."
-        )
-    if model.heads % model.kv_heads or model.head_dim % 2:
-        raise UserError(
-            f"{path}: {model.heads} heads of width {model.head_dim} cannot share {model.kv_heads} key-value heads."
-        )
+    violations = list(family_violations(model))
+    if violations:
+        raise UserError(f"{path} holds a model that cannot be computed here.", violations)
     return model
 
 

@@ -25,7 +25,7 @@ from titan_exp.checkpoint.formats.safetensors import (
 )
 from titan_exp.checkpoint.state_dict import MODEL_PREFIX, model_state_dict
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.models.convert.llama_state_dict import llama_map
+from titan_exp.models.convert.checkpoint_formats import state_dict_map
 from titan_exp.models.convert.state_dict_map import StateDictMap
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.meta_init import local, local_shard
@@ -67,7 +67,7 @@ class ShardedHFExporter:
         if self._config.export == "none" or self._exists(target):
             return True
         partial = target.with_name(f"{target.name}.partial")
-        row_map, dtype = llama_map(self._experiment.model, "huggingface"), DTYPES[self._config.export]
+        row_map, dtype = state_dict_map(self._experiment.model, "huggingface"), DTYPES[self._config.export]
         specs = [TensorSpec(name, tuple(shape), dtype) for name, shape in row_map.their_shapes.items()]
         written = (
             self._all_succeed(lambda: self._preallocate(partial, specs, dtype) if self._leader else None)

@@ -1,7 +1,7 @@
 """What is wrong with the keys and values of a configuration, in words for whoever typed them."""
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from math import isfinite
 from typing import Any, get_args
 
@@ -22,25 +22,35 @@ from titan_exp.config.schema.schema import (
 )
 
 
-def misplaced(values: Mapping[str, Any], kind: Any = Experiment, prefix: str = "") -> Iterator[Violation]:
-    """Keys that are unknown or missing, values where a group belongs, and booleans where a number is meant."""
-    fields = hints(kind)
+def misplaced(values: Mapping[str, Any], classes: Mapping[str, Any]) -> Iterator[Violation]:
+    """Keys that are unknown or missing, values where a group belongs, and booleans where a number is meant.
+
+    Args:
+        values: the whole configuration.
+        classes: dataclass of each group.
+    """
+    yield from _misplaced(values, classes, optional_fields(Experiment), "")
+
+
+def _misplaced(
+    values: Mapping[str, Any], fields: Mapping[str, Any], optional: Collection[str], prefix: str
+) -> Iterator[Violation]:
     for name in values:
         if name not in fields:
-            candidates = fields if isinstance(values[name], Mapping) else value_keys()
+            candidates = fields if isinstance(values[name], Mapping) else _reachable(prefix, fields)
             offer = did_you_mean(f"{prefix}{name}", candidates)
             there = f"{prefix[:-1] or 'the configuration'} has {listed(fields, 'and')}"
             yield Violation(f"{prefix}{name}", values[name], "there is no such key", offer or there)
     for name, annotation in fields.items():
         field = f"{prefix}{name}"
         if name not in values:
-            if name not in optional_fields(kind):
+            if name not in optional:
                 group = dataclasses.is_dataclass(annotation)
                 reason = "this group is missing" if group else "this key has no value"
                 yield Violation(field, "", reason, f"give it {'an option' if group else 'one'}: {field}=...")
         elif dataclasses.is_dataclass(annotation):
             if isinstance(values[name], Mapping):
-                yield from misplaced(values[name], annotation, f"{field}.")
+                yield from _misplaced(values[name], hints(annotation), optional_fields(annotation), f"{field}.")
             else:
                 inside = f"{field}.{next(iter(hints(annotation)))}"
                 yield Violation(
@@ -50,10 +60,15 @@ def misplaced(values: Mapping[str, Any], kind: Any = Experiment, prefix: str = "
             yield Violation(field, values[name], "a number is meant, not true or false", _about(field))
 
 
+def _reachable(prefix: str, fields: Mapping[str, Any]) -> list[str]:
+    """Keys that take a value, less those that a group with this prefix has for other components alone."""
+    return [key for key in value_keys() if not key.startswith(prefix) or key[len(prefix) :].partition(".")[0] in fields]
+
+
 def in_our_words(error: Mapping[str, Any]) -> Violation:
     """One of pydantic's errors about the value of a key."""
-    # The first part of the place is the wrapper's field; numbers in it are places in a list.
-    field = ".".join(part for part in error["loc"][1:] if isinstance(part, str))
+    # Numbers in the place are indices of a list.
+    field = ".".join(part for part in error["loc"] if isinstance(part, str))
     value = error["input"]
     reason, remedy = _reason(error["type"], error.get("ctx", {}), field, value, error["msg"])
     return Violation(field, value, reason, remedy or _about(field))

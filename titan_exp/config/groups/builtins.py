@@ -1,8 +1,5 @@
 """The names that come with the package; any other name in their places is a dotted one, of the user's own code."""
 
-ARCHITECTURES = ("decoder",)
-"""What `model.architecture` may name."""
-
 OPTIMIZERS = ("adamw",)
 """What `optimizer.name` may name."""
 

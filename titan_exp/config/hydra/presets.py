@@ -15,7 +15,11 @@ NOT_THE_SHAPE = ("name", "init_std", "attention_backend", "options")
 
 def model_overrides(model: ModelConfig) -> list[str]:
     """Overrides that compose a model group of this shape: the nearest preset first, then what differs from it."""
-    presets = sorted(path.stem for path in (CONF_DIR / "model").glob("*.yaml"))
+    presets = [
+        preset
+        for preset in sorted(path.stem for path in (CONF_DIR / "model").glob("*.yaml"))
+        if compose([f"model={preset}"]).model.architecture == model.architecture
+    ]
     found = min((_overrides(model, preset) for preset in presets), key=len)
     # A key that follows another one in the preset may have followed it too far.
     return [*found, *_differing(model, found)]
@@ -27,15 +31,10 @@ def _overrides(model: ModelConfig, preset: str) -> list[str]:
 
 def _differing(model: ModelConfig, overrides: list[str]) -> list[str]:
     composed = OmegaConf.to_container(compose(overrides).model, resolve=True)
-    wanted = _flat(dataclasses.asdict(model))
-    if model.rope.scaling == "none":
-        # What a scaling that is not there would do is no part of the shape.
-        wanted = {key: value for key, value in wanted.items() if not key.startswith("rope.") or key == "rope.theta"}
-        wanted |= {"rope.scaling": "none", "rope.factor": 1.0}
     there = _flat(composed)
     return [
         f"model.{key}={shown(value)}"
-        for key, value in wanted.items()
+        for key, value in _flat(dataclasses.asdict(model)).items()
         if key not in NOT_THE_SHAPE and there.get(key) != value
     ]
 

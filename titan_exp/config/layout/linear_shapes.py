@@ -1,38 +1,9 @@
-"""The projections of the built-in model by name and shape, and which of them a recipe quantizes."""
+"""Choice of linear layers that a quantization recipe takes, by name and shape."""
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
 
-from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.quantization import QuantizationConfig
-
-
-@dataclass(frozen=True)
-class Projection:
-    """A weight of a block."""
-
-    name: str
-    """Name of the module."""
-    inputs: int
-    """Columns of the whole weight."""
-    outputs: int
-    """Rows of the whole weight."""
-    divided: Literal["inputs", "outputs"]
-    """Which of them tensor parallelism divides."""
-
-
-def projections(model: ModelConfig) -> Iterator[Projection]:
-    """Every projection of the built-in model."""
-    heads, dim = model.heads * model.head_dim, model.dim
-    for layer in range(model.layers):
-        block = f"blocks.{layer}"
-        yield Projection(f"{block}.attention.qkv", dim, heads + 2 * model.kv_heads * model.head_dim, "outputs")
-        yield Projection(f"{block}.attention.out", heads, dim, "inputs")
-        yield Projection(f"{block}.feed_forward.gate_up", dim, 2 * model.ffn_dim, "outputs")
-        yield Projection(f"{block}.feed_forward.down", model.ffn_dim, dim, "inputs")
 
 
 def is_quantized(config: QuantizationConfig, layers: int, name: str, inputs: int, outputs: int) -> bool:

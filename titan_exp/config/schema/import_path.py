@@ -34,7 +34,7 @@ def import_dotted(name: str, field: str) -> Any:
     trouble = find_dotted(name, field)
     if trouble is not None:
         raise UserError("A name of your own cannot be found.", [trouble])
-    module, attributes, _ = _locate(name)
+    module, attributes, _ = locate(name)
     try:
         found: Any = importlib.import_module(module)
         for attribute in attributes:
@@ -56,7 +56,7 @@ def find_dotted(name: str, field: str) -> Violation | None:
     search_current_directory()
     if not all(part.isidentifier() for part in name.split(".")):
         return Violation(field, name, "this is not a dotted name", "write package.module.Name")
-    module, attributes, spec = _locate(name)
+    module, attributes, spec = locate(name)
     if not module:
         reason = f"there is no module {name.partition('.')[0]} here"
         return Violation(
@@ -73,7 +73,7 @@ def find_dotted(name: str, field: str) -> Violation | None:
 def find_module(name: str) -> Path | None:
     """The source file of the module that a dotted name points into; None where there is none. Imports nothing."""
     search_current_directory()
-    _, _, spec = _locate(name)
+    _, _, spec = locate(name)
     return Path(spec.origin).absolute() if spec is not None and spec.has_location and spec.origin else None
 
 
@@ -89,8 +89,8 @@ def _missing(name: str, field: str, module: str, offer: str) -> Violation:
     return Violation(field, name, f"{module} has no {attribute}", offer or f"define {attribute} in {module}")
 
 
-def _locate(name: str) -> tuple[str, list[str], ModuleSpec | None]:
-    """The longest leading part that is a module, the parts after it, and the module's specification."""
+def locate(name: str) -> tuple[str, list[str], ModuleSpec | None]:
+    """Longest leading part of an import path that is a module, the parts after it, and the module's specification."""
     parts = name.split(".")
     path: Iterable[str] | None = None
     found: ModuleSpec | None = None
@@ -127,8 +127,14 @@ def _names_bound_by(spec: ModuleSpec | None) -> set[str] | None:
     """Names that a module's source binds at its top level; None where its source cannot tell."""
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         return None
+    names = names_bound_by(Path(spec.origin))
+    return None if "*" in names or "__getattr__" in names else names
+
+
+def names_bound_by(file: Path) -> set[str]:
+    """Names that a Python file binds at its top level, read from its source; `*` for a star import."""
     names: set[str] = set()
-    nodes: list[ast.AST] = [ast.parse(Path(spec.origin).read_bytes())]
+    nodes: list[ast.AST] = [ast.parse(file.read_bytes())]
     while nodes:
         match node := nodes.pop():
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
@@ -139,4 +145,4 @@ def _names_bound_by(spec: ModuleSpec | None) -> set[str] | None:
             case ast.Name(id=name, ctx=ast.Store()):
                 names.add(name)
         nodes.extend(ast.iter_child_nodes(node))
-    return None if "*" in names or "__getattr__" in names else names
+    return names

@@ -12,14 +12,24 @@ from itertools import pairwise
 from typing import Any
 
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.schema.component import config_classes
 
 
-def keys(kind: Any = Experiment, prefix: str = "") -> Iterator[str]:
+def keys() -> Iterator[str]:
     """Every key of the configuration, dotted: the groups, and the values in them."""
+    found: dict[str, None] = {}
+    for group in hints(Experiment):
+        found[group] = None
+        for kind in config_classes(group):
+            found |= dict.fromkeys(_keys_in(kind, f"{group}."))
+    yield from found
+
+
+def _keys_in(kind: Any, prefix: str) -> Iterator[str]:
     for name, annotation in hints(kind).items():
         yield f"{prefix}{name}"
         if dataclasses.is_dataclass(annotation):
-            yield from keys(annotation, f"{prefix}{name}.")
+            yield from _keys_in(annotation, f"{prefix}{name}.")
 
 
 def value_keys() -> list[str]:
@@ -29,22 +39,43 @@ def value_keys() -> list[str]:
 
 def annotation_of(key: str) -> Any:
     """The type of a key, with its bounds; None where there is no such key."""
-    found: Any = Experiment
-    for part in key.split("."):
-        found = hints(found).get(part) if dataclasses.is_dataclass(found) else None
-    return found
+    group, _, below = key.rpartition(".")
+    found = (hints(kind).get(below) for kind in _dataclasses_of(group))
+    return next((annotation for annotation in found if annotation is not None), None)
 
 
 def meaning_of(key: str) -> str:
     """The docstring below a field, on one line; empty where there is no such key."""
-    group, _, name = key.rpartition(".")
-    kind = annotation_of(group) if group else Experiment
-    return docstrings(kind).get(name, "") if dataclasses.is_dataclass(kind) else ""
+    group, _, below = key.rpartition(".")
+    found = (docstrings(kind).get(below, "") for kind in _dataclasses_of(group))
+    return next(filter(None, found), "")
+
+
+def _dataclasses_of(group: str) -> Iterator[Any]:
+    """Dataclasses that may type a group, dotted where it is inside of another one; the whole for an empty name."""
+    if not group:
+        yield Experiment
+    elif "." not in group:
+        yield from config_classes(group) if group in hints(Experiment) else ()
+    else:
+        parent, _, below = group.rpartition(".")
+        for kind in _dataclasses_of(parent):
+            annotation = hints(kind).get(below)
+            if dataclasses.is_dataclass(annotation):
+                yield annotation
 
 
 @cache
 def docstrings(kind: Any) -> dict[str, str]:
-    """The docstring below each field of a dataclass, read from its source."""
+    """The docstring below each field of a dataclass and its base classes, read from their source."""
+    found = {}
+    for base in reversed(kind.__mro__):
+        if dataclasses.is_dataclass(base):
+            found |= _own_docstrings(base)
+    return found
+
+
+def _own_docstrings(kind: Any) -> dict[str, str]:
     body = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0].body  # type: ignore[attr-defined]  # a class
     found = {}
     for before, after in pairwise(body):

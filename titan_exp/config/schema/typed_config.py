@@ -15,7 +15,8 @@ from titan_exp.config.errors.explain_values import in_our_words, misplaced
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.resolve import Uncomputed, resolve
-from titan_exp.config.schema.schema import keys
+from titan_exp.config.schema.component import config_class, current_names
+from titan_exp.config.schema.schema import hints, keys, optional_fields
 
 
 def to_experiment(cfg: DictConfig) -> Experiment:
@@ -64,6 +65,7 @@ def to_yaml(experiment: Experiment) -> str:
 def _build(values: Mapping[str, Any], uncomputed: Sequence[Uncomputed], message: str) -> Experiment:
     from pydantic import ValidationError
 
+    values = {name: current_names(name, group) if isinstance(group, dict) else group for name, group in values.items()}
     found: dict[str, Violation] = {}
 
     def add(violation: Violation) -> None:
@@ -72,29 +74,43 @@ def _build(values: Mapping[str, Any], uncomputed: Sequence[Uncomputed], message:
         if not any(".".join(parts[: depth + 1]) in found for depth in range(len(parts))):
             found[violation.field] = violation
 
-    for violation in (*(failure.violation for failure in uncomputed), *misplaced(values)):
+    classes: dict[str, Any] = {}
+    for name in hints(Experiment):
+        try:
+            classes[name] = config_class(name, values.get(name))
+        except UserError as error:
+            if not error.violations:
+                raise
+            for violation in error.violations:
+                add(violation)
+    known = {name: group for name, group in values.items() if name in classes or name not in hints(Experiment)}
+    for violation in (*(failure.violation for failure in uncomputed), *misplaced(known, classes)):
         add(violation)
-    built = None
+    built: dict[str, Any] = {}
     try:
-        built = _reader().model_validate({"root": values}).root
+        read = _reader(tuple(classes.items())).model_validate(known)
+        built = {name: getattr(read, name) for name in classes}
     except ValidationError as error:
         for detail in error.errors(include_url=False):
             add(in_our_words(detail))
     if not found:
-        assert built is not None, "an error without a place in the configuration"
-        return built
+        return Experiment(**built)
     _drop_consequences(found, uncomputed)
     order = {name: place for place, name in enumerate(keys())}
     raise UserError(message, sorted(found.values(), key=lambda violation: order.get(violation.field, len(order))))
 
 
 @cache
-def _reader() -> Any:
-    from pydantic import ConfigDict, create_model
+def _reader(classes: tuple[tuple[str, Any], ...]) -> Any:
+    from pydantic import ConfigDict, Field, create_model
 
     # A dataclass takes the settings of the model it stands in. Unknown keys have been found before, by `misplaced`.
-    settings = ConfigDict(coerce_numbers_to_str=True, allow_inf_nan=False, extra="ignore")
-    return create_model("Reader", __config__=settings, root=(Experiment, ...))
+    settings = ConfigDict(coerce_numbers_to_str=True, allow_inf_nan=False, extra="ignore", protected_namespaces=())
+    optional = optional_fields(Experiment)
+    fields: dict[str, Any] = {
+        name: (kind, Field(default_factory=kind) if name in optional else ...) for name, kind in classes
+    }
+    return create_model("Reader", __config__=settings, **fields)
 
 
 def _drop_consequences(found: dict[str, Violation], uncomputed: Sequence[Uncomputed]) -> None:

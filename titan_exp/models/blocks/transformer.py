@@ -10,15 +10,16 @@ from torch import Tensor, nn
 
 from titan_exp.models.blocks.initialization import InitSpec
 from titan_exp.models.blocks.linear_impl import LinearImpl
+from titan_exp.models.spec.model_spec import LayerSpec
 from titan_exp.models.spec.tp_plan import (
-    Colwise,
-    ReplicatedKV,
-    Rowwise,
+    SEQUENCE_PARALLEL,
+    HeadParallel,
     SequenceParallel,
     TPStyle,
     VocabEmbedding,
     VocabLogits,
 )
+from titan_exp.models.spec.transformer import FFN_GROUP
 from titan_exp.ops.attention.rope import rotate
 from titan_exp.ops.attention.sdpa import AttentionBackend, CausalAttention
 from titan_exp.ops.loss.cross_entropy import LossSum
@@ -29,7 +30,7 @@ LogitsLoss = Callable[[Tensor, Tensor], LossSum]
 
 
 class Linear(nn.Linear):
-    """A projection without bias that knows its initial standard deviation."""
+    """A linear layer without bias, initialized with standard deviation `std`."""
 
     def __init__(self, fan_in: int, fan_out: int, std: float) -> None:
         super().__init__(fan_in, fan_out, bias=False)
@@ -48,12 +49,10 @@ class Linear(nn.Linear):
 class RMSNorm(nn.Module):
     """Root-mean-square norm (Zhang and Sennrich 2019), computed in fp32."""
 
-    tp_style = SequenceParallel()
-
-    def __init__(self, dim: int, eps: float) -> None:
+    def __init__(self, dim: int, eps: float, tp_style: SequenceParallel | HeadParallel = SEQUENCE_PARALLEL) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
-        self.eps = eps
+        self.eps, self.tp_style = eps, tp_style
 
     def init_spec(self) -> dict[str, InitSpec]:
         """How the parameters of this block start, by name."""
@@ -116,29 +115,23 @@ class Attention(nn.Module):
     """Grouped-query self-attention (Ainslie et al. 2023) with one fused projection.
 
     Rows of `qkv.weight` are ordered by key-value head: its query heads, then its key, then its value; so a contiguous
-    slice holds whole groups.
+    slice holds whole groups. Query and key heads are normalized before RoPE where the layer has their norms.
     """
 
-    def __init__(
-        self,
-        dim: int,
-        heads: int,
-        kv_heads: int,
-        head_dim: int,
-        *,
-        std: float,
-        out_std: float,
-        backend: AttentionBackend,
-    ) -> None:
+    def __init__(self, layer: LayerSpec, norm_eps: float, backend: AttentionBackend) -> None:
         super().__init__()
-        self.head_dim, self.kv_heads, self.group = head_dim, kv_heads, heads // kv_heads
-        self.qkv = Linear(dim, (heads + 2 * kv_heads) * head_dim, std)
-        self.out = Linear(heads * head_dim, dim, out_std)
+        assert layer.attention is not None, "the layer has attention"
+        self._plan = layer.tp_plan("attention")
+        self.head_dim, self.group = layer.attention.qk_dim, layer.attention.group
+        self.qkv = _linear(layer, "attention.qkv")
+        self.q_norm = _head_norm(layer, "attention.q_norm", norm_eps)
+        self.k_norm = _head_norm(layer, "attention.k_norm", norm_eps)
+        self.out = _linear(layer, "attention.out")
         self.core = CausalAttention(backend)
 
     def tp_plan(self) -> dict[str, TPStyle]:
-        """How the projections may be divided, by name: whole groups of heads, or a group's query heads."""
-        return {"qkv": Colwise(self.kv_heads, ReplicatedKV(self.group, self.head_dim, count="group")), "out": Rowwise()}
+        """Tensor-parallel sharding of the linears: whole groups of heads, or a group's query heads."""
+        return self._plan
 
     def forward(
         self,
@@ -152,7 +145,10 @@ class Attention(nn.Module):
         """
         groups = self.qkv(x).unflatten(-1, (-1, self.group + 2, self.head_dim))
         query, key, value = groups.split((self.group, 1, 1), dim=-2)
-        query, key = rotate(query.flatten(2, 3), *rope), rotate(key.flatten(2, 3), *rope)
+        query, key = query.flatten(2, 3), key.flatten(2, 3)
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
+        query, key = rotate(query, *rope), rotate(key, *rope)
         heads = self.core(query.transpose(1, 2), key.transpose(1, 2), value.flatten(2, 3).transpose(1, 2), mask)
         return self.out(heads.transpose(1, 2).flatten(2))
 
@@ -160,15 +156,17 @@ class Attention(nn.Module):
 class FeedForward(nn.Module):
     """SwiGLU feed-forward with gate and up fused, their rows alternating in groups (see `ops.swiglu`)."""
 
-    def __init__(self, dim: int, ffn_dim: int, *, std: float, out_std: float) -> None:
+    def __init__(self, layer: LayerSpec) -> None:
         super().__init__()
-        assert ffn_dim % GROUP == 0, "checked by the configuration's rules"
-        self.gate_up = Linear(dim, 2 * ffn_dim, std)
-        self.down = Linear(ffn_dim, dim, out_std)
+        assert FFN_GROUP == GROUP, "rows are fused as the operator reads them"
+        assert layer.linear("feed_forward.down").inputs % GROUP == 0, "checked by the family's rules"
+        self._plan = layer.tp_plan("feed_forward")
+        self.gate_up = _linear(layer, "feed_forward.gate_up")
+        self.down = _linear(layer, "feed_forward.down")
 
     def tp_plan(self) -> dict[str, TPStyle]:
-        """How the projections may be divided, by name."""
-        return {"gate_up": Colwise(self.down.in_features // GROUP), "down": Rowwise()}
+        """Tensor-parallel sharding of the linears."""
+        return self._plan
 
     def forward(self, x: Float[Tensor, "batch seq dim"]) -> Float[Tensor, "batch seq dim"]:
         """down(silu(gate(x)) · up(x))."""
@@ -178,12 +176,12 @@ class FeedForward(nn.Module):
 class TransformerBlock(nn.Module):
     """Attention and feed-forward, each after a norm and added to the residual stream."""
 
-    def __init__(self, attention: Attention, feed_forward: FeedForward, dim: int, norm_eps: float) -> None:
+    def __init__(self, layer: LayerSpec, norm_eps: float, backend: AttentionBackend) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(dim, norm_eps)
-        self.attention = attention
-        self.feed_forward_norm = RMSNorm(dim, norm_eps)
-        self.feed_forward = feed_forward
+        self.attention_norm = _norm(layer, "attention_norm", norm_eps)
+        self.attention = Attention(layer, norm_eps, backend)
+        self.feed_forward_norm = _norm(layer, "feed_forward_norm", norm_eps)
+        self.feed_forward = FeedForward(layer)
 
     def forward(
         self,
@@ -194,3 +192,18 @@ class TransformerBlock(nn.Module):
         """One layer."""
         x = x + self.attention(self.attention_norm(x), rope, mask)
         return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+def _linear(layer: LayerSpec, name: str) -> Linear:
+    spec = layer.linear(name)
+    return Linear(spec.inputs, spec.outputs, spec.std)
+
+
+def _norm(layer: LayerSpec, name: str, eps: float) -> "RMSNorm":
+    vector = layer.vector(name)
+    assert vector is not None, f"the layer has {name}"
+    return RMSNorm(vector.size, eps, vector.tp)
+
+
+def _head_norm(layer: LayerSpec, name: str, eps: float) -> "RMSNorm | None":
+    return None if layer.vector(name) is None else _norm(layer, name, eps)

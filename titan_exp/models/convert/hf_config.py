@@ -1,35 +1,76 @@
-"""`config.json` and `generation_config.json` of a Hugging Face Llama, from the model group and back."""
+"""Hugging Face's `config.json` and `generation_config.json`, from a model config and back."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.groups.model import ModelConfig, RopeConfig
+from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.schema.component import builtin_components, component
+from titan_exp.models.spec.transformer import TransformerConfig
+
+
+@dataclass(frozen=True)
+class HuggingFace:
+    """A family's class in `transformers`."""
+
+    model_type: str
+    """Name in `config.json`."""
+    architectures: tuple[str, ...]
+    """Classes in `transformers`."""
+    fixed: Mapping[str, object]
+    """Keys of `config.json` that must have these values, or none, for the family to compute the same."""
+    to_config: Callable[[Any], dict[str, Any]]
+    """Keys of `config.json` from the family's config."""
+    from_config: Callable[[Mapping[str, Any], str], ModelConfig]
+    """The family's config from `config.json` and a name."""
 
 
 def to_huggingface(config: ModelConfig, *, dtype: str, special_tokens: Mapping[str, Any]) -> dict[str, Any]:
-    """What `config.json` says.
-
-    RoPE is said in the keys that every version of `transformers` reads.
+    """Content of `config.json`.
 
     Args:
-        config: the shape.
+        config: of a family that Hugging Face has.
         dtype: type of the weights, as torch names it (`bfloat16`).
         special_tokens: `bos_token_id` and `eos_token_id`, where they are known.
     """
-    rope = config.rope
-    scaling = None
-    if rope.scaling == "llama3":
-        scaling = {
-            "rope_type": "llama3",
-            "factor": rope.factor,
-            "low_freq_factor": rope.low_freq_factor,
-            "high_freq_factor": rope.high_freq_factor,
-            "original_max_position_embeddings": rope.original_context,
-        }
+    family: HuggingFace = component("model", config.architecture).huggingface
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": list(family.architectures),
+        "model_type": family.model_type,
+        **family.to_config(config),
+        **special_tokens,
+        "use_cache": True,
+        "torch_dtype": dtype,
+    }
+
+
+def from_huggingface(values: Mapping[str, Any], name: str, architecture: str | None = None) -> ModelConfig:
+    """Model config that a `config.json` describes.
+
+    Args:
+        values: its content, as any version of `transformers` writes it.
+        name: what to call the model.
+        architecture: family to read it as; None is the built-in one of its `model_type`.
+
+    Raises:
+        UserError: no family reads it, or it has parts that the family does not compute.
+    """
+    family = _family(values) if architecture is None else component("model", architecture).huggingface
+    for key, wanted in family.fixed.items():
+        if values.get(key, wanted) != wanted:
+            raise UserError(f"config.json: {key}={values[key]!r}, but {family.model_type} here has {key}={wanted!r}.")
+    if values.get("quantization_config"):
+        raise UserError("config.json: the weights are quantized; only plain ones in fp32, bf16 or fp16 can be read.")
+    try:
+        return family.from_config(values, name)
+    except KeyError as error:
+        raise UserError(f"config.json does not say {error.args[0]}; a {family.model_type}'s does.") from error
+
+
+def common_keys(config: TransformerConfig, *, rope_scaling: object, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """Keys of `config.json` that all decoders with grouped-query attention and SwiGLU have."""
+    return {
         "vocab_size": config.vocab_size,
         "hidden_size": config.dim,
         "intermediate_size": config.ffn_dim,
@@ -40,20 +81,42 @@ def to_huggingface(config: ModelConfig, *, dtype: str, special_tokens: Mapping[s
         "max_position_embeddings": config.context,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope.theta,
-        "rope_scaling": scaling,
+        "rope_scaling": rope_scaling,
         "tie_word_embeddings": config.tied_embeddings,
         "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
+        **extra,
         "initializer_range": config.init_std,
-        **special_tokens,
-        "use_cache": True,
-        "torch_dtype": dtype,
     }
 
 
+def common_fields(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of `TransformerConfig` from those keys; name, architecture, context and rope are the family's to add."""
+    heads, dim = int(values["num_attention_heads"]), int(values["hidden_size"])
+    return {
+        "layers": int(values["num_hidden_layers"]),
+        "dim": dim,
+        "heads": heads,
+        "kv_heads": int(values.get("num_key_value_heads") or heads),
+        "head_dim": int(values.get("head_dim") or dim // heads),
+        "ffn_dim": int(values["intermediate_size"]),
+        "vocab_size": int(values["vocab_size"]),
+        "norm_eps": float(values.get("rms_norm_eps", 1e-6)),
+        "tied_embeddings": bool(values.get("tie_word_embeddings", False)),
+        "init_std": float(values.get("initializer_range", 0.02)),
+        "attention_backend": "auto",
+    }
+
+
+def rope_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """RoPE's keys with `rope_theta` and `rope_type`: transformers 5 nests them, 4 keeps them side by side."""
+    said = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
+    said["rope_theta"] = said.get("rope_theta") or values.get("rope_theta") or 10000.0
+    said["rope_type"] = said.get("rope_type") or said.get("type") or "default"
+    return said
+
+
 def generation_config(special_tokens: Mapping[str, Any]) -> dict[str, Any]:
-    """What `generation_config.json` says."""
+    """Content of `generation_config.json`."""
     return {
         **special_tokens,
         "do_sample": True,
@@ -62,71 +125,18 @@ def generation_config(special_tokens: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def from_huggingface(values: Mapping[str, Any], name: str) -> ModelConfig:
-    """The model group that a `config.json` describes.
-
-    Args:
-        values: its content, as any version of `transformers` writes it.
-        name: what to call the model.
-
-    Raises:
-        UserError: it is no Llama, or one with parts that the built-in decoder does not have.
-    """
-    _refuse_what_differs(values)
-    try:
-        heads, dim = int(values["num_attention_heads"]), int(values["hidden_size"])
-        context = int(values.get("max_position_embeddings", 2048))
-        return ModelConfig(
-            name=name,
-            architecture="decoder",
-            layers=int(values["num_hidden_layers"]),
-            dim=dim,
-            heads=heads,
-            kv_heads=int(values.get("num_key_value_heads") or heads),
-            head_dim=int(values.get("head_dim") or dim // heads),
-            ffn_dim=int(values["intermediate_size"]),
-            vocab_size=int(values["vocab_size"]),
-            context=context,
-            norm_eps=float(values.get("rms_norm_eps", 1e-6)),
-            tied_embeddings=bool(values.get("tie_word_embeddings", False)),
-            rope=_rope(values, context),
-            init_std=float(values.get("initializer_range", 0.02)),
-            attention_backend="auto",
-        )
-    except KeyError as error:
-        raise UserError(f"config.json does not say {error.args[0]}; a Llama's does.") from error
-
-
 def special_tokens_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The ids that `config.json` gives to the begin and the end of a text."""
+    """Ids of the begin- and end-of-text tokens in `config.json`."""
     return {key: values[key] for key in ("bos_token_id", "eos_token_id") if values.get(key) is not None}
 
 
-def _rope(values: Mapping[str, Any], context: int) -> RopeConfig:
-    # transformers 5 keeps all of it under rope_parameters, 4 beside each other.
-    said = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
-    theta = float(said.get("rope_theta") or values.get("rope_theta") or 10000.0)
-    kind = said.get("rope_type") or said.get("type") or "default"
-    if kind == "default":
-        return RopeConfig(theta, "none", 1.0, 1.0, 4.0, context)
-    if kind != "llama3":
-        raise UserError(f"config.json: rope scaling {kind!r} is not there; what works is default and llama3.")
-    return RopeConfig(
-        theta,
-        "llama3",
-        float(said["factor"]),
-        float(said["low_freq_factor"]),
-        float(said["high_freq_factor"]),
-        int(said["original_max_position_embeddings"]),
-    )
-
-
-def _refuse_what_differs(values: Mapping[str, Any]) -> None:
+def _family(values: Mapping[str, Any]) -> HuggingFace:
+    found: dict[str, HuggingFace] = {}
+    for name in builtin_components("model"):
+        family: HuggingFace | None = getattr(component("model", name), "huggingface", None)
+        if family is not None:
+            found[family.model_type] = family
     kind = values.get("model_type")
-    if kind != "llama":
-        raise UserError(f"config.json: model_type is {kind!r}; what can be read is 'llama'.")
-    for key, wanted in (("attention_bias", False), ("mlp_bias", False), ("hidden_act", "silu")):
-        if values.get(key, wanted) != wanted:
-            raise UserError(f"config.json: {key}={values[key]!r}, but the built-in decoder has {key}={wanted!r}.")
-    if values.get("quantization_config"):
-        raise UserError("config.json: the weights are quantized; only plain ones in fp32, bf16 or fp16 can be read.")
+    if kind not in found:
+        raise UserError(f"config.json: model_type is {kind!r}; supported: {', '.join(map(repr, found))}.")
+    return found[kind]

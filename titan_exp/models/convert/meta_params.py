@@ -9,7 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.groups.model import ModelConfig, RopeConfig
+from titan_exp.config.groups.model import ModelConfig
+from titan_exp.models.llama import Config
+from titan_exp.models.spec.rope import RopeConfig
 
 
 def to_params(config: ModelConfig) -> dict[str, Any]:
@@ -18,6 +20,7 @@ def to_params(config: ModelConfig) -> dict[str, Any]:
     Raises:
         UserError: the shape is none that Meta's Llama can have.
     """
+    assert isinstance(config, Config), "only Llama has Meta's tensor names"
     if config.head_dim * config.heads != config.dim:
         raise UserError(
             f"params.json cannot say head_dim={config.head_dim}: there it is dim / heads, "
@@ -42,7 +45,7 @@ def to_params(config: ModelConfig) -> dict[str, Any]:
     return params
 
 
-def from_params(params: Mapping[str, Any], name: str, *, vocab_size: int, ffn_dim: int, tied: bool) -> ModelConfig:
+def from_params(params: Mapping[str, Any], name: str, *, vocab_size: int, ffn_dim: int, tied: bool) -> Config:
     """The model group that a `params.json` and the tensors beside it describe.
 
     Args:
@@ -66,9 +69,9 @@ def from_params(params: Mapping[str, Any], name: str, *, vocab_size: int, ffn_di
         rope = RopeConfig(theta, "llama3", factor, 1.0, float(params.get("high_freq_factor", 4.0)), 8192)
     else:
         rope = RopeConfig(theta, "none", 1.0, 1.0, 4.0, context)
-    return ModelConfig(
+    return Config(
         name=name,
-        architecture="decoder",
+        architecture="llama",
         layers=layers,
         dim=dim,
         heads=heads,
@@ -93,7 +96,7 @@ def feed_forward_width(dim: int, multiple_of: int, multiplier: float | None) -> 
     return multiple_of * ((width + multiple_of - 1) // multiple_of)
 
 
-def _width_formula(config: ModelConfig) -> tuple[int, float | None]:
+def _width_formula(config: Config) -> tuple[int, float | None]:
     """A `multiple_of` and a multiplier that give the width, as round as they can be."""
     dim, ffn_dim = config.dim, config.ffn_dim
     multiples = [size for size in (4096, 2048, 1024, 512, 256, 128, 64, 32) if ffn_dim % size == 0]

@@ -6,6 +6,7 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.schema.component import config_class, current_names
 
 FILE = "model.json"
 """Its name in the folder of a checkpoint."""
@@ -25,7 +26,8 @@ def from_json(values: Mapping[str, Any], where: str) -> tuple[ModelConfig, dict[
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        config = TypeAdapter(ModelConfig).validate_python(values["model"])
+        model = current_names("model", values["model"])
+        config = TypeAdapter(config_class("model", model)).validate_python(model)
     except (KeyError, TypeError, ValidationError) as error:
         raise UserError(f"{where} does not describe a model: {error}") from error
     return config, dict(values.get("special_tokens") or {})

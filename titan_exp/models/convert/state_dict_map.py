@@ -53,6 +53,8 @@ class StateDictMap:
     """By their name: the shape, in the order in which they are written."""
     copies: Mapping[str, str]
     """Their tensors that are no parameter of ours, but the same as another one of theirs (a tied head), by name."""
+    optional: frozenset[str] = frozenset()
+    """Their tensors that may be there and are not read, such as the head of a tied model."""
 
     def of(self, name: str, start: int, stop: int) -> Iterator[Run]:
         """The runs of our rows `start` to `stop`."""

@@ -1,11 +1,11 @@
-"""What a model says of its children, so that it can be cut into pipeline stages by whoever knows no model."""
+"""Pipeline plan: children of a model that only the first or the last stage holds."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """The children that not every stage has; `blocks` are divided, and every stage has what is not named here."""
+    """Stage placement of a model's children. `blocks` are split; every stage holds what is not named here."""
 
     first: tuple[str, ...]
     """Children of the first stage alone."""

@@ -1,7 +1,7 @@
-"""How a block may be divided among ranks that share its matrices: plain data beside its definition, naming no mesh.
+"""Tensor-parallel styles of linears, norms, embedding and head: plain data, naming no mesh.
 
-A projection by `Colwise` is followed by one by `Rowwise` (Shoeybi et al. 2019), so that what is between them, heads or
-feed-forward channels, is each rank's own, and only their input and output are exchanged.
+A `Colwise` linear is followed by a `Rowwise` one (Shoeybi et al. 2019), so that heads or feed-forward channels between
+them stay on their rank, and only the block's input and output are exchanged.
 """
 
 from dataclasses import dataclass
@@ -9,47 +9,74 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ReplicatedKV:
-    """What is left whole where a unit of outputs is itself divided among ranks."""
+    """Sharding inside a unit of outputs where there are more ranks than units: query heads are split, the key and value
+    head after them is replicated."""
 
     pieces: int
-    """Equal pieces that a unit begins with, and that can be divided, as query heads are."""
+    """Equal pieces that a unit begins with and that can be split (query heads)."""
     width: int
-    """Outputs in a piece."""
+    """Outputs per piece."""
     count: str
     """The block's attribute that counts a unit's pieces on this rank."""
 
 
 @dataclass(frozen=True)
 class Colwise:
-    """A projection whose outputs are divided: a rank computes some of them from the whole input."""
+    """A linear whose outputs are split: each rank computes some of them from the whole input."""
 
     units: int
-    """Equal groups of consecutive outputs that stay together, as the heads of one key are."""
+    """Equal groups of consecutive outputs that stay together, such as the heads of one key."""
     common: ReplicatedKV | None = None
-    """How a unit is divided where there are more ranks than units; None where it cannot be."""
+    """Split of a unit where there are more ranks than units; None where there is none."""
+    described: str = "the units of a linear layer"
+    """Noun phrase for error messages."""
+    key: str = ""
+    """Key of the configuration that sets the number of units."""
+    width: int = 1
+    """Units of that key per unit here."""
+
+    @property
+    def pieces(self) -> int:
+        """Ranks that a unit can be split among."""
+        return 1 if self.common is None else self.common.pieces
+
+    def divides(self, degree: int) -> bool:
+        """True if each of so many ranks gets equal whole units, or an equal split of one."""
+        if self.units % degree == 0:
+            return True
+        return self.common is not None and degree % self.units == 0 and self.pieces % (degree // self.units) == 0
 
 
 @dataclass(frozen=True)
 class Rowwise:
-    """A projection whose inputs are divided, as the outputs of the `Colwise` before are; ranks' outputs are summed."""
+    """A linear whose inputs are split like the outputs of the `Colwise` linear before; ranks' outputs are summed."""
 
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    """Computes every token by itself, with all of its parameters."""
+    """A norm that sees this rank's tokens; with sequence parallelism its gradient is partial."""
+
+
+SEQUENCE_PARALLEL = SequenceParallel()
+"""Style of norms over the residual stream."""
+
+
+@dataclass(frozen=True)
+class HeadParallel:
+    """A norm over single heads that sees this rank's heads; its gradient is always partial."""
 
 
 @dataclass(frozen=True)
 class VocabEmbedding:
-    """A table whose rows, one for each word of the vocabulary, are divided."""
+    """An embedding whose rows, one per token of the vocabulary, are split."""
 
 
 @dataclass(frozen=True)
 class VocabLogits:
-    """LM head whose weight is sharded by vocabulary rows, as a `VocabEmbedding` table is."""
+    """A head whose rows, one per token of the vocabulary, are split like those of a `VocabEmbedding`."""
 
     vocabulary: int
-    """Words of the whole weight."""
+    """Rows of the whole weight."""
 
 
-TPStyle = Colwise | Rowwise | SequenceParallel | VocabEmbedding | VocabLogits
+TPStyle = Colwise | Rowwise | SequenceParallel | HeadParallel | VocabEmbedding | VocabLogits

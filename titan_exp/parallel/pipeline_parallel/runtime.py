@@ -8,9 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import micro_batch_size
 from titan_exp.config.layout.pipeline_schedules import Action, Schedule, microbatches_of, splits_backward
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.parallel.fsdp.gradient_sync import disable_gradient_sync, reduce_gradients
 from titan_exp.parallel.pipeline_parallel.schedule_actions import P2POp, Step, forward_schedule, insert_p2p
 from titan_exp.parallel.pipeline_parallel.stage import Forward, Stage
@@ -29,15 +28,11 @@ class ActivationSpec:
     """Where they are."""
 
     @staticmethod
-    def of(experiment: Experiment, device: torch.device) -> "ActivationSpec":
-        """Of a run, its layout resolved."""
-        parallelism = experiment.parallelism
-        tokens = (
-            experiment.training.seq_len // parallelism.cp // (parallelism.tp if parallelism.sequence_parallel else 1)
-        )
-        low = experiment.training.mixed_precision == "bf16"
+    def of(layout: ResolvedLayout, device: torch.device) -> "ActivationSpec":
+        """ActivationSpec states of one micro-batch on one rank."""
+        low = layout.training.mixed_precision == "bf16"
         return ActivationSpec(
-            (micro_batch_size(experiment), tokens, experiment.model.dim),
+            layout.hidden_shape,
             torch.bfloat16 if low else torch.float32,
             device,
         )

@@ -9,7 +9,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from titan_exp.models.spec.tp_plan import Colwise, ReplicatedKV, Rowwise, SequenceParallel, VocabEmbedding, VocabLogits
+from titan_exp.models.spec.tp_plan import (
+    Colwise,
+    HeadParallel,
+    ReplicatedKV,
+    Rowwise,
+    SequenceParallel,
+    VocabEmbedding,
+    VocabLogits,
+)
 from titan_exp.ops.loss.vocab_parallel import VocabShard
 from titan_exp.parallel.functional_collectives import all_reduce
 from titan_exp.parallel.mesh import Mesh
@@ -44,6 +52,8 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bo
                 weight = None if module.weight is None else _divided(module.get_parameter("weight"), axis, dim=0)
                 model.set_submodule(name, VocabParallelHead(weight, region, None if loss_parallel else vocabulary))
             case SequenceParallel() if sequence_parallel:
+                _mark_partial(module)
+            case HeadParallel():
                 _mark_partial(module)
 
 

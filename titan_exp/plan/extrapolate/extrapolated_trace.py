@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import gradient_accumulation
-from titan_exp.config.layout.pipeline_stages import stage_layers
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.plan.extrapolate.allocation_events import EventComposer, OptimizerStepEvents, SampleEvents
 from titan_exp.plan.extrapolate.eligibility import recompute_modes
 from titan_exp.plan.extrapolate.events_no_pipeline import compose_no_pipeline, model_events
@@ -62,7 +61,7 @@ class TraceExtrapolator:
 
     def tail(self, pipeline_rank: int) -> OptimizerStepEvents:
         """Build and ends of the steps of a rank with as many layers."""
-        stages, layers = stages_of(self.experiment, pipeline_rank), stage_layers(self.experiment)
+        stages, layers = stages_of(self.experiment, pipeline_rank), ResolvedLayout.of(self.experiment).stage_layers
         shape = tuple((stage.kind, len(stage.modes)) for stage in stages)
         if shape not in self._tails:
             rank = pipeline_ranks(self.experiment)[pipeline_rank]
@@ -80,11 +79,12 @@ class TraceExtrapolator:
     def _woven(
         self, pipeline_rank: int, tail: OptimizerStepEvents, rehearsal: ScheduleSimulation | None
     ) -> tuple[EventComposer, int]:
+        layout = ResolvedLayout.of(self.experiment)
         if rehearsal is not None:
-            stages, layers = stages_of(self.experiment, pipeline_rank), stage_layers(self.experiment)
+            stages, layers = stages_of(self.experiment, pipeline_rank), layout.stage_layers
             return compose_stages(self._stages, stages, layers, rehearsal, tail, workspace=self.matmul_workspace)
         _, modes = recompute_modes(self.experiment)
-        number, own = gradient_accumulation(self.experiment), self._traced().model_samples[0].looked_at
+        number, own = layout.gradient_accumulation, self._traced().model_samples[0].looked_at
         micro_batches, batches = min(number, MOST_TOLD), (number - 1) * own
         return compose_no_pipeline(
             self._whole, modes, micro_batches, tail, batches=batches, workspace=self.matmul_workspace

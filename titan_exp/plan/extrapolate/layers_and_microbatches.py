@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import data_parallel_degree, gradient_accumulation, micro_batch_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.plan.extrapolate.eligibility import SAMPLED_LAYERS, SAMPLED_MICRO_BATCHES
 from titan_exp.plan.extrapolate.optimizer_step import (
     OPTIMIZER_STEP,
@@ -72,7 +72,12 @@ def sample_model(experiment: Experiment, mode: str, *, cuda: bool, told: bool = 
         cuda: as of `trace_step`.
         told: whether births and deaths are wanted too.
     """
-    small = small_run(experiment, SAMPLED_LAYERS, min(gradient_accumulation(experiment), SAMPLED_MICRO_BATCHES), mode)
+    small = small_run(
+        experiment,
+        SAMPLED_LAYERS,
+        min(ResolvedLayout.of(experiment).gradient_accumulation, SAMPLED_MICRO_BATCHES),
+        mode,
+    )
     tape = SegmentTracker()
     with fake_rank(small, 0) as it, marked_tail(tape), _marked_micro_batches(tape):
         trace_step(it.state, it.step, warmup_step=it.warmup_step, batches=it.batches, cuda=cuda, segments=tape)
@@ -93,8 +98,9 @@ def sample_model(experiment: Experiment, mode: str, *, cuda: bool, told: bool = 
 
 def small_run(experiment: Experiment, layers: int, micro_batches: int, mode: str) -> Experiment:
     """The same run, its layout resolved, of so many layers and micro-batches."""
-    size = micro_batch_size(experiment)
-    batch = data_parallel_degree(experiment) * size * micro_batches
+    layout = ResolvedLayout.of(experiment)
+    size = layout.micro_batch_size
+    batch = layout.dp_degree * size * micro_batches
     return replace(
         experiment,
         model=replace(experiment.model, layers=layers),

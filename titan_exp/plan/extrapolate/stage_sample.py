@@ -18,8 +18,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import data_parallel_degree, micro_batch_size
 from titan_exp.config.layout.pipeline_schedules import Action, Schedule
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.parallel.pipeline_parallel import runtime as parallel_pipeline
 from titan_exp.parallel.pipeline_parallel.runtime import ActivationSpec
 from titan_exp.plan.extrapolate.optimizer_step import OPTIMIZER_STEP, marked_tail
@@ -200,7 +200,8 @@ def _pipeline(layers: Collection[str]) -> tuple[list[str], list[int], Schedule]:
 
 
 def _small_run(experiment: Experiment, layers: Sequence[int], schedule: str, mode: str) -> Experiment:
-    size = micro_batch_size(experiment)
+    layout = ResolvedLayout.of(experiment)
+    size = layout.micro_batch_size
     parallelism = replace(
         experiment.parallelism,
         pp=2,
@@ -211,7 +212,7 @@ def _small_run(experiment: Experiment, layers: Sequence[int], schedule: str, mod
         pp_first_stage_less=0,
         pp_last_stage_less=0,
     )
-    batch = data_parallel_degree(experiment) * size * PASSES
+    batch = layout.dp_degree * size * PASSES
     return replace(
         experiment,
         model=replace(experiment.model, layers=sum(layers)),
@@ -222,7 +223,7 @@ def _small_run(experiment: Experiment, layers: Sequence[int], schedule: str, mod
 
 
 def _sizes(tape: SegmentTracker, experiment: Experiment) -> list[CategoryBytes]:
-    hidden = ActivationSpec.of(experiment, DEVICE)
+    hidden = ActivationSpec.of(ResolvedLayout.of(experiment), DEVICE)
     whole = torch.Size(hidden.shape).numel() * hidden.dtype.itemsize
     size = {"received": whole, "made": whole, "objective": torch.float32.itemsize}
     grain = tape.granularity

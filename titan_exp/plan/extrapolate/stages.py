@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import data_parallel_degree, micro_batch_size, world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.plan.extrapolate.optimizer_step import OptimizerStep, linear_combination, trace_optimizer_step
 from titan_exp.plan.extrapolate.schedule_simulation import ScheduleSimulation
 from titan_exp.plan.extrapolate.segments import CategoryBytes, Segment, category_bytes, join_segments, sum_costs
@@ -55,7 +55,7 @@ def trace_stage_optimizer_steps(experiment: Experiment, *, cuda: bool) -> StageO
     """Trace the ends of the step of small ranks."""
 
     def tail(rank: int, layers: tuple[int, ...]) -> OptimizerStep:
-        size = micro_batch_size(experiment)
+        size = ResolvedLayout.of(experiment).micro_batch_size
         parallelism = replace(
             experiment.parallelism,
             pp=3,
@@ -72,12 +72,12 @@ def trace_stage_optimizer_steps(experiment: Experiment, *, cuda: bool) -> StageO
             parallelism=parallelism,
             training=replace(
                 experiment.training,
-                global_batch_size=data_parallel_degree(experiment) * size,
+                global_batch_size=ResolvedLayout.of(experiment).dp_degree * size,
                 micro_batch_size=size,
             ),
             activation_checkpoint=replace(experiment.activation_checkpoint, mode="none"),
         )
-        return trace_optimizer_step(small, rank * world_size(small) // 3, cuda=cuda)
+        return trace_optimizer_step(small, rank * ResolvedLayout.of(small).world_size // 3, cuda=cuda)
 
     first, one, last = (tail(rank, (1, 1, 1)) for rank in range(3))
     block = linear_combination([(-1, one), (1, tail(1, (1, 2, 1)))])

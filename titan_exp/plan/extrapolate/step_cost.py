@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import gradient_accumulation, pipeline_microbatches
-from titan_exp.config.layout.pipeline_stages import layer_counts, stage_layers, stage_placement
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 from titan_exp.plan.extrapolate.eligibility import SAMPLED_LAYERS, recompute_modes
 from titan_exp.plan.extrapolate.layers_and_microbatches import (
@@ -76,7 +75,7 @@ def trace_parts(experiment: Experiment, *, cuda: bool, told: bool = False) -> Tr
     if experiment.parallelism.pp == 1:
         whole = [sample_model(experiment, mode, cuda=cuda, told=told) for mode in modes]
         return TracedParts(whole, None if told else trace_optimizer_steps(experiment, cuda=cuda), {}, None)
-    lone = {count == 1 for count in layer_counts(experiment)}
+    lone = {count == 1 for count in ResolvedLayout.of(experiment).layer_counts}
     stages = {
         alone: [sample_stages(experiment, mode, lone=alone, cuda=cuda, told=told) for mode in modes] for alone in lone
     }
@@ -95,10 +94,11 @@ def step_cost(
         rehearsal: of this rank's schedule, where it is known.
     """
     pieces = step_segments(experiment, pipeline_rank, parts, rehearsal)
+    layout = ResolvedLayout.of(experiment)
     if parts.stage_optimizer_steps is None:
         assert parts.model_optimizer_steps is not None, "one of them is there"
         tail = extrapolate_optimizer_step(parts.model_optimizer_steps, experiment.model.layers)
-        sample, batches = parts.model_samples[0], gradient_accumulation(experiment)
+        sample, batches = parts.model_samples[0], layout.gradient_accumulation
         base = (
             sample.base
             - extrapolate_optimizer_step(parts.model_optimizer_steps, SAMPLED_LAYERS).persistent
@@ -112,7 +112,7 @@ def step_cost(
         sample,
         parts.stage_optimizer_steps,
         stages,
-        pipeline_microbatches(experiment),
+        layout.pipeline_microbatches,
         shared=experiment.parallelism.cp > 1,
     )
     return _put_together(base, pieces, parts.stage_optimizer_steps.of(stages))
@@ -124,7 +124,7 @@ def step_segments(
     """The pieces of a rank's step but its end; the arguments are those of `step_cost`."""
     if experiment.parallelism.pp == 1:
         _, of_block = recompute_modes(experiment)
-        return model_segments(parts.model_samples, of_block, gradient_accumulation(experiment))
+        return model_segments(parts.model_samples, of_block, ResolvedLayout.of(experiment).gradient_accumulation)
     rehearsal = rehearsal or simulate_rank(experiment, pipeline_rank, parts)
     stages = stages_of(experiment, pipeline_rank)
     by_number = {stage.number: stage for stage in stages}
@@ -138,15 +138,17 @@ def step_segments(
 
 def simulate_rank(experiment: Experiment, pipeline_rank: int, parts: TracedParts) -> ScheduleSimulation:
     """A rank's schedule, gone through."""
-    parallelism, placement = experiment.parallelism, stage_placement(experiment)
+    layout = ResolvedLayout.of(experiment)
+    parallelism, placement = experiment.parallelism, layout.stage_placement
     sample = next(iter(parts.stage_samples.values()))[0]
-    orders = build_schedule(parallelism.pp_schedule, parallelism.pp, len(placement), pipeline_microbatches(experiment))
+    orders = build_schedule(parallelism.pp_schedule, parallelism.pp, len(placement), layout.pipeline_microbatches)
     return simulate_schedule(orders, placement, pipeline_rank, passes=1, sends_complete=sample.sends_complete)
 
 
 def stages_of(experiment: Experiment, pipeline_rank: int) -> list[StageShape]:
     """The stages of a pipeline rank."""
-    layers, placement = stage_layers(experiment), stage_placement(experiment)
+    layout = ResolvedLayout.of(experiment)
+    layers, placement = layout.stage_layers, layout.stage_placement
     _, of_block = recompute_modes(experiment)
     kinds = [FIRST, *[MIDDLE] * (len(layers) - 2), LAST]
     return [

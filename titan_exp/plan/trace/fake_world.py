@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import gradient_accumulation, micro_batch_size, world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.data.batch import Batch
 from titan_exp.plan.cuda.cpu_offload import GPU, gpu_beside_host
 from titan_exp.trainer.train_state import TrainState, assemble
@@ -77,18 +77,19 @@ def fake_rank(experiment: Experiment, rank: int, device: torch.device = DEVICE) 
 
     Args:
         experiment: the run, its layout resolved.
-        rank: which rank of `world_size(experiment)`.
+        rank: rank in the layout.
         device: where it computes; `plan.host.GPU` where parameters lie in another memory.
 
     Raises:
         UserError: as the trainer's build.
     """
     assert not dist.is_initialized(), "a rank of a real job cannot pretend to be another"
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size(experiment))
+    layout = ResolvedLayout.of(experiment)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
         mode = _mode()
         with _meshes_answer(), gpu_beside_host() if device == GPU else nullcontext():
-            state = assemble(experiment, device, fake_mode=mode)
+            state = assemble(experiment, ResolvedLayout.of(experiment), device, fake_mode=mode)
             with mode:
                 yield FakeRank(experiment, state, fake_batches(experiment))
     finally:
@@ -100,7 +101,7 @@ def fake_rank(experiment: Experiment, rank: int, device: torch.device = DEVICE) 
 def pipeline_ranks(experiment: Experiment) -> list[int]:
     """The first rank of each pipeline rank's group: ranks that differ in pp alone."""
     degree = experiment.parallelism.pp
-    return [rank * world_size(experiment) // degree for rank in range(degree)]
+    return [rank * ResolvedLayout.of(experiment).world_size // degree for rank in range(degree)]
 
 
 @functools.cache
@@ -113,7 +114,8 @@ def _mode() -> FakeTensorMode:
 
 def fake_batches(experiment: Experiment) -> list[Batch]:
     """The micro-batches of one data rank, as the loader would hand them over."""
-    shape = (micro_batch_size(experiment), experiment.training.seq_len)
+    layout = ResolvedLayout.of(experiment)
+    shape = (layout.micro_batch_size, experiment.training.seq_len)
     data = experiment.data
 
     def made() -> torch.Tensor:
@@ -121,7 +123,7 @@ def fake_batches(experiment: Experiment) -> list[Batch]:
 
     return [
         Batch(made(), made(), made() if data.reset_positions else None, made() if data.document_mask else None)
-        for _ in range(gradient_accumulation(experiment))
+        for _ in range(layout.gradient_accumulation)
     ]
 
 

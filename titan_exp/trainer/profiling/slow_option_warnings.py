@@ -3,9 +3,9 @@
 import torch
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.machine.slow_options import slower_options
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.memory_stats import GIB
+from titan_exp.trainer.profiling.slow_options import slower_options
 
 TO_SPARE = 0.5
 """Share of a device's memory that is not even reserved, from which on options that save memory are named."""

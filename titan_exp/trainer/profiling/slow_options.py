@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import SMALLEST_GEMM, device_type, node_size
-from titan_exp.config.layout.linear_shapes import is_quantized, projections
+from titan_exp.config.layout.linear_shapes import is_quantized
+from titan_exp.config.layout.resolved_layout import SMALLEST_GEMM
 from titan_exp.config.machine.attention_backends import HEAD_SIZES
+from titan_exp.config.machine.devices import device_type, node_size
+from titan_exp.models.spec.lookup import attention_backend, model_spec
 
 WITHOUT_CODE = ("aot_eager", "eager")
 """Backends of torch.compile that generate none."""
@@ -40,7 +42,7 @@ def _optimizer(experiment: Experiment) -> Iterator[str]:
 
 
 def _quantization(experiment: Experiment) -> Iterator[str]:
-    config, model = experiment.quantization, experiment.model
+    config, spec = experiment.quantization, model_spec(experiment.model)
     if config.recipe == "none":
         return
     if config.emulate is True or device_type(experiment.cluster) == "cpu":
@@ -50,10 +52,10 @@ def _quantization(experiment: Experiment) -> Iterator[str]:
         )
         return
     small = [
-        it
-        for it in projections(model)
-        if is_quantized(config, model.layers, it.name, it.inputs, it.outputs)
-        and min(it.inputs, it.outputs) < SMALLEST_GEMM
+        name
+        for name, linear in (() if spec is None else spec.linears())
+        if is_quantized(config, experiment.model.layers, name, linear.inputs, linear.outputs)
+        and min(linear.inputs, linear.outputs) < SMALLEST_GEMM
     ]
     if small:
         yield (
@@ -64,11 +66,13 @@ def _quantization(experiment: Experiment) -> Iterator[str]:
 
 
 def _attention(experiment: Experiment) -> Iterator[str]:
-    backend, field = experiment.model.attention_backend, "model.attention_backend"
+    backend, field = attention_backend(experiment.model), "model.attention_backend"
     if backend == "math":
         yield f"{field}=math holds the scores of all pairs of tokens in memory; {field}=auto"
     plain = experiment.training.mixed_precision == "bf16" and not experiment.data.document_mask
-    fits = HEAD_SIZES["flash"].takes(experiment.model.head_dim)
+    spec = model_spec(experiment.model)
+    attention = None if spec is None else spec.attention
+    fits = attention is not None and HEAD_SIZES["flash"].takes(attention.qk_dim)
     if backend == "efficient" and plain and fits and device_type(experiment.cluster) == "cuda":
         yield f"{field}=efficient is for fp32 and for masks, of which there are none here; {field}=auto"
 

@@ -3,7 +3,7 @@ import torch
 
 from tests.checkpoint.tools import KINDS, kind
 from titan_exp.models.build import build_model
-from titan_exp.models.convert.llama_state_dict import CheckpointFormat, llama_map
+from titan_exp.models.convert.checkpoint_formats import CheckpointFormat, state_dict_map
 from titan_exp.models.convert.meta_params import feed_forward_width, from_params, to_params
 
 
@@ -12,7 +12,7 @@ from titan_exp.models.convert.meta_params import feed_forward_width, from_params
 def test_every_row_of_ours_is_one_of_theirs(name: str, dialect: CheckpointFormat):
     with torch.device("meta"):
         model = build_model(kind(name), seq_len=64, attention_backend="math")
-    row_map = llama_map(kind(name), dialect)
+    row_map = state_dict_map(kind(name), dialect)
     assert row_map.shapes == {key: tuple(value.shape) for key, value in model.named_parameters()}
     used: dict[str, list[int]] = {}
     for ours, runs in row_map.runs.items():
@@ -30,7 +30,7 @@ def test_every_row_of_ours_is_one_of_theirs(name: str, dialect: CheckpointFormat
 
 
 def test_a_part_of_ours_is_the_same_part_of_its_runs():
-    row_map = llama_map(kind("llama3"), "llama")
+    row_map = state_dict_map(kind("llama3"), "llama")
     name = "blocks.1.attention.qkv.weight"
     whole = {run.start + n: (run.name, run.first + n * run.step) for run in row_map.runs[name] for n in range(run.rows)}
     part = {
@@ -45,9 +45,9 @@ def test_a_part_of_ours_is_the_same_part_of_its_runs():
 )
 def test_the_width_formula_is_metas(preset: str, multiple: int, multiplier: float | None):
     """The published numbers, and those that we write, give the published width."""
-    from tests.config.composing import experiment
+    from tests.config.composing import llama
 
-    model = experiment(f"model={preset}").model
+    model = llama(f"model={preset}")
     assert feed_forward_width(model.dim, multiple, multiplier) == model.ffn_dim
     params = to_params(model)
     assert feed_forward_width(model.dim, params["multiple_of"], params.get("ffn_dim_multiplier")) == model.ffn_dim
@@ -55,8 +55,8 @@ def test_the_width_formula_is_metas(preset: str, multiple: int, multiplier: floa
 
 @pytest.mark.parametrize("preset", ["llama2_70b", "llama3_8b", "llama3_1_405b", "llama3_2_3b"])
 def test_published_shapes_come_back_from_params(preset: str):
-    from tests.config.composing import experiment
+    from tests.config.composing import llama
 
-    model = experiment(f"model={preset}").model
+    model = llama(f"model={preset}")
     measured = {"vocab_size": model.vocab_size, "ffn_dim": model.ffn_dim, "tied": model.tied_embeddings}
     assert from_params(to_params(model), model.name, **measured) == model

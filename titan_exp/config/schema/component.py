@@ -1,0 +1,121 @@
+"""Components by name: a module of this package, or a user's module with the same public names.
+
+A config group names its component (`model.architecture`, ...), and the component's `Config` types that group.
+"""
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, get_type_hints
+
+from titan_exp.config.errors.did_you_mean import did_you_mean, listed
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.schema.import_path import find_dotted, is_dotted, locate, names_bound_by, search_current_directory
+
+
+@dataclass(frozen=True)
+class ComponentKind:
+    """Modules with the same public names, one of which a config group chooses."""
+
+    package: str
+    """Package of the built-in modules. A module of it without the public names is no component."""
+    key: str
+    """Key of the group that names the component."""
+    public: tuple[str, ...]
+    """Names that every component defines."""
+    plain: str
+    """Module of the package that wraps a plain class or function, given by its import path."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Former names of built-in components, by which older runs and checkpoints refer to them."""
+
+
+KINDS = {
+    "model": ComponentKind(
+        "titan_exp.models", "architecture", ("Config", "spec", "block"), "plain", aliases={"decoder": "llama"}
+    ),
+}
+"""Component kinds by config group."""
+
+
+def component(group: str, name: str) -> ModuleType:
+    """Import a component: a built-in one by its short name, a user's by import path.
+
+    Raises:
+        UserError: the name is unknown, the module fails to import, or lacks a public name.
+    """
+    kind = KINDS[group]
+    name, key = kind.aliases.get(name, name), f"{group}.{kind.key}"
+    if not is_dotted(name):
+        if name not in builtin_components(group):
+            raise UserError("This configuration cannot be read.", [_unknown(group, key, name)])
+        return importlib.import_module(f"{kind.package}.{name}")
+    search_current_directory()
+    module, attributes, _ = locate(name)
+    if attributes or not module:
+        violation = find_dotted(name, key)
+        if violation is not None:
+            raise UserError("This configuration cannot be read.", [violation])
+        return importlib.import_module(f"{kind.package}.{kind.plain}")
+    try:
+        found = importlib.import_module(name)
+    except Exception as error:
+        raise UserError(f"{key}={name}: importing {name} fails with {type(error).__name__}: {error}") from error
+    missing = [public for public in kind.public if not hasattr(found, public)]
+    if missing:
+        reason = f"the module {name} defines no {listed(missing, 'and no')}"
+        remedy = f"define {listed(kind.public, 'and')} there, or name a class in it: {name}.Name"
+        raise UserError("This configuration cannot be read.", [Violation(key, name, reason, remedy)])
+    return found
+
+
+@cache
+def builtin_components(group: str) -> tuple[str, ...]:
+    """Names of the components that come with the package, in alphabetical order. Imports none of them."""
+    spec = find_spec(KINDS[group].package)
+    assert spec is not None, "the package is installed"
+    files = sorted(file for folder in spec.submodule_search_locations or () for file in Path(folder).glob("*.py"))
+    return tuple(file.stem for file in files if names_bound_by(file) >= {*KINDS[group].public})
+
+
+def config_class(group: str, values: object) -> Any:
+    """Dataclass that types a config group with these values.
+
+    Raises:
+        UserError: as of `component`.
+    """
+    base = get_type_hints(Experiment)[group]
+    if group not in KINDS or not isinstance(values, Mapping):
+        return base
+    name = values.get(KINDS[group].key)
+    return component(group, name).Config if isinstance(name, str) else base
+
+
+def config_classes(group: str) -> list[Any]:
+    """Dataclasses that may type a config group: the base class, then those of the built-in components."""
+    base = get_type_hints(Experiment)[group]
+    names = builtin_components(group) if group in KINDS else ()
+    return [base, *(component(group, name).Config for name in names)]
+
+
+def current_names(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values of a config group with the component's current name, for groups that an older version wrote."""
+    kind = KINDS.get(group)
+    if kind is None or values.get(kind.key) not in kind.aliases:
+        return dict(values)
+    current = {**values, kind.key: kind.aliases[values[kind.key]]}
+    if not current.get("options"):  # written for every component then, and now known to plain classes alone
+        current.pop("options", None)
+    return current
+
+
+def _unknown(group: str, key: str, name: str) -> Violation:
+    names = builtin_components(group)
+    offer = did_you_mean(name, names)
+    example = "my_package.my_model" if group == "model" else f"my_package.my_{group}"
+    remedy = f"{offer + ' ' if offer else ''}Built in: {listed(names, 'and')}. For your own give its import path, "
+    return Violation(key, name, "there is no such component", f"{remedy}e.g. {key}={example}")

@@ -1,0 +1,21 @@
+"""Checkpoint formats of other tools, by what a model's family declares."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.schema.component import component
+from titan_exp.models.convert.state_dict_map import StateDictMap
+
+CheckpointFormat = Literal["huggingface", "llama", "torchtune"]
+"""Parameter names of Hugging Face, of Meta's `consolidated.*.pth`, or of torchtune."""
+
+
+def checkpoint_formats(config: ModelConfig) -> Sequence[str]:
+    """Formats of other tools that hold this model; empty where its family names none."""
+    return tuple(getattr(component("model", config.architecture), "STATE_DICTS", ()))
+
+
+def state_dict_map(config: ModelConfig, form: CheckpointFormat) -> StateDictMap:
+    """Our parameters in terms of another tool's tensors; the family must have the format."""
+    return component("model", config.architecture).state_dict_map(config, form)

@@ -1,0 +1,117 @@
+"""Llama 2 to 3.2 (Touvron et al. 2023, Grattafiori et al. 2024): grouped-query attention, RoPE, SwiGLU."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, META, TORCHTUNE, decoder_map
+from titan_exp.models.convert.hf_config import HuggingFace, common_fields, common_keys, rope_values
+from titan_exp.models.convert.state_dict_map import StateDictMap
+from titan_exp.models.spec.model_spec import ModelSpec
+from titan_exp.models.spec.rope import RopeConfig
+from titan_exp.models.spec.transformer import (
+    TransformerConfig,
+    shape_violations,
+    transformer_layer,
+    transformer_spec,
+)
+
+if TYPE_CHECKING:
+    from titan_exp.models.blocks.transformer import TransformerBlock
+    from titan_exp.ops.attention.sdpa import AttentionBackend
+
+
+@dataclass(frozen=True)
+class Config(TransformerConfig):
+    """Shape of a Llama."""
+
+    rope: RopeConfig
+    """Rotary position embedding, with the context scaling of Llama 3.1."""
+
+
+def spec(config: Config) -> ModelSpec:
+    """Layers of one kind; residual outputs start smaller by sqrt(2 · layers), which keeps the stream's variance
+    (Radford et al. 2019)."""
+    layer = transformer_layer(config, out_std=config.init_std / math.sqrt(2 * config.layers))
+    return transformer_spec(config, (layer,) * config.layers)
+
+
+def block(config: Config, layer: int, backend: "AttentionBackend") -> "TransformerBlock":
+    """Pre-norm block with grouped-query attention and SwiGLU."""
+    from titan_exp.models.blocks.transformer import TransformerBlock
+
+    return TransformerBlock(spec(config).layers[layer], config.norm_eps, backend)
+
+
+def violations(config: Config) -> Iterator[Violation]:
+    """Shapes that a Llama cannot have."""
+    yield from shape_violations(config)
+    rope = config.rope
+    if rope.scaling == "none" and rope.factor != 1:
+        yield Violation(
+            "model.rope.factor",
+            rope.factor,
+            "without a scaling it changes nothing",
+            "choose the scaling (model.rope.scaling=llama3), or model.rope.factor=1",
+        )
+    if rope.scaling == "llama3" and rope.low_freq_factor >= rope.high_freq_factor:
+        yield Violation(
+            "model.rope.low_freq_factor",
+            rope.low_freq_factor,
+            f"it must be below model.rope.high_freq_factor, {rope.high_freq_factor:g}",
+            "Llama 3.1 has model.rope.low_freq_factor=1 and model.rope.high_freq_factor=4",
+        )
+
+
+STATE_DICTS = {"huggingface": HUGGINGFACE, "llama": META, "torchtune": TORCHTUNE}
+"""Parameter names by checkpoint format."""
+
+
+def state_dict_map(config: Config, form: str) -> StateDictMap:
+    """Our parameters in terms of another tool's tensors."""
+    return decoder_map(spec(config), STATE_DICTS[form])
+
+
+def _to_config_json(config: Config) -> dict[str, Any]:
+    # RoPE in the keys that every version of transformers reads.
+    rope, scaling = config.rope, None
+    if rope.scaling == "llama3":
+        scaling = {
+            "rope_type": "llama3",
+            "factor": rope.factor,
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_context,
+        }
+    return common_keys(config, rope_scaling=scaling, extra={"attention_bias": False, "mlp_bias": False})
+
+
+def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
+    said = rope_values(values)
+    theta, kind = float(said["rope_theta"]), said["rope_type"]
+    context = int(values.get("max_position_embeddings", 2048))
+    if kind not in ("default", "llama3"):
+        raise UserError(f"config.json: rope scaling {kind!r} is not supported; default and llama3 are.")
+    rope = RopeConfig(theta, "none", 1.0, 1.0, 4.0, context)
+    if kind == "llama3":
+        rope = RopeConfig(
+            theta,
+            "llama3",
+            float(said["factor"]),
+            float(said["low_freq_factor"]),
+            float(said["high_freq_factor"]),
+            int(said["original_max_position_embeddings"]),
+        )
+    return Config(name=name, architecture="llama", context=context, rope=rope, **common_fields(values))
+
+
+huggingface = HuggingFace(
+    model_type="llama",
+    architectures=("LlamaForCausalLM",),
+    fixed={"attention_bias": False, "mlp_bias": False, "hidden_act": "silu"},
+    to_config=_to_config_json,
+    from_config=_from_config_json,
+)
+"""`config.json` of Hugging Face's Llama."""

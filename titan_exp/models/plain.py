@@ -1,0 +1,31 @@
+"""A plain class of the user's own as a model: called with its config and options, described by nothing."""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from titan_exp.config.schema.import_path import import_dotted
+from titan_exp.models import llama
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(frozen=True)
+class Config(llama.Config):
+    """Fields of a Llama, for the class to read, and keyword arguments of its own."""
+
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Extra keyword arguments for an architecture of your own."""
+
+
+def spec(config: Config) -> None:
+    """None: a plain class describes neither layers nor sharding."""
+
+
+def model(config: Config, *, seq_len: int, backend: object) -> "nn.Module":
+    """Call the class as `Class(config, **config.options)`.
+
+    Its `forward(tokens, positions, documents)` returns logits. Blocks in a `ModuleDict` named `blocks` are sharded,
+    recomputed and compiled one by one.
+    """
+    return import_dotted(config.architecture, "model.architecture")(config, **config.options)

@@ -1,0 +1,46 @@
+"""Model spec of a config, by its architecture."""
+
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from functools import lru_cache
+
+from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.schema.component import component
+from titan_exp.models.spec.model_spec import ModelSpec
+
+
+def model_spec(config: ModelConfig) -> ModelSpec | None:
+    """Spec of a model; None for a plain class of the user's own.
+
+    Raises:
+        UserError: the architecture's import path cannot be imported.
+    """
+    try:
+        return _cached_spec(config)
+    except TypeError:  # a user's config with a list in it has no hash
+        return component("model", config.architecture).spec(config)
+
+
+def family_violations(config: ModelConfig) -> Iterator[Violation]:
+    """Shapes that the model's family cannot compute."""
+    rules = getattr(component("model", config.architecture), "violations", None)
+    if rules is not None:
+        yield from rules(config)
+
+
+def attention_backend(config: ModelConfig) -> str:
+    """Requested attention kernel; `auto` for a model that describes no attention."""
+    spec = model_spec(config)
+    return "auto" if spec is None else spec.attention_backend
+
+
+def with_attention_backend(config: ModelConfig, backend: str) -> ModelConfig:
+    """The same model with another attention kernel; unchanged where it has no such key."""
+    has_key = any(field.name == "attention_backend" for field in fields(config))
+    return replace(config, attention_backend=backend) if has_key else config
+
+
+@lru_cache(maxsize=256)
+def _cached_spec(config: ModelConfig) -> ModelSpec | None:
+    return component("model", config.architecture).spec(config)

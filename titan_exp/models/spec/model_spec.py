@@ -1,0 +1,215 @@
+"""Model spec: layers with their attention, linears and norms, and how each is sharded. Imports no torch.
+
+Tensor and pipeline parallelism, quantization filters, rules, planner, converters, initialization and FLOPs read it, so
+a family describes itself once.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from titan_exp.models.spec.pp_plan import PipelinePlan
+from titan_exp.models.spec.rope import PlainRope
+from titan_exp.models.spec.tp_plan import SEQUENCE_PARALLEL, Colwise, HeadParallel, Rowwise, SequenceParallel, TPStyle
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Causal softmax attention of one layer."""
+
+    heads: int
+    """Query heads."""
+    kv_heads: int
+    """Key and value heads; each serves `heads / kv_heads` query heads."""
+    qk_dim: int
+    """Width of a query or key head."""
+    v_dim: int
+    """Width of a value head."""
+    window: int | None = None
+    """Sliding window in keys, the token itself included; None is full causal attention."""
+    sinks: bool = False
+    """True if the softmax has one learned logit per head beside the keys."""
+
+    @property
+    def group(self) -> int:
+        """Query heads per key and value head."""
+        return self.heads // self.kv_heads
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Forward and backward FLOPs of scores and weighted values per token, over visible keys only."""
+        window = min(self.window or seq_len, seq_len)
+        visible = (window * (window + 1) / 2 + (seq_len - window) * window) / seq_len
+        return 3 * self.heads * visible * 2 * (self.qk_dim + self.v_dim)
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """A linear layer without bias, or one stacked per expert."""
+
+    name: str
+    """Module path inside the block (`attention.qkv`)."""
+    inputs: int
+    """Input features."""
+    outputs: int
+    """Output features."""
+    std: float
+    """Standard deviation of initial weights."""
+    tp: Colwise | Rowwise | None
+    """Tensor-parallel sharding; None replicates the weight."""
+    experts: int = 1
+    """Number of stacked weights [experts, outputs, inputs]; 1 is a plain linear."""
+    active_experts: int = 1
+    """Experts that a token is routed to."""
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights, all experts counted."""
+        return self.inputs * self.outputs * self.experts
+
+    @property
+    def active_parameters(self) -> int:
+        """Number of weights that one token is multiplied with."""
+        return self.inputs * self.outputs * self.active_experts
+
+
+@dataclass(frozen=True)
+class VectorSpec:
+    """A weight vector of a norm, initialized to ones."""
+
+    name: str
+    """Module path inside the block (`attention_norm`)."""
+    size: int
+    """Number of elements."""
+    tp: SequenceParallel | HeadParallel = SEQUENCE_PARALLEL
+    """Tensor-parallel use: on this rank's tokens, or on this rank's heads."""
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One block of the model."""
+
+    attention: AttentionSpec | None
+    """Attention, whose module is `attention` in the block; None for a block without."""
+    linears: tuple[LinearSpec, ...]
+    """Linear layers in forward order."""
+    vectors: tuple[VectorSpec, ...]
+    """Norm weights."""
+
+    def linear(self, name: str) -> LinearSpec:
+        """Linear layer by module path."""
+        return next(linear for linear in self.linears if linear.name == name)
+
+    def vector(self, name: str) -> VectorSpec | None:
+        """Norm weight by module path; None where the layer has none."""
+        return next((vector for vector in self.vectors if vector.name == name), None)
+
+    def tp_plan(self, module: str) -> dict[str, TPStyle]:
+        """Tensor-parallel sharding of the linears of a module of the block, by their name in it."""
+        prefix = f"{module}."
+        return {
+            linear.name.removeprefix(prefix): linear.tp
+            for linear in self.linears
+            if linear.name.startswith(prefix) and linear.tp is not None
+        }
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each parameter by its name inside the block."""
+        shapes: dict[str, tuple[int, ...]] = {f"{vector.name}.weight": (vector.size,) for vector in self.vectors}
+        for linear in self.linears:
+            stacked = (linear.experts,) if linear.experts > 1 else ()
+            shapes[f"{linear.name}.weight"] = (*stacked, linear.outputs, linear.inputs)
+        return shapes
+
+    @property
+    def parameters(self) -> int:
+        """Number of parameters, all experts counted."""
+        return sum(part.parameters for part in self.linears) + sum(part.size for part in self.vectors)
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """Forward and backward FLOPs of matmuls per token."""
+        attention = 0.0 if self.attention is None else self.attention.flops_per_token(seq_len)
+        return 6 * sum(linear.active_parameters for linear in self.linears) + attention
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A decoder: embedding, blocks, final norm, LM head."""
+
+    layers: tuple[LayerSpec, ...]
+    """Blocks in order."""
+    dim: int
+    """Width of the residual stream."""
+    vocab_size: int
+    """Rows of the embedding and of the head."""
+    tied: bool
+    """True if the head uses the embedding's weight."""
+    norm_eps: float
+    """Epsilon of the final RMSNorm."""
+    embedding_std: float
+    """Standard deviation of the embedding's and the head's initial weights."""
+    rope: PlainRope | None = None
+    """Rotary position embedding; None for a model without."""
+    rope_dim: int = 0
+    """Rotated width of a head."""
+    attention_backend: str = "auto"
+    """Requested attention kernel."""
+
+    @cached_property
+    def pipeline(self) -> PipelinePlan:
+        """Children of the model that the first and the last stage hold."""
+        shared = ("embedding",) if self.tied else ()
+        return PipelinePlan(first=("embedding",), last=("norm", "head"), shared=shared)
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of each parameter by its full name, in module order."""
+        table = (self.vocab_size, self.dim)
+        head = {} if self.tied else {"head.weight": table}
+        blocks = {
+            f"blocks.{number}.{name}": shape
+            for number, layer in enumerate(self.layers)
+            for name, shape in layer.shapes.items()
+        }
+        return {"embedding.weight": table, **blocks, "norm.weight": (self.dim,), **head}
+
+    @cached_property
+    def parameters(self) -> int:
+        """Number of parameters, a tied weight once."""
+        tables = self.vocab_size * self.dim * (1 if self.tied else 2)
+        return tables + self.dim + sum(layer.parameters for layer in self.layers)
+
+    @cached_property
+    def active_parameters(self) -> int:
+        """Number of parameters that one token uses, without the embedding table."""
+        unused = sum(linear.parameters - linear.active_parameters for layer in self.layers for linear in layer.linears)
+        return self.parameters - self.vocab_size * self.dim - unused
+
+    def flops_per_token(self, seq_len: int) -> float:
+        """FLOPs of a training step per token, as executed.
+
+        6 per weight of a matmul (2 forward, 4 backward), the head's included and the embedding's look-up not; and
+        causal attention over visible keys.
+        """
+        return 6 * self.dim * self.vocab_size + sum(layer.flops_per_token(seq_len) for layer in self.layers)
+
+    @property
+    def attention(self) -> AttentionSpec | None:
+        """Attention of the first layer that has one."""
+        return next((layer.attention for layer in self.layers if layer.attention is not None), None)
+
+    @property
+    def weights(self) -> tuple[object, ...]:
+        """Everything that weights must agree with to fit: shapes, and heads within them."""
+        return self.shapes, tuple(layer.attention for layer in self.layers)
+
+    @property
+    def is_homogeneous(self) -> bool:
+        """True if all layers are alike."""
+        return len(set(self.layers)) == 1
+
+    def linears(self) -> Iterator[tuple[str, LinearSpec]]:
+        """Linear layers of all blocks by full module path."""
+        for number, layer in enumerate(self.layers):
+            for linear in layer.linears:
+                yield f"blocks.{number}.{linear.name}", linear

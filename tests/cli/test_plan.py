@@ -23,7 +23,7 @@ from titan_exp.plan.cuda.devices import DEVICES, device_named
 from titan_exp.plan.plan_table import print_plan, print_unwrapped
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.rules import check
-from titan_exp.tracking.memory_stats import PEAK_TFLOPS
+from titan_exp.tracking.device_rates import PEAK_TFLOPS
 
 CLUSTER = ["cluster=slurm_h100", "training.seq_len=512", "training.mixed_precision=bf16"]
 SMALL = ["model=llama_debug", *CLUSTER, "training.global_batch_size=64"]

@@ -18,7 +18,23 @@ PUBLISHED = {
     "llama3_405b": 405_853_388_800,
     "llama3_2_1b": 1_235_814_400,
     "llama3_2_3b": 3_212_749_824,
+    "qwen3_0_6b": 596_049_920,
+    "qwen3_1_7b": 1_720_574_976,
+    "qwen3_4b": 4_022_468_096,
+    "qwen3_8b": 8_190_735_360,
+    "qwen3_14b": 14_768_307_200,
+    "qwen3_32b": 32_762_123_264,
 }
+
+ACTIVE = {
+    "qwen3_0_6b": 440_467_456,
+    "qwen3_1_7b": 1_409_410_048,
+    "qwen3_4b": 3_633_511_936,
+    "qwen3_8b": 7_568_405_504,
+    "qwen3_14b": 13_990_394_880,
+    "qwen3_32b": 31_984_210_944,
+}
+"""Parameters less the embedding table."""
 
 
 def parameters(name: str) -> int:
@@ -30,6 +46,13 @@ def parameters(name: str) -> int:
 @pytest.mark.parametrize(("name", "count"), PUBLISHED.items())
 def test_parameter_count(name: str, count: int):
     assert parameters(name) == count
+
+
+@pytest.mark.parametrize(("name", "count"), ACTIVE.items())
+def test_active_parameters(name: str, count: int):
+    spec = model_spec(experiment(f"model={name}").model)
+    assert spec is not None
+    assert spec.active_parameters == count
 
 
 @pytest.mark.parametrize(

@@ -199,8 +199,8 @@ def test_a_question_is_asked(tmp_path: Path):
         read_study(tmp_path / "mine.yaml")
 
 
-def test_the_readmes_study_is_one(study):
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
+def test_the_guides_study_is_one(study):
+    readme = (Path(__file__).parents[2] / "docs/guides/sweeps-and-slurm.md").read_text()
     text = readme[readme.index("question: Does a warm-up") :]
     read = study(text[: text.index("```")])
     points = study_points(read, "laptop")

@@ -91,3 +91,12 @@ def test_a_model_of_the_users_own_is_called_with_the_group_and_options():
 def test_a_dotted_name_that_is_not_there_is_said_so():
     with pytest.raises(UserError, match=r"model\.architecture=tests\.models\.own_model\.Trigram"):
         build_model(replace(TINY, architecture="tests.models.own_model.Trigram"), seq_len=16, attention_backend="math")
+
+
+def test_a_spec_that_differs_from_its_model_is_refused(monkeypatch: pytest.MonkeyPatch):
+    from titan_exp.models import llama
+
+    narrow = replace(TINY, ffn_dim=64)
+    monkeypatch.setattr(llama, "block", lambda config, *rest, block=llama.block: block(narrow, *rest))
+    with pytest.raises(UserError, match=r"the shape \(192, 64\), and the model \(128, 64\)"):
+        build_model(TINY, seq_len=16, attention_backend="math")

@@ -250,6 +250,36 @@ def the_tied_weight_counts_twice() -> None:
     PipelineModel.unique_parameters = PipelineModel.parameters  # type: ignore[method-assign]
 
 
+def gradients_of_head_norms_are_taken_for_whole_ones() -> None:
+    from titan_exp.parallel.tensor_parallel import apply
+
+    original = apply._mark_partial
+
+    def mark_partial(module: Any) -> None:
+        if not isinstance(getattr(module, "tp_style", None), apply.HeadParallel):
+            original(module)
+
+    _replace("titan_exp.parallel.tensor_parallel.apply._mark_partial", mark_partial)
+
+
+def heads_are_normalized_after_rope() -> None:
+    """Rotation keeps a head's norm, so this is the same until the norms' weights have learned."""
+    from titan_exp.models.blocks import transformer
+
+    rotate, heads = transformer.rotate, transformer.Attention.forward
+
+    def forward(self: Any, *args: Any) -> Any:
+        norms = [self.q_norm, self.k_norm]
+        turns = itertools.cycle(norms)
+        self.q_norm = self.k_norm = torch.nn.Identity()
+        _replace("titan_exp.models.blocks.transformer.rotate", lambda *given: next(turns)(rotate(*given)))
+        found = heads(self, *args)
+        self.q_norm, self.k_norm = norms
+        return found
+
+    transformer.Attention.forward = forward  # type: ignore[method-assign]
+
+
 def micro_batches_are_taken_for_each_other() -> None:
     from titan_exp.parallel.pipeline_parallel.stage import Stage
 
@@ -288,6 +318,9 @@ PIPELINE = [
 ]
 """Stages on several ranks, sharded, with a weight that two of them use."""
 
+HEAD_NORMS = ["model=qwen3_debug", "parallelism.tp=4", "parallelism.sequence_parallel=false", *LINES]
+"""Norms over heads, of which each rank has one."""
+
 OF_A_LAYOUT: list[tuple[list[str], Callable[[], None]]] = [
     *((LAYOUT, mutate) for mutate in MUTATIONS),
     (TENSOR, partial_gradients_are_taken_for_whole_ones),
@@ -298,6 +331,8 @@ OF_A_LAYOUT: list[tuple[list[str], Callable[[], None]]] = [
     (WHOLE_TOKENS, gradients_of_hidden_states_are_not_summed),
     (WHOLE_TOKENS, partial_outputs_are_taken_for_whole_ones),
     (WHOLE_TOKENS, a_head_is_computed_with_another_ranks_queries),
+    (HEAD_NORMS, gradients_of_head_norms_are_taken_for_whole_ones),
+    (HEAD_NORMS, heads_are_normalized_after_rope),
     (CONTEXT, positions_are_those_of_the_part),
     (CONTEXT, parts_of_the_softmax_are_merged_unweighed),
     (CONTEXT, tokens_of_context_ranks_are_counted_again),
@@ -316,7 +351,7 @@ def one_device(tmp_path_factory):
     return remembered(lambda: tmp_path_factory.mktemp("one"), dict(zip(experiments, experiments, strict=True)))
 
 
-@pytest.mark.parametrize("layout", [LAYOUT, TENSOR, WHOLE_TOKENS, CONTEXT, PIPELINE], ids=" ".join)
+@pytest.mark.parametrize("layout", [LAYOUT, TENSOR, WHOLE_TOKENS, HEAD_NORMS, CONTEXT, PIPELINE], ids=" ".join)
 def test_nothing_broken_is_the_same_curve(tmp_path: Path, one_device, layout):
     assert_same_curve(train(tmp_path, *layout), one_device(_experiment(layout)))
 

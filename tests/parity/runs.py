@@ -73,7 +73,9 @@ def train(path: Path, *overrides: str, timeout: float = 120.0, mutate: Callable[
 
     `mutate` is called first on each rank, to break something on purpose.
     """
-    experiment = check(resolve_layout(to_experiment(compose([*SMALL, *overrides])), 1))
+    chosen = {override.partition("=")[0] for override in overrides}
+    small = [override for override in SMALL if override.partition("=")[0] not in chosen]
+    experiment = check(resolve_layout(to_experiment(compose([*small, *overrides])), 1))
     folder = RunFolder(path)
     path.mkdir(parents=True, exist_ok=True)
     folder.config.write_text(to_yaml(experiment))

@@ -3,11 +3,13 @@
 import torch
 from torch import nn
 
+from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.schema.component import component
 from titan_exp.models.blocks.initialization import InitSpec
 from titan_exp.models.decoder import Decoder
 from titan_exp.models.spec.lookup import model_spec
+from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.ops.attention.sdpa import AttentionBackend, choose_backend
 
 
@@ -18,13 +20,18 @@ def build_model(config: ModelConfig, *, seq_len: int, attention_backend: Attenti
     `model(config, seq_len=..., backend=...)`.
 
     Raises:
-        UserError: the import path cannot be imported.
+        UserError: the import path cannot be imported, or the family's spec describes other parameters.
     """
-    family = component("model", config.architecture)
+    family, spec = component("model", config.architecture), model_spec(config)
     if hasattr(family, "model"):
-        return family.model(config, seq_len=seq_len, backend=attention_backend)
-    blocks = {layer: family.block(config, layer, attention_backend) for layer in range(config.layers)}
-    return Decoder(family.spec(config), blocks, seq_len=seq_len)
+        model = family.model(config, seq_len=seq_len, backend=attention_backend)
+    else:
+        assert spec is not None, "only plain classes have no spec"
+        blocks = {layer: family.block(config, layer, attention_backend) for layer in range(config.layers)}
+        model = Decoder(spec, blocks, seq_len=seq_len)
+    if spec is not None:
+        _require_described(model, spec, config.architecture)
+    return model
 
 
 def choose_attention_backend(
@@ -65,3 +72,14 @@ def flops_per_token(model: nn.Module, seq_len: int) -> float:
     if hasattr(model, "flops_per_token"):
         return model.flops_per_token(seq_len)  # type: ignore[operator]  # a method, not a submodule
     return 6.0 * parameter_count(model)
+
+
+def _require_described(model: nn.Module, spec: ModelSpec, architecture: str) -> None:
+    """Refuse a spec that differs from the model, since sharding, plan and export would follow it."""
+    built = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    for name in dict.fromkeys([*built, *spec.shapes]):
+        if built.get(name) != spec.shapes.get(name):
+            raise UserError(
+                f"{architecture}: the spec gives {name} the shape {spec.shapes.get(name, 'none')}, and the model "
+                f"{built.get(name, 'none')}. Correct `spec` or `block`."
+            )

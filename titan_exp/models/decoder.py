@@ -44,7 +44,7 @@ class Decoder(nn.Module):
         documents: Int[Tensor, "batch seq"] | None = None,
         loss: LogitsLoss | None = None,
     ) -> Float[Tensor, "batch seq vocab"] | Float[Tensor, "batch part dim"] | LossSum:
-        """Logits of the next token, or what `loss` makes of them; hidden states where the head is another stage's.
+        """Logits of the next token, or their loss; hidden states where the head is another stage's.
 
         Args:
             x: token ids; the hidden states that a stage before has computed, where the embedding is that stage's. With
@@ -58,12 +58,16 @@ class Decoder(nn.Module):
         mask = self._mask(documents)
         # Of a tied model the last stage has the embedding as well, for its head.
         if not x.is_floating_point():
-            x = self.embedding(x)
+            x = self.embed(x)
         for block in self.blocks.values():
             x = block(x, rope, mask)
         if self.norm is None:
             return x
         return self.head(self.norm(x), self.embedding.weight if self.spec.tied else None, loss)
+
+    def embed(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch part dim"]:
+        """First hidden states; a subclass may scale them or add to them."""
+        return self.embedding(tokens)
 
     def pp_plan(self) -> PipelinePlan:
         """Children that only the first or the last stage holds."""

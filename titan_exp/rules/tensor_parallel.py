@@ -53,6 +53,9 @@ def model_describes_sharding(model: ModelConfig, parallelism: ParallelismConfig)
 def units_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
     """Every rank has whole units of a column-parallel linear: groups of heads, or of feed-forward channels."""
     degree = parallelism.tp
+    unsharded = next((name for name, linear in spec.linears() if linear.tp is None), None)
+    if unsharded is not None:
+        yield Violation(FIELD, degree, f"the spec of {unsharded} gives no sharding", f"{FIELD}=1")
     for style in dict.fromkeys(style for _, style in _colwise(spec)):
         if style.units == 0 or style.divides(degree):
             continue

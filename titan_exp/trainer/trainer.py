@@ -84,7 +84,9 @@ class Trainer:
             folder.checkpoints,
             remote=None if remote is None else RemoteRun(remote, experiment.experiment.name, folder.path.name),
         )
-        self.exports = ShardedHFExporter(experiment, folder.export, self.mesh)
+        self.exports = ShardedHFExporter(
+            experiment.checkpoint, experiment.model, experiment.data, folder.export, self.mesh
+        )
         self.step = self.tokens = 0
         self._restore()
         self.refresh_scales = self._weight_scales()

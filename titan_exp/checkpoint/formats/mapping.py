@@ -8,7 +8,7 @@ from torch import Tensor
 
 from titan_exp.checkpoint.formats.tensor_reader import FULL_SLICE, TensorReader
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.models.convert.state_dict_map import Run, StateDictMap
+from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap
 
 
 class ImportReader:
@@ -34,7 +34,7 @@ class ImportReader:
         start, stop, _ = rows.indices(shape[0])
         width = [len(range(*columns.indices(shape[1])))] if len(shape) > 1 else []
         gathered = torch.empty([max(0, stop - start), *width], dtype=self.dtype(name))
-        by_name: defaultdict[str, list[Run]] = defaultdict(list)
+        by_name: defaultdict[str, list[RowRange]] = defaultdict(list)
         for run in self._map.of(name, start, stop):
             by_name[run.name].append(run)
         for their_name, runs in by_name.items():
@@ -75,7 +75,7 @@ class ExportReader:
             self._held = (ours, self._store.read(ours))
         return self._held[1]
 
-    def _owner(self, name: str) -> tuple[str, tuple[Run, ...]]:
+    def _owner(self, name: str) -> tuple[str, tuple[RowRange, ...]]:
         return self._map.owners[self._map.copies.get(name, name)]
 
 

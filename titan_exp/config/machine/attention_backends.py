@@ -10,7 +10,7 @@ ON_CPU = ("auto", "flash", "math")
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """Values of `model.head_dim` that a kernel trains with."""
+    """Head widths that a kernel trains with."""
 
     largest: int
     """The largest."""

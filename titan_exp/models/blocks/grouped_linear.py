@@ -1,5 +1,4 @@
-"""A projection of each expert, their weights stacked: what a feed-forward of experts is made of, as `blocks.Linear` is
-what a plain one is. A recipe finds it, and replaces its product, in the same way."""
+"""One linear layer per expert, with stacked weights [experts, out, in], whose matmul recipes replace."""
 
 import torch
 from jaxtyping import Float, Int32
@@ -10,10 +9,10 @@ from titan_exp.models.blocks.linear_impl import GroupedLinearImpl
 
 
 class GroupedLinear(nn.Module):
-    """Projections without bias, one for each expert, that know their initial standard deviation.
+    """Linear layers without bias, one per expert.
 
     Args:
-        experts: how many there are.
+        experts: number of experts.
         fan_in: inputs of each.
         fan_out: outputs of each.
         std: initial standard deviation.
@@ -28,18 +27,18 @@ class GroupedLinear(nn.Module):
     def forward(
         self, x: Float[Tensor, "tokens fan_in"], ends: Int32[Tensor, " experts"]
     ) -> Float[Tensor, "tokens fan_out"]:
-        """x · weight[expert]ᵀ for rows sorted by expert, as the product computes it.
+        """x · weight[expert]ᵀ for rows sorted by expert, by `linear_impl`.
 
         Args:
             x: tokens, those of the first expert first.
-            ends: where the rows of each expert end; rows from the last end on give zeros and no gradient.
+            ends: end of each expert's rows; rows after the last end give zeros and no gradient.
         """
         return self.linear_impl(x, self.weight, ends)
 
     def init_spec(self) -> dict[str, InitSpec]:
-        """How the parameters of this block start, by name."""
+        """Initialization of the parameters by name."""
         return {"weight": InitSpec("normal", self.std)}
 
     def extra_repr(self) -> str:
-        """The shape, where the model is printed."""
+        """Shape for `print(model)`."""
         return f"experts={self.experts}, in_features={self.in_features}, out_features={self.out_features}"

@@ -1,4 +1,4 @@
-"""Initial weights as a pure function of (seed, full parameter name, index), whatever rank draws them.
+"""Weight initialization as a pure function of (seed, full parameter name, index), in any layout.
 
 A matrix is drawn in blocks of `BLOCK_ROWS` rows, each from its own counter-based generator, so that a rank draws only
 the blocks that its shard touches: no communication, no full tensor, the same bits in every layout.
@@ -16,12 +16,12 @@ BLOCK_ROWS = 64
 """Rows drawn by one generator."""
 
 TRUNCATION = 3.0
-"""Draws beyond this many standard deviations are clamped to it."""
+"""Truncation in standard deviations: draws beyond are clamped."""
 
 
 @dataclass(frozen=True)
 class InitSpec:
-    """How a parameter starts."""
+    """Initial distribution of a parameter."""
 
     kind: Literal["normal", "ones", "zeros"]
     """Distribution."""
@@ -31,23 +31,23 @@ class InitSpec:
 
 @dataclass(frozen=True)
 class ShardSpec:
-    """A rectangular part of a parameter."""
+    """Rectangular shard of a parameter."""
 
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     start: tuple[int, ...]
-    """First index of the part in each dim."""
+    """First index of the shard in each dim."""
     size: tuple[int, ...]
-    """Extent of the part in each dim; zero where a rank holds nothing."""
+    """Extent of the shard in each dim; zero where a rank holds nothing."""
 
     @staticmethod
     def whole(shape: tuple[int, ...]) -> "ShardSpec":
-        """All of a parameter."""
+        """The whole parameter as one shard."""
         return ShardSpec(shape, (0,) * len(shape), shape)
 
 
 def init_slice(seed: int, name: str, init: InitSpec, part: ShardSpec) -> Tensor:
-    """The initial values of one rectangular part of a parameter, fp32 on the CPU.
+    """Initial values of one shard of a parameter, fp32 on the CPU.
 
     Args:
         seed: `experiment.seed`.

@@ -1,4 +1,4 @@
-"""How a projection, or one of each expert, multiplies its input by its weight: what a numeric recipe replaces."""
+"""Matmul behind a `Linear` or `GroupedLinear`. Quantization recipes replace it."""
 
 from collections.abc import Callable
 
@@ -9,14 +9,14 @@ from titan_exp.ops.moe.grouped_mm import grouped_linear
 
 
 class LinearImpl(nn.Module):
-    """The product in the type that input and weight have. A recipe is a subclass."""
+    """Matmul in the dtype of input and weight. A recipe is a subclass."""
 
     def forward(self, x: Tensor, weight: Tensor) -> Tensor:
         """x · weightᵀ: [..., inputs] and [outputs, inputs] to [..., outputs]."""
         return F.linear(x, weight)
 
     def shard(self, *, input_sharded: bool, amax_reduce: Callable[[Tensor], Tensor]) -> None:
-        """Be told that every rank multiplies a part of the inputs, or else of the outputs, by its part of the weight.
+        """Note that each tensor-parallel rank computes with its shard of the weight.
 
         Args:
             inputs: whether it is inputs that are divided; the ranks' products are summed afterwards.
@@ -25,7 +25,7 @@ class LinearImpl(nn.Module):
 
 
 class GroupedLinearImpl(nn.Module):
-    """The product of experts in the type that input and weight have. A recipe is a subclass."""
+    """Grouped matmul in the dtype of input and weight. A recipe is a subclass."""
 
     def forward(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """x · weight[expert]ᵀ: [tokens, inputs] and [experts, outputs, inputs] to [tokens, outputs] (see

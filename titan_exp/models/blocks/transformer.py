@@ -1,4 +1,4 @@
-"""The blocks that models are built from. Each says how its own parameters start; none knows a mesh."""
+"""Transformer building blocks: linear, norm, embedding, LM head, attention, feed-forward. None knows a mesh."""
 
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +26,7 @@ from titan_exp.ops.loss.cross_entropy import LossSum
 from titan_exp.ops.swiglu import GROUP, swiglu
 
 LogitsLoss = Callable[[Tensor, Tensor], LossSum]
-"""A loss of hidden states [batch, seq, dim] and the head's weight [vocab, dim]."""
+"""Loss of hidden states [batch, seq, dim] and the head's weight [vocab, dim]."""
 
 
 class Linear(nn.Linear):
@@ -38,11 +38,11 @@ class Linear(nn.Linear):
         self.linear_impl = LinearImpl()
 
     def forward(self, input: Float[Tensor, "*any fan_in"]) -> Float[Tensor, "*any fan_out"]:
-        """input · weightᵀ, as the product computes it."""
+        """input · weightᵀ, by `linear_impl`."""
         return self.linear_impl(input, self.weight)
 
     def init_spec(self) -> dict[str, InitSpec]:
-        """How the parameters of this block start, by name."""
+        """Initialization of the parameters by name."""
         return {"weight": InitSpec("normal", self.std)}
 
 
@@ -55,10 +55,10 @@ class RMSNorm(nn.Module):
         self.eps, self.tp_style = eps, tp_style
 
     def init_spec(self) -> dict[str, InitSpec]:
-        """How the parameters of this block start, by name."""
+        """Initialization of the parameters by name."""
         return {"weight": InitSpec("ones")}
 
-    def forward(self, x: Float[Tensor, "batch seq dim"]) -> Float[Tensor, "batch seq dim"]:
+    def forward(self, x: Float[Tensor, "*any dim"]) -> Float[Tensor, "*any dim"]:
         """x / rms(x) · weight, in the type of `x`."""
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
@@ -74,7 +74,7 @@ class Embedding(nn.Module):
         self.std = std
 
     def init_spec(self) -> dict[str, InitSpec]:
-        """How the parameters of this block start, by name."""
+        """Initialization of the parameters by name."""
         return {"weight": InitSpec("normal", self.std)}
 
     def forward(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch seq dim"]:
@@ -83,13 +83,13 @@ class Embedding(nn.Module):
 
 
 class Head(nn.Module):
-    """What is made of the last hidden states: logits of the next token, or a loss.
+    """LM head: logits of the next token, or a loss, from the last hidden states.
 
     Args:
         dim: width of the hidden states.
         vocab: number of logits.
         std: initial standard deviation.
-        tied: whether the weight is the embedding's, handed to `forward`; then the head has no parameter of its own.
+        tied: True if the weight is the embedding's, passed to `forward`; the head then has no parameter.
     """
 
     def __init__(self, dim: int, vocab: int, std: float, *, tied: bool) -> None:
@@ -99,15 +99,15 @@ class Head(nn.Module):
         self.tp_style = VocabLogits(vocab)
 
     def init_spec(self) -> dict[str, InitSpec]:
-        """How the parameters of this block start, by name."""
+        """Initialization of the parameters by name."""
         return {} if self.weight is None else {"weight": InitSpec("normal", self.std)}
 
     def forward(
         self, x: Float[Tensor, "batch seq dim"], tied: Tensor | None = None, loss: LogitsLoss | None = None
     ) -> Float[Tensor, "batch seq vocab"] | LossSum:
-        """Logits, or what `loss` makes of the hidden states and the weight [vocab, dim] instead of their product."""
+        """Logits, or `loss` of the hidden states and the weight [vocab, dim]."""
         weight = self.weight if tied is None else tied
-        assert weight is not None, "a tied head is handed the embedding's weight"
+        assert weight is not None, "a tied head gets the embedding's weight"
         return F.linear(x, weight) if loss is None else loss(x, weight)
 
 

@@ -7,7 +7,7 @@ does torchtune: rows of their query and key projections are permuted within each
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from titan_exp.models.convert.state_dict_map import Run, StateDictMap
+from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap
 from titan_exp.models.spec.model_spec import AttentionSpec, LayerSpec, ModelSpec
 from titan_exp.models.spec.transformer import FFN_GROUP
 
@@ -107,12 +107,12 @@ TORCHTUNE = TensorNames(
 def decoder_map(spec: ModelSpec, names: TensorNames) -> StateDictMap:
     """Our parameters in terms of a tool's tensors, for layers of grouped-query attention and SwiGLU."""
     dim = spec.dim
-    runs: dict[str, tuple[Run, ...]] = {}
+    runs: dict[str, tuple[RowRange, ...]] = {}
     theirs: dict[str, tuple[int, ...]] = {}
 
     def plain(ours: str, name: str) -> None:
         shape = spec.shapes[ours]
-        runs[ours], theirs[name] = (Run(0, shape[0], name, 0),), shape
+        runs[ours], theirs[name] = (RowRange(0, shape[0], name, 0),), shape
 
     def norms(layer: LayerSpec, number: int, prefix: str) -> None:
         for vector in layer.vectors:
@@ -147,7 +147,7 @@ def decoder_map(spec: ModelSpec, names: TensorNames) -> StateDictMap:
     return StateDictMap(runs, {name: spec.shapes[name] for name in runs}, theirs, copies, optional)
 
 
-def _qkv(attention: AttentionSpec, query: str, key: str, value: str, interleaved: bool) -> Iterator[Run]:
+def _qkv(attention: AttentionSpec, query: str, key: str, value: str, interleaved: bool) -> Iterator[RowRange]:
     """Rows of the fused weight, by key-value head: its query heads, its key, its value."""
     width, group = attention.qk_dim, attention.group
     start = 0
@@ -156,17 +156,17 @@ def _qkv(attention: AttentionSpec, query: str, key: str, value: str, interleaved
         for name, theirs in rotated:
             if interleaved:
                 half = width // 2
-                yield Run(start, half, name, theirs * width, step=2)
-                yield Run(start + half, half, name, theirs * width + 1, step=2)
+                yield RowRange(start, half, name, theirs * width, step=2)
+                yield RowRange(start + half, half, name, theirs * width + 1, step=2)
             else:
-                yield Run(start, width, name, theirs * width)
+                yield RowRange(start, width, name, theirs * width)
             start += width
-        yield Run(start, attention.v_dim, value, head * attention.v_dim)
+        yield RowRange(start, attention.v_dim, value, head * attention.v_dim)
         start += attention.v_dim
 
 
-def _gate_up(channels: int, gate: str, up: str) -> Iterator[Run]:
+def _gate_up(channels: int, gate: str, up: str) -> Iterator[RowRange]:
     """Rows of the fused weight, which alternate in groups (see `ops.swiglu`)."""
     for group in range(channels // FFN_GROUP):
-        yield Run(2 * group * FFN_GROUP, FFN_GROUP, gate, group * FFN_GROUP)
-        yield Run((2 * group + 1) * FFN_GROUP, FFN_GROUP, up, group * FFN_GROUP)
+        yield RowRange(2 * group * FFN_GROUP, FFN_GROUP, gate, group * FFN_GROUP)
+        yield RowRange((2 * group + 1) * FFN_GROUP, FFN_GROUP, up, group * FFN_GROUP)

@@ -1,4 +1,4 @@
-"""`params.json` beside Meta's `consolidated.*.pth`, from the model group and back.
+"""Meta's `params.json` beside `consolidated.*.pth`, from a Llama config and back.
 
 It leaves much unsaid: the feed-forward width is a formula's, the context and whether the head is tied are nowhere, and
 `use_scaled_rope` means factor 8 in Llama 3.1 and 32 in Llama 3.2. Meta's loaders refuse keys that they do not know, so
@@ -15,7 +15,7 @@ from titan_exp.models.spec.rope import RopeConfig
 
 
 def to_params(config: ModelConfig) -> dict[str, Any]:
-    """What `params.json` says.
+    """Content of `params.json`.
 
     Raises:
         UserError: the shape is none that Meta's Llama can have.
@@ -46,14 +46,14 @@ def to_params(config: ModelConfig) -> dict[str, Any]:
 
 
 def from_params(params: Mapping[str, Any], name: str, *, vocab_size: int, ffn_dim: int, tied: bool) -> Config:
-    """The model group that a `params.json` and the tensors beside it describe.
+    """Config that a `params.json` and the tensors beside it describe.
 
     Args:
         params: its content.
         name: what to call the model.
         vocab_size: rows of the embedding.
         ffn_dim: rows of `w1`, of all files together.
-        tied: whether the head is the embedding.
+        tied: True if the head is the embedding.
 
     Raises:
         UserError: it lacks a number.
@@ -89,7 +89,7 @@ def from_params(params: Mapping[str, Any], name: str, *, vocab_size: int, ffn_di
 
 
 def feed_forward_width(dim: int, multiple_of: int, multiplier: float | None) -> int:
-    """Meta's formula."""
+    """Feed-forward width by Meta's formula."""
     width = int(2 * (4 * dim) / 3)
     if multiplier is not None:
         width = int(multiplier * width)

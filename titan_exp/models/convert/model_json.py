@@ -1,4 +1,4 @@
-"""A model group beside weights that no run folder describes: `model.json`, the shape and its special tokens."""
+"""`model.json` beside weights outside of a run folder: the model config and its special tokens."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -55,7 +55,7 @@ class LinearSpec:
     std: float
     """Standard deviation of initial weights."""
     tp: Colwise | Rowwise | None
-    """Tensor-parallel sharding; None replicates the weight."""
+    """Tensor-parallel sharding; None where there is none, so that tensor parallelism is refused."""
     experts: int = 1
     """Number of stacked weights [experts, outputs, inputs]; 1 is a plain linear."""
     active_experts: int = 1
@@ -195,8 +195,9 @@ class ModelSpec:
 
     @property
     def attention(self) -> AttentionSpec | None:
-        """Attention of the first layer that has one."""
-        return next((layer.attention for layer in self.layers if layer.attention is not None), None)
+        """Attention of the first layer; None if a layer has none."""
+        found = [layer.attention for layer in self.layers]
+        return None if None in found else found[0]
 
     @property
     def weights(self) -> tuple[object, ...]:

@@ -17,8 +17,8 @@ from titan_exp.config.layout.parameter_count import has_known_state
 from titan_exp.config.layout.pipeline_schedules import is_file
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type, node_size
+from titan_exp.config.schema.import_path import is_dotted
 from titan_exp.config.schema.typed_config import to_dict
-from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.plan_json import Prediction, from_json, to_json
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
@@ -43,7 +43,7 @@ def cache_key(experiment: Experiment, device: Device | None) -> str | None:
         experiment: the run, its layout resolved.
         device: whose rates time is estimated by.
     """
-    if model_spec(experiment.model) is None or not has_known_state(experiment.optimizer.name):
+    if is_dotted(experiment.model.architecture) or not has_known_state(experiment.optimizer.name):
         return None
     return hashlib.sha256(f"{_code()} {prediction_inputs(experiment, device)}".encode()).hexdigest()[:24]
 

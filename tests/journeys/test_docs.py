@@ -1,0 +1,100 @@
+"""Commands of the README and the guides: executed, or planned by --dry-run if they would train or need a cluster."""
+
+import re
+import shlex
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+
+from tests.compare.made_runs import make_study
+from tests.journeys.command import REPOSITORY, titan_exp
+from titan_exp.cli.main import main
+
+PAGES = [REPOSITORY / "README.md", *sorted((REPOSITORY / "docs" / "guides").glob("*.md"))]
+
+ELSEWHERE = {
+    "s3://": "needs an S3 server; tests/checkpoint/test_remote.py has one",
+    "my-team/": "needs W&B; tests/compare/test_wandb.py has a server",
+    "meta-llama": "needs the Hugging Face hub; tests/data/test_download.py has a local one",
+    "c4": "needs a data set from the hub",
+    "fineweb": "needs a data set from the hub",
+    "-f": "follows until interrupted",
+    "-sc ": "prints shell code",
+    "STUDY": "needs finished runs that differ; tests/plan/test_fit.py makes them",
+    "nvfp4": "composed in tests/config",
+    "405b": "takes a minute; benchmarks/planning.py measures it",
+}
+"""Parts of commands that cannot run here, each with the reason."""
+TRAINS = ("train", "sweep")
+"""Verbs whose commands are planned by `--dry-run` instead of started."""
+
+
+def commands(page: Path) -> Iterator[str]:
+    """Each command of a page's bash blocks on one line, comments cut off."""
+    for block in re.findall(r"```bash\n(.*?)```", page.read_text(), re.S):
+        for line in block.replace("\\\n", " ").splitlines():
+            if command := re.sub(r"\s+#.*", "", line).strip():
+                yield command
+
+
+COMMANDS = sorted({command for page in PAGES for command in commands(page) if command.startswith("titan-exp ")})
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files that the guides name and one finished run."""
+    folder = tmp_path_factory.mktemp("home")
+    for name in ("notes/a.txt", "notes/b.txt", "books/c.txt", "input.txt"):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("\n\n".join(f"{name}: paragraph {number} of many." for number in range(2000)))
+    (folder / "corpus.jsonl").write_text('{"body": "a text"}\n' * 2000)
+    (folder / "my_package.py").write_text(
+        "import torch\n\nLion = torch.optim.SGD\n\n\ndef quadratic(progress):\n    return (1 - progress) ** 2\n"
+    )
+    (folder / "llama3").mkdir()
+    Tokenizer(WordLevel({"<|end_of_text|>": 0, "a": 1}, unk_token="a")).save(str(folder / "llama3/tokenizer.json"))
+    done = titan_exp(
+        *("train", "model=llama_debug", "training.steps=2", "training.seq_len=64", "training.evaluate_every=0"),
+        *("cluster.device=cpu", "data=text", "data.paths=[notes]", "checkpoint=sync", "tracking.log_every=1"),
+        folder=folder,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses = {1e-3: [3.1, 3.2, 3.3], 3e-3: [2.7, 2.8, 2.9], 1e-2: [2.9, 3.0, 3.0]}
+    make_study(folder / "runs", losses, study="rates")
+    make_study(folder / "runs", losses, study="optimizers")
+    for out in ("mine", "mixed"):
+        assert (
+            titan_exp("tokenize", "data=text", "data.paths=[notes]", f"out=stores/{out}", folder=folder).returncode == 0
+        )
+    (run,) = (folder / "runs" / "first").iterdir()
+    assert titan_exp("convert", str(run), "export/mine", folder=folder).returncode == 0
+    return folder
+
+
+def test_the_pages_hold_commands():
+    assert len(COMMANDS) > 60
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_of_the_guides_works(
+    command: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    if reason := next((why for part, why in ELSEWHERE.items() if part in command), None):
+        pytest.skip(reason)
+    monkeypatch.chdir(home)
+    monkeypatch.setattr(sys, "argv", ["titan-exp"])
+    (run,) = (home / "runs" / "first").iterdir()
+    verb, *words = [str(run) if word == "RUN" else word for word in shlex.split(command)[1:]]
+    words = [word.replace("=RUN", f"={run}") for word in words]
+    if verb in TRAINS and not {"--help", "--cfg", "--dry-run"} & set(words) and words:
+        words = [*(["-m"] if verb == "train" and "-m" not in words else []), *words, "--dry-run"]
+    for made in ("stores/mine", "stores/mixed", "export/mine", "export/llama", "export/tune", "mine.pt", "start"):
+        # Commands that write a target make it anew.
+        if verb in ("tokenize", "convert") and (f"out={made}" in words or words[1:2] == [made]):
+            shutil.rmtree(made) if Path(made).is_dir() else Path(made).unlink(missing_ok=True)
+    assert main([verb, *words]) == 0, capsys.readouterr()

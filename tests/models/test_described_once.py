@@ -1,0 +1,39 @@
+"""A model family is described in one file: the rest of the product reads its spec."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import titan_exp
+from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.schema.component import builtin_components, config_classes
+
+PACKAGE = Path(titan_exp.__file__).parent
+COMMON = {field.name for field in fields(ModelConfig)} | {"attention_backend"}
+"""Fields of every model; and the attention kernel, which is a key of every model with attention."""
+
+
+def sources() -> dict[str, str]:
+    files = (path for path in PACKAGE.rglob("*.py") if "models" not in path.relative_to(PACKAGE).parts[:1])
+    return {path.relative_to(PACKAGE).as_posix(): path.read_text(encoding="utf-8") for path in files}
+
+
+def test_few_files_name_a_field_of_a_family():
+    own = {field.name for kind in config_classes("model") for field in fields(kind)} - COMMON
+    assert {"heads", "ffn_dim", "rope"} < own
+    word = "|".join(sorted(own))
+    named = re.compile(rf"\bmodel\.({word})\b|[\"']({word})[\"']")
+    found = [name for name, text in sources().items() if named.search(text)]
+    assert len(found) <= 5, found
+
+
+def test_nothing_asks_for_the_name_of_an_architecture():
+    asked = re.compile(r"architecture\s*(==|!=)\s*[\"']|architecture\s+(not\s+)?in\b")
+    assert [name for name, text in sources().items() if asked.search(text)] == []
+
+
+def test_a_family_is_one_short_file():
+    assert set(builtin_components("model")) >= {"llama", "qwen3"}
+    for name in builtin_components("model"):
+        lines = (PACKAGE / "models" / f"{name}.py").read_text(encoding="utf-8").splitlines()
+        assert len(lines) <= 200, name

@@ -1,0 +1,44 @@
+"""Promise 1 for Qwen3, whose QK norms see only a tensor-parallel rank's heads: the same curve in every layout."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.parity.runs import LINES, assert_same_curve, remembered, train
+from tests.parity.test_continued import assert_goes_on, continued
+
+QWEN3 = "model=qwen3_debug"
+EXPERIMENTS = {"plain": QWEN3, "documents": " ".join([QWEN3, *LINES]), "untied": f"{QWEN3} model.tied_embeddings=false"}
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory):
+    return remembered(lambda: tmp_path_factory.mktemp("one"), EXPERIMENTS)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "layout"),
+    [
+        ("plain", "parallelism.dp_shard=2 training.micro_batch_size=2"),
+        ("plain", "parallelism.tp=2"),
+        ("plain", "parallelism.cp=2"),
+        ("plain", "parallelism.pp=2 parallelism.pp_schedule=Interleaved1F1B"),
+        # More ranks than key and value heads, every token on each.
+        ("documents", "parallelism.tp=4 parallelism.sequence_parallel=false"),
+        ("untied", "parallelism.tp=2 parallelism.dp_shard=2 compile=blocks compile.backend=aot_eager"),
+        ("untied", "parallelism.pp=2 parallelism.tp=2 parallelism.pp_schedule=ZBVZeroBubble"),
+        ("documents", "parallelism.cp=2 parallelism.tp=2 parallelism.cp_method=ulysses model.kv_heads=4"),
+    ],
+)
+def test_layout_does_not_change_the_curve(tmp_path: Path, one_device, experiment: str, layout: str):
+    words = [*EXPERIMENTS[experiment].split(), *layout.split()]
+    if "kv_heads" in layout:
+        expected = train(tmp_path / "one", *EXPERIMENTS[experiment].split(), "model.kv_heads=4")
+    else:
+        expected = one_device(experiment)
+    assert_same_curve(train(tmp_path / "many", *words), expected)
+
+
+def test_a_run_goes_on_in_another_layout(tmp_path: Path):
+    whole, changed = continued(tmp_path, [QWEN3, "parallelism.tp=2"], [QWEN3, "parallelism.pp=2"])
+    assert_goes_on(whole, changed)

@@ -1,0 +1,80 @@
+"""Qwen3, dense (Yang et al. 2025): grouped-query attention with QK norm per head before RoPE, SwiGLU.
+
+A head's width is independent of dim / heads, and all weights start with one standard deviation.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.models.convert.decoder_state_dict import HUGGINGFACE, decoder_map
+from titan_exp.models.convert.hf_config import HuggingFace, common_fields, common_keys, rope_values
+from titan_exp.models.convert.state_dict_map import StateDictMap
+from titan_exp.models.spec.model_spec import ModelSpec
+from titan_exp.models.spec.rope import PlainRope
+from titan_exp.models.spec.transformer import (
+    TransformerConfig,
+    shape_violations,
+    transformer_layer,
+    transformer_spec,
+)
+
+if TYPE_CHECKING:
+    from titan_exp.models.blocks.transformer import TransformerBlock
+    from titan_exp.ops.attention.sdpa import AttentionBackend
+
+
+@dataclass(frozen=True)
+class Config(TransformerConfig):
+    """Shape of a dense Qwen3."""
+
+
+def spec(config: Config) -> ModelSpec:
+    """Layers of one kind, each with a norm over query and key heads."""
+    layer = transformer_layer(config, out_std=config.init_std, qk_norm=True)
+    return transformer_spec(config, (layer,) * config.layers)
+
+
+def block(config: Config, layer: int, backend: "AttentionBackend") -> "TransformerBlock":
+    """Pre-norm block with QK norm."""
+    from titan_exp.models.blocks.transformer import TransformerBlock
+
+    return TransformerBlock(spec(config).layers[layer], config.norm_eps, backend)
+
+
+def violations(config: Config) -> Iterator[Violation]:
+    """Shapes that a Qwen3 cannot have."""
+    yield from shape_violations(config)
+
+
+STATE_DICTS = {"huggingface": HUGGINGFACE}
+"""Parameter names by checkpoint format."""
+
+
+def state_dict_map(config: Config, form: str) -> StateDictMap:
+    """Our parameters in terms of another tool's tensors."""
+    return decoder_map(spec(config), STATE_DICTS[form])
+
+
+def _to_config_json(config: Config) -> dict[str, Any]:
+    extra = {"attention_bias": False, "use_sliding_window": False}
+    return common_keys(config, rope_scaling=None, extra=extra)
+
+
+def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
+    said, context = rope_values(values), int(values["max_position_embeddings"])
+    if said["rope_type"] != "default":
+        raise UserError(f"config.json: rope scaling {said['rope_type']!r} is not supported for qwen3.")
+    rope, fields = PlainRope(float(said["rope_theta"])), common_fields(values)
+    return Config(name=name, architecture="qwen3", context=context, rope=rope, **fields)
+
+
+huggingface = HuggingFace(
+    model_type="qwen3",
+    architectures=("Qwen3ForCausalLM",),
+    fixed={"attention_bias": False, "use_sliding_window": False, "hidden_act": "silu"},
+    to_config=_to_config_json,
+    from_config=_from_config_json,
+)
+"""`config.json` of Hugging Face's Qwen3."""

@@ -115,8 +115,8 @@ def test_what_holds_in_every_story(expandable: bool, capacity: int | None):
 def assert_sound(allocator: CachingAllocator, held: list[Block]) -> None:
     """No byte is lost, handed out twice, or free next to another that is free."""
     every = sorted([*held, *allocator.blocks()], key=lambda block: block.address)
-    assert sum(block.size for block in every) == allocator.reserved <= allocator.most_reserved
-    assert sum(block.size for block in held) == allocator.allocated <= allocator.most_allocated
+    assert sum(block.size for block in every) == allocator.reserved <= allocator.peak_reserved
+    assert sum(block.size for block in held) == allocator.allocated <= allocator.peak_allocated
     for block, following in itertools.pairwise(every):
         assert block.address + block.size <= following.address
     for block in every:

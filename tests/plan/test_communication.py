@@ -12,8 +12,9 @@ from titan_exp.config.layout.pipeline_schedules import Action
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.parallel.pipeline_parallel.runtime import ActivationSpec, P2PQueue
+from titan_exp.parallel.pipeline_parallel.runtime import P2PQueue
 from titan_exp.parallel.pipeline_parallel.schedule_actions import P2POp, build_schedule
+from titan_exp.parallel.pipeline_parallel.transport import ActivationSpec, P2PTransport
 from titan_exp.plan.cuda.devices import device_named
 from titan_exp.plan.extrapolate.schedule_simulation import simulate_schedule
 from titan_exp.plan.plan_table import print_plan
@@ -44,10 +45,10 @@ def planned(microbatches: int) -> Plan:
 @pytest.mark.parametrize(("sends_complete", "expected"), [(False, MICROBATCHES), (True, 1)])
 def test_the_first_rank_holds_what_it_has_sent(sends_complete: bool, expected: int):
     orders = build_schedule("1F1B", 2, 2, MICROBATCHES)
-    rehearsal = simulate_schedule(orders, [0, 1], 0, passes=1, sends_complete=sends_complete)
+    simulation = simulate_schedule(orders, [0, 1], 0, passes=1, sends_complete=sends_complete)
     # When the last backward pass begins, its own forward pass is the only one that is still needed.
-    assert rehearsal.sent == MICROBATCHES
-    last = [turn for turn in rehearsal.turns if turn.action.kind == "B"][-1]
+    assert simulation.sent == MICROBATCHES
+    last = [scheduled for scheduled in simulation.actions if scheduled.action.kind == "B"][-1]
     made = 1
     assert last.before[made] == expected
 
@@ -77,8 +78,9 @@ def test_what_has_left_is_waited_for_at_once(monkeypatch: pytest.MonkeyPatch):
 
     works: list[Any] = []
     monkeypatch.setattr(dist, "isend", send)
+    monkeypatch.setattr(dist, "get_rank", lambda _: 0)
     group: Any = None
-    mail = P2PQueue(group, ActivationSpec((1,), torch.float32, torch.device("cpu")))
+    mail = P2PQueue(P2PTransport(group, ActivationSpec((1,), torch.float32, torch.device("cpu"))))
     for number in range(3):
         action = Action(0, "F", number)
         mail.put(action, torch.zeros(1))

@@ -123,7 +123,7 @@ def test_a_plan_is_the_same_put_together_and_in_full(tmp_path: Path):
     ((short, full, fallen_back),) = run_ranks(1, plans, str(tmp_path / "config.yaml"), limit=240)
     assert short.pop("traced_in_full_because") is None
     assert full.pop("traced_in_full_because") is None
-    assert fallen_back.pop("traced_in_full_because") == "small runs do not tell: a storage dies twice"
+    assert fallen_back.pop("traced_in_full_because") == "small runs do not tell: a storage is released twice"
     for plan in (short, full, fallen_back):
         assert plan.pop("planning_seconds") > 0
     assert short == full == fallen_back
@@ -137,14 +137,14 @@ def plans(path: str) -> list[dict[str, Any]]:
     from titan_exp.plan.plan_table import as_json
     from titan_exp.plan.predict import predict
 
-    def unwoven(*_: Any) -> None:
-        raise ExtrapolationError("a storage dies twice")
+    def fail(*_: Any) -> None:
+        raise ExtrapolationError("a storage is released twice")
 
     experiment, device = load_experiment(path), DEVICES["h100"]
     found = [predict(experiment, device), predict(experiment, device, full=True)]
-    death, EventComposer.death = EventComposer.death, unwoven  # type: ignore[method-assign]
+    release, EventComposer.release = EventComposer.release, fail  # type: ignore[method-assign]
     found.append(predict(experiment, device))
-    EventComposer.death = death
+    EventComposer.release = release
     return [json.loads(json.dumps(as_json(plan))) for plan in found]
 
 

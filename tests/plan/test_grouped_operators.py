@@ -13,7 +13,7 @@ from tests.plan.layouts import experiment_of, measured, predicted
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.ops.moe.grouped_mm import grouped_linear
 from titan_exp.plan.cuda.fake_kernels import fake_cuda_capability, fake_cuda_kernels
-from titan_exp.plan.trace.op_costs import operations
+from titan_exp.plan.trace.op_costs import count_flops
 from titan_exp.quantization.hardware_support import needs_grouped_emulation
 
 TOKENS, INPUTS, OUTPUTS = 40, 16, 24
@@ -30,7 +30,7 @@ class Count(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         # As the planner does: where a tensor is, is no computation.
-        if func.namespace != "prim" and (flops := operations(func, args, kwargs or {}, out)):
+        if func.namespace != "prim" and (flops := count_flops(func, args, kwargs or {}, out)):
             self.found.append((str(func._overloadpacket), flops))
         return out
 
@@ -57,10 +57,10 @@ def test_other_products_of_groups():
     meta = torch.device("meta")
     float8 = torch.empty(TOKENS, INPUTS, dtype=torch.float8_e4m3fn, device=meta)
     right = torch.empty(4, INPUTS, OUTPUTS, dtype=torch.float8_e4m3fn, device=meta)
-    assert operations(torch.ops.aten._scaled_grouped_mm.default, (float8, right), {}, None) == ONE
+    assert count_flops(torch.ops.aten._scaled_grouped_mm.default, (float8, right), {}, None) == ONE
     # Groups of the other side are not what we have.
     with pytest.raises(UserError, match=r"aten\._grouped_mm"):
-        operations(torch.ops.aten._grouped_mm.default, (right, float8.t()), {}, None)
+        count_flops(torch.ops.aten._grouped_mm.default, (right, float8.t()), {}, None)
 
 
 def test_torch_itself_counts_as_many_where_it_does():

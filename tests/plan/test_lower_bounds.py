@@ -41,23 +41,23 @@ def test_what_operators_make_is_what_torch_says(tmp_path: Path):
 
 def both_ways(path: str) -> tuple[dict[str, object], dict[str, object], int]:
     """A trace by torch alone and one by what is remembered of another, and how many operators that is."""
-    from titan_exp.plan.trace import dispatch_mode as watch
+    from titan_exp.plan.trace import dispatch_mode
     from titan_exp.plan.trace.fake_world import fake_rank
     from titan_exp.plan.trace.op_cache import OpCache
     from titan_exp.plan.trace.trace_step import trace_step
 
     class Forgetful(OpCache):
-        def recall(self, key: object) -> None:
+        def get(self, key: object) -> None:
             return None
 
     experiment, found = load_experiment(path), []
     memo = OpCache()
     for each in (Forgetful(), memo, memo):
-        watch._MEMO = each
+        dispatch_mode._OP_CACHE = each
         with fake_rank(experiment, 0) as it:
             trace = trace_step(it.state, it.step)
         found.append(told({**trace.persistent, "moments": [moment.bytes for moment in trace.timeline]}, trace))  # type: ignore[dict-item]
-    return found[0], found[2], sum(its is not None for its in memo._outcomes.values())
+    return found[0], found[2], sum(cached is not None for cached in memo._cached.values())
 
 
 WORDS = ["parallelism.dp_replicate=1", "training.micro_batch_size=2", "training.global_batch_size=16"]

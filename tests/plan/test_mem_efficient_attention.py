@@ -16,11 +16,11 @@ from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.cuda.devices import device_named
-from titan_exp.plan.cuda.mem_efficient_attention import BACKWARD, FORWARD, Kernel, largest_workspace, passing
+from titan_exp.plan.cuda.mem_efficient_attention import BACKWARD, FORWARD, Kernel, largest_workspace, workspace_bytes
 from titan_exp.plan.plan_table import as_json, print_plan
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.plan.supported import attention_kernel
-from titan_exp.plan.trace.op_costs import hidden_memory
+from titan_exp.plan.trace.op_costs import decomposed_workspace
 from titan_exp.rules import check
 
 SEQ, ROWS = 128, 2
@@ -94,13 +94,15 @@ def test_what_a_call_takes_for_a_moment():
         sums, product = 4 * 2 * 4 * 256, 4 * query.numel()
         workspace = largest_workspace((2, 4, 256, 64), 256, half=False)
         assert workspace < product + sums or workspace % 512 == 0
-        assert passing(BACKWARD, (out, *arguments)) == sums + max(product + sums, -(-workspace // 512) * 512)
+        assert workspace_bytes(BACKWARD, (out, *arguments)) == sums + max(product + sums, -(-workspace // 512) * 512)
         scattered = torch.empty(2, 4, 256, 64)
-        assert passing(BACKWARD, (scattered, *arguments)) == passing(BACKWARD, (out, *arguments)) + product
-        assert passing(FORWARD, (query, key, value)) == 0
+        assert (
+            workspace_bytes(BACKWARD, (scattered, *arguments)) == workspace_bytes(BACKWARD, (out, *arguments)) + product
+        )
+        assert workspace_bytes(FORWARD, (query, key, value)) == 0
         # Heads too wide for registers are accumulated in memory.
         wide = torch.empty(2, 256, 4, 192, dtype=torch.bfloat16).transpose(1, 2)
-        assert passing(FORWARD, (wide, wide, wide)) == 4 * wide.numel()
+        assert workspace_bytes(FORWARD, (wide, wide, wide)) == 4 * wide.numel()
 
 
 def test_what_is_kept_of_a_document_mask():
@@ -176,7 +178,7 @@ def test_a_softmax_of_several_operators_takes_what_torch_allocates(tmp_path: Pat
     scores = torch.randn(2, 4, 256, 256)
     operator = torch.ops.aten._safe_softmax.default
     largest = allocated_by(lambda: operator(scores, -1), tmp_path)
-    inside = hidden_memory(operator, (scores, -1))
+    inside = decomposed_workspace(operator, (scores, -1))
     assert largest == inside + scores.numel() * 4
     assert inside > scores.numel()
-    assert hidden_memory(torch.ops.aten.softmax.int, (scores, -1)) == 0
+    assert decomposed_workspace(torch.ops.aten.softmax.int, (scores, -1)) == 0

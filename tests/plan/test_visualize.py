@@ -174,12 +174,12 @@ def test_the_pipeline_is_drawn_as_it_is_run(name: str):
 def test_a_story_told_in_few_moments_keeps_its_peak():
     ledger = MemoryTracker()
     kept = [torch.empty(100, dtype=torch.uint8)]
-    ledger.see(kept[0], "parameters")
-    ledger.begin()
+    ledger.track(kept[0], "parameters")
+    ledger.begin_step()
     for number in range(1000):
         ledger.where = f"turn {number}"
         tensor = torch.empty(5000 if number == 777 else 10, dtype=torch.uint8)
-        ledger.see(tensor, "activations")
+        ledger.track(tensor, "activations")
         del tensor
     told = ledger.timeline(20)
     assert len(told) == 20

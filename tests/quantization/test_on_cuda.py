@@ -65,9 +65,11 @@ def test_instructions_compute_what_is_emulated(name: str):
 def test_kernels_of_experts_compute_what_is_emulated(name: str):
     from titan_exp.quantization.grouped.grouped_linear import EmulatedGroupedLinear, NativeGroupedLinear
     from titan_exp.quantization.grouped.grouped_recipes import GroupedFloat8, GroupedMX
-    from titan_exp.quantization.hardware_support import _has_grouped_kernels
+    from titan_exp.quantization.hardware_support import Hardware
 
-    if torch.cuda.get_device_capability() < LEAST[name] or not _has_grouped_kernels(name, torch.device("cuda")):
+    if torch.cuda.get_device_capability() < LEAST[name] or not Hardware().has_grouped_kernels(
+        name, torch.device("cuda")
+    ):
         pytest.skip(f"torchao has no kernel of {name} for experts on {torch.cuda.get_device_name()}")
     random = torch.Generator("cuda").manual_seed(0)
     x, weight, gradient = (

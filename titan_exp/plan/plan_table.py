@@ -152,7 +152,7 @@ def _verdict(plan: Plan, largest: RankPlan) -> str:
         f"{_gib(tensors)} GiB of tensors, for which torch's allocator reserves {_gib(segments)} of the device's "
         f"{_gib(room)} GiB ({segments / room:.0%}; {_gib(expandable)} with {EXPANDABLE}). The other "
         f"{_gib(room - segments)} must hold what is not predicted: CUDA's context and code, NCCL's buffers{unknown}."
-        f"{COMPILED if uses_inductor(plan.experiment) else ''}{AT_MOST if plan.at_most else ''}"
+        f"{COMPILED if uses_inductor(plan.experiment.compile) else ''}{AT_MOST if plan.at_most else ''}"
     )
 
 

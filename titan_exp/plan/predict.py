@@ -211,8 +211,8 @@ class _Tracer:
         retelling, found = TraceExtrapolator(self._experiment, self._cuda, self._workspace), list[Trace]()
         for number in numbers:
             found.append(retelling.trace(number))
-            tail = retelling.tail(number)
-            self.parameters, self.flops_per_token = tail.parameters, tail.flops_per_token
+            model = retelling.optimizer_step(number)
+            self.parameters, self.flops_per_token = model.parameters, model.flops_per_token
         for number in numbers if self._on_rank is not None else ():
             with self._rank(number):
                 pass
@@ -229,7 +229,7 @@ class _Tracer:
                 preallocated=it.preallocated,
                 batches=it.batches,
                 cuda=self._cuda,
-                inductor=uses_inductor(self._experiment),
+                inductor=uses_inductor(self._experiment.compile),
                 matmul_workspace=self._workspace,
             )
 

@@ -1,5 +1,9 @@
 """Whether a device has a recipe's instructions, and torchao the kernels of experts, or it is emulated."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 
 from titan_exp.config.errors.user_error import UserError, Violation
@@ -23,13 +27,46 @@ GROUPED_GENERATIONS = (9, 10)
 """CUDA compute capabilities, without what is after the point, that torch's scaled grouped matmul is for."""
 
 
+class Hardware:
+    """Instructions and kernels of a device, asked of torch. The planner assumes those of a GPU that is not there."""
+
+    def has_instructions(self, recipe: str, device: torch.device) -> bool:
+        """True if the device has the recipe's instructions."""
+        if device.type != "cuda" or torch.version.hip is not None:
+            return False
+        return torch.cuda.get_device_capability(device) >= LEAST[recipe]
+
+    def has_grouped_kernels(self, recipe: str, device: torch.device) -> bool:
+        """True if torchao has kernels of the recipe's grouped matmul for the device."""
+        if recipe not in GROUPED_MULTIPLE or torch.cuda.get_device_capability(device)[0] not in GROUPED_GENERATIONS:
+            return False
+        if recipe != "mxfp8":
+            return True
+        with import_torchao():
+            from torchao.prototype.moe_training.mxfp8_grouped_mm import _SM100_KERNELS_AVAILABLE
+        return bool(_SM100_KERNELS_AVAILABLE)
+
+
+_HARDWARE = ContextVar("hardware", default=Hardware())  # noqa: B039  # stateless
+
+
+@contextmanager
+def assume_hardware(hardware: Hardware) -> Iterator[None]:
+    """Let recipes of the `with` block ask this hardware instead of the process's own."""
+    token = _HARDWARE.set(hardware)
+    try:
+        yield
+    finally:
+        _HARDWARE.reset(token)
+
+
 def needs_emulation(config: QuantizationConfig, device: torch.device) -> bool:
     """Whether the recipe is emulated on this device.
 
     Raises:
         UserError: it must not be, and the device lacks the instructions.
     """
-    has = _has_instructions(config.recipe, device)
+    has = _HARDWARE.get().has_instructions(config.recipe, device)
     if config.emulate is False and not has:
         major, minor = LEAST[config.recipe]
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
@@ -46,20 +83,4 @@ def needs_grouped_emulation(config: QuantizationConfig, device: torch.device) ->
     """
     if needs_emulation(config, device) or not config.power_of_two_scales:
         return True
-    return not _has_grouped_kernels(config.recipe, device)
-
-
-def _has_grouped_kernels(recipe: str, device: torch.device) -> bool:
-    if recipe not in GROUPED_MULTIPLE or torch.cuda.get_device_capability(device)[0] not in GROUPED_GENERATIONS:
-        return False
-    if recipe != "mxfp8":
-        return True
-    with import_torchao():
-        from torchao.prototype.moe_training.mxfp8_grouped_mm import _SM100_KERNELS_AVAILABLE
-    return bool(_SM100_KERNELS_AVAILABLE)
-
-
-def _has_instructions(recipe: str, device: torch.device) -> bool:
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) >= LEAST[recipe]
+    return not _HARDWARE.get().has_grouped_kernels(config.recipe, device)

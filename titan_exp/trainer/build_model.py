@@ -23,10 +23,11 @@ from titan_exp.parallel.fsdp.all_gather_hooks import set_all_gather_format
 from titan_exp.parallel.fsdp.apply import require_modules
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.meta_init import copy_initial_weights, init_weights, materialize_parameters
-from titan_exp.parallel.pipeline_parallel.runtime import ActivationSpec, Pipeline
+from titan_exp.parallel.pipeline_parallel.runtime import Pipeline
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 from titan_exp.parallel.pipeline_parallel.split import prune_to_stage, shared_parameters
 from titan_exp.parallel.pipeline_parallel.stage import Stage, keep_compiled_buffers
+from titan_exp.parallel.pipeline_parallel.transport import ActivationSpec, P2PTransport
 from titan_exp.quantization.quantize import describe, quantize
 from titan_exp.tracking.logging import get_logger
 
@@ -134,8 +135,7 @@ def _build_pipeline(
         stages,
         orders,
         placement,
-        mesh.pp_group,
-        ActivationSpec.of(layout, mesh.device),
+        P2PTransport(mesh.pp_group, ActivationSpec.of(layout, mesh.device)),
         keep_gathered=layout.reshard_policy == "never",
     )
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor
 
-PartialBackend = Literal["flash", "efficient"]
+PartialBackend = Literal["cpu", "flash", "efficient"]
 
 HIDDEN = -1e30
 """Added to the score of a hidden key. Finite, so that a row whose keys in this part are all hidden stays a number; its
@@ -37,12 +37,12 @@ def attention_forward(
         value: values.
         bias: added to the scores, in the type of `query`; None adds nothing.
         causal: whether row i sees keys 0 .. i only; not together with a bias.
-        backend: the kernel. On CUDA, flash takes no bias and no fp32.
+        backend: the kernel: `cpu` on a CPU, else one of CUDA's, of which flash takes no bias and no fp32.
 
     Returns:
         The attention output in the type of `query`, and the log of its softmax's denominator in fp32.
     """
-    if takes_the_cpus(query, backend):
+    if backend == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             query, key, value, 0.0, causal, attn_mask=bias
         )
@@ -84,7 +84,7 @@ def attention_backward(
     """
     # The kernel's softmax is exp(score - lse): with the lse of the whole, the probabilities of the whole.
     lse = lse.contiguous()
-    if takes_the_cpus(query, backend):
+    if backend == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             gradient, query, key, value, out, lse, 0.0, causal, attn_mask=bias
         )
@@ -103,11 +103,6 @@ def attention_backward(
     )
     groups = (-1, query.shape[1] // key.shape[1])
     return grads[0], grads[1].unflatten(1, groups).sum(2), grads[2].unflatten(1, groups).sum(2)
-
-
-def takes_the_cpus(query: Heads, _: PartialBackend) -> bool:
-    """Whether it is the CPU's one kernel, whichever was asked for."""
-    return query.device.type == "cpu"
 
 
 def merge_lse(out: Heads, lse: Rows, part: Heads, part_lse: Rows) -> None:

@@ -27,5 +27,5 @@ def apply_context_parallel(model: nn.Module, mesh: Mesh, method: Literal["ring",
         assert isinstance(core, CausalAttention), "checked by the rules"
         if across.size() > 1:
             assert method != "ulysses", "then all ranks exchange heads"
-            core = ContextAttention(cast("PartialBackend", core.backend), method, across.get_group())
+            core = ContextAttention(cast("PartialBackend", core.backend), method, across.get_group(), mesh.device)
         attention.core = UlyssesAttention(core, within.get_group()) if within.size() > 1 else core

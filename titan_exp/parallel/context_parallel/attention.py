@@ -29,14 +29,20 @@ class ContextAttention(nn.Module):
     """Takes the place of `CausalAttention`, with the same arguments, each of them this rank's part.
 
     Args:
-        backend: kernel behind attention.
+        backend: kernel behind attention on CUDA; a CPU has one of its own.
         method: how keys and values come to a rank.
         group: the ranks that share a sequence.
+        device: this rank's.
     """
 
-    def __init__(self, backend: PartialBackend, method: ExchangeMethod, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, backend: PartialBackend, method: ExchangeMethod, group: dist.ProcessGroup, device: torch.device
+    ) -> None:
         super().__init__()
-        self.backend, self.method, self.group = backend, method, group.group_name
+        self.backend: PartialBackend = backend
+        self.method, self.group = method, group.group_name
+        self.kernel: PartialBackend = "cpu" if device.type == "cpu" else backend
+        """The kernel that runs."""
 
     def mask(self, documents: Tensor | None) -> Tensor | None:
         """What `forward` takes as `mask`: documents [degree, batch, part] of all ranks; None is plainly causal."""
@@ -44,7 +50,7 @@ class ContextAttention(nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
         """Attention of this rank's queries [batch, heads, part, head_dim] to all earlier positions."""
-        out, _ = context_attention(query, key, value, mask, self.backend, self.method, self.group)
+        out, _ = context_attention(query, key, value, mask, self.kernel, self.method, self.group)
         return out
 
 

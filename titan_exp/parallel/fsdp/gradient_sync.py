@@ -9,6 +9,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from titan_exp.parallel.step_observer import step_observer
+
 
 def disable_gradient_sync(module: nn.Module, *, keep_gathered: bool) -> None:
     """From here on backward passes add to unreduced gradients.
@@ -42,8 +44,11 @@ def reduce_gradients(module: nn.Module) -> None:
         module.set_is_last_backward(True)
         module.set_requires_gradient_sync(True)
         module.set_reshard_after_backward(True)
+        observer = step_observer()
         for group in _parameter_groups(module):
+            observer.group_reduction_begin()
             group.post_backward()
+        observer.stage_reduction_end()
         _state(module)._root_post_backward_final_callback()
 
 

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.pipeline_parallel.stage import Stage
+from titan_exp.parallel.pipeline_parallel.transport import P2PTransport
 
 
 class TiedWeights:
@@ -16,11 +16,11 @@ class TiedWeights:
     Args:
         stages: this rank's.
         placement: pipeline rank of each stage.
-        group: the ranks of this pipeline, in order.
+        transport: sends and receives between the ranks of this pipeline.
     """
 
-    def __init__(self, stages: Sequence[Stage], placement: list[int], group: dist.ProcessGroup) -> None:
-        self._group, self._rank = group, dist.get_rank(group)
+    def __init__(self, stages: Sequence[Stage], placement: list[int], transport: P2PTransport) -> None:
+        self._transport = transport
         self._first, self._last = placement[0], placement[-1]
         copies = {name: stage.module.get_parameter(name) for stage in stages for name in stage.copied}
         # All ranks cut the same model, so the first stage knows by its own what the last one has.
@@ -41,25 +41,16 @@ class TiedWeights:
         for parameter in self._there:
             own = _gradient(parameter)
             other = torch.empty_like(own)
-            peer = self._last if self._rank == self._first else self._first
+            send, receive, rank = self._transport.send, self._transport.receive, self._transport.rank
+            peer = self._last if rank == self._first else self._first
             # Both directions in the same order on both sides.
-            send, receive = (_send, _receive) if self._rank < peer else (_receive, _send)
-            works = [exchange(own, other, self._group, peer) for exchange in (send, receive)]
-            for work in works:
-                if work is not None:
-                    work.wait()
+            calls = ((send, own), (receive, other))
+            for work in [call(tensor, peer) for call, tensor in (calls if rank < peer else calls[::-1])]:
+                work.wait()
             own.add_(other)
-
-
-def _send(own: Tensor, _: Tensor, group: dist.ProcessGroup, peer: int) -> dist.Work | None:
-    return dist.isend(own, group=group, group_dst=peer)
-
-
-def _receive(_: Tensor, other: Tensor, group: dist.ProcessGroup, peer: int) -> dist.Work | None:
-    return dist.irecv(other, group=group, group_src=peer)
 
 
 def _gradient(parameter: nn.Parameter) -> Tensor:
     gradient = parameter.grad
     assert gradient is not None, "a shared weight is used by both of its stages"
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return local_tensor(gradient)

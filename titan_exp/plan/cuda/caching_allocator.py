@@ -1,4 +1,4 @@
-"""What torch's caching allocator reserves on CUDA for a story of allocations: its rules, replayed without a GPU.
+"""Replay of allocation events by torch's CUDA caching allocator, without a GPU.
 
 Rules and sizes are those of c10/cuda/CUDACachingAllocator.cpp in torch 2.13 at its defaults; c10/core/AllocatorConfig.h
 has the constants. Where a fresh segment lies is the driver's choice; here each lies above those before. Memory that
@@ -13,69 +13,63 @@ from typing import NamedTuple
 MIB = 2**20
 
 MIN_BLOCK = 512
-"""Bytes that sizes are rounded up to."""
+"""kMinBlockSize: sizes are rounded up to a multiple."""
 SMALL_SIZE = MIB
-"""Largest block of the small pool."""
+"""kSmallSize: largest block of the small pool."""
 SMALL_BUFFER = 2 * MIB
-"""What the small pool asks the driver for."""
+"""kSmallBuffer: segment size of the small pool."""
 LARGE_BUFFER = 20 * MIB
-"""What the large pool asks for on behalf of less than `MIN_LARGE`."""
+"""kLargeBuffer: segment size of the large pool for blocks below `MIN_LARGE`."""
 MIN_LARGE = 10 * MIB
-"""From here on a segment is made to measure."""
+"""kMinLargeAlloc: larger blocks get a segment of their own size."""
 ROUND_LARGE = 2 * MIB
-"""What those are rounded up to."""
+"""kRoundLarge: rounding of those segments."""
 
 ADDRESSES = 2**21 * LARGE_BUFFER
-"""What an expandable segment may grow to: more than any device has."""
+"""Address range of an expandable segment: more than any device has."""
 
 
 class Event(NamedTuple):
-    """A storage is born, or dies."""
+    """Allocation or release of a storage."""
 
     storage: int
-    """Its number; one that has died may be born again."""
+    """Its number; a released storage may be allocated again."""
     size: int
-    """Bytes of it; 0 where it dies."""
+    """Bytes allocated; 0 for a release."""
     stream: int
-    """On which stream; of no meaning where it dies."""
+    """Stream of an allocation."""
 
 
 @dataclass(frozen=True)
 class Reserved:
-    """What the allocator did."""
+    """Statistics of a replay."""
 
     allocated: int
-    """Most bytes in use, as `torch.cuda.max_memory_allocated` counts them: whole blocks."""
+    """Peak bytes in blocks: `torch.cuda.max_memory_allocated`."""
     reserved: int
-    """Most bytes taken from the driver: `torch.cuda.max_memory_reserved`."""
+    """Peak bytes reserved from the driver: `torch.cuda.max_memory_reserved`."""
     retries: int
-    """How often the device was full, and unused segments had to be given back first, which stops everything."""
+    """Allocation retries: the device was full, and cached segments were released first, which synchronizes."""
     fits: bool
-    """False where even then there was no room: out of memory."""
+    """False if a retry failed: out of memory."""
 
 
 @dataclass(frozen=True)
 class Reservations:
-    """What is reserved once steps repeat themselves, in the two ways that torch has."""
+    """Steady-state reservations with both kinds of segments."""
 
     segments: Reserved
-    """As torch does unless it is told otherwise."""
+    """With segments of fixed size, torch's default."""
     expandable: Reserved
     """With `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`."""
 
 
 STEPS = 3
-"""How often the step is replayed. What it leaves behind in other places than it found it settles by then."""
+"""Replayed steps; block addresses are stable after them."""
 
 
 def reservations(before: Sequence[Event], step: Sequence[Event], capacity: int | None = None) -> Reservations:
-    """Let both allocators serve a run: what is before the step, and some steps.
-
-    Args:
-        before: events up to the step.
-        step: events of the step.
-        capacity: bytes that the driver has to give; None has no end.
-    """
+    """Replay setup and `STEPS` steps with both kinds of segments; `capacity` is device memory, None for unlimited."""
     return Reservations(
         _served(_steps(before, step, STEPS), expandable=False, capacity=capacity),
         _served(_steps(before, step, STEPS), expandable=True, capacity=capacity),
@@ -83,35 +77,24 @@ def reservations(before: Sequence[Event], step: Sequence[Event], capacity: int |
 
 
 def replay(events: Iterable[Event], *, expandable: bool, capacity: int | None = None) -> Reserved:
-    """Let an allocator serve events in their order.
-
-    Args:
-        events: births and deaths; one that is not born cannot die.
-        expandable: with expandable segments, which grow by a page at a time, else with segments of fixed size.
-        capacity: bytes that the driver has to give; None has no end.
-    """
+    """Replay events in order; arguments as in `CachingAllocator`."""
     return _served([events], expandable=expandable, capacity=capacity)
 
 
 def repeated(before: Sequence[Event], step: Sequence[Event], times: int) -> list[Event]:
-    """A story in which a step follows on itself, as steps of training do.
+    """Setup events and a step, repeated `times` times as in training.
 
-    What a step finds from before, and lets go of, is in the next one what this one has left behind: a storage of the
-    same size and stream. Where a step leaves behind what no step lets go of, it is not repeated.
-
-    Args:
-        before: events up to the step.
-        step: events of the step.
-        times: how often it runs in all.
+    A storage that a step releases but does not allocate is, in the next step, one of the same size and stream that this
+    step has kept. A step that keeps other storages is not repeated.
     """
     return [event for events in _steps(before, step, times) for event in events]
 
 
 def _steps(before: Sequence[Event], step: Sequence[Event], times: int) -> Iterator[list[Event]]:
-    """That story, step by step; what is before the first belongs to it."""
+    """Events step by step; the setup belongs to the first."""
     yield [*before, *step]
-    heirs = _heirs(before, step)
-    if heirs is None:
+    successors = _successors(before, step)
+    if successors is None:
         return
     inside = sorted({event.storage for event in step if event.size})
     names = {storage: storage for storage in inside}
@@ -119,33 +102,33 @@ def _steps(before: Sequence[Event], step: Sequence[Event], times: int) -> Iterat
     for _ in range(times - 1):
         following = {storage: fresh + place for place, storage in enumerate(inside)}
         fresh += len(following)
-        # What was there before the step goes by the name of what the step before has left.
-        called = following | {storage: names[heir] for storage, heir in heirs.items()}
+        # Storages from before the step are those that the previous step has kept.
+        called = following | {storage: names[successor] for storage, successor in successors.items()}
         yield [Event(called[event.storage], event.size, event.stream) for event in step]
         names = following
 
 
-def _heirs(before: Sequence[Event], step: Sequence[Event]) -> dict[int, int] | None:
-    """For each storage that a step finds and lets go of, one that it leaves behind; None where they do not match."""
-    born = {event.storage: event for event in before if event.size}
+def _successors(before: Sequence[Event], step: Sequence[Event]) -> dict[int, int] | None:
+    """A storage that a step keeps, for each that it releases from before; None where they do not match."""
+    allocated = {event.storage: event for event in before if event.size}
     left = {event.storage: event for event in step if event.size}
     found = [event.storage for event in step if not event.size and event.storage not in left]
     for event in step:
         if not event.size:
             left.pop(event.storage, None)
-    heirs: dict[int, int] = {}
+    successors: dict[int, int] = {}
     for storage in found:
-        kind = born[storage][1:]
-        heir = next((number for number, event in left.items() if event[1:] == kind), None)
-        if heir is None:
+        kind = allocated[storage][1:]
+        successor = next((number for number, event in left.items() if event[1:] == kind), None)
+        if successor is None:
             return None
-        heirs[storage] = heir
-        del left[heir]
-    return None if left else heirs
+        successors[storage] = successor
+        del left[successor]
+    return None if left else successors
 
 
 def _served(steps: Iterable[Iterable[Event]], *, expandable: bool, capacity: int | None) -> Reserved:
-    """Let an allocator serve steps that are alike until one leaves everything where it has found it."""
+    """Replay equal steps until one leaves every block at the address where it was before."""
     allocator = CachingAllocator(expandable=expandable, capacity=capacity)
     blocks: dict[int, Block] = {}
     found: object = None
@@ -156,24 +139,24 @@ def _served(steps: Iterable[Iterable[Event]], *, expandable: bool, capacity: int
                 continue
             block = allocator.allocate(event.size, event.stream)
             if block is None:
-                return Reserved(allocator.most_allocated, allocator.most_reserved, allocator.retries, False)
+                return Reserved(allocator.peak_allocated, allocator.peak_reserved, allocator.retries, False)
             blocks[event.storage] = block
         left = ([block.address for _, block in sorted(blocks.items())], allocator.layout())
         if left == found and capacity is None:
             break
         found = left
-    return Reserved(allocator.most_allocated, allocator.most_reserved, allocator.retries, True)
+    return Reserved(allocator.peak_allocated, allocator.peak_reserved, allocator.retries, True)
 
 
 @dataclass(eq=False)
 class Block:
-    """A piece of a segment."""
+    """A block of a segment."""
 
     address: int
     size: int
     pool: "_Pool"
     mapped: bool = True
-    """Whether there is memory behind it; of expandable segments parts are addresses alone."""
+    """False for address ranges of expandable segments without memory."""
     allocated: bool = False
     before: "Block | None" = None
     after: "Block | None" = None
@@ -181,19 +164,19 @@ class Block:
 
 @dataclass(eq=False)
 class _Pool:
-    """Free blocks of a stream, either small or large."""
+    """Free blocks of a stream, small or large."""
 
     small: bool
     free: list[Block] = field(default_factory=list)
-    """By size, then address."""
+    """Sorted by size, then address."""
     keys: list[tuple[int, int]] = field(default_factory=list)
-    """Sizes and addresses of those, in their order."""
+    """Sizes and addresses of `free`, in the same order."""
     unmapped: list[Block] = field(default_factory=list)
-    """By address."""
+    """Sorted by address."""
 
     @property
     def page(self) -> int:
-        """Bytes that an expandable segment grows by."""
+        """Bytes by which an expandable segment grows."""
         return SMALL_BUFFER if self.small else LARGE_BUFFER
 
     def put(self, block: Block) -> None:
@@ -203,39 +186,36 @@ class _Pool:
             self.keys.insert(place, key)
             self.free.insert(place, block)
         else:
-            insort(self.unmapped, block, key=lambda it: it.address)
+            insort(self.unmapped, block, key=lambda free: free.address)
 
     def take(self, block: Block) -> None:
         if block.mapped:
             self.pop(bisect_left(self.keys, (block.size, block.address)))
         else:
-            del self.unmapped[bisect_left(self.unmapped, block.address, key=lambda it: it.address)]
+            del self.unmapped[bisect_left(self.unmapped, block.address, key=lambda free: free.address)]
 
     def pop(self, place: int) -> Block:
-        """Take the free block at a place."""
+        """Remove and return the free block at an index."""
         del self.keys[place]
         return self.free.pop(place)
 
 
 class CachingAllocator:
-    """Torch's allocator of one device.
-
-    A pool for small and one for large blocks of each stream; a request gets the smallest free block that is large
-    enough, the lowest among equals, cut to size; what is given back is joined with free neighbours.
+    """Torch's caching allocator of one device: best fit, splitting and merging, per stream and pool.
 
     Args:
-        expandable: as `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True` has it.
-        capacity: bytes that the driver has to give; None has no end.
+        expandable: True for `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
+        capacity: device memory in bytes; None is unlimited.
     """
 
     def __init__(self, *, expandable: bool = False, capacity: int | None = None) -> None:
-        self.allocated = self.reserved = self.most_allocated = self.most_reserved = self.retries = 0
+        self.allocated = self.reserved = self.peak_allocated = self.peak_reserved = self.retries = 0
         self._expandable, self._capacity = expandable, capacity
         self._pools: dict[tuple[int, bool], _Pool] = {}
         self._next_address = 0
 
     def allocate(self, size: int, stream: int = 0) -> Block | None:
-        """A block of at least so many bytes; None where the device is full."""
+        """Allocate a block of at least `size` bytes; None if out of memory."""
         size = rounded(size)
         small = size <= SMALL_SIZE
         pool = self._pools.setdefault((stream, small), _Pool(small))
@@ -250,11 +230,11 @@ class CachingAllocator:
         self._split(block, size)
         block.allocated = True
         self.allocated += block.size
-        self.most_allocated = max(self.most_allocated, self.allocated)
+        self.peak_allocated = max(self.peak_allocated, self.allocated)
         return block
 
     def free(self, block: Block) -> None:
-        """Give a block back, which serves its own stream again."""
+        """Free a block for reuse on its stream."""
         assert block.allocated, "a block is freed once"
         block.allocated = False
         self.allocated -= block.size
@@ -262,11 +242,11 @@ class CachingAllocator:
         block.pool.put(block)
 
     def blocks(self) -> list[Block]:
-        """All free blocks that have memory behind them."""
+        """All free blocks with memory."""
         return [block for pool in self._pools.values() for block in pool.free]
 
     def layout(self) -> list[tuple[list[tuple[int, int]], list[tuple[int, int]]]]:
-        """Of each pool, sizes and addresses of what is free, with memory behind it and without."""
+        """Sizes and addresses of free blocks and of unmapped ranges, by pool."""
         return [
             (list(pool.keys), [(block.size, block.address) for block in pool.unmapped]) for pool in self._pools.values()
         ]
@@ -276,13 +256,13 @@ class CachingAllocator:
         if place == len(pool.free):
             return None
         if self._expandable:
-            # The end of an expandable segment counts as all that it can become.
+            # The last block of an expandable segment counts with the range it can grow into.
             while place + 1 < len(pool.free) and _potential(pool.free[place + 1]) < _potential(pool.free[place]):
                 place += 1
         return pool.pop(place)
 
     def _split(self, block: Block, size: int) -> None:
-        """Cut a block to a size, where the rest is worth keeping."""
+        """Split a block to a size, unless the rest is too small."""
         rest = block.size - size
         if rest < MIN_BLOCK or (not self._expandable and not block.pool.small and rest <= SMALL_SIZE):
             return
@@ -294,7 +274,7 @@ class CachingAllocator:
 
     @staticmethod
     def _merge(block: Block) -> None:
-        """Join a free block, which is in no list, with free neighbours of its kind."""
+        """Merge a free block, which is in no list, with free neighbours of its kind."""
         for other in (block.before, block.after):
             if other is None or other.allocated or other.mapped != block.mapped:
                 continue
@@ -310,7 +290,7 @@ class CachingAllocator:
                     block.after.before = block
 
     def _grow(self, pool: _Pool, size: int) -> Block | None:
-        """A free block, in no list, of memory that is new in whole or in part."""
+        """Reserve memory for a free block, in no list."""
         if self._expandable:
             return self._expand(pool, size)
         if not self._reserve(size):
@@ -328,7 +308,7 @@ class CachingAllocator:
         else:
             block = mapped
         while block.size < size:
-            assert block.after is not None, "there are addresses enough"
+            assert block.after is not None, "the address range is large enough"
             wanted = min(size - block.size, block.after.size)
             pool.put(block)
             grown = self._map(block.after, wanted)
@@ -338,7 +318,7 @@ class CachingAllocator:
         return block
 
     def _map(self, block: Block, size: int) -> Block | None:
-        """Put memory behind the beginning of a piece of addresses; returns it, joined with what is free before it."""
+        """Map memory at the beginning of an unmapped range; returns it, merged with the free block before it."""
         size = -(-size // block.pool.page) * block.pool.page
         if not self._reserve(size):
             return None
@@ -354,7 +334,7 @@ class CachingAllocator:
         return block
 
     def _room(self, pool: _Pool, size: int) -> Block:
-        """The first addresses, with the free memory before them, that such a block would fit into."""
+        """The first unmapped range that fits such a block, together with free memory before it."""
         for block in pool.unmapped:
             start = block.before if block.before is not None and not block.before.allocated else block
             room, at = 0, start
@@ -362,7 +342,7 @@ class CachingAllocator:
                 room, at = room + at.size, at.after
             if room >= size:
                 return start
-        # As torch does: addresses for more than the device has, where whole pages of either pool begin.
+        # As torch: an address range larger than the device, aligned to pages of either pool.
         block = Block(self._next_address, ADDRESSES, pool, mapped=False)
         self._next_address += ADDRESSES
         pool.put(block)
@@ -372,11 +352,11 @@ class CachingAllocator:
         if self._capacity is not None and self.reserved + size > self._capacity:
             return False
         self.reserved += size
-        self.most_reserved = max(self.most_reserved, self.reserved)
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
         return True
 
     def _release_unused(self) -> None:
-        """Give back whole segments, or pages of expandable ones, that nothing lies in."""
+        """Release unused segments, or unused pages of expandable ones."""
         for pool in self._pools.values():
             for block in list(pool.free):
                 if not self._expandable:
@@ -387,7 +367,7 @@ class CachingAllocator:
                 self._unmap(block)
 
     def _unmap(self, block: Block) -> None:
-        """Take the memory from behind the whole pages of a free block."""
+        """Unmap the whole pages of a free block."""
         pool = block.pool
         first = -(-block.address // pool.page) * pool.page
         last = (block.address + block.size) // pool.page * pool.page
@@ -413,12 +393,12 @@ class CachingAllocator:
 
 
 def rounded(size: int) -> int:
-    """Bytes of the block that holds so many."""
+    """Block size for a request of `size` bytes."""
     return max(MIN_BLOCK, -(-size // MIN_BLOCK) * MIN_BLOCK)
 
 
 def segment_size(size: int) -> int:
-    """Bytes that the driver is asked for on behalf of a block."""
+    """Segment size for a new block."""
     if size <= SMALL_SIZE:
         return SMALL_BUFFER
     return LARGE_BUFFER if size < MIN_LARGE else -(-size // ROUND_LARGE) * ROUND_LARGE

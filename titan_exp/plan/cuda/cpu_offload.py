@@ -1,8 +1,7 @@
-"""The GPU's memory beside the host's, where parameters are offloaded: what lies in which, and what is copied between.
+"""CPU offload: GPU and host memory side by side, and copies between them.
 
-Pretended tensors have a device of their own, by which torch's own code decides what it copies: FSDP2's pieces of it
-for `CPUOffloadPolicy` run as they are. Only the GPU has another name, a second CPU, because torch without CUDA cannot
-run backward on CUDA's.
+Fake tensors have a device, by which FSDP2's own code for `CPUOffloadPolicy` decides what it copies. The fake GPU is
+named as a second CPU, because torch without CUDA cannot run backward on CUDA tensors.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -18,126 +16,127 @@ from torch.distributed.fsdp._fully_shard import _fully_shard
 
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, MemoryTracker, Moment, local
+from titan_exp.plan.trace.torch_patches import replaced_attributes
 
 GPU = torch.device("cpu", 1)
-"""What the GPU is called where the host's memory is another."""
+"""Device of the fake GPU beside the host."""
 AXIS = "host"
-"""What copies between the two are booked on."""
+"""Axis name of copies between host and GPU."""
 TO_GPU, WAITED_FOR, TO_HOST = "to the GPU", "to the GPU, waited for", "to the host"
-"""Kinds of copies. FSDP2 copies parameters and gradients on streams of its own, but parameters of a lone rank, which
-gathers nothing, on the one that computes."""
+"""Kinds of copies. FSDP2 copies parameters and gradients on its own streams, but parameters of a single rank, which
+gathers nothing, on the compute stream (`WAITED_FOR`)."""
 PINNED = ("parameters", "gradients")
-"""What lies in pinned memory of the host: the trainer asks for `CPUOffloadPolicy(pin_memory=True)` on CUDA. FSDP2 pins
+"""Categories in pinned host memory: the trainer asks for `CPUOffloadPolicy(pin_memory=True)` on CUDA. FSDP2 pins
 parameters before the first step (`FSDPParam.reset_sharded_param`); a gradient's copy is pinned by torch, whose copies
-to the host are where they do not block (`foreach_reduce`, ATen's `_to_copy`). State of an optimizer is made like its
-parameter, which tells nothing of pinning, and is not."""
+to the host are where they do not block (`foreach_reduce`, ATen's `_to_copy`). Optimizer state is created
+like its parameter, which does not pass on pinning."""
 
 
 @dataclass(frozen=True)
 class HostUsage:
-    """What a rank has and does on the host."""
+    """Host memory and costs of a rank."""
 
     peak: Moment
-    """When most of its memory is held there: blocks as they are handed out, pinned ones rounded up."""
+    """Peak host memory, pinned blocks rounded up."""
     persistent: dict[str, int]
-    """Bytes of tensors held there between steps, by what they are for."""
+    """Bytes of tensors on the host between steps, by category."""
     costs: OpCosts
-    """Of a step's operators, what runs there: clipping and the optimizer's update."""
+    """Costs of operators that run on the host: gradient clipping and the optimizer."""
 
 
 class HostTracker(MemoryTracker):
-    """The host's memory: pinned blocks are the next power of two.
+    """Tracks host memory, where pinned blocks are rounded up to a power of two and never freed.
 
-    As CachingHostAllocatorImpl::allocate has it (ATen/core/CachingHostAllocator.h, torch 2.11 to 2.15): it rounds
-    requests by PowerOf2Ceil, and never gives a block back.
+    See CachingHostAllocatorImpl::allocate in ATen/core/CachingHostAllocator.h, torch 2.11 to 2.15.
     """
 
     def tensors(self) -> dict[str, int]:
-        """Bytes alive now, by what they are for, as tensors count them."""
+        """Bytes of live tensors, by category, without rounding."""
         held: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         for entry, storage in self._alive.values():
-            its = storage()
-            held[entry.category] += 0 if its is None else its.nbytes()
+            found = storage()
+            held[entry.category] += 0 if found is None else found.nbytes()
         return held
 
-    def _enter(self, storage: torch.UntypedStorage, category: str | None) -> None:
+    def _add(self, storage: torch.UntypedStorage, category: str | None) -> None:
         size = storage.nbytes()
         self.granularity = power_of_two(size) if category in PINNED and size else 1
-        super()._enter(storage, category)
+        super()._add(storage, category)
         self.granularity = 1
 
 
 @dataclass
 class HostAndGpuTracker(MemoryTracker):
-    """The GPU's memory, and beside it the host's, in a ledger of its own."""
+    """Tracks GPU memory, and host memory in a tracker of its own."""
 
     alone = False
 
     host: HostTracker = field(default_factory=HostTracker)
-    """What lies there."""
+    """Tracks host memory."""
 
-    def elsewhere(self, tensor: Tensor) -> bool:
-        """Whether a tensor lies in the host's memory."""
+    def is_elsewhere(self, tensor: Tensor) -> bool:
+        """True if a tensor is on the host."""
         return on_host(tensor)
 
-    def copied(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> tuple[str, str, int] | None:
-        """Of a call that copies between the memories: axis, which way, and bytes; None of all others."""
-        if not given or len(made) != 1 or on_host(given[-1]) == on_host(made[0]):
+    def copy_between(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[str, str, int] | None:
+        """Axis, direction and bytes of a copy between host and GPU, else None."""
+        if not inputs or len(outputs) != 1 or on_host(inputs[-1]) == on_host(outputs[0]):
             return None
-        size = made[0].numel() * made[0].element_size()
-        if on_host(made[0]):
+        size = outputs[0].numel() * outputs[0].element_size()
+        if on_host(outputs[0]):
             return AXIS, TO_HOST, size
         return AXIS, TO_GPU if self.stream() else WAITED_FOR, size
 
-    def see(self, tensor: Tensor, category: str | None = None) -> None:
-        """Enter a tensor's storage where it lies."""
+    def track(self, tensor: Tensor, category: str | None = None) -> None:
+        """Add a tensor's storage to the tracker of its memory."""
         if on_host(tensor):
-            self._told().see(tensor, category)
+            self._host().track(tensor, category)
         else:
-            super().see(tensor, category)
+            super().track(tensor, category)
 
-    def know(self, tensor: Tensor) -> bool:
-        """Whether a tensor's storage is entered."""
-        return self.host.know(tensor) if on_host(tensor) else super().know(tensor)
+    def is_tracked(self, tensor: Tensor) -> bool:
+        """True if a tensor's storage is tracked."""
+        return self.host.is_tracked(tensor) if on_host(tensor) else super().is_tracked(tensor)
 
-    def is_for(self, tensors: Iterable[Tensor | None], category: str) -> None:
-        """Say what storages are for, wherever they are."""
+    def set_category(self, tensors: Iterable[Tensor | None], category: str) -> None:
+        """Set the category of storages in either memory."""
         there = [tensor for tensor in tensors if tensor is not None]
-        self._told().is_for([tensor for tensor in there if on_host(tensor)], category)
-        super().is_for([tensor for tensor in there if not on_host(tensor)], category)
+        self._host().set_category([tensor for tensor in there if on_host(tensor)], category)
+        super().set_category([tensor for tensor in there if not on_host(tensor)], category)
 
-    def sizes(self, tensors: Iterable[Tensor]) -> int:
-        """Bytes of the storages of tensors that are entered, in both memories."""
-        its = list(tensors)
-        there = self.host.sizes([tensor for tensor in its if on_host(tensor)])
-        return there + super().sizes([tensor for tensor in its if not on_host(tensor)])
+    def tracked_bytes(self, tensors: Iterable[Tensor]) -> int:
+        """Bytes of the storages of tracked tensors in both memories."""
+        tracked = list(tensors)
+        host = self.host.tracked_bytes([tensor for tensor in tracked if on_host(tensor)])
+        return host + super().tracked_bytes([tensor for tensor in tracked if not on_host(tensor)])
 
-    def begin(self) -> None:
-        """Forget what was in either."""
-        super().begin()
-        self.host.begin()
+    def begin_step(self) -> None:
+        """Begin the step that is evaluated, in both trackers."""
+        super().begin_step()
+        self.host.begin_step()
 
-    def _told(self) -> MemoryTracker:
+    def _host(self) -> MemoryTracker:
         self.host.category, self.host.where = self.category, self.where
         return self.host
 
 
 def on_host(tensor: Tensor) -> bool:
-    """Whether a tensor, or this rank's part of it, lies in the host's memory, where the GPU's is another."""
+    """True if a tensor, or its local shard, is not on the fake GPU."""
     return local(tensor).device != GPU
 
 
 @contextmanager
 def gpu_beside_host() -> Iterator[None]:
-    """For the time of the block, let FSDP2 take the GPU's name for its device, and copies between the two be seen."""
+    """Let FSDP2 use the fake GPU as its device in the `with` block, so that its copies are traced."""
 
     def device_of(plain: Callable[[Any], torch.device], mesh: Any) -> torch.device:
         return GPU if mesh.device_type == GPU.type else plain(mesh)
 
-    with patch.object(_fully_shard, "_get_device_from_mesh", partial(device_of, _fully_shard._get_device_from_mesh)):
+    replacement = partial(device_of, _fully_shard._get_device_from_mesh)
+    with replaced_attributes((_fully_shard, "_get_device_from_mesh", replacement)):
         yield
 
 
 def power_of_two(size: int) -> int:
-    """The smallest power of two that is not below a size."""
+    """The smallest power of two that is at least `size`."""
     return 1 << max(0, size - 1).bit_length()

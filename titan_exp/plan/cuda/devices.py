@@ -1,6 +1,6 @@
-"""What accelerators can do, from their makers' public tables, and what of it training code usually reaches.
+"""Accelerator specifications from public data sheets, and the share of peak rates that training reaches.
 
-Rates are dense (no sparsity) with fp32 accumulation; links are in one direction, of one device.
+Rates are dense (no sparsity) with fp32 accumulation; link rates are per device and direction.
 """
 
 from dataclasses import dataclass
@@ -9,11 +9,11 @@ from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError
 
 MATMUL_SHARE = 0.75
-"""Of the peak rate, what large matmuls reach. A round number, not fitted to this trainer."""
+"""Share of the peak rate in large matmuls. A round number, not fitted to this trainer."""
 BANDWIDTH_SHARE = 0.8
-"""Of memory bandwidth, what elementwise operators reach. A round number, likewise."""
+"""Share of memory bandwidth in elementwise operators. A round number, likewise."""
 LINK_SHARE = 0.75
-"""Of a link's rate, what large messages reach. A round number, likewise."""
+"""Share of a link's rate in large messages. A round number, likewise."""
 
 
 @dataclass(frozen=True)
@@ -21,47 +21,47 @@ class Device:
     """One accelerator."""
 
     name: str
-    """As people call it."""
+    """Product name."""
     memory_gb: float
     """Memory in GB (10^9 bytes)."""
     bf16_tflops: float
     """Dense bf16 matmuls, TFLOP/s."""
     fp8_tflops: float | None
-    """Dense fp8 matmuls, TFLOP/s; None where it has none."""
+    """Dense fp8 matmuls, TFLOP/s; None without fp8 support."""
     bandwidth_tbs: float
     """Memory bandwidth, TB/s."""
     link_gbs: float
-    """To its neighbours in a node, GB/s."""
+    """Link to other devices of a node, GB/s."""
     network_gbs: float = 50.0
-    """To other nodes, GB/s: one 400 Gbit/s adapter for each device, as in the makers' reference systems."""
+    """Network, GB/s: one 400 Gbit/s adapter per device, as in reference systems."""
     host_gbs: float = 64.0
-    """To and from the host's memory, GB/s: PCIe 5.0 x16, which the makers give as 128 GB/s both ways."""
+    """Link to host memory, GB/s: PCIe 5.0 x16, specified as 128 GB/s in both directions."""
     capability: tuple[int, int] | None = (9, 0)
-    """CUDA's compute capability; None where it is no CUDA."""
+    """CUDA compute capability; None without CUDA."""
     matmul_workspace: int = 32 * 2**20
-    """Bytes that torch hands cuBLAS for each thread; 0 where nobody here knows."""
+    """Bytes of torch's cuBLAS workspace per thread; 0 where unknown."""
     matmul_share: float = MATMUL_SHARE
-    """Of the peak rate, what matmuls and attention reach. `titan-exp plan calibrate` fits this and what follows but
+    """Share of the peak rate in matmuls and attention. `titan-exp plan calibrate` fits this and the following, except
     `fp8_reach`."""
     bandwidth_share: float = BANDWIDTH_SHARE
-    """Of memory bandwidth, what elementwise operators reach."""
+    """Share of memory bandwidth in elementwise operators."""
     link_share: float = LINK_SHARE
-    """Of a link's rate, what messages reach."""
+    """Share of a link's rate in messages."""
     fp8_reach: float = 1.0
-    """What fp8 matmuls reach of their peak, over what bf16's reach of theirs."""
+    """Share of the peak rate in fp8 matmuls, relative to that in bf16."""
     operator_us: float = 0.0
-    """What every operator takes besides, in microseconds: its launch, and on a CPU Python and torch's dispatch."""
+    """Overhead per operator in microseconds: kernel launch, and on a CPU Python and torch's dispatcher."""
     overhead_gb: float = 0.0
-    """Memory of a process beside what is predicted of it, in GB (10^9 bytes)."""
+    """Memory of a process beyond its tensors, in GB (10^9 bytes)."""
 
     @property
     def matmul_rate(self) -> float:
-        """Operations a second that bf16 matmuls and attention reach."""
+        """Achieved FLOP/s of bf16 matmuls and attention."""
         return self.bf16_tflops * 1e12 * self.matmul_share
 
     @property
     def fp8_rate(self) -> float:
-        """Operations a second that fp8 matmuls reach; where there are no instructions for them, as bf16's."""
+        """Achieved FLOP/s of fp8 matmuls; bf16's without fp8 support."""
         if self.fp8_tflops is None:
             return self.matmul_rate
         return self.fp8_tflops * 1e12 * self.matmul_share * self.fp8_reach
@@ -80,16 +80,16 @@ DEVICES = {
     # AMD Instinct MI300X data sheet: 1,307.4 bf16, 2,614.9 fp8, 192 GB, 5.3 TB/s, seven links of 128 GB/s both ways.
     "mi300x": Device("MI300X 192GB", 192, 1307.4, 2614.9, 5.3, 448, capability=None, matmul_workspace=0),
 }
-"""By the word that a command line names them with."""
+"""Devices by their name on the command line."""
 
 
 def device_named(name: str) -> Device:
     """A device of the table.
 
     Raises:
-        UserError: it is not there.
+        UserError: the name is unknown.
     """
     if name.lower() not in DEVICES:
         offer = did_you_mean(name, DEVICES)
-        raise UserError(f"--device {name}: there is no such device here. {offer or f'Known are {listed(DEVICES)}.'}")
+        raise UserError(f"--device {name}: unknown device. {offer or f'Known are {listed(DEVICES)}.'}")
     return DEVICES[name.lower()]

@@ -1,4 +1,4 @@
-"""The story of a pipeline rank's step, woven from the sampled rank's along its rehearsed schedule."""
+"""Allocation events of a pipeline rank's step, from the sampled rank's along its simulated schedule."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,111 +11,135 @@ from titan_exp.plan.extrapolate.allocation_events import (
     SampleEvents,
     StepPosition,
 )
-from titan_exp.plan.extrapolate.events_no_pipeline import END, PROLOGUE, gradient_named, loss_of, named_block, renamed
-from titan_exp.plan.extrapolate.optimizer_step import OPTIMIZER_STEP
+from titan_exp.plan.extrapolate.events_no_pipeline import (
+    END,
+    PROLOGUE,
+    find_loss,
+    gradient_allocation,
+    split_layer_number,
+    with_layer_numbers,
+)
 from titan_exp.plan.extrapolate.schedule_simulation import ScheduledAction, ScheduleSimulation
-from titan_exp.plan.extrapolate.segments import NOTHING, EventSegment
-from titan_exp.plan.extrapolate.stage_sample import FIRST, GROUP, LAST, MIDDLE, OVER, REDUCE, TURN, StageSample
+from titan_exp.plan.extrapolate.stage_sample import (
+    FIRST,
+    LAST,
+    MIDDLE,
+    StageSample,
+)
 from titan_exp.plan.extrapolate.stages import StageShape
 from titan_exp.plan.trace.memory_tracker import CATEGORIES
+from titan_exp.plan.trace.segments import (
+    ACTION,
+    BETWEEN_ACTIONS,
+    GROUP,
+    NOT_TRACKED,
+    OPTIMIZER_STEP,
+    REDUCE,
+    EventSegment,
+)
 
-NUMBERS = {FIRST: 0, MIDDLE: 1, LAST: 3}
-"""Stages of the sampled rank, by kind."""
-MADE = " made"
+SAMPLED_STAGES = {FIRST: 0, MIDDLE: 1, LAST: 3}
+"""Stage numbers of the sampled rank, by kind."""
+RESULT = " result"
 
 
 @dataclass(frozen=True)
 class StageEvents:
-    """What stages of several blocks, or of one, do in a small run."""
+    """Events of sampled stages, with several blocks or with one."""
 
-    ways: Sequence[SampleEvents]
-    """One for each way of recomputation."""
+    by_mode: Sequence[SampleEvents]
+    """One sample for each activation checkpointing mode."""
     hidden: Sequence[tuple[int, str]]
-    """Of hidden states, by kind as in a rehearsal: bytes and what they are for."""
+    """Bytes and category of hidden states, by kind as in a simulation."""
 
 
 def stage_events(samples: Sequence[StageSample]) -> StageEvents:
-    """What happens where in small runs that differ in recomputation alone."""
+    """Assign the events of samples that differ in activation checkpointing alone to positions."""
     hidden = [(int(size.sum()), CATEGORIES[int(size.argmax())]) for size in samples[0].sizes]
-    return StageEvents([_story(sample) for sample in samples], hidden)
+    return StageEvents([_assign_positions(sample) for sample in samples], hidden)
 
 
 def compose_stages(
-    stories: Mapping[bool, StageEvents],
+    samples: Mapping[bool, StageEvents],
     stages: Sequence[StageShape],
     layers: Sequence[Sequence[int]],
-    rehearsal: ScheduleSimulation,
-    tail: OptimizerStepEvents,
+    simulation: ScheduleSimulation,
+    optimizer_step: OptimizerStepEvents,
     *,
     workspace: int,
 ) -> tuple[EventComposer, int]:
-    """Weave two steps of a rank; returns them, and the bytes of reduced gradients.
+    """Compose two steps of a rank; returns them, and the bytes of reduced gradients.
 
     Args:
-        stories: for stages of several blocks, and for those of one.
+        samples: with several blocks per stage (False), and with one (True).
         stages: of the rank.
         layers: numbers of every stage's layers.
-        rehearsal: of its schedule.
-        tail: build and ends of the steps of a rank with these stages.
-        workspace: as of `EventComposer`.
+        simulation: of the rank's schedule.
+        optimizer_step: of a rank with these stages.
+        workspace: as in `EventComposer`.
 
     Raises:
-        Unwoven: they cannot be.
+        ExtrapolationError: the samples do not determine an event.
     """
-    weaver, size = EventComposer({stage.number: len(stage.modes) for stage in stages}, workspace), 0
-    rank = _Rank(weaver, stories, stages, layers)
-    weaver.build(tail)
+    composer, size = EventComposer({stage.number: len(stage.modes) for stage in stages}, workspace), 0
+    rank = _Rank(composer, samples, stages, layers)
+    composer.add_setup(optimizer_step)
     for step in (0, 1):
         if step:
-            weaver.begin()
-        size = rank.step(step, rehearsal, tail)
-    return weaver, size
+            composer.begin_step()
+        size = rank.step(step, simulation, optimizer_step)
+    return composer, size
 
 
 class _Rank:
     def __init__(
         self,
-        weaver: EventComposer,
-        stories: Mapping[bool, StageEvents],
+        composer: EventComposer,
+        samples: Mapping[bool, StageEvents],
         stages: Sequence[StageShape],
         layers: Sequence[Sequence[int]],
     ) -> None:
-        self._weaver, self._stages, self._layers = weaver, {stage.number: stage for stage in stages}, layers
-        self._stories = {stage.number: stories[len(stage.modes) == 1] for stage in stages}
+        self._composer, self._stages, self._layers = composer, {stage.number: stage for stage in stages}, layers
+        self._samples = {stage.number: samples[len(stage.modes) == 1] for stage in stages}
 
-    def step(self, step: int, rehearsal: ScheduleSimulation, tail: OptimizerStepEvents) -> int:
-        weaver, story = self._weaver, next(iter(self._stories.values()))
+    def step(self, step: int, simulation: ScheduleSimulation, optimizer_step: OptimizerStepEvents) -> int:
+        composer, events = self._composer, next(iter(self._samples.values()))
         opening = StepPosition(step, NOWHERE, None, PROLOGUE, None)
-        weaver.play(story.ways[0], opening, opening)
+        composer.replay(events.by_mode[0], opening, opening)
         hidden: dict[int, int] = {}
-        during, made, gone = False, list[int](), list[int]()
-        for heard in rehearsal.heard:
-            if heard.what == "turn":
-                during, made, gone = True, [], []
-                self._act(step, rehearsal.turns[heard.which])
-            elif heard.what == "over":
+        during, made, released = False, list[int](), list[int]()
+        for event in simulation.events:
+            if event.what == "begin":
+                during, made, released = True, [], []
+                self._act(step, simulation.actions[event.which])
+            elif event.what == "end":
                 during = False
                 for number in made:
-                    hidden[number] = self._made(step, rehearsal.turns[heard.which])
-                for number in gone:
-                    weaver.death(hidden[number])
+                    hidden[number] = self._result(step, simulation.actions[event.which])
+                for number in released:
+                    composer.release(hidden[number])
             elif during:
-                (made if heard.what == "born" else gone).append(heard.which)
-            elif heard.what == "born":
-                hidden[heard.which] = weaver.birth(*story.hidden[heard.kind])
+                (made if event.what == "allocate" else released).append(event.which)
+            elif event.what == "allocate":
+                hidden[event.which] = composer.allocate(*events.hidden[event.kind])
             else:
-                weaver.death(hidden[heard.which])
+                composer.release(hidden[event.which])
         for number in self._stages:
             self._reduce(step, number)
         own = (layer for number in self._stages for layer in self._layers[number])
-        layers = dict(zip(tail.layers, own, strict=True))
-        gradients = {name: self._gradient(step, renamed(name, layers)) for name in tail.gradients[step].values()}
-        return weaver.end(tail, step, gradients, loss_of(weaver, story.ways[0], step))
+        layers = dict(zip(optimizer_step.layers, own, strict=True))
+        gradients = {
+            name: self._gradient(step, with_layer_numbers(name, layers))
+            for name in optimizer_step.gradients[step].values()
+        }
+        return composer.add_optimizer_step(
+            optimizer_step, step, gradients, find_loss(composer, events.by_mode[0], step)
+        )
 
-    def _act(self, step: int, turn: ScheduledAction) -> None:
-        number, kind, micro = turn.action
-        stage, ways = self._stages[number], self._stories[number].ways
-        own, there, modes = NUMBERS[stage.kind], 0 if turn.first else 1, stage.modes
+    def _act(self, step: int, scheduled: ScheduledAction) -> None:
+        number, kind, micro = scheduled.action
+        stage, samples = self._stages[number], self._samples[number].by_mode
+        own, there, modes = SAMPLED_STAGES[stage.kind], 0 if scheduled.first else 1, stage.modes
         places = list(range(len(modes)))
         if kind != "F":
             places.reverse()
@@ -123,165 +147,176 @@ class _Rank:
             StepPosition(step, own, there, f"{kind} before", None),
             StepPosition(step, number, micro, f"{kind} before", None),
         )
-        self._weaver.play(ways[modes[places[0]]], source, at)
+        self._composer.replay(samples[modes[places[0]]], source, at)
         for place in places:
-            way, part = ways[modes[place]], f"{kind} block"
-            like, block = self._like(way, stage, place)
-            self._weaver.play(
-                way,
+            sample, part = samples[modes[place]], f"{kind} block"
+            like, block = self._sampled_block(sample, stage, place)
+            self._composer.replay(
+                sample,
                 source._replace(stage=like, part=part, block=block),
                 at._replace(part=part, block=place),
                 self._layers[number][place],
             )
         part = f"{kind} after"
-        self._weaver.play(ways[modes[places[-1]]], source._replace(part=part), at._replace(part=part))
+        self._composer.replay(samples[modes[places[-1]]], source._replace(part=part), at._replace(part=part))
 
-    def _made(self, step: int, turn: ScheduledAction) -> int:
-        """What a turn that is over has made."""
-        number, kind, micro = turn.action
+    def _result(self, step: int, scheduled: ScheduledAction) -> int:
+        """The storage of an action's result."""
+        number, kind, micro = scheduled.action
         stage = self._stages[number]
-        way = self._stories[number].ways[stage.modes[-1]]
-        source = StepPosition(step, NUMBERS[stage.kind], 0 if turn.first else 1, kind + MADE, None)
-        if source not in way.made:
-            raise ExtrapolationError("an action makes nothing in the small run")
-        return self._weaver.find(way, way.made[source], source, StepPosition(step, number, micro, kind + MADE, None))
+        sample = self._samples[number].by_mode[stage.modes[-1]]
+        source = StepPosition(step, SAMPLED_STAGES[stage.kind], 0 if scheduled.first else 1, kind + RESULT, None)
+        if source not in sample.results:
+            raise ExtrapolationError("an action has no result in the sample")
+        return self._composer.locate(
+            sample, sample.results[source], source, StepPosition(step, number, micro, kind + RESULT, None)
+        )
 
     def _reduce(self, step: int, number: int) -> None:
-        stage, way = self._stages[number], self._stories[number].ways[0]
-        own = StepPosition(step, NUMBERS[stage.kind], None, "reduce", None)
+        stage, sample = self._stages[number], self._samples[number].by_mode[0]
+        own = StepPosition(step, SAMPLED_STAGES[stage.kind], None, "reduce", None)
         at = own._replace(stage=number)
-        self._weaver.play(way, own, at)
-        if own._replace(part=GROUP, block=-1) in way.scenes:
-            self._weaver.play(way, own._replace(part=GROUP, block=-1), at._replace(part=GROUP, block=-1))
-        if own._replace(part=GROUP, block=0) in way.scenes:
+        self._composer.replay(sample, own, at)
+        if own._replace(part=GROUP, block=-1) in sample.event_segments:
+            self._composer.replay(sample, own._replace(part=GROUP, block=-1), at._replace(part=GROUP, block=-1))
+        if own._replace(part=GROUP, block=0) in sample.event_segments:
             for place in range(len(stage.modes)):
-                source, block = self._like(way, stage, place)
+                source, block = self._sampled_block(sample, stage, place)
                 there = StepPosition(step, source, None, GROUP, block)
-                self._weaver.play(way, there, at._replace(part=GROUP, block=place))
-        self._weaver.play(way, own._replace(part="rest"), at._replace(part="rest"))
+                self._composer.replay(sample, there, at._replace(part=GROUP, block=place))
+        self._composer.replay(sample, own._replace(part="rest"), at._replace(part="rest"))
 
     def _gradient(self, step: int, name: str) -> int:
-        layer, pattern = named_block(name)
+        layer, pattern = split_layer_number(name)
         if layer is None:
             kinds = [stage for stage in self._stages.values() if stage.kind in (FIRST, LAST)]
-            found = [stage for stage in kinds if name in self._stories[stage.number].ways[0].gradients[step]]
-            # A name of either end is one of that end alone.
+            found = [stage for stage in kinds if name in self._samples[stage.number].by_mode[0].gradients[step]]
+            # Parameters outside of blocks belong to one end alone.
             for stage in found:
-                way, own = self._stories[stage.number].ways[0], NUMBERS[stage.kind]
-                birth = gradient_named(way, step, name)
-                if way.origins[birth].spot.stage == own:
+                sample, own = self._samples[stage.number].by_mode[0], SAMPLED_STAGES[stage.kind]
+                allocation = gradient_allocation(sample, step, name)
+                if sample.sites[allocation].position.stage == own:
                     there = StepPosition(step, own, None, END, None)
-                    return self._weaver.find(way, birth, there, there._replace(stage=stage.number))
-            raise ExtrapolationError(f"{name} has no gradient in the small run")
-        number = next(number for number, its in enumerate(self._layers) if layer in its)
+                    return self._composer.locate(sample, allocation, there, there._replace(stage=stage.number))
+            raise ExtrapolationError(f"{name} has no gradient in the sample")
+        number = next(number for number, layers in enumerate(self._layers) if layer in layers)
         stage, place = self._stages[number], self._layers[number].index(layer)
-        way = self._stories[number].ways[stage.modes[place]]
-        source, block = self._like(way, stage, place)
-        birth = gradient_named(way, step, pattern.format(_layer_of(way, source, block)))
+        sample = self._samples[number].by_mode[stage.modes[place]]
+        source, block = self._sampled_block(sample, stage, place)
+        allocation = gradient_allocation(sample, step, pattern.format(_layer_of(sample, source, block)))
         there = StepPosition(step, source, None, END, block)
-        return self._weaver.find(way, birth, there, StepPosition(step, number, None, END, place))
+        return self._composer.locate(sample, allocation, there, StepPosition(step, number, None, END, place))
 
     @staticmethod
-    def _like(way: SampleEvents, stage: StageShape, place: int) -> tuple[int, int]:
-        """The stage and the block of a small run that a block of a stage is like."""
-        own = NUMBERS[stage.kind]
+    def _sampled_block(sample: SampleEvents, stage: StageShape, place: int) -> tuple[int, int]:
+        """The sampled stage and block for a block of a stage."""
+        own = SAMPLED_STAGES[stage.kind]
         if place == 0:
             return own, 0
         if place == len(stage.modes) - 1:
-            return own, way.blocks[own] - 1
-        return (own if way.blocks[own] > 2 else NUMBERS[MIDDLE]), 1
+            return own, sample.blocks[own] - 1
+        return (own if sample.blocks[own] > 2 else SAMPLED_STAGES[MIDDLE]), 1
 
 
-def _layer_of(way: SampleEvents, stage: int, block: int) -> int:
-    """Number of a block among all of the small run's, in which the stage of the other rank has one."""
-    return sum(way.blocks.get(number, 1) for number in range(stage)) + block
+def _layer_of(sample: SampleEvents, stage: int, block: int) -> int:
+    """Layer number of a block in the sample, where the other rank's stage has one block."""
+    return sum(sample.blocks.get(number, 1) for number in range(stage)) + block
 
 
-def _story(sample: StageSample) -> SampleEvents:
-    numbers = {NUMBERS[kind]: count for kind, count in sample.layers.items()}
-    births, found = iter(sample.made), _Found(numbers, handed=set(sample.made))
+def _assign_positions(sample: StageSample) -> SampleEvents:
+    """Assign the events of a sample to positions."""
+    numbers = {SAMPLED_STAGES[kind]: count for kind, count in sample.layers.items()}
+    allocations, found = iter(sample.action_results), _PositionFinder(numbers, handed_over=set(sample.action_results))
     for step in (0, 1):
-        scenes = [scene for scene in sample.scenes if scene.step == step]
-        end = next(place for place, scene in enumerate(scenes) if scene.label == OPTIMIZER_STEP)
-        found.step(step, scenes[:end], iter(sample.turns), births)
-    scenes = _numbered_groups(found.scenes, numbers)
-    story = SampleEvents(scenes, numbers, None, sample.reduced, frozenset(found.handed), found.made)
-    _require_handed_last(story)
-    return story
+        event_segments = [segment for segment in sample.event_segments if segment.step == step]
+        end = next(place for place, segment in enumerate(event_segments) if segment.label == OPTIMIZER_STEP)
+        found.step(step, event_segments[:end], iter(sample.schedule), allocations)
+    event_segments = _numbered_groups(found.event_segments, numbers)
+    handed_over = frozenset(found.handed_over)
+    events = SampleEvents(event_segments, numbers, None, sample.reduced_gradients, handed_over, found.results)
+    _check_handed_over_last(events)
+    return events
 
 
 @dataclass
-class _Found:
-    """What happens where in the sampled rank."""
+class _PositionFinder:
+    """Positions of the sampled rank's events."""
 
     blocks: Mapping[int, int]
-    handed: set[int]
-    scenes: dict[StepPosition, list[EventSegment]] = field(default_factory=dict)
-    made: dict[StepPosition, int] = field(default_factory=dict)
+    handed_over: set[int]
+    event_segments: dict[StepPosition, list[EventSegment]] = field(default_factory=dict)
+    results: dict[StepPosition, int] = field(default_factory=dict)
 
     def step(
-        self, step: int, scenes: Sequence[EventSegment], turns: Iterator[ScheduledAction], births: Iterator[int]
+        self,
+        step: int,
+        event_segments: Sequence[EventSegment],
+        actions: Iterator[ScheduledAction],
+        allocations: Iterator[int],
     ) -> None:
-        """Find the spots of a step's scenes, from its beginning to its end."""
+        """Find the positions of a step's segments, in order."""
         at, reducing = StepPosition(step, NOWHERE, None, PROLOGUE, None), False
-        for scene in scenes:
-            if scene.label.startswith(TURN):
-                turn = next(turns)
-                at = StepPosition(step, turn.action.stage, 0 if turn.first else 1, f"{turn.action.kind} before", None)
-            elif scene.label == OVER:
-                birth = next(births)
-                if birth != NOTHING:
-                    self.made[at._replace(part=at.part[0] + MADE, block=None)] = birth
-                at = at._replace(part=OVER, block=None)
-            elif scene.label.startswith(REDUCE):
-                at, reducing = StepPosition(step, int(scene.label.split()[1]), None, "reduce", None), True
-            elif scene.label == GROUP:
+        for segment in event_segments:
+            if segment.label.startswith(ACTION):
+                scheduled = next(actions)
+                at = StepPosition(
+                    step, scheduled.action.stage, 0 if scheduled.first else 1, f"{scheduled.action.kind} before", None
+                )
+            elif segment.label == BETWEEN_ACTIONS:
+                allocation = next(allocations)
+                if allocation != NOT_TRACKED:
+                    self.results[at._replace(part=at.part[0] + RESULT, block=None)] = allocation
+                at = at._replace(part=BETWEEN_ACTIONS, block=None)
+            elif segment.label.startswith(REDUCE):
+                at, reducing = StepPosition(step, int(segment.label.split()[1]), None, "reduce", None), True
+            elif segment.label == GROUP:
                 at = at._replace(part=GROUP, block=0 if at.block is None else at.block + 1)
             elif reducing:
                 at = at._replace(part="rest", block=None)
-            elif at.micro is not None and ", block " in scene.label:
+            elif at.micro is not None and ", block " in segment.label:
                 first = sum(self.blocks.get(stage, 1) for stage in range(at.stage))
-                at = at._replace(part=f"{at.part[0]} block", block=int(scene.label.partition(", block ")[2]) - first)
+                at = at._replace(part=f"{at.part[0]} block", block=int(segment.label.partition(", block ")[2]) - first)
             elif at.block is not None:
                 at = at._replace(part=f"{at.part[0]} after", block=None)
-            if at.part == OVER:
-                self._between(scene)
+            if at.part == BETWEEN_ACTIONS:
+                self._between(segment)
             else:
-                self.scenes.setdefault(at, []).append(scene)
+                self.event_segments.setdefault(at, []).append(segment)
 
-    def _between(self, scene: EventSegment) -> None:
-        """Between actions, hidden states are received, and go."""
-        self.handed.update(it.birth for it in scene.told if it.size)
-        if any(not it.size and it.birth > 0 and it.birth not in self.handed for it in scene.told):
-            raise ExtrapolationError("between actions more goes than what is handed over")
+    def _between(self, segment: EventSegment) -> None:
+        """Check that only handed-over hidden states are released between actions."""
+        self.handed_over.update(event.allocation for event in segment.events if event.size)
+        released = {event.allocation for event in segment.events if not event.size and event.allocation > 0}
+        if not released <= self.handed_over:
+            raise ExtrapolationError("more than hidden states is released between actions")
 
 
 def _numbered_groups(
-    scenes: Mapping[StepPosition, list[EventSegment]], blocks: Mapping[int, int]
+    event_segments: Mapping[StepPosition, list[EventSegment]], blocks: Mapping[int, int]
 ) -> dict[StepPosition, list[EventSegment]]:
-    """The same, groups of parameters numbered as their blocks: before them comes that of what else a stage has."""
+    """Number parameter groups as their blocks; the group of a stage's other parameters comes first, as -1."""
     counts: dict[tuple[int, int], int] = {}
-    for spot in scenes:
-        if spot.part == GROUP:
-            counts[spot.step, spot.stage] = counts.get((spot.step, spot.stage), 0) + 1
+    for position in event_segments:
+        if position.part == GROUP:
+            counts[position.step, position.stage] = counts.get((position.step, position.stage), 0) + 1
     found: dict[StepPosition, list[EventSegment]] = {}
-    for spot, its in scenes.items():
-        if spot.part == GROUP and spot.block is not None:
-            ends = counts[spot.step, spot.stage] - blocks[spot.stage]
-            found[spot._replace(block=spot.block - ends)] = its
+    for position, segments in event_segments.items():
+        if position.part == GROUP and position.block is not None:
+            ends = counts[position.step, position.stage] - blocks[position.stage]
+            found[position._replace(block=position.block - ends)] = segments
         else:
-            found[spot] = its
+            found[position] = segments
     return found
 
 
-def _require_handed_last(story: SampleEvents) -> None:
-    """Of an action's deaths, those of what was handed over come last, as a rehearsal has them."""
+def _check_handed_over_last(sample: SampleEvents) -> None:
+    """Check that an action releases hidden states last, as the simulation does."""
     over: set[StepPosition] = set()
-    for spot, scenes in story.scenes.items():
-        action = spot._replace(part=spot.part[:1], block=None)
-        for it in (it for scene in scenes for it in scene.told):
-            handed = not it.size and it.birth in story.handed
-            if action in over and not handed:
-                raise ExtrapolationError("after what was handed over more goes in an action")
-            if handed:
+    for position, event_segments in sample.event_segments.items():
+        action = position._replace(part=position.part[:1], block=None)
+        for event in (event for segment in event_segments for event in segment.events):
+            is_hidden = not event.size and event.allocation in sample.handed_over
+            if action in over and not is_hidden:
+                raise ExtrapolationError("an action releases other storages after hidden states")
+            if is_hidden:
                 over.add(action)

@@ -1,176 +1,144 @@
-"""A step without a pipeline, put together from that of a model of five layers and three micro-batches.
+"""Totals of a step without a pipeline, from a sample of five layers and three micro-batches.
 
-Layers between the first and the last are alike, and so are micro-batches: what is traced of one of them is repeated.
+Layers between the first and the last are identical, and so are micro-batches: the segments of one are repeated.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
-from unittest.mock import patch
+from dataclasses import dataclass
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.plan.extrapolate.eligibility import SAMPLED_LAYERS, SAMPLED_MICRO_BATCHES
 from titan_exp.plan.extrapolate.optimizer_step import (
-    OPTIMIZER_STEP,
     OptimizerStep,
     linear_combination,
-    marked_tail,
     trace_optimizer_step,
 )
-from titan_exp.plan.extrapolate.segments import CategoryBytes, EventSegment, Segment, SegmentTracker, category_bytes
+from titan_exp.plan.extrapolate.small_run import small_run
 from titan_exp.plan.trace.fake_world import fake_rank
-from titan_exp.plan.trace.trace_step import looked_at, trace_step
-from titan_exp.trainer import forward_backward as trainer_model
-
-MICRO_BATCH = "micro-batch"
+from titan_exp.plan.trace.segments import (
+    MICRO_BATCH,
+    OPTIMIZER_STEP,
+    CategoryBytes,
+    EventSegment,
+    Segment,
+    SegmentTracker,
+    category_bytes,
+)
+from titan_exp.plan.trace.trace_step import read_fields, trace_step
 
 
 @dataclass(frozen=True)
 class MicroBatchSegments:
-    """Forward and backward of one micro-batch."""
+    """Segments of one micro-batch."""
 
     before: list[Segment]
-    """Up to the first block."""
+    """Before the first block."""
     forward: list[Segment]
-    """Of each block, in order of execution."""
+    """One for each block, in order of execution."""
     between: list[Segment]
     """Head and loss."""
     backward: list[Segment]
-    """Of each block, in order of execution."""
+    """One for each block, in order of execution."""
     after: list[Segment]
-    """From the first block on."""
+    """After the first block's backward pass."""
 
 
 @dataclass(frozen=True)
 class ModelSample:
-    """A step of the small model."""
+    """A traced step of the small model."""
 
     base: CategoryBytes
-    """What is held before it, less batches."""
+    """Bytes allocated before the step, without batches."""
     batch: CategoryBytes
-    """What a micro-batch holds."""
-    looked_at: list[int]
-    """The same, tensor by tensor."""
+    """Bytes of a micro-batch."""
+    batch_tensors: list[int]
+    """The same, by tensor."""
     prologue: list[Segment]
-    """What comes before the first micro-batch."""
+    """Before the first micro-batch."""
     micro_batches: list[MicroBatchSegments]
-    """Each of them."""
-    scenes: list[EventSegment]
-    """Two steps, the first of one micro-batch, as an allocator is told them; none where nobody asked."""
-    reduced: list[dict[str, int]]
-    """Of each step: births of reduced gradients, by the names of their parameters."""
+    """In order."""
+    event_segments: list[EventSegment]
+    """Allocation events of two steps, the first of one micro-batch, if they were recorded."""
+    reduced_gradients: list[dict[str, int]]
+    """Allocations of reduced gradients by parameter name, for each step."""
 
 
-def sample_model(experiment: Experiment, mode: str, *, cuda: bool, told: bool = False) -> ModelSample:
-    """Trace a step of the same run with few layers and few micro-batches, every block recomputed by this mode.
-
-    Args:
-        experiment: the run, its layout resolved.
-        mode: how every block is recomputed.
-        cuda: as of `trace_step`.
-        told: whether births and deaths are wanted too.
-    """
+def sample_model(experiment: Experiment, mode: str, *, cuda: bool, record_events: bool = False) -> ModelSample:
+    """Trace a step of the run with few layers and micro-batches, all blocks in one activation checkpointing mode."""
     small = small_run(
         experiment,
         SAMPLED_LAYERS,
         min(ResolvedLayout.of(experiment).gradient_accumulation, SAMPLED_MICRO_BATCHES),
         mode,
     )
-    tape = SegmentTracker()
-    with fake_rank(small, 0) as it, marked_tail(tape), _marked_micro_batches(tape):
-        trace_step(it.state, it.step, warmup_step=it.warmup_step, batches=it.batches, cuda=cuda, segments=tape)
-        pieces = tape.pieces()
-        batches = [tape.amount(tensor) for tensor in looked_at(tape, it.batches)]
-        batch = sum(batches[: len(batches) // len(it.batches)], category_bytes({}))
-        tensors = [int(each.sum()) for each in batches[: len(batches) // len(it.batches)]]
-        base, scenes = tape.base() - sum(batches, category_bytes({})), tape.scenes() if told else []
-    prologue, rest = until(pieces, lambda piece: piece.label == MICRO_BATCH)
-    rest, _ = until(rest, lambda piece: piece.label == OPTIMIZER_STEP)
+    tracker = SegmentTracker()
+    with fake_rank(small, 0) as fake:
+        trace_step(
+            fake.state, fake.step, warmup_step=fake.warmup_step, batches=fake.batches, cuda=cuda, segments=tracker
+        )
+        segments = tracker.segments()
+        batches = [tracker.tracked_by_category(tensor) for tensor in read_fields(tracker, fake.batches)]
+        batch = sum(batches[: len(batches) // len(fake.batches)], category_bytes({}))
+        tensors = [int(tensor.sum()) for tensor in batches[: len(batches) // len(fake.batches)]]
+        base, event_segments = (
+            tracker.allocated_before() - sum(batches, category_bytes({})),
+            tracker.event_segments() if record_events else [],
+        )
+    prologue, rest = split_at(segments, lambda segment: segment.label == MICRO_BATCH)
+    rest, _ = split_at(rest, lambda segment: segment.label == OPTIMIZER_STEP)
     found = []
     while rest:
         first, rest = rest[0], rest[1:]
-        one, rest = until(rest, lambda piece: piece.label == MICRO_BATCH)
+        one, rest = split_at(rest, lambda segment: segment.label == MICRO_BATCH)
         found.append(_passes([first, *one]))
-    return ModelSample(base, batch, tensors, prologue, found, scenes, tape.reduced)
-
-
-def small_run(experiment: Experiment, layers: int, micro_batches: int, mode: str) -> Experiment:
-    """The same run, its layout resolved, of so many layers and micro-batches."""
-    layout = ResolvedLayout.of(experiment)
-    size = layout.micro_batch_size
-    batch = layout.dp_degree * size * micro_batches
-    return replace(
-        experiment,
-        model=replace(experiment.model, layers=layers),
-        training=replace(experiment.training, global_batch_size=batch, micro_batch_size=size),
-        activation_checkpoint=replace(experiment.activation_checkpoint, mode=mode),
-    )
+    return ModelSample(base, batch, tensors, prologue, found, event_segments, tracker.reduced_gradients)
 
 
 def trace_optimizer_steps(experiment: Experiment, *, cuda: bool) -> tuple[OptimizerStep, OptimizerStep]:
-    """The ends of a step with one and with two layers."""
+    """Trace the optimizer step with one and with two layers."""
     one, two = (trace_optimizer_step(small_run(experiment, layers, 1, "none"), 0, cuda=cuda) for layers in (1, 2))
     return one, two
 
 
-def extrapolate_optimizer_step(tails: tuple[OptimizerStep, OptimizerStep], layers: int) -> OptimizerStep:
-    """The end of a step with so many layers, from those with one and with two."""
-    return linear_combination([(2 - layers, tails[0]), (layers - 1, tails[1])])
+def extrapolate_optimizer_step(optimizer_steps: tuple[OptimizerStep, OptimizerStep], layers: int) -> OptimizerStep:
+    """The optimizer step with `layers` layers, from those with one and with two."""
+    return linear_combination([(2 - layers, optimizer_steps[0]), (layers - 1, optimizer_steps[1])])
 
 
 def model_segments(samples: Sequence[ModelSample], modes: Sequence[int], micro_batches: int) -> list[Segment]:
-    """The pieces of a step but its end.
-
-    Args:
-        samples: one for each way of recomputation.
-        modes: of each block, which of these it has.
-        micro_batches: of the step.
-    """
-    pieces = list(samples[0].prologue)
+    """Segments of a full step before the optimizer step, from one sample per mode and each block's mode."""
+    segments = list(samples[0].prologue)
     few = len(samples[0].micro_batches)
-    assert micro_batches >= few, "as many as there are, or more"
+    assert micro_batches >= few, "at least as many as sampled"
     order = [0, *[1] * (micro_batches - few + 1), *range(2, few)] if few > 1 else [0] * micro_batches
     for which in order:
         passes = [sample.micro_batches[which] for sample in samples]
-        pieces += passes[0].before
-        pieces += repeat_middle([its.forward for its in passes], modes)
-        pieces += passes[modes[-1]].between
-        pieces += repeat_middle([its.backward for its in passes], modes[::-1])
-        pieces += passes[modes[0]].after
-    return pieces
+        segments += passes[0].before
+        segments += repeat_middle([micro_batch.forward for micro_batch in passes], modes)
+        segments += passes[modes[-1]].between
+        segments += repeat_middle([micro_batch.backward for micro_batch in passes], modes[::-1])
+        segments += passes[modes[0]].after
+    return segments
 
 
 def repeat_middle(traced: Sequence[Sequence[Segment]], modes: Sequence[int]) -> Iterator[Segment]:
-    """A piece for each of `len(modes)` blocks, in order of execution, of which the middle one traced is repeated."""
+    """A segment for each of `len(modes)` blocks, in order of execution; the middle traced one is repeated."""
     few, total = len(traced[0]), len(modes)
     for place, mode in enumerate(modes):
         at = min(place, few // 2) if total - place > few // 2 else few - (total - place)
         yield traced[mode][at]
 
 
-def until(pieces: Sequence[Segment], ends: Callable[[Segment], bool]) -> tuple[list[Segment], list[Segment]]:
-    """Pieces before the first that ends them, and the others."""
-    place = next((place for place, piece in enumerate(pieces) if ends(piece)), len(pieces))
-    return list(pieces[:place]), list(pieces[place:])
+def split_at(segments: Sequence[Segment], ends: Callable[[Segment], bool]) -> tuple[list[Segment], list[Segment]]:
+    """Segments before the first for which `ends` is true, and the rest."""
+    place = next((place for place, segment in enumerate(segments) if ends(segment)), len(segments))
+    return list(segments[:place]), list(segments[place:])
 
 
-def _passes(pieces: Sequence[Segment]) -> MicroBatchSegments:
-    before, rest = until(pieces, lambda piece: piece.label.startswith("forward, block"))
-    forward, rest = until(rest, lambda piece: not piece.label.startswith("forward, block"))
-    between, rest = until(rest, lambda piece: piece.label.startswith("backward, block"))
-    backward, after = until(rest, lambda piece: not piece.label.startswith("backward, block"))
+def _passes(segments: Sequence[Segment]) -> MicroBatchSegments:
+    before, rest = split_at(segments, lambda segment: segment.label.startswith("forward, block"))
+    forward, rest = split_at(rest, lambda segment: not segment.label.startswith("forward, block"))
+    between, rest = split_at(rest, lambda segment: segment.label.startswith("backward, block"))
+    backward, after = split_at(rest, lambda segment: not segment.label.startswith("backward, block"))
     return MicroBatchSegments(before, forward, between, backward, after)
-
-
-@contextmanager
-def _marked_micro_batches(tape: SegmentTracker) -> Iterator[None]:
-    original = trainer_model.set_gradient_sync
-
-    def marked(*args: Any, **kwargs: Any) -> None:
-        tape.cut(MICRO_BATCH)
-        original(*args, **kwargs)
-
-    with patch.object(trainer_model, "set_gradient_sync", marked):
-        yield

@@ -1,22 +1,20 @@
-"""The end of a step, from reduced gradients to the next one: clipping, the optimizer, what is freed.
+"""Trace of the optimizer step: gradient clipping, the update, and released gradients.
 
-It knows layers by their number alone, so it is traced for one, two and three of them, without any forward or backward
-pass: its gradients are made of nothing.
+It depends on the number of layers alone, so it is traced without forward and backward, with empty gradients.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import torch
-from torch import nn
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.plan.extrapolate.allocation_events import ExtrapolationError, OptimizerStepEvents
-from titan_exp.plan.extrapolate.segments import (
+from titan_exp.plan.trace.fake_world import FakeRank, fake_rank
+from titan_exp.plan.trace.segments import (
+    OPTIMIZER_STEP,
     CategoryBytes,
     EventSegment,
     Segment,
@@ -25,109 +23,82 @@ from titan_exp.plan.extrapolate.segments import (
     join_segments,
     sum_costs,
 )
-from titan_exp.plan.trace.fake_world import FakeRank, fake_rank
 from titan_exp.plan.trace.trace_step import trace_step
-from titan_exp.trainer import train_step as trainer_step
-
-OPTIMIZER_STEP = "the end of the step"
+from titan_exp.trainer.train_step import train_step
 
 
 @dataclass(frozen=True)
 class OptimizerStep:
-    """The end of a step of one rank."""
+    """Optimizer step of one rank."""
 
-    piece: Segment
-    """All of it."""
+    segment: Segment
+    """Net allocation, peak and costs."""
     persistent: CategoryBytes
-    """Parameters and the optimizer's state."""
+    """Bytes of parameters and optimizer state."""
     gradients: int
-    """Bytes of reduced gradients, which the first part of the step has left and this one frees."""
+    """Bytes of reduced gradients, which it releases."""
 
 
 def trace_optimizer_step(experiment: Experiment, rank: int, *, cuda: bool) -> OptimizerStep:
-    """Trace the end of a rank's step.
-
-    Args:
-        experiment: the run, its layout resolved.
-        rank: of all processes.
-        cuda: as of `trace_step`.
-    """
-    tape = SegmentTracker()
-    with fake_rank(experiment, rank) as it, marked_tail(tape):
-        trace = trace_step(it.state, lambda: _end(it), cuda=cuda, segments=tape)
-    pieces = tape.pieces()
-    first = next(place for place, piece in enumerate(pieces) if piece.label == OPTIMIZER_STEP)
+    """Trace the optimizer step of a global rank."""
+    tracker = SegmentTracker()
+    with fake_rank(experiment, rank) as fake:
+        trace = trace_step(fake.state, lambda: _run_optimizer_step(fake), cuda=cuda, segments=tracker)
+    segments = tracker.segments()
+    first = next(place for place, segment in enumerate(segments) if segment.label == OPTIMIZER_STEP)
     kept = {name: trace.persistent[name] for name in ("parameters", "optimizer")}
-    return OptimizerStep(join_segments(OPTIMIZER_STEP, pieces[first:]), category_bytes(kept), trace.gradients)
-
-
-@contextmanager
-def marked_tail(tape: SegmentTracker) -> Iterator[None]:
-    """Cut a tape where a step's passes are over."""
-    original = trainer_step.reduce_partial_gradients
-
-    def marked(*args: Any) -> None:
-        tape.reduced.append(births_of_gradients(tape, args[0]))
-        tape.cut(OPTIMIZER_STEP)
-        original(*args)
-
-    with patch.object(trainer_step, "reduce_partial_gradients", marked):
-        yield
-
-
-def births_of_gradients(tape: SegmentTracker, parts: Iterable[nn.Module]) -> dict[str, int]:
-    """Births of the storages of gradients, by the names of their parameters."""
-    named = [pair for part in parts for pair in part.named_parameters()]
-    return {name: tape.birth(weight.grad) for name, weight in named if weight.grad is not None}
+    return OptimizerStep(join_segments(OPTIMIZER_STEP, segments[first:]), category_bytes(kept), trace.gradients)
 
 
 def trace_optimizer_step_events(
     experiment: Experiment, rank: int, layers: Sequence[int], *, cuda: bool
 ) -> OptimizerStepEvents:
-    """Trace the build of a rank and the ends of two steps of it.
-
-    Args:
-        experiment: the run, its layout resolved.
-        rank: of all processes.
-        layers: numbers of its layers in the whole model.
-        cuda: as of `trace_step`.
+    """Trace the setup of a global rank, with these layers of the full model, and two optimizer steps.
 
     Raises:
-        Unwoven: more than gradients and a loss go into the end of a step.
+        ExtrapolationError: an optimizer step reads more than gradients and a loss.
     """
-    tape = SegmentTracker()
-    with fake_rank(experiment, rank) as it, marked_tail(tape):
-        trace_step(it.state, lambda: _end(it), preallocated=it.preallocated, cuda=cuda, segments=tape)
-        scenes, pieces, built = tape.scenes(), tape.pieces(), it.state.built
+    tracker = SegmentTracker()
+    with fake_rank(experiment, rank) as fake:
+        trace_step(
+            fake.state, lambda: _run_optimizer_step(fake), preallocated=fake.preallocated, cuda=cuda, segments=tracker
+        )
+        event_segments, segments, built = tracker.event_segments(), tracker.segments(), fake.state.built
     ends, losses = list[list[EventSegment]](), list[int]()
-    for step, gradients in enumerate(tape.reduced):
-        own = [scene for scene in scenes if scene.step == step]
-        first = next(place for place, scene in enumerate(own) if scene.label == OPTIMIZER_STEP)
-        made = {it.birth for scene in own[:first] for it in scene.told if it.size} - set(gradients.values())
+    for step, gradients in enumerate(tracker.reduced_gradients):
+        own = [segment for segment in event_segments if segment.step == step]
+        first = next(place for place, segment in enumerate(own) if segment.label == OPTIMIZER_STEP)
+        made = {event.allocation for segment in own[:first] for event in segment.events if event.size} - set(
+            gradients.values()
+        )
         if len(made) != 1:
-            raise ExtrapolationError("more than gradients and a loss go into the end of a step")
+            raise ExtrapolationError("the optimizer step reads more than gradients and a loss")
         losses += made
         ends.append(own[first:])
-    names = [{birth: name for name, birth in gradients.items()} for gradients in tape.reduced]
-    build = [scene for scene in scenes if scene.step < 0]
-    work = sum_costs([piece.costs for piece in pieces[[piece.label for piece in pieces].index(OPTIMIZER_STEP) :]])
-    return OptimizerStepEvents(build, ends, names, losses, layers, work, built.parameters, built.flops_per_token)
+    names = [{allocation: name for name, allocation in gradients.items()} for gradients in tracker.reduced_gradients]
+    build = [segment for segment in event_segments if segment.step < 0]
+    costs = sum_costs(
+        [segment.costs for segment in segments[[segment.label for segment in segments].index(OPTIMIZER_STEP) :]]
+    )
+    return OptimizerStepEvents(build, ends, names, losses, layers, costs, built.parameters, built.flops_per_token)
 
 
 def linear_combination(terms: list[tuple[int, OptimizerStep]]) -> OptimizerStep:
-    """A sum of tails, each so many times, where negative numbers take away."""
-    net = sum((times * tail.piece.net for times, tail in terms), category_bytes({}))
-    most = sum((times * tail.piece.peak for times, tail in terms), category_bytes({}))
-    kept = sum((times * tail.persistent for times, tail in terms), category_bytes({}))
-    work = sum_costs([sum_costs([tail.piece.costs], times) for times, tail in terms])
-    last = terms[-1][1].piece
+    """Sum of optimizer steps with integer weights."""
+    net = sum((times * optimizer_step.segment.net for times, optimizer_step in terms), category_bytes({}))
+    peak = sum((times * optimizer_step.segment.peak for times, optimizer_step in terms), category_bytes({}))
+    kept = sum((times * optimizer_step.persistent for times, optimizer_step in terms), category_bytes({}))
+    costs = sum_costs([sum_costs([optimizer_step.segment.costs], times) for times, optimizer_step in terms])
+    last = terms[-1][1].segment
     return OptimizerStep(
-        Segment(OPTIMIZER_STEP, net, most, last.where, work), kept, sum(times * tail.gradients for times, tail in terms)
+        Segment(OPTIMIZER_STEP, net, peak, last.where, costs),
+        kept,
+        sum(times * optimizer_step.gradients for times, optimizer_step in terms),
     )
 
 
-def _end(it: FakeRank) -> None:
-    state = it.state
+def _run_optimizer_step(fake: FakeRank) -> None:
+    state = fake.state
 
     def no_passes(*_: Any) -> torch.Tensor:
         for weight in state.model.parameters():
@@ -140,12 +111,12 @@ def _end(it: FakeRank) -> None:
         unique_parameters=state.model.unique_parameters,
         forward_backward=no_passes,
     )
-    trainer_step.train_step(
+    train_step(
         model,
         state.optimizer,
         [],
         tokens=1,
-        lr=it.experiment.optimizer.lr,
-        max_grad_norm=it.experiment.training.max_grad_norm,
+        lr=fake.experiment.optimizer.lr,
+        max_grad_norm=fake.experiment.training.max_grad_norm,
         mesh=state.mesh,
     )

@@ -1,208 +1,185 @@
-"""A pipeline rank's schedule, rehearsed: the trainer's own `Pipeline` over stages that compute nothing.
+"""Simulated pipeline schedule of one rank: the trainer's own `Pipeline` over stages that compute nothing.
 
-It shows which hidden states are held when: how long they live follows from the schedule alone, not from the stages.
+It records the lifetimes of hidden states, which follow from the schedule alone.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest.mock import patch
-
-import torch
-import torch.distributed as dist
 
 from titan_exp.config.layout.pipeline_schedules import Action, Schedule
-from titan_exp.config.layout.schedule_timeline import timeline
-from titan_exp.parallel.pipeline_parallel import runtime as parallel_pipeline
-from titan_exp.parallel.pipeline_parallel import schedule_actions as parallel_orders
-from titan_exp.parallel.pipeline_parallel.runtime import ActivationSpec, Pipeline
+from titan_exp.parallel.pipeline_parallel.runtime import Pipeline
 
 KINDS = ("received", "made", "objective")
-"""What is handed over: hidden states and their gradients from another rank; those of a stage here; the last stage's
-output, a number."""
+"""Kinds of hidden states and their gradients: from another rank; of this rank; the last stage's objective."""
 
 
 @dataclass(frozen=True)
 class ScheduledAction:
-    """One action of a rank."""
+    """One action of a rank, and hidden states held around it."""
 
     action: Action
-    """Of which stage and micro-batch."""
+    """Stage, kind and micro-batch."""
     first: bool
-    """Whether it is the stage's first of its kind in this step."""
+    """True if it is the stage's first of its kind in this step."""
     waiting: tuple[int, ...]
-    """Most hidden states, by kind, held at once since the action before."""
+    """Peak number of hidden states, by kind, since the previous action."""
     before: tuple[int, ...]
-    """Those held when it begins."""
+    """Hidden states, by kind, at its begin."""
     after: tuple[int, ...]
-    """Those held when it has ended."""
+    """Hidden states, by kind, at its end."""
 
 
 class SimulationEvent(NamedTuple):
-    """Something that happens in a rehearsal."""
+    """Event of a simulation."""
 
     what: str
-    """`turn` and `over` of an action; `born` and `gone` of hidden states."""
+    """`begin` and `end` of an action; `allocate` and `release` of hidden states."""
     which: int
-    """Number of the turn, or of the hidden states."""
+    """Number of the action, or of the hidden states."""
     kind: int = 0
-    """Of hidden states that are born, which of `KINDS`."""
+    """Index in `KINDS` of allocated hidden states."""
 
 
 @dataclass(frozen=True)
 class ScheduleSimulation:
-    """A rank's turns in a step."""
+    """A rank's actions and events in a step."""
 
-    turns: list[ScheduledAction]
+    actions: list[ScheduledAction]
     """In order."""
-    heard: list[SimulationEvent]
-    """What happens in them and between them, in order."""
+    events: list[SimulationEvent]
+    """In order."""
     sent: int
-    """Hidden states that go to other ranks."""
+    """Number of sends."""
     received: int
-    """Those that come."""
+    """Number of receives."""
 
 
 @dataclass
-class _Tally:
+class _Recorder:
     held: list[int] = field(default_factory=lambda: [0] * len(KINDS))
-    most: tuple[int, ...] = (0,) * len(KINDS)
+    peak: tuple[int, ...] = (0,) * len(KINDS)
     sent: int = 0
     received: int = 0
-    turns: list[ScheduledAction] = field(default_factory=list)
+    actions: list[ScheduledAction] = field(default_factory=list)
     seen: set[tuple[int, str]] = field(default_factory=set)
-    heard: list[SimulationEvent] = field(default_factory=list)
-    made: int = 0
+    events: list[SimulationEvent] = field(default_factory=list)
+    count: int = 0
 
     def add(self, kind: int, change: int) -> None:
         self.held[kind] += change
-        if sum(self.held) > sum(self.most):
-            self.most = tuple(self.held)
+        if sum(self.held) > sum(self.peak):
+            self.peak = tuple(self.held)
 
 
 class _Hidden:
-    """Stands for hidden states, and for nothing else: it is there as long as they would be."""
+    """Placeholder with the lifetime of hidden states."""
 
-    def __init__(self, tally: _Tally, kind: int) -> None:
-        self._tally, self._kind, self._number = tally, kind, tally.made
-        tally.made += 1
-        tally.heard.append(SimulationEvent("born", self._number, kind))
-        tally.add(kind, 1)
+    def __init__(self, recorder: _Recorder, kind: int) -> None:
+        self._recorder, self._kind, self._number = recorder, kind, recorder.count
+        recorder.count += 1
+        recorder.events.append(SimulationEvent("allocate", self._number, kind))
+        recorder.add(kind, 1)
 
     def __del__(self) -> None:
-        self._tally.heard.append(SimulationEvent("gone", self._number))
-        self._tally.add(self._kind, -1)
+        self._recorder.events.append(SimulationEvent("release", self._number))
+        self._recorder.add(self._kind, -1)
 
     def contiguous(self) -> "_Hidden":
         return self
 
 
 class _Stage:
-    """Keeps what `parallel.stage.Stage` keeps of hidden states."""
+    """Holds hidden states as `pipeline_parallel.stage.Stage` does."""
 
     shared: tuple[str, ...] = ()
     copied: tuple[str, ...] = ()
     module = None
 
-    def __init__(self, number: int, last: bool, tally: _Tally) -> None:
-        self.number, self.last, self._tally = number, last, tally
+    def __init__(self, number: int, last: bool, recorder: _Recorder) -> None:
+        self.number, self.last, self._recorder = number, last, recorder
         self._passes: dict[int, list[Any]] = {}
 
     def forward(self, microbatch: int, hidden: Any, _: Any) -> Any:
-        with self._turn("F", microbatch):
-            output = _Hidden(self._tally, 2 if self.last else 1)
+        with self._action("F", microbatch):
+            output = _Hidden(self._recorder, 2 if self.last else 1)
             self._passes[microbatch] = [hidden, output]
         return output
 
     def backward(self, microbatch: int, gradient: Any) -> Any:
-        with self._turn("B", microbatch):
-            # What is looked at here must be gone when the turn is over.
+        with self._action("B", microbatch):
+            # Local references of `_backward` must be released before the action ends.
             return self._backward(microbatch)
 
     def _backward(self, microbatch: int) -> Any:
         hidden, _ = self._passes.pop(microbatch)
-        return None if hidden is None else _Hidden(self._tally, 1)
+        return None if hidden is None else _Hidden(self._recorder, 1)
 
     @contextmanager
-    def _turn(self, kind: str, microbatch: int) -> Iterator[None]:
-        tally = self._tally
-        waiting, before = tally.most, tuple(tally.held)
-        tally.heard.append(SimulationEvent("turn", len(tally.turns)))
+    def _action(self, kind: str, microbatch: int) -> Iterator[None]:
+        recorder = self._recorder
+        waiting, before = recorder.peak, tuple(recorder.held)
+        recorder.events.append(SimulationEvent("begin", len(recorder.actions)))
         yield
-        tally.heard.append(SimulationEvent("over", len(tally.turns)))
-        first = (self.number, kind) not in tally.seen
-        tally.seen.add((self.number, kind))
-        after = tally.most = tuple(tally.held)
-        tally.turns.append(ScheduledAction(Action(self.number, kind, microbatch), first, waiting, before, after))
+        recorder.events.append(SimulationEvent("end", len(recorder.actions)))
+        first = (self.number, kind) not in recorder.seen
+        recorder.seen.add((self.number, kind))
+        after = recorder.peak = tuple(recorder.held)
+        recorder.actions.append(ScheduledAction(Action(self.number, kind, microbatch), first, waiting, before, after))
+
+
+@dataclass
+class _Transport:
+    """Counts messages instead of sending them."""
+
+    recorder: _Recorder
+    rank: int
+    sends_complete: bool
+
+    def empty(self) -> _Hidden:
+        return _Hidden(self.recorder, 0)
+
+    def send(self, *_: Any) -> "_Transport":
+        self.recorder.sent += 1
+        return self
+
+    def receive(self, *_: Any) -> "_Transport":
+        self.recorder.received += 1
+        return self
+
+    def is_sent(self, _: Any) -> bool:
+        return self.sends_complete
+
+    def wait(self) -> None:
+        """The end of a message."""
 
 
 def simulate_schedule(
     orders: Schedule, placement: Sequence[int], rank: int, *, passes: int, sends_complete: bool
 ) -> ScheduleSimulation:
-    """Go through a rank's step.
+    """Simulate a rank's step.
 
     Args:
         orders: actions of each pipeline rank in one pass.
         placement: pipeline rank of each stage.
-        rank: of the pipeline.
-        passes: how often micro-batches go through it in a step.
-        delivered: whether a message is known to have arrived as soon as it is sent. On CUDA it is not: there the host
-            asks an event of the GPU (`WorkNCCL::isCompleted`), behind which it has put work of several micro-batches,
-            so that what is sent is held until the host knows, at the latest when it waits at the end of the pass.
+        rank: pipeline rank.
+        passes: passes of micro-batches through the pipeline in a step.
+        sends_complete: True if sends complete at once. On CUDA the host queries a GPU event
+            (`WorkNCCL::isCompleted`) behind several micro-batches of queued kernels, so sent tensors are held until it
+            waits at the end of the pass.
     """
-    tally = _Tally()
+    recorder = _Recorder()
     stages: Any = [
-        _Stage(number, number == len(placement) - 1, tally) for number, its in enumerate(placement) if its == rank
+        _Stage(number, number == len(placement) - 1, recorder)
+        for number, owner in enumerate(placement)
+        if owner == rank
     ]
-    group: Any = None
-    with _nobody_answers(tally, rank, sends_complete):
-        pipeline = Pipeline(
-            stages,
-            orders,
-            list(placement),
-            group,
-            ActivationSpec((), torch.float32, torch.device("cpu")),
-            keep_gathered=True,
-        )
-        pipeline.train([_compute] * passes)
-        heard = list(tally.heard)
-    return ScheduleSimulation(tally.turns, heard, tally.sent, tally.received)
-
-
-@contextmanager
-def cached_timelines() -> Iterator[None]:
-    """For the time of the block, when actions happen is found out once for each list of orders."""
-    kept: dict[int, Any] = {}
-
-    def once(orders: Schedule) -> Any:
-        if id(orders) not in kept:
-            kept[id(orders)] = (orders, timeline(orders))
-        return kept[id(orders)][1]
-
-    with patch.object(parallel_orders, "timeline", once):
-        yield
-
-
-@contextmanager
-def _nobody_answers(tally: _Tally, rank: int, sends_complete: bool) -> Iterator[None]:
-    work = SimpleNamespace(is_completed=lambda: sends_complete, wait=lambda: None)
-
-    def send(*_: Any, **__: Any) -> Any:
-        tally.sent += 1
-        return work
-
-    def receive(*_: Any, **__: Any) -> Any:
-        tally.received += 1
-        return work
-
-    with (
-        patch.object(parallel_pipeline, "torch", SimpleNamespace(empty=lambda *_, **__: _Hidden(tally, 0))),
-        patch.multiple(dist, isend=send, irecv=receive, get_rank=lambda *_: rank),
-    ):
-        yield
+    transport: Any = _Transport(recorder, rank, sends_complete)
+    Pipeline(stages, orders, list(placement), transport, keep_gathered=True).train([_compute] * passes)
+    events = list(recorder.events)
+    return ScheduleSimulation(recorder.actions, events, recorder.sent, recorder.received)
 
 
 def _compute(*_: Any) -> Any:
-    """What a stage would do."""
+    """No computation."""

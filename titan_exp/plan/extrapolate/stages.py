@@ -1,4 +1,4 @@
-"""A pipeline rank's step, put together from the sampled rank's, its schedule rehearsed."""
+"""Totals of a pipeline rank's step, from the sampled rank's along its simulated schedule."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -9,78 +9,58 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.plan.extrapolate.optimizer_step import OptimizerStep, linear_combination, trace_optimizer_step
 from titan_exp.plan.extrapolate.schedule_simulation import ScheduleSimulation
-from titan_exp.plan.extrapolate.segments import CategoryBytes, Segment, category_bytes, join_segments, sum_costs
+from titan_exp.plan.extrapolate.small_run import small_pipeline
 from titan_exp.plan.extrapolate.stage_sample import FIRST, LAST, MIDDLE, ActionSegments, StageSample
 from titan_exp.plan.trace.dispatch_mode import OpCosts
+from titan_exp.plan.trace.segments import CategoryBytes, Segment, category_bytes, join_segments, sum_costs
 
 
 @dataclass(frozen=True)
 class StageShape:
-    """A stage."""
+    """A pipeline stage: its kind and its blocks."""
 
     number: int
-    """Which of all."""
+    """Stage number."""
     kind: str
-    """First, middle or last."""
+    """`FIRST`, `MIDDLE` or `LAST`."""
     modes: tuple[int, ...]
-    """Of each of its blocks, which of the ways of recomputation it has."""
+    """Index of each block's activation checkpointing mode."""
 
 
 @dataclass(frozen=True)
 class StageOptimizerSteps:
-    """The end of a step of any rank of a pipeline."""
+    """Optimizer step of any pipeline rank, as a linear function of its stages."""
 
     constant: OptimizerStep
-    """Of a rank without anything."""
+    """Constant part."""
     block: OptimizerStep
-    """What a block adds."""
+    """Added by a block."""
     first: OptimizerStep
-    """What the embedding adds."""
+    """Added by the embedding."""
     last: OptimizerStep
-    """What the head adds."""
+    """Added by the head."""
 
     def of(self, stages: Sequence[StageShape]) -> OptimizerStep:
-        """That of a rank with these stages."""
+        """Optimizer step of a rank with these stages."""
         kinds = [stage.kind for stage in stages]
         blocks = sum(len(stage.modes) for stage in stages)
         terms = [(blocks, self.block), (kinds.count(FIRST), self.first), (kinds.count(LAST), self.last)]
         return linear_combination([*terms, (1, self.constant)])
 
     def of_sample(self, sample: StageSample) -> OptimizerStep:
-        """That of the sampled rank."""
+        """Optimizer step of the sampled rank."""
         return self.of([StageShape(0, kind, (0,) * count) for kind, count in sample.layers.items()])
 
 
 def trace_stage_optimizer_steps(experiment: Experiment, *, cuda: bool) -> StageOptimizerSteps:
-    """Trace the ends of the step of small ranks."""
+    """Trace optimizer steps of small pipeline ranks."""
 
-    def tail(rank: int, layers: tuple[int, ...]) -> OptimizerStep:
-        size = ResolvedLayout.of(experiment).micro_batch_size
-        parallelism = replace(
-            experiment.parallelism,
-            pp=3,
-            pp_schedule="1F1B",
-            pp_microbatches=1,
-            pp_layers=layers,
-            pp_layers_per_stage=None,
-            pp_first_stage_less=0,
-            pp_last_stage_less=0,
-        )
-        small = replace(
-            experiment,
-            model=replace(experiment.model, layers=sum(layers)),
-            parallelism=parallelism,
-            training=replace(
-                experiment.training,
-                global_batch_size=ResolvedLayout.of(experiment).dp_degree * size,
-                micro_batch_size=size,
-            ),
-            activation_checkpoint=replace(experiment.activation_checkpoint, mode="none"),
-        )
+    def optimizer_step(rank: int, layers: tuple[int, ...]) -> OptimizerStep:
+        small = small_pipeline(experiment, layers, 1, "none", degree=3, schedule="1F1B")
         return trace_optimizer_step(small, rank * ResolvedLayout.of(small).world_size // 3, cuda=cuda)
 
-    first, one, last = (tail(rank, (1, 1, 1)) for rank in range(3))
-    block = linear_combination([(-1, one), (1, tail(1, (1, 2, 1)))])
+    first, one, last = (optimizer_step(rank, (1, 1, 1)) for rank in range(3))
+    block = linear_combination([(-1, one), (1, optimizer_step(1, (1, 2, 1)))])
     return StageOptimizerSteps(
         linear_combination([(1, one), (-1, block)]),
         block,
@@ -90,25 +70,25 @@ def trace_stage_optimizer_steps(experiment: Experiment, *, cuda: bool) -> StageO
 
 
 def action_segment(samples: Sequence[StageSample], stage: StageShape, kind: str, first: bool) -> Segment:
-    """What an action of a stage takes, hidden states that are handed over left out of what it leaves behind."""
+    """An action of a stage, without handed-over hidden states."""
     own = [sample.actions[stage.kind, kind, first] for sample in samples]
     middle = [sample.actions[MIDDLE, kind, first] for sample in samples]
     modes = stage.modes if kind == "F" else stage.modes[::-1]
-    pieces = [*own[modes[0]].before, *_blocks(own, middle, modes), *own[modes[-1]].after]
-    whole = join_segments(kind, pieces)
-    return replace(whole, net=whole.net - own[0].handed)
+    segments = [*own[modes[0]].before, *_blocks(own, middle, modes), *own[modes[-1]].after]
+    whole = join_segments(kind, segments)
+    return replace(whole, net=whole.net - own[0].handed_over)
 
 
 def reduction_segments(sample: StageSample, stage: StageShape) -> Iterator[Segment]:
-    """Reducing the gradients of a stage, group by group."""
+    """Gradient reduction of a stage, by parameter group."""
     own, middle = sample.reduction[stage.kind], sample.reduction[MIDDLE]
-    groups = [piece for piece in own if piece.label == "group"]
-    rest = [piece for piece in own if piece.label != "group"]
-    more = [piece for piece in middle if piece.label == "group"]
+    groups = [segment for segment in own if segment.label == "group"]
+    rest = [segment for segment in own if segment.label != "group"]
+    more = [segment for segment in middle if segment.label == "group"]
     yield rest[0]
     if groups:
         ends = sample.layers[stage.kind]
-        # Before the blocks' groups comes that of what else a stage has.
+        # The group of the stage's other parameters precedes those of its blocks.
         yield from groups[: len(groups) - ends + 1]
         yield from more[1:2] * (len(stage.modes) - 2)
         yield from groups[len(groups) - ends + 1 :][-1:]
@@ -116,52 +96,49 @@ def reduction_segments(sample: StageSample, stage: StageShape) -> Iterator[Segme
 
 
 def bytes_before_step(
-    sample: StageSample, tails: StageOptimizerSteps, stages: Sequence[StageShape], batches: int, *, shared: bool
+    sample: StageSample,
+    optimizer_steps: StageOptimizerSteps,
+    stages: Sequence[StageShape],
+    batches: int,
+    *,
+    shared: bool,
 ) -> CategoryBytes:
-    """What a rank holds before a step.
-
-    Args:
-        sample: of the same layout but for the pipeline.
-        tails: likewise.
-        stages: of the rank.
-        batches: micro-batches that it has looked at.
-        shared: whether sequences are shared among ranks, so that all of a batch is looked at by all.
-    """
+    """Bytes allocated before a step. `shared` is True with context parallelism: every stage reads all batch fields."""
     kinds = {stage.kind for stage in stages}
     seen = [
         size
         for name, size in sample.batch.items()
         if shared or name not in ("tokens", "labels") or (FIRST if name == "tokens" else LAST) in kinds
     ]
-    kept = tails.of(stages).persistent - tails.of_sample(sample).persistent
+    kept = optimizer_steps.of(stages).persistent - optimizer_steps.of_sample(sample).persistent
     return sample.base + kept + len(stages) * sample.buffers + batches * sum(seen, category_bytes({}))
 
 
 def schedule_segment(
-    sample: StageSample, rehearsal: ScheduleSimulation, actions: dict[tuple[int, str, bool], Segment]
+    sample: StageSample, simulation: ScheduleSimulation, actions: dict[tuple[int, str, bool], Segment]
 ) -> Segment:
-    """All actions of a step, with the messages between them, as one piece."""
+    """All actions of a step and the messages between them, as one segment."""
     sizes = np.stack(sample.sizes)
-    keys = [(turn.action.stage, turn.action.kind, turn.first) for turn in rehearsal.turns]
+    keys = [(scheduled.action.stage, scheduled.action.kind, scheduled.first) for scheduled in simulation.actions]
     names = list(dict.fromkeys(keys))
     which = np.array([names.index(key) for key in keys])
     nets = np.stack([actions[name].net for name in names])
-    mosts = np.stack([actions[name].peak for name in names])
+    peaks = np.stack([actions[name].peak for name in names])
     ends = np.cumsum(nets[which], axis=0)
     begins = ends - nets[which]
-    waiting = begins + np.array([turn.waiting for turn in rehearsal.turns]) @ sizes
-    working = begins + np.array([turn.before for turn in rehearsal.turns]) @ sizes + mosts[which]
+    waiting = begins + np.array([scheduled.waiting for scheduled in simulation.actions]) @ sizes
+    working = begins + np.array([scheduled.before for scheduled in simulation.actions]) @ sizes + peaks[which]
     moments = np.stack([waiting, working], axis=1).reshape(-1, waiting.shape[1])
     totals = moments.sum(axis=1)
     at = int(totals.argmax())
     where = actions[keys[at // 2]].where
     counts = np.bincount(which, minlength=len(names))
-    work = OpCosts()
+    costs = OpCosts()
     for name, count in zip(names, counts, strict=True):
-        work = sum_costs([work, sum_costs([actions[name].costs], int(count))])
-    work = sum_costs([work, sum_costs([sample.message], rehearsal.sent)])
-    most = moments[at] if totals[at] > 0 else category_bytes({})
-    return Segment("actions", ends[-1], most, where, work)
+        costs = sum_costs([costs, sum_costs([actions[name].costs], int(count))])
+    costs = sum_costs([costs, sum_costs([sample.message], simulation.sent)])
+    peak = moments[at] if totals[at] > 0 else category_bytes({})
+    return Segment("actions", ends[-1], peak, where, costs)
 
 
 def _blocks(own: Sequence[ActionSegments], middle: Sequence[ActionSegments], modes: Sequence[int]) -> Iterator[Segment]:

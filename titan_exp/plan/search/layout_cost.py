@@ -13,7 +13,7 @@ from titan_exp.config.layout.schedule_timeline import timeline
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.extrapolate.schedule_simulation import ScheduleSimulation, cached_timelines, simulate_schedule
+from titan_exp.plan.extrapolate.schedule_simulation import ScheduleSimulation, simulate_schedule
 from titan_exp.plan.extrapolate.step_cost import TracedParts, step_cost
 from titan_exp.plan.time.roofline import rank_time
 from titan_exp.plan.trace.dispatch_mode import OpCosts
@@ -188,8 +188,7 @@ def _rehearsed(  # noqa: PLR0917  # a cache takes arguments by place
     schedule: str, ranks: int, placement: Sequence[int], microbatches: int, rank: int, sends_complete: bool
 ) -> ScheduleSimulation:
     orders, _ = _schedule(schedule, ranks, len(placement), microbatches)
-    with cached_timelines():
-        return simulate_schedule(orders, placement, rank, passes=1, sends_complete=sends_complete)
+    return simulate_schedule(orders, placement, rank, passes=1, sends_complete=sends_complete)
 
 
 @cache

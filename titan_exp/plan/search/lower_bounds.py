@@ -12,12 +12,12 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.extrapolate.segments import Segment, join_segments, sum_costs
 from titan_exp.plan.extrapolate.stage_sample import FIRST, LAST, MIDDLE, StageSample
 from titan_exp.plan.extrapolate.step_cost import TracedParts
 from titan_exp.plan.search.layout_cost import axes_of, kv_heads, safety_factor
 from titan_exp.plan.time.roofline import message_seconds
 from titan_exp.plan.trace.dispatch_mode import OpCosts
+from titan_exp.plan.trace.segments import Segment, join_segments, sum_costs
 
 BOUND_MARGIN = 0.985
 """Of what follows from other traces, what is relied on: sizes are rounded up, and in places copies become views."""

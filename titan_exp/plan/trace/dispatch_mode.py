@@ -1,12 +1,11 @@
-"""Watching a rank's step operator by operator: memory, operations and messages, on real tensors or pretended ones."""
+"""Dispatch mode that records the memory, FLOPs and messages of every operator, on real or fake tensors."""
 
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -30,75 +29,79 @@ from titan_exp.plan.trace.op_costs import (
     GROUPED,
     MATMULS,
     SCALED_MATMULS,
-    hidden_memory,
-    message,
-    operations,
+    count_flops,
+    decomposed_workspace,
+    parse_message,
     unknown_operator,
 )
+from titan_exp.plan.trace.torch_patches import replaced_attributes
 
 _DEVICE = torch.ops.prim.device.default
-_MEMO = OpCache()
-"""Of all traces of this process."""
+_OP_CACHE = OpCache()
+"""Shared by all traces of this process."""
 
 
 @dataclass(kw_only=True)
 class OpCosts:
-    """What a part of a step computes and sends."""
+    """FLOPs, memory traffic and messages of a part of a step."""
 
     flops: int = 0
-    """Floating-point operations of matmuls and attention."""
+    """FLOPs of matmuls and attention."""
     fp8_flops: int = 0
-    """Those of them that are matmuls of float8 numbers."""
+    """The part of them in float8 matmuls."""
     bytes_moved: int = 0
-    """Bytes that all operators but those read and write."""
+    """Bytes read and written by all other operators."""
     messages: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
     """Bytes by mesh axis and kind of message."""
     calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
-    """How many messages those are."""
+    """Number of these messages."""
     operators: int = 0
-    """Operators that were called."""
+    """Number of operator calls."""
 
 
 class CostMode(TorchDispatchMode):
-    """While it is entered, enters into its books what every operator makes, computes and sends.
+    """Records memory, FLOPs and messages of every operator while it is active.
 
     Args:
-        ledger: where memory is entered.
-        mesh: whose groups have the axes' names.
-        workspace: bytes that a call takes for a moment beyond what its tensors hold.
-        matmul_workspace: bytes that the library of matmuls takes on its first call in each thread, and keeps.
+        tracker: records memory.
+        mesh: names the axes of process groups.
+        workspace: bytes that a call allocates and frees beyond its tensors.
+        matmul_workspace: bytes that the matmul library allocates on its first call in each thread, and keeps.
     """
 
     def __init__(
         self,
-        ledger: MemoryTracker,
+        tracker: MemoryTracker,
         mesh: Mesh,
         workspace: Callable[[Any, tuple[Any, ...]], int] | None = None,
         matmul_workspace: int = 0,
     ) -> None:
         super().__init__()
         self._matmul_workspace, self._threads = matmul_workspace, set[bool]()
-        self.ledger, self.costs, self._workspace = ledger, OpCosts(), workspace
-        self.work_elsewhere = OpCosts()
-        """Of operators that neither take nor make anything of the memory that the ledger is of."""
+        self.tracker, self.costs, self._workspace = tracker, OpCosts(), workspace
+        self.host_costs = OpCosts()
+        """Operators on the host's memory alone, where parameters are offloaded."""
         self._axes, self._paused = axes_by_group(mesh), 0
-        self._owners: tuple[int, ...] | None = None
+        self._sole_owner: tuple[int, ...] | None = None
         self._stack, self._depth = ExitStack(), 0
 
     def __enter__(self) -> "CostMode":
-        # Entered anew inside operators of ours.
+        # Entered again inside our custom operators.
         if self._depth == 0:
-            self._stack.enter_context(patch.object(torch.UntypedStorage, "resize_", self._resizing()))
-            self._stack.enter_context(self._blind_to_layouts())
+            replacements = (
+                (torch.UntypedStorage, "resize_", self._resizing()),
+                (ShardingPropagator, "_propagate_tensor_meta_non_cached", self._without_sharding_propagation()),
+            )
+            self._stack.enter_context(replaced_attributes(*replacements))
             with _disable_current_modes():
-                self._owners = _owners_where_alone()
+                self._sole_owner = _sole_owner_counts()
         self._depth += 1
         super().__enter__()
         return self
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Compiled code is watched when it runs, not while it is made."""
+        """True: compiled code is recorded when it runs, not while it is compiled."""
         return True
 
     def __exit__(self, *failure: Any) -> None:
@@ -108,137 +111,138 @@ class CostMode(TorchDispatchMode):
             self._stack.close()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Call the operator, and note what it did."""
+        """Call the operator and record its costs."""
         kwargs = kwargs or {}
-        # Of tensors made of tensors, the operators on their parts are what counts.
+        # For tensor subclasses (DTensor, float8), the operators on their inner tensors are recorded.
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented
         if self._paused or func.namespace in ("prim", "profiler"):
             return args[0].device if func is _DEVICE and type(args[0]) is FakeTensor else func(*args, **kwargs)
-        body = _body(func)
+        body = _python_body(func)
         if body is not None:
-            # Opaque to the compiler, but not to us: what is inside counts.
+            # Custom operators are opaque to the compiler; here the operators inside are recorded.
             with self, torch.no_grad():
                 return body(*args, **kwargs)
-        if func is torch.ops.aten._local_scalar_dense.default and self.ledger.category == "optimizer":
-            # An optimizer reads how many steps it has made, which no size depends on.
+        if func is torch.ops.aten._local_scalar_dense.default and self.tracker.category == "optimizer":
+            # Optimizers read their step count, on which no size depends.
             return func(*args) if type(args[0]) is Tensor else 2.0
         try:
-            # Summing gradients the engine writes into one that nobody else has, unless a mode like this one looks on.
-            alone = self._owners is not None and _owners_of_summand(func, args) == self._owners
-            # What lies in which of two memories is asked of every call.
-            key = None if alone or not self.ledger.alone else _MEMO.key(func, args, kwargs)
-            if key is not None and (known := _MEMO.recall(key)) is not None:
-                return self._note_again(func, args, known)
+            # Autograd sums gradients in place into one that it alone holds, unless a dispatch mode is active.
+            alone = self._sole_owner is not None and _summand_counts(func, args) == self._sole_owner
+            # With two memories (offload), the device of every call matters, so nothing is cached.
+            key = None if alone or not self.tracker.alone else _OP_CACHE.key(func, args, kwargs)
+            if key is not None and (known := _OP_CACHE.get(key)) is not None:
+                return self._replay(func, args, known)
             out = args[0].add_(args[1]) if alone else _call(func, args, kwargs)
         except (UnsupportedOperatorException, DynamicOutputShapeException) as error:
             raise unknown_operator(str(func)) from error
-        flops, bytes_moved = self._note(func, args, kwargs, out)
+        flops, bytes_moved = self._record(func, args, kwargs, out)
         if key is not None:
-            _MEMO.remember(key, args, out, flops, bytes_moved)
-        self._press(func, args)
+            _OP_CACHE.put(key, args, out, flops, bytes_moved)
+        self._add_workspace(func, args)
         return out
 
     def kernel(self, args: tuple[Any, ...]) -> None:
-        """Enter a compiled kernel that reads and writes these tensors, among other arguments."""
-        self.costs.bytes_moved += sum(it.numel() * it.element_size() for it in args if isinstance(it, Tensor))
+        """Record a compiled kernel that reads and writes the tensors among these arguments."""
+        self.costs.bytes_moved += sum(arg.numel() * arg.element_size() for arg in args if isinstance(arg, Tensor))
 
-    def _note_again(self, func: Any, args: tuple[Any, ...], known: CachedOp) -> Any:
-        """Make and enter what an operator is known to make."""
-        out, made = known.again(args)
+    def _replay(self, func: Any, args: tuple[Any, ...], known: CachedOp) -> Any:
+        """Create and record the results of a cached call."""
+        out, made = known.replay(args)
         for tensor, alias in made:
-            self.ledger.see(tensor, "other" if alias else None)
+            self.tracker.track(tensor, "other" if alias else None)
         self._first_matmul(func)
         self._count(self.costs, func, known.flops, known.bytes_moved)
-        self._press(func, args)
+        self._add_workspace(func, args)
         return out
 
-    def _press(self, func: Any, args: tuple[Any, ...]) -> None:
-        size = hidden_memory(func, args) + (0 if self._workspace is None else self._workspace(func, args))
+    def _add_workspace(self, func: Any, args: tuple[Any, ...]) -> None:
+        size = decomposed_workspace(func, args) + (0 if self._workspace is None else self._workspace(func, args))
         if size:
-            self.ledger.pressure(size, self.ledger.category)
+            self.tracker.add_transient(size, self.tracker.category)
 
     def _first_matmul(self, func: Any) -> None:
-        """Enter what the matmuls' library keeps from its first call in a thread on."""
+        """Record the workspace that the matmul library keeps from its first call in a thread on."""
         if str(func._overloadpacket) in MATMULS:
             # The backward pass has a thread of its own.
             thread = torch._C._current_graph_task_id() != -1
-            self.ledger.matmul(backward=thread)
+            self.tracker.mark_matmul(backward=thread)
             if self._matmul_workspace and thread not in self._threads:
                 self._threads.add(thread)
-                self.ledger.hold(self._matmul_workspace, "workspaces")
+                self.tracker.add_permanent(self._matmul_workspace, "workspaces")
 
-    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[int, int]:
-        """Enter what an operator has made and sent; returns its operations, and the bytes that it moved."""
-        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-        before = {tensor.untyped_storage()._cdata for tensor in given}
-        copied = self.ledger.copied(given, made)
-        its = [*given, *made]
-        work = self.work_elsewhere if its and all(self.ledger.elsewhere(tensor) for tensor in its) else self.costs
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[int, int]:
+        """Record an operator's results and messages; returns its FLOPs and the bytes that it moved."""
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        outputs = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        before = {tensor.untyped_storage()._cdata for tensor in inputs}
+        copied = self.tracker.copy_between(inputs, outputs)
+        both = [*inputs, *outputs]
+        costs = self.host_costs if both and all(self.tracker.is_elsewhere(tensor) for tensor in both) else self.costs
         new = False
-        for tensor in made:
+        for tensor in outputs:
             alias = tensor.untyped_storage()._cdata in before
             new = new or not alias
-            # What Python makes of a number is a constant, not part of what is being computed.
+            # Python numbers become constants, not activations.
             category = "other" if alias or func is torch.ops.aten.lift_fresh.default else None
-            # What is offloaded is asked back as gradients alone.
-            back = copied is not None and self.ledger.elsewhere(tensor) and not alias
-            self.ledger.see(tensor, "gradients" if back else category)
+            # Only gradients are copied to the host.
+            offloaded = copied is not None and self.tracker.is_elsewhere(tensor) and not alias
+            self.tracker.track(tensor, "gradients" if offloaded else category)
         if copied is not None:
             axis, kind, size = copied
             self.costs.messages[axis, kind] += size
             self.costs.calls[axis, kind] += 1
-        sent = message(func, args, out)
+        sent = parse_message(func, args, out)
         if sent is not None:
             kind, group, size = sent
             axis = self._axes.get(group, "itself")
             self.costs.messages[axis, kind] += size
             self.costs.calls[axis, kind] += 1
-            self.ledger.is_for([tensor for tensor in (*given, *made) if self._is_buffer(kind, tensor)], "communication")
+            self.tracker.set_category(
+                [tensor for tensor in (*inputs, *outputs) if self._is_buffer(kind, tensor)], "communication"
+            )
         elif func.namespace == "fsdp":
-            self._note_sharding(str(func._overloadpacket), args, kwargs, out)
-        flops = operations(func, args, kwargs, out)
+            self._categorize_fsdp(str(func._overloadpacket), args, kwargs, out)
+        flops = count_flops(func, args, kwargs, out)
         self._first_matmul(func)
         bytes_moved = 0
         if not flops and not sent and not copied and not func.is_view and (new or func._schema.is_mutable):
-            bytes_moved = sum(tensor.numel() * tensor.element_size() for tensor in (*given, *made))
-        self._count(work, func, flops, bytes_moved)
+            bytes_moved = sum(tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs))
+        self._count(costs, func, flops, bytes_moved)
         return flops, bytes_moved
 
     @staticmethod
-    def _count(work: OpCosts, func: Any, flops: int, bytes_moved: int) -> None:
-        work.operators += 1
-        work.flops += flops
-        work.fp8_flops += flops if str(func._overloadpacket) in SCALED_MATMULS else 0
-        work.bytes_moved += bytes_moved
+    def _count(costs: OpCosts, func: Any, flops: int, bytes_moved: int) -> None:
+        costs.operators += 1
+        costs.flops += flops
+        costs.fp8_flops += flops if str(func._overloadpacket) in SCALED_MATMULS else 0
+        costs.bytes_moved += bytes_moved
 
     def _is_buffer(self, kind: str, tensor: Tensor) -> bool:
-        return kind in ("receive", "all-gather", "reduce-scatter") and self.ledger.know(tensor)
+        return kind in ("receive", "all-gather", "reduce-scatter") and self.tracker.is_tracked(tensor)
 
-    def _note_sharding(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Of FSDP2's own operators: what goes into messages and what comes out of them."""
+    def _categorize_fsdp(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Set the categories of buffers that FSDP2's own operators read and write."""
         if name.endswith("split_with_sizes_copy"):
-            self.ledger.is_for(tree_leaves(kwargs["out"]), "gathered parameters")
+            self.tracker.set_category(tree_leaves(kwargs["out"]), "gathered parameters")
         elif name.endswith("all_gather_copy_in"):
-            self.ledger.is_for([leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)], "communication")
+            self.tracker.set_category([leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)], "communication")
         elif name.endswith("chunk_cat"):
-            self.ledger.is_for(args[0], "gradients")
-            self.ledger.is_for([kwargs["out"]], "communication")
+            self.tracker.set_category(args[0], "gradients")
+            self.tracker.set_category([kwargs["out"]], "communication")
 
     def _resizing(self) -> Callable[..., Any]:
-        resize, ledger = torch.UntypedStorage.resize_, self.ledger
+        resize, tracker = torch.UntypedStorage.resize_, self.tracker
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
-            ledger.resize(storage)
+            tracker.resize(storage)
             return result
 
         return resized
 
-    @contextmanager
-    def _blind_to_layouts(self) -> Iterator[None]:
-        """Torch asks what an operator makes of whole tensors to see how its result is divided: nothing is computed."""
+    def _without_sharding_propagation(self) -> Callable[..., Any]:
+        """DTensor runs operators on global shapes to propagate shardings; these are not computed."""
         ask = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def asked(*args: Any, **kwargs: Any) -> Any:
@@ -248,43 +252,42 @@ class CostMode(TorchDispatchMode):
             finally:
                 self._paused -= 1
 
-        with patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", asked):
-            yield
+        return asked
 
 
 def ranks_by_axis(mesh: Mesh) -> dict[str, list[int]]:
-    """The ranks of this rank's group along every axis that messages are booked on."""
+    """Ranks of this rank's process group, by mesh axis."""
     return {axis: dist.get_process_group_ranks(group_named(name)) for name, axis in axes_by_group(mesh).items()}
 
 
 def axes_by_group(mesh: Mesh) -> dict[str, str]:
-    """The mesh axis of every process group, by the group's name; axes that share all their ranks are named together."""
+    """Mesh axis by process group name; axes with the same ranks are joined, as in `fsdp=dp_shard`."""
     axes: dict[str, list[str]] = defaultdict(list)
     for table in (mesh.world, mesh.sharding):
         for axis in table.mesh_dim_names or ():
             if table[axis].size() > 1:
                 name = table.get_group(axis).group_name
                 axes[name] += [axis] if axis not in axes[name] else []
-    return {name: "=".join(its) for name, its in axes.items()}
+    return {name: "=".join(names) for name, names in axes.items()}
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # Of this one torch does not know on shapes alone that it returns what it is handed, and would compute it.
+    # Torch has no fake kernel for this overload, and would compute it. It returns its `out` argument.
     if func is torch.ops.aten._scaled_mm.out and isinstance(kwargs["out"], FakeTensor):
         return kwargs["out"]
     return func(*args, **kwargs)
 
 
-def _owners_of_summand(func: Any, args: tuple[Any, ...]) -> tuple[int, ...] | None:
-    """Where the autograd engine sums two gradients: who holds the first, in counts that mean nothing by themselves.
+def _summand_counts(func: Any, args: tuple[Any, ...]) -> tuple[int, ...] | None:
+    """Reference counts of the first gradient where the autograd engine sums two, else None.
 
-    None of any other call, and of a tensor that is not written into.
+    The counts mean something only beside those of `_sole_owner_counts`.
     """
     if func is not torch.ops.aten.add.Tensor or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
         return None
     caller: Any = sys._getframe(2)
     while caller.f_code.co_filename != torch.autograd.graph.__file__:
-        # Between the engine and here there is nothing but how a mode is called.
+        # Between the engine and this call lie only the frames of a dispatch mode.
         if "_dynamo" not in caller.f_code.co_filename and caller.f_code.co_name not in ("_fn", "inner"):
             return None
         caller = caller.f_back
@@ -297,14 +300,14 @@ def _owners_of_summand(func: Any, args: tuple[Any, ...]) -> tuple[int, ...] | No
     return first._use_count(), sys.getrefcount(first), storage
 
 
-def _owners_where_alone() -> tuple[int, ...] | None:
-    """What those counts are where the engine alone holds the tensor: of a case in which it does."""
+def _sole_owner_counts() -> tuple[int, ...] | None:
+    """Reference counts where the autograd engine alone holds a gradient, measured on an example."""
     found: list[tuple[int, ...] | None] = []
 
     class Look(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
             if func is torch.ops.aten.add.Tensor and torch._C._current_graph_task_id() != -1:
-                found.append(_owners_of_summand(func, args))
+                found.append(_summand_counts(func, args))
             return func(*args, **(kwargs or {}))
 
     with Look(), torch.enable_grad():
@@ -313,8 +316,8 @@ def _owners_where_alone() -> tuple[int, ...] | None:
     return found[0] if found else None
 
 
-def _body(func: Any) -> Callable[..., Any] | None:
-    """What an operator of ours does, where it is written in Python; None where its work is known by itself."""
+def _python_body(func: Any) -> Callable[..., Any] | None:
+    """The Python body of one of our custom operators; None where its FLOPs are counted as a whole."""
     if func.namespace != "titan_exp" or str(func._overloadpacket) in GROUPED:
         return None
     definition = OPDEFS.get(f"{func.namespace}::{func._schema.name.partition('::')[2]}")

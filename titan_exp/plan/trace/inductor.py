@@ -1,33 +1,30 @@
-"""Compiled code without a compiler: inductor plans its kernels and buffers as ever, and no kernel is made or run.
+"""Inductor without kernels: its wrapper code runs on fake tensors, and no kernel is compiled or run.
 
-What inductor writes for the host, where buffers are taken, reused and let go of, is run on tensors without data; its
-kernels are calls that do nothing. So what is kept for the backward pass, and what is held within a block, is inductor's
-own decision. It is the one for a CPU: on CUDA other operators may be fused, though what is kept is decided before.
+The wrapper allocates, reuses and frees buffers, so activations kept for backward and memory within a block are
+inductor's own decision. It is that for a CPU: on CUDA other operators may be fused, though the partition into forward
+and backward is decided before.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.activation_checkpoint import CompileConfig
+from titan_exp.plan.trace.torch_patches import replaced_attributes
 
 
-def uses_inductor(experiment: Experiment) -> bool:
-    """Whether inductor compiles parts of a run."""
-    return experiment.compile.enabled and experiment.compile.backend == "inductor"
+def uses_inductor(config: CompileConfig) -> bool:
+    """True if inductor compiles parts of a run."""
+    return config.enabled and config.backend == "inductor"
 
 
 @contextmanager
 def reset_dynamo() -> Iterator[None]:
-    """For the time of the block, let nothing that was compiled before it be used, nor afterwards what was in it.
-
-    A device that has another name fails torch's checks of what was compiled for it.
-    """
+    """Reset dynamo before and after the `with` block, since guards fail on the other device name of offloaded runs."""
     torch._dynamo.reset()
     try:
         yield
@@ -37,16 +34,14 @@ def reset_dynamo() -> Iterator[None]:
 
 @contextmanager
 def skip_inductor_kernels(called: Callable[[tuple[Any, ...]], None], device: torch.device) -> Iterator[None]:
-    """For the time of the block, let inductor's code work on tensors without data.
-
-    Nothing of it is kept, in memory or on disk.
+    """Skip inductor's kernels in the `with` block, so that its code runs on fake tensors. Nothing is cached.
 
     Args:
-        called: told the arguments of each kernel that would run.
+        called: gets the arguments of each skipped kernel.
         device: where its buffers are.
 
     Raises:
-        UserError: inductor cannot make code of it for a CPU.
+        UserError: inductor fails to generate CPU code.
     """
     import torch._inductor.config as inductor
     from torch._C._dynamo import guards
@@ -63,22 +58,22 @@ def skip_inductor_kernels(called: Callable[[tuple[Any, ...]], None], device: tor
 
     settings: dict[str, Any] = {"compile_threads": 1, "fx_graph_cache": False}
     torch._dynamo.reset()
-    with ExitStack() as stack:
-        stack.enter_context(inductor.patch(settings))
-        stack.enter_context(fresh_cache())
-        # Else a compiler would be asked what it is, and tried to see what the processor can do.
-        stack.enter_context(patch.object(cpu_vec_isa, "valid_vec_isa_list", list))
-        stack.enter_context(patch.object(cpp_builder, "is_gcc", lambda: True))
-        stack.enter_context(patch.object(cpp_builder, "is_msvc_cl", lambda: False))
-        stack.enter_context(patch.object(guards, "_empty_strided_cpu", empty))
-        stack.enter_context(patch.object(guards, "_reinterpret_tensor", _reinterpreted))
-        stack.enter_context(patch.object(AsyncCompile, "cpp_pybinding", lambda *_: kernel))
+    replacements = (
+        # Otherwise inductor runs a C++ compiler to detect it and the CPU's vector instructions.
+        (cpu_vec_isa, "valid_vec_isa_list", list),
+        (cpp_builder, "is_gcc", lambda: True),
+        (cpp_builder, "is_msvc_cl", lambda: False),
+        (guards, "_empty_strided_cpu", empty),
+        (guards, "_reinterpret_tensor", _reinterpreted),
+        (AsyncCompile, "cpp_pybinding", lambda *_: kernel),
+    )
+    with inductor.patch(settings), fresh_cache(), replaced_attributes(*replacements):
         try:
             yield
         except InductorError as error:
             raise UserError(
-                f"plan: inductor, asked for a CPU's code of a compiled part, fails ({error}). compile=none plans the "
-                "same run without."
+                f"plan: inductor failed to generate CPU code for a compiled part ({error}). Use compile=none to plan "
+                "the same run without compilation."
             ) from error
         finally:
             torch._dynamo.reset()

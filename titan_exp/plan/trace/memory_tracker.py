@@ -1,7 +1,6 @@
-"""What memory holds, byte by byte: every storage from its birth to its death, and what it was for.
+"""Memory tracker: allocation and release of every storage, by category, in order.
 
-What a storage is for may turn out later (a sum that becomes a gradient), so a storage's category is asked only when
-the story is told.
+A storage's category may change later (a sum that becomes a gradient), so it is read when the trace is evaluated.
 """
 
 import weakref
@@ -28,182 +27,178 @@ CATEGORIES = (
     "workspaces",
     "other",
 )
-"""What a storage may be for. `loss` is what the head and the loss keep, logits among it; `communication` are buffers
-of messages; `optimizer` is its state, and what an update needs for a moment; `workspaces` are what libraries of kernels
-take once and keep."""
+"""Categories of storages. `loss` is memory of the head and the loss, logits included; `communication` are buffers of
+collectives; `optimizer` is its state and the temporaries of an update; `workspaces` are allocated once by kernel
+libraries and kept."""
 MOMENTS = 400
-"""Into how many moments a step's memory is told, at most, unless somebody asks for more."""
+"""Default number of moments in a timeline, at most."""
 SETTLED = ("parameters", "optimizer")
-"""What never becomes anything else."""
+"""Categories that a storage never leaves."""
 
 
 @dataclass(eq=False)
 class Storage:
-    """A piece of memory."""
+    """One storage."""
 
     category: str
-    """What it is for; one of `CATEGORIES`."""
+    """One of `CATEGORIES`."""
     number: int = 0
-    """Which of all; its name in the story that an allocator is told."""
+    """Number in order of allocation; its name in allocator events."""
     size: int = 0
-    """Bytes, as an allocator hands them out."""
+    """Bytes, rounded up as by the allocator."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """Memory at one point of a step."""
+    """Allocated memory at one point of a step."""
 
     bytes: int
-    """All of it."""
+    """Total."""
     by_category: dict[str, int]
-    """The same, by what it is for."""
+    """The same, by category."""
     where: str
-    """What was being computed, in words."""
+    """Phase of the step, for example `backward, block 3`."""
 
 
 @dataclass
 class MemoryTracker:
-    """All storages that were seen, and every change of their sizes in order.
-
-    Args:
-        granularity: bytes to which an allocator rounds up: 512 for torch's on CUDA, 1 for exact sizes.
-    """
+    """Live storages, and every change of their sizes in order."""
 
     granularity: int = 1
+    """Bytes to which sizes are rounded up: 512 for torch's allocator on CUDA, 1 for exact sizes."""
     current: int = 0
-    """Bytes that are alive."""
+    """Bytes allocated now."""
     category: str = "other"
-    """What is being made, unless something else is said of it."""
+    """Category of new storages, unless another is given."""
     where: str = "before the first step"
-    """What is being computed, in words; set by who knows, after `category`."""
+    """Phase of the step; set after `category`."""
     stream: Callable[[], int] = int
-    """Tells on which stream memory is taken now; there is one, number 0, unless somebody knows better."""
+    """Returns the number of the current stream; by default 0."""
     events: list[Event] = field(default_factory=list)
-    """Births and deaths of all storages, from the first on."""
+    """Allocations and releases of all storages, from the first on."""
     begun: int = 0
-    """How many of them were before `begin`."""
+    """Events before `begin_step`."""
     _alive: dict[int, tuple[Storage, weakref.ref[torch.UntypedStorage]]] = field(default_factory=dict)
     _changes: list[tuple[Storage | None, int, str]] = field(default_factory=list)
-    _standing: int = 0
+    _allocated_before: int = 0
     _made: int = 0
-    _held: list[Storage] = field(default_factory=list)
+    _permanent: list[Storage] = field(default_factory=list)
 
     @classmethod
-    def retold(
-        cls, changes: Sequence[tuple[Storage, int, str]], standing: int, alive: Sequence[Storage]
+    def from_changes(
+        cls, changes: Sequence[tuple[Storage, int, str]], allocated_before: int, alive: Sequence[Storage]
     ) -> "MemoryTracker":
-        """A ledger of a story that is known already.
+        """A tracker of an extrapolated step.
 
         Args:
-            changes: of a step: storages, how much they grow, and where.
-            standing: how many of these, at the beginning, are what was there before.
-            alive: what is there at the end.
+            changes: storage, growth in bytes and phase, in order.
+            allocated_before: how many of these, at the beginning, were allocated before the step.
+            alive: storages allocated at the end of the step.
         """
-        ledger = cls()
-        ledger._changes, ledger._standing, ledger._held = list(changes), standing, list(alive)
-        return ledger
+        tracker = cls()
+        tracker._changes, tracker._allocated_before, tracker._permanent = list(changes), allocated_before, list(alive)
+        return tracker
 
     alone: ClassVar[bool] = True
-    """Whether there is no other memory than this ledger's."""
+    """False if a second memory, the host's, is tracked too."""
 
-    def elsewhere(self, tensor: Tensor) -> bool:  # here there is one memory
-        """Whether a tensor lies in another memory than this ledger is of."""
+    def is_elsewhere(self, tensor: Tensor) -> bool:
+        """True if a tensor lies in the second memory."""
         return False
 
-    def copied(self, given: Sequence[Tensor], made: Sequence[Tensor]) -> tuple[str, str, int] | None:
-        """Of a call that copies between memories: axis, which way, and bytes; None of all others."""
+    def copy_between(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[str, str, int] | None:
+        """Axis, direction and bytes of an operator that copies between the two memories, else None."""
         return None
 
-    def see(self, tensor: Tensor, category: str | None = None) -> None:
-        """Enter a tensor's storage unless it is there, as made for `category`, else for what is being made."""
-        self._enter(tensor.untyped_storage(), category)
+    def track(self, tensor: Tensor, category: str | None = None) -> None:
+        """Add a tensor's storage, unless it is tracked already, as `category` or the current one."""
+        self._add(tensor.untyped_storage(), category)
 
-    def know(self, tensor: Tensor) -> bool:
-        """Whether a tensor's storage is entered."""
+    def is_tracked(self, tensor: Tensor) -> bool:
+        """True if a tensor's storage is tracked."""
         return tensor.untyped_storage()._cdata in self._alive
 
-    def is_for(self, tensors: Iterable[Tensor | None], category: str) -> None:
-        """Say what storages are for, from their birth on; what is settled stays so."""
+    def set_category(self, tensors: Iterable[Tensor | None], category: str) -> None:
+        """Set the category of storages, from their allocation on; `SETTLED` ones keep theirs."""
         for tensor in tensors:
             if tensor is None:
                 continue
             part = local(tensor)
-            self.see(part, category)
+            self.track(part, category)
             storage, _ = self._alive[part.untyped_storage()._cdata]
             if storage.category not in SETTLED:
                 storage.category = category
 
-    def sizes(self, tensors: Iterable[Tensor]) -> int:
-        """Bytes of the storages of tensors that are entered, each counted once."""
+    def tracked_bytes(self, tensors: Iterable[Tensor]) -> int:
+        """Bytes of the storages of tracked tensors, each counted once."""
         entries = {self._alive[local(tensor).untyped_storage()._cdata][0] for tensor in tensors}
         return sum(entry.size for entry in entries)
 
     def resize(self, storage: torch.UntypedStorage) -> None:
-        """Note that a storage has another size now."""
+        """Record the new size of a storage."""
         if storage._cdata not in self._alive:
-            self._enter(storage, None)
+            self._add(storage, None)
             return
         entry, _ = self._alive[storage._cdata]
         self._change(entry, self._rounded(storage.nbytes()) - entry.size)
 
-    def pressure(self, size: int, category: str) -> None:
-        """Note memory that an operator takes and gives back before it returns."""
-        passing = self._storage(category)
-        self._change(passing, self._rounded(size))
-        self._change(passing, -self._rounded(size))
+    def add_transient(self, size: int, category: str) -> None:
+        """Record memory that an operator allocates and frees before it returns."""
+        workspace = self._storage(category)
+        self._change(workspace, self._rounded(size))
+        self._change(workspace, -self._rounded(size))
 
-    def hold(self, size: int, category: str) -> None:
-        """Note memory that is taken and never given back."""
-        self._held.append(self._storage(category))
-        self._change(self._held[-1], self._rounded(size))
+    def add_permanent(self, size: int, category: str) -> None:
+        """Record memory that is allocated and never freed."""
+        self._permanent.append(self._storage(category))
+        self._change(self._permanent[-1], self._rounded(size))
 
-    def hidden(self, output: Any) -> None:
-        """A block has made these hidden states."""
+    def mark_block_output(self, output: Any) -> None:
+        """Record that a block has returned these hidden states."""
 
-    def matmul(self, *, backward: bool) -> None:
-        """The library of matmuls is called, in the forward or in the backward pass's thread."""
+    def mark_matmul(self, *, backward: bool) -> None:
+        """Record a call of the matmul library, in the forward or in the backward pass's thread."""
 
-    def begin(self) -> None:
-        """Forget what was, but for `events`; what is alive now is where the story begins."""
+    def begin_step(self) -> None:
+        """Begin the step that is evaluated; keep only `events` and live storages of what was before."""
         self._changes = [(storage, storage.size, self.where) for storage in self._present()]
-        self._standing = len(self._changes)
+        self._allocated_before = len(self._changes)
         self.begun = len(self.events)
 
     def peak(self) -> Moment:
-        """The moment since `begin` at which most was alive; the first of equal ones."""
-        total, most, at = 0, -1, 0
-        # Where the story begins, nothing is a peak before all is there.
+        """The first moment of the step with the most allocated memory."""
+        total, highest, at = 0, -1, 0
         for number, (_, delta, _) in enumerate(self._changes):
             total += delta
-            if total > most:
-                most, at = total, number
+            if total > highest:
+                highest, at = total, number
         by_category: dict[str, int] = defaultdict(int)
         for storage, delta, _ in self._changes[: at + 1]:
             if storage is not None:
                 by_category[storage.category] += delta
         where = self._changes[at][2] if self._changes else self.where
-        return Moment(max(most, 0), {name: by_category[name] for name in CATEGORIES}, where)
+        return Moment(max(highest, 0), {name: by_category[name] for name in CATEGORIES}, where)
 
-    def held(self) -> dict[str, int]:
-        """Bytes alive now, by what they are for."""
-        held: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+    def allocated(self) -> dict[str, int]:
+        """Bytes allocated now, by category."""
+        found: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         for storage in self._present():
-            held[storage.category] += storage.size
-        return held
+            found[storage.category] += storage.size
+        return found
 
-    def timeline(self, most: int = MOMENTS) -> list[Moment]:
-        """The story since `begin` in at most so many moments: of as many equal spans of changes, the largest of each.
+    def timeline(self, limit: int = MOMENTS) -> list[Moment]:
+        """The step in at most `limit` moments: the largest of each of as many equal spans of changes.
 
-        The first moment is where the story begins; the peak is among them.
+        The first moment is before the step; the peak is among them.
         """
-        told, moments, largest = max(len(self._changes) - self._standing, 1), list[Moment](), -1
+        changes, moments, largest = max(len(self._changes) - self._allocated_before, 1), list[Moment](), -1
         current: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
-        for number, (storage, delta, where) in enumerate(self._changes, 1 - self._standing):
+        for number, (storage, delta, where) in enumerate(self._changes, 1 - self._allocated_before):
             if storage is not None:
                 current[storage.category] += delta
             if number < 0:
                 continue
-            span = 1 + (number - 1) * (most - 1) // told if number else 0
+            span = 1 + (number - 1) * (limit - 1) // changes if number else 0
             total = sum(current.values())
             if span >= len(moments) or total > largest:
                 del moments[span:]
@@ -212,22 +207,22 @@ class MemoryTracker:
         return moments
 
     def _present(self) -> list[Storage]:
-        return [*(storage for storage, _ in self._alive.values()), *self._held]
+        return [*(storage for storage, _ in self._alive.values()), *self._permanent]
 
     def _storage(self, category: str) -> Storage:
         self._made += 1
         return Storage(category, self._made)
 
-    def _enter(self, storage: torch.UntypedStorage, category: str | None) -> None:
+    def _add(self, storage: torch.UntypedStorage, category: str | None) -> None:
         key = storage._cdata
         if key in self._alive:
             return
         entry = self._storage(category or self.category)
-        self._alive[key] = (entry, weakref.ref(storage, partial(self._gone, key, entry)))
+        self._alive[key] = (entry, weakref.ref(storage, partial(self._release, key, entry)))
         self._change(entry, self._rounded(storage.nbytes()))
 
-    def _gone(self, key: int, entry: Storage, _: object) -> None:
-        # Its address may be another storage's by now.
+    def _release(self, key: int, entry: Storage, _: object) -> None:
+        # Its address may belong to another storage by now.
         if key in self._alive and self._alive[key][0] is entry:
             del self._alive[key]
         self._change(entry, -entry.size)
@@ -247,5 +242,5 @@ class MemoryTracker:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """A rank's own part of a tensor."""
+    """The local shard of a tensor."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""What is known of operators: operations of a matmul, bytes of a message. One that is not known is refused."""
+"""Costs of operators: FLOPs of matmuls and attention, bytes of messages. Unknown operators are refused."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,17 +11,17 @@ from torch.utils.flop_counter import flop_registry
 from titan_exp.config.errors.user_error import UserError
 
 KNOWN_NAMESPACES = ("aten", "c10d", "_c10d_functional", "fsdp", "prims", "titan_exp")
-"""Operators of other libraries may hold memory that nobody sees."""
+"""Namespaces of traceable operators; those of other libraries may allocate memory that is not traced."""
 COMPUTING = ("mm", "bmm", "baddbmm", "addmm", "conv", "attention", "lstm", "gru", "linalg", "fft", "flex")
-"""Parts of names of aten's operators whose work is not in proportion to their bytes, and has to be counted."""
+"""Parts of names of aten operators that are bound by FLOPs, not by bytes."""
 
 SCALED_MATMULS = ("aten._scaled_mm", "aten._scaled_grouped_mm")
-"""Those of float8 numbers."""
+"""Float8 matmuls."""
 MATMULS = ("aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm", SCALED_MATMULS[0])
-"""Operators that cuBLAS computes."""
+"""Operators computed by cuBLAS."""
 
 GROUPED = ("titan_exp.grouped_rows", "titan_exp.grouped_outer", "aten._grouped_mm", "aten._scaled_grouped_mm")
-"""Products of experts, whose rows are sorted. Every row is counted as some expert's: how many are is not known."""
+"""Grouped matmuls over experts. Every row counts, padding included."""
 
 _aten, _c10d, _functional = torch.ops.aten, torch.ops.c10d, torch.ops._c10d_functional
 
@@ -42,25 +42,25 @@ _NAMES = {
     "send": "send",
     "recv_": "receive",
 }
-"""Messages by operator."""
+"""Kinds of messages, by operator."""
 _LARGER_SIDE = {"_allgather_base_": 0, "_reduce_scatter_base_": 1, "alltoall_base_": 1}
-"""Which argument of an operator holds all of what its ranks exchange."""
+"""Index of the argument with the whole, ungathered or unscattered, message; 0 for other operators."""
 
 
-def operations(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
-    """Floating-point operations of a call, 2 for each multiplication and addition; 0 where bytes bound it.
+def count_flops(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
+    """FLOPs of a call, 2 for each multiply-add; 0 where it is bound by bytes.
 
     Raises:
-        UserError: nobody knows how many.
+        UserError: the operator is unknown.
     """
     packet = operator._overloadpacket
     if packet in _ATTENTION:
         return _attention(args, _ATTENTION[packet])
     if str(packet) in GROUPED and args[0].dim() == 2:
-        # Each row by one expert's matrix, or by rows of another: how many experts there are plays no part.
+        # Each row meets one expert's matrix, whatever the number of experts.
         return 2 * args[0].numel() * args[1].shape[-1]
     namespace, _, name = str(packet).partition(".")
-    # In place or not, the work is the same.
+    # The in-place variant has as many FLOPs.
     packet = getattr(_aten, name.rstrip("_"), packet) if namespace == "aten" and name.endswith("_") else packet
     if packet in flop_registry:
         return flop_registry[packet](*args, **kwargs, out_val=out)
@@ -69,11 +69,10 @@ def operations(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], out: 
     return 0
 
 
-def hidden_memory(operator: Any, args: Sequence[Any]) -> int:
-    """Bytes that a call made of several operators takes for a moment, of which only the whole is seen.
+def decomposed_workspace(operator: Any, args: Sequence[Any]) -> int:
+    """Bytes allocated and freed inside a call that CUDA and CPU decompose below the dispatcher.
 
-    `_safe_softmax` looks up where scores are -inf, and whether a row is so throughout, and puts a zero there; so on
-    every device.
+    `_safe_softmax` compares scores with -inf, reduces that over rows, and masks these rows with a zero.
     """
     if operator is not _aten._safe_softmax.default:
         return 0
@@ -81,13 +80,13 @@ def hidden_memory(operator: Any, args: Sequence[Any]) -> int:
     return scores.numel() + scores.numel() // scores.shape[-1] + scores.element_size()
 
 
-def message(operator: Any, args: Sequence[Any], out: Any) -> tuple[str, str, int] | None:
-    """Of a call that sends or receives: what it does, the name of its group, bytes; None for all other operators.
+def parse_message(operator: Any, args: Sequence[Any], out: Any) -> tuple[str, str, int] | None:
+    """Kind, process group name and bytes of a communication operator, else None.
 
-    Bytes are those of the whole tensor on the side where it is larger: gathered, to be scattered, sent.
+    Bytes are those of the larger side: the gathered tensor, the one to scatter, the sent one.
 
     Raises:
-        UserError: nobody knows what the operator sends.
+        UserError: the operator is unknown.
     """
     namespace, _, name = str(operator._overloadpacket).partition(".")
     if namespace not in ("c10d", "_c10d_functional") or name in ("wait_tensor", "barrier"):
@@ -103,10 +102,10 @@ def message(operator: Any, args: Sequence[Any], out: Any) -> tuple[str, str, int
 
 
 def unknown_operator(operator: str) -> UserError:
-    """What to say of an operator that the planner does not know."""
+    """The error for an operator that the planner does not know."""
     return UserError(
-        f"plan: the step calls {operator}, whose work, memory or messages the planner does not know. It does not "
-        "guess; leave out the option that brings it in, or run a few steps and read `memory` in metrics.jsonl."
+        f"plan: the step calls {operator}, whose FLOPs, memory or messages the planner does not know. Leave out the "
+        "option that uses it, or run a few steps and read `memory` in metrics.jsonl."
     )
 
 
@@ -123,12 +122,12 @@ def _bytes(tensors: Any) -> int:
 
 
 def _attention(args: Sequence[Any], matmuls: tuple[int, int, int]) -> int:
-    """Two matmuls forward, five backward, of which a causal mask leaves half."""
-    first, products, causal_at = matmuls
+    """Two matmuls forward, five backward; a causal mask halves them."""
+    first, count, causal_at = matmuls
     query, key = args[first], args[first + 1]
     batch, heads, rows, width = query.shape
-    every = 2 * batch * heads * rows * key.shape[2] * width * products
-    return every // 2 if len(args) > causal_at and args[causal_at] is True else every
+    flops = 2 * batch * heads * rows * key.shape[2] * width * count
+    return flops // 2 if len(args) > causal_at and args[causal_at] is True else flops
 
 
 _ATTENTION = {
@@ -137,4 +136,4 @@ _ATTENTION = {
     _aten._scaled_dot_product_efficient_attention: (0, 2, 6),
     _aten._scaled_dot_product_efficient_attention_backward: (1, 5, 11),
 }
-"""Where the query is among the arguments, matmuls, and where it says that the mask is causal."""
+"""Index of the query argument, number of matmuls, and index of the causal flag."""

@@ -1,4 +1,4 @@
-"""Where a step is: forward or backward of which block, in the head and the loss, in the optimizer."""
+"""Phase of the step: forward or backward of a block, head and loss, optimizer. Set on the memory tracker by hooks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,40 +14,34 @@ from titan_exp.plan.trace.memory_tracker import MemoryTracker
 
 @dataclass
 class Phases:
-    """What was found on the way."""
+    """Findings of the hooks."""
 
     gradients: int = 0
-    """Bytes of this rank's reduced gradients, when the optimizer last took them."""
+    """Bytes of this rank's reduced gradients in the last optimizer step."""
 
 
 @contextmanager
 def track_phases(
-    ledger: MemoryTracker, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer
+    tracker: MemoryTracker, parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer
 ) -> Iterator[Phases]:
-    """Tell a ledger, for the time of the block, what its memory is for: by hooks on modules and the optimizer.
-
-    Args:
-        ledger: is told.
-        parts: this rank's parts of the model.
-        optimizer: over their parameters.
-    """
+    """Set a tracker's phase and categories by hooks on modules and the optimizer, for the `with` block."""
     hooks: list[Any] = []
     phases = Phases()
     for part in parts:
-        ledger.is_for(part.parameters(), "parameters")
-        ledger.is_for(part.buffers(), "other")
-        hooks += _on_part(ledger, part)
+        tracker.set_category(part.parameters(), "parameters")
+        tracker.set_category(part.buffers(), "other")
+        hooks += _on_part(tracker, part)
 
     def before(*_: Any) -> None:
         gradients = [weight.grad for part in parts for weight in part.parameters() if weight.grad is not None]
-        ledger.is_for(gradients, "gradients")
-        phases.gradients = ledger.sizes(gradients)
-        ledger.category, ledger.where = "optimizer", "optimizer"
+        tracker.set_category(gradients, "gradients")
+        phases.gradients = tracker.tracked_bytes(gradients)
+        tracker.category, tracker.where = "optimizer", "optimizer"
 
     def after(*_: Any) -> None:
-        state = [value for its in optimizer.state.values() for value in its.values() if isinstance(value, Tensor)]
-        ledger.is_for(state, "optimizer")
-        ledger.category, ledger.where = "other", "between steps"
+        state = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
+        tracker.set_category(state, "optimizer")
+        tracker.category, tracker.where = "other", "between steps"
 
     hooks += [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
     try:
@@ -57,16 +51,16 @@ def track_phases(
             hook.remove()
 
 
-def _on_part(ledger: MemoryTracker, part: nn.Module) -> list[Any]:
+def _on_part(tracker: MemoryTracker, part: nn.Module) -> list[Any]:
     blocks = list(iter_numbered_blocks(part))
     head = getattr(part, "head", None)
     ends = "head and loss" if head is not None else "the stage's ends"
 
     def at(category: str, where: str) -> Callable[..., None]:
-        def tell(*_: Any) -> None:
-            ledger.category, ledger.where = category, where
+        def set_phase(*_: Any) -> None:
+            tracker.category, tracker.where = category, where
 
-        return tell
+        return set_phase
 
     hooks = [part.register_forward_pre_hook(at("activations", "forward, embedding"), prepend=True)]
     after_blocks = at("loss" if head is not None else "activations", f"backward, {ends}")
@@ -74,14 +68,14 @@ def _on_part(ledger: MemoryTracker, part: nn.Module) -> list[Any]:
         hooks.append(block.register_forward_pre_hook(at("activations", f"forward, block {number}"), prepend=True))
         done = after_blocks if place == 0 else None
         hooks.append(block.register_forward_hook(_backward_of(at("activations", f"backward, block {number}"), done)))
-        hooks.append(block.register_forward_hook(lambda _, inputs, output: ledger.hidden(output)))
+        hooks.append(block.register_forward_hook(lambda _, inputs, output: tracker.mark_block_output(output)))
     if head is not None:
         hooks.append(head.register_forward_pre_hook(at("loss", f"forward, {ends}"), prepend=True))
     return hooks
 
 
 def _backward_of(begins: Callable[[], None], ends: Callable[[], None] | None) -> Callable[..., None]:
-    """A forward hook: the gradient of a block's output begins its backward pass, that of its input ends it."""
+    """A forward hook: a block's backward pass begins with its output's gradient, and ends with its input's."""
 
     def hook(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if isinstance(output, Tensor) and output.requires_grad:

@@ -1,0 +1,68 @@
+"""Point-to-point transport between pipeline ranks: shapes of sent activations, sends and receives."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+
+
+@dataclass(frozen=True)
+class ActivationSpec:
+    """Shape, dtype and device of the hidden states that stages send each other."""
+
+    shape: tuple[int, ...]
+    """[rows, tokens, dim] of one micro-batch on one rank."""
+    dtype: torch.dtype
+    """Dtype of hidden states and of their gradients."""
+    device: torch.device
+    """This rank's device."""
+
+    @staticmethod
+    def of(layout: ResolvedLayout, device: torch.device) -> "ActivationSpec":
+        """The spec of a layout."""
+        dtype = torch.bfloat16 if layout.training.mixed_precision == "bf16" else torch.float32
+        return ActivationSpec(layout.hidden_shape, dtype, device)
+
+
+class P2PTransport:
+    """Sends and receives of one pipeline rank.
+
+    Args:
+        group: the ranks of this pipeline, in order.
+        activation: the tensor that stages send each other.
+    """
+
+    sees_completion = True
+    """True if sent tensors are freed as soon as their send is seen to be complete, else at the end of the pass."""
+
+    def __init__(self, group: dist.ProcessGroup, activation: ActivationSpec) -> None:
+        self.rank = dist.get_rank(group)
+        """This rank's number in the pipeline."""
+        self._group, self._activation = group, activation
+
+    def empty(self) -> Tensor:
+        """A buffer for a received activation, or for its gradient."""
+        return torch.empty(self._activation.shape, dtype=self._activation.dtype, device=self._activation.device)
+
+    def send(self, tensor: Tensor, peer: int) -> dist.Work:
+        """Begin to send a tensor to another pipeline rank."""
+        work = dist.isend(tensor, group=self._group, group_dst=peer)
+        assert work is not None, "this rank belongs to the group"
+        return work
+
+    def receive(self, tensor: Tensor, peer: int) -> dist.Work:
+        """Begin to receive a tensor from another pipeline rank."""
+        work = dist.irecv(tensor, group=self._group, group_src=peer)
+        assert work is not None, "this rank belongs to the group"
+        return work
+
+    def is_sent(self, work: dist.Work) -> bool:
+        """True if a send is complete; nothing holds its tensor any more then."""
+        if not self.sees_completion or not work.is_completed():
+            return False
+        # NCCL's work holds the sent tensor as well, until somebody waits for it, or its watchdog comes by.
+        work.wait()
+        return True

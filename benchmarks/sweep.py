@@ -19,7 +19,6 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from titan_exp.cli.status import status_rows
 from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION, standing_overrides
 from titan_exp.config.hydra.resolvers import register_resolvers
 from titan_exp.config.schema.typed_config import to_experiment
@@ -27,7 +26,8 @@ from titan_exp.config.study.points import study_points
 from titan_exp.config.study.study_file import read_study
 from titan_exp.launch.provenance.provenance import read_provenance
 from titan_exp.launch.run_plan import create_run_folder, plan_run
-from titan_exp.launch.state.run_lookup import find
+from titan_exp.launch.state.run_lookup import find_runs
+from titan_exp.launch.state.status_rows import status_rows
 from titan_exp.launch.sweep.fast_compose import FastCompose
 from titan_exp.launch.sweep.sweep_memory import predict_sweep_memory
 from titan_exp.launch.sweep.sweep_plan import Point, SweepPlan, plan_sweep
@@ -105,7 +105,7 @@ def time_status(runs: Path, count: int) -> None:
         folder.write_state(RunState(state, 1000, time.time(), attempt, None if seed % 2 else "out of luck"))
         folder.metrics.write_text(rows)
     with timed(f"{count:4d} run folders: status"):
-        assert len(status_rows(find([], runs))) == count
+        assert len(status_rows(find_runs([], runs))) == count
 
 
 @contextmanager

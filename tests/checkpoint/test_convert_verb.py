@@ -21,7 +21,7 @@ from titan_exp.checkpoint.checkpointer import load_model
 from titan_exp.checkpoint.formats import export_weights
 from titan_exp.checkpoint.formats import safetensors as safetensors_store
 from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
-from titan_exp.cli.convert import convert_command
+from titan_exp.cli.convert import run as convert_command
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.hydra.presets import model_overrides
@@ -233,10 +233,10 @@ MEASURE = """
     import sys, threading, time
     from pathlib import Path
     import torch
-    from titan_exp.cli.convert import convert_command
+    from titan_exp.cli.convert import run as convert_command
     from titan_exp.checkpoint.formats import export_weights
     from titan_exp.checkpoint.formats import open_checkpoint as source
-    from titan_exp.cli.main import convert
+    from titan_exp.cli.convert import run as convert
     import torch.distributed.checkpoint, tokenizers
     convert_command(sys.argv[3:5])  # a tiny model: everything is imported, every pool is there
 

@@ -7,7 +7,7 @@ import torch
 
 from tests.parity.runs import train
 from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
-from titan_exp.cli.convert import convert_command
+from titan_exp.cli.convert import run as convert_command
 from titan_exp.config.errors.user_error import UserError
 
 SAVED = ("checkpoint.mode=sync", "checkpoint.every=5", "training.steps=10")

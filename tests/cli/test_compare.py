@@ -41,7 +41,7 @@ def test_options_in_every_way_of_writing(runs: Path, words: list[str], capsys: p
 
 def test_texts_are_printed_or_written(runs: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["compare", "--markdown", "made", "--csv=out/table.csv", "--latex", "out.tex"]) == 2
-    assert "out.tex: there is no such study" in capsys.readouterr().err
+    assert "out.tex is no study" in capsys.readouterr().err
     assert main(["compare", "--markdown", "made", "--csv=out/table.csv", "--html", "out/page.html"]) == 0
     done = capsys.readouterr()
     assert done.out.startswith("## made")
@@ -65,14 +65,14 @@ def test_a_pipe_is_written_to_and_not_replaced(runs: Path, capsys: pytest.Captur
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        ([], "Which runs"),
+        ([], "compare takes a study"),
         (["mde"], "did you mean made"),
-        (["made", "--metric", "loss"], "--metric: there is no such option. did you mean metrics?"),
-        (["made", "--target", "low"], "--target low: a number is meant"),
+        (["made", "--metric", "loss"], "--metric is not an option. did you mean metrics?"),
+        (["made", "--target", "low"], "--target low: must be a number"),
         (["made", "--baseline"], "expected one argument"),
-        (["made", "--baseline", "lr=7"], "no row matches"),
+        (["made", "--baseline", "lr=7"], "matches no row"),
         (["made", "--group", "g"], "needs --from-wandb"),
-        (["made", "--from-wandb", "x"], "write ENTITY/PROJECT"),
+        (["made", "--from-wandb", "x"], "must be ENTITY/PROJECT"),
         (["made", "--html", "runs/made"], "cannot be written"),
     ],
 )

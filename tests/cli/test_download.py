@@ -116,10 +116,10 @@ def test_what_is_there_is_not_fetched_again(tmp_path: Path, hub: str):
 @pytest.mark.parametrize(
     ("repo", "token", "says"),
     [
-        ("some/gated", "", "gated. Set the environment variable HF_TOKEN"),
-        ("some/gated", "hf_wrong", "The token in HF_TOKEN has no access"),
+        ("some/gated", "", "gated. Put a token into the environment variable HF_TOKEN"),
+        ("some/gated", "hf_wrong", "The token in HF_TOKEN does not open it"),
         ("some/nowhere", "", "not on the hub, or is private"),
-        ("model", "", "model is not of the form OWNER/NAME"),
+        ("model", "", "model is no OWNER/NAME"),
     ],
 )
 def test_what_cannot_be_had_is_said(repo: str, token: str, says: str, tmp_path: Path, hub: str):

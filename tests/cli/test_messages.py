@@ -3,6 +3,7 @@
 import importlib
 import pkgutil
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,21 +25,23 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
         importlib.import_module(module.name)
     calls: Launched = []
 
-    def run(call: tuple[Experiment, list[str]]) -> SimpleNamespace:
-        calls.append(call)
-        return SimpleNamespace(
-            exit_code=call[0].experiment.seed, folder=SimpleNamespace(path=Path("there"), metrics=Path(__file__))
-        )
+    def plan_run(experiment: Experiment, overrides: Sequence[str]) -> SimpleNamespace:
+        folder = SimpleNamespace(path=Path("there"), metrics=Path(__file__))
+        return SimpleNamespace(experiment=experiment, overrides=[*overrides], folder=folder)
 
-    monkeypatch.setattr("titan_exp.launch.run_plan.plan", lambda experiment, overrides: (experiment, list(overrides)))
-    monkeypatch.setattr("titan_exp.launch.memory_gate.gate_run", lambda plan, say: plan)
-    monkeypatch.setattr("titan_exp.launch.run_plans.run", run)
+    def run(plan: Any) -> SimpleNamespace:
+        calls.append((plan.experiment, plan.overrides))
+        return SimpleNamespace(exit_code=plan.experiment.experiment.seed)
+
+    monkeypatch.setattr("titan_exp.launch.run_plan.plan_run", plan_run)
+    monkeypatch.setattr("titan_exp.launch.memory_gate.gate_run", lambda plan, echo: plan)
+    monkeypatch.setattr("titan_exp.launch.local.executor.run", run)
     monkeypatch.setattr("titan_exp.compare.output.plot.draw", lambda folder: folder / "loss.png")
     return calls
 
 
 @pytest.fixture
-def say(capsys: pytest.CaptureFixture[str], launched: list[Any]):
+def echo(capsys: pytest.CaptureFixture[str], launched: list[Any]):
     """Run a command that must be refused, and return what it says."""
 
     def run(*words: str) -> str:
@@ -136,13 +139,13 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
         (["train", "experiment=mine"], "experiment.name=mine"),
         (["train", "+experiment=smok"], "did you mean smoke?"),
         (["train", "+model=llama3_8b"], "leave the plus out: model=llama3_8b"),
-        (["train", "model.options.x=3"], "+model.options.x=3"),
+        (["train", "data.options.x=3"], "+data.options.x=3"),
         (["train", "+model.lr=3"], "model.lr=3: there is no such key\n    did you mean optimizer.lr?"),
         (["train", "~data.split"], "data.split: this key has no value"),
         (["train", "~model"], "model: this group is missing"),
         (["train", "training.steps", "100"], "an override is key=value"),
         (["train", "data.paths=[a"], "quote it"),
-        (["train", "training.steps="], "training.steps: a whole number is meant"),
+        (["train", "training.steps="], "training.steps: must be a whole number"),
         (["train", "training.steps=1,2"], "add -m"),
         (["train", "training.steps=-1"], "must be at least 0"),
         (["train", "--training.steps=5"], "without dashes: training.steps=5"),
@@ -157,7 +160,7 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
         (["train", "data.preview=0"], "must be at least 1"),
         (["train", "--dry-run"], "it goes with -m"),
         (["train", "-m", "--dryrun", "--skip", "training.steps=1,2"], "did you mean --dry-run?"),
-        (["train", "-m", "--jobs", "many", "training.steps=1,2"], "a whole number is meant"),
+        (["train", "-m", "--jobs", "many", "training.steps=1,2"], "must be a whole number"),
         (["sweep", "optimisers"], "Did you mean optimizers?"),
         (["sweep", "--dry-run"], "Which study?"),
         (["sweep", "optimizers", "--dryrun"], "did you mean --dry-run?"),
@@ -168,7 +171,7 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
             ["sweep", "optimizers", "optimizer.state_precision=fp32"],
             "varies optimizer.state_precision together with others",
         ),
-        (["sweep", "optimizers", "experiment.seed=one"], "a whole number is meant"),
+        (["sweep", "optimizers", "experiment.seed=one"], "must be a whole number"),
         (["sweep", "optimizers", "experiment.name=a,b"], "lie in one folder"),
         (["sweep", "optimizers", "parallelism.ep=2"], "None of the 24 points"),
         (["status", "nowhere"], "there is no such run or study"),
@@ -182,15 +185,15 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
         (["tokenize", "outt=x"], "did you mean out?"),
         (["tokenize", "data=txt", "out=x"], "data=txt"),
         (["tokenize", "data.path=[a]", "out=x"], "did you mean data.paths?"),
-        (["tokenize", "data=text", "data.paths=[nowhere]", "out=x"], "nothing here has this name"),
-        (["tokenize", "training.steps=5", "out=x"], "tokenizing does not read it"),
+        (["tokenize", "data=text", "data.paths=[nowhere]", "out=x"], "no such file or folder"),
+        (["tokenize", "training.steps=5", "out=x"], "tokenize does not read it"),
         (["tokenize", "check=nowhere"], "there is no such folder"),
         (["tokenize", "check=nowhere", "out=x"], "leave out= out"),
         (["tokenize", "stores/mine"], "an override is key=value"),
     ],
 )
-def test_wrong_words_are_answered(words: list[str], says: str, say: Any):
-    assert says in say(*words)
+def test_wrong_words_are_answered(words: list[str], says: str, echo: Any):
+    assert says in echo(*words)
 
 
 def test_tokenizing_explains_itself(capsys: pytest.CaptureFixture[str]):
@@ -206,13 +209,13 @@ def test_a_preview_launches_nothing(launched: Launched, capsys: pytest.CaptureFi
     assert capsys.readouterr().out.startswith("step 2: 2 rows of ")
 
 
-def test_every_wrong_override_is_named_at_once(say: Any):
-    answer = say("train", "modle=llama3_8b", "model=llama9_8b", "training.stesp=4", "lr=1", "optimizer.lr=1e-3")
+def test_every_wrong_override_is_named_at_once(echo: Any):
+    answer = echo("train", "modle=llama3_8b", "model=llama9_8b", "training.stesp=4", "lr=1", "optimizer.lr=1e-3")
     assert [answer.count(word) for word in ("modle", "llama9_8b", "stesp", "  lr=1:", "1e-3")] == [1, 1, 1, 1, 0]
 
 
-def test_sweeps_are_checked_too(say: Any):
-    answer = say("train", "-m", "model=llama9,llama_debug", "training.stepz=1,2")
+def test_sweeps_are_checked_too(echo: Any):
+    answer = echo("train", "-m", "model=llama9,llama_debug", "training.stepz=1,2")
     assert "model=llama9" in answer
     assert "training.stepz=1,2" in answer
 
@@ -239,7 +242,7 @@ def test_other_failures_are_not_hidden(
     def fail(*_: object) -> int:
         raise ZeroDivisionError("ours")
 
-    monkeypatch.setattr("titan_exp.launch.run_plans.run", fail)
+    monkeypatch.setattr("titan_exp.launch.local.executor.run", fail)
     with pytest.raises(ZeroDivisionError, match="ours"):
         main(["train"])
     assert "Error executing job" not in capsys.readouterr().err
@@ -272,10 +275,10 @@ def test_failures_inside_a_sweep_are_not_hidden(monkeypatch: pytest.MonkeyPatch)
         main(["train", "-m", "training.steps=1,2"])
 
 
-def test_a_yaml_file_that_cannot_be_read_is_named(tmp_path: Path, say: Any):
+def test_a_yaml_file_that_cannot_be_read_is_named(tmp_path: Path, echo: Any):
     (tmp_path / "optimizer").mkdir()
     (tmp_path / "optimizer" / "broken.yaml").write_text("lr: [1\n")
-    answer = say("train", "--config-dir", str(tmp_path), "optimizer=broken")
+    answer = echo("train", "--config-dir", str(tmp_path), "optimizer=broken")
     assert "broken.yaml" in answer
 
 

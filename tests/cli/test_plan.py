@@ -1,4 +1,4 @@
-"""The verb as it is typed, and what it says of what it cannot plan."""
+"""The verb `plan` on the command line, and its refusals."""
 
 import io
 import json
@@ -30,7 +30,7 @@ SMALL = ["model=llama_debug", *CLUSTER, "training.global_batch_size=64"]
 
 
 def planned(*words: str, code: int = 0) -> str:
-    """What the verb prints, on standard output or, where it fails, as its error."""
+    """Output of the verb, or its error if it fails."""
     command = [sys.executable, "-m", "titan_exp", "plan", *words]
     environment = {**os.environ, "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, env=environment)
@@ -72,13 +72,13 @@ def test_a_table_for_people():
         "GPU-hours",
         "reserved",
         "expandable_segments:True",
-        "must hold what is not predicted",
+        "must hold memory that is not predicted",
     ):
         assert word in said
 
 
-def result(plan: Plan, room: int) -> str:
-    """What is said of a plan on a device of so many bytes."""
+def verdict(plan: Plan, room: int) -> str:
+    """Line about fitting a device of so many bytes."""
     assert plan.device is not None
     console = Console(record=True, width=1000, file=io.StringIO())
     print_plan(replace(plan, device=replace(plan.device, memory_gb=room / 1e9)), console)
@@ -105,10 +105,10 @@ def test_what_the_allocator_reserves_decides():
     (rank,) = plan.ranks
     assert rank.reserved is not None
     tensors, reserved = rank.trace.peak.bytes, rank.reserved.segments.reserved
-    assert "must hold what is not predicted" in result(plan, 2 * reserved)
-    assert "Does not fit: torch's allocator reserves" in result(plan, reserved - MIB)
-    assert "Neither does it with PYTORCH_CUDA_ALLOC_CONF" in result(plan, tensors + MIB)
-    assert "Does not fit" in result(plan, tensors - MIB)
+    assert "must hold memory that is not predicted" in verdict(plan, 2 * reserved)
+    assert "Does not fit: torch's allocator reserves" in verdict(plan, reserved - MIB)
+    assert "Neither does it with PYTORCH_CUDA_ALLOC_CONF" in verdict(plan, tensors + MIB)
+    assert "Does not fit" in verdict(plan, tensors - MIB)
 
 
 def test_a_recipe_is_planned_with_the_instructions_of_the_gpu():
@@ -141,7 +141,7 @@ def test_what_is_not_modelled_is_refused_all_at_once():
 def test_a_recorded_pass_is_not_modelled():
     words = ("parallelism.dp_shard=1", "training.mixed_precision=bf16", "compile.cuda_graphs=true")
     said = planned(*SMALL, *words, code=2)
-    assert "compile.cuda_graphs=true: a graph keeps the memory of a pass for itself" in said
+    assert "compile.cuda_graphs=true: the private memory pool of a CUDA graph is not modelled" in said
     assert "compile.cuda_graphs=false plans the same run without" in said
 
 

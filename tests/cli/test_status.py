@@ -9,15 +9,15 @@ from typing import Any, cast
 import pytest
 
 from titan_exp.cli.main import main
-from titan_exp.cli.status import status_rows
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.launch.executor import JobStatus
 from titan_exp.launch.run_plan import create_run_folder, plan_run
 from titan_exp.launch.state import run_status as run_status_module
-from titan_exp.launch.state.run_lookup import find, split_runs_folder
+from titan_exp.launch.state.run_lookup import find_runs, split_runs_folder
 from titan_exp.launch.state.run_status import run_status
+from titan_exp.launch.state.status_rows import status_rows
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
 
@@ -64,7 +64,7 @@ def test_a_run_stands_as_its_files_say(make):
     assert (run_status(make(2, "failed")).state, run_status(make(2, "failed")).reason) == ("failed", "out of luck")
     lost = run_status(make(3, "running", ago=600))
     assert lost.state == "lost"
-    assert "died without a word" in (lost.reason or "")
+    assert "died without a record" in (lost.reason or "")
     assert "10 min ago" in (lost.reason or "")
     held = make(4, "running", ago=600)
     with held.claim("launcher"):
@@ -108,10 +108,10 @@ def test_then_the_scheduler_is_asked(
 def test_runs_are_named_in_many_ways(make, home: Path):
     first, second = make(0, "done"), make(1, "failed")
     runs = home / "runs"
-    assert {one.folder.path for one in find(["x"], runs)} == {first.path, second.path}
-    assert [one.folder.path for one in find([first.path.name[:6]], runs)] == [first.path]
-    assert [one.folder.path for one in find([f"x/{first.path.name}"], runs)] == [first.path]
-    assert [one.folder.path for one in find([str(second.path), second.path.name], runs)] == [second.path]
+    assert {one.folder.path for one in find_runs(["x"], runs)} == {first.path, second.path}
+    assert [one.folder.path for one in find_runs([first.path.name[:6]], runs)] == [first.path]
+    assert [one.folder.path for one in find_runs([f"x/{first.path.name}"], runs)] == [first.path]
+    assert [one.folder.path for one in find_runs([str(second.path), second.path.name], runs)] == [second.path]
     assert split_runs_folder(["paths.runs=there", "x"]) == (Path("there"), ["x"])
     for word, says in {
         "y": "Under",
@@ -120,7 +120,7 @@ def test_runs_are_named_in_many_ways(make, home: Path):
         "xx": "no such",
     }.items():
         with pytest.raises(UserError, match=says):
-            find([word], runs)
+            find_runs([word], runs)
 
 
 def test_the_table_says_what_a_user_wants_to_know(make, capsys: pytest.CaptureFixture[str]):
@@ -130,7 +130,7 @@ def test_the_table_says_what_a_user_wants_to_know(make, capsys: pytest.CaptureFi
     log(running, 6, loss=2.5, mfu=0.25)
     with running.claim("launcher"):
         assert main(["status", "x"]) == 0
-        (row,) = [row for row in status_rows(find(["x"], Path("runs"))) if row.state == "running"]
+        (row,) = [row for row in status_rows(find_runs(["x"], Path("runs"))) if row.state == "running"]
     out = capsys.readouterr().out
     assert (row.step, row.steps, row.loss, row.mfu, row.seconds_left) == (6, 10, 2.5, 0.25, 4 * 100 / 50)
     assert all(
@@ -147,7 +147,7 @@ def test_hours_are_those_of_gpus(make):
     folder = make(0, "done")
     folder.update_attempt(1, start=1000.0, end=1000.0 + 1800)
     folder.config.write_text(folder.config.read_text().replace("device: cpu", "device: cuda"))
-    (row,) = status_rows(find([str(folder.path)], Path("runs")))
+    (row,) = status_rows(find_runs([str(folder.path)], Path("runs")))
     assert row.gpu_hours == pytest.approx(1.0)
 
 

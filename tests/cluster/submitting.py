@@ -10,7 +10,7 @@ from tests.cluster import stand_ins
 from tests.cluster.slurm import Slurm
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.launch.executor import JobStatus, Submission
+from titan_exp.launch.executor import JobStatus, Submission, SubmitOptions
 from titan_exp.launch.run_plan import RunPlan, plan_run
 from titan_exp.launch.slurm.executor import SlurmExecutor
 from titan_exp.tracking.run_folder.attempts import Attempt
@@ -25,7 +25,7 @@ class Submitting:
     """What a user of the cluster does, with the runs below one folder."""
 
     def __init__(self, slurm: Slurm, runs: Path) -> None:
-        self.slurm, self.runs, self.backend = slurm, runs, SlurmExecutor()
+        self.slurm, self.runs, self.backend = slurm, runs, SlurmExecutor("slurm")
         self.said: list[str] = []
 
     def plan(self, *overrides: str) -> RunPlan:
@@ -33,7 +33,7 @@ class Submitting:
         return plan_run(to_experiment(compose(words)), words)
 
     def submit(self, *plans: RunPlan) -> list[Submission]:
-        return self.backend.submit(plans, say=self.said.append)
+        return self.backend.submit(plans, SubmitOptions(echo=self.said.append))
 
     def submitted(self, *overrides: str) -> tuple[RunFolder, str]:
         """Submit one run; returns its folder and job."""

@@ -8,7 +8,7 @@ import torch
 
 from tests.cluster.submitting import Submitting, ends, last
 from titan_exp.checkpoint.retention import CheckpointFolder
-from titan_exp.launch.run_plans import run
+from titan_exp.launch.local.run import run
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 

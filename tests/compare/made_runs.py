@@ -1,4 +1,4 @@
-"""Run folders as training leaves them, made in milliseconds: a real configuration, rows with known numbers."""
+"""Synthetic run folders with a real configuration and known metrics."""
 
 import json
 import math

@@ -22,7 +22,7 @@ def page(runs: Path, tmp_path: Path) -> Path:
 
 
 def full_study(runs: Path) -> Path:
-    """Seeds, layouts, a failure, and text that would be markup."""
+    """Runs with seeds, layouts, a failure, and text that looks like markup."""
     folder = make_study(runs, {0.001: [3.0, 3.1, 3.2], 0.003: [2.5, 2.61, 2.69]})
     for tp in (2, 4):
         values = {"optimizer.lr": 0.003, "parallelism.tp": tp}

@@ -26,13 +26,13 @@ def row(step: int, **also: float | None) -> dict:
 
 
 def colors(path: Path) -> set[tuple[int, ...]]:
-    """Colours of the picture, coarsely."""
+    """Quantized colours of the plot."""
     image = matplotlib.image.imread(path)[..., :3]
     return {tuple(pixel) for pixel in (image * 7.99).astype(int).reshape(-1, 3)}
 
 
 BLUE, ORANGE = (1, 3, 5), (6, 3, 1)
-"""Training and validation as `colors` sees them."""
+"""Colours of training and validation in `colors`."""
 
 
 def test_a_run_with_validation_is_drawn_into_its_folder(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_a_run_without_rows_is_an_error_of_the_user(tmp_path: Path, there: str) 
         folder.mkdir()
     if there == "an empty file":
         (folder / "metrics.jsonl").touch()
-    with pytest.raises(UserError, match=r"no rows of metrics"):
+    with pytest.raises(UserError, match=r"is missing or empty"):
         draw(folder)
     with pytest.raises(UserError, match="empty"):
         summary(folder)

@@ -1,4 +1,4 @@
-"""Intervals and verdicts against scipy's own tests, and against simulated data whose truth is known."""
+"""Intervals and verdicts against scipy's tests and simulated data with a known truth."""
 
 import math
 from typing import Any

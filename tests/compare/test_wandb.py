@@ -1,4 +1,4 @@
-"""W&B through its real client: it talks to a server in this process that answers what it asks."""
+"""W&B through its real client against a stub server in this process."""
 
 import json
 import math
@@ -23,7 +23,7 @@ def server() -> Iterator[WandbServer]:
 
 
 def titan_exp(server: str, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """The command in a process of its own: wandb keeps settings and a service for as long as its process lives."""
+    """The command in a child process: wandb keeps settings and a service for the life of its process."""
     known = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
     environment = {
         **known,
@@ -94,14 +94,14 @@ def test_without_a_server_it_is_said(tmp_path: Path):
     make_study(tmp_path / "runs", {0.001: [3.0]}, study="abl")
     done = titan_exp("http://127.0.0.1:9", tmp_path, "abl", "--to-wandb", "me/proj", "--html=none")
     assert done.returncode == 2, done.stderr
-    assert "W&B does not answer for me/proj" in done.stderr
+    assert "W&B refused me/proj" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (["--from-wandb", "me/proj", "--group", "abl"], "there are no runs of group abl"),
+        (["--from-wandb", "me/proj", "--group", "abl"], "me/proj has no runs of group abl"),
         (["--from-wandb", "me/other"], "me/other"),
         (["abl", "--to-wandb", "me/other", "--html=none"], "me/other"),
     ],

@@ -1,4 +1,4 @@
-"""A W&B server as far as reading runs and saving a report ask for one: the real client talks to it over HTTP."""
+"""Stub of a W&B server for reading runs and saving a report, over HTTP."""
 
 import json
 import threading
@@ -11,7 +11,7 @@ LAST_PAGE = {"__typename": "PageInfo", "endCursor": None, "hasNextPage": False}
 
 
 class WandbServer(ThreadingHTTPServer):
-    """Answers GraphQL questions about `runs`; what was asked and saved is kept."""
+    """Answers GraphQL queries about `runs` and records queries and saved reports."""
 
     daemon_threads = True
 

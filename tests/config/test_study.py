@@ -170,7 +170,7 @@ GRID = "axes:\n  - grid: {optimizer.lr: [1, 2]}\n"
         (GRID + "  - {grid: {a: [1]}, when: {optimizer.lr: 3}}\n", "this axis has no such value"),
         ("axes:\n  - {grid: {a: [1]}, when: {b: 1}}\n  - grid: {b: [1]}\n", "neither an axis (above this one)"),
         (GRID + "exclude: [{optimizer.l: 1}]\n", "neither an axis"),
-        (GRID + "exclude: {optimizer.lr: 1}\n", "a list is meant"),
+        (GRID + "exclude: {optimizer.lr: 1}\n", "must be a list"),
         (GRID + "seeds: many\n", "a number of seeds"),
         (GRID + "seeds: [-1]\n", "a number of seeds"),
         (GRID + "baseline: {optimizer.lr: 3}\n", "this axis has no such value"),

@@ -8,7 +8,7 @@ import torch
 from tests.data.stores import make
 from tests.ranks import run_ranks
 from tests.trainer.test_trainer import experiment, run
-from titan_exp.cli.convert import convert_command
+from titan_exp.cli.convert import run as convert_command
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.inference.evaluate import evaluate_command

@@ -89,7 +89,7 @@ def test_the_kv_cache_does_not_change_the_logits(trained):
 
 
 def test_an_export_writes_the_same_text(trained, capsys, tmp_path):
-    from titan_exp.cli.convert import convert_command
+    from titan_exp.cli.convert import run as convert_command
 
     def text(source: str) -> str:
         assert generate_command([source, "prompt=import ", "tokens=20", "temperature=0"]) == 0

@@ -92,8 +92,8 @@ def seen(folder: RunFolder, rank: int) -> dict[str, Any]:
     return json.loads((folder.path / f"seen-{rank}.json").read_text())
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT
+def wait_until(condition: Callable[[], bool], limit: float = LIMIT) -> None:
+    deadline = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < deadline, "it took too long"
         time.sleep(0.02)
@@ -104,8 +104,8 @@ def main(overrides: list[str]) -> int:
     from titan_exp.config.errors.user_error import UserError
     from titan_exp.config.hydra.compose import compose
     from titan_exp.config.schema.typed_config import to_experiment
+    from titan_exp.launch.local.run import run
     from titan_exp.launch.run_plan import plan_run
-    from titan_exp.launch.run_plans import run
 
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

@@ -1,4 +1,4 @@
-"""Every launch passes the planner: refused or warned of in words, written down, shown before and after."""
+"""Memory gate of every launch: refusals and warnings, plan.json, and predicted columns of tables."""
 
 import json
 from dataclasses import replace
@@ -11,6 +11,7 @@ from titan_exp.cli.main import main
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.launch.executor import SubmitOptions
 from titan_exp.launch.local.executor import LocalExecutor
 from titan_exp.launch.memory_gate import gate_run
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, plan_run
@@ -25,7 +26,7 @@ SMALL = ["model=llama_debug", "cluster.device=cpu", "training.steps=10", "plan.p
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of a machine of 4 GiB."""
+    """Runs folder of a machine with 4 GiB."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("titan_exp.plan.device_memory.host_memory", lambda: 4 * GIB)
     return tmp_path
@@ -33,10 +34,10 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def foretold(monkeypatch: pytest.MonkeyPatch):
-    """A GiB for each 32 tokens of a sequence, with no planning; notes what was asked."""
+    """Stub predictor: 1 GiB per 32 tokens of a sequence; records its calls."""
     asked: list[int] = []
 
-    def predict_many(questions, cache, say=print):
+    def predict_many(questions, cache, echo=print):
         found: list[Prediction | NotPredicted] = []
         for question in questions:
             training = question.experiment.training
@@ -63,12 +64,11 @@ def test_what_does_not_fit_is_refused_with_what_would(home: Path, foretold, caps
     assert main(["train", *SMALL, "training.seq_len=256"]) == 2
     said = capsys.readouterr().err
     assert (
-        "This run does not fit: a rank needs 8.42 GiB at its peak (forward, block 1); this machine has 4.00 GiB."
-        in said
+        "This run does not fit: a rank needs 8.42 GiB at its peak (forward, block 1); this machine has 4 GiB." in said
     )
-    assert "It is made of: loss 4.00 GiB, activations 4.00 GiB, the process beside them 0.42 GiB" in said
+    assert "Breakdown: loss 4 GiB, activations 4 GiB, process overhead 429 MiB." in said
     assert "training.micro_batch_size=2  2.42 GiB" in said
-    assert "plan.gate=warn starts it all the same" in said
+    assert "plan.gate=warn starts it anyway" in said
     assert "Traceback" not in said
     assert not (home / "runs").exists()
 
@@ -106,8 +106,8 @@ def test_a_folder_that_is_there_says_what_was_predicted_last(home: Path, foretol
     first = [gate_run(planned("training.seq_len=64", f"experiment.seed={seed}"), print) for seed in (1, 2)]
     for one in first:
         create_run_folder(replace(one, prediction="{}"))
-    backend = LocalExecutor(jobs=2)
-    assert [one.outcome for one in backend.submit(first, say=print)] == ["done", "done"]
+    backend = LocalExecutor("local")
+    assert [one.outcome for one in backend.submit(first, SubmitOptions(jobs=2))] == ["done", "done"]
     for one in first:
         assert read_predicted_metrics(one.folder).tokens_per_second == 2048.0
 
@@ -115,7 +115,7 @@ def test_a_folder_that_is_there_says_what_was_predicted_last(home: Path, foretol
 def test_what_cannot_be_predicted_is_one_line(home: Path, foretold):
     said: list[str] = []
     found = gate_run(planned("training.seq_len=32"), said.append)
-    assert said == ["Whether its memory fits is not predicted: its kernels are not modelled."]
+    assert said == ["Its memory is not checked: its kernels are not modelled."]
     create_run_folder(found)
     assert json.loads(found.folder.plan.read_text())["why_not_predicted"] == "its kernels are not modelled"
     assert read_predicted_metrics(found.folder).memory is None
@@ -175,7 +175,7 @@ def test_retry_passes_the_gate(home: Path, foretold, capsys: pytest.CaptureFixtu
     folder.add_attempt(world_size=1, hosts=["here"])
     folder.write_state(RunState("failed", 3, 0.0, 1, "out of memory"))
     with pytest.raises(UserError, match=r"a rank needs 8\.42 GiB"):
-        retry.retry_command([str(folder.path)])
+        retry.run([str(folder.path)])
 
 
 def test_status_shows_predicted_beside_measured(home: Path, foretold, capsys: pytest.CaptureFixture[str]):

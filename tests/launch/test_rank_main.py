@@ -131,7 +131,7 @@ def test_a_second_ctrl_c_ends_at_once_and_the_next_start_closes_the_row(tmp_path
     assert finish(process)[0] == -signal.SIGINT
     assert finish(start(folder, "succeed"))[0] == 0
     first, second = folder.read_attempts()
-    assert "died without a word" in (first.reason or "")
+    assert "died without a record" in (first.reason or "")
     assert first.end is not None
     assert second.exit == 0
 

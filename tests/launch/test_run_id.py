@@ -1,4 +1,4 @@
-"""A run is named by what it computes, and by nothing else."""
+"""Run id and experiment id: hashes of the keys that change what is computed."""
 
 import dataclasses
 import math
@@ -8,10 +8,20 @@ import pytest
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
+from titan_exp.config.schema.identity_keys import COUNTS_BESIDE, IN_RUN_ID, LAYOUT, NOT_IN_RUN_ID
 from titan_exp.config.schema.typed_config import to_dict, to_experiment
-from titan_exp.launch.run_id import LAYOUT, NOT_IN_RUN_ID, canonical, experiment_id, run_id
+from titan_exp.launch.run_id import canonical, experiment_id, identity, run_id
+
+GOLDEN = [
+    ([], ("3967f1b44ac8", "86d87c5b0368")),
+    (["parallelism.dp_shard=2", "compile=blocks"], ("02402de44278", "86d87c5b0368")),
+    (["quantization=float8_rowwise", "quantization.filter=['*.down']"], ("974c0e802b77", "ee0233adb0ed")),
+    (["checkpoint.initial=some/run", "optimizer.state_precision=bf16"], ("089d5771d9a3", "d3e55ec423a3")),
+]
+"""Overrides, run id and experiment id."""
 
 
 def experiment(*overrides: str) -> Experiment:
@@ -65,6 +75,35 @@ def test_keys_without_effect_change_no_id(override: str) -> None:
 def test_the_layout_changes_the_run_and_not_the_experiment(override: str) -> None:
     assert run_id(experiment(override)) != run_id(experiment())
     assert experiment_id(experiment(override)) == experiment_id(experiment())
+
+
+@dataclasses.dataclass(frozen=True)
+class LaterTraining(TrainingConfig):
+    """The group in a later version, with another key."""
+
+    label_smoothing: float = 0.0
+
+
+@pytest.mark.parametrize("overrides", [[], ["quantization=mxfp8", "parallelism.tp=2"], ["checkpoint.initial=some/run"]])
+def test_a_new_key_at_its_default_changes_no_id(overrides: list[str]) -> None:
+    run = experiment(*overrides)
+
+    def later(**values: float) -> Experiment:
+        return dataclasses.replace(run, training=LaterTraining(**vars(run.training), **values))
+
+    assert (run_id(later()), experiment_id(later())) == (run_id(run), experiment_id(run))
+    assert run_id(later(label_smoothing=0.1)) != run_id(run)
+
+
+@pytest.mark.parametrize(("overrides", "ids"), GOLDEN)
+def test_ids_stay(overrides: list[str], ids: tuple[str, str]) -> None:
+    """A change of these renames every run there is."""
+    run = experiment(*overrides)
+    assert (run_id(run), experiment_id(run)) == ids
+
+
+def test_no_key_without_a_recipe() -> None:
+    assert not any(key.startswith("quantization") for key in identity(experiment("quantization.filter=[a]")))
 
 
 @pytest.mark.parametrize("key", ["emulate=true", "float8_all_gather=false", "precomputed_scales=false"])
@@ -130,7 +169,7 @@ def test_what_is_left_out_of_initial_weights_counts() -> None:
 
 def test_every_key_left_out_exists() -> None:
     config = to_dict(experiment())
-    for key in (*NOT_IN_RUN_ID, *LAYOUT):
+    for key in (*NOT_IN_RUN_ID, *LAYOUT, *IN_RUN_ID, *COUNTS_BESIDE, *COUNTS_BESIDE.values()):
         part: Any = config
         for name in key.split("."):
             part = part[name]

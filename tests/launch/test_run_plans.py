@@ -13,8 +13,8 @@ from tests.launch.launching import LIMIT, REPOSITORY, Launch, launch, launch_env
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
+from titan_exp.launch.local.run import run
 from titan_exp.launch.run_plan import create_run_folder, plan_run
-from titan_exp.launch.run_plans import run
 from titan_exp.launch.state import run_lock as holding
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 

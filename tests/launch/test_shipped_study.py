@@ -11,8 +11,8 @@ import pytest
 
 from tests.launch.launching import LIMIT, launch_environment, ranks_of, wait_until
 from titan_exp.cli.main import main
-from titan_exp.cli.status import status_rows
-from titan_exp.launch.state.run_lookup import find
+from titan_exp.launch.state.run_lookup import find_runs
+from titan_exp.launch.state.status_rows import status_rows
 from titan_exp.launch.state.study_folder import StudyFolder
 
 STUDY = """\
@@ -60,11 +60,11 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 
 def states() -> list[str]:
-    return [row.state for row in status_rows(find(["mine"], Path("runs")))]
+    return [row.state for row in status_rows(find_runs(["mine"], Path("runs")))]
 
 
 def attempts() -> list[int]:
-    return [len(one.folder.read_attempts()) for one in find(["mine"], Path("runs"))]
+    return [len(one.folder.read_attempts()) for one in find_runs(["mine"], Path("runs"))]
 
 
 def test_a_study_from_its_question_to_the_last_run(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -148,7 +148,7 @@ def test_a_removed_point_is_pruned(home: Path) -> None:
     code, out, _ = finish(sweep)
     assert (code, "Stopping: every run saves first" in out) == (130, True)
     assert ranks_of(home) == []
-    labels = [(one.label, one.removed) for one in find(["mine"], Path("runs"))]
+    labels = [(one.label, one.removed) for one in find_runs(["mine"], Path("runs"))]
     assert labels[:2] == [("steps=2 seed=1", False), ("steps=3 seed=1", False)]
     assert ("steps=2 seed=0", True) in labels
 
@@ -161,7 +161,7 @@ def test_a_sweep_that_is_killed_goes_on(home: Path) -> None:
     wait_until(lambda: ranks_of(home) == [])  # they notice by themselves, and save
     code, _, _ = finish(start("obey_stop", "sweep", "mine", "experiment.seed=0", "training.steps=2"))
     assert code == 0
-    (first, *_) = find(["mine"], Path("runs"))
+    (first, *_) = find_runs(["mine"], Path("runs"))
     assert (len(first.folder.read_attempts()), states()[0]) == (2, "done")
 
 

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,9 @@ from tests.launch.launching import LIMIT, launch_environment, ranks_of, wait_unt
 from titan_exp.cli.main import main
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.launch.executor import Submission
+from titan_exp.launch.executor import Submission, SubmitOptions
 from titan_exp.launch.run_plan import RunPlan, create_run_folder
+from titan_exp.launch.slurm.executor import SlurmExecutor
 from titan_exp.launch.sweep.sweeper import points
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
@@ -62,15 +64,15 @@ def test_a_scheduler_gets_all_points_at_once(
 ) -> None:
     submitted: list[list[RunPlan]] = []
 
-    class Scheduler:
-        def submit(self, plans: list[RunPlan], *, say: object) -> list[Submission]:
-            submitted.append(plans)
+    class Scheduler(SlurmExecutor):
+        def submit(self, plans: Sequence[RunPlan], options: SubmitOptions) -> list[Submission]:
+            submitted.append([*plans])
             for plan in plans:
                 create_run_folder(plan)
             return [Submission(plan, "submitted", job_id=str(number)) for number, plan in enumerate(plans)]
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("titan_exp.launch.sweep.sweeper.executor_for", lambda kind: {"slurm": Scheduler()}[kind])
+    monkeypatch.setattr("titan_exp.launch.sweep.sweeper.executor_for", lambda kind: {"slurm": Scheduler(kind)}[kind])
     assert main(["sweep", "parallelism_degrees", "size=cluster", "cluster.nodes=2", "cluster.time_limit=1:30:00"]) == 0
     ((first, *others),) = submitted
     layout = ResolvedLayout.of(first.experiment)

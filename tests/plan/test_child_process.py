@@ -1,4 +1,4 @@
-"""A planner's processes end with the command that started them, even when it is killed."""
+"""Worker processes end with the command that started them, even when it is killed."""
 
 import os
 import signal
@@ -30,7 +30,7 @@ def test_workers_do_not_outlive_a_command_that_is_killed(method: str):
 
 
 def command(method: str) -> None:
-    """Has a worker that works for long, and waits for it."""
+    """Start a long-running worker and wait for it."""
     with ProcessPoolExecutor(1, get_context(method), end_with_parent) as pool:
         print(pool.submit(os.getpid).result(60), flush=True)
         pool.submit(_work).result()

@@ -63,8 +63,8 @@ def test_a_plan_counts_all_of_a_pass(capsys: pytest.CaptureFixture[str]):
     assert (MICROBATCHES - 4) * HIDDEN <= grown <= (MICROBATCHES - 4) * (HIDDEN + HIDDEN + batch)
     print_plan(many)
     said = capsys.readouterr().out
-    assert "hidden states that were sent" in said
-    assert "0.25 MiB" in said
+    assert "are sent activations" in said
+    assert "256 KiB" in said
 
 
 def test_what_has_left_is_waited_for_at_once(monkeypatch: pytest.MonkeyPatch):

@@ -70,7 +70,7 @@ def both_ways(path: str) -> list[tuple[dict[str, object], dict[str, object]]]:
     """Of the first, second and last pipeline rank: what its trace tells, and what small ones do."""
     from titan_exp.plan.extrapolate.eligibility import unsupported_reason
     from titan_exp.plan.extrapolate.step_cost import step_cost, trace_parts
-    from titan_exp.plan.search.layout_cost import ranks_that_matter
+    from titan_exp.plan.search.layout_cost import extreme_ranks
     from titan_exp.plan.trace.fake_world import fake_rank, pipeline_ranks
     from titan_exp.plan.trace.trace_step import trace_step
 
@@ -78,7 +78,7 @@ def both_ways(path: str) -> list[tuple[dict[str, object], dict[str, object]]]:
     cuda = device_type(experiment.cluster) == "cuda"
     assert unsupported_reason(experiment) is None
     parts, found = trace_parts(experiment, cuda=cuda), []
-    for number in ranks_that_matter(experiment.parallelism.pp):
+    for number in extreme_ranks(experiment.parallelism.pp):
         with fake_rank(experiment, pipeline_ranks(experiment)[number]) as it:
             whole = trace_step(
                 it.state,
@@ -138,7 +138,7 @@ def test_axes_are_the_meshs(tmp_path: Path):
 
 
 def axes_both_ways(path: str) -> tuple[dict[str, list[int]], dict[str, list[int]]]:
-    from titan_exp.plan.search.layout_cost import axes_of
+    from titan_exp.plan.time.roofline import axis_ranks
     from titan_exp.plan.trace.dispatch_mode import OpCosts, ranks_by_axis
     from titan_exp.plan.trace.fake_world import fake_rank, pipeline_ranks
 
@@ -149,4 +149,4 @@ def axes_both_ways(path: str) -> tuple[dict[str, list[int]], dict[str, list[int]
     work = OpCosts()
     for axis in axes:
         work.messages[axis, "send"] = 1
-    return axes, axes_of(small, 1, work)
+    return axes, axis_ranks(small.parallelism, 1, work)

@@ -134,7 +134,7 @@ def plans(path: str) -> list[dict[str, Any]]:
     """The same run planned from small runs; in full; and where small runs turn out not to tell."""
     from titan_exp.plan.cuda.devices import DEVICES
     from titan_exp.plan.extrapolate.allocation_events import EventComposer, ExtrapolationError
-    from titan_exp.plan.plan_table import as_json
+    from titan_exp.plan.plan_table import plan_to_json
     from titan_exp.plan.predict import predict
 
     def fail(*_: Any) -> None:
@@ -145,7 +145,7 @@ def plans(path: str) -> list[dict[str, Any]]:
     release, EventComposer.release = EventComposer.release, fail  # type: ignore[method-assign]
     found.append(predict(experiment, device))
     EventComposer.release = release
-    return [json.loads(json.dumps(as_json(plan))) for plan in found]
+    return [json.loads(json.dumps(plan_to_json(plan))) for plan in found]
 
 
 def test_small_runs_are_traced_as_they_are():

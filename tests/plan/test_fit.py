@@ -1,4 +1,4 @@
-"""Constants that are fitted to runs are those that made the runs, and the errors that are told are true."""
+"""Calibration recovers the constants that generated the runs, and reports true errors."""
 
 import json
 import random
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from titan_exp.cli import plan_calibrate as calibrate
 from titan_exp.cli.main import main
-from titan_exp.cli.plan_calibrate import calibrate_command
+from titan_exp.cli.plan_commands import calibrate
+from titan_exp.cli.plan_commands.calibrate import calibrate_command
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
@@ -28,7 +28,7 @@ CPU = Device("Some CPU, 2 cores", 24, 0.1, None, 0.04, 4, 4, matmul_share=1, ban
 
 
 def observed(number: int, draw: random.Random, *, messages: bool = True, noise: float = 0.0) -> Observation:
-    """A run as the true constants would have it."""
+    """A run generated with the true constants."""
     seconds = {
         "matmuls": draw.uniform(0.1, 1.0) / CPU.matmul_share,
         "elementwise": draw.uniform(0.05, 0.3) / CPU.bandwidth_share,
@@ -52,7 +52,7 @@ def test_the_constants_that_made_the_runs_are_found():
     assert (found.constants.device, found.constants.runs) == (CPU.name, 12)
 
 
-def test_the_errors_told_are_those_of_the_constants():
+def test_reported_errors_are_those_of_the_constants():
     draw = random.Random(1)
     runs = [observed(number, draw, noise=0.1) for number in range(10)]
     found = fit(runs)
@@ -69,25 +69,25 @@ def test_the_errors_told_are_those_of_the_constants():
     assert errors(found.after)[-1] < 0.15 < errors(found.before)[5]
 
 
-def test_what_no_run_tells_stays_as_it_is():
+def test_constants_that_no_run_determines_stay():
     draw = random.Random(2)
     found = fit([observed(number, draw, messages=False) for number in range(8)])
     assert found.constants.link_share == pytest.approx(CPU.link_share, rel=1e-3)
 
 
-def test_one_disturbed_run_does_not_decide():
+def test_an_outlier_does_not_decide():
     draw = random.Random(3)
     runs = [observed(number, draw) for number in range(10)]
     runs[4] = replace(runs[4], step_seconds=3 * runs[4].step_seconds)
     assert fit(runs).constants.matmul_share == pytest.approx(TRUE.matmul_share, rel=0.25)
 
 
-def test_constants_are_laid_over_a_device(tmp_path: Path):
+def test_constants_replace_those_of_a_device(tmp_path: Path):
     assert read_constants(tmp_path, "H100 80GB SXM") == Constants()
     fitted = Constants("H100 80GB SXM", matmul_share=0.6, overhead_gb=2.0, runs=5)
     path = write_constants(tmp_path, fitted)
     assert path == constants_file(tmp_path, "H100 80GB SXM") == tmp_path / "doctor" / "h100-80gb-sxm.calibration.json"
-    device = read_constants(tmp_path, "H100 80GB SXM").over(DEVICES["h100"])
+    device = read_constants(tmp_path, "H100 80GB SXM").apply_to(DEVICES["h100"])
     assert (device.matmul_share, device.overhead_gb) == (0.6, 2.0)
     assert replace(device, matmul_share=0.75, overhead_gb=0.0) == DEVICES["h100"]
     path.write_text("{")
@@ -108,7 +108,7 @@ def test_a_measured_cpu_is_a_device(tmp_path: Path):
 
 @pytest.fixture
 def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Makes finished runs on a CPU that doctor has measured, with planning answered at once."""
+    """Factory of finished runs on a measured CPU, with a stub predictor."""
     monkeypatch.chdir(tmp_path)
     base = to_experiment(compose(["model=llama_debug", "cluster.device=cpu", "training.steps=10"]))
 
@@ -140,7 +140,7 @@ def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     return make
 
 
-def test_the_verb_says_how_good_it_was_and_is(finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_verb_reports_errors_before_and_after(finished, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     write_rates(tmp_path / "runs" / ".cache", DeviceRates("Some CPU, 2 cores", "", "", {"fp32": 0.2}, copy=40.0))
     for seq_len in (64, 128, 256, 512):
         finished(seq_len)
@@ -160,13 +160,13 @@ def test_the_verb_says_how_good_it_was_and_is(finished, tmp_path: Path, capsys: 
     assert (fitted.runs, bool(fitted.when)) == (4, True)
 
 
-def test_too_few_runs_are_refused_in_words(finished, tmp_path: Path):
+def test_too_few_runs_are_refused(finished, tmp_path: Path):
     for seed in range(5):
         finished(64, seed)
-    with pytest.raises(UserError, match=r"5 left out: the rates of Some CPU, 2 cores are not known; titan-exp doctor"):
+    with pytest.raises(UserError, match=r"5 left out: Some CPU, 2 cores has not been measured; run titan-exp doctor"):
         calibrate_command(["first"])
     write_rates(tmp_path / "runs" / ".cache", DeviceRates("Some CPU, 2 cores", "", "", {"fp32": 0.2}, copy=40.0))
-    with pytest.raises(UserError, match="5 finished runs of 1 kinds are too few: 4 are needed that differ"):
+    with pytest.raises(UserError, match="5 finished runs with 1 different predictions; a fit needs 4 that differ"):
         calibrate_command(["first"])
 
 
@@ -176,5 +176,5 @@ def test_runs_of_two_devices_are_not_mixed(finished, tmp_path: Path):
     finished(64)
     other = finished(128)
     other.env.write_text(json.dumps({**json.loads(other.env.read_text()), "cpu": "Other CPU"}))
-    with pytest.raises(UserError, match=r"were on Other CPU, 2 cores and Some CPU, 2 cores\. Name those of one"):
+    with pytest.raises(UserError, match=r"were on Other CPU, 2 cores and Some CPU, 2 cores\. Name runs on one kind"):
         calibrate_command(["first"])

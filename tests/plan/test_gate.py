@@ -1,4 +1,4 @@
-"""What is known of a run's memory before it starts: bounds, predictions, what is remembered, and what would fit."""
+"""Memory checks before a launch: upper bounds, predictions, the prediction cache, and suggestions."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +15,13 @@ from titan_exp.models.build import build_model
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.cuda.devices import DEVICES
 from titan_exp.plan.gate import gate as gate_module
-from titan_exp.plan.gate import suggestions as remedies_module
+from titan_exp.plan.gate import suggestions as suggestions_module
 from titan_exp.plan.gate.batch_predict import PredictionRequest, predict_many
 from titan_exp.plan.gate.gate import GIB, MemoryCheck, check_memory, explain_oom, plan_record
 from titan_exp.plan.gate.prediction_cache import cache_key, get, put
 from titan_exp.plan.gate.suggestions import suggestions
 from titan_exp.plan.gate.upper_bound import upper_bound
-from titan_exp.plan.plan_json import NotPredicted, Prediction, RankPrediction, from_json, joined, to_json
+from titan_exp.plan.plan_json import NotPredicted, Prediction, RankPrediction, from_json, merge_ranks, to_json
 
 H100 = ["cluster=slurm_h100", "training.mixed_precision=bf16"]
 
@@ -31,8 +31,8 @@ def resolved(*overrides: str) -> Experiment:
     return resolve_layout(experiment, offered_devices(experiment.cluster))
 
 
-def made_up(*allocated: float, category: str = "activations", reserved: float | None = None) -> Prediction:
-    """A prediction of pipeline ranks with peaks in GiB."""
+def synthetic(*allocated: float, category: str = "activations", reserved: float | None = None) -> Prediction:
+    """Prediction of pipeline ranks with peaks in GiB."""
     ranks = [
         RankPrediction(
             number,
@@ -49,8 +49,8 @@ def made_up(*allocated: float, category: str = "activations", reserved: float | 
 
 
 @pytest.fixture
-def foretold(monkeypatch: pytest.MonkeyPatch):
-    """Answers in place of planning: a function from an experiment to a prediction, and how often it was asked."""
+def stub_predictor(monkeypatch: pytest.MonkeyPatch):
+    """Stub of the predictor: a function from an experiment to a prediction, with a record of its calls."""
 
     def stand(answer):
         asked = []
@@ -94,28 +94,28 @@ def test_the_bound_is_above_a_large_attention_without_a_fused_kernel(tmp_path: P
     assert GIB / 20 < max(numbers.peak for numbers in predicted(experiment, tmp_path)) < bound - GIB
 
 
-def test_the_bound_of_a_recorded_pass_counts_what_it_keeps_beside_others():
+def test_the_bound_of_a_cuda_graph_counts_its_private_pool():
     plain, recorded = (upper_bound(resolved(f"compile.cuda_graphs={it}")) for it in ("false", "true"))
     assert plain is not None
     assert recorded is not None
     assert plain < recorded < 2 * plain
 
 
-def test_small_models_are_not_planned(tmp_path: Path, foretold):
-    asked = foretold(lambda _: made_up(1.0))
+def test_small_models_are_not_predicted(tmp_path: Path, stub_predictor):
+    asked = stub_predictor(lambda _: synthetic(1.0))
     small = resolved("model=llama_debug", "cluster.device=cpu")
     (memory_check,) = check_memory([small], tmp_path)
     assert (memory_check.fits, memory_check.prediction, asked) == (True, None, [])
     always = replace(small, plan=replace(small.plan, predict="always"))
     (memory_check,) = check_memory([always], tmp_path)
-    assert (memory_check.fits, memory_check.prediction) == (True, made_up(1.0))
+    assert (memory_check.fits, memory_check.prediction) == (True, synthetic(1.0))
     off = replace(small, plan=replace(small.plan, gate="off", predict="always"))
     (memory_check,) = check_memory([off], tmp_path)
     assert (memory_check.fits, plan_record(memory_check), len(asked)) == (None, None, 1)
 
 
-def test_all_processes_of_a_machine_share_its_memory(tmp_path: Path, foretold, monkeypatch: pytest.MonkeyPatch):
-    foretold(lambda _: made_up(4.0, 2.0))
+def test_all_processes_of_a_machine_share_its_memory(tmp_path: Path, stub_predictor, monkeypatch: pytest.MonkeyPatch):
+    stub_predictor(lambda _: synthetic(4.0, 2.0))
     monkeypatch.setattr("titan_exp.plan.device_memory.host_memory", lambda: 14 * GIB)
     four = resolved(
         *("model=llama_debug", "cluster.device=cpu", "parallelism.dp_shard=2", "parallelism.pp=2"),
@@ -129,19 +129,21 @@ def test_all_processes_of_a_machine_share_its_memory(tmp_path: Path, foretold, m
     (memory_check,) = check_memory([four], tmp_path)
     assert memory_check.fits is False
     said = explain_oom(memory_check)
-    assert "pipeline rank 0 of 2 needs 4.42 GiB at its peak (forward, block 3), the 4 that share its memory" in said
-    assert "activations 4.00 GiB, the process beside them 0.42 GiB" in said
+    assert (
+        "pipeline rank 0 of 2 needs 4.42 GiB at its peak (forward, block 3), the 4 ranks that share its memory" in said
+    )
+    assert "activations 4 GiB, process overhead 429 MiB" in said
 
 
-def test_a_gpu_is_held_against_its_own_memory(tmp_path: Path, foretold):
+def test_a_gpu_run_is_compared_with_the_memory_of_one_gpu(tmp_path: Path, stub_predictor):
     large = resolved("model=llama3_8b", *H100, "parallelism.dp_shard=8")
-    foretold(lambda _: made_up(60.0, reserved=74.0))
+    stub_predictor(lambda _: synthetic(60.0, reserved=74.0))
     (memory_check,) = check_memory([large], tmp_path)
     assert memory_check.fits
-    foretold(lambda _: made_up(70.0, reserved=75.0))
+    stub_predictor(lambda _: synthetic(70.0, reserved=75.0))
     (memory_check,) = check_memory([large], tmp_path)
     assert memory_check.fits is False
-    assert "what the allocator keeps beyond them 5.00 GiB" in explain_oom(memory_check)
+    assert "reserved but not allocated 5 GiB" in explain_oom(memory_check)
 
 
 @pytest.mark.parametrize(
@@ -149,14 +151,14 @@ def test_a_gpu_is_held_against_its_own_memory(tmp_path: Path, foretold):
     [
         (["cluster=slurm"], "cluster.gpu_type=null; the planner knows a100"),
         (["cluster=slurm", "cluster.gpu_type=gtx"], "cluster.gpu_type=gtx; the planner knows a100"),
-        (["cluster=slurm", "cluster.device=cpu"], "a node's memory is not known; cluster.memory_gb says it"),
+        (["cluster=slurm", "cluster.device=cpu"], "the memory of a node is not known; set cluster.memory_gb"),
         (
             [*H100, "model.attention_backend=flex"],
             "model.attention_backend=flex: FlexAttention's kernels have no backward pass",
         ),
     ],
 )
-def test_what_is_not_known_is_said_and_stops_nothing(overrides: list[str], why: str, tmp_path: Path):
+def test_an_unknown_device_or_kernel_is_reported_and_does_not_refuse(overrides: list[str], why: str, tmp_path: Path):
     (memory_check,) = check_memory([resolved("model=llama3_8b", *overrides, "parallelism.dp_shard=8")], tmp_path)
     assert memory_check.fits is None
     assert why in memory_check.why_not
@@ -165,7 +167,7 @@ def test_what_is_not_known_is_said_and_stops_nothing(overrides: list[str], why: 
     assert found["why_not_predicted"] == memory_check.why_not
 
 
-def test_what_decides_a_prediction_and_what_does_not(tmp_path: Path):
+def test_cache_key_ignores_keys_that_change_no_prediction(tmp_path: Path):
     first = resolved("model=llama_debug", "cluster.device=cpu")
     same = resolved(
         *("model=llama_debug", "cluster.device=cpu", "optimizer.lr=1e-5", "lr_schedule=cosine", "experiment.seed=3"),
@@ -182,12 +184,12 @@ def test_what_decides_a_prediction_and_what_does_not(tmp_path: Path):
         )
     assert cache_key(replace(first, optimizer=replace(first.optimizer, name="mine.Lion")), None) is None
     assert get(tmp_path, "x") is None
-    put(tmp_path, "x", made_up(1.0, 2.0))
-    assert get(tmp_path, "x") == made_up(1.0, 2.0)
-    assert from_json(to_json(made_up(3.0))) == made_up(3.0)
+    put(tmp_path, "x", synthetic(1.0, 2.0))
+    assert get(tmp_path, "x") == synthetic(1.0, 2.0)
+    assert from_json(to_json(synthetic(3.0))) == synthetic(3.0)
 
 
-def test_each_memory_profile_is_planned_once(tmp_path: Path):
+def test_equal_runs_are_predicted_once(tmp_path: Path):
     rates = [
         resolved("model=llama_debug", "training.seq_len=64", "cluster.device=cpu", f"optimizer.lr={rate}")
         for rate in (1e-3, 2e-3, 3e-3)
@@ -206,7 +208,7 @@ def test_each_memory_profile_is_planned_once(tmp_path: Path):
     assert found[0].ranks[0].allocated == numbers.peak
 
 
-def test_the_slowest_pipeline_rank_has_the_word():
+def test_the_slowest_pipeline_rank_sets_the_speed():
     def part(rank: int, seconds: float) -> dict:
         peak = {"peak_allocated_bytes": 5, "peak_by_category": {}, "peak_during": "", "seconds": None, "operators": 1}
         return {
@@ -217,45 +219,45 @@ def test_the_slowest_pipeline_rank_has_the_word():
             "ranks": [{"pipeline_rank": rank, **peak}],
         }
 
-    found = joined([part(1, 2.0), part(0, 3.0)])
+    found = merge_ranks([part(1, 2.0), part(0, 3.0)])
     assert [rank.pipeline_rank for rank in found.ranks] == [0, 1]
     assert (found.step_seconds, found.tokens_per_second_per_device) == (3.0, 1 / 3.0)
 
 
 def memory_like(experiment: Experiment) -> Prediction:
-    """A made-up model of memory with the shape of the real one: 16 GiB a sequence, halved by selective, 20 GiB more."""
+    """Synthetic memory model: 16 GiB per sequence, halved by selective checkpointing, plus 20 GiB."""
     rows = experiment.training.micro_batch_size or 8
     kept = {"none": 16.0, "selective": 8.0, "full": 1.0}[experiment.activation_checkpoint.mode]
     kept += 0.0 if experiment.training.loss_chunk_tokens else 2.0
     size = round((rows * kept + 20) * GIB)
-    found = made_up(size / GIB)
+    found = synthetic(size / GIB)
     parts = {"activations": size - 20 * GIB, "optimizer": 20 * GIB}
     return replace(found, ranks=(replace(found.ranks[0], by_category=parts),))
 
 
-def test_the_cheapest_changes_that_fit_are_offered(tmp_path: Path, foretold):
+def test_the_cheapest_changes_that_fit_are_suggested(tmp_path: Path, stub_predictor):
     large = resolved(
         *("model=llama3_8b", *H100, "parallelism.dp_shard=8", "training.seq_len=8192", "training.global_batch_size=64"),
         "paths.runs=runs",
     )
-    asked = foretold(memory_like)
+    asked = stub_predictor(memory_like)
     (memory_check,) = check_memory([large], tmp_path)
     assert memory_check.fits is False
     found = suggestions(memory_check, tmp_path)
     assert found[0].overrides == ("training.micro_batch_size=2",)
     assert all(suggestion.memory_check.fits for suggestion in found)
-    assert len(found) == remedies_module.ENOUGH
+    assert len(found) == suggestions_module.MAX_SUGGESTIONS
     # Nothing that is offered has all of what another offer has, and more.
     assert not any(set(one.overrides) < set(other.overrides) for one in found for other in found)
     assert len(asked) < 20
 
 
-def test_nothing_is_offered_that_would_not_fit(tmp_path: Path, foretold):
+def test_no_change_is_suggested_that_does_not_fit(tmp_path: Path, stub_predictor):
     large = resolved("model=llama3_8b", *H100, "parallelism.dp_shard=8")
-    foretold(lambda _: made_up(500.0, category="other"))
+    stub_predictor(lambda _: synthetic(500.0, category="other"))
     (memory_check,) = check_memory([large], tmp_path)
     assert suggestions(memory_check, tmp_path) == []
 
 
-def test_a_judgement_of_nothing_says_nothing():
+def test_a_memory_check_without_prediction_is_unknown():
     assert MemoryCheck(resolved("model=llama_debug"), None).fits is None

@@ -1,4 +1,4 @@
-"""What is left out of a search could not have been a row, and what operators are known to make is what they make."""
+"""Layouts left out by lower bounds could not be rows, and cached operators produce the same tensors."""
 
 import json
 import subprocess
@@ -16,7 +16,7 @@ from titan_exp.config.schema.typed_config import load_experiment, to_yaml
 
 
 @pytest.mark.parametrize(("schedule", "stages"), [("1F1B", 1), ("Interleaved1F1B", 2), ("GPipe", 1), ("LoopedBFS", 2)])
-def test_blocks_in_flight_are_the_schedules(schedule: str, stages: int):
+def test_blocks_in_flight_are_those_of_the_schedule(schedule: str, stages: int):
     from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
     from titan_exp.plan.search.lower_bounds import in_flight
 
@@ -32,7 +32,7 @@ def test_blocks_in_flight_are_the_schedules(schedule: str, stages: int):
 MEMO = "model.layers=3 parallelism.dp_shard=2 parallelism.tp=2 parallelism.cp=2 activation_checkpoint=selective " + BF16
 
 
-def test_what_operators_make_is_what_torch_says(tmp_path: Path):
+def test_cached_operators_equal_torch(tmp_path: Path):
     (tmp_path / "config.yaml").write_text(to_yaml(experiment_of(MEMO)))
     ((asked, known, remembered),) = run_ranks(1, both_ways, str(tmp_path / "config.yaml"))
     assert remembered > 100
@@ -40,7 +40,7 @@ def test_what_operators_make_is_what_torch_says(tmp_path: Path):
 
 
 def both_ways(path: str) -> tuple[dict[str, object], dict[str, object], int]:
-    """A trace by torch alone and one by what is remembered of another, and how many operators that is."""
+    """A trace by torch alone, one from the operator cache, and the number of cached operators."""
     from titan_exp.plan.trace import dispatch_mode
     from titan_exp.plan.trace.fake_world import fake_rank
     from titan_exp.plan.trace.op_cache import OpCache
@@ -64,8 +64,8 @@ WORDS = ["parallelism.dp_replicate=1", "training.micro_batch_size=2", "training.
 
 
 @pytest.mark.night
-def test_what_bounds_leave_out_would_be_no_row():
-    """On devices where all, half and few layouts fit, the rows are those of looking at everything."""
+def test_bounded_search_equals_exhaustive_search():
+    """On devices where all, half and few layouts fit, the rows equal those of an exhaustive search."""
     done = subprocess.run(
         [sys.executable, "-c", "from tests.plan.test_lower_bounds import print_both; print_both()"],
         capture_output=True,
@@ -82,7 +82,7 @@ def test_what_bounds_leave_out_would_be_no_row():
 
 
 def print_both() -> None:
-    """Rows of a search that looks at everything and of those that do not, on three devices, as JSON."""
+    """Rows of an exhaustive and of bounded searches on three devices, as JSON."""
     from titan_exp.plan.cuda.devices import device_named
     from titan_exp.plan.search.layouts import search_space
     from titan_exp.plan.search.search import LayoutSearch
@@ -91,24 +91,22 @@ def print_both() -> None:
         return
 
     experiment = replace(composed(*WORDS), model=replace(composed().model, layers=8))
-    found, device = (
-        search_space(experiment, 8, {"parallelism.dp_replicate", "training.micro_batch_size"}),
-        device_named("h100"),
-    )
-    whole = LayoutSearch(found, device, 10_000, quiet, bounded=False)
+    space = search_space(experiment, 8, {"parallelism.dp_replicate", "training.micro_batch_size"})
+    device = device_named("h100")
+    whole = LayoutSearch(space, device, 10_000, quiet, bounded=False)
     whole.run()
-    guesses = sorted(whole._guesses, key=lambda guess: guess.step_seconds)
-    peaks = sorted(guess.peak_bytes for guess in guesses)
+    costs = sorted(whole._costs, key=lambda cost: cost.step_seconds)
+    peaks = sorted(cost.peak_bytes for cost in costs)
     rows, looked, violations = [], [], []
     for room, limit in ((peaks[-1] + 1, 2), (peaks[len(peaks) // 2], 3), (peaks[len(peaks) // 8], 3)):
-        one = LayoutSearch(found, replace(device, memory_gb=room / 1e9 / 0.88), limit, quiet)
-        result = one.run()
-        fits = [guess.step_seconds for guess in guesses if guess.peak_bytes <= room][:limit]
+        search = LayoutSearch(space, replace(device, memory_gb=room / 1e9 / 0.88), limit, quiet)
+        result = search.run()
+        fits = [cost.step_seconds for cost in costs if cost.peak_bytes <= room][:limit]
         rows.append((fits, [row.step_seconds for row in result.rows]))
         looked.append(result.looked_at)
-        for guess in guesses:
-            least = one._bounds.of(guess.experiment)
-            peak = max(least.bytes, one._least_peak(guess.experiment))
-            if least.seconds > guess.step_seconds * (1 + 1e-9) or peak > guess.peak_bytes:
-                violations.append(str(guess))
-    print(json.dumps({"rows": rows, "looked at": len(guesses), "at least": min(looked), "violations": violations}))
+        for cost in costs:
+            bound = search._bounds.of(cost.candidate)
+            peak = max(bound.bytes, search._peak_lower_bound(cost.candidate))
+            if bound.seconds > cost.step_seconds * (1 + 1e-9) or peak > cost.peak_bytes:
+                violations.append(str(cost))
+    print(json.dumps({"rows": rows, "looked at": len(costs), "at least": min(looked), "violations": violations}))

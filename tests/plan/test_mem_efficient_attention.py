@@ -17,7 +17,7 @@ from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.cuda.devices import device_named
 from titan_exp.plan.cuda.mem_efficient_attention import BACKWARD, FORWARD, Kernel, largest_workspace, workspace_bytes
-from titan_exp.plan.plan_table import as_json, print_plan
+from titan_exp.plan.plan_table import plan_to_json, print_plan
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.plan.supported import attention_kernel
 from titan_exp.plan.trace.op_costs import decomposed_workspace
@@ -124,7 +124,7 @@ def test_what_is_kept_of_a_document_mask():
     assert births[0][bias] - births[1][bias] == layers
     assert with_mask.at_most
     assert not without.at_most
-    assert as_json(with_mask)["at_most"] is True
+    assert plan_to_json(with_mask)["at_most"] is True
     # Keys and values are repeated for all heads of their group, and kept. The keys of their own are not, then, nor the
     # projection that the values are a part of. Of dropout there are two numbers that nobody needs.
     head = ROWS * SEQ * attention.qk_dim * 2

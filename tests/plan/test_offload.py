@@ -13,7 +13,7 @@ from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.plan.cuda.devices import device_named
-from titan_exp.plan.plan_table import as_json, print_plan
+from titan_exp.plan.plan_table import plan_to_json, print_plan
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.trace_step import Trace
@@ -186,7 +186,7 @@ def test_the_pipelines_ranks_share_a_nodes_memory():
     assert second is not None
     # A node of eight has all ranks of one stage.
     assert plan.host_bytes_per_node == 8 * max(first.peak.bytes, second.peak.bytes)
-    assert as_json(plan)["ranks"][1]["host"]["peak_bytes"] == second.peak.bytes
+    assert plan_to_json(plan)["ranks"][1]["host"]["peak_bytes"] == second.peak.bytes
 
 
 def test_copies_take_time_and_the_hosts_own_work_does_not(capsys: pytest.CaptureFixture[str]):
@@ -205,4 +205,4 @@ def test_copies_take_time_and_the_hosts_own_work_does_not(capsys: pytest.Capture
     print_plan(plan)
     said = capsys.readouterr().out
     assert "On the host: " in said
-    assert "that is in no estimate below" in said
+    assert "estimates below leave that out" in said

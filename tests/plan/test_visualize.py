@@ -1,4 +1,4 @@
-"""The page to look at: its numbers are the executor's own, and a browser draws them."""
+"""Page of a plan: its numbers are the executor's, and a browser draws them."""
 
 import json
 import re
@@ -42,7 +42,7 @@ LAYOUT = (
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A layout drawn, all of it and with one pipeline rank looked at; by a process of its own, which pretends."""
+    """Pages of a layout with all pipeline ranks and with one, from a child process with a fake world."""
     folder = tmp_path_factory.mktemp("pages")
     run_ranks(1, _draw, str(folder))
     return {name: folder / "new" / f"{name}.html" for name in ("all", "some")}
@@ -86,7 +86,7 @@ def test_the_page_adds_up_and_loads_nothing(pages: dict[str, Path]):
     assert own["end"] <= alike["end"]
 
 
-def test_what_a_rank_holds_is_what_torch_gives_it():
+def test_shards_are_those_of_torch():
     # In the second, three ranks share weights of 64 rows.
     uneven = "parallelism.dp_shard=3 data.virtual_shards=48 training.global_batch_size=12 training.mixed_precision=bf16"
     found = [part for parts in run_ranks(1, _parts, [LAYOUT, uneven]) for part in parts]
@@ -103,7 +103,7 @@ def test_what_a_rank_holds_is_what_torch_gives_it():
 def cut(
     shape: list[int], cuts: list[tuple[str, int]], degrees: dict[str, int], places: dict[str, int]
 ) -> list[list[int]]:
-    """What `ShardedWeight.cuts` says, done."""
+    """Apply `ShardedWeight.cuts`."""
     bounds = [[0, size] for size in shape]
     for axis, dim in cuts:
         first, last = bounds[dim]
@@ -140,16 +140,16 @@ def _parts(layouts: list[str]) -> list[Any]:
 @pytest.mark.parametrize("overrides", ["", "parallelism.cp=4", "parallelism.cp=4 parallelism.cp_ulysses=2"])
 def test_every_token_is_computed_once(overrides: str):
     experiment = experiment_of(f"{overrides} training.seq_len=64")
-    parts = token_ranges(experiment)
+    parts = token_ranges(ResolvedLayout.of(experiment))
     assert len(parts) == experiment.parallelism.cp
     tokens = [token for pieces in parts for first, last in pieces for token in range(first, last + 1)]
     assert sorted(tokens) == list(range(64))
 
 
 @pytest.mark.parametrize("name", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
-def test_the_pipeline_is_drawn_as_it_is_run(name: str):
+def test_the_drawn_schedule_is_the_executor_s(name: str):
     experiment = experiment_of(f"parallelism.pp=2 parallelism.pp_schedule={name} training.micro_batch_size=2")
-    schedule = schedule_of(experiment)
+    schedule = schedule_of(ResolvedLayout.of(experiment))
     stages = len(schedule.placement)
     assert schedule.orders == build_schedule(name, 2, stages, 4)
     costs = [1.0 + stage for stage in range(stages)]
@@ -171,7 +171,7 @@ def test_the_pipeline_is_drawn_as_it_is_run(name: str):
     assert 1 - busy / (2 * max(line.end.values())) == pytest.approx(line.bubble)
 
 
-def test_a_story_told_in_few_moments_keeps_its_peak():
+def test_a_downsampled_timeline_keeps_its_peak():
     ledger = MemoryTracker()
     kept = [torch.empty(100, dtype=torch.uint8)]
     ledger.track(kept[0], "parameters")
@@ -186,7 +186,7 @@ def test_a_story_told_in_few_moments_keeps_its_peak():
     assert (told[0].bytes, told[0].by_category["parameters"]) == (100, 100)
     assert max(told, key=lambda moment: moment.bytes) == ledger.peak()
     assert ledger.peak().where == "turn 777"
-    # Told in full, the story is every change: up and down.
+    # The full timeline has every change: up and down.
     every = [moment.bytes for moment in ledger.timeline(10_000)]
     assert len(every) == 2001
     assert {after - before for before, after in pairwise(every)} == {10, -10, 5000, -5000}
@@ -194,7 +194,7 @@ def test_a_story_told_in_few_moments_keeps_its_peak():
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_the_plan(tmp_path: Path):
-    with pytest.raises(UserError, match=r"this is a folder.*plan\.html"):
+    with pytest.raises(UserError, match=r"is a folder.*plan\.html"):
         Visualization(tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="cannot be written"):
@@ -212,7 +212,7 @@ def test_the_verb_writes_a_page_beside_what_it_prints(tmp_path: Path):
         options_among(["model=llama_debug", "--html"])
 
 
-def test_everything_that_memory_is_for_has_a_sentence_and_a_colour():
+def test_every_memory_category_has_a_sentence_and_a_colour():
     script = Path(words_module.__file__).parent / "page" / "numbers.js"
     colours = re.search(r"const CATEGORY_COLORS = \{(.*?)\};", script.read_text(), re.DOTALL)
     assert colours is not None
@@ -229,7 +229,7 @@ def test_a_browser_draws_it(pages: dict[str, Path], browser: Any, width: int, sc
     view.on("pageerror", lambda error: trouble.append(str(error)))
     view.on("request", lambda request: trouble.append(request.url) if not request.url.startswith("file:") else None)
     view.goto(pages["some"].as_uri())
-    view.wait_for_selector("#memory .story svg path")
+    view.wait_for_selector("#memory .over-time svg path")
     assert view.locator("#ranks .cell").count() == 16
     assert view.evaluate("document.documentElement.scrollWidth") == width, "the page scrolls sideways"
     assert view.evaluate("window.broken") is None
@@ -239,7 +239,7 @@ def test_a_browser_draws_it(pages: dict[str, Path], browser: Any, width: int, sc
     said = view.locator("#rank").inner_text()
     assert "tokens 0–15, 48–63" in said
     assert "Sequences 1, 3, 5, 7 of each batch" in said
-    assert "Pipeline rank 1 was not looked at" in said
+    assert "Pipeline rank 1 was not predicted" in said
     assert [view.evaluate(f"group(13, {axes})") for axes in (["tp"], ["dp_shard", "cp_across", "cp_within"])] == [
         [12, 13],
         [9, 11, 13, 15],
@@ -270,7 +270,7 @@ def test_a_browser_draws_it(pages: dict[str, Path], browser: Any, width: int, sc
     canvas.dblclick(position={"x": 2, "y": 40})  # its own row
     view.mouse.move(0, 0)
     assert canvas.evaluate("(it) => it.toDataURL()") == all_of_it
-    view.locator("#memory .story svg rect").last.hover()
+    view.locator("#memory .over-time svg rect").last.hover()
     assert "in all" in view.locator("#tip").inner_text()
     ground = "getComputedStyle(document.body).backgroundColor"
     before = view.evaluate(ground)

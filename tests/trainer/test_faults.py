@@ -10,7 +10,7 @@ import torch
 from tests.faults import NO_MOUNTS, can_mount, small_disk
 from tests.parity.runs import PARAGRAPHS, train
 from titan_exp.checkpoint.retention import CheckpointFolder
-from titan_exp.cli.convert import convert_command
+from titan_exp.cli.convert import run as convert_command
 
 SAVING = [*PARAGRAPHS, "checkpoint.mode=sync", "checkpoint.every=2", "training.steps=8"]
 

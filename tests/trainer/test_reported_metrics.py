@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.parity.runs import LINES, Curve, train
-from titan_exp.cli.status import status_command
+from titan_exp.cli.status import run as status_command
 from titan_exp.compare.compared_metrics import choose_metrics
 from titan_exp.compare.run_record import read_run
 

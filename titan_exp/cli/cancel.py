@@ -1,10 +1,12 @@
-"""The verb `titan-exp cancel`: runs save and stop, and of a study nothing more is started."""
+"""Have runs save and stop, and start no more of a study."""
+
+from collections.abc import Sequence
 
 from titan_exp.config.command_line.flags import take_flags
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.state.run_lookup import find, find_study_folder, split_runs_folder
-from titan_exp.launch.state.run_status import run_statuses
-from titan_exp.launch.sweep.shipped_study import cancel
+from titan_exp.launch.state.run_lookup import find_runs, find_study_folder, split_runs_folder
+from titan_exp.launch.state.run_status import count_states, run_statuses
+from titan_exp.launch.sweep.shipped_study import cancel_runs
 
 HELP = """\
 titan-exp cancel: have runs save and stop, and take waiting ones out of the queue.
@@ -16,11 +18,11 @@ Nothing is deleted: the command that started them continues them.
 """
 
 
-def cancel_command(words: list[str]) -> int:
-    """Run the verb. Returns the exit code.
+def run(words: Sequence[str]) -> int:
+    """Run the verb; returns the exit code.
 
     Raises:
-        UserError: a word names nothing, or there is none.
+        UserError: a name matches nothing.
     """
     if {"--help", "-h"} & set(words):
         print(HELP, end="")
@@ -29,7 +31,7 @@ def cancel_command(words: list[str]) -> int:
     runs, named = split_runs_folder(rest)
     if not named:
         raise UserError("Cancel what? titan-exp cancel NAME or RUN; titan-exp status shows what there is.")
-    found = find(named, runs)
+    entries = find_runs(named, runs)
     stopped = 0
     for word in named:
         study = find_study_folder(word, runs)
@@ -37,11 +39,9 @@ def cancel_command(words: list[str]) -> int:
             study.request_stop("titan-exp cancel")
             stopped += 1
             print(f"{study.path.name}: no further run is started ({holder})")
-    now = run_statuses([one.folder for one in found])
-    active = [one for one in found if now[one.folder.path].active]
-    cancel([one.folder for one in active], {one.folder.path.name: one.label for one in active}, print)
+    statuses = run_statuses([entry.folder for entry in entries])
+    active = [entry for entry in entries if statuses[entry.folder.path].active]
+    cancel_runs([entry.folder for entry in active], {entry.folder.path.name: entry.label for entry in active}, print)
     if not active and not stopped:
-        states = [now[one.folder.path].state for one in found]
-        said = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
-        print(f"Nothing waits or runs: {said}.")
+        print(f"No run is queued or running: {count_states([statuses[entry.folder.path].state for entry in entries])}.")
     return 0

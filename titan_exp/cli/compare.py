@@ -1,11 +1,11 @@
-"""The verb `titan-exp compare STUDY|RUN...`: runs in, a table and a page out."""
+"""Compare runs: what differs and by how much, as a table, plots and a page."""
 
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_exp.cli.compare_args import PRINTED, CompareOptions, read_words, usage, wants_help
+from titan_exp.cli.compare_args import PRINTED, CompareOptions, parse_words, usage, wants_help
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
 
@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     from titan_exp.compare.comparison import Comparison
 
 PAGE = "compare.html"
-"""Name of the page beside the runs of a study."""
+"""File name of the page beside the runs of a study."""
 
 
-def compare_command(words: Sequence[str]) -> int:
+def run(words: Sequence[str]) -> int:
     """Run the verb; returns the exit code.
 
     Raises:
-        UserError: a word names nothing, or something cannot be read or written.
+        UserError: a word selects no run, or a file cannot be read or written.
     """
     if wants_help(words):
         print(usage(), end="")
         return 0
-    options = read_words(words)
+    options = parse_words(words)
     from titan_exp.compare.comparison import compare
     from titan_exp.compare.select_runs import select
 
@@ -42,7 +42,7 @@ def compare_command(words: Sequence[str]) -> int:
     if options.html != "none":
         from titan_exp.compare.output.comparison_page import to_html
 
-        # First, so that whoever reads only the head of the table has the page all the same.
+        # Before the table, so that a closed pipe (`| head`) does not cost the page.
         page = Path(options.html).expanduser() if options.html else selection.folder / PAGE
         _write(page, to_html(comparison))
     _print_or_write(comparison, options)
@@ -81,11 +81,11 @@ def _print_or_write(comparison: "Comparison", options: CompareOptions) -> None:
 def _write(path: Path, text: str) -> None:
     try:
         if path.exists() and not path.is_file() and not path.is_dir():
-            path.write_text(text, encoding="utf-8")  # /dev/stdout, a pipe: it must not be replaced by a file
+            path.write_text(text, encoding="utf-8")  # a device or a pipe must not be replaced by a file
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, text)
     except OSError as error:
         raise UserError(
-            f"{path}: cannot be written ({error.strerror or error}). Free some space, or name another file."
+            f"{path}: cannot be written ({error.strerror or error}). Use another file, or free disk space."
         ) from error

@@ -1,4 +1,4 @@
-"""The verb `titan-exp convert SOURCE TARGET`: checkpoints in and out."""
+"""Convert checkpoints to and from Hugging Face, Meta's Llama, torchtune and plain torch."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,14 +19,14 @@ from titan_exp.rules.data import tokenizer_file
 from titan_exp.tracking.byte_progress import byte_progress
 
 DTYPES = {"keep": None, "bf16": torch.bfloat16, "fp32": torch.float32}
-"""What `dtype` may be."""
+"""Values of `dtype`."""
 
 USAGE = """\
 titan-exp convert SOURCE TARGET [format=...] [dtype=...]
   for example: titan-exp convert runs/first/6ec54c999fca export/first dtype=bf16"""
 
 
-def convert_command(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Run the verb; returns the exit code.
 
     Raises:
@@ -77,7 +77,7 @@ def _format(options: ConvertOptions, source: OpenCheckpoint) -> str:
 
 
 def _next(source: OpenCheckpoint, target: Path, form: str) -> str:
-    """What can be done with what has been written."""
+    """Next command for the written checkpoint."""
     match form:
         case "huggingface":
             return f"transformers: AutoModelForCausalLM.from_pretrained({str(target)!r})"

@@ -1,4 +1,4 @@
-"""The verb `titan-exp logs`: what a run's ranks printed or print; of several runs, how those ended that failed."""
+"""Show a run's log (-f follows); for a study, the errors of failed runs."""
 
 import time
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from titan_exp.config.command_line.flags import take_flags
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.rank.rank_status import RankRecord, read_record
 from titan_exp.launch.state.exit_status import TAIL
-from titan_exp.launch.state.run_lookup import RunEntry, find, split_runs_folder
+from titan_exp.launch.state.run_lookup import RunEntry, find_runs, split_runs_folder
 from titan_exp.launch.state.run_status import run_status, run_statuses
 from titan_exp.launch.state.tail import FileTail
 from titan_exp.tracking.run_folder.run_folder import RunFolder
@@ -28,8 +28,8 @@ EVERY = 0.25
 TROUBLED = ("failed", "lost", "unreadable")
 
 
-def logs_command(words: list[str]) -> int:
-    """Run the verb. Returns the exit code.
+def run(words: Sequence[str]) -> int:
+    """Run the verb; returns the exit code.
 
     Raises:
         UserError: a word names nothing, or there is no such log.
@@ -41,7 +41,7 @@ def logs_command(words: list[str]) -> int:
     runs, named = split_runs_folder(rest)
     if not named:
         raise UserError("The logs of what? titan-exp logs RUN; titan-exp status shows what there is.")
-    found = find(named, runs)
+    found = find_runs(named, runs)
     follow = "-f" in flags or "--follow" in flags
     rank = int(flags["--rank"]) if "--rank" in flags else None
     attempt = int(flags["--attempt"]) if "--attempt" in flags else None

@@ -1,4 +1,4 @@
-"""The verb `titan-exp plan [overrides]`: what a run will take, before anything is launched."""
+"""Predict memory and speed of a run before it is launched, or rank all layouts for a cluster (plan search)."""
 
 import json
 import sys
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titan_exp.cli.hydra_command import run_with_hydra
 from titan_exp.config.errors.did_you_mean import listed, nearest
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
@@ -16,77 +17,114 @@ if TYPE_CHECKING:
 
 HELP = """\
 titan-exp plan [--device NAME] [--ranks LIST] [--html FILE] [--full] [--json] [key=value ...]
-titan-exp plan search ...   all layouts of a cluster, the fastest that fit first; see titan-exp plan search --help
+titan-exp plan search ...   rank all layouts of a cluster by speed; see titan-exp plan search --help
   for example: titan-exp plan model=llama3_8b cluster=slurm_h100 parallelism.dp_shard=64 compile=none \\
       training.global_batch_size=64 training.seq_len=8192 training.mixed_precision=bf16
 
-  Runs the trainer's own build and two of its steps on tensors without data, for every pipeline rank, and prints the
-  peak of memory and what it is made of, operations, messages, and an estimate of the step's time. Overrides are those
-  of train. Needs no GPU, and no machine of the cluster. Of large runs a few layers and micro-batches are traced and put
-  together, which tells the same.
+  Traces the trainer's own build and two of its steps on fake tensors, for every pipeline rank, and prints the peak
+  memory with its breakdown, FLOPs, communication and an estimate of the step time. Takes the overrides of train. Needs
+  neither a GPU nor the cluster. Large models are extrapolated from a few traced layers and micro-batches.
 
-  --device NAME  what it runs on: a100, h100, h200, b200, mi300x; without, cluster.gpu_type
-  --ranks LIST   pipeline ranks to look at, as in --ranks 0,15; without, all
-  --html FILE    also write a page to look at: which rank holds what, the pipeline's and the memory's timeline
+  --device NAME  device: a100, h100, h200, b200, mi300x; default: cluster.gpu_type
+  --ranks LIST   pipeline ranks to predict, as in --ranks 0,15; default: all
+  --html FILE    also write a page: the shards of every rank, the pipeline schedule and memory over a step
   --full         trace every layer and micro-batch of every rank, which takes minutes for a large run
-  --json         the same for programs, in bytes and seconds
+  --json         print JSON, in bytes and seconds
 
-titan-exp plan calibrate [STUDY|RUN ...]   fit what a device reaches to finished runs; --help says more"""
+titan-exp plan calibrate [STUDY|RUN ...]   fit a device's constants to finished runs; see --help there"""
 
 VERBS = ("search", "calibrate")
-"""What may come first in place of overrides."""
+"""Words that may stand before the overrides."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is typed besides overrides."""
+    """Options of the verb."""
 
     device: str | None = None
-    """What it runs on."""
+    """Key of the device table."""
     ranks: tuple[int, ...] | None = None
-    """Pipeline ranks to look at; None is all."""
+    """Pipeline ranks to predict; None is all."""
     html: str | None = None
-    """File of the page to look at."""
+    """File of the page."""
     full: bool = False
-    """Trace every layer and micro-batch."""
+    """True to trace every layer and micro-batch."""
     json: bool = False
-    """Print JSON."""
+    """True to print JSON."""
     help: bool = False
-    """Print what there is."""
+    """True to print the help."""
+
+
+def run(words: Sequence[str]) -> int:
+    """Run the verb; returns the exit code."""
+    if words[:1] == ["search"]:
+        from titan_exp.cli.plan_commands.search import HELP as SEARCH_HELP
+        from titan_exp.cli.plan_commands.search import search_command, search_options
+
+        sought, rest = search_options(words[1:])
+        if sought.help:
+            print(SEARCH_HELP)
+            return 0
+        return run_with_hydra(rest, lambda cfg, typed: search_command(cfg, sought, typed))
+    if words[:1] == ["calibrate"]:
+        from titan_exp.cli.plan_commands.calibrate import calibrate_command
+
+        return calibrate_command(words[1:])
+    options, others = options_among(words)
+    if options.help:
+        print(HELP)
+        return 0
+    require_no_verb(others)
+    return run_with_hydra(others, lambda cfg, _: plan_command(cfg, options))
 
 
 def options_among(words: Sequence[str]) -> tuple[Options, list[str]]:
-    """What of the words is for this verb, and the rest.
+    """Split the words of the command into options and overrides.
 
     Raises:
-        UserError: an option has no value.
+        UserError: an option lacks its value.
+    """
+    given, rest = take_options(words, {"device": "h100", "ranks": "0,15", "html": "plan.html"}, ("json", "full"))
+    if "ranks" in given:
+        if not all(number.isdecimal() for number in given["ranks"].split(",")):
+            raise UserError(f"--ranks {given['ranks']}: must be numbers separated by commas, as in --ranks 0,15")
+        given["ranks"] = tuple(map(int, given["ranks"].split(",")))
+    return Options(**given), rest
+
+
+def take_options(
+    words: Sequence[str], examples: dict[str, str], flags: Sequence[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Take `--name VALUE` options, flags and `--help` out of words; returns them by name, and the other words.
+
+    Args:
+        examples: an example value by option.
+
+    Raises:
+        UserError: an option lacks its value.
     """
     rest, given = list(words), dict[str, Any]()
-    for name, example in (("device", "h100"), ("ranks", "0,15"), ("html", "plan.html")):
+    for name, example in examples.items():
         if f"--{name}" in rest:
             place = rest.index(f"--{name}")
             if place + 1 == len(rest):
                 raise UserError(f"--{name} takes a value, as in --{name} {example}")
-            given[name] = rest[place + 1]
+            given[name.replace("-", "_")] = rest[place + 1]
             del rest[place : place + 2]
-    if "ranks" in given:
-        if not all(number.isdecimal() for number in given["ranks"].split(",")):
-            raise UserError(f"--ranks {given['ranks']}: it takes numbers with commas between, as in --ranks 0,15")
-        given["ranks"] = tuple(map(int, given["ranks"].split(",")))
-    for name in ("json", "full"):
+    for name in flags:
         if f"--{name}" in rest:
             rest.remove(f"--{name}")
             given[name] = True
     if {"--help", "-h"} & set(rest):
         given["help"] = True
-    return Options(**given), rest
+    return given, rest
 
 
 def require_no_verb(words: Sequence[str]) -> None:
-    """None of the overrides is a verb of `plan`, or meant to be one.
+    """Check that the first override is not a verb of `plan` or a misspelling of one.
 
     Raises:
-        UserError: one is.
+        UserError: it is.
     """
     for word in words[:1]:
         meant = nearest(word, VERBS, 1) if word.isalpha() else []
@@ -95,10 +133,10 @@ def require_no_verb(words: Sequence[str]) -> None:
 
 
 def plan_command(cfg: Any, options: Options) -> int:
-    """Predict a composed run and print it; returns the exit code.
+    """Predict a composed run and print the plan; returns the exit code.
 
     Raises:
-        UserError: the run cannot be started, or not planned.
+        UserError: the run breaks a rule or cannot be predicted.
     """
     from titan_exp.config.layout.resolved_layout import resolve_layout
     from titan_exp.config.machine.devices import offered_devices
@@ -112,10 +150,11 @@ def plan_command(cfg: Any, options: Options) -> int:
     device = device_for(experiment, options.device)
     if options.ranks is not None and max(options.ranks) >= experiment.parallelism.pp:
         raise UserError(
-            f"--ranks {max(options.ranks)}: there is no such pipeline rank; parallelism.pp={experiment.parallelism.pp}"
+            f"--ranks {max(options.ranks)}: no such pipeline rank, since parallelism.pp={experiment.parallelism.pp}. "
+            f"Use 0 to {experiment.parallelism.pp - 1}."
         )
 
-    from titan_exp.plan.plan_table import as_json, print_plan
+    from titan_exp.plan.plan_table import plan_to_json, print_plan
     from titan_exp.plan.predict import predict
 
     visualization = None
@@ -123,11 +162,10 @@ def plan_command(cfg: Any, options: Options) -> int:
         from titan_exp.plan.visualize.draw import Visualization
 
         visualization = Visualization(options.html)
-    plan = predict(
-        experiment, device, options.ranks, on_rank=visualization and visualization.add_rank, full=options.full
-    )
+    on_rank = None if visualization is None else visualization.add_rank
+    plan = predict(experiment, device, options.ranks, on_rank, full=options.full)
     if options.json:
-        print(json.dumps(as_json(plan), indent=2))
+        print(json.dumps(plan_to_json(plan), indent=2))
     else:
         print_plan(plan)
     if visualization is not None:
@@ -136,23 +174,23 @@ def plan_command(cfg: Any, options: Options) -> int:
     return 0
 
 
-def device_for(experiment: Experiment, asked: str | None) -> "Device | None":
-    """What a run would run on: the device that is asked for, else the cluster's; None is a CPU.
+def device_for(experiment: Experiment, key: str | None) -> "Device | None":
+    """Device of a run: that of `--device`, else the cluster's; None is a CPU of unknown speed.
 
     Raises:
-        UserError: it is not known.
+        UserError: the device table has no such GPU.
     """
     from titan_exp.config.machine.devices import device_type
     from titan_exp.plan.cuda.devices import DEVICES, device_named
     from titan_exp.plan.device_memory import device_memory_of, refine_gpu
 
     runs = Path(experiment.paths.runs).expanduser()
-    if asked is not None:
-        return refine_gpu(device_named(asked), experiment, runs / ".cache")
-    target = device_memory_of(experiment, runs)
-    if target.device is None and device_type(experiment.cluster) == "cuda":
+    if key is not None:
+        return refine_gpu(device_named(key), experiment.cluster, runs / ".cache")
+    device = device_memory_of(experiment, runs).device
+    if device is None and device_type(experiment.cluster) == "cuda":
         raise UserError(
-            f"plan: which GPU? cluster.gpu_type={experiment.cluster.gpu_type or 'null'} is none that is known here. "
-            f"--device takes {listed(DEVICES)}."
+            f"plan: cluster.gpu_type={experiment.cluster.gpu_type or 'null'} is not in the planner's device table. "
+            f"Use --device {listed(DEVICES)}."
         )
-    return target.device
+    return device

@@ -1,15 +1,12 @@
-"""The verb `titan-exp retry`: runs that failed or were lost are started again, in the same folder."""
+"""Start runs again that failed or were lost, in their folders."""
+
+from collections.abc import Sequence
 
 from titan_exp.config.command_line.flags import take_flags
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.executor import Executor, executor_for
-from titan_exp.launch.local.executor import LocalExecutor
-from titan_exp.launch.local.relaunch import plan_relaunch
-from titan_exp.launch.memory_gate import gate_runs
-from titan_exp.launch.run_console import RunConsole
-from titan_exp.launch.run_plan import RunPlan
-from titan_exp.launch.state.run_lookup import RunEntry, find, split_runs_folder
-from titan_exp.launch.state.run_status import run_statuses
+from titan_exp.launch.retry import retry_runs
+from titan_exp.launch.state.run_lookup import find_runs, split_runs_folder
+from titan_exp.launch.state.run_status import count_states, run_statuses
 
 HELP = """\
 titan-exp retry: start runs again that failed or were lost, each in its folder and from its last checkpoint.
@@ -20,14 +17,15 @@ titan-exp retry: start runs again that failed or were lost, each in its folder a
 They run as their folders say, with the code as it is now. Runs that were stopped are not failed: the command that
 started them continues them.
 """
-AGAIN = ("failed", "lost")
+RETRIED = ("failed", "lost")
+"""States of runs that are started again."""
 
 
-def retry_command(words: list[str]) -> int:
-    """Run the verb. Returns the exit code.
+def run(words: Sequence[str]) -> int:
+    """Run the verb; returns the exit code.
 
     Raises:
-        UserError: a word names nothing, or there is none, or a run cannot be started again.
+        UserError: a name matches nothing, or a run cannot be started again.
     """
     if {"--help", "-h"} & set(words):
         print(HELP, end="")
@@ -36,45 +34,17 @@ def retry_command(words: list[str]) -> int:
     runs, named = split_runs_folder(rest)
     if not named:
         raise UserError("Retry what? titan-exp retry NAME or RUN; titan-exp status shows what failed.")
-    found = [one for one in find(named, runs) if not one.removed]
-    now = run_statuses([one.folder for one in found])
-    again = [one for one in found if now[one.folder.path].state in AGAIN]
-    others = [now[one.folder.path].state for one in found if one not in again]
+    entries = [entry for entry in find_runs(named, runs) if not entry.removed]
+    statuses = run_statuses([entry.folder for entry in entries])
+    retried = [entry for entry in entries if statuses[entry.folder.path].state in RETRIED]
+    others = [statuses[entry.folder.path].state for entry in entries if entry not in retried]
     if others:
-        said = ", ".join(f"{others.count(state)} {state}" for state in dict.fromkeys(others))
-        print(f"Left alone: {said}." + (_how_to_go_on(found) if "preempted" in others or "new" in others else ""))
-    if not again:
-        print("Nothing failed or was lost.")
+        first = entries[0]
+        hint = f" titan-exp train --config-path {first.folder.path} continues it."
+        if first.point is not None:
+            hint = f" titan-exp sweep {first.group} starts and continues those."
+        print(f"Left alone: {count_states(others)}.{hint if {'preempted', 'new'} & set(others) else ''}")
+    if not retried:
+        print("No run failed or was lost.")
         return 0
-    return _start(again)
-
-
-def _start(again: list[RunEntry]) -> int:
-    labels = {one.folder.path.absolute(): one.label for one in again}
-    by_kind: dict[str, list[RunPlan]] = {}
-    for one in again:
-        plan = plan_relaunch(one.folder)
-        by_kind.setdefault(plan.experiment.cluster.kind, []).append(plan)
-    console, code = RunConsole(), 0
-    by_kind = {kind: gate_runs(plans, console.say) for kind, plans in by_kind.items()}
-    for kind, plans in sorted(by_kind.items(), key=lambda pair: pair[0] == "local"):
-        if kind == "local":
-            local = LocalExecutor(title=lambda plan: labels[plan.folder.path])
-            local.submit(plans, say=console.say)
-            code = local.worst or code
-            continue
-        backend: Executor = executor_for(kind)
-        for one in backend.submit(plans, say=console.say):
-            number = f", job {one.job_id}" if one.job_id else ""
-            console.say(
-                f"{labels[one.plan.folder.path]}: {one.outcome}{number}{f': {one.reason}' if one.reason else ''}"
-            )
-            code = 1 if one.outcome in ("refused", "failed") else code
-    return code
-
-
-def _how_to_go_on(found: list[RunEntry]) -> str:
-    one = next(one for one in found)
-    if one.point is not None:
-        return f" titan-exp sweep {one.group} starts and continues those."
-    return f" titan-exp train --config-path {one.folder.path} continues it."
+    return retry_runs({entry.folder.path.absolute(): entry.label for entry in retried})

@@ -1,10 +1,9 @@
-"""The verb `titan-exp status`: how runs and studies stand, from their files first, then from who carries them out."""
+"""Status of runs and studies: state, step, loss, speed, time left."""
 
 import json
-import re
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,10 @@ from rich.live import Live
 from rich.table import Table
 
 from titan_exp.config.command_line.flags import take_flags
-from titan_exp.launch.state.run_lookup import RunEntry, find, find_study_folder, split_runs_folder
-from titan_exp.launch.state.run_status import RunStatus, run_statuses
+from titan_exp.launch.state.run_lookup import find_runs, find_study_folder, split_runs_folder
+from titan_exp.launch.state.status_rows import StatusRow, status_rows
 from titan_exp.launch.sweep.sweep_table import plain_console
-from titan_exp.plan.gate.predicted import read_predicted_metrics
-from titan_exp.tracking.run_folder.metrics_jsonl import read_last_values
-from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.sinks.sink import REPORTED, Value
+from titan_exp.tracking.sinks.sink import Value
 
 HELP = """\
 titan-exp status: how runs stand. Nothing is changed.
@@ -35,58 +31,12 @@ nobody lived to say so). GPU-hours are those that its starts took so far. Where 
 "/predicted" is its speed over the predicted one, and "GiB/predicted" the memory of rank 0 (tensors on a GPU, the whole
 process on a CPU) beside the predicted peak of the same.
 """
-_STEPS = re.compile(r"^training:\n(?:  .*\n)*?  steps: (\d+)$", re.MULTILINE)
-_DEVICE = re.compile(r"^cluster:\n(?:  .*\n)*?  device: (\w+)$", re.MULTILINE)
 WATCH_EVERY = 2.0
 """Seconds between looks."""
 
 
-@dataclass(frozen=True)
-class StatusRow:
-    """A run as the table shows it. None stands for unknown."""
-
-    label: str
-    """What it is called."""
-    group: str
-    """The study, or `experiment.name`."""
-    run_id: str
-    """Its id."""
-    folder: str
-    """Its folder."""
-    state: str
-    """One word."""
-    step: int
-    """Optimizer steps done."""
-    steps: int | None
-    """Optimizer steps of the whole run."""
-    loss: Value
-    """Newest, in nats per token."""
-    tokens_per_second: Value
-    """Newest, of the whole job."""
-    mfu: Value
-    """Newest, from 0 to 1."""
-    seconds_left: Value
-    """By the newest speed; of a running run."""
-    gpu_hours: Value
-    """Of all starts; None on CPU."""
-    job_id: str | None
-    """The scheduler's number."""
-    reason: str | None
-    """Why it failed, stopped, waits or was lost."""
-    removed: bool
-    """Whether the study no longer holds it."""
-    memory: Value = None
-    """Newest, in GiB: the peak of rank 0, of allocated tensors on a GPU, of the process on a CPU."""
-    memory_predicted: Value = None
-    """The same, predicted before the start; None where it was not."""
-    tokens_per_second_predicted: Value = None
-    """Of the whole job, predicted before the start; None where it was not."""
-    reported: Mapping[str, Value] = field(default_factory=dict)
-    """Newest metrics reported by the objective, the model and the optimizer, by name."""
-
-
-def status_command(words: list[str]) -> int:
-    """Run the verb. Returns the exit code.
+def run(words: Sequence[str]) -> int:
+    """Run the verb; returns the exit code.
 
     Raises:
         UserError: a word names nothing.
@@ -97,12 +47,12 @@ def status_command(words: list[str]) -> int:
     flags, rest = take_flags(words, ("--watch", "--json"), verb="status")
     runs, named = split_runs_folder(rest)
     if "--json" in flags:
-        print(json.dumps([asdict(row) for row in status_rows(find(named, runs))], indent=1))
+        print(json.dumps([asdict(row) for row in status_rows(find_runs(named, runs))], indent=1))
         return 0
     if "--watch" in flags:
         _watch(named, runs)
         return 0
-    rows = status_rows(find(named, runs))
+    rows = status_rows(find_runs(named, runs))
     if not rows:
         print(f"There is no run under {runs}/ yet. titan-exp train starts one; paths.runs=FOLDER looks elsewhere.")
         return 0
@@ -112,78 +62,6 @@ def status_command(words: list[str]) -> int:
     console.print(_table(rows, in_full=not named))
     console.print(_count(rows))
     return 0
-
-
-def status_rows(found: Sequence[RunEntry]) -> list[StatusRow]:
-    """A row for every run."""
-    now = run_statuses([one.folder for one in found])
-    return [_row(one, now[one.folder.path]) for one in found]
-
-
-def _row(one: RunEntry, status: RunStatus) -> StatusRow:
-    values, predicted = read_last_values(one.folder.metrics), read_predicted_metrics(one.folder)
-    # The newest row may be newer than state.json, which is written at the end.
-    logged = int(values.get("step") or 0) if values.get("attempt") == status.attempt else 0
-    step = max(status.step, logged)
-    steps, on_gpu = _configured(one)
-    left = None
-    if status.state == "running" and steps is not None:
-        left = _seconds_left(values, steps - step)
-    return StatusRow(
-        label=one.label,
-        group=one.group,
-        run_id=one.folder.path.name,
-        folder=str(one.folder.path),
-        state=status.state,
-        step=step,
-        steps=steps,
-        loss=values.get("loss"),
-        tokens_per_second=values.get("tokens_per_second"),
-        mfu=values.get("mfu"),
-        seconds_left=left,
-        gpu_hours=_hours(one.folder, status) if on_gpu else None,
-        job_id=status.job_id,
-        reason=status.reason,
-        removed=one.removed,
-        memory=values.get("memory"),
-        memory_predicted=predicted.memory,
-        tokens_per_second_predicted=predicted.tokens_per_second,
-        reported={name: value for name, value in values.items() if name.startswith(REPORTED)},
-    )
-
-
-def _seconds_left(values: dict[str, Value], steps_left: int) -> float | None:
-    tokens, step, speed = values.get("tokens"), values.get("step"), values.get("tokens_per_second")
-    if not tokens or not step or not speed:
-        return None
-    return steps_left * tokens / step / speed
-
-
-def _hours(folder: RunFolder, status: RunStatus) -> float:
-    """Process hours of all starts."""
-    seconds = 0.0
-    for row in folder.read_attempts():
-        if row.start is not None:
-            end = row.end if row.end is not None else (time.time() if status.state == "running" else row.start)
-            seconds += (end - row.start) * row.world_size
-    return seconds / 3600
-
-
-def _configured(one: RunEntry) -> tuple[int | None, bool]:
-    """Steps of the whole run, and whether it runs on GPUs, from its configuration."""
-    try:
-        text = one.folder.config.read_text(encoding="utf-8")
-    except OSError:
-        return (None if one.point is None else one.point.steps), False
-    # The file is our own, so lines will do: reading a thousand of them as YAML takes many seconds.
-    found, device = _STEPS.search(text), _DEVICE.search(text)
-    steps = int(found[1]) if found else None
-    if device is not None and device[1] != "auto":
-        return steps, device[1] == "cuda"
-    try:
-        return steps, bool(json.loads(one.folder.env.read_text())["gpus"])
-    except (OSError, ValueError, KeyError):
-        return steps, False
 
 
 def _headlines(named: Sequence[str], runs: Path) -> list[str]:
@@ -253,7 +131,7 @@ def _watch(named: Sequence[str], runs: Path) -> None:
     try:
         with Live(console=console, auto_refresh=False, screen=False) as live:
             while True:
-                rows = status_rows(find(named, runs))
+                rows = status_rows(find_runs(named, runs))
                 table = _table(rows, in_full=not named)
                 table.caption, table.caption_justify = _count(rows), "left"
                 live.update(table, refresh=True)

@@ -1,4 +1,4 @@
-"""`titan-exp tokenize [data=... data.key=...] out=STORE`: tokenize text from any source into a token store.
+"""Tokenize text into a token store, for training at any scale.
 
 The text is given by the `data` group as in `titan-exp train`; `out`, `workers`, ... are plain options beside it.
 """
@@ -6,7 +6,9 @@ The text is given by the `data` group as in `titan-exp train`; `out`, `workers`,
 from collections.abc import Sequence
 from dataclasses import fields
 from itertools import islice
+from typing import Any
 
+from titan_exp.cli.hydra_command import run_with_hydra
 from titan_exp.config.command_line.parse_options import options_help, parse_options
 from titan_exp.config.command_line.verb_options import TokenizeOptions
 from titan_exp.config.errors.did_you_mean import listed, nearest
@@ -20,7 +22,24 @@ from titan_exp.rules.data import unreadable_source
 _MAX_LISTED = 5
 
 
-def options_among(arguments: Sequence[str]) -> tuple[TokenizeOptions, list[str]]:
+def run(words: Sequence[str]) -> int:
+    """Run the verb; returns the exit code."""
+    if {"--help", "-h"} & set(words):
+        print(tokenize_help(), end="")
+        return 0
+    options, overrides = options_among(words)
+    if options.check:
+        return check_store(options.check)
+
+    def make(cfg: Any, _: Sequence[str]) -> int:
+        from titan_exp.config.schema.typed_config import to_experiment
+
+        return make_store(options, to_experiment(cfg))
+
+    return run_with_hydra(overrides, make)
+
+
+def options_among(words: Sequence[str]) -> tuple[TokenizeOptions, list[str]]:
     """Split the arguments into `tokenize` options and overrides of the `data` group.
 
     Raises:
@@ -30,13 +49,13 @@ def options_among(arguments: Sequence[str]) -> tuple[TokenizeOptions, list[str]]
     names = [field.name for field in fields(TokenizeOptions)]
     groups = [field.name for field in fields(Experiment)]
     foreign = []
-    for argument in arguments:
-        key, equals, value = argument.partition("=")
+    for word in words:
+        key, equals, value = word.partition("=")
         group = key.lstrip("+~").split(".")[0].split("@")[0]
         if equals and (key in names or ("." not in key and group not in groups and nearest(key, names, 1))):
-            own.append(argument)
+            own.append(word)
         else:
-            others.append(argument)
+            others.append(word)
         if equals and group in groups and group != "data" and not key.startswith("+experiment"):
             remedy = "leave it out; text and tokenizer are keys of data"
             foreign.append(Violation(key, value, "tokenize does not read it", remedy))
@@ -44,7 +63,7 @@ def options_among(arguments: Sequence[str]) -> tuple[TokenizeOptions, list[str]]
         raise UserError("The options cannot be read.", foreign)
     options = parse_options(TokenizeOptions, own)
     if options.check and (others or len(own) > 1):
-        given = [argument.partition("=")[0] for argument in arguments if not argument.startswith("check=")]
+        given = [word.partition("=")[0] for word in words if not word.startswith("check=")]
         remedy = f"leave {listed([f'{key}=' for key in given], 'and')} out"
         raise UserError(
             "The options cannot be read.", [Violation("check", options.check, "it takes no other arguments", remedy)]

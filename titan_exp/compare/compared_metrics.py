@@ -1,8 +1,11 @@
-"""What runs are compared by: each metric is a name, a better direction, and how it is read from a run's rows."""
+"""Compared metrics: name, unit, better direction, and how each is read from a run's rows.
+
+Any other number that a run logs is a metric too, under its key of metrics.jsonl.
+"""
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Literal
 
@@ -16,33 +19,33 @@ from titan_exp.tracking.sinks.sink import REPORTED
 Direction = Literal["min", "max"]
 
 Reader = Callable[[Run, float], float | None]
-"""Reads a metric of a run at a number of tokens; None where it is not known, NaN where the run has diverged."""
+"""Reads a metric of a run at a number of tokens; None where it is unknown, NaN where the run has diverged."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One thing to compare."""
+    """A compared metric."""
 
     name: str
-    """As typed, and the key in metrics.jsonl where it is there."""
+    """Name as typed, and key of metrics.jsonl where it is logged."""
     title: str
-    """For people."""
+    """Heading."""
     unit: str
-    """What it is counted in; empty for a ratio."""
+    """Unit; empty for a ratio."""
     better: Direction | None
-    """Which direction is better; None where neither is."""
+    """Better direction; None where neither is better."""
     meaning: str
-    """How it is measured, in a phrase."""
+    """Definition, as a phrase."""
     read: Reader
-    """Reads it from a run."""
+    """Reads the metric of a run."""
     is_loss: bool = False
-    """What was learned, as against what it cost."""
+    """True for a loss, False for a cost."""
     needs_point: bool = True
-    """It says nothing of a run that has not come to the tokens compared at."""
+    """True if the metric is unknown for a run that has not reached the token budget."""
 
 
 def target_metric(target: float) -> Metric:
-    """Tokens until the smoothed training loss is at most `target`."""
+    """Tokens until the moving average of the training loss is at most `target`."""
 
     def read(run: Run, tokens: float) -> float | None:
         seen, losses = run.series("loss", tokens)
@@ -50,43 +53,40 @@ def target_metric(target: float) -> Metric:
         reached = (count for count, loss in zip(seen, moving_average(values), strict=True) if loss <= target)
         return next(reached, None)
 
-    meaning = f"tokens until the smoothed training loss is {target:g} or less; empty where it never was"
+    meaning = f"tokens until the smoothed training loss is {target:g} or less; empty if it never is"
     return Metric("tokens_to_target", f"tokens to loss {target:g}", "tokens", "min", meaning, read, needs_point=False)
 
 
 def choose_metrics(names: Sequence[tuple[str, str | None]], runs: Sequence[Run], target: float | None) -> list[Metric]:
-    """The metrics of these names, each with its own better direction where one is given; by default all that are known.
+    """Choose metrics by name, each with an optional better direction; without names all of DEFAULT.
 
     Raises:
-        UserError: a name is neither one of ours nor a key that a run has logged.
+        UserError: a name is neither in METRICS nor a key that a run has logged.
     """
-    logged = {key for run in runs for row in run.rows[-200:] for key, value in row.items() if value is not None}
+    logged = {key for run in runs for row in run.rows[-200:] for key, number in row.items() if number is not None}
     added = [target_metric(target)] if target is not None else []
     if not names:
         reported = [_logged(name) for name in sorted(logged) if name.startswith(REPORTED)]
         built_in = [metric for metric in DEFAULT if metric.name != "best_validation_loss" or _worsens(runs)]
         return built_in + added + reported
-    known = {metric.name: metric for metric in [*METRICS, *added]}
+    known = METRIC_BY_NAME | {metric.name: metric for metric in added}
     unknown = [name for name, _ in names if name not in known and name not in logged]
     if unknown:
         every = [*known, *sorted(logged - known.keys() - {"step", "tokens", "attempt"})]
-        remedy = did_you_mean(unknown[0], every) or f"There are {listed(every, 'and')}."
-        raise UserError(f"metrics={unknown[0]}: no such metric was logged. {remedy}")
+        suggestion = did_you_mean(unknown[0], every) or f"Logged are {listed(every, 'and')}."
+        raise UserError(f"metrics={unknown[0]}: no run has logged such a metric. {suggestion}")
     return [_directed(known.get(name) or _logged(name), better) for name, better in names]
 
 
 def final_loss(run: Run, tokens: float) -> float | None:
-    """The mean training loss over the last rows that together make a fiftieth of the run up to `tokens`.
-
-    One batch says little; the same smoothing as in `titan_exp.compare.output.plot.summary`.
-    """
+    """Mean training loss over the last fiftieth of the rows up to `tokens`, since one batch is noisy."""
     _, losses = run.series("loss", tokens)
-    tail = losses[-max(1, len(losses) // 50) :]
+    tail = last_fiftieth(losses)
     return math.fsum(tail) / len(tail) if tail and all(map(math.isfinite, tail)) else math.nan if tail else None
 
 
 def fraction_before(run: Run, tokens: float) -> float:
-    """How much of what a run has done lies before `tokens`, from 0 to 1: by which its time is divided."""
+    """Fraction of a run's tokens that lie before `tokens`, by which its time is scaled."""
     return min(1.0, tokens / run.tokens) if run.tokens else 1.0
 
 
@@ -94,12 +94,12 @@ def _directed(metric: Metric, better: str | None) -> Metric:
     if better is None:
         return metric
     if better not in ("min", "max"):
-        raise UserError(f"{metric.name}: its better direction is min or max, not {better}.")
-    return Metric(**{**metric.__dict__, "better": better})
+        raise UserError(f"metric {metric.name}: direction {better} must be min or max.")
+    return replace(metric, better=better)
 
 
 def _logged(name: str) -> Metric:
-    """Any other key of metrics.jsonl: its last value."""
+    """Metric of any other key of metrics.jsonl: its last value."""
     better: Direction | None = "min" if "loss" in name or "perplexity" in name else None
     return Metric(name, name.replace("_", " "), "", better, "last value", _last(name), is_loss=better == "min")
 
@@ -130,11 +130,11 @@ def _memory(run: Run, tokens: float) -> float | None:
 
 
 def _of_predicted(measured: Reader, predicted: Callable[[PredictedMetrics], float | None]) -> Reader:
-    """What a run has measured over what was predicted of it before it started."""
+    """Measured over predicted value."""
 
     def read(run: Run, tokens: float) -> float | None:
-        found, expected = measured(run, tokens), predicted(run.predicted)
-        return found / expected if found is not None and expected else None
+        value, expected = measured(run, tokens), predicted(run.predicted)
+        return value / expected if value is not None and expected else None
 
     return read
 
@@ -147,8 +147,13 @@ def _device_hours(run: Run, tokens: float) -> float | None:
     return None if run.device_seconds is None else run.device_seconds / 3600 * fraction_before(run, tokens)
 
 
+def last_fiftieth(losses: list[float]) -> list[float]:
+    """The last fiftieth of the values, at least one."""
+    return losses[-max(1, len(losses) // 50) :]
+
+
 def _worsens(runs: Sequence[Run]) -> bool:
-    """Whether the best validation loss of some run is not its last, so that it says something more."""
+    """True if the best validation loss of some run is not its last."""
     return any(_best_validation(run, math.inf) != _last("validation_loss")(run, math.inf) for run in runs)
 
 
@@ -184,8 +189,8 @@ METRICS = (
         "tokens/s of predicted",
         "",
         None,
-        "tokens/s over what was predicted before the start",
-        _of_predicted(_median("tokens_per_second"), lambda predicted: predicted.tokens_per_second),
+        "tokens/s over the prediction before the start",
+        _of_predicted(_median("tokens_per_second"), lambda prediction: prediction.tokens_per_second),
         needs_point=False,
     ),
     Metric(
@@ -193,13 +198,15 @@ METRICS = (
         "memory of predicted",
         "",
         None,
-        "peak of rank 0 over the predicted one: of allocated tensors on a GPU, of the process on a CPU",
-        _of_predicted(_memory, lambda predicted: predicted.memory),
+        "peak of rank 0 over the prediction: of allocated tensors on a GPU, of the process on a CPU",
+        _of_predicted(_memory, lambda prediction: prediction.memory),
         needs_point=False,
     ),
-    Metric("time", "time", "h", "min", "wall clock of all starts, the share up to here", _hours),
+    Metric("time", "time", "h", "min", "wall clock of all starts, scaled to these tokens", _hours),
     Metric("gpu_hours", "GPU-hours", "h", "min", "wall clock times processes; on CPU a process is one", _device_hours),
 )
-"""What can be compared; a study or `--metrics` chooses, and any other key of metrics.jsonl may be named as well."""
+"""Metrics that every run has; a study or `--metrics` chooses, also any other key of metrics.jsonl."""
+
+METRIC_BY_NAME = {metric.name: metric for metric in METRICS}
 
 DEFAULT = tuple(metric for metric in METRICS if metric.name != "tflops")

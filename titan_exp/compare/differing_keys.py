@@ -1,7 +1,7 @@
-"""What differs between runs: exactly the keys of their resolved configurations whose values are not all the same."""
+"""Configuration diff of several runs: keys of the resolved configurations whose values differ."""
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,37 +9,43 @@ from titan_exp.config.errors.user_error import shown
 from titan_exp.config.schema.identity_keys import has_effect
 
 SEED = "experiment.seed"
-"""Runs that differ in nothing else are repetitions of one experiment."""
+"""Runs that differ only in this key are repetitions of one experiment."""
 
 LABEL_OF_MODEL = "model.name"
-"""Without effect itself, it stands for the keys of a model's shape where it tells them apart."""
+"""Has no effect itself, and stands for the keys of a model's shape where equal names mean equal shapes."""
 
-UNSAID = {"name", "mode", "enabled", "recipe"}
-"""Last parts of a key that mean little without the group before them; for most the group alone says it."""
+GENERIC = {"name", "mode", "enabled", "recipe"}
+"""Last parts of keys that the group's name replaces in a short name."""
 
 ABSENT = "not there"
-"""Shown where a configuration does not have the key: an older version wrote it, or W&B left it out."""
+"""Value of a key that a configuration lacks: an older version wrote it, or W&B left it out."""
 
 
 @dataclass(frozen=True)
 class DifferingKeys:
-    """The keys that tell runs apart."""
+    """Keys that tell runs apart."""
 
     keys: tuple[str, ...]
     """Full names of the columns, in the order of the configuration."""
     short: Mapping[str, str]
-    """What each is called where space is short: unambiguous among them."""
+    """Unambiguous short name of each key."""
     stands_for: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Keys that have no column since another column tells them, by that column."""
+    """Keys without a column of their own, by the column that determines them."""
 
     @property
     def all_keys(self) -> tuple[str, ...]:
-        """Every key that differs, those without a column of their own too."""
+        """Every key that differs, including those without a column of their own."""
         return tuple(key for column in self.keys for key in (self.stands_for.get(column) or (column,)))
+
+    def label(self, values: Mapping[str, Any], keys: Iterable[str] | None = None) -> str:
+        """Short names with their values, of all keys or some: `lr=0.003 tp=2`."""
+        return " ".join(
+            f"{self.short[key]}={value_text(values.get(key))}" for key in (self.keys if keys is None else keys)
+        )
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Every value of a nested configuration by its dotted key."""
+    """Values of a nested configuration by dotted key."""
     found: dict[str, Any] = {}
     for name, value in config.items():
         if isinstance(value, Mapping) and value:
@@ -50,11 +56,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differing_keys(configs: Sequence[Mapping[str, Any]]) -> DifferingKeys:
-    """The keys in which configurations differ, less those that do not change what is computed, and the seed.
-
-    Args:
-        configs: nested configurations.
-    """
+    """Keys in which nested configurations differ, without the seed and keys that change no number."""
     flat = [flatten(config) for config in configs]
     keys = [
         key
@@ -66,19 +68,19 @@ def differing_keys(configs: Sequence[Mapping[str, Any]]) -> DifferingKeys:
 
 
 def value_text(value: Any) -> str:
-    """A value as it is typed on the command line, numbers to ten digits."""
+    """A value as typed on the command line, numbers to ten digits."""
     return f"{value:.10g}" if isinstance(value, float) else shown(value)
 
 
 def _fold_model(keys: list[str], flat: Sequence[Mapping[str, Any]]) -> tuple[list[str], dict[str, tuple[str, ...]]]:
-    """One column `model.name` for three or more keys of a model's shape, where equal names mean equal shapes."""
+    """Fold three or more keys of a model's shape into one column `model.name`, where equal names mean equal shapes."""
     shape = tuple(key for key in keys if key.startswith("model."))
     names = [values.get(LABEL_OF_MODEL) for values in flat]
     shapes = [tuple(_hashable(values.get(key, ABSENT)) for key in shape) for values in flat]
     if len(shape) < 3 or None in names or len(set(zip(names, shapes, strict=True))) != len(set(names)):
         return keys, {}
-    place = keys.index(shape[0])
-    return [*keys[:place], LABEL_OF_MODEL, *(key for key in keys[place:] if key not in shape)], {LABEL_OF_MODEL: shape}
+    first = keys.index(shape[0])
+    return [*keys[:first], LABEL_OF_MODEL, *(key for key in keys[first:] if key not in shape)], {LABEL_OF_MODEL: shape}
 
 
 def _short_names(keys: Sequence[str]) -> dict[str, str]:
@@ -95,13 +97,13 @@ def _short_names(keys: Sequence[str]) -> dict[str, str]:
 
 def _shortest(key: str) -> str:
     group, _, last = key.rpartition(".")
-    if last in UNSAID and group:
+    if last in GENERIC and group:
         return group.rpartition(".")[2]
     return last
 
 
 def _hashable(value: Any) -> Hashable:
-    # 1 and 1.0 and true are one value to Python, and the first two are one to a run.
+    # Python's 1, 1.0 and True are equal; only the first two are equal to a run.
     if isinstance(value, bool):
         return ("bool", value)
     return value if isinstance(value, int | float | str) or value is None else repr(value)

@@ -1,7 +1,7 @@
-"""The same experiment in two layouts: recognised by its experiment id, and its loss compared as a check.
+"""Layout invariance check: losses of the same experiment id in two layouts.
 
-The layout must not change the experiment. What it changes is rounding, which grows as training goes on, so only the
-first steps have an expected tolerance; the difference at the end is for information.
+A layout changes only rounding, whose effect grows during training: the first steps have a tolerance, and the difference
+at the end is for information.
 """
 
 from collections import defaultdict
@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titan_exp.compare.differing_keys import differing_keys, flatten, value_text
+from titan_exp.compare.differing_keys import differing_keys, flatten
 from titan_exp.compare.run_record import Run
 
 STEPS = 10
-"""Steps over which the tolerance holds: those that the parity tests train."""
+"""Steps with a tolerance: as many as the parity tests train."""
 
 TOLERANCE = {"fp32": 2e-6, "bf16": 2e-3}
-"""Largest expected relative difference of the loss by `training.mixed_precision`, as the parity tests hold it."""
+"""Largest relative difference of the loss in the parity tests, by `training.mixed_precision`."""
 
 
 @dataclass(frozen=True)
@@ -24,32 +24,32 @@ class LayoutCheck:
     """One experiment with one seed in two layouts."""
 
     experiment_id: str
-    """Name of what both compute."""
+    """Experiment id of both."""
     seed: int | None
-    """Of both."""
+    """Seed of both."""
     layouts: tuple[str, str]
-    """What differs between them, short."""
+    """Short layouts."""
     run_ids: tuple[str, str]
-    """Their names."""
+    """Run ids."""
     steps: int
-    """Steps compared, of the first STEPS, as far as both have logged them."""
+    """Number of the first STEPS steps that both runs have logged."""
     largest: float | None
-    """Largest relative difference of the loss over these steps; None where both have logged none of them."""
+    """Largest relative difference of the loss over these steps; None without any."""
     tolerance: float | None
-    """What is expected at most; None where the precision has no known one."""
+    """Largest accepted difference; None where the precision has none."""
     last_step: int | None
-    """The last step that both have logged."""
+    """Last step that both have logged."""
     last: float | None
     """Relative difference of the loss there."""
 
     @property
     def holds(self) -> bool | None:
-        """Whether the difference is within the tolerance; None where that is not known."""
+        """True if the difference is within the tolerance; None where that is not known."""
         return None if self.largest is None or self.tolerance is None else self.largest <= self.tolerance
 
 
 def layout_checks(runs: Sequence[Run]) -> list[LayoutCheck]:
-    """Every run of an experiment against its first layout."""
+    """Check every run of an experiment against its first layout."""
     groups: dict[tuple[str, int | None], list[Run]] = defaultdict(list)
     for run in runs:
         if run.experiment_id and run.rows:
@@ -82,11 +82,7 @@ def _check(one: Run, two: Run) -> LayoutCheck:
 
 def _layouts(one: Mapping[str, Any], two: Mapping[str, Any]) -> tuple[str, str]:
     columns = differing_keys([one, two])
-    sides = flatten(one), flatten(two)
-    first, second = (
-        " ".join(f"{columns.short[key]}={value_text(side.get(key))}" for key in columns.keys) for side in sides
-    )
-    return first, second
+    return columns.label(flatten(one)), columns.label(flatten(two))
 
 
 def _losses(run: Run) -> dict[int, float]:

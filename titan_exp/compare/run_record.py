@@ -1,4 +1,4 @@
-"""One run as comparing sees it: its configuration, its rows and how it is doing, wherever they were read from."""
+"""Run record: configuration, metrics and state of one run, read from its folder or W&B."""
 
 import json
 import math
@@ -16,23 +16,23 @@ from titan_exp.tracking.run_folder.state import read_json
 from titan_exp.tracking.sinks.sink import Row
 
 SILENCE = 120.0
-"""Seconds without a heartbeat after which a run that nobody on this machine holds is taken for dead."""
+"""Seconds without a heartbeat after which a running run without a lock on this machine counts as lost."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run, finished or not. What is not known is None."""
+    """One run, finished or not; unknown fields are None."""
 
     study: str
     """`experiment.name`: the folder above the run's, or the W&B group."""
     run_id: str
-    """Name of what it computes, in its layout."""
+    """Id of the run, which depends on its layout."""
     experiment_id: str | None
-    """Name of what it computes, in any layout."""
+    """Id of the experiment, which does not."""
     state: str
-    """`pending`, `running`, `done`, `failed`, `preempted`, or `lost`: it claims to run and gives no sign of life."""
+    """`pending`, `running`, `done`, `failed`, `preempted` or `lost`: recorded as running, without a heartbeat."""
     reason: str | None
-    """Why it failed or stopped."""
+    """Reason why it failed or stopped."""
     config: Mapping[str, Any]
     """The resolved configuration, nested."""
     rows: Sequence[Row]
@@ -40,39 +40,39 @@ class Run:
     world_size: int | None
     """Processes."""
     seconds: float | None
-    """Wall-clock time of all its starts, in seconds."""
+    """Wall-clock time of all attempts."""
     device_seconds: float | None
-    """The same times the processes of each start."""
+    """The same times the processes of each attempt."""
     device: str | None
-    """What it ran on."""
+    """GPU or CPU."""
     commit: str | None
     """Commit of the code."""
     dirty: bool | None
-    """Whether the code differed from the commit."""
+    """True if the code differed from the commit."""
     overrides: tuple[str, ...]
-    """What was typed."""
+    """Overrides as typed."""
     source: str
-    """Where it was read: a folder, or an address."""
+    """Folder or URL that it was read from."""
     predicted: PredictedMetrics = field(default_factory=PredictedMetrics)
-    """What was predicted of it before it started."""
+    """Predictions made before its start."""
 
     @property
     def seed(self) -> int | None:
-        """The seed of initial weights and data order."""
+        """Seed of initial weights and data order."""
         return self.config.get("experiment", {}).get("seed")
 
     @property
     def tokens(self) -> int:
-        """Tokens of the whole job that its last row has seen; 0 before the first."""
+        """Tokens of the whole job at its last row; 0 without rows."""
         return int(next((row["tokens"] for row in reversed(self.rows) if row.get("tokens")), 0) or 0)
 
     @property
     def step(self) -> int:
-        """Optimizer steps that its last row has seen."""
+        """Optimizer steps at its last row."""
         return int(self.rows[-1]["step"] or 0) if self.rows else 0
 
     def series(self, key: str, up_to: float = math.inf) -> tuple[list[float], list[float]]:
-        """Tokens, and the values of a metric there, where it is known; rows beyond `up_to` tokens are left out."""
+        """Known values of a metric with their tokens, up to a number of tokens."""
         known = [
             (float(row["tokens"] or 0), float(value))
             for row in self.rows
@@ -82,10 +82,10 @@ class Run:
 
 
 def read_run(path: str | Path) -> Run:
-    """The run in a folder, whatever state it is in.
+    """Read the run of a folder, in any state.
 
     Raises:
-        UserError: the folder holds no configuration, or one of its files was damaged.
+        UserError: the folder holds no configuration, or a file is damaged.
     """
     folder = RunFolder(path)
     config = _read_config(folder.config)
@@ -121,14 +121,14 @@ def read_run(path: str | Path) -> Run:
 def _state(folder: RunFolder) -> tuple[str, str | None]:
     state = folder.read_state()
     if state is None:
-        return "pending", "it was never started"
+        return "pending", "never started"
     if state.state != "running" or folder.holder() is not None:
         return state.state, state.reason
     beat = folder.read_heartbeat()
-    # A lock that is held on another machine may not show here; a heartbeat does.
+    # A lock of another machine may be invisible here; a heartbeat is not.
     if beat is not None and beat.age < SILENCE:
         return "running", None
-    return "lost", "it says that it runs, but nothing holds its folder and its heartbeat has stopped"
+    return "lost", "recorded as running, but its folder is not locked and its heartbeat has stopped"
 
 
 def _seconds(attempt: Attempt, living: RunFolder | None) -> float | None:
@@ -143,7 +143,7 @@ def _seconds(attempt: Attempt, living: RunFolder | None) -> float | None:
 def _read_config(path: Path) -> dict[str, Any]:
     import yaml
 
-    # As text of plain values: a configuration written by an older version compares as well as one of today.
+    # Plain YAML, so that configurations of older versions can be compared.
     try:
         values = yaml.load(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Which runs are meant: folders, ids, patterns and names of studies, turned into runs that were read."""
+"""Run selection by folder, id, pattern or name of a study."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -8,23 +8,24 @@ from titan_exp.compare.run_record import Run, read_run
 from titan_exp.compare.study_runs import StudyRecord, read_study_record
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.tracking.number_format import format_items
 
 SHORTEST_ID = 4
-"""So many digits of a run id name it, where no other begins with them."""
+"""Shortest prefix of a run id that selects it."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Runs to compare, and what is to be said about those that are not among them."""
+    """Selected runs."""
 
     runs: tuple[Run, ...]
-    """In the order in which they were named; within a study, in that of its points."""
+    """Runs in the order of the command line; within a study, of its points."""
     study: StudyRecord | None
-    """The study, where exactly one was named."""
+    """Study record, where exactly one study was selected."""
     name: str
-    """What to call the comparison."""
+    """Name of the comparison."""
     folder: Path
-    """Where its files belong."""
+    """Folder for its files."""
     notes: tuple[str, ...] = ()
     """Sentences about runs that are missing, unreadable or left out."""
 
@@ -33,14 +34,14 @@ def select(words: Sequence[str], runs: Path) -> Selection:
     """Find and read runs.
 
     Args:
-        words: names of studies, run folders, folders of runs, run ids or their beginnings, or patterns of any of them.
+        words: names of studies, run folders, folders of runs, run ids or their prefixes, or patterns of these.
         runs: `paths.runs`, where names and ids are looked up.
 
     Raises:
-        UserError: a word names nothing, or no run that could be read is left.
+        UserError: a word selects nothing, or no selected run can be read.
     """
     if not words:
-        raise UserError(f"Which runs? Name a study, or run folders, ids or patterns. {_offer(runs)}")
+        raise UserError(f"compare takes a study, or run folders, ids or patterns. {_offer(runs)}")
     found = [folder for word in words for folder in _folders(word, runs)]
     folders = list(dict.fromkeys(folder.resolve() for folder in found))
     parents = list(dict.fromkeys(folder.parent for folder in folders))
@@ -53,7 +54,7 @@ def select(words: Sequence[str], runs: Path) -> Selection:
     if not read:
         raise UserError(" ".join(["None of these runs can be read.", *notes]))
     name = study.name if study else _name(parents, runs)
-    return Selection(tuple(read), study, name, _shown(parents[0]) if len(parents) == 1 else runs, tuple(notes))
+    return Selection(tuple(read), study, name, _relative(parents[0]) if len(parents) == 1 else runs, tuple(notes))
 
 
 def _folders(word: str, runs: Path) -> list[Path]:
@@ -71,16 +72,15 @@ def _folders(word: str, runs: Path) -> list[Path]:
     elif len(word) >= SHORTEST_ID and "/" not in word:
         found = [path for path in _glob(runs, f"*/{word}*") if _is_run(path)]
         if len({path.name for path in found}) > 1:
-            raise UserError(
-                f"{word}: {listed(sorted(path.name for path in found), 'and')} begin so. Give more of the id."
-            )
+            matches = listed(sorted(path.name for path in found), "and")
+            raise UserError(f"{word}: {matches} begin with it. Give more of the id.")
         if found:
             return found
-    raise UserError(f"{word}: there is no such study, run folder, run id or pattern. {_offer(runs, word)}")
+    raise UserError(f"{word} is no study, run folder, run id or pattern. {_offer(runs, word)}")
 
 
 def _study_folder(word: str, runs: Path) -> Path | None:
-    """The folder of runs that a word names, here or under `paths.runs`."""
+    """Folder of runs of that name, below `paths.runs` or the current folder."""
     for path in (runs / word, Path(word).expanduser()):
         if word and path.is_dir() and not _is_run(path) and _runs_in(path):
             return path
@@ -105,34 +105,31 @@ def _glob(folder: Path, pattern: str) -> list[Path]:
 
 
 def _points_of(study: StudyRecord, folder: Path, folders: list[Path], notes: list[str]) -> list[Path]:
-    """The study's own runs in the order of its points; says which are missing and which are no points of it."""
+    """Runs of a study in the order of its points; notes missing points and other runs."""
     there = {path.name: path for path in folders}
     if study.skipped:
         reasons = [f"{label} ({reason.strip().splitlines()[-1].strip()})" for label, reason in study.skipped.items()]
-        notes.append(f"{_count(reasons, 'point')} of the study cannot run: {_some(reasons)}.")
+        notes.append(f"{format_items(len(reasons), 'point')} of the study cannot run: {_some(reasons)}.")
     missing = [label or run for run, label in study.points.items() if run not in there]
     others = [name for name in there if name not in study.points]
     if missing:
-        notes.append(f"{_count(missing, 'point')} of the study without a run yet: {_some(missing)}.")
+        notes.append(f"{format_items(len(missing), 'point')} of the study without a run yet: {_some(missing)}.")
     if others:
-        are = "is no point" if len(others) == 1 else "are no points"
-        notes.append(
-            f"{_count(others, 'run')} in its folder {are} of the study, left out: {_some(others)}. "
-            "Name a run to take it in."
-        )
+        runs = format_items(len(others), "run")
+        notes.append(f"{runs} in the study's folder belong to no point: {_some(others)}. Name a run to include it.")
     return [there[run] for run in study.points if run in there] or [folder / name for name in others]
 
 
 def _read(folders: Sequence[Path], notes: list[str]) -> Iterator[Run]:
     for folder in folders:
         try:
-            yield read_run(_shown(folder))
+            yield read_run(_relative(folder))
         except UserError as error:
-            notes.append(f"Left out, since it cannot be read: {error}")
+            notes.append(f"Left out: {error}")
 
 
-def _shown(folder: Path) -> Path:
-    """As people name it: relative to the current folder where it lies below."""
+def _relative(folder: Path) -> Path:
+    """Path relative to the current folder, where it lies below."""
     here = Path.cwd()
     return folder.relative_to(here) if folder.is_relative_to(here) else folder
 
@@ -144,12 +141,8 @@ def _name(parents: Sequence[Path], runs: Path) -> str:
 def _offer(runs: Path, word: str = "") -> str:
     studies = [path.name for path in sorted(runs.glob("*")) if _runs_in(path)]
     if not studies:
-        return f"There are no runs in {runs}; paths.runs=FOLDER names another place."
-    return did_you_mean(word, studies) or f"In {runs} there is {_some(studies)}; paths.runs=FOLDER names another place."
-
-
-def _count(things: Sequence[object], noun: str) -> str:
-    return f"{len(things)} {noun}{'' if len(things) == 1 else 's'}"
+        return f"{runs} holds no runs; paths.runs=FOLDER looks elsewhere."
+    return did_you_mean(word, studies) or f"{runs} holds {_some(studies)}; paths.runs=FOLDER looks elsewhere."
 
 
 def _some(names: Sequence[str], most: int = 5) -> str:

@@ -1,4 +1,4 @@
-"""What a study says of itself: question, points, baseline and metrics, from `study.json` in its folder."""
+"""Study record: question, points, baseline and metrics, read from a study's `study.json`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,32 +9,32 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.run_folder.state import read_json
 
 STUDY_FILE = "study.json"
-"""Beside the run folders of a study."""
+"""File beside the run folders of a study."""
 
 
 @dataclass(frozen=True)
 class StudyRecord:
-    """A study, as far as comparing needs it. Runs that were started by hand have none."""
+    """A study as recorded at its launch. Runs that were started by hand have none."""
 
     name: str
-    """Its name, which is `experiment.name` of its runs."""
+    """Name of the study: `experiment.name` of its runs."""
     question: str = ""
-    """What it is to answer."""
+    """Question that the study answers."""
     points: Mapping[str, str] = field(default_factory=dict)
-    """What varies at every point, the seed left out, by run id."""
+    """Varied values of every point, without the seed, by run id."""
     baseline: str | None = None
-    """The point that the others are compared with, as in `points`."""
+    """Baseline point, as in `points`."""
     metrics: tuple[tuple[str, str | None], ...] = ()
-    """Names of metrics, each with the better direction, `min` or `max`, or None where it is not said."""
+    """Names of metrics with their better direction, `min`, `max` or None."""
     skipped: Mapping[str, str] = field(default_factory=dict)
-    """Why, by label, for points that cannot run."""
+    """Reasons of points that cannot run, by label."""
 
 
 def read_study_record(folder: Path) -> StudyRecord | None:
-    """The study in a folder of runs; None where the runs there belong to none.
+    """Read the study record of a folder of runs; None where there is none.
 
     Raises:
-        UserError: its file holds something else.
+        UserError: the file holds something else.
     """
     path = folder / STUDY_FILE
     found = read_json(path)
@@ -44,18 +44,16 @@ def read_study_record(folder: Path) -> StudyRecord | None:
         return StudyRecord(
             name=str(found.get("name") or folder.name),
             question=str(found.get("question") or ""),
-            points={str(point["run_id"]): _varies(point) for point in found.get("points") or []},
+            points={str(point["run_id"]): _label(point) for point in found.get("points") or []},
             baseline=_baseline(found.get("baseline")),
             metrics=_metrics(found.get("metrics") or []),
             skipped={str(label): str(reason) for label, reason in (found.get("skipped") or {}).items()},
         )
     except (TypeError, KeyError, AttributeError) as error:
-        raise UserError(
-            f"{path} does not describe a study ({error!r}). Launch the study again; it writes it anew."
-        ) from None
+        raise UserError(f"{path} is not a study record ({error!r}). Launch the study again to rewrite it.") from None
 
 
-def _varies(point: Mapping[str, Any]) -> str:
+def _label(point: Mapping[str, Any]) -> str:
     return str(point.get("variant") or point.get("label") or "")
 
 
@@ -66,7 +64,7 @@ def _baseline(found: Any) -> str | None:
 
 
 def _metrics(found: Any) -> tuple[tuple[str, str | None], ...]:
-    """A mapping of names to directions, or a list of names or of objects with both."""
+    """Parse a mapping of names to directions, or a list of names or of objects with both."""
     if isinstance(found, Mapping):
         return tuple((str(name), better) for name, better in found.items())
     return tuple(

@@ -1,15 +1,14 @@
-"""Where runs are compared: after how many tokens, and why there."""
+"""Token budget: the number of tokens at which runs are compared."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from titan_exp.compare.run_record import Run
-from titan_exp.compare.stats.format_numbers import short_count
 from titan_exp.config.errors.user_error import UserError
 
 COUNTED = ("done", "running", "preempted")
-"""States of runs that decide where the least advanced is; the others have ended before their time."""
+"""States of runs that may limit the budget; other runs have ended early."""
 
 
 @dataclass(frozen=True)
@@ -17,27 +16,26 @@ class TokenBudget:
     """A number of tokens at which metrics are taken."""
 
     tokens: float
-    """Tokens; infinite where every run is taken at its own end."""
+    """Tokens; infinite where every run is compared at its own end."""
     why: str
-    """In words, for the heading."""
+    """Reason, for the heading."""
 
     def reached(self, run: Run) -> bool:
-        """Whether a run has come here; the last step may be one short of a number that was typed."""
+        """True if a run has seen so many tokens."""
         if math.isinf(self.tokens):
             return bool(run.rows)
         return run.tokens >= self.tokens * (1 - 1e-9) and bool(run.rows)
 
 
 def choose_token_budget(runs: Sequence[Run], at: str) -> TokenBudget:
-    """The point that was asked for.
+    """Choose the token budget.
 
     Args:
-        runs: those to compare.
-        at: `least` advanced of all runs but failed ones, `done` for the least advanced finished one, `end` for every
-            run's own end, or a number of tokens (`30720`, `1e9`, `2.5B`).
+        at: `least` for the least advanced run that has not failed, `done` for the least advanced finished run, `end`
+            for every run's own end, or a number of tokens (`30720`, `1e9`, `2.5B`).
 
     Raises:
-        UserError: it is none of these, or no run has come there.
+        UserError: `at` is none of these, or no run has seen so many tokens.
     """
     begun = [run for run in runs if run.tokens]
     if not begun:
@@ -50,8 +48,8 @@ def choose_token_budget(runs: Sequence[Run], at: str) -> TokenBudget:
     tokens = _tokens(at)
     furthest = max(run.tokens for run in begun)
     if tokens > furthest:
-        raise UserError(f"at={at}: no run has come so far; the furthest is at {furthest:,} tokens.")
-    return TokenBudget(tokens, "as asked for")
+        raise UserError(f"at={at}: no run has seen so many tokens; the longest has {furthest:,}.")
+    return TokenBudget(tokens, "as requested")
 
 
 def _least(counted: Sequence[Run], begun: Sequence[Run]) -> TokenBudget:
@@ -71,5 +69,5 @@ def _tokens(at: str) -> float:
     except ValueError:
         tokens = -1.0
     if not (tokens > 0 and math.isfinite(tokens)):
-        raise UserError(f"at={at}: write least, done, end, or a number of tokens ({short_count(30720)}, 1e9, 2.5B).")
+        raise UserError(f"at={at}: must be least, done, end, or a number of tokens (30.72k, 1e9, 2.5B).")
     return tokens

@@ -7,13 +7,14 @@ from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.run_plan import RunPlan
-from titan_exp.plan.gate.gate import MemoryCheck, check_memory, explain_oom, gib, plan_record
+from titan_exp.plan.gate.gate import MemoryCheck, check_memory, explain_oom, plan_record
 from titan_exp.plan.gate.suggestions import Suggestion, suggestions
+from titan_exp.tracking.number_format import format_bytes
 
 Say = Callable[[str], None]
 
 
-def gate_run(plan: RunPlan, say: Say) -> RunPlan:
+def gate_run(plan: RunPlan, echo: Say) -> RunPlan:
     """A plan that may be started, with what is predicted of it.
 
     Args:
@@ -25,42 +26,42 @@ def gate_run(plan: RunPlan, say: Say) -> RunPlan:
     """
     if is_done(plan):
         return plan
-    (memory_check,) = check_memory([plan.experiment], _runs(plan), say)
+    (memory_check,) = check_memory([plan.experiment], _runs(plan), echo)
     if memory_check.fits is False and plan.experiment.plan.gate == "refuse":
-        raise UserError(_refusal(memory_check, _runs(plan), say))
+        raise UserError(_refusal(memory_check, _runs(plan), echo))
     for line in remarks([memory_check]):
-        say(line)
+        echo(line)
     return with_prediction(plan, memory_check)
 
 
-def gate_runs(plans: Sequence[RunPlan], say: Say) -> list[RunPlan]:
+def gate_runs(plans: Sequence[RunPlan], echo: Say) -> list[RunPlan]:
     """The same of several plans.
 
     Raises:
         UserError: one of them is refused; it names all of these.
     """
-    memory_checks = check_open_runs(plans, say)
+    memory_checks = check_open_runs(plans, echo)
     refused = [(plan, it) for plan, it in zip(plans, memory_checks, strict=True) if it is not None and is_refused(it)]
     if refused:
         lines = [f"{plan.folder.path}: {explain_oom(memory_check)}" for plan, memory_check in refused]
         raise UserError("\n".join([*lines, GATE_HINT]))
     for line in remarks([it for it in memory_checks if it is not None]):
-        say(line)
+        echo(line)
     return [plan if it is None else with_prediction(plan, it) for plan, it in zip(plans, memory_checks, strict=True)]
 
 
-def check_open_runs(plans: Sequence[RunPlan], say: Say) -> list[MemoryCheck | None]:
-    """What is known of each plan's memory; None for runs that are done, which are not started again."""
+def check_open_runs(plans: Sequence[RunPlan], echo: Say) -> list[MemoryCheck | None]:
+    """Memory check of each plan; None for runs that are done."""
     found: dict[int, MemoryCheck] = {}
     open_plans = [number for number, plan in enumerate(plans) if not is_done(plan)]
     for runs in dict.fromkeys(_runs(plans[number]) for number in open_plans):
         here = [number for number in open_plans if _runs(plans[number]) == runs]
-        found |= zip(here, check_memory([plans[number].experiment for number in here], runs, say), strict=True)
+        found |= zip(here, check_memory([plans[number].experiment for number in here], runs, echo), strict=True)
     return [found.get(number) for number in range(len(plans))]
 
 
 def is_refused(memory_check: MemoryCheck) -> bool:
-    """Whether the run must not be started."""
+    """True if the run must not start."""
     return memory_check.fits is False and memory_check.experiment.plan.gate == "refuse"
 
 
@@ -71,7 +72,7 @@ def with_prediction(plan: RunPlan, memory_check: MemoryCheck) -> RunPlan:
 
 
 def remarks(memory_checks: Sequence[MemoryCheck]) -> list[str]:
-    """What is to be said of runs that are started: each thing once, with how many runs it is about."""
+    """Warnings about runs that start, each once, with the number of runs."""
     said: dict[str, int] = {}
     for memory_check in memory_checks:
         text = _remark(memory_check)
@@ -81,31 +82,31 @@ def remarks(memory_checks: Sequence[MemoryCheck]) -> list[str]:
 
 
 def is_done(plan: RunPlan) -> bool:
-    """Whether the run has come to its end before."""
+    """True if the run is done."""
     state = plan.folder.read_state() if plan.folder.path.exists() else None
     return state is not None and state.state == "done"
 
 
-GATE_HINT = "  plan.gate=warn starts it all the same, plan.gate=off without looking."
+GATE_HINT = "  plan.gate=warn starts it anyway, plan.gate=off without a check."
 
 
 def _remark(memory_check: MemoryCheck) -> str:
     if memory_check.fits is False:
         return f"This run is not expected to fit: {explain_oom(memory_check)}"
     if memory_check.why_not and memory_check.device_memory is not None:
-        return f"Whether its memory fits is not predicted: {memory_check.why_not}."
+        return f"Its memory is not checked: {memory_check.why_not}."
     return ""
 
 
-def _refusal(memory_check: MemoryCheck, runs: Path, say: Say) -> str:
-    found = suggestions(memory_check, runs, say)
+def _refusal(memory_check: MemoryCheck, runs: Path, echo: Say) -> str:
+    found = suggestions(memory_check, runs, echo)
     lines = [f"This run does not fit: {explain_oom(memory_check)}"]
     if found:
-        lines.append("  What would fit, each of these planned:")
+        lines.append("  These changes fit, as predicted:")
         width = max(len(_typed(suggestion)) for suggestion in found)
         lines += [f"    {_typed(suggestion):{width}}  {_outcome(suggestion)}" for suggestion in found]
     else:
-        lines.append("  No change that was tried would fit; a smaller model, or shorter sequences, would need less.")
+        lines.append("  None of the tried changes fits; use a smaller model or shorter sequences.")
     return "\n".join([*lines, GATE_HINT])
 
 
@@ -118,9 +119,9 @@ def _outcome(suggestion: Suggestion) -> str:
     assert memory_check.device_memory is not None, "it was planned"
     if memory_check.prediction is None:
         return "fits by an upper bound"
-    words = [gib(memory_check.prediction.largest.peak + memory_check.device_memory.overhead)]
+    words = [format_bytes(memory_check.prediction.largest.peak + memory_check.device_memory.overhead)]
     if memory_check.device_memory.sharing > 1:
-        words.append(f"{gib(memory_check.needed or 0)} together")
+        words.append(f"{format_bytes(memory_check.needed or 0)} together")
     return ", ".join(words)
 
 

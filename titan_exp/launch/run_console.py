@@ -1,4 +1,4 @@
-"""What the launcher shows. A screen that goes away (a closed terminal, a broken pipe) must not end the run."""
+"""Console of the launcher. A closed terminal or a broken pipe does not end the run."""
 
 import os
 import sys
@@ -31,9 +31,9 @@ class RunConsole:
         for line in lines:
             self._log_over = self._log_over or line == FAILURE_MARK
             if not self._log_over:
-                self.say(line)
+                self.echo(line)
 
-    def say(self, line: str) -> None:
+    def echo(self, line: str) -> None:
         """Show a line that stays."""
         if self._sink is not None:
             self._try(self._sink.note, line)

@@ -1,84 +1,78 @@
-"""A run is named by what it computes: a hash of its resolved configuration, less the keys that do not change that.
+"""Run id and experiment id: hashes of the resolved configuration, without keys that change nothing.
 
-So the same command finds the same folder, and a sweep launched twice starts only what is missing.
+A key at its declared default (that of its dataclass) is left out, so a new key with a default renames no run. The same
+command finds the same folder, and a sweep launched twice starts only the missing runs.
 """
 
+import dataclasses
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.groups.optimizer import AdamWConfig
-from titan_exp.config.schema.identity_keys import IN_RUN_ID_WHEN_SET, LAYOUT, NOT_IN_RUN_ID
-from titan_exp.config.schema.typed_config import to_dict
+from titan_exp.config.schema.identity_keys import COUNTS_BESIDE, LAYOUT, has_effect, is_among
 
 ID_LENGTH = 12
 """Hexadecimal digits of an id: 48 bits, so among a million runs two collide with a probability of 0.2 %."""
 
 
 def run_id(experiment: Experiment) -> str:
-    """Name of the run: what is computed, and in which layout. The layout must be resolved (no degree of -1).
+    """Hash of what is computed and of the layout, which must be resolved.
 
     Raises:
-        UserError: a value has no stable identity.
+        UserError: a value has no stable text.
     """
-    return _digest(experiment, NOT_IN_RUN_ID)
+    return _digest(identity(experiment))
 
 
 def experiment_id(experiment: Experiment) -> str:
-    """Name of what is computed, the same in every layout.
+    """Hash of what is computed, the same in every layout.
 
     Raises:
-        UserError: a value has no stable identity.
+        UserError: a value has no stable text.
     """
-    return _digest(experiment, [*NOT_IN_RUN_ID, *LAYOUT])
+    return _digest({key: value for key, value in identity(experiment).items() if not is_among(key, LAYOUT)})
+
+
+def identity(experiment: Experiment) -> dict[str, Any]:
+    """Values that name a run, by dotted key: keys with an effect that are not at their default."""
+    changed = dict(_changed(experiment))
+    inactive = [key for key, switch in COUNTS_BESIDE.items() if switch not in changed]
+    return {key: value for key, value in changed.items() if has_effect(key) and not is_among(key, inactive)}
 
 
 def canonical(value: object, key: str = "") -> str:
-    """The one JSON text of a value: keys sorted, no spaces, floats as Python's `repr`.
+    """JSON text of a value, unique: keys sorted, no spaces, floats as Python's `repr`.
+
+    Args:
+        value: JSON values, nested.
+        key: its name, for the message.
 
     Raises:
-        UserError: a part of it is no JSON value or not finite, so that it has no stable text. `key` is its name.
+        UserError: a part of it is no JSON value or not finite, so that it has no stable text.
     """
     _require_stable(value, key)
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def _digest(experiment: Experiment, without: Iterable[str]) -> str:
-    config = to_dict(experiment)
-    if experiment.quantization.recipe == "none":
-        # Other keys have no effect then, and the id is that of a run from before there were recipes.
-        config["quantization"] = {"recipe": "none"}
-    elif not experiment.quantization.stochastic_rounding:
-        del config["quantization"]["stochastic_rounding"]
-    if isinstance(experiment.optimizer, AdamWConfig) and experiment.optimizer.state_precision == "fp32":
-        del config["optimizer"]["state_precision"]
-    if experiment.training.objective == "language_modeling":
-        del config["training"]["objective"], config["training"]["objective_options"]
-    if not experiment.compile.cuda_graphs:
-        del config["compile"]["cuda_graphs"]
-    begins_with = {key: _get(config, key.split(".")) for key in IN_RUN_ID_WHEN_SET}
-    for key in without:
-        _remove(config, key.split("."))
-    # Without them the id is that of a run from before there were such keys.
-    if begins_with[IN_RUN_ID_WHEN_SET[0]] is not None:
-        config |= begins_with
-    return hashlib.sha256(canonical(config).encode()).hexdigest()[:ID_LENGTH]
+def _digest(values: dict[str, Any]) -> str:
+    text = "{" + ",".join(f"{json.dumps(key)}:{canonical(values[key], key)}" for key in sorted(values)) + "}"
+    return hashlib.sha256(text.encode()).hexdigest()[:ID_LENGTH]
 
 
-def _get(config: dict[str, Any], path: Sequence[str]) -> Any:
-    for part in path:
-        config = config[part]
-    return config
-
-
-def _remove(config: dict[str, Any], path: list[str]) -> None:
-    for part in path[:-1]:
-        config = config[part]
-    config.pop(path[-1], None)
+def _changed(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Keys of a group, nested ones included, that are not at their default, with their values."""
+    for field in dataclasses.fields(group):
+        value, key = getattr(group, field.name), f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            yield from _changed(value, f"{key}.")
+            continue
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if value != default:
+            yield key, value
 
 
 def _require_stable(value: object, key: str) -> None:

@@ -32,30 +32,42 @@ class RunPlan:
     """A run that may be started: checked, its layout resolved, and named."""
 
     experiment: Experiment
-    """What to run."""
+    """Configuration, its layout resolved."""
     overrides: tuple[str, ...]
-    """What was typed."""
+    """Typed overrides."""
     run_id: str
     """Name of what it computes, in its layout."""
     experiment_id: str
     """Name of what it computes, in any layout."""
     folder: RunFolder
-    """Where it is, or will be."""
+    """Run folder, which may not exist yet."""
     prediction: str | None = None
-    """What plan.json is to say; None leaves it as it is."""
+    """Content of plan.json; None keeps the file."""
 
 
-def plan_run(experiment: Experiment, overrides: Sequence[str] = ()) -> RunPlan:
+def plan_run(experiment: Experiment, overrides: Sequence[str] = (), folder: RunFolder | None = None) -> RunPlan:
     """Check an experiment and name it. Writes nothing.
+
+    Args:
+        experiment: the configuration; its layout may be unresolved.
+        overrides: as typed.
+        folder: an existing folder of the run, which may have moved or have the name that an older version gave it.
 
     Raises:
         UserError: it cannot run, holds credentials, or has no stable name.
     """
     # Credentials first: what the rules say of a value repeats it.
     require_none(to_dict(experiment))
-    resolved = resolve_layout(check(experiment, _has_begun), offered_devices(experiment.cluster))
-    name = run_id(resolved)
-    return RunPlan(resolved, tuple(overrides), name, experiment_id(resolved), RunFolder(_path(resolved, name)))
+
+    def path_of(resolved: Experiment) -> Path:
+        return _path(resolved, run_id(resolved)) if folder is None else Path(os.path.abspath(folder.path))
+
+    def has_begun(resolved: Experiment) -> bool:
+        # Then the initial weights (`checkpoint.initial`) may be gone.
+        return saved_state(str(path_of(resolved))) is not None
+
+    resolved = resolve_layout(check(experiment, has_begun), offered_devices(experiment.cluster))
+    return RunPlan(resolved, tuple(overrides), run_id(resolved), experiment_id(resolved), RunFolder(path_of(resolved)))
 
 
 def create_run_folder(plan: RunPlan, provenance: Provenance | None = None) -> bool:
@@ -113,11 +125,6 @@ def explain_write_errors(path: Path) -> Iterator[None]:
 def _path(resolved: Experiment, name: str) -> Path:
     runs = Path(os.path.abspath(Path(resolved.paths.runs).expanduser()))
     return runs / resolved.experiment.name / name
-
-
-def _has_begun(resolved: Experiment) -> bool:
-    """Whether the run has a checkpoint: then what it began with (`checkpoint.initial`) may be gone."""
-    return saved_state(str(_path(resolved, run_id(resolved)))) is not None
 
 
 def _snapshot(plan: RunPlan, provenance: Provenance | None) -> dict[str, str]:

@@ -22,7 +22,7 @@ class Interrupts:
         self.first: str | None = None
         """Name of the first signal; None so far."""
         self.again = False
-        """Whether another one came later."""
+        """True if another signal followed."""
         self._time = 0.0
         self._before: dict[signal.Signals, Any] = {}
 

@@ -12,7 +12,7 @@ from titan_exp.tracking.sinks.sink import Value
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run's files say of it now. None stands for unknown."""
+    """Summary of a run's files. None is unknown."""
 
     state: str
     """`done`, `failed`, `preempted`, ..."""
@@ -25,7 +25,7 @@ class Summary:
     tokens_per_second: Value
     """Median over the logged rows without each attempt's first, which holds compilation and warm-up."""
     roofline: str | None = None
-    """What the newest attempt that came to an end achieved of what its devices can do, in a few words."""
+    """Roofline note of the newest finished attempt."""
 
 
 def summarize(folder: RunFolder) -> Summary:

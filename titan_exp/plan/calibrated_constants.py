@@ -1,4 +1,4 @@
-"""The few constants that `titan-exp plan calibrate` fits for a device, kept beside what `titan-exp doctor` measured."""
+"""Calibrated constants of a device, fitted by `titan-exp plan calibrate`, beside the rates that `doctor` measured."""
 
 import json
 from dataclasses import asdict, dataclass, replace
@@ -9,43 +9,43 @@ from titan_exp.tracking.device_rates import rates_file
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
 
 FITTED = ("matmul_share", "bandwidth_share", "link_share", "operator_us", "overhead_gb")
-"""Fields of a device that are fitted."""
+"""Fitted fields of `Device`."""
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What was fitted of a device; None leaves the device's own."""
+    """Fitted constants; None keeps the device's own."""
 
     device: str = ""
     """Name of the device."""
     matmul_share: float | None = None
-    """As `Device.matmul_share`."""
+    """See `Device.matmul_share`."""
     bandwidth_share: float | None = None
-    """As `Device.bandwidth_share`."""
+    """See `Device.bandwidth_share`."""
     link_share: float | None = None
-    """As `Device.link_share`."""
+    """See `Device.link_share`."""
     operator_us: float | None = None
-    """As `Device.operator_us`, in microseconds."""
+    """See `Device.operator_us`, in microseconds."""
     overhead_gb: float | None = None
-    """As `Device.overhead_gb`, in GB."""
+    """See `Device.overhead_gb`, in GB."""
     runs: int = 0
-    """How many runs they were fitted to."""
+    """Number of fitted runs."""
     when: str = ""
     """Date and time, in UTC."""
 
-    def over(self, device: Device) -> Device:
+    def apply_to(self, device: Device) -> Device:
         """The device with these constants in place of its own."""
         fitted = {name: getattr(self, name) for name in FITTED if getattr(self, name) is not None}
         return replace(device, **fitted)
 
 
 def constants_file(cache: Path, device: str) -> Path:
-    """Where a device's constants are kept: beside its measured rates."""
+    """File of a device's constants, beside its measured rates."""
     return rates_file(cache, device).with_suffix(".calibration.json")
 
 
 def read_constants(cache: Path, device: str) -> Constants:
-    """What was fitted of a device; nothing where nobody has, or the file cannot be read."""
+    """Read a device's constants; none where the file is missing or cannot be read."""
     try:
         return Constants(**json.loads(constants_file(cache, device).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -53,10 +53,10 @@ def read_constants(cache: Path, device: str) -> Constants:
 
 
 def write_constants(cache: Path, constants: Constants) -> Path:
-    """Keep constants; returns the file.
+    """Write constants and return their file.
 
     Raises:
-        OSError: the disk is full, or cannot be written to.
+        OSError: the disk is full or read-only.
     """
     path = constants_file(cache, constants.device)
     path.parent.mkdir(parents=True, exist_ok=True)

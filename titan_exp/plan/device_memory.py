@@ -1,13 +1,14 @@
-"""What a run would be on: a device with its rates, and how much memory there is for how many of its processes.
+"""Device and memory of a run: rates, capacity, and the number of processes that share it. Imports no torch.
 
-Of a GPU the table knows both; what `titan-exp doctor` has measured goes before it, and is all that is known of a CPU.
-What `titan-exp plan calibrate` has fitted is laid over either. Imports no torch.
+A GPU's numbers come from the device table, a CPU's from `titan-exp doctor`; measured rates replace those of the table,
+and constants of `titan-exp plan calibrate` replace both.
 """
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_exp.config.errors.did_you_mean import listed
+from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type, node_size
@@ -15,59 +16,59 @@ from titan_exp.config.machine.local_machine import cpu_name, gpu_names, host_mem
 from titan_exp.plan.calibrated_constants import read_constants
 from titan_exp.plan.cuda.devices import DEVICES, Device
 from titan_exp.tracking.device_rates import read_rates
+from titan_exp.tracking.number_format import GIB
 
 CPU_OVERHEAD_GB = 0.45
-"""What Python, torch and its allocator hold beside tensors in a rank's process on a CPU, as seen with torch 2.13, until
-that is calibrated."""
-NAMES = {
+"""Memory of Python, torch and its allocator in a CPU rank's process, measured with torch 2.13; a default."""
+DEVICE_KEYS = {
     "NVIDIA A100-SXM4-80GB": "a100",
     "NVIDIA H100 80GB HBM3": "h100",
     "NVIDIA H200": "h200",
     "NVIDIA B200": "b200",
     "AMD Instinct MI300X": "mi300x",
 }
-"""Words of the device table by what drivers and torch call the device."""
+"""Keys of the device table by the device name that drivers and torch report."""
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Where a run would be."""
+    """Memory that a run has, and the device."""
 
     device: Device | None
-    """Its rates; None where nothing is known of them."""
+    """Device with its rates; None where they are not known."""
     capacity: int | None
-    """Bytes of memory that `sharing` processes have together; None where that is not known."""
+    """Bytes that `sharing` processes have together; None where they are not known."""
     sharing: int
-    """Processes that share it: one on a GPU, those of a node on a CPU."""
+    """Processes that share the memory: one on a GPU, those of a node on a CPU."""
     overhead: int
-    """Bytes of each process beside what is predicted of it."""
+    """Bytes of each process beside its predicted tensors."""
     name: str
-    """What has the memory, in words: `H100 80GB SXM`, `this machine`."""
+    """Owner of the memory: `H100 80GB SXM`, `this machine`."""
     unknown: str = ""
-    """Why the capacity is not known, and what would tell."""
+    """Reason why the capacity is not known, and the key that sets it."""
 
 
 def device_memory_of(experiment: Experiment, runs: Path) -> DeviceMemory:
-    """Where an experiment would be.
+    """Device and memory of a run with a resolved layout.
 
     Args:
-        experiment: the run, its layout resolved.
-        runs: `paths.runs`, beside whose runs measured and fitted numbers are kept.
+        runs: `paths.runs`; its `.cache` keeps measured and fitted numbers.
     """
-    if device_type(experiment.cluster) == "cuda":
-        return _gpu(experiment, runs / ".cache")
-    return _cpu(experiment, runs / ".cache")
+    cluster, cache = experiment.cluster, runs / ".cache"
+    if device_type(cluster) == "cuda":
+        return _gpu_memory(cluster, cache)
+    return _cpu_memory(cluster, ResolvedLayout.of(experiment).world_size, experiment.training.mixed_precision, cache)
 
 
 def cpu_device(name: str, cache: Path, *, dtype: str, threads: int, processes: int) -> Device | None:
-    """A CPU as one process of several sees it; None where `titan-exp doctor` has not measured it.
+    """Device of one of several processes on a CPU; None where `titan-exp doctor` has not measured the CPU.
 
     Args:
-        name: of the CPU, as `cpu_name` has it.
+        name: `cpu_name` of the machine.
         cache: `.cache` of the runs.
-        dtype: of matmuls: `fp32` or `bf16`.
-        threads: cores that the process computes on.
-        processes: those of the machine, which share its bandwidth.
+        dtype: dtype of matmuls, `fp32` or `bf16`.
+        threads: cores of the process.
+        processes: processes of the machine, which share its bandwidth.
     """
     measured = read_rates(cache, name)
     if measured is None or dtype not in measured.tflops or measured.copy is None:
@@ -77,26 +78,23 @@ def cpu_device(name: str, cache: Path, *, dtype: str, threads: int, processes: i
     link = measured.link or measured.copy / 2
     memory = (host_memory() or 0) / 1e9
     device = Device(name, memory, measured.tflops[dtype] * min(1.0, threads / cores), None, bandwidth, link, link)
-    # What doctor measured is reached, not promised.
+    # Measured rates are reached rates.
     device = replace(device, matmul_share=1.0, bandwidth_share=1.0, link_share=1.0, overhead_gb=CPU_OVERHEAD_GB)
-    return read_constants(cache, name).over(device)
+    return read_constants(cache, name).apply_to(device)
 
 
-def refine_gpu(device: Device, experiment: Experiment, cache: Path) -> Device:
-    """A GPU of the table with what is known better: the links of `cluster`, measured rates, fitted constants.
+def refine_gpu(device: Device, cluster: ClusterConfig, cache: Path) -> Device:
+    """A GPU of the table with the links of its cluster, measured rates and fitted constants.
 
     Args:
-        device: of the table.
-        experiment: whose cluster it is in.
         cache: `.cache` of the runs.
     """
-    cluster = experiment.cluster
-    given = {name: getattr(cluster, name) for name in ("link_gbs", "network_gbs") if getattr(cluster, name) is not None}
-    device = replace(device, **given)
-    names = [name for name, word in NAMES.items() if DEVICES[word].name == device.name]
+    links = {name: getattr(cluster, name) for name in ("link_gbs", "network_gbs") if getattr(cluster, name) is not None}
+    device = replace(device, **links)
+    names = [name for name, key in DEVICE_KEYS.items() if DEVICES[key].name == device.name]
     measured = next((found for name in names if (found := read_rates(cache, name)) is not None), None)
     if measured is not None:
-        # The peaks stay the maker's, by which MFU is counted.
+        # Peaks stay those of the data sheet, which MFU is defined by.
         reached = {
             "matmul_share": measured.tflops.get("bf16", 0) / device.bf16_tflops,
             "bandwidth_share": (measured.copy or 0) / 1e3 / device.bandwidth_tbs,
@@ -105,38 +103,34 @@ def refine_gpu(device: Device, experiment: Experiment, cache: Path) -> Device:
         device = replace(device, **{name: min(1.0, share) for name, share in reached.items() if share})
         if device.fp8_tflops is not None and {"bf16", "fp8"} <= set(measured.tflops):
             device = replace(device, fp8_reach=measured.tflops["fp8"] / device.fp8_tflops / device.matmul_share)
-    return read_constants(cache, device.name).over(device)
+    return read_constants(cache, device.name).apply_to(device)
 
 
-def _gpu(experiment: Experiment, cache: Path) -> DeviceMemory:
-    kind, asked = experiment.cluster.gpu_type, (experiment.cluster.gpu_type or "").lower()
-    names = gpu_names() if experiment.cluster.kind == "local" and kind is None else []
-    found = NAMES.get(names[0], "") if names and len(set(names)) == 1 else asked
-    if found not in DEVICES:
-        said = f"cluster.gpu_type={kind or 'null'}"
-        if names:
-            said = f"{listed(sorted(set(names)), 'and')} here, {said}"
-        return DeviceMemory(None, None, 1, 0, "the GPU", f"{said}; the planner knows {listed(DEVICES, 'and')}")
-    device = refine_gpu(DEVICES[found], experiment, cache)
+def _gpu_memory(cluster: ClusterConfig, cache: Path) -> DeviceMemory:
+    installed = gpu_names() if not cluster.is_remote and cluster.gpu_type is None else []
+    key = (cluster.gpu_type or "").lower()
+    if installed and len(set(installed)) == 1:
+        key = DEVICE_KEYS.get(installed[0], "")
+    if key not in DEVICES:
+        text = f"cluster.gpu_type={cluster.gpu_type or 'null'}"
+        if installed:
+            text = f"this machine has {listed(sorted(set(installed)), 'and')}, {text}"
+        return DeviceMemory(None, None, 1, 0, "the GPU", f"{text}; the planner knows {listed(DEVICES, 'and')}")
+    device = refine_gpu(DEVICES[key], cluster, cache)
     return DeviceMemory(device, round(device.memory_gb * 1e9), 1, round(device.overhead_gb * 1e9), device.name)
 
 
-def _cpu(experiment: Experiment, cache: Path) -> DeviceMemory:
-    world, cluster = ResolvedLayout.of(experiment).world_size, experiment.cluster
-    processes, dtype = min(world, node_size(cluster, world)), experiment.training.mixed_precision
-    if cluster.kind != "local":
-        # The nodes are others than this machine.
-        overhead = round(CPU_OVERHEAD_GB * 1e9)
+def _cpu_memory(cluster: ClusterConfig, world: int, dtype: str, cache: Path) -> DeviceMemory:
+    processes = min(world, node_size(cluster, world))
+    if cluster.is_remote:
+        overhead, unknown = round(CPU_OVERHEAD_GB * 1e9), "the memory of a node is not known; set cluster.memory_gb"
         if cluster.memory_gb:
-            return DeviceMemory(None, cluster.memory_gb * 2**30, processes, overhead, "a node's cluster.memory_gb")
-        return DeviceMemory(
-            None, None, processes, overhead, "a node", "a node's memory is not known; cluster.memory_gb says it"
-        )
+            return DeviceMemory(None, cluster.memory_gb * GIB, processes, overhead, "a node (cluster.memory_gb)")
+        return DeviceMemory(None, None, processes, overhead, "a node", unknown)
     name = cpu_name()
     threads = cluster.threads_per_process or max(1, usable_cores() // world)
     device = cpu_device(name, cache, dtype=dtype, threads=threads, processes=processes)
-    constants = read_constants(cache, name)
-    overhead = CPU_OVERHEAD_GB if constants.overhead_gb is None else constants.overhead_gb
-    capacity = host_memory()
-    unknown = "" if capacity else "the system does not say how much memory it has"
-    return DeviceMemory(device, capacity, processes, round(overhead * 1e9), "this machine", unknown)
+    fitted, capacity = read_constants(cache, name).overhead_gb, host_memory()
+    overhead = round((CPU_OVERHEAD_GB if fitted is None else fitted) * 1e9)
+    unknown = "" if capacity else "the system does not report its memory"
+    return DeviceMemory(device, capacity, processes, overhead, "this machine", unknown)

@@ -1,4 +1,4 @@
-"""What was predicted of a run, as plain numbers: what crosses processes, is remembered, and is written down.
+"""Predictions as plain values, which cross processes, are cached and are written to plan.json.
 
 Imports no torch, so that commands that only read a prediction answer at once.
 """
@@ -10,20 +10,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RankPrediction:
-    """What was predicted of a pipeline rank; the ranks that differ from it in other axes alone have the same."""
+    """Prediction of one pipeline rank, which is the same for every rank of its stage."""
 
     pipeline_rank: int
-    """Its number along pp."""
+    """Rank along pp."""
     allocated: int
-    """Bytes of tensors at the peak."""
+    """Peak of allocated tensors in bytes."""
     reserved: int | None
-    """Bytes that the allocator has of the device at most; None where that is not predicted, and on a CPU."""
+    """Peak that the caching allocator reserves, in bytes; None on a CPU and where it is not predicted."""
     by_category: Mapping[str, int]
-    """Of `allocated`, bytes by what they are for."""
+    """Breakdown of `allocated`."""
     during: str
-    """When the peak is, in words."""
+    """Phase of the peak, as `forward, block 3`."""
     seconds: Mapping[str, float] | None
-    """Of a step, by what bounds it (`RankTime`); None where no speed is known."""
+    """Step time by what bounds it (`RankTime`); None without known rates."""
     operators: int
     """Operators of a step."""
 
@@ -35,67 +35,62 @@ class RankPrediction:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What was predicted of a run."""
+    """Prediction of a run."""
 
     ranks: tuple[RankPrediction, ...]
-    """Of every pipeline rank."""
+    """Every pipeline rank."""
     bubble: float
-    """Share of the time in which ranks of the pipeline wait for each other."""
+    """Pipeline bubble as a share of the step."""
     step_seconds: float | None
-    """Of a step; None where no speed is known."""
+    """Step time; None without known rates."""
     tokens_per_second_per_device: float | None
-    """Of one device; None likewise."""
+    """Throughput of one device; None without known rates."""
     mfu: float | None
-    """Model FLOPs over the bf16 peak; None likewise, and on a CPU."""
+    """Model FLOPs over the bf16 peak; None on a CPU and without known rates."""
 
     @property
     def largest(self) -> RankPrediction:
-        """The rank whose peak is the highest."""
+        """The rank with the highest peak."""
         return max(self.ranks, key=lambda rank: rank.peak)
 
 
 @dataclass(frozen=True)
 class NotPredicted:
-    """A run of which nothing was predicted."""
+    """A run that could not be predicted."""
 
     reason: str
-    """Why, in words."""
+    """Reason, as a clause."""
 
 
-def joined(parts: Sequence[Mapping[str, Any]]) -> Prediction:
-    """A prediction from plans of its pipeline ranks, each as `plan.report.as_json` has it; the slowest has the word."""
+def merge_ranks(parts: Sequence[Mapping[str, Any]]) -> Prediction:
+    """Merge plans of pipeline ranks, each in the form of `plan_table.plan_to_json`; the slowest sets the speed."""
     slowest = max(parts, key=lambda part: part["step_seconds"] or 0.0)
     ranks = sorted((_rank(rank) for part in parts for rank in part["ranks"]), key=lambda rank: rank.pipeline_rank)
-    return Prediction(
-        tuple(ranks),
-        slowest["bubble"],
-        slowest["step_seconds"],
-        slowest["tokens_per_second_per_device"],
-        slowest["mfu"],
-    )
+    speed = (slowest[name] for name in ("bubble", "step_seconds", "tokens_per_second_per_device", "mfu"))
+    return Prediction(tuple(ranks), *speed)
 
 
 def to_json(prediction: Prediction) -> dict[str, Any]:
-    """A prediction as JSON values, which `from_json` reads back equal."""
+    """A prediction as JSON values; `from_json` reads them back equal."""
     return asdict(prediction)
 
 
 def from_json(values: Mapping[str, Any]) -> Prediction:
-    """What `to_json` wrote.
+    """Inverse of `to_json`.
 
     Raises:
-        TypeError, KeyError: it was something else.
+        TypeError, KeyError: the values are something else.
     """
     return Prediction(**{**values, "ranks": tuple(RankPrediction(**rank) for rank in values["ranks"])})
 
 
-def _rank(found: Mapping[str, Any]) -> RankPrediction:
+def _rank(values: Mapping[str, Any]) -> RankPrediction:
     return RankPrediction(
-        found["pipeline_rank"],
-        found["peak_allocated_bytes"],
-        found.get("peak_reserved_bytes"),
-        found["peak_by_category"],
-        found["peak_during"],
-        found["seconds"],
-        found["operators"],
+        values["pipeline_rank"],
+        values["peak_allocated_bytes"],
+        values.get("peak_reserved_bytes"),
+        values["peak_by_category"],
+        values["peak_during"],
+        values["seconds"],
+        values["operators"],
     )

@@ -1,6 +1,5 @@
-"""A plan in print: a table of pipeline ranks and the lines below it, or JSON."""
+"""Output of `titan-exp plan`: tables and lines for a terminal, or JSON."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
@@ -10,19 +9,16 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine.devices import device_type
 from titan_exp.plan.cuda.caching_allocator import STEPS, reservations
 from titan_exp.plan.cuda.cpu_offload import HostUsage
 from titan_exp.plan.predict import Plan, RankPlan
-from titan_exp.plan.time.roofline import RankTime
 from titan_exp.plan.trace.inductor import uses_inductor
 from titan_exp.plan.trace.memory_tracker import CATEGORIES
 from titan_exp.quantization.hardware_support import LEAST
+from titan_exp.tracking.number_format import GIB, MIB, format_bytes, format_si
 
-GIB, MIB = 2**30, 2**20
-COMPILED = " Compiled parts hold what inductor has them hold on a CPU, which has not been compared with a GPU."
-AT_MOST = " Of attention's backward pass the kernel with the largest workspace is counted: tensors take at most that."
+COMPILED = " Compiled regions are traced with inductor's CPU code, which has not been compared with a GPU."
+AT_MOST = " Attention's backward is counted with its largest workspace: this is an upper bound."
 EXPANDABLE = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 _SHORT = {
     "parameters": "params",
@@ -35,39 +31,39 @@ _SHORT = {
 
 
 def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Print a plan for people."""
+    """Print a plan on a terminal."""
     console = console or Console()
     experiment, largest = plan.experiment, max(plan.ranks, key=lambda rank: rank.bytes)
-    layout = ResolvedLayout.of(experiment)
-    sequences = f"{layout.micro_batch_size} x {experiment.training.seq_len} tokens a micro-batch"
+    layout = plan.layout
+    sequences = f"{layout.micro_batch_size} x {experiment.training.seq_len} tokens per micro-batch"
     console.print(
         f"{experiment.model.name} on {layout.world_size} x {plan.device.name if plan.device else 'CPU process'}: "
-        f"{sequences}, {layout.gradient_accumulation} of them a step",
+        f"{sequences}, {layout.gradient_accumulation} per step",
         highlight=False,
     )
     print_unwrapped(console, _memory(plan))
-    console.print(_verdict(plan, largest), highlight=False, soft_wrap=True)
-    for line in (*_sent(plan, largest), *_on_host(plan, largest)):
+    console.print(_fit_sentence(plan, largest), highlight=False, soft_wrap=True)
+    for line in (*_sent_activations(plan, largest), *_on_host(plan, largest)):
         console.print(line, highlight=False, soft_wrap=True)
     print_unwrapped(console, _messages(plan, largest))
     for line in (*_emulated(plan), *_speed(plan)):
         console.print(line, highlight=False, soft_wrap=True)
-    whole = f", every layer and micro-batch traced, because {plan.why_full}" if plan.why_full else ""
-    console.print(f"planned in {plan.planning_seconds:.1f} s{whole}", style="dim", highlight=False, soft_wrap=True)
+    full = f", every layer and micro-batch traced, because {plan.why_full}" if plan.why_full else ""
+    console.print(f"planned in {plan.planning_seconds:.1f} s{full}", style="dim", highlight=False, soft_wrap=True)
 
 
 def print_unwrapped(console: Console, table: Table) -> None:
-    """Print a table with every digit: where it is wider than the terminal or the pipe, its lines are longer."""
-    endless = console.options.update(width=10_000)
-    console.width = max(console.width, Measurement.get(console, endless, table).maximum)
+    """Print a table without truncating cells, even where it is wider than the terminal or the pipe."""
+    unlimited = console.options.update(width=10_000)
+    console.width = max(console.width, Measurement.get(console, unlimited, table).maximum)
     console.print(table)
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
-    """A plan for programs: bytes, seconds, operations."""
+def plan_to_json(plan: Plan) -> dict[str, Any]:
+    """A plan as JSON values in bytes, seconds and FLOPs."""
     return {
         "device": None if plan.device is None else asdict(plan.device),
-        "world_size": ResolvedLayout.of(plan.experiment).world_size,
+        "world_size": plan.layout.world_size,
         "ranks": [_rank_json(rank) for rank in plan.ranks],
         "at_most": plan.at_most,
         "bubble": plan.bubble,
@@ -119,7 +115,7 @@ def _host_json(host: HostUsage) -> dict[str, Any]:
 def _memory(plan: Plan) -> Table:
     largest = max(rank.bytes for rank in plan.ranks)
     unit, word = (GIB, "GiB") if largest >= GIB else (MIB, "MiB")
-    title = f"Peak of memory, {word}"
+    title = f"Peak memory, {word}"
     table = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
     shown = [name for name in CATEGORIES if any(rank.trace.peak.by_category[name] for rank in plan.ranks)]
     table.add_column("pp")
@@ -134,9 +130,9 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
-def _verdict(plan: Plan, largest: RankPlan) -> str:
-    if plan.device is None or device_type(plan.experiment.cluster) == "cpu":
-        return "Storages of tensors, as a CPU run holds them; what the process holds besides is not among them."
+def _fit_sentence(plan: Plan, largest: RankPlan) -> str:
+    if plan.device is None or plan.layout.device_type == "cpu":
+        return "Sizes are those of tensor storages on a CPU; the overhead of the process comes on top."
     room, tensors = plan.device.memory_gb * 1e9, largest.trace.peak.bytes
     if largest.reserved is None or tensors > room:
         fits = "Does not fit: " if tensors > room else ""
@@ -145,58 +141,58 @@ def _verdict(plan: Plan, largest: RankPlan) -> str:
     if segments > room:
         return (
             f"Does not fit: torch's allocator reserves {_gib(segments)} GiB for {_gib(tensors)} of tensors, and the "
-            f"device has {_gib(room)}. {_otherwise(largest, expandable, room)}"
+            f"device has {_gib(room)}. {_with_expandable(largest, expandable, room)}"
         )
     unknown = "" if plan.device.matmul_workspace else ", workspaces of its matmul library"
     return (
         f"{_gib(tensors)} GiB of tensors, for which torch's allocator reserves {_gib(segments)} of the device's "
         f"{_gib(room)} GiB ({segments / room:.0%}; {_gib(expandable)} with {EXPANDABLE}). The other "
-        f"{_gib(room - segments)} must hold what is not predicted: CUDA's context and code, NCCL's buffers{unknown}."
+        f"{_gib(room - segments)} must hold memory that is not predicted: CUDA's context and code, NCCL's "
+        f"buffers{unknown}."
         f"{COMPILED if uses_inductor(plan.experiment.compile) else ''}{AT_MOST if plan.at_most else ''}"
     )
 
 
-def _sent(plan: Plan, largest: RankPlan) -> Iterator[str]:
-    """How far a pipeline on GPUs may stay below its peak."""
-    layout = ResolvedLayout.of(plan.experiment)
-    if largest.sent and device_type(plan.experiment.cluster) == "cuda":
-        passes = layout.gradient_accumulation // layout.pipeline_microbatches
+def _sent_activations(plan: Plan, largest: RankPlan) -> Iterator[str]:
+    """Line about sent activations, which a pipeline on GPUs may free earlier than predicted."""
+    if largest.sent and plan.layout.device_type == "cuda":
+        passes = plan.layout.gradient_accumulation // plan.layout.pipeline_microbatches
         yield (
-            f"Of these up to {_size(largest.sent / passes)} are hidden states that were sent: each is counted until "
-            "its pass ends, and is free earlier where the GPU keeps up with its host."
+            f"Up to {format_bytes(largest.sent / passes)} of it are sent activations: each is counted until its pass "
+            "ends, and is freed earlier where the GPU keeps up with its host."
         )
 
 
 def _on_host(plan: Plan, largest: RankPlan) -> Iterator[str]:
-    """What is offloaded, where something is."""
+    """Lines about offloaded tensors."""
     host, node = largest.trace.host, plan.host_bytes_per_node
     if host is None:
         return
-    parts = ", ".join(f"{name} {_size(size)}" for name, size in host.peak.by_category.items() if size >= MIB)
-    together = "" if node is None else f", {_size(node)} for the ranks of a node"
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in host.peak.by_category.items() if size >= MIB)
+    together = "" if node is None else f", {format_bytes(node)} for the ranks of a node"
     given = plan.experiment.cluster.memory_gb or 0
-    fits = "does not fit" if node is not None and given and node > given * GIB else "must hold the processes too"
+    fits = "does not fit" if node is not None and given and node > given * GIB else "must hold the processes as well"
     room = f"; cluster.memory_gb={given} {fits}" if given else ""
     yield (
-        f"On the host: {_size(host.peak.bytes)} of tensors{f' ({parts})' if parts else ''}{together}{room}. "
-        "Parameters and gradients lie in pinned memory, whose blocks are powers of two."
+        f"On the host: {format_bytes(host.peak.bytes)} of tensors{f' ({parts})' if parts else ''}{together}{room}. "
+        "Parameters and gradients are pinned, in blocks of powers of two."
     )
     if plan.step_seconds is not None:
         yield (
-            f"The host clips and updates, for which it reads {_metric(host.costs.bytes_moved)}B for a rank while the "
-            "GPU waits; that is in no estimate below, since nothing is known of the host's speed."
+            f"The host clips and updates: it reads {format_si(host.costs.bytes_moved, 'B')} for each rank while the "
+            "GPU waits. The estimates below leave that out, since the host's speed is not known."
         )
 
 
-def _otherwise(largest: RankPlan, expandable: int, room: float) -> str:
+def _with_expandable(largest: RankPlan, expandable: int, room: float) -> str:
     if expandable <= room:
         return f"With {EXPANDABLE} it reserves {_gib(expandable)}."
-    tried = reservations(largest.trace.setup_events, largest.trace.step_events, int(room)).expandable
-    if not tried.fits:
+    retried = reservations(largest.trace.setup_events, largest.trace.step_events, int(room)).expandable
+    if not retried.fits:
         return f"Neither does it with {EXPANDABLE}."
     return (
-        f"With {EXPANDABLE} it just runs, giving memory back and taking it anew {tried.retries} times in {STEPS} "
-        "steps, which stops everything each time."
+        f"With {EXPANDABLE} it runs, but returns and reallocates memory {retried.retries} times in {STEPS} steps, and "
+        "each time waits for the GPU."
     )
 
 
@@ -215,58 +211,46 @@ def _messages(plan: Plan, largest: RankPlan) -> Table:
 
 
 def _emulated(plan: Plan) -> Iterator[str]:
-    """Whether a recipe runs by plain operators, where it would not have to on another GPU."""
+    """Line about a recipe that this GPU emulates."""
     config, device = plan.experiment.quantization, plan.device
-    if device_type(plan.experiment.cluster) == "cpu" or config.recipe == "none" or device is None:
+    if plan.layout.device_type == "cpu" or config.recipe == "none" or device is None:
         return
     least = LEAST[config.recipe]
     if device.capability is None or device.capability < least:
         yield (
-            f"{config.recipe} is emulated, as the trainer does it on {device.name}: the instructions are those of CUDA "
-            f"capability {least[0]}.{least[1]}."
+            f"{config.recipe} is emulated on {device.name}, as in training: its instructions need CUDA capability "
+            f"{least[0]}.{least[1]}."
         )
 
 
 def _speed(plan: Plan) -> list[str]:
     training, flops = plan.experiment.training, sum(rank.trace.costs.flops for rank in plan.ranks) / len(plan.ranks)
     lines = [
-        f"{_metric(flops)}FLOP a rank and step",
-        f"a checkpoint is {_metric(plan.checkpoint_bytes)}B: "
-        f"{plan.checkpoint_bytes_per_node / 1e9:.2g} s where each node writes 1 GB/s",
+        f"{format_si(flops, 'FLOP')} per rank and step",
+        f"checkpoint: {format_si(plan.checkpoint_bytes, 'B')}, "
+        f"{plan.checkpoint_bytes_per_node / 1e9:.2g} s at 1 GB/s per node",
     ]
-    slowest = max((rank.time for rank in plan.ranks if rank.time is not None), key=lambda it: it.total, default=None)
+    slowest = max(
+        (rank.time for rank in plan.ranks if rank.time is not None), key=lambda time: time.total, default=None
+    )
     if slowest is None or plan.step_seconds is None:
         return lines
+    operators = f"operator overhead {slowest.operators:.3g}, " if slowest.operators else ""
     lines.append(
-        f"{plan.step_seconds:.3g} s a step, estimated: matmuls {slowest.matmuls:.3g}, elementwise "
-        f"{slowest.elementwise:.3g}, {_by_number(slowest)}messages {slowest.exposed:.3g} waited for and "
-        f"{slowest.behind:.3g} behind compute; bubble {plan.bubble:.0%}"
+        f"{plan.step_seconds:.3g} s per step, estimated: matmuls {slowest.matmuls:.3g}, elementwise "
+        f"{slowest.elementwise:.3g}, {operators}communication {slowest.exposed:.3g} exposed and "
+        f"{slowest.behind:.3g} overlapped; bubble {plan.bubble:.0%}"
     )
     lines.append(
-        f"{plan.tokens_per_second:,.0f} tokens/s a device{'' if plan.mfu is None else f', MFU {plan.mfu:.0%}'}; "
+        f"{plan.tokens_per_second:,.0f} tokens/s per device{'' if plan.mfu is None else f', MFU {plan.mfu:.0%}'}; "
         f"{training.steps} steps: {plan.tokens_per_step * training.steps:,} tokens, {_hours(plan.gpu_hours)} "
         f"{'device-hours' if plan.mfu is None else 'GPU-hours'}"
     )
     return lines
 
 
-def _by_number(seconds: RankTime) -> str:
-    """What operators take by their number, where that is known."""
-    return f"operators by their number {seconds.operators:.3g}, " if seconds.operators else ""
-
-
 def _hours(hours: float | None) -> str:
     return "?" if hours is None else f"{hours:,.0f}" if hours >= 10 else f"{hours:.2g}"
-
-
-def _metric(number: float) -> str:
-    """Three digits and a prefix: `8.77 M`."""
-    power = max(0, min(5, int(math.log10(max(number, 1)) // 3)))
-    return f"{number / 1000**power:.3g} {' kMGTP'[power].strip()}"
-
-
-def _size(size: float) -> str:
-    return f"{size / GIB:.2f} GiB" if size >= GIB / 100 else f"{size / MIB:.2f} MiB"
 
 
 def _gib(size: float) -> str:

@@ -1,4 +1,4 @@
-"""Which options of a run the planner knows the memory of; asked before torch is imported, to refuse at once."""
+"""Options that the planner supports; checked without torch, so that a refusal comes at once."""
 
 from collections.abc import Iterator
 
@@ -11,28 +11,28 @@ from titan_exp.models.spec.lookup import attention_backend, model_spec
 from titan_exp.plan.cuda.devices import Device
 
 BACKENDS = ("inductor", "aot_eager", "eager")
-"""Backends of torch.compile whose code runs on tensors without data."""
+"""Backends of torch.compile that run on fake tensors."""
 
 BLACKWELL = (10, 0)
-"""CUDA's compute capability from which on there are instructions for NVFP4."""
+"""First CUDA capability with NVFP4 instructions."""
 
 WHY_NOT = {
-    "fa3": "what it takes is known to its own package alone",
-    "fa4": "what it takes is known to its own package alone",
-    "flex": "FlexAttention's kernels have no backward pass on a CPU, where everything is traced",
+    "fa3": "only its own package knows its workspaces",
+    "fa4": "only its own package knows its workspaces",
+    "flex": "FlexAttention's kernels have no backward pass on a CPU, where runs are traced",
 }
-"""Of attention kernels that are not modelled, why."""
+"""Reasons by unsupported attention backend."""
 
 
 def check_supported(experiment: Experiment) -> None:
-    """Every option of a run is one whose memory is known.
+    """Check that the memory of every option of a run can be predicted.
 
     Raises:
-        UserError: one is not.
+        UserError: an option is not supported.
     """
     cuda, found = device_type(experiment.cluster) == "cuda", list[Violation]()
     if experiment.compile.enabled and experiment.compile.backend not in BACKENDS:
-        reason, backend = "what this backend keeps is not known", experiment.compile.backend
+        reason, backend = "the memory of this backend is not known", experiment.compile.backend
         found.append(Violation("compile.backend", backend, reason, f"one of {listed(BACKENDS)}, or compile=none"))
     if cuda:
         found += _on_cuda(experiment)
@@ -42,46 +42,44 @@ def check_supported(experiment: Experiment) -> None:
 
 def _on_cuda(experiment: Experiment) -> Iterator[Violation]:
     if experiment.parallelism.async_tp:
-        reason = "symmetric memory lies outside torch's allocator, and its operators are only there with a GPU"
+        reason = "symmetric memory lies outside torch's allocator, and its operators exist only on a GPU"
         yield Violation("parallelism.async_tp", True, reason, "parallelism.async_tp=false")
     if experiment.compile.cuda_graphs:
-        reason = (
-            "a graph keeps the memory of a pass for itself beside what is evaluated and updated, which is not modelled"
-        )
+        reason = "the private memory pool of a CUDA graph is not modelled"
         yield Violation("compile.cuda_graphs", True, reason, "compile.cuda_graphs=false plans the same run without")
     backend = attention_backend(experiment.model)
     if backend in WHY_NOT:
         yield Violation("model.attention_backend", backend, WHY_NOT[backend], "model.attention_backend=auto, or math")
     if backend == "cudnn" and experiment.data.document_mask:
-        reason = "what cuDNN takes with a mask is not known, and data.document_mask is true"
+        reason = "cuDNN's workspace with a mask is not known, and data.document_mask is true"
         yield Violation("model.attention_backend", backend, reason, "model.attention_backend=auto")
 
 
 def check_supported_on(experiment: Experiment, device: Device) -> None:
-    """What the run does on this GPU is known, too.
+    """Check that the run's kernels on this GPU can be modelled.
 
     Raises:
-        UserError: it is not.
+        UserError: one cannot.
     """
     found = list[Violation]()
     if device.capability is None and attention_kernel(experiment) == "efficient":
-        reason = f"in fp32 or with a document mask it is the efficient kernel, which {device.name} has another of"
+        reason = f"fp32 and document masks take the efficient kernel, and that of {device.name} is another one"
         backend = attention_backend(experiment.model)
         found.append(Violation("model.attention_backend", backend, reason, "model.attention_backend=math"))
     quantization = experiment.quantization
     instructed = device.capability is not None and device.capability >= BLACKWELL and quantization.emulate is not True
     if quantization.recipe == "nvfp4" and instructed:
-        reason = f"{device.name} has instructions for it, and its kernels are Triton's, which only run with a GPU"
-        remedy = "quantization=mxfp8; or quantization.emulate=true, which is another run, and a slow one"
+        reason = f"{device.name} runs it with Triton kernels, which cannot be traced without a GPU"
+        remedy = "quantization=mxfp8; or quantization.emulate=true, which computes other numbers, slowly"
         found.append(Violation("quantization.recipe", "nvfp4", reason, remedy))
     if found:
         raise UserError("This run cannot be planned.", found)
 
 
 def attention_kernel(experiment: Experiment) -> str:
-    """The kernel that a plan for CUDA counts with: `flash` for cuDNN too, which keeps the same; `efficient`; `math`.
+    """Attention kernel of a plan for CUDA: `flash` (cuDNN keeps the same tensors), `efficient` or `math`.
 
-    What `auto` is on CUDA is as `ops.attention.choose_backend` has it.
+    Resolves `auto` like `ops.attention.choose_backend` on CUDA.
     """
     spec, backend = model_spec(experiment.model), attention_backend(experiment.model)
     if backend != "auto":

@@ -74,9 +74,9 @@ def nodes_are_full(cluster: ClusterConfig, layout: ResolvedLayout, device: str) 
         )
 
 
-def _is_slurm(cluster: ClusterConfig) -> bool:
-    return cluster.kind == "slurm"
+def _is_remote(cluster: ClusterConfig) -> bool:
+    return cluster.is_remote
 
 
-RULES = rules(slurm_device_is_given, slurm_options_are_well_formed, when=_is_slurm)
-LAYOUT_RULES = rules(nodes_are_full, when=_is_slurm)
+RULES = rules(slurm_device_is_given, slurm_options_are_well_formed, when=_is_remote)
+LAYOUT_RULES = rules(nodes_are_full, when=_is_remote)

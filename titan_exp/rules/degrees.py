@@ -28,7 +28,7 @@ def expert_degrees_are_one(parallelism: ParallelismConfig) -> Iterator[Violation
 
 
 def devices_exist(cluster: ClusterConfig) -> Iterator[Violation]:
-    """This machine has the device that is asked for, in that number."""
+    """This machine has enough devices of the requested type."""
     present = visible_gpus()
     if cluster.device == "cuda" and not present:
         yield Violation(
@@ -84,7 +84,7 @@ def collectives_are_not_captured(compile: CompileConfig, parallelism: Parallelis
 
 
 def _is_local(cluster: ClusterConfig) -> bool:
-    return cluster.kind != "slurm"
+    return not cluster.is_remote
 
 
 RULES = (

@@ -7,7 +7,8 @@ from typing import Any
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.activation_checkpoint import CompileConfig
-from titan_exp.config.groups.builtins import COMPILE_BACKENDS, DECAYS, OBJECTIVES, OPTIMIZERS, SOURCES
+from titan_exp.config.groups.builtins import COMPILE_BACKENDS, DECAYS, OBJECTIVES, OPTIMIZERS, SOURCES, executor_names
+from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
 from titan_exp.config.groups.training import TrainingConfig
@@ -38,6 +39,11 @@ def decay_is_known(lr_schedule: LRScheduleConfig) -> Iterator[Violation]:
 def source_is_known(data: DataConfig) -> Iterator[Violation]:
     """The data source is built in or can be imported."""
     yield from _known("data.source", data.source, SOURCES, data.options, "my_package.data.Corpus")
+
+
+def executor_is_known(cluster: ClusterConfig) -> Iterator[Violation]:
+    """The executor is built in or can be imported."""
+    yield from _known("cluster.kind", cluster.kind, executor_names(), {}, "my_package.launch.MyExecutor")
 
 
 def compiler_exists(compile: CompileConfig, device: str) -> Iterator[Violation]:
@@ -76,4 +82,6 @@ def _known(
         yield Violation(field, name, f"unknown {group if key == 'name' else key} '{name}'", remedy)
 
 
-RULES = rules(objective_is_known, optimizer_is_known, decay_is_known, source_is_known, compiler_exists)
+RULES = rules(
+    objective_is_known, optimizer_is_known, decay_is_known, source_is_known, executor_is_known, compiler_exists
+)

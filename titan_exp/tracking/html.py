@@ -15,7 +15,7 @@ FOLDER = "page"
 
 
 def render_page(package: str, scripts: Sequence[str], numbers: Any, **words: Any) -> str:
-    """Render `page.html` and `page.css` of a package.
+    """Render `page.html` and `page.css` of a package; the template extends our `base.html`.
 
     Args:
         package: the package with a folder `page`.
@@ -23,11 +23,13 @@ def render_page(package: str, scripts: Sequence[str], numbers: Any, **words: Any
         numbers: data for the scripts, as finite JSON values.
         words: variables of the template, which are escaped.
     """
-    from jinja2 import Environment, StrictUndefined
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
     from markupsafe import Markup
 
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     common = __package__ or ""
+    loader = FunctionLoader(lambda name: _asset(common, name))
+    options = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    environment = Environment(autoescape=True, loader=loader, **options)
     # Markup is not escaped: our own files, and data made safe for a script.
     return environment.from_string(_asset(package, "page.html")).render(
         drawn_at=time.strftime("%Y-%m-%d %H:%M"),

@@ -1,8 +1,9 @@
-"""A rank's place by SLURM's environment variables."""
+"""RankInfo from srun's environment variables."""
 
 import pytest
 
-from titan_exp.launch.slurm.rendezvous import TOKEN, slurm_task
+from titan_exp.launch.rank.rank_env import TOKEN
+from titan_exp.launch.slurm.rendezvous import srun_rank
 
 STEP = {
     "SLURM_PROCID": "5",
@@ -25,11 +26,11 @@ def step(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 def test_a_step_that_a_user_started(step: pytest.MonkeyPatch):
-    place = slurm_task()
-    assert place is not None
-    assert (place.rank, place.world_size, place.local_rank) == (5, 8, 1)
-    assert place.hosts == ("node1", "node2", "gpu07")
-    assert (place.job_id, place.token) == ("12.0", None)
+    rank = srun_rank()
+    assert rank is not None
+    assert (rank.rank, rank.world_size, rank.local_rank) == (5, 8, 1)
+    assert rank.hosts == ("node1", "node2", "gpu07")
+    assert (rank.job_id, rank.token) == ("12.0", None)
 
 
 def test_a_task_of_an_array_is_named_by_both_numbers(step: pytest.MonkeyPatch):
@@ -37,21 +38,21 @@ def test_a_task_of_an_array_is_named_by_both_numbers(step: pytest.MonkeyPatch):
     step.setenv("SLURM_ARRAY_TASK_ID", "3")
     step.setenv(TOKEN, "feed_3")
     step.setenv("SLURM_RESTART_COUNT", "2")
-    place = slurm_task()
-    assert place is not None
-    assert (place.job_id, place.token, place.restarts) == ("12_3", "feed_3", 2)
+    rank = srun_rank()
+    assert rank is not None
+    assert (rank.job_id, rank.token, rank.restarts) == ("12_3", "feed_3", 2)
 
 
 @pytest.mark.parametrize(("shown", "local"), [("0,1", 1), ("1", 0), ("GPU-8f2a", 0)])
 def test_a_task_that_sees_one_gpu_takes_it(step: pytest.MonkeyPatch, shown: str, local: int):
     step.setenv("CUDA_VISIBLE_DEVICES", shown)
-    place = slurm_task()
-    assert place is not None
-    assert place.local_rank == local
+    rank = srun_rank()
+    assert rank is not None
+    assert rank.local_rank == local
 
 
 @pytest.mark.parametrize("change", [("RANK", "0"), ("SLURM_STEP_ID", None)])
 def test_torchrun_below_srun_and_a_batch_script_without_it(step: pytest.MonkeyPatch, change: tuple[str, str | None]):
     name, value = change
     step.delenv(name) if value is None else step.setenv(name, value)
-    assert slurm_task() is None
+    assert srun_rank() is None

@@ -12,7 +12,7 @@ from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
 from titan_exp.launch.run_plan import RunPlan
 from titan_exp.launch.slurm.script import Script, render
-from titan_exp.launch.slurm.submit import grouped, resources_of
+from titan_exp.launch.slurm.submit import group_by_resources, resources_of
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -55,7 +55,7 @@ def script(*overrides: str) -> Script:
         name="x-0123456789ab",
         token="feedbeefcafe",
         resources=resources_of(plan),
-        frozen=CodeSnapshot("/runs/.code/0011223344556677", None, ()),
+        snapshot=CodeSnapshot("/runs/.code/0011223344556677", None, ()),
         python="/venv/bin/python",
         import_path=["/home/me/project"],
         folder=str(plan.folder.path),
@@ -84,7 +84,7 @@ def test_bash_can_read_it(path: Path):
 
 def test_runs_that_ask_for_the_same_go_together():
     plans = [planned("cluster=slurm", f"parallelism.tp={tp}") for tp in (1, 2, 1, 4)]
-    assert [[plans.index(plan) for plan in group] for group in grouped(plans)] == [[0, 2], [1], [3]]
+    assert [[plans.index(plan) for plan in group] for group in group_by_resources(plans)] == [[0, 2], [1], [3]]
 
 
 def fake_cluster(folder: Path, srun: str, after: int) -> dict[str, str]:

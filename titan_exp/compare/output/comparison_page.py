@@ -1,31 +1,31 @@
-"""The comparison as one page that needs nothing else: no network, no other file, no library.
+"""Comparison as one self-contained HTML page: no network, no other file, no library.
 
-The tables are in the page as text and are there without scripts; the plots are drawn by the scripts in `page/` from
-numbers that the page carries.
+Tables are text and need no scripts; the scripts in `page/` draw the plots from numbers in the page.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from titan_exp.compare.compared_metrics import METRICS
+from titan_exp.compare.compared_metrics import Metric
 from titan_exp.compare.comparison import Comparison
-from titan_exp.compare.differing_keys import flatten, value_text
+from titan_exp.compare.differing_keys import ABSENT, flatten, value_text
 from titan_exp.compare.findings import findings, remarks, stands_for, token_budget_text, verdict
 from titan_exp.compare.layout_check import layout_checks
 from titan_exp.compare.output.downsample import downsampled_curves
 from titan_exp.compare.output.formats import plain
 from titan_exp.compare.output.table import MARKS, text_table, title
-from titan_exp.compare.stats.format_numbers import short_count
-from titan_exp.compare.stats.pareto import loss_metric, pareto
+from titan_exp.compare.stats.pareto import COST, loss_metric, pareto
 from titan_exp.compare.stats.scaling_efficiency import scaling
 from titan_exp.tracking.html import render_page
+from titan_exp.tracking.number_format import format_count
 
 SCRIPTS = ("frame.js", "curves.js", "bars.js", "dots.js", "tables.js", "start.js")
-"""Of the folder `page`, in the order in which they stand in the page."""
+"""Files of `page/` in the order of inclusion."""
 
 
 def to_html(comparison: Comparison) -> str:
-    """The page's text."""
+    """HTML of a comparison."""
     checks = layout_checks(comparison.runs)
     series = scaling(comparison)
     return render_page(
@@ -37,63 +37,56 @@ def to_html(comparison: Comparison) -> str:
         title=title,
         marks=MARKS,
         token_budget=token_budget_text(comparison),
-        states=_states(comparison),
+        states=sorted(Counter(run.state for run in comparison.runs).items()),
         findings=_findings(comparison),
         remarks=[*stands_for(comparison), *remarks(comparison, [])],
         checks=checks,
         scaling=series,
-        short_count=short_count,
+        format_count=format_count,
         differing=_differing(comparison),
     )
 
 
-def _states(comparison: Comparison) -> list[tuple[str, int]]:
-    found: dict[str, int] = {}
-    for run in comparison.runs:
-        found[run.state] = found.get(run.state, 0) + 1
-    return sorted(found.items())
-
-
 def _findings(comparison: Comparison) -> list[tuple[str, str]]:
-    """Each sentence with its verdict, which colours it."""
+    """Findings with their verdicts, which colour them."""
     metric = comparison.main
-    told = [verdict(metric, delta) for row in comparison.rows if (delta := row.deltas.get(metric.name)) is not None]
-    return list(zip(told, findings(comparison), strict=True))
+    verdicts = [verdict(metric, delta) for row in comparison.rows if (delta := row.deltas.get(metric.name)) is not None]
+    return list(zip(verdicts, findings(comparison), strict=True))
 
 
 def _differing(comparison: Comparison) -> list[tuple[str, list[str]]]:
-    """Every key that differs, those behind another column too, and its value in each row."""
+    """Every key that differs with its value in each row, including keys without a column."""
     flat = [flatten(row.runs[0].config) for row in comparison.rows]
     return [
-        (key, [value_text(values[key]) if key in values else "not there" for values in flat])
+        (key, [value_text(values[key]) if key in values else ABSENT for values in flat])
         for key in comparison.differing_keys.all_keys
     ]
 
 
 def _numbers(comparison: Comparison, series: Sequence[Any]) -> dict[str, Any]:
-    """What the script draws."""
+    """Numbers that the scripts draw."""
     loss = loss_metric(comparison)
     return {
         "rows": [
-            {"label": row.label, "baseline": place == comparison.baseline} for place, row in enumerate(comparison.rows)
+            {"label": row.label, "baseline": index == comparison.baseline} for index, row in enumerate(comparison.rows)
         ],
-        "point": comparison.point.tokens,
+        "point": comparison.budget.tokens,
         "curves": downsampled_curves(comparison),
-        "metrics": [_metric_numbers(comparison, place) for place in range(len(comparison.metrics))],
+        "metrics": [_metric_numbers(comparison, metric) for metric in comparison.metrics],
         "scaling": [
             {
-                "kind": it.kind,
-                "fixed": it.fixed,
+                "kind": group.kind,
+                "fixed": group.fixed,
                 "points": [
                     {"row": p.row, "label": p.label, "x": p.world_size, "y": p.speedup, "e": p.efficiency}
-                    for p in it.points
+                    for p in group.points
                 ],
             }
-            for it in series
+            for group in series
         ],
         "pareto": {
             "loss": loss.title if loss else "",
-            "cost": next(metric.title for metric in METRICS if metric.name == "gpu_hours"),
+            "cost": COST.title,
             "points": [
                 {"row": p.row, "x": p.gpu_hours, "y": p.loss, "front": p.is_on_front} for p in pareto(comparison)
             ],
@@ -101,8 +94,7 @@ def _numbers(comparison: Comparison, series: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _metric_numbers(comparison: Comparison, place: int) -> dict[str, Any]:
-    metric = comparison.metrics[place]
+def _metric_numbers(comparison: Comparison, metric: Metric) -> dict[str, Any]:
     return {
         "name": metric.name,
         "title": title(metric),

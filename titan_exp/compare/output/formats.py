@@ -1,4 +1,4 @@
-"""The comparison as Markdown, CSV, LaTeX and JSON."""
+"""Comparison as Markdown, CSV, LaTeX and JSON."""
 
 import csv
 import io
@@ -11,21 +11,28 @@ from titan_exp.compare.comparison import Comparison, Row
 from titan_exp.compare.findings import findings, heading, remarks, stands_for, verdict
 from titan_exp.compare.layout_check import layout_checks
 from titan_exp.compare.output.table import Cell, text_table, title
+from titan_exp.compare.run_record import Run
 from titan_exp.compare.stats.pareto import pareto
 from titan_exp.compare.stats.scaling_efficiency import scaling
 
+RUN_FIELDS = (
+    *("run_id", "experiment_id", "seed", "state", "reason", "step", "tokens", "world_size"),
+    *("commit", "dirty", "source"),
+)
+"""Fields of a run in the JSON output."""
+
 
 def records(comparison: Comparison) -> list[dict[str, Any]]:
-    """One flat dictionary for each row, ready for a data frame: full keys, and every metric in plain numbers.
+    """One flat dictionary per row for a data frame: full keys, and every metric as plain numbers.
 
     A metric NAME gives NAME, NAME.low, NAME.high, NAME.n, and against the baseline NAME.delta, NAME.delta_low,
-    NAME.delta_high, NAME.p, NAME.p_holm and NAME.verdict. None where a number is not known.
+    NAME.delta_high, NAME.p, NAME.p_holm and NAME.verdict. Unknown numbers are None.
     """
-    return [_record(comparison, place, row) for place, row in enumerate(comparison.rows)]
+    return [_record(comparison, index, row) for index, row in enumerate(comparison.rows)]
 
 
 def to_csv(comparison: Comparison) -> str:
-    """`records` with a line of names above them. Numbers are exact."""
+    """`records` as CSV with a header; numbers are exact."""
     found = records(comparison)
     out = io.StringIO()
     writer = csv.DictWriter(out, list(found[0]), lineterminator="\n")
@@ -35,23 +42,23 @@ def to_csv(comparison: Comparison) -> str:
 
 
 def to_json(comparison: Comparison) -> str:
-    """Everything but the curves."""
+    """The whole comparison as JSON, without curves."""
     study = comparison.study
     checks = layout_checks(comparison.runs)
     value = {
         "name": comparison.name,
         "question": study.question if study else None,
-        "tokens": comparison.point.tokens if math.isfinite(comparison.point.tokens) else None,
-        "tokens_why": comparison.point.why,
+        "tokens": comparison.budget.tokens if math.isfinite(comparison.budget.tokens) else None,
+        "tokens_why": comparison.budget.why,
         "keys": comparison.differing_keys.keys,
         "stands_for": comparison.differing_keys.stands_for,
         "metrics": [
-            {"name": it.name, "title": it.title, "unit": it.unit, "better": it.better, "meaning": it.meaning}
-            for it in comparison.metrics
+            {name: getattr(metric, name) for name in ("name", "title", "unit", "better", "meaning")}
+            for metric in comparison.metrics
         ],
         "baseline": comparison.rows[comparison.baseline].label,
         "rows": [
-            {"label": row.label, **record, "runs": [_run(comparison, row, place) for place in range(len(row.runs))]}
+            {"label": row.label, **record, "runs": [_run(comparison, row, run) for run in row.runs]}
             for row, record in zip(comparison.rows, records(comparison), strict=True)
         ],
         "scaling": [asdict(series) for series in scaling(comparison)],
@@ -64,14 +71,12 @@ def to_json(comparison: Comparison) -> str:
 
 
 def to_markdown(comparison: Comparison) -> str:
-    """A table as GitHub shows it, the findings and the remarks."""
+    """Table in GitHub's Markdown, findings and remarks."""
     found = text_table(comparison)
-    heads = [*found.keys, *(["n"] if found.has_seeds else []), *(["state"] if found.has_states else [])]
+    heads = [*found.keys, *["n"][: found.has_seeds], *["state"][: found.has_states]]
     lines = [
         [
-            *row.keys,
-            *([str(row.n)] if found.has_seeds else []),
-            *([row.state] if found.has_states else []),
+            *(*row.keys, *[str(row.n)][: found.has_seeds], *[row.state][: found.has_states]),
             *(_cell_text(cell, baseline=row.is_baseline) for cell in row.cells),
         ]
         for row in found.rows
@@ -81,20 +86,19 @@ def to_markdown(comparison: Comparison) -> str:
     rows = ["| " + " | ".join(map(_markdown, line)) + " |" for line in table]
     rows.insert(1, "|" + "|".join(rule) + "|")
     question = [comparison.study.question, ""] if comparison.study and comparison.study.question else []
-    said = [*findings(comparison), *stands_for(comparison), *remarks(comparison, layout_checks(comparison.runs))]
+    sentences = [*findings(comparison), *stands_for(comparison), *remarks(comparison, layout_checks(comparison.runs))]
     head = [f"## {_markdown(comparison.name)}", "", *map(_markdown, question), _markdown(heading(comparison)), ""]
-    return "\n".join([*head, *rows, "", *(f"- {_markdown(sentence)}" for sentence in said)]) + "\n"
+    return "\n".join([*head, *rows, "", *(f"- {_markdown(sentence)}" for sentence in sentences)]) + "\n"
 
 
 def to_latex(comparison: Comparison) -> str:
-    r"""A `tabular` for `\usepackage{booktabs}`; what was learned with its difference, costs as numbers."""
+    r"""A `tabular` for `\usepackage{booktabs}`; better values are bold."""
     found = text_table(comparison)
-    heads = [*found.keys, *(["$n$"] if found.has_seeds else [])]
-    spec = "l" * len(found.keys) + ("r" if found.has_seeds else "") + "r" * len(found.metrics)
-    lines = [[*map(_latex, found.keys), *heads[len(found.keys) :], *(_latex(title(it)) for it in found.metrics)]]
+    spec = "l" * len(found.keys) + "r" * (found.has_seeds + len(found.metrics))
+    lines = [[*map(_latex, found.keys), *["$n$"][: found.has_seeds], *(_latex(title(it)) for it in found.metrics)]]
     for row in found.rows:
         cells = [_latex_cell(cell, baseline=row.is_baseline) for cell in row.cells]
-        lines.append([*map(_latex, row.keys), *([str(row.n)] if found.has_seeds else []), *cells])
+        lines.append([*map(_latex, row.keys), *[str(row.n)][: found.has_seeds], *cells])
     body = [" & ".join(line) + r" \\" for line in lines]
     body = [body[0], r"\midrule", *body[1:]]
     note = f"% {comparison.name}: {heading(comparison)}"
@@ -103,7 +107,7 @@ def to_latex(comparison: Comparison) -> str:
 
 
 def plain(value: Any) -> Any:
-    """As JSON takes it: a number that is not finite becomes None, a tuple a list."""
+    """Convert to JSON values: a number that is not finite becomes None, a tuple a list."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -113,10 +117,10 @@ def plain(value: Any) -> Any:
     return dict(value) if hasattr(value, "keys") else value
 
 
-def _record(comparison: Comparison, place: int, row: Row) -> dict[str, Any]:
+def _record(comparison: Comparison, index: int, row: Row) -> dict[str, Any]:
     record: dict[str, Any] = {key: row.values[key] for key in comparison.differing_keys.keys}
     record |= {"seeds": len(row.runs), "states": ", ".join(f"{n} {state}" for state, n in row.states.items())}
-    record["baseline"] = place == comparison.baseline
+    record["baseline"] = index == comparison.baseline
     for metric in comparison.metrics:
         name, estimate, delta = metric.name, row.estimates[metric.name], row.deltas[metric.name]
         record |= {
@@ -134,20 +138,9 @@ def _record(comparison: Comparison, place: int, row: Row) -> dict[str, Any]:
     return record
 
 
-def _run(comparison: Comparison, row: Row, place: int) -> dict[str, Any]:
-    run = row.runs[place]
+def _run(comparison: Comparison, row: Row, run: Run) -> dict[str, Any]:
     return {
-        "run_id": run.run_id,
-        "experiment_id": run.experiment_id,
-        "seed": run.seed,
-        "state": run.state,
-        "reason": run.reason,
-        "step": run.step,
-        "tokens": run.tokens,
-        "world_size": run.world_size,
-        "commit": run.commit,
-        "dirty": run.dirty,
-        "source": run.source,
+        **{name: getattr(run, name) for name in RUN_FIELDS},
         **{metric.name: row.numbers[metric.name].get(run.seed) for metric in comparison.metrics},
     }
 

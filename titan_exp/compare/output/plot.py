@@ -1,4 +1,4 @@
-"""One run as a picture: loss over steps and tokens, the gradient norm and the learning rate below it."""
+"""Plot of one run: loss over steps and tokens, gradient norm and learning rate."""
 
 import math
 import os
@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from titan_exp.compare.compared_metrics import last_fiftieth
 from titan_exp.compare.stats.moving_average import moving_average
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.tracking.number_format import format_count
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.sinks.sink import Value
@@ -23,14 +25,14 @@ if TYPE_CHECKING:
 INK, TRAIN, VALIDATION, QUIET, ALARM = "#222222", "#2b6cb0", "#dd6b20", "#718096", "#c53030"
 
 Series = tuple[list[float], list[float]]
-"""Steps, and the values there."""
+"""Steps and values."""
 
 
 def draw(run_folder: Path) -> Path:
-    """Draw the run's curves to `loss.png` in its folder and return that path.
+    """Draw the run's curves to `loss.png` in its folder; returns the path.
 
     Raises:
-        UserError: the run has logged nothing yet.
+        UserError: the run has logged no step.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -54,12 +56,12 @@ def draw(run_folder: Path) -> Path:
 
 
 def summary(run_folder: Path) -> dict[str, Value]:
-    """The run in numbers: last `step`, `tokens`, `loss`, last and best validation loss, and median `tokens_per_second`.
+    """Summary of a run: last `step`, `tokens`, `loss`, last and best validation loss, and median `tokens_per_second`.
 
-    `loss` is the mean over the last rows that together make a fiftieth of the run, which says more than one batch.
+    `loss` is the mean of the last fiftieth of the rows, since one batch is noisy.
 
     Raises:
-        UserError: the run has logged nothing yet.
+        UserError: the run has logged no step.
     """
     return _summary(_rows(run_folder))
 
@@ -69,8 +71,8 @@ def _rows(run_folder: Path) -> list[dict[str, Value]]:
     rows = read_metrics(path)
     if not rows:
         raise UserError(
-            f"{run_folder} has no rows of metrics: there is no {path.name}, or nothing in it. "
-            "Name a run folder (runs/<name>/<run id>) whose run has logged at least one step (tracking.log_every)."
+            f"{run_folder}: {path.name} is missing or empty. Name a run folder (runs/<name>/<run id>) whose run has "
+            "logged a step (tracking.log_every)."
         )
     return rows
 
@@ -79,7 +81,7 @@ def _summary(rows: list[dict[str, Value]]) -> dict[str, Value]:
     _, losses = _series(rows, "loss")
     _, validation = _series(rows, "validation_loss")
     _, speeds = _series(rows, "tokens_per_second")
-    tail = losses[-max(1, len(losses) // 50) :]
+    tail = last_fiftieth(losses)
     finite = [value for value in validation if math.isfinite(value)]
     return {
         "step": rows[-1]["step"],
@@ -103,9 +105,9 @@ def _draw_loss(axes: "Axes", rows: list[dict[str, Value]]) -> None:
         axes.plot(
             steps, losses, color=VALIDATION, marker="o", markersize=5, linewidth=0.8, linestyle="--", label="validation"
         )
-    broken = [float(row["step"] or 0) for row in rows if not math.isfinite(row.get("loss") or 0.0)]
-    for step in broken:
-        axes.axvline(step, color=ALARM, linewidth=1, alpha=0.5, label="not finite" if step == broken[0] else None)
+    diverged = [float(row["step"] or 0) for row in rows if not math.isfinite(row.get("loss") or 0.0)]
+    for step in diverged:
+        axes.axvline(step, color=ALARM, linewidth=1, alpha=0.5, label="not finite" if step == diverged[0] else None)
     axes.set_ylabel("loss (nats per token)")
     _style(axes)
 
@@ -138,7 +140,7 @@ def _mark_resumes(panels: tuple["Axes", ...], rows: list[dict[str, Value]]) -> N
 
 
 def _add_tokens(axes: "Axes", rows: list[dict[str, Value]]) -> None:
-    """A second x axis in tokens: every step trains on equally many."""
+    """Add an x axis in tokens, which are proportional to steps."""
     last = next((row for row in reversed(rows) if row.get("tokens") and row["step"]), None)
     if last is None:
         return
@@ -146,7 +148,7 @@ def _add_tokens(axes: "Axes", rows: list[dict[str, Value]]) -> None:
     top = axes.secondary_xaxis("top", functions=(_scaled(per_step), _scaled(1 / per_step)))
     top.set_xlabel("tokens", fontsize=9)
     top.tick_params(labelsize=9, color=QUIET)
-    top.xaxis.set_major_formatter(lambda tokens, _: _short(tokens))
+    top.xaxis.set_major_formatter(lambda tokens, _: format_count(tokens))
     top.spines["top"].set_color("#cccccc")
 
 
@@ -159,14 +161,14 @@ def _add_title(figure: "Figure", run_folder: Path, rows: list[dict[str, Value]])
     numbers = _summary(rows)
     parts = [f"step {numbers['step']}"]
     if numbers["tokens"]:
-        parts.append(f"{_short(numbers['tokens'])} tokens")
+        parts.append(f"{format_count(numbers['tokens'])} tokens")
     parts += [
         f"{label} {numbers[key]:.4g}"
         for key, label in (("loss", "train loss"), ("validation_loss", "validation loss"))
         if numbers[key] is not None
     ]
     if numbers["tokens_per_second"]:
-        parts.append(f"{_short(numbers['tokens_per_second'])} tokens/s")
+        parts.append(f"{format_count(numbers['tokens_per_second'])} tokens/s")
     figure.suptitle(f"{folder.parent.name} / {folder.name}\n", fontsize=13, fontweight="bold", color=INK)
     figure.text(0.5, 0.945, "   ·   ".join(parts), ha="center", fontsize=10, color=QUIET)
 
@@ -179,13 +181,6 @@ def _save(figure: "Figure", path: Path) -> Path:
 
 
 def _series(rows: list[dict[str, Value]], key: str) -> Series:
-    """Known values; NaN and infinity become NaN, which leaves a gap in a line."""
+    """Known values; infinity becomes NaN, which leaves a gap in a line."""
     known = [(float(row["step"] or 0), float(value)) for row in rows if (value := row.get(key)) is not None]
     return [step for step, _ in known], [value if math.isfinite(value) else math.nan for _, value in known]
-
-
-def _short(number: float | None) -> str:
-    for scale, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if number and abs(number) >= scale:
-            return f"{number / scale:.4g}{letter}"
-    return f"{number or 0:.4g}"

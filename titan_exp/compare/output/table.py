@@ -1,4 +1,4 @@
-"""The table as text, cell by cell, for whatever draws it."""
+"""Comparison table as text, cell by cell, for every output."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from titan_exp.compare.findings import state_text, verdict
 from titan_exp.compare.stats.format_numbers import change, with_interval
 
 MARKS = {"not distinguishable": "n.d.", "only uncorrected": "n.d.*", "no interval": "n = 1", "different": "differs"}
-"""Verdicts, short; better and worse are said in full."""
+"""Short verdicts; better and worse stay as they are."""
 
 
 @dataclass(frozen=True)
@@ -17,13 +17,13 @@ class Cell:
     """One metric of one row."""
 
     value: str
-    """The mean, with half its interval's width."""
+    """Mean with half the width of its interval."""
     change: str
-    """The difference to the baseline; empty in the baseline's own row."""
+    """Difference to the baseline; empty in the baseline's row."""
     verdict: str
-    """What may be said of the difference."""
+    """Verdict of the difference."""
     mark: str
-    """The same, short."""
+    """Short verdict."""
 
 
 @dataclass(frozen=True)
@@ -33,34 +33,34 @@ class TextRow:
     keys: tuple[str, ...]
     """Values of the columns that differ."""
     n: int
-    """Seeds."""
+    """Number of seeds."""
     state: str
-    """Of its runs."""
+    """State of its runs."""
     cells: tuple[Cell, ...]
-    """One for each metric."""
+    """One cell per metric."""
     is_baseline: bool
-    """Whether others are compared with it."""
+    """True for the baseline."""
 
 
 @dataclass(frozen=True)
 class TextTable:
-    """The table."""
+    """Text of the comparison table."""
 
     keys: tuple[str, ...]
     """Short names of the keys that differ."""
     metrics: tuple[Metric, ...]
-    """Columns after them."""
+    """Metrics of the columns after them."""
     rows: tuple[TextRow, ...]
-    """In the order of the comparison."""
+    """Rows in the order of the comparison."""
     has_seeds: bool
-    """Whether any row has more than one run."""
+    """True if a row has more than one run."""
     has_states: bool
-    """Whether any run is not done."""
+    """True if a run is not done."""
 
 
 def text_table(comparison: Comparison) -> TextTable:
-    """The comparison as text."""
-    rows = tuple(_row(comparison, place, row) for place, row in enumerate(comparison.rows))
+    """Text table of a comparison."""
+    rows = tuple(_row(comparison, index, row) for index, row in enumerate(comparison.rows))
     names = tuple(comparison.differing_keys.short[key] for key in comparison.differing_keys.keys)
     return TextTable(
         names or ("run",),
@@ -72,25 +72,25 @@ def text_table(comparison: Comparison) -> TextTable:
 
 
 def title(metric: Metric) -> str:
-    """The head of a metric's column."""
+    """Heading of a metric's column."""
     unit = "" if metric.unit in ("", "h", "nats") or metric.unit in metric.title else f" ({metric.unit})"
     return f"{metric.title}{unit}"
 
 
-def _row(comparison: Comparison, place: int, row: Row) -> TextRow:
+def _row(comparison: Comparison, index: int, row: Row) -> TextRow:
     keys = tuple(value_text(row.values[key]) for key in comparison.differing_keys.keys) or (row.runs[0].run_id,)
-    cells = tuple(_cell(comparison, metric, place, row) for metric in comparison.metrics)
-    return TextRow(keys, len(row.runs), state_text(row), cells, place == comparison.baseline)
+    cells = tuple(_cell(comparison, metric, index, row) for metric in comparison.metrics)
+    return TextRow(keys, len(row.runs), state_text(row), cells, index == comparison.baseline)
 
 
-def _cell(comparison: Comparison, metric: Metric, place: int, row: Row) -> Cell:
+def _cell(comparison: Comparison, metric: Metric, index: int, row: Row) -> Cell:
     number = with_interval(metric, row.estimates[metric.name])
     if row.estimates[metric.name] is None and row.diverged(metric.name):
         number = "diverged"
-    if place == comparison.baseline:
+    if index == comparison.baseline:
         return Cell(number, "", "", "")
     baseline = comparison.rows[comparison.baseline].estimates[metric.name]
     delta = row.deltas[metric.name]
-    told = verdict(metric, delta)
+    result = verdict(metric, delta)
     text = change(metric, delta, baseline.mean if baseline else None) if delta else ""
-    return Cell(number, text, told, MARKS.get(told, told))
+    return Cell(number, text, result, MARKS.get(result, result))

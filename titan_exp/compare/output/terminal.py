@@ -1,4 +1,4 @@
-"""The comparison on a terminal: one table, the findings, and what a reader must know."""
+"""Comparison on a terminal: tables, findings and remarks."""
 
 from collections.abc import Sequence
 
@@ -12,31 +12,28 @@ from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.findings import findings, heading, remarks, stands_for
 from titan_exp.compare.layout_check import layout_checks
 from titan_exp.compare.output.table import Cell, TextTable, text_table, title
-from titan_exp.compare.stats.format_numbers import short_count
 from titan_exp.compare.stats.scaling_efficiency import ScalingSeries, scaling
+from titan_exp.tracking.number_format import format_count
 
 COLORS = {"better": "green", "worse": "red", "different": "yellow"}
 QUIET = "bright_black"
 
 FINDINGS = 12
-"""So many are said; the table has them all."""
+"""Printed findings; the table has all differences."""
 
 
 def show(comparison: Comparison, console: Console) -> None:
-    """Print it."""
+    """Print a comparison."""
     console.print(Text.assemble((comparison.name, "bold"), "  ", heading(comparison)))
     if comparison.study and comparison.study.question:
         console.print(Text(comparison.study.question, style="italic"))
     table = text_table(comparison)
-    for metrics in _fitting(table, range(len(table.metrics)), console.width):
+    for metrics in _split_to_width(table, range(len(table.metrics)), console.width):
         console.print(_table(table, metrics))
     baseline = comparison.rows[comparison.baseline].label
     if len(comparison.rows) > 1:
-        legend = (
-            ". n.d.: not distinguishable"
-            if any(cell.mark[:4] == "n.d." for row in table.rows for cell in row.cells)
-            else ""
-        )
+        marked = any(cell.mark.startswith("n.d.") for row in table.rows for cell in row.cells)
+        legend = ". n.d.: not distinguishable" if marked else ""
         console.print(Text(f"baseline: {baseline} ({comparison.baseline_why}){legend}", style=QUIET))
     for sentence in findings(comparison)[:FINDINGS]:
         console.print(Text(f"• {sentence}"))
@@ -79,8 +76,8 @@ def _head(metric: Metric) -> Text:
     return Text(title(metric) + arrow)
 
 
-def _fitting(found: TextTable, metrics: Sequence[int], width: int) -> list[list[int]]:
-    """The metrics in as many tables as it takes for no cell to be wrapped."""
+def _split_to_width(found: TextTable, metrics: Sequence[int], width: int) -> list[list[int]]:
+    """Split metrics into as many tables as fit the width without wrapping a cell."""
     tables: list[list[int]] = []
     for place in metrics:
         if tables and _width(found, [*tables[-1], place]) <= width:
@@ -91,7 +88,7 @@ def _fitting(found: TextTable, metrics: Sequence[int], width: int) -> list[list[
 
 
 def _width(found: TextTable, metrics: Sequence[int]) -> int:
-    """Columns of characters that the table takes without wrapping a cell."""
+    """Width of the table without wrapping a cell, in characters."""
     columns = [[name, *(row.keys[place] for row in found.rows)] for place, name in enumerate(found.keys)]
     columns += [["state", *(row.state for row in found.rows)]] if found.has_states else []
     columns += [["n"]] if found.has_seeds else []
@@ -103,7 +100,7 @@ def _width(found: TextTable, metrics: Sequence[int]) -> int:
 
 
 def _scaling_table(series: ScalingSeries) -> Table:
-    kind = "the global batch grows too" if series.kind == "weak" else "the same global batch"
+    kind = "growing global batch" if series.kind == "weak" else "same global batch"
     name = f"Scaling, {kind}{f' · {series.fixed}' if series.fixed else ''}"
     table = Table(
         box=box.SIMPLE_HEAD, title=name, title_justify="left", header_style="bold", border_style=QUIET, pad_edge=False
@@ -114,7 +111,7 @@ def _scaling_table(series: ScalingSeries) -> Table:
         table.add_row(
             Text(point.label),
             str(point.world_size),
-            short_count(point.tokens_per_second),
+            format_count(point.tokens_per_second),
             f"{point.speedup:.2f}",
             f"{100 * point.efficiency:.0f} %",
         )

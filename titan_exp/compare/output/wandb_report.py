@@ -1,4 +1,4 @@
-"""A comparison written back to Weights & Biases, as a Report: the table, the findings, and panels over the runs."""
+"""Comparison as a Weights & Biases Report: table, findings and panels over the runs."""
 
 from typing import Any
 
@@ -8,11 +8,10 @@ from titan_exp.compare.sources.wandb import explain_wandb_errors
 
 
 def publish(comparison: Comparison, place: str) -> str:
-    """Make a new Report in a project and return its address. Nothing that is there is changed.
+    """Create a Report in a project and return its URL; existing ones stay unchanged.
 
     Args:
-        comparison: what to write.
-        place: `ENTITY/PROJECT`; its runs of the same group are what the panels show.
+        place: `ENTITY/PROJECT`; the panels show its runs of the same group.
 
     Raises:
         UserError: wandb or its report package is not installed, or the server cannot be used.
@@ -24,7 +23,7 @@ def publish(comparison: Comparison, place: str) -> str:
 
 
 def report_of(comparison: Comparison, place: str) -> Any:
-    """The Report, not yet saved. Imports `wandb_workspaces`."""
+    """The unsaved Report; imports `wandb_workspaces`."""
     import wandb_workspaces.reports.v2 as reports
     from wandb_workspaces import expr
 
@@ -37,10 +36,10 @@ def report_of(comparison: Comparison, place: str) -> Any:
         filters=[expr.Metric("group") == study],
         groupby=[f"config.{key}" for key in comparison.differing_keys.all_keys],
     )
-    # The keys of metrics.jsonl are those in W&B; what was computed from them only exists here.
+    # W&B has the keys of metrics.jsonl, not the metrics that compare derives from them.
     downsampled_curves = [
-        reports.LinePlot(title=words, x="tokens", y=[key], smoothing_type="none")
-        for key, words in (("loss", "training loss"), ("validation_loss", "validation loss"))
+        reports.LinePlot(title=title, x="tokens", y=[key], smoothing_type="none")
+        for key, title in (("loss", "training loss"), ("validation_loss", "validation loss"))
     ]
     blocks = [
         reports.MarkdownBlock(to_markdown(comparison)),

@@ -1,6 +1,6 @@
-"""Runs that live only in Weights & Biases, read through its public API into the same structures as run folders.
+"""Runs read from Weights & Biases through its public API.
 
-Run folders are the truth: what W&B lost (the last rows of a killed run, the times of attempts) is lost here too.
+Run folders are the source of truth: W&B may lack the last rows of a killed run and the times of attempts.
 """
 
 import sys
@@ -18,11 +18,11 @@ from titan_exp.tracking.sinks.sink import Row, Value
 from titan_exp.tracking.sinks.wandb_service import stop_wandb_service
 
 STATES = {"finished": "done", "running": "running", "preempted": "preempted", "preempting": "preempted"}
-"""W&B's states in our words; `pending` is the same, and any other is a failure."""
+"""Run states by W&B's; `pending` is the same, any other is `failed`."""
 
 
 class WandbApiRun(Protocol):
-    """What is used of `wandb.apis.public.Run`."""
+    """Used part of `wandb.apis.public.Run`."""
 
     id: str
     config: Mapping[str, Any]
@@ -36,18 +36,18 @@ class WandbApiRun(Protocol):
         ...
 
     def scan_history(self) -> Any:
-        """Every logged row, one after another."""
+        """Iterate over logged rows."""
         ...
 
 
 def select_from_wandb(place: str, group: str | None, ids: Sequence[str], runs: Path) -> Selection:
-    """The runs of a W&B project.
+    """Select runs of a W&B project.
 
     Args:
         place: `ENTITY/PROJECT`.
-        group: of this group alone, which is a study; None for all.
-        ids: of these ids alone (W&B's or ours, or their beginnings); empty for all.
-        runs: folder in which the comparison's files go.
+        group: group of the runs, which is a study; None selects all.
+        ids: prefixes of W&B's or our run ids; empty selects all.
+        runs: folder for the comparison's files.
 
     Raises:
         UserError: wandb or its server cannot be used, or there are no such runs.
@@ -63,24 +63,22 @@ def select_from_wandb(place: str, group: str | None, ids: Sequence[str], runs: P
     if not read:
         among = f" of group {group}" if group else ""
         named = f" named {', '.join(ids)}" if ids else ""
-        raise UserError(
-            f"--from-wandb {place}: there are no runs{among}{named}. Groups are experiment.name of the runs."
-        )
+        raise UserError(f"--from-wandb {place} has no runs{among}{named}. A group is the experiment.name of its runs.")
     return Selection(read, None, name, runs / name)
 
 
 def from_wandb(run: WandbApiRun) -> Run:
-    """One run of the API as a `Run`."""
+    """Convert a run of the API."""
     config = {key: value for key, value in run.config.items() if not key.startswith("_")}
-    told = config.pop("run", None) or {}
+    identity = config.pop("run", None) or {}
     rows = _rows(run.scan_history())
-    world_size = told.get("world_size")
+    world_size = identity.get("world_size")
     seconds = _runtime(run.summary)
     state = run.state if run.state == "pending" else STATES.get(run.state, "failed")
     return Run(
-        study=told.get("study") or run.group or "",
-        run_id=told.get("run_id") or run.id,
-        experiment_id=told.get("experiment_id"),
+        study=identity.get("study") or run.group or "",
+        run_id=identity.get("run_id") or run.id,
+        experiment_id=identity.get("experiment_id"),
         state=state,
         reason=f"W&B says {run.state}" if state == "failed" else None,
         config=config,
@@ -89,8 +87,8 @@ def from_wandb(run: WandbApiRun) -> Run:
         seconds=seconds,
         device_seconds=None if seconds is None or world_size is None else seconds * world_size,
         device=None,
-        commit=told.get("commit"),
-        dirty=told.get("dirty"),
+        commit=identity.get("commit"),
+        dirty=identity.get("dirty"),
         overrides=(),
         source=run.url,
     )
@@ -98,12 +96,12 @@ def from_wandb(run: WandbApiRun) -> Run:
 
 @contextmanager
 def explain_wandb_errors(place: str) -> Iterator[None]:
-    """Turns what wandb says into words for the user: no package, no account, no network, no such project.
+    """Turn wandb's errors into user errors: no package, no account, no network, no such project.
 
-    The service that wandb started for it is ended, in bounded time, whatever came of it.
+    Ends the service that wandb started, in bounded time.
 
     Raises:
-        UserError: anything of that.
+        UserError: wandb raised an error.
     """
     try:
         yield
@@ -115,11 +113,10 @@ def explain_wandb_errors(place: str) -> Iterator[None]:
     except Exception as error:
         if not _is_of_wandb(error):
             raise
-        said = str(error).strip().partition("\n")[0]
+        message = str(error).strip().partition("\n")[0]
         raise UserError(
-            f"W&B does not answer for {place}: {said or type(error).__name__}. Is this machine logged in (wandb login, "
-            "or WANDB_API_KEY) and connected, and is that the right ENTITY/PROJECT? Run folders need neither: "
-            "titan-exp compare STUDY reads them."
+            f"W&B refused {place}: {message or type(error).__name__}. Check the login (wandb login, or WANDB_API_KEY), "
+            "the network and ENTITY/PROJECT. titan-exp compare STUDY reads run folders and needs none of them."
         ) from error
     finally:
         if "wandb" in sys.modules:
@@ -127,7 +124,7 @@ def explain_wandb_errors(place: str) -> Iterator[None]:
 
 
 def _is_of_wandb(error: Exception) -> bool:
-    """Whether it was raised in wandb's own code, or below it: it has no common type of error."""
+    """True if an error was raised in or below wandb's code; wandb has no common error type."""
     frames = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     return any(name.partition(".")[0] in ("wandb", "wandb_workspaces") for name in frames)
 
@@ -138,7 +135,7 @@ def _is_named(run: WandbApiRun, ids: Sequence[str]) -> bool:
 
 
 def _rows(history: Any) -> list[Row]:
-    """Rows by step, one for each: a resume logs some steps again, and the later row holds."""
+    """Rows by step; where a resumed run has logged a step again, the later row counts."""
     rows: dict[int, dict[str, Value]] = {}
     for entry in history:
         step = entry.get("step")
@@ -149,7 +146,7 @@ def _rows(history: Any) -> list[Row]:
 
 
 def _runtime(summary: Any) -> float | None:
-    """Seconds that W&B counted over all starts."""
+    """Seconds of all starts, as W&B counts them."""
     inner = summary.get("_wandb") or {}
     found = inner.get("runtime") if hasattr(inner, "get") else None
     return found if found is not None else summary.get("_runtime")

@@ -1,42 +1,35 @@
-"""Numbers as people read them: the same few digits in every output."""
+"""Number formats of metrics, the same in every output."""
 
 import math
 
 from titan_exp.compare.compared_metrics import Metric
 from titan_exp.compare.stats.ttest import Delta, Estimate
+from titan_exp.tracking.number_format import format_count, format_duration
 
 MINUS = "\N{MINUS SIGN}"
-NOTHING = "\N{EM DASH}"
-"""Where there is no number."""
-
-
-def short_count(number: float) -> str:
-    """A count in at most six characters: 950, 30.72k, 1.25M."""
-    for scale, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= scale * 0.99995:
-            return f"{number / scale:.4g}{letter}"
-    return f"{number:.4g}"
+MISSING = "\N{EM DASH}"
+"""Printed where a number is not known."""
 
 
 def value(metric: Metric, number: float | None) -> str:
     """A value of a metric, without its unit."""
     if number is None:
-        return NOTHING
+        return MISSING
     if not math.isfinite(number):
         return "diverged" if metric.is_loss else "not finite"
     if metric.name == "time":
-        return duration(3600 * number)
+        return format_duration(3600 * number)
     if metric.name == "mfu" or metric.name.endswith("_of_predicted"):
         return f"{100 * number:.1f} %"
     if metric.unit in ("tokens/s", "tokens"):
-        return short_count(number)
+        return format_count(number)
     return f"{number:.4f}" if metric.unit == "nats" else f"{number:.4g}" if metric.unit != "h" else f"{number:.3g}"
 
 
 def with_interval(metric: Metric, estimate: Estimate | None) -> str:
-    """A mean, and half the width of its interval where one is known."""
+    """A mean, with half the width of its confidence interval where one is known."""
     if estimate is None:
-        return NOTHING
+        return MISSING
     text = value(metric, estimate.mean)
     if estimate.high is None or not metric.is_loss:
         return text
@@ -58,24 +51,19 @@ def percent(ratio: float) -> str:
 
 
 def change(metric: Metric, delta: Delta | None, baseline: float | None) -> str:
-    """A difference to the baseline: with its interval for what was learned, in per cent for what it cost."""
+    """A difference to the baseline: losses with their interval, costs in per cent."""
     if delta is None:
-        return NOTHING
+        return MISSING
     if not metric.is_loss and baseline:
         return percent(1 + delta.difference / baseline)
-    text = signed(metric, delta.difference)
+    return signed(metric, delta.difference) + interval(metric, delta)
+
+
+def interval(metric: Metric, delta: Delta) -> str:
+    """Confidence interval of a difference in brackets; empty where none is known."""
     if delta.low is None or delta.high is None:
-        return text
-    return f"{text} [{signed(metric, delta.low)}, {signed(metric, delta.high)}]"
-
-
-def duration(seconds: float) -> str:
-    """Hours, minutes or seconds, the two largest parts."""
-    whole = round(seconds)
-    hours, minutes = divmod(whole // 60, 60)
-    if hours:
-        return f"{hours}h {minutes:02d}m"
-    return f"{minutes}m {whole % 60:02d}s" if minutes else f"{seconds:.3g}s"
+        return ""
+    return f" [{signed(metric, delta.low)}, {signed(metric, delta.high)}]"
 
 
 def _magnitude(metric: Metric, number: float) -> str:

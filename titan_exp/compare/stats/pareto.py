@@ -1,56 +1,52 @@
-"""Which rows nothing else beats: the Pareto front of loss against GPU-hours."""
+"""Pareto front of loss against GPU-hours."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from titan_exp.compare.compared_metrics import METRICS, Metric
+from titan_exp.compare.compared_metrics import METRIC_BY_NAME, Metric
 from titan_exp.compare.comparison import Comparison
 
 ROUNDING = 1e-4
-"""Losses closer than this, relatively, are equal here: layouts round differently, and none is better for that."""
+"""Relative difference below which losses count as equal: layouts round differently, and none is better for that."""
 
-COST = next(metric for metric in METRICS if metric.name == "gpu_hours")
+COST = METRIC_BY_NAME["gpu_hours"]
 
 
 @dataclass(frozen=True)
 class ParetoPoint:
-    """One row."""
+    """One row of the comparison."""
 
     row: int
-    """Its place in the comparison."""
+    """Index of the row."""
     gpu_hours: float
     """Mean over seeds."""
     loss: float
-    """Mean over seeds of the loss metric, lower is better."""
+    """Mean over seeds of the loss metric; lower is better."""
     is_on_front: bool
-    """Whether no other row has both a lower loss and no more GPU-hours, or fewer of these and no higher loss."""
+    """True unless another row is cheaper with no higher loss, or better at no higher cost."""
 
 
 def loss_metric(comparison: Comparison) -> Metric | None:
-    """The loss that the front is drawn over: the first compared one."""
+    """Loss of the front: the first compared one."""
     return next((metric for metric in comparison.metrics if metric.is_loss and metric.better == "min"), None)
 
 
 def pareto(comparison: Comparison) -> list[ParetoPoint]:
-    """Every row of which both are known, cheapest first. Differences within the noise of seeds count as differences."""
-    metric = loss_metric(comparison)
-    known: list[tuple[int, float, float]] = []
-    for place, row in enumerate(comparison.rows):
-        hours = [COST.read(run, comparison.point.tokens) for run in row.runs if comparison.point.reached(run)]
+    """Rows with a known loss and cost, cheapest first. Noise of seeds counts as a difference."""
+    metric, budget = loss_metric(comparison), comparison.budget
+    known: list[tuple[float, float, int]] = []
+    for index, row in enumerate(comparison.rows):
+        hours = [COST.read(run, budget.tokens) for run in row.runs if budget.reached(run)]
         costs = [cost for cost in hours if cost is not None]
         loss = row.estimates[metric.name] if metric else None
         if costs and loss is not None:
-            known.append((place, sum(costs) / len(costs), loss.mean))
+            known.append((sum(costs) / len(costs), loss.mean, index))
     return [
-        ParetoPoint(place, cost, loss, not any(_beats(other, (cost, loss)) for other in _pairs(known)))
-        for place, cost, loss in sorted(known, key=lambda entry: entry[1])
+        ParetoPoint(index, cost, loss, not any(_dominates(other[:2], (cost, loss)) for other in known))
+        for cost, loss, index in sorted(known, key=lambda point: point[0])
     ]
 
 
-def _pairs(known: Sequence[tuple[int, float, float]]) -> list[tuple[float, float]]:
-    return [(cost, loss) for _, cost, loss in known]
-
-
-def _beats(one: tuple[float, float], two: tuple[float, float]) -> bool:
-    margin = ROUNDING * abs(two[1])
-    return one[0] <= two[0] and one[1] <= two[1] + margin and (one[0] < two[0] or one[1] < two[1] - margin)
+def _dominates(point: tuple[float, float], other: tuple[float, float]) -> bool:
+    margin = ROUNDING * abs(other[1])
+    no_worse = point[0] <= other[0] and point[1] <= other[1] + margin
+    return no_worse and (point[0] < other[0] or point[1] < other[1] - margin)

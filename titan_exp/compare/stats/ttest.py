@@ -1,7 +1,6 @@
-"""What repetitions with other seeds let us say: intervals by Student's t, paired differences, Holm's correction.
+"""Significance over seeds: confidence intervals by Student's t, paired differences, Holm's correction.
 
-The tests are scipy's, imported where they are used (0.6 s). Every number has its n; where one seed alone was run, no
-interval is made up.
+The tests are scipy's, imported where they are used (0.6 s). Every number has its n; one seed gives no interval.
 """
 
 import warnings
@@ -11,10 +10,10 @@ from statistics import fmean
 from typing import Any, Literal
 
 LEVEL = 0.95
-"""Of confidence intervals."""
+"""Confidence level."""
 
 Pairing = Literal["paired", "unpaired", "single"]
-"""Same seed against same seed; means against each other (Welch); one number against one."""
+"""Equal seeds against each other; means against each other (Welch); one number against one."""
 
 
 @dataclass(frozen=True)
@@ -22,48 +21,48 @@ class Estimate:
     """The mean of a metric over seeds."""
 
     mean: float
-    """Over the seeds where it is known."""
+    """Over the seeds where the metric is known."""
     low: float | None
     """Lower end of its confidence interval; None with one seed."""
     high: float | None
     """Upper end."""
     n: int
-    """Seeds."""
+    """Number of seeds."""
 
 
 @dataclass(frozen=True)
 class Delta:
-    """A difference to the baseline, row minus baseline."""
+    """Difference to the baseline, row minus baseline."""
 
     difference: float
-    """Of means; over common seeds where they are paired."""
+    """Difference of means; over common seeds where they are paired."""
     low: float | None
-    """Lower end of its confidence interval, not corrected for several comparisons; None where none is known."""
+    """Lower end of its confidence interval, without Holm's correction; None without one."""
     high: float | None
     """Upper end."""
     n: int
-    """Pairs; the smaller number of seeds where they are not paired."""
+    """Number of pairs; the smaller number of seeds where they are not paired."""
     pairing: Pairing
-    """How it was taken."""
+    """Kind of the difference."""
     p: float | None = None
-    """Of a difference at least as large where there is none, two-sided; None where no interval is known."""
+    """Two-sided p-value; None without an interval."""
     p_holm: float | None = None
-    """The same, corrected for all comparisons of this metric (Holm 1979)."""
+    """p-value corrected for all comparisons of this metric (Holm 1979)."""
 
     @property
     def is_distinguishable(self) -> bool | None:
-        """Whether it differs from 0 with all comparisons counted; None where no interval is known."""
+        """True if it differs from 0 after Holm's correction; None without an interval."""
         p = self.p if self.p_holm is None else self.p_holm
         return None if p is None else p < 1 - LEVEL
 
     @property
     def holds_zero(self) -> bool | None:
-        """Whether the interval holds 0; None where none is known."""
+        """True if the interval contains 0; None without one."""
         return None if self.low is None or self.high is None else self.low <= 0 <= self.high
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
-    """The mean of values with its interval; None where there are none."""
+    """Mean of values with its confidence interval; None without values."""
     if not values:
         return None
     mean = fmean(values)
@@ -76,11 +75,10 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 
 
 def difference(values: Mapping[object, float], baseline: Mapping[object, float]) -> Delta | None:
-    """The difference of values to those of the baseline, both by seed; None where either has none.
+    """Difference of values to those of the baseline, both by seed; None where either has none.
 
-    Common seeds are paired, for the same seed means the same initial weights and the same order of data, and what
-    they share cancels. Seeds that only one side has are left out then. Where fewer than two are common and both sides
-    have two or more, means are compared instead (Welch 1947).
+    Common seeds are paired: they share initial weights and data order, whose effect cancels. Other seeds are left out.
+    With fewer than two common seeds and at least two on both sides, means are compared (Welch 1947).
     """
     common = [seed for seed in values if seed in baseline]
     if len(common) < 2 and len(values) >= 2 and len(baseline) >= 2:
@@ -93,14 +91,14 @@ def difference(values: Mapping[object, float], baseline: Mapping[object, float])
 
 
 def holm(deltas: Sequence[Delta | None]) -> list[Delta | None]:
-    """The same differences with `p_holm`: the smallest of m values is multiplied by m, the next by m - 1, and so on."""
-    known = sorted((delta.p, place) for place, delta in enumerate(deltas) if delta is not None and delta.p is not None)
+    """Set `p_holm` of differences: the smallest of m p-values is multiplied by m, the next by m - 1, and so on."""
+    known = sorted((delta.p, index) for index, delta in enumerate(deltas) if delta is not None and delta.p is not None)
     found, largest = list(deltas), 0.0
-    for rank, (p, place) in enumerate(known):
+    for rank, (p, index) in enumerate(known):
         largest = max(largest, min(1.0, p * (len(known) - rank)))
-        delta = deltas[place]
+        delta = deltas[index]
         assert delta is not None
-        found[place] = replace(delta, p_holm=largest)
+        found[index] = replace(delta, p_holm=largest)
     return found
 
 
@@ -110,7 +108,7 @@ def _paired(differences: Sequence[float]) -> Delta:
         return Delta(mean, None, None, 1, "single")
     if _is_constant(differences):
         return _certain(mean, n, "paired")
-    # Of the differences themselves: scipy's paired test is this one.
+    # Identical to scipy's paired test.
     return _delta(mean, _student("ttest_1samp", differences, 0.0), n, "paired")
 
 
@@ -122,11 +120,11 @@ def _unpaired(values: Sequence[float], baseline: Sequence[float]) -> Delta:
 
 
 def _student(name: str, *arguments: Any, **options: Any) -> Any:
-    """One of scipy's t-tests."""
+    """Run one of scipy's t-tests."""
     from scipy import stats
 
     with warnings.catch_warnings():
-        # Of numbers that agree but for rounding: their interval is as narrow as rounding, which is what it should say.
+        # Values that differ by rounding rightly give an interval as narrow as rounding.
         warnings.filterwarnings("ignore", "Precision loss", RuntimeWarning)
         return getattr(stats, name)(*arguments, **options)
 
@@ -137,7 +135,7 @@ def _delta(mean: float, test: Any, n: int, pairing: Pairing) -> Delta:
 
 
 def _certain(mean: float, n: int, pairing: Pairing) -> Delta:
-    """Where every repetition says the same there is nothing to estimate, and scipy would divide by zero."""
+    """Difference of constant values, for which scipy would divide by zero."""
     return Delta(mean, mean, mean, n, pairing, 1.0 if mean == 0 else 0.0)
 
 

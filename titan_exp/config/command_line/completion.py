@@ -1,4 +1,4 @@
-"""What a shell offers after a verb: the verb's own options here, keys of groups by Hydra; paths it knows itself."""
+"""Shell completion after a verb: its options here, keys of groups by Hydra; the shell completes paths itself."""
 
 import typing
 from dataclasses import fields
@@ -18,7 +18,7 @@ OPTIONS: dict[str, type] = {
     "tokenize": TokenizeOptions,
     "evaluate": EvaluateOptions,
 }
-"""What a verb takes beside groups."""
+"""Options of the verbs that also take groups or none."""
 
 GROUPS = {
     "train": ("",),
@@ -41,7 +41,7 @@ def own_words(verb: str, word: str) -> list[str]:
 
 
 def composes(verb: str, word: str) -> bool:
-    """Whether a word that stands on the line says something to Hydra."""
+    """True if a typed word is an override for Hydra."""
     if verb not in OPTIONS:
         return True
     name, equals, _ = word.partition("=")
@@ -49,7 +49,7 @@ def composes(verb: str, word: str) -> bool:
 
 
 def fits(verb: str, offer: str) -> bool:
-    """Whether what Hydra offers is something that the verb takes."""
+    """True if the verb takes a word that Hydra offers."""
     return offer.startswith(GROUPS[verb]) or any(beginning.startswith(offer) for beginning in GROUPS[verb])
 
 

@@ -1,4 +1,4 @@
-"""Flags of our own verbs, such as `--dry-run` and `--jobs 4`, taken out of what was typed."""
+"""Flags of a verb (`--dry-run`, `--jobs 4`), taken out of the typed words."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -18,15 +18,15 @@ def take_flags(
 
     Args:
         words: as typed.
-        switches: flags that stand alone.
-        valued: flags that take a value, `--jobs 4` or `--jobs=4`, and of which type: `str`, or `int` from 0.
-        others: flags that somebody else reads, and that stay among the words.
-        verb: the verb, for messages.
+        switches: flags without a value.
+        valued: flags with a value, `--jobs 4` or `--jobs=4`, and its type: `str`, or `int` from 0.
+        others: flags of another parser, which stay among the words.
+        verb: name of the verb, for messages.
 
     Raises:
-        UserError: a flag is unknown, lacks its value or has one that cannot be.
+        UserError: a flag is unknown, lacks its value or has an invalid one.
     """
-    alone, with_value, strange = set(switches), dict(valued or {}), set(others or ())
+    alone, with_value, foreign = set(switches), dict(valued or {}), set(others or ())
     found: dict[str, str | int | bool] = {}
     rest: list[str] = []
     queue = list(words)
@@ -41,20 +41,25 @@ def take_flags(
                     raise UserError(f"{name} needs a value after it. See titan-exp {verb} --help.")
                 value = queue.pop(0)
             found[name] = _read(name, value, with_value[name])
-        elif word.startswith("-") and word != "-" and name not in strange:
-            if "=" in word or "." in word:
-                raise UserError(f"{word}: keys are set without dashes: {word.lstrip('-')}")
-            offer = did_you_mean(word, nearest(word, [*alone, *with_value, *strange]))
-            has = listed(sorted(flag for flag in {*alone, *with_value} if flag.startswith("--")), "and")
-            raise UserError(f"{word}: there is no such flag; {offer or f'titan-exp {verb} has {has}'}")
+        elif word.startswith("-") and word != "-" and name not in foreign:
+            raise UserError(_unknown(word, [*alone, *with_value], foreign, verb))
         else:
             rest.append(word)
     return found, rest
+
+
+def _unknown(word: str, own: Sequence[str], foreign: Iterable[str], verb: str) -> str:
+    key = word.lstrip("-")
+    if "=" in key or "." in key:
+        return f"{word}: keys are set without dashes: {key if '=' in key else key + '=...'}"
+    offer = did_you_mean(word, nearest(word, [*own, *foreign]))
+    flags = listed(sorted(flag for flag in own if flag.startswith("--")), "and")
+    return f"{word}: there is no such flag; {offer or f'titan-exp {verb} has {flags}'}"
 
 
 def _read(name: str, value: str, kind: type) -> str | int:
     if kind is str:
         return value
     if not value.isdigit():
-        raise UserError(f"{name} {value}: a whole number is meant, such as {name} 2.")
+        raise UserError(f"{name} {value}: must be a whole number, such as {name} 2.")
     return int(value)

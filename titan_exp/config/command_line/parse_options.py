@@ -17,7 +17,7 @@ HELP = ("--help", "-h", "help")
 
 
 def options_help(usage: str, kind: type) -> str:
-    """What a verb takes: how to type it, and every option with its default and its meaning."""
+    """Help of a verb: its usage, and every option with default and meaning."""
     lines = [usage, ""]
     said = docstrings(kind)
     for field in dataclasses.fields(kind):

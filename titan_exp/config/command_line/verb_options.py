@@ -1,4 +1,4 @@
-"""What verbs take besides groups; apart from what they do, so that help and completion import no torch."""
+"""Options of verbs beside groups, apart from the verbs so that help and completion import no torch."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -10,13 +10,13 @@ from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat
 
 @dataclass(frozen=True)
 class GenerateOptions:
-    """What `titan-exp generate` takes."""
+    """Options of `titan-exp generate`."""
 
     run: str = ""
     """Run folder, one of its checkpoints, a Hugging Face folder, anything else that `convert` reads, or the URL of
     one of these; empty is the run under `runs` that was last saved."""
     step: Count = 0
-    """Of a run: which checkpoint; 0 is the newest."""
+    """Step of the run's checkpoint; 0 is the newest."""
     runs: str = "runs"
     """Folder that holds every run folder, searched where `run` is not given."""
     prompt: str = ""
@@ -34,7 +34,7 @@ class GenerateOptions:
     seed: Count = 0
     """Seed of the choice, the same for every prompt."""
     cache: bool = True
-    """Keep keys and values, so that every token is computed once; without, the text is computed anew for each."""
+    """Keep a KV cache; false recomputes the whole text for each token."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Type of the weights in memory, and of what is computed with them."""
     tp: PositiveInt = 1
@@ -44,27 +44,27 @@ class GenerateOptions:
 
 @dataclass(frozen=True)
 class ConvertOptions:
-    """What `titan-exp convert` takes."""
+    """Options of `titan-exp convert`."""
 
     source: str = ""
-    """What to read: a run folder, one of its checkpoints, a Hugging Face folder, Meta's Llama, a former target, or
-    the URL of one of these (`s3://bucket/...`), which is fetched once into `runs/.cache/remote`."""
+    """Weights to read: a run folder, one of its checkpoints, a Hugging Face folder, Meta's Llama, a former target, or
+    the URL of one of these (`s3://bucket/...`), which is downloaded once into `runs/.cache/remote`."""
     target: str = ""
-    """What to write: a folder, or a file for format torch; it must not exist. May be a URL: what is written goes there
-    from `runs/.cache/remote`."""
+    """Folder to write, or a file for format torch; it must not exist. For a URL the files are uploaded from
+    `runs/.cache/remote`."""
     format: Literal["auto", "dcp", "huggingface", "llama", "torch", "torchtune"] = "auto"
     """`auto` is torch for a target that ends in .pt, else huggingface from ours and dcp from the others."""
     dtype: Literal["keep", "bf16", "fp32"] = "keep"
     """Type of the written weights; `keep` changes no bit."""
     step: Count = 0
-    """Of a run: which checkpoint; 0 is the newest."""
+    """Step of the run's checkpoint; 0 is the newest."""
     file_gb: PositiveFloat = 5.0
     """Size of a safetensors file in 10⁹ bytes; a larger tensor is alone in its own."""
 
 
 @dataclass(frozen=True)
 class DownloadOptions:
-    """What `titan-exp download` takes."""
+    """Options of `titan-exp download`."""
 
     repo: str = ""
     """OWNER/NAME on the hub."""
@@ -78,7 +78,7 @@ class DownloadOptions:
 
 @dataclass(frozen=True)
 class TokenizeOptions:
-    """What `titan-exp tokenize` takes beside the `data` group."""
+    """Options of `titan-exp tokenize` beside the `data` group."""
 
     out: str = ""
     """Folder of the store to make, such as stores/mine."""
@@ -97,9 +97,9 @@ class TokenizeOptions:
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """What `titan-exp evaluate` takes beside keys of the `data`, `training` and `parallelism` groups."""
+    """Options of `titan-exp evaluate` beside keys of the `data`, `training` and `parallelism` groups."""
 
     step: Count = 0
-    """Of a run: which checkpoint; 0 is the newest."""
+    """Step of the run's checkpoint; 0 is the newest."""
     split: Literal["held_out", "all"] = "held_out"
     """`held_out` is the documents that training holds out; `all` is every document of the source."""

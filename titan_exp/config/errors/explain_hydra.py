@@ -1,4 +1,4 @@
-"""Why overrides do not compose, in words: every unknown key, group and option at once, each with its neighbours."""
+"""Explain composition errors: every unknown key, group and option at once, with its nearest neighbours."""
 
 import re
 import traceback
@@ -25,11 +25,11 @@ from titan_exp.config.schema.schema import annotation_of, value_keys
 
 MESSAGE = "These overrides cannot be composed."
 UNREADABLE = (HydraException, OmegaConfBaseException, yaml.YAMLError)
-"""What is raised by text that cannot be composed."""
+"""Exceptions of text that cannot be composed."""
 
 
 def is_about_words(error: Exception) -> bool:
-    """Whether an error is about what was typed or written in YAML, and not a fault in some code."""
+    """True if an error is about overrides or YAML, and not a bug."""
     if isinstance(error, UNREADABLE):
         return True
     # Hydra raises plain ValueErrors and warnings as well.
@@ -105,7 +105,7 @@ class _Reader:
             self.chosen = {group: options[group] for group in self.chosen}
 
     def read(self, override: Override) -> Iterator[Violation]:
-        """What is wrong with one override."""
+        """Violations of one override."""
         key, text = override.key_or_group, str(override.input_line)
         if override.is_hydra_override():
             return

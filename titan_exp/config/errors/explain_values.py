@@ -1,4 +1,4 @@
-"""What is wrong with the keys and values of a configuration, in words for whoever typed them."""
+"""Violations of types and bounds: unknown, missing and invalid keys, with a remedy."""
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
@@ -23,7 +23,7 @@ from titan_exp.config.schema.schema import (
 
 
 def misplaced(values: Mapping[str, Any], classes: Mapping[str, Any]) -> Iterator[Violation]:
-    """Keys that are unknown or missing, values where a group belongs, and booleans where a number is meant.
+    """Keys that are unknown or missing, values in place of a group, and booleans in place of a number.
 
     Args:
         values: the whole configuration.
@@ -57,7 +57,7 @@ def _misplaced(
                     field, values[name], "this is a group of keys, not a value", f"set a key in it: {inside}=..."
                 )
         elif isinstance(values[name], bool) and is_number(annotation):
-            yield Violation(field, values[name], "a number is meant, not true or false", _about(field))
+            yield Violation(field, values[name], "must be a number, not true or false", _about(field))
 
 
 def _reachable(prefix: str, fields: Mapping[str, Any]) -> list[str]:
@@ -90,26 +90,26 @@ def _reason(kind: str, context: Mapping[str, Any], field: str, value: Any, messa
 
 
 _WORDS = {
-    "greater_than_equal": ("must be at least {ge:g}", "the least is {field}={ge:g}"),
-    "less_than_equal": ("must be at most {le:g}", "the most is {field}={le:g}"),
+    "greater_than_equal": ("must be at least {ge:g}", "nearest: {field}={ge:g}"),
+    "less_than_equal": ("must be at most {le:g}", "nearest: {field}={le:g}"),
     "greater_than": ("must be above {gt:g}", ""),
     "less_than": ("must be below {lt:g}", ""),
-    "int_from_float": ("a whole number is meant", "the nearest is {field}={rounded}"),
-    "int_parsing": ("a whole number is meant", ""),
-    "int_type": ("a whole number is meant", ""),
-    "float_parsing": ("a number is meant", ""),
-    "float_type": ("a number is meant", ""),
-    "finite_number": ("a finite number is meant", ""),
-    "bool_parsing": ("true or false is meant", "{field}=true or {field}=false"),
-    "bool_type": ("true or false is meant", "{field}=true or {field}=false"),
-    "tuple_type": ("a list is meant", "write {field}='[{value}]'"),
-    "list_type": ("a list is meant", "write {field}='[{value}]'"),
-    "too_short": ("more values are meant: {min_length}", ""),
-    "too_long": ("fewer values are meant: {max_length}", ""),
-    "dict_type": ("keyword arguments are meant", "add one: +{field}.key=value"),
-    "string_type": ("text is meant", "quote it: {field}='\"{value}\"'"),
+    "int_from_float": ("must be a whole number", "nearest: {field}={rounded}"),
+    "int_parsing": ("must be a whole number", ""),
+    "int_type": ("must be a whole number", ""),
+    "float_parsing": ("must be a number", ""),
+    "float_type": ("must be a number", ""),
+    "finite_number": ("must be a finite number", ""),
+    "bool_parsing": ("must be true or false", "{field}=true or {field}=false"),
+    "bool_type": ("must be true or false", "{field}=true or {field}=false"),
+    "tuple_type": ("must be a list", "write {field}='[{value}]'"),
+    "list_type": ("must be a list", "write {field}='[{value}]'"),
+    "too_short": ("needs {min_length} values", ""),
+    "too_long": ("takes {max_length} values", ""),
+    "dict_type": ("must be keyword arguments", "add one: +{field}.key=value"),
+    "string_type": ("must be text", "quote it: {field}='\"{value}\"'"),
 }
-"""Reason and remedy by pydantic's name of the error; without a remedy the key's meaning is said."""
+"""Reason and remedy by pydantic's error type; an empty remedy stands for the key's meaning."""
 
 
 def _choice(field: str, value: Any) -> tuple[str, str]:

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Violation:
-    """One thing that cannot be, said in four parts."""
+    """A violated rule or type: key, value, reason, remedy."""
 
     field: str
     """The configuration key at fault, as typed on the command line (`training.global_batch_size`)."""
     value: object
-    """What was asked for."""
+    """Value that was asked for."""
     reason: str
     """Why it cannot be."""
     remedy: str
-    """What would work: the nearest values, or the command to type."""
+    """Nearest values that work, or the command to type."""
 
     def __str__(self) -> str:
         asked = f"{self.field}={shown(self.value)}" if self.value != "" else self.field

@@ -8,18 +8,18 @@ from titan_exp.config.groups.types import PositiveInt, Ratio
 
 @dataclass(frozen=True)
 class ActivationCheckpointConfig:
-    """What backward recomputes instead of keeping."""
+    """Activations that backward recomputes."""
 
     mode: Literal["none", "full", "every_n", "selective", "budget"]
     """`none` keeps every activation; `full` keeps each block's input and recomputes the rest; `every_n` does that to
     some blocks; `selective` keeps the outputs of chosen operators too; `budget` lets the compiler choose."""
     every: PositiveInt
-    """Of `every_n`: 2 recomputes every second block."""
+    """Mode `every_n`: 2 recomputes every second block."""
     save: list[str]
-    """Of `selective`: operators, named as in `torch.ops`, whose outputs are kept; `aten.mm/2` keeps every second call
-    in a block, beginning with the first."""
+    """Mode `selective`: operators, named as in `torch.ops`, whose outputs are saved; `aten.mm/2` saves every second
+    call in a block, the first included."""
     budget: Ratio
-    """Of `budget`: memory for activations as a share of what the compiler would keep, 0 being `full`."""
+    """Mode `budget`: memory for activations as a share of the compiler's default, 0 being `full`."""
 
 
 @dataclass(frozen=True)
@@ -39,5 +39,5 @@ class CompileConfig:
     kept between steps. It has not been run on a GPU."""
 
     def compiles(self, component: Literal["blocks", "loss"]) -> bool:
-        """Whether this part of a training step is compiled."""
+        """True if this part of a training step is compiled."""
         return self.enabled and component in self.components

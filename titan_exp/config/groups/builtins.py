@@ -1,22 +1,31 @@
 """The names that come with the package; any other name in their places is a dotted one, of the user's own code."""
 
+from functools import cache
+from pathlib import Path
+
 OPTIMIZERS = ("adamw", "sgd")
-"""What `optimizer.name` may name."""
+"""Built-in values of `optimizer.name`."""
 
 OBJECTIVES = ("language_modeling",)
 """Built-in values of `training.objective`."""
 
 DECAYS = ("linear", "cosine", "sqrt")
-"""What `lr_schedule.decay` may name."""
+"""Built-in values of `lr_schedule.decay`."""
 
 SOURCES = ("python_stdlib", "text", "huggingface", "tokens")
-"""What `data.source` may name."""
+"""Built-in values of `data.source`."""
 
 TOKENIZERS = ("bytes", "store")
-"""What `data.tokenizer` may name; anything else is a path."""
+"""Built-in values of `data.tokenizer`; anything else is a path."""
 
 BYTES_VOCABULARY = 257
 """Tokens of the tokenizer `bytes`: 256 byte values and the end of a text."""
 
 COMPILE_BACKENDS = ("inductor", "aot_eager", "eager", "cudagraphs")
-"""What `compile.backend` may name."""
+"""Values of `compile.backend`."""
+
+
+@cache
+def executor_names() -> tuple[str, ...]:
+    """Built-in values of `cluster.kind`: the folders of `titan_exp/launch` that hold an executor."""
+    return tuple(sorted(path.parent.name for path in (Path(__file__).parents[2] / "launch").glob("*/executor.py")))

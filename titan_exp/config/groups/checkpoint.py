@@ -1,6 +1,6 @@
 """Group `checkpoint`: save interval, retention, remote copies, initial weights and exports."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from titan_exp.config.groups.types import PositiveFloat, PositiveInt
@@ -29,13 +29,13 @@ class CheckpointConfig:
     hold no credential: those come from the environment."""
     remote_wait_minutes: PositiveFloat
     """Minutes a finished run waits for uploads; at most one after a stop request."""
-    initial: str | None
-    """Run folder, checkpoint or Hugging Face folder, or its URL, whose weights a new run starts from; saved in any
-    layout; part of the run's identity."""
-    initial_exclude: list[str]
-    """Patterns of full names (`head.*`) of weights that are initialized nevertheless."""
     export: Literal["none", "bf16", "fp32"]
     """Dtype of the weights exported after the last step, as a Hugging Face folder in the run's `export/`, by all ranks
     in parallel; `none` exports nothing."""
     export_every: PositiveInt | None
     """Steps between further exports, during which training pauses; null exports only after the last step."""
+    initial: str | None = None
+    """Run folder, checkpoint or Hugging Face folder, or its URL, whose weights a new run starts from; saved in any
+    layout; part of the run's identity."""
+    initial_exclude: list[str] = field(default_factory=list)
+    """Patterns of full names (`head.*`) of weights that are initialized nevertheless."""

@@ -5,15 +5,19 @@ from typing import Literal
 
 from titan_exp.config.groups.types import Count, PositiveFloat, PositiveInt
 
+LOCAL = "local"
+"""`cluster.kind` of the machine that launches."""
+
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """Where processes start and what each of them gets. What follows after the watch over hangs is SLURM's alone."""
+    """Machine of the processes, and the hang watchdog. The keys from `gpu_type` on are for SLURM."""
 
-    kind: Literal["local", "slurm"]
-    """`local` starts every process on this machine and waits for them; `slurm` submits a job and returns."""
+    kind: str
+    """Executor: `local` starts every process on this machine and waits for them, `slurm` submits a job and returns, and
+    an import path names a class of your own (`titan_exp.launch.executor.Executor`)."""
     device: Literal["auto", "cpu", "cuda"]
-    """`auto` is CUDA where this machine has a GPU, so SLURM's nodes are told by name."""
+    """Device type; `auto` is CUDA if this machine has a GPU. SLURM's nodes need an explicit type."""
     nodes: PositiveInt | None
     """Machines that parallelism.dp_shard=-1 fills; 1 for `local`. SLURM: null asks for what the degrees need."""
     gpus_per_node: PositiveInt | None
@@ -60,7 +64,7 @@ class ClusterConfig:
     container_image: str | None = None
     """Image that ranks run in; null runs them on the node itself."""
     container_runtime: Literal["pyxis", "apptainer"] = "pyxis"
-    """What opens the image: pyxis through arguments of srun, or the command apptainer."""
+    """Container runtime: pyxis by arguments of srun, or the command apptainer."""
     container_mounts: list[str] = field(default_factory=list)
     """Folders to show inside, as FROM:TO; that of the runs is always shown."""
     python: str | None = None
@@ -74,12 +78,17 @@ class ClusterConfig:
     srun_args: list[str] = field(default_factory=list)
     """More arguments of srun, one each."""
     signal_lead: PositiveInt = 300
-    """Seconds before the time limit at which the run is asked to save and stop."""
+    """Seconds before the time limit at which the run gets its stop request."""
     stop_limit: PositiveInt = 240
     """Seconds that ranks have for saving; then they are killed, so that the run is still queued again in time."""
     requeue: Literal["auto", "requeue", "chain", "never"] = "auto"
-    """How a run goes on that had to stop: `requeue` the same job, `chain` a new one to it, or whichever works."""
+    """Continuation of an interrupted job: `requeue` the same job, `chain` a new one to it, or whichever works."""
     max_requeues: Count = 20
-    """Times in a row that a run goes on by itself before somebody must submit it again."""
+    """Consecutive times that a run is requeued automatically; then it must be submitted again."""
     submit_from_job: bool = False
-    """Whether to submit from inside a job, which is refused as an accident otherwise."""
+    """Allow submitting from inside a job, which is refused as an accident otherwise."""
+
+    @property
+    def is_remote(self) -> bool:
+        """True if processes run on other machines than the one that launches them."""
+        return self.kind != LOCAL

@@ -37,7 +37,7 @@ class Experiment:
     quantization: QuantizationConfig
     """Low-precision matmuls."""
     activation_checkpoint: ActivationCheckpointConfig
-    """What backward recomputes."""
+    """Activation checkpointing."""
     compile: CompileConfig
     """torch.compile."""
     data: DataConfig
@@ -45,7 +45,7 @@ class Experiment:
     checkpoint: CheckpointConfig
     """Saving and retention."""
     tracking: TrackingConfig
-    """Where metrics go."""
+    """Metric sinks."""
     profiling: ProfilingConfig
     """Traces."""
     cluster: ClusterConfig

@@ -39,7 +39,7 @@ class AdamWConfig(OptimizerConfig):
     implementation: Literal["fused", "foreach", "for_loop", "triton"]
     """AdamW kernel: torch's `fused`, the fastest of torch's own on CPU and CUDA, `foreach` or `for_loop`; or ours,
     `triton`, for CUDA, which clips and updates in one pass over memory. Its gain has not been measured."""
-    state_precision: Literal["fp32", "bf16", "int8", "fp8"]
+    state_precision: Literal["fp32", "bf16", "int8", "fp8"] = "fp32"
     """Precision of AdamW's moments; it computes in fp32. 4 bytes each in `fp32`; 2 in `bf16`, which loses changes of
     the second moment below 2^-9 of it, so that betas near 1 learn it late; 1.125 in `int8` (256 values denser around
     zero) and in `fp8` (e4m3; the root of the second moment), with a scale for every 32 numbers of a row, norms staying

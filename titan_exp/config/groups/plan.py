@@ -6,11 +6,11 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class PlanConfig:
-    """What is predicted before a run is started, and what follows from it."""
+    """Memory prediction before a run is started."""
 
     gate: Literal["refuse", "warn", "off"] = "refuse"
-    """What becomes of a run whose predicted peak of memory is more than its device has: `refuse` does not start it,
-    `warn` says so and starts it, `off` predicts nothing."""
+    """Action if the predicted peak exceeds the device's memory: `refuse` does not start the run, `warn` starts it with
+    a warning, `off` predicts nothing."""
     predict: Literal["needed", "always"] = "needed"
     """`needed` leaves out what an upper bound, computed at once, shows to fit (small models); `always` predicts them
     too, so that prediction and measurement can be compared. Equal runs are predicted once and remembered."""

@@ -20,7 +20,7 @@ CONFIG_NAME = "config"
 """The YAML file that lists the groups."""
 
 HYDRA_VERSION: dict[str, Any] = {"version_base": "1.3"} if __version__.startswith("1.3") else {}
-"""What Hydra's entry points are to be told of its version: 1.3 wants it said, 1.4 wants it left out."""
+"""Version argument of Hydra's entry points: 1.3 wants it, 1.4 rejects it."""
 
 OWN_FILE = [
     *(
@@ -32,7 +32,7 @@ OWN_FILE = [
     ),
     *("hydra/job_logging=none", "hydra/hydra_logging=none", "hydra/sweeper=titan_exp"),
 ]
-"""What `conf/config.yaml` says of Hydra itself, for other files in its place (`--config-path`), such as a run's."""
+"""Hydra's own settings in `conf/config.yaml`, for other primary files (`--config-path`), such as a run's."""
 
 
 def compose(overrides: Sequence[str] = ()) -> DictConfig:

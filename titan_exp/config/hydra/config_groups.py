@@ -19,7 +19,7 @@ from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION
 
 
 class Groups:
-    """What can be chosen.
+    """Config groups and their options.
 
     Args:
         loader: Hydra's own.

@@ -19,7 +19,7 @@ class Uncomputed:
     """A key without a value."""
 
     violation: Violation
-    """What to say of it."""
+    """Violation to report."""
     sources: tuple[str, ...] = ()
     """The keys that its interpolation reads; where one of them is at fault, this key is not."""
 

@@ -11,7 +11,7 @@ def share_of(fraction: float, whole: float) -> int:
 
 
 def rest_of(whole: float, part: float) -> int:
-    """What a part leaves of a whole, at least 0."""
+    """Remainder of a whole after a part, at least 0."""
     return max(int(whole) - int(part), 0)
 
 

@@ -40,23 +40,23 @@ Schedule = list[list[Action]]
 
 @dataclass(frozen=True)
 class ScheduleTraits:
-    """What a named schedule takes."""
+    """Properties of a named schedule."""
 
     stages_per_rank: int
     """Stages on a rank where the configuration does not say."""
     fixed: bool
-    """Whether it takes no other number."""
+    """True if it allows no other number."""
     v_shaped: bool = False
     """Stages run down the ranks and up again, so that the first rank has the last stage; else they go round."""
     splits_backward: bool = False
-    """Whether gradients of weights are computed apart from those of inputs, in the time a rank would else be idle."""
+    """True if weight gradients are computed apart from input gradients, in otherwise idle time."""
     in_rounds: bool = False
-    """Whether micro-batches divide evenly into as many rounds of pp micro-batches as they have room for."""
+    """True if micro-batches must divide evenly into rounds of pp micro-batches."""
     fill: int = 0
     """Micro-batches that it needs at least, for each rank."""
 
     def takes(self, microbatches: int, ranks: int) -> bool:
-        """Whether it can be laid out for so many micro-batches."""
+        """True if it can be laid out for this number of micro-batches."""
         rounds = max(1, microbatches // ranks) if self.in_rounds else 1
         return microbatches >= max(1, self.fill * ranks) and microbatches % rounds == 0
 
@@ -70,7 +70,7 @@ SCHEDULES = {
     "ZBVZeroBubble": ScheduleTraits(2, fixed=True, v_shaped=True, splits_backward=True),
     "DualPipeV": ScheduleTraits(2, fixed=True, v_shaped=True, splits_backward=True, fill=2),
 }
-"""What `parallelism.pp_schedule` may name; anything else is the path of a CSV file."""
+"""Built-in values of `parallelism.pp_schedule`; anything else is the path of a CSV file."""
 
 
 class MalformedSchedule(ValueError):
@@ -78,7 +78,7 @@ class MalformedSchedule(ValueError):
 
 
 def is_file(name: str) -> bool:
-    """Whether a schedule is read from a file instead of named."""
+    """True if a schedule is read from a file."""
     return name.lower().endswith(".csv")
 
 
@@ -138,12 +138,12 @@ def takes(parallelism: ParallelismConfig, microbatches: int) -> bool:
 
 
 def splits_backward(orders: Schedule) -> bool:
-    """Whether any backward pass is in two."""
+    """True if any backward pass is split."""
     return any(action.kind == "W" for order in orders for action in order)
 
 
 def microbatches_of(orders: Schedule) -> int:
-    """How many micro-batches a schedule is for."""
+    """Number of micro-batches of a schedule."""
     return 1 + max((action.microbatch for order in orders for action in order), default=-1)
 
 

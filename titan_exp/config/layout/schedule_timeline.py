@@ -62,7 +62,7 @@ def timeline(orders: Schedule, stage_costs: Sequence[float] | None = None) -> Ti
 
 
 def _needs(action: Action, last: int) -> list[tuple[Action, ...]]:
-    """What has to end before an action, each in one of two ways."""
+    """Actions that must end before an action, each with its alternatives."""
     stage, kind, microbatch = action
     if kind == "F":
         return [(Action(stage - 1, "F", microbatch),)] if stage else []

@@ -22,7 +22,7 @@ class Kept(NamedTuple):
     operator: str
     """`namespace.name` or `namespace.name.overload`."""
     every: int
-    """Of its calls in a block, the first and each `every`-th after it are kept."""
+    """Interval of saved calls in a block, the first included."""
 
 
 def read_entry(entry: str) -> Kept | None:

@@ -1,4 +1,4 @@
-"""What is known of attention kernels on GPUs without asking one: head sizes, and packages that they are in."""
+"""Attention kernels on GPUs: head sizes and packages, without asking a device."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class HeadSizes:
     """All are multiples of this."""
 
     def takes(self, head_dim: int) -> bool:
-        """Whether it is one of them."""
+        """True if the kernel trains with heads of this width."""
         return head_dim <= self.largest and head_dim % self.multiple == 0
 
 
@@ -32,7 +32,7 @@ HEAD_SIZES = {
 flash."""
 
 CUDNN_EVERYWHERE = HeadSizes(128, 8)
-"""What cuDNN takes on every GPU that has it."""
+"""Head sizes of cuDNN on every GPU that has it."""
 
 
 @dataclass(frozen=True)
@@ -40,18 +40,18 @@ class FlashPackage:
     """A newer FlashAttention than torch's own, which takes its place where it is installed."""
 
     title: str
-    """What people call it."""
+    """Name in messages."""
     implementation: str
-    """What `torch.nn.attention.activate_flash_attention_impl` calls it."""
+    """Name in `torch.nn.attention.activate_flash_attention_impl`."""
     module: str
     """The module, or the package and what is in it."""
     majors: tuple[int, ...]
     """Major CUDA compute capabilities that torch calls it on: 9 is Hopper, 10 Blackwell."""
     install: str
-    """How it is had."""
+    """Command or hint to install it."""
 
     def is_installed(self) -> bool:
-        """Whether it is here; asked without importing it, which would import torch."""
+        """True if the package can be imported; it is not imported here, as that would import torch."""
         package, _, inner = self.module.partition(".")
         found = importlib.util.find_spec(package)
         if found is None or not inner:

@@ -1,4 +1,4 @@
-"""What this machine has, found out without torch."""
+"""Hardware of this machine, without torch."""
 
 import os
 import platform
@@ -10,13 +10,13 @@ from functools import cache
 from pathlib import Path
 
 DEVICES = Path("/dev")
-"""Where device files are."""
+"""Folder of device files."""
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
-"""Where the driver lists what it found."""
+"""Folder in which the driver lists the GPUs."""
 
 GROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""Where a container's limit of memory is."""
+"""Files with a container's memory limit."""
 
 
 def visible_gpus() -> int:
@@ -36,7 +36,7 @@ def visible_gpus() -> int:
 
 @cache
 def gpu_names() -> list[str]:
-    """What the driver calls the GPUs of this machine, as torch does; empty where it does not tell."""
+    """Names of this machine's GPUs by the driver, as torch reports them; empty if unknown."""
     found = []
     for path in sorted(DRIVER.glob("*/information")):
         try:
@@ -49,7 +49,7 @@ def gpu_names() -> list[str]:
 
 @cache
 def cpu_name() -> str:
-    """What the system calls the CPU, with the number of cores of the machine."""
+    """Name of the CPU, with the number of cores of the machine."""
     with suppress(OSError):
         if found := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
             return f"{found[1]}, {os.cpu_count()} cores"

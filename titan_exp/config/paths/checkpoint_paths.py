@@ -1,4 +1,4 @@
-"""Where a run keeps its checkpoints, as far as names tell it."""
+"""Checkpoint folders of a run, found by name."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ METADATA_FILE = ".metadata"
 
 
 def saved_state(asked: str) -> Path | None:
-    """The checkpoint that a path means: itself, or the newest complete one of a run; None where there is none.
+    """Checkpoint at a path: the folder itself, or the newest complete one of a run; None if there is none.
 
     Args:
         asked: a checkpoint's folder, a run folder, or its `checkpoints/`.

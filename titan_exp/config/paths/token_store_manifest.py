@@ -53,7 +53,7 @@ class Manifest:
     token_bytes: int
     """Bytes of a token: 2 or 4."""
     fingerprint: str
-    """Of everything in the store."""
+    """Checksum of the whole store."""
     splits: Mapping[str, Sequence[Shard]]
     """Shards of each split, in the order of the source."""
     files: Mapping[str, str]
@@ -86,7 +86,7 @@ class Manifest:
 
 
 def wrong_size(path: Path, size: int) -> str:
-    """What is wrong with the size of a file; empty where nothing is."""
+    """Problem with the size of a file; empty if it is right."""
     try:
         found = path.stat().st_size
     except OSError as error:
@@ -121,7 +121,7 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 
 def store_names(paths: Sequence[str]) -> list[str]:
-    """What each store is called: the name of its folder, with as many of those above it as tell them apart."""
+    """Short unique names of stores: the folder's name, with as many parents as tell them apart."""
     parts = [Path(path).expanduser().absolute().parts[1:] for path in paths]
     for depth in range(1, max(map(len, parts), default=0)):
         names = ["/".join(part[-depth:]) for part in parts]

@@ -1,4 +1,4 @@
-"""What differs between two configurations, for people."""
+"""Differences of two configurations, for people."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

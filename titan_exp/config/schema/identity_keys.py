@@ -1,47 +1,54 @@
-"""Which keys change what is computed: runs are named by them, and compared by them."""
+"""Identity of a run: keys outside the run id, layout keys, and keys that count only beside another one."""
 
 from collections.abc import Iterable
 
 NOT_IN_RUN_ID = {
-    "experiment.name": "the folder above the run's",
-    "experiment.tags": "words for people",
-    "experiment.notes": "words for people",
-    "model.name": "what tables call the model; its shape is in the other keys",
+    "experiment.name": "names the folder above the run's",
+    "experiment.tags": "labels",
+    "experiment.notes": "a comment",
+    "model.name": "label of the model in tables; its shape is in the other keys",
     "paths": "where files lie",
-    "tracking": "where numbers go and how often; training does not look at them",
-    "profiling": "watches some steps and changes none",
-    "plan": "looks at the run before it starts",
-    "cluster": "where processes run; how many there are is in `parallelism`",
-    "checkpoint": "how often state is saved; a resumed run equals an undisturbed one (but see WITH_EFFECT)",
-    "data.prefetch": "how early batches are ready, not which",
-    "data.preview": "looks at the data and trains nothing",
-    "training.gc_every": "when Python tidies up",
+    "tracking": "where metrics go and how often; training does not read them",
+    "profiling": "observes some steps and changes none",
+    "plan": "checks the run before it starts",
+    "cluster": "where processes run; their number is in `parallelism`",
+    "checkpoint": "when state is saved; a resumed run equals an uninterrupted one (less IN_RUN_ID)",
+    "data.prefetch": "how early batches are ready",
+    "data.preview": "prints data and trains nothing",
+    "training.gc_every": "when Python collects garbage",
 }
-"""Keys that change nothing that is computed, each with the reason. A group stands for all of its keys."""
+"""Keys that do not change what is computed, each with the reason. A group covers all of its keys."""
+
+IN_RUN_ID = ("checkpoint.initial", "checkpoint.initial_exclude")
+"""Keys of such a group that change what is computed nevertheless: the initial weights."""
 
 LAYOUT = {
     "parallelism": "how the same mathematics is spread over processes",
     "compile": "which code runs the same operations",
-    "activation_checkpoint": "what is kept and what is computed again",
-    "training.micro_batch_size": "how the global batch is cut",
+    "activation_checkpoint": "what is kept and what is recomputed",
+    "training.micro_batch_size": "how the global batch is split",
     "training.loss_chunk_tokens": "how many logits are held at a time",
     "model.attention_backend": "which kernel computes attention",
-    "quantization.emulate": "whether instructions of the device compute the same products",
+    "quantization.emulate": "whether the device's instructions compute the same products",
     "quantization.float8_all_gather": "whether weights are rounded before or after they are gathered",
     "quantization.precomputed_scales": "when the same scales are computed",
     "quantization.fused_casts": "whether the same casts are made in one pass",
 }
-"""Keys that say how it is computed and change rounding at most."""
+"""Keys that say how the run is computed, and change rounding at most. They are in the run id, not in the experiment
+id."""
 
-IN_RUN_ID_WHEN_SET = ("checkpoint.initial", "checkpoint.initial_exclude")
-"""Keys of such a group that count where the first of them is not null: the weights that training begins with."""
+COUNTS_BESIDE = {
+    "quantization": "quantization.recipe",
+    "checkpoint.initial_exclude": "checkpoint.initial",
+}
+"""Keys, or groups, without effect while another key is at its default."""
 
 
 def is_among(key: str, keys: Iterable[str]) -> bool:
-    """Whether a dotted key is one of `keys`, or in a group that is."""
+    """True if a dotted key is one of `keys`, or in a group that is."""
     return any(key == other or key.startswith(f"{other}.") for other in keys)
 
 
 def has_effect(key: str) -> bool:
-    """Whether a key with these values may change what is computed, or how."""
-    return is_among(key, IN_RUN_ID_WHEN_SET) or not is_among(key, NOT_IN_RUN_ID)
+    """True if a key may change what is computed, or how."""
+    return is_among(key, IN_RUN_ID) or not is_among(key, NOT_IN_RUN_ID)

@@ -17,7 +17,7 @@ from titan_exp.config.errors.user_error import UserError, Violation
 
 
 def is_dotted(name: str) -> bool:
-    """Whether a name points at code (`package.module.Name`) rather than at something built in."""
+    """True if a name is an import path (`package.module.Name`), and not built in."""
     return "." in name
 
 
@@ -48,7 +48,7 @@ def import_dotted(name: str, field: str) -> Any:
 
 
 def find_dotted(name: str, field: str) -> Violation | None:
-    """What is wrong with a dotted name, or None, without importing anything.
+    """Violation of an import path, or None, without importing anything.
 
     The module's source is read for the name, so a misspelt class is noticed before anything is launched; where the
     module makes names in other ways (a star import, a module `__getattr__`, compiled code), it is trusted.
@@ -71,7 +71,7 @@ def find_dotted(name: str, field: str) -> Violation | None:
 
 
 def find_module(name: str) -> Path | None:
-    """The source file of the module that a dotted name points into; None where there is none. Imports nothing."""
+    """Source file of the module in an import path; None if it is not found. Imports nothing."""
     search_current_directory()
     _, _, spec = locate(name)
     return Path(spec.origin).absolute() if spec is not None and spec.has_location and spec.origin else None

@@ -102,7 +102,7 @@ def optional_fields(kind: Any) -> set[str]:
 
 
 def is_number(annotation: Any) -> bool:
-    """Whether a type is a number or None, and nothing that a boolean could stand for."""
+    """True if a type is a number or None, so that a boolean is a mistake."""
     origin = typing.get_origin(annotation)
     if origin is typing.Annotated:
         return is_number(typing.get_args(annotation)[0])
@@ -112,7 +112,7 @@ def is_number(annotation: Any) -> bool:
 
 
 def takes_null(annotation: Any) -> bool:
-    """Whether null is a value of this type."""
+    """True if null is a value of this type."""
     return types.NoneType in typing.get_args(annotation)
 
 

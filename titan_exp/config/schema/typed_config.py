@@ -1,4 +1,4 @@
-"""Between text and the frozen dataclasses: a composed configuration in, an `Experiment` out, and back to YAML.
+"""Typed configuration: a composed configuration in, an `Experiment` out, and back to YAML.
 
 Types and bounds are pydantic's work, over plain dataclasses; every error is collected and said in our words.
 """

@@ -22,9 +22,9 @@ class StudyPoint:
     overrides: tuple[str, ...]
     """Everything that it sets."""
     label: str
-    """What varies, the seed included: the point's name in the study."""
+    """Overrides of the axes, the seed included: the point's name in the study."""
     variant: str
-    """What varies less the seed: runs of one variant are repetitions of each other."""
+    """Overrides of the axes less the seed: runs of one variant are repetitions."""
     seed: int | None
     """The seed, where the study gives seeds."""
     facts: dict[str, str] = field(hash=False)
@@ -51,7 +51,7 @@ def values_of(override: Override) -> list[str]:
 
 
 def chosen_size(study: Study, asked: str | None) -> str:
-    """The size that was asked for, or the first there is; empty where the study has none.
+    """Requested size, or the first; empty if the study has none.
 
     Raises:
         UserError: the study has no such size.
@@ -137,7 +137,7 @@ def study_points(study: Study, size: str, fixed: Sequence[str] = ()) -> list[Stu
 
 
 def baseline_of(study: Study, points: Sequence[StudyPoint]) -> str | None:
-    """The variant that the study calls its baseline; None where it names none.
+    """Variant that the study names as its baseline; None if it names none.
 
     Raises:
         UserError: no point is meant, or several are.

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 Direction = Literal["min", "max"]
-"""Which end of a metric is the better one."""
+"""Better direction of a metric."""
 
 
 @dataclass(frozen=True)
@@ -16,10 +16,10 @@ class Condition:
     key: str
     """`parallelism.tp`, or the `name` of a list."""
     values: tuple[str, ...]
-    """As overrides write them; any one of them fulfils the condition."""
+    """Values as overrides write them; any one of them fulfils the condition."""
 
     def holds(self, facts: Mapping[str, str]) -> bool:
-        """Whether a point has one of the values. `facts` are the values that it has, by key; numbers count as such."""
+        """True if a point has one of the values."""
         return self.key in facts and any(_same(facts[self.key], value) for value in self.values)
 
     def __str__(self) -> str:
@@ -31,9 +31,9 @@ class Choice:
     """One place on an axis."""
 
     overrides: tuple[str, ...]
-    """What it sets, as typed on the command line."""
+    """Overrides, as typed on the command line."""
     label: str
-    """What tables call it: the overrides themselves, or the name that the file gives."""
+    """Label in tables: the overrides themselves, or the name in the file."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Exclusion:
     conditions: tuple[Condition, ...]
     """A point that fulfils all of them is left out."""
     reason: str
-    """Why, in words, as the plan prints it."""
+    """Reason, as the plan prints it."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +71,13 @@ class Study:
     path: Path
     """The file."""
     question: str
-    """What the study is to answer, in a sentence."""
+    """Question of the study, in a sentence."""
     held_fixed: tuple[str, ...]
     """Overrides of every point."""
     sizes: Mapping[str, tuple[str, ...]]
     """Further overrides by the name of a size; the first is the default, `size=NAME` chooses another."""
     axes: tuple[Axis, ...]
-    """What varies."""
+    """Axes that vary."""
     exclude: tuple[Exclusion, ...]
     """Points left out on purpose."""
     seeds: tuple[int, ...]
@@ -85,7 +85,7 @@ class Study:
     baseline: tuple[Condition, ...] | str | None
     """The point that the others are compared with: its label, a list's point by name, or values that only it has."""
     metrics: Mapping[str, Direction]
-    """What is compared, and which end of it is the better one."""
+    """Metrics to compare, and the better direction of each."""
 
 
 def _same(one: str, other: str) -> bool:

@@ -1,4 +1,4 @@
-"""Studies as files: found by name, read into a `Study`, every mistake said in words and all of them at once."""
+"""Study files: found by name, read into a `Study`, with every mistake reported at once."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ def study_files() -> dict[str, Path]:
 
 
 def find_study(asked: str) -> Path:
-    """The file of a study, by its name or its path.
+    """File of a study, by its name or path.
 
     Raises:
         UserError: there is none.
@@ -151,7 +151,7 @@ class _Reader:
     def _mapping(self, field: str, value: Any, example: str) -> Mapping[Any, Any]:
         if value is None or isinstance(value, dict):
             return value or {}
-        self.wrong(field, value, "names with values are meant", f"{field}:\n      {example}")
+        self.wrong(field, value, "must be names with values", f"{field}:\n      {example}")
         return {}
 
     def _overrides(self, field: str, value: Any) -> tuple[str, ...]:
@@ -244,7 +244,7 @@ class _Reader:
 
     def _exclusions(self, value: Any, axes: Sequence[Axis], known: set[str]) -> Iterator[Exclusion]:
         if value is not None and not isinstance(value, list):
-            self.wrong("exclude", value, "a list is meant", "exclude:\n      - {parallelism.tp: 4, parallelism.pp: 4}")
+            self.wrong("exclude", value, "must be a list", "exclude:\n      - {parallelism.tp: 4, parallelism.pp: 4}")
             return
         for place, entry in enumerate(value or [], 1):
             content = dict(self._mapping(f"exclude[{place}]", entry, "parallelism.tp: 4"))

@@ -15,17 +15,17 @@ from titan_exp.launch.health.stack_dump import RankStack, to_json
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
 
 REPORT_TIMEOUT = 15.0
-"""Seconds that ranks have, after the first has noticed, for saying where they stand."""
+"""Seconds for all ranks to write their stack records after the first noticed."""
 
 
 @dataclass(frozen=True)
 class HangDiagnosis:
-    """What is known of a hang."""
+    """Diagnosis of a hang."""
 
     headline: str
     """One line: at which step, and which ranks it is about."""
     text: str
-    """That, and a line for every place where ranks stand."""
+    """The headline, and a line for each code position with the ranks at it."""
 
 
 class HangFiles:
@@ -39,9 +39,9 @@ class HangFiles:
     def __init__(self, logs: Path, world_size: int) -> None:
         self.logs, self.world_size = logs, world_size
         self.flag = logs / "hang"
-        """There from when the first rank noticed."""
+        """Created by the rank that noticed first."""
         self.report = logs / "hang.txt"
-        """What a person reads."""
+        """Report for the user."""
 
     def stacks(self, rank: int) -> Path:
         """Python stacks of all threads of a rank; empty until they are written."""
@@ -52,11 +52,11 @@ class HangFiles:
         return self.logs / f"collectives-rank-{rank:05d}.json"
 
     def rank_stack(self, rank: int) -> Path:
-        """Where a rank stands, by itself."""
+        """File of a rank's own stack record."""
         return self.logs / f"standing-rank-{rank:05d}.json"
 
     def declare(self) -> bool:
-        """Say that the run hangs; returns whether this process was the first to."""
+        """Declare the hang; returns True if this process is the first."""
         try:
             os.close(os.open(self.flag, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
         except FileExistsError:
@@ -64,15 +64,15 @@ class HangFiles:
         return True
 
     def is_declared(self) -> bool:
-        """Whether any rank has said so."""
+        """True if a rank has declared the hang."""
         return self.flag.exists()
 
     def write_rank_stack(self, each: RankStack) -> None:
-        """Write a rank's standing down."""
+        """Write a rank's stack record."""
         write_atomically(self.rank_stack(each.rank), to_json(each), durable=False)
 
     def rank_stacks(self) -> dict[int, RankStack]:
-        """The standings that are there so far, by rank."""
+        """Stack records written so far, by rank."""
         found = {}
         for rank in range(self.world_size):
             with contextlib.suppress(OSError, ValueError, TypeError):
@@ -80,7 +80,7 @@ class HangFiles:
         return found
 
     def native_ranks(self) -> list[int]:
-        """Ranks whose stacks were written by the last resort, because they could not stand up and say anything."""
+        """Ranks stuck in native code: only the C timer could write their stacks."""
         return [
             rank
             for rank in range(self.world_size)
@@ -88,11 +88,11 @@ class HangFiles:
         ]
 
     def all_reported(self) -> bool:
-        """Whether every rank has said where it stands."""
+        """True if every rank has written its stack record."""
         return all(self.rank_stack(rank).exists() for rank in range(self.world_size))
 
     def report_pending(self) -> bool:
-        """Whether the report of a hang is still to come."""
+        """True if a hang is declared and its report is not written yet."""
         return self.is_declared() and not self.report.exists()
 
     def remove_empty(self) -> None:
@@ -103,7 +103,7 @@ class HangFiles:
                     self.stacks(rank).unlink(missing_ok=True)
 
     def report_hang(self) -> HangDiagnosis | None:
-        """What the files say, which is written into the report unless that is there; None where no rank hung."""
+        """Diagnosis by the files, written into the report unless it exists; None if no rank hung."""
         with contextlib.suppress(OSError):
             text = self.report.read_text(encoding="utf-8")
             return HangDiagnosis(text.partition("\n")[0], text)
@@ -117,7 +117,7 @@ class HangFiles:
 
 
 def diagnose_hang(known: Iterable[RankStack], *, native: Sequence[int], world_size: int, logs: Path) -> HangDiagnosis:
-    """Who holds up whom.
+    """Find the ranks that block the others.
 
     Args:
         known: standings of the ranks that answered.
@@ -163,7 +163,7 @@ def format_ranks(ranks: Sequence[int]) -> str:
 def _blocking_ranks(
     rank_stacks: Sequence[RankStack], native: Sequence[int], silent: Sequence[int]
 ) -> tuple[list[int], str]:
-    """The ranks that the others wait for, and how that is known."""
+    """Ranks that the others wait for, and the evidence."""
     if silent:
         return list(silent), f"{format_ranks(silent)} did not answer"
     if native:
@@ -180,7 +180,7 @@ def _blocking_ranks(
 
 
 def _blocking_in_collectives(rank_stacks: Sequence[RankStack]) -> tuple[list[int], str]:
-    """The same where every rank waits in a collective."""
+    """The same if every rank waits in a collective."""
     behind = _lagging_ranks(rank_stacks)
     if behind:
         one = next(each for each in rank_stacks if each.rank in behind)
@@ -204,7 +204,7 @@ def _lagging_ranks(rank_stacks: Sequence[RankStack]) -> list[int]:
 
 
 def _group_by_place(rank_stacks: Sequence[RankStack]) -> list[tuple[RankStack, list[int]]]:
-    """Ranks that stand at the same place together, the smallest company first."""
+    """Ranks grouped by code position, the smallest group first."""
     groups: dict[tuple[int, str, str, str | None], list[RankStack]] = {}
     for each in rank_stacks:
         groups.setdefault((each.step, each.phase, each.place, each.collective), []).append(each)

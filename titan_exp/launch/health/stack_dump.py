@@ -1,4 +1,4 @@
-"""Where this process stands, for a person to read: its main thread's Python frames, and the collectives it is in."""
+"""Stack record of a hung rank: position of its main thread, current collective, issued collectives."""
 
 import json
 import sys
@@ -14,14 +14,14 @@ from titan_exp.tracking.progress_tracker import ProgressSnapshot
 RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"
 """Environment variable of torch: collectives that the flight recorder remembers; read when a rank joins its peers."""
 COLLECTIVES = "torch/distributed/distributed_c10d.py"
-"""Where torch's collectives are entered from Python."""
+"""File of torch's collectives."""
 WAITING = frozenset({"wait", "wait_tensor", "synchronize", "item"})
 """Names of functions in torch that wait for others, or for a device that does."""
 
 
 @dataclass(frozen=True)
 class RankStack:
-    """One rank's place when the run hung."""
+    """Position of one rank when the run hung."""
 
     rank: int
     """Number in the job."""
@@ -32,7 +32,7 @@ class RankStack:
     step: int
     """The step that it trains, or after which it does something else."""
     phase: str
-    """What it is in, in words."""
+    """Phase of training."""
     seconds: float
     """For how long it has reported nothing."""
     place: str
@@ -68,7 +68,7 @@ def rank_stack(
 
 
 def read_flight_recorder() -> dict[str, Any] | None:
-    """What torch remembers of this process's collectives; None where it is not loaded or does not tell."""
+    """Torch's flight recorder of this process; None without torch or without entries."""
     if "torch.distributed" not in sys.modules:
         return None
     from torch._C import _distributed_c10d as c10d
@@ -99,7 +99,7 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _is_telling(code: CodeType) -> bool:
-    """Whether a function is the project's, or the user's."""
+    """True if a function belongs to titan_exp or to the user."""
     path = code.co_filename
     library = sysconfig.get_paths()
     if path.startswith("<") or "titan_exp" in path.split("/"):

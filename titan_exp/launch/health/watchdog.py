@@ -22,9 +22,9 @@ from titan_exp.tracking.progress_tracker import STEP, ProgressSnapshot, Progress
 POLL_INTERVAL = 1.0
 """Seconds between looks at most."""
 OTHER_PHASE_FACTOR = 3.0
-"""How many times longer anything else than an ordinary step may take."""
+"""Multiple of the limit for anything but an ordinary step."""
 MEDIAN_FACTOR = 10.0
-"""How many times its median an ordinary step may take at least, whatever the configuration says."""
+"""Minimum limit of an ordinary step, in multiples of the median step."""
 NATIVE_GRACE = 5.0
 """Seconds after its time was up at which a rank that runs no Python is ended."""
 RECORDER_ENTRIES = "2000"
@@ -76,7 +76,7 @@ class Watchdog(threading.Thread):
                     self._files.stacks(self._rank).unlink(missing_ok=True)
 
     def run(self) -> None:
-        """Look again and again."""
+        """Poll until stopped."""
         while not self._over.is_set():
             position = self._progress.snapshot()
             if self._kill is not None:

@@ -1,4 +1,4 @@
-"""Several runs at a time on one CPU machine: each has a launching process and cores of its own."""
+"""Concurrent runs on one CPU machine, each with its own launcher process and cores."""
 
 import os
 import signal
@@ -15,14 +15,14 @@ from titan_exp.launch.run_plan import RunPlan, create_run_folder
 from titan_exp.launch.signals import Interrupts
 
 POLL_INTERVAL = 0.1
-"""Seconds between looks at the processes."""
+"""Seconds between polls of the launcher processes."""
 LOG = "launcher.log"
-"""In the run's folder of logs: what its launching process shows."""
+"""Output of the launcher process, in the run's log folder."""
 
 
 @dataclass
 class _Slot:
-    """A place for one run."""
+    """Cores for one run at a time."""
 
     cores: set[int]
     plan: RunPlan | None = None
@@ -30,48 +30,47 @@ class _Slot:
 
 
 class ConcurrentRuns:
-    """Runs plans, at most `jobs` at a time.
+    """Runs plans, at most `jobs` at a time, with the cores divided among them.
 
     Args:
-        jobs: how many; cores are divided among them.
-        begun: called when a run's process was started.
-        ended: called with its exit code when it is gone, and why where it could not be started.
-        stopped: asked before each start: whether nothing more shall be started.
+        on_start: called when a run's launcher was started.
+        on_end: called with the launcher's exit code, and the reason if it could not be started.
+        stop_requested: checked before each start: True if no further run may start.
     """
 
     def __init__(
         self,
         jobs: int,
         *,
-        begun: Callable[[RunPlan], None],
-        ended: Callable[[RunPlan, int, str | None], None],
-        stopped: Callable[[], bool],
+        on_start: Callable[[RunPlan], None],
+        on_end: Callable[[RunPlan, int, str | None], None],
+        stop_requested: Callable[[], bool],
     ) -> None:
-        self._begun, self._ended, self._stopped = begun, ended, stopped
+        self._on_start, self._on_end, self._stop_requested = on_start, on_end, stop_requested
         self._slots = [_Slot(cores) for cores in _split_cores(jobs)]
         self._interrupts = Interrupts()
 
-    def run(self, plans: Sequence[RunPlan], say: Callable[[str], None]) -> bool:
-        """Run all of them; returns whether the rest was left alone because of a signal or on request."""
-        waiting, told = list(plans), 0
+    def run(self, plans: Sequence[RunPlan], echo: Callable[[str], None]) -> None:
+        """Run all plans; none starts after a signal or a stop request."""
+        waiting, forwarded = list(plans), 0
         try:
             with self._interrupts:
                 while True:
                     self._collect()
-                    stop = self._interrupts.first is not None or self._stopped()
+                    stop = self._interrupts.first is not None or self._stop_requested()
                     for slot in self._slots:
                         if slot.process is None and waiting and not stop:
                             self._start(slot, waiting.pop(0))
                     if not self._running() and (stop or not waiting):
-                        return bool(waiting)
+                        return
                     signals = (self._interrupts.first is not None) + self._interrupts.again
-                    if signals > told:
-                        told = signals
-                        say("Stopping: every run saves first. Ctrl-C again ends them at once.")
+                    if signals > forwarded:
+                        forwarded = signals
+                        echo("Stopping: every run saves first. Ctrl-C again ends them at once.")
                         self._signal()
                     time.sleep(POLL_INTERVAL)
         finally:
-            for slot in self._running():  # only after an error of our own: no run goes on unseen
+            for slot in self._running():  # only after an error here
                 assert slot.process is not None
                 slot.process.terminate()
 
@@ -82,21 +81,21 @@ class ConcurrentRuns:
         try:
             create_run_folder(plan)
             plan.folder.logs.mkdir(exist_ok=True)
-            with (plan.folder.logs / LOG).open("ab") as log, tempfile.TemporaryFile() as told:
+            with (plan.folder.logs / LOG).open("ab") as log, tempfile.TemporaryFile() as prediction:
                 command = [sys.executable, "-m", "titan_exp.launch.local.relaunch", str(plan.folder.path)]
                 if plan.prediction is not None:
-                    # Only who holds a folder that is there already may write into it, and that is the process.
+                    # Only the holder of the run lock, the launcher process, may write into an existing folder.
                     command.append(PREDICTION_FLAG)
-                    told.write(plan.prediction.encode())
-                    told.seek(0)
-                slot.process = subprocess.Popen(command, stdin=told, stdout=log, stderr=log, process_group=0)
+                    prediction.write(plan.prediction.encode())
+                    prediction.seek(0)
+                slot.process = subprocess.Popen(command, stdin=prediction, stdout=log, stderr=log, process_group=0)
         except (UserError, OSError) as error:
-            self._ended(plan, UserError.exit_code, str(error))
+            self._on_end(plan, UserError.exit_code, str(error))
             return
         slot.plan = plan
         if slot.cores:
-            os.sched_setaffinity(slot.process.pid, slot.cores)  # before it has imported anything; its ranks inherit it
-        self._begun(plan)
+            os.sched_setaffinity(slot.process.pid, slot.cores)  # before it has imported anything; ranks inherit
+        self._on_start(plan)
 
     def _collect(self) -> None:
         for slot in self._running():
@@ -105,18 +104,18 @@ class ConcurrentRuns:
             code = slot.process.poll()
             if code is not None:
                 plan, slot.process, slot.plan = slot.plan, None, None
-                self._ended(plan, code, None)
+                self._on_end(plan, code, None)
 
     def _signal(self) -> None:
-        """Hand the signal on: in process groups of their own, the runs do not get it from the terminal as well."""
+        """Forward the signal; launchers have their own process groups and get none from the terminal."""
         for slot in self._running():
             assert slot.process is not None
             slot.process.send_signal(signal.SIGINT)
 
 
 def _split_cores(jobs: int) -> list[set[int]]:
-    """Cores of each of the places; empty sets where the system cannot bind, or has fewer cores than places."""
+    """Cores of each slot; empty sets if processes cannot be bound, or there are fewer cores than slots."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if len(cores) < jobs:
         return [set() for _ in range(jobs)]
-    return [set(cores[place::jobs]) for place in range(jobs)]
+    return [set(cores[slot::jobs]) for slot in range(jobs)]

@@ -1,7 +1,7 @@
-"""Ranks on this machine, started through submitit's local executor and watched from here.
+"""Rank processes on this machine, started through submitit's local executor and polled by the launcher.
 
-submitit's controller, the parent of all ranks, waits until every one of them has ended, and would leave the peers of a
-dead rank waiting for ever. So the launcher looks after each rank itself and ends all soon after the first has died.
+submitit's controller, the parent of all ranks, waits until every rank has ended, so peers of a dead rank would wait
+for ever. The launcher therefore polls each rank and kills all of them soon after the first failure.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ import psutil
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.launch.health.hang_report import REPORT_TIMEOUT, HangFiles
+from titan_exp.launch.local.submitit_rank import run_submitit_rank
 from titan_exp.launch.rank.child_env import environment, rank_environment
-from titan_exp.launch.rank.main import run_rank
 from titan_exp.launch.rank.rank_status import RankRecord, read_record
 from titan_exp.launch.signals import block_terminal_signals
 from titan_exp.launch.state import exit_status
@@ -71,7 +71,7 @@ class LocalRanks:
         self._killed = False
 
     def log(self, rank: int) -> Path:
-        """What a rank prints."""
+        """Log of a rank."""
         return self.logs / f"rank-{rank:05d}.log"
 
     def start(self) -> None:
@@ -90,7 +90,7 @@ class LocalRanks:
         )
         changes = rank_environment(self._experiment, self.attempt, self._rendezvous_folder)
         with environment(changes), block_terminal_signals(), _output_to(self.logs / "controller.log"):
-            job = executor.submit(run_rank, str(self.folder.path))
+            job = executor.submit(run_submitit_rank, str(self.folder.path))
         self._job, self.job_id = job, str(job.job_id)
         with contextlib.suppress(psutil.Error):
             self._controller = psutil.Process(int(self.job_id))
@@ -134,7 +134,7 @@ class LocalRanks:
             shutil.rmtree(self._rendezvous_folder, ignore_errors=True)
 
     def result(self) -> AttemptResult:
-        """How the attempt ended; called when `poll` has said that it has."""
+        """Result of the attempt; call after `poll` returned True."""
         if self._failures:
             hang = self._hang.report_hang()
             return exit_status.hung(hang) if hang is not None else exit_status.failed(self._failures.values())
@@ -145,7 +145,7 @@ class LocalRanks:
         return AttemptResult("failed", 1, "the process that held the ranks (submitit's controller) died", text)
 
     def _over(self) -> bool:
-        """Whether the controller is gone."""
+        """True if the controller is gone."""
         assert self._job is not None
         return self._job.done()
 
@@ -208,7 +208,7 @@ def _is_past(since: float | None, seconds: float) -> bool:
 
 
 def _rank_of(process: psutil.Process) -> int | None:
-    """Which rank a process is, by the environment that the controller gave it; None where it cannot be read."""
+    """Rank of a process, from its environment; None if that cannot be read."""
     try:
         number = process.environ().get("SUBMITIT_LOCAL_GLOBALID")
     except psutil.Error:

@@ -1,10 +1,9 @@
-"""A run folder carried out again, as it says itself: by `retry`, and in a process of its own beside others.
+"""Relaunch of an existing run folder, by `retry` and by concurrent local runs.
 
 `python -m titan_exp.launch.local.relaunch RUN_FOLDER [--prediction]` launches its ranks on this machine and waits for
-them; what plan.json is to say comes from standard input, where it is foreseen.
+them; with the flag, the content of plan.json comes from standard input.
 """
 
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,24 +15,25 @@ from titan_exp.launch.run_plan import RunPlan, plan_run
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 PREDICTION_FLAG = "--prediction"
+"""Flag: read plan.json from standard input."""
 
 
 def plan_relaunch(folder: RunFolder) -> RunPlan:
-    """The plan of a run that has a folder, wherever that lies now.
+    """Plan of an existing run folder, which may have moved.
 
     Raises:
-        UserError: the folder is no run, or the run could not be started here today.
+        UserError: the folder is not a run, or the run cannot start here.
     """
     import yaml
 
     experiment = load_experiment(folder.config)
     typed = yaml.safe_load(folder.overrides.read_text(encoding="utf-8")) if folder.overrides.exists() else []
-    return replace(plan_run(experiment, typed), folder=RunFolder(os.path.abspath(folder.path)))
+    return plan_run(experiment, typed, folder)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Launch the ranks of a run folder, wait for them and return the run's exit code."""
-    from titan_exp.launch.run_plans import run
+    """Launch a run folder's ranks and wait; returns the run's exit code."""
+    from titan_exp.launch.local.run import run
 
     folder, *rest = arguments or [""]
     if not folder or rest not in ([], [PREDICTION_FLAG]):

@@ -19,7 +19,7 @@ from titan_exp.config.schema.import_path import find_module, is_dotted
 FOLDER = ".code"
 """Folder of the copies, beside the runs."""
 ROOTS = ("titan_exp", "hydra_plugins", "conf")
-"""What the package consists of, in a checkout; an installed one has `conf` inside."""
+"""Folders of the package in a checkout; an installed package has `conf` inside."""
 OWN_LIMIT = 10_000_000
 """Bytes of Python files in the current folder's repository that are copied; more is left where it is."""
 GIT_TIMEOUT = 60
@@ -28,7 +28,7 @@ GIT_TIMEOUT = 60
 
 @dataclass(frozen=True)
 class CodeSnapshot:
-    """Where ranks find the code of a run."""
+    """Folders from which ranks import a run's code."""
 
     package: str
     """The copy of our own package; it comes first."""
@@ -68,7 +68,13 @@ def _dotted_names(experiments: Sequence[Experiment]) -> list[str]:
     names = {
         name
         for run in experiments
-        for name in (run.model.architecture, run.optimizer.name, run.lr_schedule.decay, run.data.source)
+        for name in (
+            run.model.architecture,
+            run.optimizer.name,
+            run.lr_schedule.decay,
+            run.data.source,
+            run.cluster.kind,
+        )
     }
     return sorted(name for name in names if is_dotted(name))
 

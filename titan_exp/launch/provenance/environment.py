@@ -1,4 +1,4 @@
-"""What a run stands on: versions of packages, hardware, and the few environment variables that change a computation."""
+"""Environment of a launch: package versions, hardware, and environment variables that affect the computation."""
 
 import os
 import platform

@@ -1,4 +1,4 @@
-"""Which code runs: the commit of the repository that holds the package, and everything that differs from it."""
+"""Git commit and diff of the repository that holds the package."""
 
 import os
 import shutil
@@ -28,11 +28,11 @@ class CodeVersion:
     branch: str | None
     """Branch, None where HEAD is detached."""
     dirty: bool | None
-    """Whether anything differs from the commit, new files included."""
+    """True if anything differs from the commit, new files included."""
     left_out: tuple[str, ...]
     """New files too large for the diff, and repositories in the repository."""
     masked: bool
-    """Whether credentials were masked in the diff, which then does not apply as it is."""
+    """True if credentials were masked in the diff, which then does not apply."""
 
 
 def read_code_version(package: Path | None = None) -> tuple[CodeVersion, str]:
@@ -95,7 +95,7 @@ def _new_files(top: Path) -> tuple[list[str], list[str]]:
 
 
 def _git(folder: Path, *arguments: str, given: str | None = None, **environment: str) -> str | None:
-    """What git prints; None where there is no git, no repository, or no answer in time.
+    """Output of git; None without git, without a repository, or after the timeout.
 
     `given` goes to its standard input; what is not UTF-8 comes and goes unharmed.
     """

@@ -1,4 +1,4 @@
-"""What runs are launched from: code, its difference from the commit, the machine. Read once for a whole sweep."""
+"""Provenance of runs: code version, diff, environment. Read once per launch."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -14,13 +14,13 @@ class Provenance:
     """The same for all runs that are launched together."""
 
     code: CodeVersion
-    """Which code it is."""
+    """Version and commit."""
     diff: str
-    """What differs from its commit."""
+    """Patch from the commit."""
     environment: dict[str, Any]
     """Versions and hardware of the machine that launches."""
     frozen: CodeSnapshot | None = None
-    """Where a copy of the code lies; None where ranks import it from its own place."""
+    """Code snapshot; None if ranks import the code in place."""
 
     def code_json(self, ids: dict[str, str]) -> str:
         """The content of code.json for the run of these names."""

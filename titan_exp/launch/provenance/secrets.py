@@ -70,12 +70,12 @@ def mask_override(override: str, environment: Mapping[str, str] = os.environ) ->
 
 
 def is_secret_key(key: str) -> bool:
-    """Whether a configuration key is named as one that holds a credential."""
+    """True if a configuration key's name says that it holds a credential."""
     return bool(_SECRET_KEY.match(key.rpartition(".")[2]))
 
 
 def is_secret_variable(name: str) -> bool:
-    """Whether an environment variable is named as one that holds a credential."""
+    """True if an environment variable's name says that it holds a credential."""
     return bool(_SECRET_VARIABLE.search(name))
 
 

@@ -1,7 +1,6 @@
-"""The process of one rank, around the trainer: its record, its signals, and its watch over the launcher.
+"""Process of one rank around the trainer: status record, signals, watchdogs.
 
-`run_rank(path)` is what the launcher submits. `python -m titan_exp.launch.rank.main RUN_FOLDER`, alone or under
-torchrun, does the same without a launcher.
+`python -m titan_exp.launch.rank.main RUN_FOLDER` runs it under srun, torchrun, an executor's own starter, or alone.
 """
 
 import contextlib
@@ -20,13 +19,15 @@ from types import FrameType
 import psutil
 
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.builtins import executor_names
 from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.launch.executor import Executor, executor_for
 from titan_exp.launch.health.hang_report import HangFiles
 from titan_exp.launch.health.watchdog import Watchdog
+from titan_exp.launch.rank.join_attempt import join_attempt
 from titan_exp.launch.rank.parent_watchdog import ParentWatchdog
-from titan_exp.launch.rank.rank_env import RankInfo, srun_rank, submitit_rank, torchrun_rank
+from titan_exp.launch.rank.rank_env import RankInfo, extend_import_path, torchrun_rank
 from titan_exp.launch.rank.rank_status import FALLBACK_FOLDER, RankError, RankRecord, read_record, write_record
-from titan_exp.launch.slurm.rendezvous import slurm_task
 from titan_exp.launch.state.close_attempt import close_attempt
 from titan_exp.tracking.progress_tracker import PROGRESS
 from titan_exp.tracking.run_folder.run_folder import RunFolder
@@ -40,60 +41,65 @@ FAILURE_MARK = "titan_exp: this rank failed"
 STATES: dict[int, StateName] = {DONE: "done", STOPPED: "preempted"}
 
 
-def run_rank(path: str) -> None:
-    """Run one rank of the run folder at `path`, started by the launcher through submitit.
-
-    Raises:
-        SystemExit: with the rank's exit code, unless it is 0.
-    """
-    code = _Rank(RunFolder(path), submitit_rank()).run()
-    if code:
-        sys.exit(code)
+def run_rank(folder: RunFolder, rank: RankInfo) -> int:
+    """Run one rank that has joined its attempt; returns its exit code, 0 for a saved stop if srun would kill peers."""
+    code = _Rank(folder, rank).run()
+    return DONE if rank.gang and code == STOPPED else code
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one rank without a launcher: as the environment variables of srun or torchrun say, or as the only process.
-
-    Returns the rank's exit code; under srun, 0 also where it saved and stopped.
-    """
+    """Run one rank of a run folder as its executor, srun, torchrun or nothing started it; returns the exit code."""
     if len(arguments) != 1:
         print("usage: python -m titan_exp.launch.rank.main RUN_FOLDER", file=sys.stderr)
         return UserError.exit_code
-    folder, task = RunFolder(arguments[0]), slurm_task()
+    folder = RunFolder(arguments[0])
+    extend_import_path()
     try:
+        executor, rank = _find_rank(folder)
         state = folder.read_state()
         if state is not None and state.state == "done":
-            if task is None or task.rank == 0:
+            if rank.rank == 0:
                 print(f"{folder.path}: done already, after step {state.step}")
             return DONE
-        rank_info = torchrun_rank(folder) if task is None else srun_rank(folder, task)
+        rank = join_attempt(folder, rank, executor)
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    code = _Rank(folder, rank_info).run()
-    # srun would kill the peers of the first rank that has saved, in the middle of their last words.
-    return DONE if rank_info.gang and code == STOPPED else code
+    return run_rank(folder, rank)
+
+
+def _find_rank(folder: RunFolder) -> tuple[Executor | None, RankInfo]:
+    """The executor that started this process, the run's own asked first, and its rank; torchrun's without one."""
+    if not folder.config.exists():
+        raise UserError(f"{folder.path} holds no config.yaml, so it is not a run. `titan-exp train` makes one.")
+    kinds = dict.fromkeys([load_experiment(folder.config).cluster.kind, *executor_names()])
+    for executor in map(executor_for, kinds):
+        rank = executor.rank_info()
+        if rank is not None:
+            return executor, rank
+    return None, torchrun_rank()
 
 
 class _Rank:
     """One rank of one attempt, from its record's first line to its last."""
 
-    def __init__(self, folder: RunFolder, rank_info: RankInfo) -> None:
-        self.folder, self.rank_info = folder, rank_info
-        self.record = RankRecord(rank_info.rank, os.getpid(), socket.gethostname(), time.time())
-        self.watch: ParentWatchdog | None = None
+    def __init__(self, folder: RunFolder, rank: RankInfo) -> None:
+        assert rank.attempt is not None
+        self.folder, self.rank, self.attempt = folder, rank, rank.attempt
+        self.record = RankRecord(rank.rank, os.getpid(), socket.gethostname(), time.time())
+        self.parent_watchdog: ParentWatchdog | None = None
 
     def run(self) -> int:
         """Run the trainer; returns the exit code. The folder stays held until this process is gone."""
-        self.folder.join(self.rank_info.rank)
-        if self.folder.read_attempts()[-1].attempt != self.rank_info.attempt:
+        self.folder.join(self.rank.rank)
+        if self.folder.read_attempts()[-1].attempt != self.attempt:
             print("Another start of this run came first; this rank ends.", file=sys.stderr)
             return STOPPED
-        self.rank_info.announce()
+        self.rank.set_torch_env()
         self._write(self.record)
         self._handle_signals()
-        self._start_watch()
-        watchdog = self._start_hang_watch()
+        self._start_parent_watchdog()
+        watchdog = self._start_watchdog()
         code, error = _call(_rank_main, str(self.folder.path))
         watchdog.stop()
         self._end(code, error)
@@ -103,35 +109,35 @@ class _Rank:
 
     def _end(self, code: int, error: RankError | None) -> None:
         self._write(replace(self.record, end=time.time(), exit=code, error=error))
-        alone = self.watch is None or self.watch.orphaned
-        if self.rank_info.rank == 0 or (alone and code not in (DONE, STOPPED)):
+        alone = self.parent_watchdog is None or self.parent_watchdog.orphaned
+        if self.rank.rank == 0 or (alone and code not in (DONE, STOPPED)):
             reason = self.folder.stop_reason() if code == STOPPED else None
             if error is not None:
-                reason = error.message if code == HUNG else f"rank {self.rank_info.rank}: {error.type}: {error.message}"
+                reason = error.message if code == HUNG else f"rank {self.rank.rank}: {error.type}: {error.message}"
             with contextlib.suppress(OSError):  # a full disk: the launcher, or the next start, sees a dead run
                 state = STATES.get(code, "failed")
-                close_attempt(self.folder, self.rank_info.attempt, state, exit_code=code, reason=reason, overrule=False)
+                close_attempt(self.folder, self.attempt, state, exit_code=code, reason=reason, overrule=False)
 
-        if self.watch is not None and self.watch.orphaned:
+        if self.parent_watchdog is not None and self.parent_watchdog.orphaned:
             self._tidy_up()
 
     def _tidy_up(self) -> None:
         """Remove the ranks' meeting place, which the launcher would have done; the last rank to end does it."""
         rendezvous_folder = os.environ.get(FALLBACK_FOLDER)
-        records = [read_record(self.folder, self.rank_info.attempt, rank) for rank in range(self.rank_info.world_size)]
+        records = [read_record(self.folder, self.attempt, rank) for rank in range(self.rank.world_size)]
         if rendezvous_folder is not None and all(record is None or record.end is not None for record in records):
             shutil.rmtree(rendezvous_folder, ignore_errors=True)
 
     def _write(self, record: RankRecord) -> None:
         try:
-            write_record(self.folder, self.rank_info.attempt, record)
+            write_record(self.folder, self.attempt, record)
         except OSError as error:
             print(f"the record of rank {record.rank} cannot be written: {error}", file=sys.stderr)
 
     def _handle_signals(self) -> None:
         """A polite request to end saves first. Ctrl-C and a closed terminal are the launcher's business, if there is
         one; without it the first Ctrl-C saves and the second ends at once."""
-        launched = self.rank_info.launcher is not None
+        launched = self.rank.launcher is not None
         signal.signal(signal.SIGINT, signal.SIG_IGN if launched else self._interrupt)
         signal.signal(signal.SIGHUP, signal.SIG_IGN if launched else self._request_stop)
         signal.signal(signal.SIGTERM, self._request_stop)
@@ -145,27 +151,27 @@ class _Rank:
 
     def _request_stop(self, number: int, _: FrameType | None) -> None:
         with contextlib.suppress(OSError):  # on a full disk there is nothing to save to
-            self.folder.request_stop(f"rank {self.rank_info.rank} received {signal.Signals(number).name}")
+            self.folder.request_stop(f"rank {self.rank.rank} received {signal.Signals(number).name}")
 
-    def _start_watch(self) -> None:
-        if self.rank_info.launcher is None or self.rank_info.controller is None:
+    def _start_parent_watchdog(self) -> None:
+        if self.rank.launcher is None or self.rank.controller is None:
             return
-        self.watch = ParentWatchdog(
+        self.parent_watchdog = ParentWatchdog(
             self.folder,
-            attempt=self.rank_info.attempt,
-            rank=self.rank_info.rank,
-            world_size=self.rank_info.world_size,
-            launcher=self.rank_info.launcher,
-            controller=self.rank_info.controller,
+            attempt=self.attempt,
+            rank=self.rank.rank,
+            world_size=self.rank.world_size,
+            launcher=self.rank.launcher,
+            controller=self.rank.controller,
             give_up=self._give_up,
         )
-        self.watch.start()
+        self.parent_watchdog.start()
 
-    def _start_hang_watch(self) -> Watchdog:
+    def _start_watchdog(self) -> Watchdog:
         watch = Watchdog(
             load_experiment(self.folder.config).cluster,
-            HangFiles(self.folder.attempt_logs(self.rank_info.attempt), self.rank_info.world_size),
-            rank=self.rank_info.rank,
+            HangFiles(self.folder.attempt_logs(self.attempt), self.rank.world_size),
+            rank=self.rank.rank,
             progress=PROGRESS,
             give_up=lambda reason: self._give_up(reason, HUNG, "Hung"),
         )

@@ -48,7 +48,7 @@ class ParentWatchdog(threading.Thread):
     ) -> None:
         super().__init__(name="titan_exp watch", daemon=True)
         self.orphaned = False
-        """Whether the launcher is gone."""
+        """True if the launcher is gone."""
         self._folder, self._attempt, self._rank, self._world_size = folder, attempt, rank, world_size
         self._launcher, self._controller, self._give_up = launcher, controller, give_up
 

@@ -24,9 +24,9 @@ class RankError:
     message: str
     """Its text."""
     traceback: str
-    """As Python prints it."""
+    """Traceback as text."""
     user: bool
-    """Whether the user can put it right, so that the message says enough."""
+    """True for a UserError, whose message needs no traceback."""
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class RankRecord:
     exit: int | None = None
     """Exit code; None while it runs."""
     error: RankError | None = None
-    """What it raised."""
+    """Exception that ended it."""
 
     @property
     def failed(self) -> bool:
-        """Whether it ended otherwise than trained or saved."""
+        """True if it ended neither done nor saved."""
         return self.exit not in (None, DONE, STOPPED)
 
 

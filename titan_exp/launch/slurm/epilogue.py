@@ -14,8 +14,8 @@ from dataclasses import replace
 from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.health.hang_report import HangFiles
+from titan_exp.launch.rank.rank_env import TOKEN
 from titan_exp.launch.rank.rank_status import RankRecord, read_record
-from titan_exp.launch.slurm.rendezvous import TOKEN
 from titan_exp.launch.state import exit_status
 from titan_exp.launch.state.close_attempt import close_attempt
 from titan_exp.launch.state.exit_status import AttemptResult
@@ -129,7 +129,7 @@ def _go_on(folder: RunFolder, row: Attempt, job: str, result: AttemptResult, clu
         world_size=row.world_size,
         hosts=(),
         job_id=None if cluster.requeue == "chain" else job,
-        launched_by="slurm",
+        launched_by=row.launched_by,
         token=row.token,
         requeues=row.requeues + 1,
     )

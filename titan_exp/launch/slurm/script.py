@@ -14,7 +14,7 @@ MARK = "titan_exp:"
 
 @dataclass(frozen=True)
 class Resources:
-    """What a job asks for. Runs that ask for the same go into one array."""
+    """Resources of a job. Runs with equal resources share an array."""
 
     cluster: ClusterConfig
     """The cluster group."""
@@ -29,17 +29,17 @@ class Script:
     """Everything that a batch script says."""
 
     name: str
-    """What SLURM calls the job."""
+    """Job name."""
     token: str
     """By which the job is found again; an array's tasks have its index after it."""
     resources: Resources
-    """What it asks for."""
-    frozen: CodeSnapshot
-    """Where the code is."""
+    """Resources of the job."""
+    snapshot: CodeSnapshot
+    """Code snapshot."""
     python: str
     """Python of the submitting machine, for ranks outside a container."""
     import_path: Sequence[str]
-    """Where ranks look for packages after their own places."""
+    """Folders appended to the ranks' sys.path."""
     folder: str
     """The run folder; of an array, the folder whose entries 0, 1, ... lead to the run folders."""
     runs: str
@@ -111,10 +111,10 @@ def _place(script: Script) -> str:
 
 
 def _surroundings(script: Script) -> str:
-    cluster, frozen = script.resources.cluster, script.frozen
+    cluster, snapshot = script.resources.cluster, script.snapshot
     lines = [
         "# The code as it was at submission: edits since then have no effect.",
-        f"export PYTHONPATH={shlex.quote(frozen.package)}",
+        f"export PYTHONPATH={shlex.quote(snapshot.package)}",
         f"export TITAN_EXP_IMPORT_PATH={shlex.quote(':'.join(script.import_path))}",
         "export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 PYTHONDONTWRITEBYTECODE=1",
     ]

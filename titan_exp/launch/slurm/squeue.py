@@ -1,4 +1,4 @@
-"""What SLURM says of jobs: one question for many of them, answered in bounded time or not at all."""
+"""Job states from squeue and sacct, many jobs per query, with a timeout."""
 
 import contextlib
 import pwd
@@ -24,7 +24,7 @@ class Job:
     job_id: str
     """Its number: `12`, or `12_3` for task 3 of array 12."""
     state: str
-    """In SLURM's words: `PENDING`, `RUNNING`, `TIMEOUT`, ..."""
+    """SLURM's state: `PENDING`, `RUNNING`, `TIMEOUT`, ..."""
     reason: str
     """Why it waits, or how it ended; `None` where there is nothing to say."""
     token: str
@@ -72,7 +72,7 @@ def listed_jobs(owners: Sequence[int]) -> list[Job]:
 
 
 def accounted(job_ids: Sequence[str]) -> Mapping[str, str]:
-    """How jobs ended that the controller has forgotten, by their numbers; empty where there is no accounting."""
+    """End of jobs that the controller forgot, by job id, from sacct; empty without accounting."""
     if not job_ids or shutil.which("sacct") is None:
         return {}
     try:
@@ -85,7 +85,7 @@ def accounted(job_ids: Sequence[str]) -> Mapping[str, str]:
 
 
 def ended_as(state: str, code: str) -> str:
-    """How a job ended, from sacct's words for it: `CANCELLED by 1000` and `0:0`, exit code and signal."""
+    """End of a job from sacct's state and exit code, such as `CANCELLED by 1000` and `0:0`."""
     words = state.lower().replace("_", " ")
     by = re.fullmatch(r"(.* by )(\d+)", words)
     if by:

@@ -1,7 +1,7 @@
-"""One submission: a folder that says which runs it holds, the batch script, and sbatch through submitit.
+"""sbatch submission of a job or an array: folder, batch script, recorded intent, and sbatch through submitit.
 
-The intent stands in every run's attempts.jsonl before sbatch is called, with a token that the job carries as well. So
-whatever dies in between, the job is found, and there is none where none was made.
+Every run's attempts.jsonl holds the intent, with a token that the job carries too, before sbatch is called. After a
+crash in between, the token tells if there is a job.
 """
 
 import contextlib
@@ -26,29 +26,29 @@ from titan_exp.tracking.run_folder.file_lock import is_held
 from titan_exp.tracking.run_folder.run_folder import write_atomically
 
 FOLDER = ".slurm"
-"""Folder of the submissions, beside the runs."""
+"""Folder of submissions, in the folder of runs."""
 ARRAY_LIMIT = 1000
-"""Runs of one array; SLURM's MaxArraySize is 1001 unless a site says otherwise."""
+"""Runs per array; SLURM's MaxArraySize is 1001 by default."""
 SBATCH_LIMIT = 120
-"""Seconds that sbatch has; it waits for a controller that is down."""
+"""Timeout of sbatch in seconds; it waits while the controller is down."""
 
 
 class RejectedError(Exception):
-    """sbatch made no job; its own words."""
+    """sbatch made no job; with sbatch's message."""
 
 
 class UncertainError(Exception):
-    """Nobody knows whether sbatch made a job; the next submission asks SLURM."""
+    """sbatch did not answer, so there may be a job; the next submission asks SLURM."""
 
 
 def resources_of(plan: RunPlan) -> Resources:
-    """What a run asks for."""
+    """Nodes and tasks of a run."""
     layout = ResolvedLayout.of(plan.experiment)
     return Resources(layout.cluster, layout.nodes, min(layout.world_size, layout.node_size))
 
 
-def grouped(plans: Sequence[RunPlan]) -> list[list[RunPlan]]:
-    """Runs that ask for the same, in the order in which they were named."""
+def group_by_resources(plans: Sequence[RunPlan]) -> list[list[RunPlan]]:
+    """Runs with equal resources, at most `ARRAY_LIMIT` in a group, in order."""
     groups: dict[str, list[RunPlan]] = {}
     for plan in plans:
         groups.setdefault(repr(resources_of(plan)), []).append(plan)
@@ -58,109 +58,102 @@ def grouped(plans: Sequence[RunPlan]) -> list[list[RunPlan]]:
 
 
 class Batch:
-    """Runs that ask for the same resources: a job or, where there are several, an array.
+    """A job for one run, or an array for several with equal resources.
 
-    Args:
-        runs: the folder of all runs.
-        plans: the runs; their folders are there and claimed by the caller.
-        frozen: the code that they run.
+    The run folders exist, and the caller holds the submission lock.
     """
 
-    def __init__(self, runs: Path, plans: Sequence[RunPlan], frozen: CodeSnapshot) -> None:
+    def __init__(self, runs: Path, plans: Sequence[RunPlan], snapshot: CodeSnapshot) -> None:
         self.plans = plans
         self.token = uuid.uuid4().hex[:12]
-        """By which the job is found."""
+        """Identifies the job in its comment."""
         self.folder = runs / FOLDER / self.token
-        """What is known of the submission; the entries 0, 1, ... lead to the run folders of an array."""
+        """Folder of the submission; entries 0, 1, ... link to the run folders of an array."""
         single = len(plans) == 1
         first = plans[0]
         self._script = Script(
             name=_job_name(first) if single else first.experiment.experiment.name,
             token=self.token,
             resources=resources_of(first),
-            frozen=frozen,
+            snapshot=snapshot,
             python=sys.executable,
-            import_path=_import_path(frozen),
+            import_path=_import_path(snapshot),
             folder=str(first.folder.path if single else self.folder),
             runs=str(runs),
             array=None if single else len(plans),
         )
 
     def token_of(self, index: int) -> str:
-        """The token of a run."""
+        """Token of a run; an array task's ends in its index."""
         return self.token if len(self.plans) == 1 else f"{self.token}_{index}"
 
     def prepare(self) -> None:
-        """Write everything but the intent: every run's own script, and the way from an array's index to a run."""
+        """Write each run's own script, and the links from array index to run folder."""
         self.folder.mkdir(parents=True)
         for index, plan in enumerate(self.plans):
             folder = plan.folder
             folder.logs.mkdir(exist_ok=True)
             (self.folder / str(index)).symlink_to(folder.path, target_is_directory=True)
-            own = replace(
+            single = replace(
                 self._script,
                 name=_job_name(plan),
                 token=self.token_of(index),
                 folder=str(folder.path),
                 array=None,
             )
-            write_atomically(folder.path / "job.sh", render(own), durable=False)
+            write_atomically(folder.path / "job.sh", render(single), durable=False)
 
-    def intend(self) -> list[int]:
-        """Write down in every run that it is about to be submitted; returns the numbers of the attempts."""
+    def record_intent(self) -> list[int]:
+        """Add an attempt to every run; returns the attempt numbers."""
 
-        def intend(index: int) -> int:
-            plan = self.plans[index]
-            return plan.folder.add_attempt(
-                world_size=ResolvedLayout.of(plan.experiment).world_size,
-                hosts=(),
-                launched_by="slurm",
-                token=self.token_of(index),
-            ).attempt
+        def record(index: int) -> int:
+            layout, token = ResolvedLayout.of(self.plans[index].experiment), self.token_of(index)
+            folder, kind = self.plans[index].folder, layout.cluster.kind
+            return folder.add_attempt(world_size=layout.world_size, hosts=(), launched_by=kind, token=token).attempt
 
-        return thread_map(intend, range(len(self.plans)))
+        return thread_map(record, range(len(self.plans)))
 
     def submit(self) -> list[str]:
-        """Call sbatch; returns the job number of each run.
+        """Call sbatch; returns the job id of each run.
 
         Raises:
-            RejectedError: there is no job.
+            RejectedError: sbatch failed.
             UncertainError: sbatch did not answer in time.
         """
-        said = io.StringIO()
+        stderr = io.StringIO()
         executor = _Executor(self.folder, render(self._script))
         try:
-            with contextlib.redirect_stderr(said), environment(_of_a_job()):
+            with contextlib.redirect_stderr(stderr), environment(_without_job_variables()):
                 job = executor.submit_script()
         except FailedJobError as error:
-            words = " ".join(str(error).replace("sbatch: error: ", "").split())
-            if not words:
+            message = " ".join(str(error).replace("sbatch: error: ", "").split())
+            if not message:
                 raise UncertainError(f"sbatch did not answer within {SBATCH_LIMIT} s") from None
-            raise RejectedError(words) from None
+            raise RejectedError(message) from None
         return [job] if len(self.plans) == 1 else [f"{job}_{index}" for index in range(len(self.plans))]
 
 
 def is_being_submitted(runs: Path, token: str) -> bool:
-    """Whether the sbatch of a submission still runs, although whoever called it is gone."""
+    """True if a submission's sbatch still runs, though its caller is gone."""
     return is_held(runs / FOLDER / token.partition("_")[0] / "sbatch.lock")
 
 
 class _Executor(SlurmExecutor):
-    """submitit's executor with a batch script of our own: what it submits is a path, and nothing is pickled."""
+    """submitit's executor with our own batch script: it submits a path and pickles nothing."""
 
     def __init__(self, folder: Path, text: str) -> None:
         super().__init__(folder)
         self._text = text
 
     def submit_script(self) -> str:
-        """Call sbatch; returns the job's number."""
+        """Call sbatch; returns the job id."""
         return str(self._submit_command("").job_id)
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         return self._text
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        # The lock lives as long as sbatch does, even where this process is killed meanwhile.
+        # flock holds the lock as long as sbatch runs, even if this process is killed.
         lock = str(self.folder / "sbatch.lock")
         return ["flock", lock, "timeout", str(SBATCH_LIMIT), "sbatch", str(submission_file_path)]
 
@@ -169,15 +162,15 @@ def _job_name(plan: RunPlan) -> str:
     return f"{plan.experiment.experiment.name}-{plan.run_id}"
 
 
-def _import_path(frozen: CodeSnapshot) -> list[str]:
-    """Where this process finds packages, beyond its own installation; a copy of the current folder takes its place."""
+def _import_path(snapshot: CodeSnapshot) -> list[str]:
+    """This process's sys.path without its installation; the code snapshot replaces the current folder."""
     here, own = os.getcwd(), (sys.prefix, sys.base_prefix)
     places = dict.fromkeys(os.path.abspath(entry) for entry in [*sys.path, here])
     added = [place for place in places if not place.startswith(own)]
-    return [frozen.own if place == here and frozen.own is not None else place for place in added]
+    return [snapshot.own if place == here and snapshot.own is not None else place for place in added]
 
 
-def _of_a_job() -> dict[str, str | None]:
-    """What a job around this process would say to sbatch, taken out."""
-    kept = {"SLURM_CONF", "SLURM_CLUSTERS"}
-    return {name: None for name in os.environ if name.startswith("SLURM_") and name not in kept}
+def _without_job_variables() -> dict[str, str | None]:
+    """Removes the variables of a job around this process, which sbatch would read as options."""
+    keep = {"SLURM_CONF", "SLURM_CLUSTERS"}
+    return {name: None for name in os.environ if name.startswith("SLURM_") and name not in keep}

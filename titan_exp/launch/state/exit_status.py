@@ -1,4 +1,4 @@
-"""How an attempt ended, from how its ranks did: the rank that died first says why."""
+"""Result of an attempt from its ranks' exit codes; the first failure is the cause."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -18,14 +18,14 @@ class AttemptResult:
     """The end of an attempt."""
 
     state: StateName
-    """What the run is now."""
+    """State of the run."""
     exit_code: int
     """0 done, 85 stopped after saving, 86 failed because it hung, 2 failed by what the user can put right,
     1 failed otherwise."""
     reason: str | None
     """One line; None for a run that is done."""
     detail: str = ""
-    """What to show of a failure: the traceback of the first rank to die, or the end of its log."""
+    """Traceback of the first rank that failed, or the end of its log."""
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ ORPHANS_LIMIT = 15.0
 """Seconds to wait for ranks whose launcher was killed: they notice, save and stop."""
 
 
-def acquire_run(folder: RunFolder, role: str, say: Callable[[str], None]) -> FileLock:
+def acquire_run(folder: RunFolder, role: str, echo: Callable[[str], None]) -> FileLock:
     """Claim the folder, and wait until no rank of an earlier start holds it either.
 
     Args:
@@ -27,14 +27,14 @@ def acquire_run(folder: RunFolder, role: str, say: Callable[[str], None]) -> Fil
     except LockedError as error:
         raise _refusal(folder, error.holder) from None
     try:
-        wait_for_orphans(folder, say)
+        wait_for_orphans(folder, echo)
     except BaseException:
         lock.release()
         raise
     return lock
 
 
-def wait_for_orphans(folder: RunFolder, say: Callable[[str], None]) -> None:
+def wait_for_orphans(folder: RunFolder, echo: Callable[[str], None]) -> None:
     """Wait a bounded time for ranks of an earlier start, whose launcher is gone.
 
     Raises:
@@ -42,7 +42,7 @@ def wait_for_orphans(folder: RunFolder, say: Callable[[str], None]) -> None:
     """
     if not folder.ranks_alive():
         return
-    say(
+    echo(
         f"Ranks of an earlier start, whose launcher is gone, still hold {folder.path}: waiting up to "
         f"{ORPHANS_LIMIT:.0f} s for them to save and stop."
     )

@@ -20,13 +20,13 @@ class RunEntry:
     folder: RunFolder
     """Its folder, which need not be there where a study has not come to it yet."""
     label: str
-    """What it is called in tables."""
+    """Name in tables."""
     group: str
     """Name of the folder that holds it: a study or an `experiment.name`."""
     point: StudyRun | None = None
     """The study's point, where it is one."""
     removed: bool = False
-    """Whether the study no longer holds it."""
+    """True if the study no longer holds it."""
 
 
 def split_runs_folder(words: Sequence[str]) -> tuple[Path, list[str]]:
@@ -48,7 +48,7 @@ def split_runs_folder(words: Sequence[str]) -> tuple[Path, list[str]]:
     return Path(runs if runs is not None else _default_runs()).expanduser(), rest
 
 
-def find(words: Sequence[str], runs: Path) -> list[RunEntry]:
+def find_runs(words: Sequence[str], runs: Path) -> list[RunEntry]:
     """The runs that words name, each once; all runs there are, newest first, without a word.
 
     Raises:
@@ -67,7 +67,7 @@ def find_study_folder(word: str, runs: Path) -> StudyFolder | None:
     return None
 
 
-def names(runs: Path) -> list[str]:
+def run_groups(runs: Path) -> list[str]:
     """The studies and experiment names that have runs, newest first."""
     if not runs.is_dir():
         return []
@@ -84,7 +84,7 @@ def _default_runs() -> str:
 
 
 def _all(runs: Path) -> list[RunEntry]:
-    found = [one for name in names(runs) for one in _in_group(runs / name) if one.folder.path.is_dir()]
+    found = [one for name in run_groups(runs) for one in _in_group(runs / name) if one.folder.path.is_dir()]
     return sorted(found, key=lambda one: -_changed(one.folder))
 
 
@@ -111,7 +111,7 @@ def _named(word: str, runs: Path) -> list[RunEntry]:
             )
         if found:
             return found
-    known = names(runs)
+    known = run_groups(runs)
     offer = did_you_mean(word, known) or (f"Under {runs}/ there are {listed(known[:8], 'and')}." if known else "")
     nothing = "" if known else f"There is no run under {runs}/; paths.runs=FOLDER looks elsewhere. "
     raise UserError(f"{word}: there is no such run or study. {nothing}{offer[:1].upper()}{offer[1:]}\n  {NAMED}")

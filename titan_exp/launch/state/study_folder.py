@@ -22,9 +22,9 @@ class StudyRun:
     """A point of a study and its run. Points that compute the same share one."""
 
     label: str
-    """What varies, the seed included."""
+    """Varied values, with the seed."""
     variant: str
-    """What varies less the seed: runs of one variant are repetitions of each other."""
+    """Varied values without the seed: runs of one variant are repetitions."""
     seed: int | None
     """The seed, where the study gives seeds."""
     run_id: str
@@ -48,7 +48,7 @@ class StudyRecord:
     name: str
     """Name of the study's file."""
     question: str
-    """What it is to answer."""
+    """Question of the study."""
     size: str
     """The size that was chosen; empty where the study has none."""
     typed: tuple[str, ...]
@@ -56,7 +56,7 @@ class StudyRecord:
     baseline: str | None
     """The variant that the others are compared with."""
     metrics: Mapping[str, str]
-    """What is compared, and which end is the better one: `min` or `max`."""
+    """Compared metrics, and the better end of each: `min` or `max`."""
     points: tuple[StudyRun, ...]
     """Every point that can run, in the order of the study."""
     skipped: Mapping[str, str]

@@ -1,4 +1,4 @@
-"""The same done to many run folders at once: their files wait for the disk together, not one after the other."""
+"""Thread-pool map over run folders; hides disk latency."""
 
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor

@@ -57,14 +57,14 @@ class FastCompose:
 
 
 def _is_plain_value(override: Override) -> bool:
-    """Whether it gives one key one value, after groups are chosen: `optimizer.lr=1e-3`."""
+    """True if it sets one key to one value, such as `optimizer.lr=1e-3`."""
     key = override.key_or_group
     changes = override.is_add() or override.is_force_add() or override.is_delete() or override.is_hydra_override()
     return not changes and override.package is None and "." in key and not isinstance(override.value(), dict)
 
 
 def _overlap(first: Sequence[Override], later: Sequence[Override]) -> bool:
-    """Whether the order between the two kinds could matter, because both set the same key."""
+    """True if the order of the two kinds could matter: both set the same key."""
     set_first = {override.key_or_group for override in first if "." in override.key_or_group}
     set_first |= {override.key_or_group for override in first if isinstance(override.value(), dict)}
     return any(

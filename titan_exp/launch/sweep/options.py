@@ -1,4 +1,4 @@
-"""What was asked of a sweep beside overrides, on its way around Hydra to the sweeper: Hydra would compose it."""
+"""Sweep options (--dry-run, --jobs, ...) that Hydra must not see, passed to the sweeper through a ContextVar."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """How a sweep is to be carried out, and of what."""
+    """Options of a sweep."""
 
     study: Path | None = None
     """The file of a study, whose points are swept over instead of what is listed with commas."""
@@ -24,7 +24,7 @@ class SweepOptions:
     jobs: int = 1
     """Runs at a time on this machine."""
     prune: bool = False
-    """Of a study: cancel runs that it no longer holds."""
+    """Cancel runs that the study no longer holds."""
     yes: bool = False
     """Ask nothing."""
 
@@ -34,7 +34,7 @@ _now: ContextVar[SweepOptions] = ContextVar("options", default=SweepOptions())  
 
 @contextmanager
 def use_sweep_options(options: SweepOptions) -> Iterator[None]:
-    """Inside the block, the sweeper finds this."""
+    """Set the sweeper's options for the block."""
     token = _now.set(options)
     try:
         yield
@@ -43,5 +43,5 @@ def use_sweep_options(options: SweepOptions) -> Iterator[None]:
 
 
 def current_sweep_options() -> SweepOptions:
-    """What the block around asks; a sweep of all that is listed with commas, without one."""
+    """Options of the surrounding block; the defaults without one."""
     return _now.get()

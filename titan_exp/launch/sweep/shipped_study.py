@@ -12,7 +12,7 @@ from titan_exp.config.hydra.compose import standing_overrides
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.study.points import baseline_of, chosen_size, narrowed, study_points
 from titan_exp.config.study.study import Study
-from titan_exp.launch.executor import executor_for
+from titan_exp.launch.executor import executor_for, last_executor
 from titan_exp.launch.run_plan import explain_write_errors
 from titan_exp.launch.state.run_status import run_statuses
 from titan_exp.launch.state.study_folder import StudyFolder, StudyRecord, StudyRun
@@ -68,7 +68,7 @@ class StudySweep:
 
     @property
     def words(self) -> str:
-        """What other verbs call it: its folder's name, and where that is if it is not in `runs/`."""
+        """Arguments that name it for other verbs: its folder's name, and `paths.runs` unless that is `runs/`."""
         runs = self.folder.path.parent
         return self.folder.path.name + ("" if runs == Path.cwd() / "runs" else f" paths.runs={runs}")
 
@@ -98,7 +98,7 @@ class StudySweep:
             skipped={one.point.label: one.reason for one in sweep_plan.skipped},
         )
 
-    def record(self, sweep_plan: SweepPlan, say: Callable[[str], None]) -> None:
+    def record(self, sweep_plan: SweepPlan, echo: Callable[[str], None]) -> None:
         """Write the study down, before any of its runs is started, and say what it no longer holds.
 
         Raises:
@@ -107,22 +107,22 @@ class StudySweep:
         assert self._record is not None
         with explain_write_errors(self.folder.path):
             self._record = self.folder.write(self._record, self.study.path.read_text(encoding="utf-8"))
-        self.report_changes(sweep_plan, say)
+        self.report_changes(sweep_plan, echo)
 
-    def report_changes(self, sweep_plan: SweepPlan, say: Callable[[str], None]) -> None:
+    def report_changes(self, sweep_plan: SweepPlan, echo: Callable[[str], None]) -> None:
         """Say where the baseline is missing, and which runs still wait or run that the study no longer holds."""
         variants = {one.point.variant for one in (*sweep_plan.planned, *sweep_plan.duplicates)}
         if self._baseline is not None and self._baseline not in variants:
-            say(f"The baseline, {self._baseline}, cannot run here: there will be nothing to compare with.")
+            echo(f"The baseline, {self._baseline}, cannot run here: there will be nothing to compare with.")
         elif self._baseline is None and self.study.baseline is not None:
-            say("What was typed leaves the study's baseline out: there will be nothing to compare with.")
+            echo("What was typed leaves the study's baseline out: there will be nothing to compare with.")
         removed = self._still_active()
         if removed:
-            say(f"\n{len(removed)} run(s) still wait or run that the study no longer holds; --prune cancels them:")
+            echo(f"\n{len(removed)} run(s) still wait or run that the study no longer holds; --prune cancels them:")
             for run in removed:
-                say(f"  {run.label}  {run.run_id}")
+                echo(f"  {run.label}  {run.run_id}")
 
-    def prune(self, say: Callable[[str], None], *, ask: bool) -> None:
+    def prune(self, echo: Callable[[str], None], *, ask: bool) -> None:
         """Cancel runs that wait or run and that the study no longer holds.
 
         Args:
@@ -134,19 +134,19 @@ class StudySweep:
         """
         removed = self._still_active()
         if not removed:
-            say("No run waits or runs that the study no longer holds.")
+            echo("No run waits or runs that the study no longer holds.")
             return
         if ask and not _confirmed(f"Cancel {'it' if len(removed) == 1 else f'these {len(removed)} runs'}?"):
-            say("Nothing was cancelled.")
+            echo("Nothing was cancelled.")
             return
-        cancel([self.folder.run(run) for run in removed], {run.run_id: run.label for run in removed}, say)
+        cancel_runs([self.folder.run(run) for run in removed], {run.run_id: run.label for run in removed}, echo)
 
     def stop_requested(self) -> bool:
-        """Whether `titan-exp cancel` asked to start no further run."""
+        """True if `titan-exp cancel` requested a stop."""
         return self.folder.stop.exists()
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
+    def lock(self) -> Iterator[None]:
         """Be the one process that runs the study's points on this machine.
 
         Raises:
@@ -189,7 +189,7 @@ class StudySweep:
         return [run for run in gone.values() if now[self.folder.run(run).path].active]
 
 
-def cancel(folders: Sequence[RunFolder], labels: dict[str, str], say: Callable[[str], None]) -> None:
+def cancel_runs(folders: Sequence[RunFolder], labels: dict[str, str], echo: Callable[[str], None]) -> None:
     """Have runs cancelled by whoever carries them out, and say of each what was done.
 
     Args:
@@ -199,13 +199,12 @@ def cancel(folders: Sequence[RunFolder], labels: dict[str, str], say: Callable[[
     """
     by_kind: dict[str, list[RunFolder]] = {}
     for folder in folders:
-        attempts = folder.read_attempts()
-        by_kind.setdefault(attempts[-1].launched_by if attempts else "local", []).append(folder)
+        by_kind.setdefault(last_executor(folder), []).append(folder)
     for kind, of_kind in by_kind.items():
         done = executor_for(kind).cancel(of_kind, reason="titan-exp cancel")
         for folder in of_kind:
             label = labels.get(folder.path.name, folder.path.name)
-            say(f"{label}: {done.get(folder.path, 'nothing was done')}")
+            echo(f"{label}: {done.get(folder.path, 'nothing was done')}")
 
 
 def _in_order(planned: Sequence[PlannedPoint], points: Sequence[object]) -> list[PlannedPoint]:

@@ -15,7 +15,7 @@ from titan_exp.launch.memory_gate import (
 from titan_exp.launch.sweep.sweep_plan import PlannedPoint, Point, SkippedPoint, SweepPlan, format_reasons
 
 
-def predict_sweep_memory(sweep_plan: SweepPlan, say: Say, *, skip: bool, where: str = "of the sweep") -> SweepPlan:
+def predict_sweep_memory(sweep_plan: SweepPlan, echo: Say, *, skip: bool, where: str = "of the sweep") -> SweepPlan:
     """The plan with what is predicted of every point; those that do not fit are skipped, or refuse the sweep.
 
     Args:
@@ -27,7 +27,7 @@ def predict_sweep_memory(sweep_plan: SweepPlan, say: Say, *, skip: bool, where: 
     Raises:
         UserError: points do not fit and, without `skip`, none is started; or none is left.
     """
-    memory_checks = check_open_runs([one.plan for one in sweep_plan.planned], say)
+    memory_checks = check_open_runs([one.plan for one in sweep_plan.planned], echo)
     kept: list[PlannedPoint] = []
     refused: dict[object, str] = {}
     for one, memory_check in zip(sweep_plan.planned, memory_checks, strict=True):
@@ -38,7 +38,7 @@ def predict_sweep_memory(sweep_plan: SweepPlan, say: Say, *, skip: bool, where: 
         else:
             kept.append(replace(one, plan=with_prediction(one.plan, memory_check), memory_check=memory_check))
     for line in remarks([one.memory_check for one in kept if one.memory_check is not None]):
-        say(line)
+        echo(line)
     if not refused:
         return replace(sweep_plan, planned=tuple(kept))
     gone = [one for one in (*sweep_plan.planned, *sweep_plan.duplicates) if one.plan.folder.path in refused]

@@ -16,13 +16,13 @@ class Point:
     overrides: tuple[str, ...]
     """Everything that it sets, with one value for each key."""
     label: str
-    """What varies alone, which is what tells points apart."""
+    """Varied values only."""
     variant: str = ""
-    """Of a study: the label without the seed."""
+    """The label without the seed, in a study."""
     seed: int | None = None
-    """Of a study: the seed, where it gives seeds."""
+    """The seed, if the study gives seeds."""
     excluded: str | None = None
-    """Of a study: why it leaves the point out; None where it does not."""
+    """Reason for which the study excludes the point."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class PlannedPoint:
     point: Point
     """The first point of this run."""
     plan: RunPlan
-    """What would run."""
+    """Plan of the run."""
     memory_check: MemoryCheck | None = None
-    """What is known of its memory; None before anybody looked, and of runs that are done."""
+    """Memory check; None before the check, and for runs that are done."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class SkippedPoint:
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """What a sweep would start, and what not."""
+    """Planned and skipped points of a sweep."""
 
     planned: tuple[PlannedPoint, ...]
     """Every run once."""

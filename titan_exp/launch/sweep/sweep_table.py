@@ -1,4 +1,4 @@
-"""What a sweep prints: its plan before, and what became of every point after."""
+"""Tables of a sweep: the plan before, the outcomes after."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from rich.table import Table
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
 from titan_exp.config.machine.time_limit import hours
-from titan_exp.launch.executor import Submission
+from titan_exp.launch.executor import Submission, executor_for
 from titan_exp.launch.run_plan import RunPlan
 from titan_exp.launch.state.run_status import run_statuses
 from titan_exp.launch.summary import summarize
@@ -75,13 +75,13 @@ def show_plan(sweep_plan: SweepPlan, study: StudySweep | None) -> None:
 
 
 def show_outcomes(sweep_plan: SweepPlan, found: Mapping[Path, Submission], study: StudySweep | None) -> None:
-    """Print what became of every run, and what to type next."""
+    """Print the outcome of every run, and the next commands."""
     rows, told = [], []
     for one in sweep_plan.planned:
         submission = found.get(one.plan.folder.path)
         loss = validation = None
         state = "not started" if submission is None else submission.outcome
-        if submission is not None and one.plan.folder.path.exists():
+        if submission is not None and state != "not started" and one.plan.folder.path.exists():
             summary = summarize(one.plan.folder)
             loss, validation = summary.loss, summary.validation_loss
         rows.append([one.point.label, one.plan.run_id, state, _number(loss), _number(validation)])
@@ -97,7 +97,8 @@ def show_outcomes(sweep_plan: SweepPlan, found: Mapping[Path, Submission], study
     _show_skipped(sweep_plan.skipped)
     for one in sweep_plan.planned:
         submission = found.get(one.plan.folder.path)
-        if submission is not None and submission.outcome == "refused" and one.plan.experiment.cluster.kind != "local":
+        # Executors that wait have printed it.
+        if submission and submission.outcome == "refused" and not executor_for(one.plan.experiment.cluster.kind).waits:
             print(f"[{one.point.label}]\n  {submission.reason}", file=sys.stderr)
     states = [row[2] for row in rows]
     print(", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)))
@@ -106,7 +107,7 @@ def show_outcomes(sweep_plan: SweepPlan, found: Mapping[Path, Submission], study
 
 
 def _next(states: Sequence[str], sweep_plan: SweepPlan, study: StudySweep | None) -> list[str]:
-    """What to type next."""
+    """Next commands."""
     name = sweep_plan.planned[0].plan.folder.path.parent if study is None else study.words
     if any(state in ("submitted", "queued") for state in states):
         first = sweep_plan.planned[0].plan.folder.path
@@ -160,7 +161,7 @@ def _show_skipped(skipped: Sequence[SkippedPoint]) -> None:
 def _gpu_hours(plan: RunPlan) -> float | None:
     """Time limit times GPUs; None where no limit is asked for, or no GPU."""
     cluster = plan.experiment.cluster
-    if cluster.kind == "local" or cluster.time_limit is None or device_type(cluster) != "cuda":
+    if cluster.time_limit is None or device_type(cluster) != "cuda":
         return None
     return hours(cluster.time_limit) * ResolvedLayout.of(plan.experiment).world_size
 

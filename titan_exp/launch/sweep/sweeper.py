@@ -5,7 +5,7 @@ A point that is done already is not run again, so a sweep that was interrupted g
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hydra.core.override_parser.types import Override
@@ -13,13 +13,13 @@ from hydra.core.override_parser.types import Override
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.machine.devices import device_type
 from titan_exp.config.study.points import values_of
-from titan_exp.launch.executor import Submission, executor_for
-from titan_exp.launch.local.executor import LocalExecutor
+from titan_exp.launch.executor import Submission, SubmitOptions, executor_for, worst_exit_code
 from titan_exp.launch.run_console import RunConsole
+from titan_exp.launch.run_plan import RunPlan
 from titan_exp.launch.sweep.options import SweepOptions
 from titan_exp.launch.sweep.shipped_study import StudySweep
 from titan_exp.launch.sweep.sweep_memory import predict_sweep_memory
-from titan_exp.launch.sweep.sweep_plan import PlannedPoint, Point, SweepPlan, plan_sweep
+from titan_exp.launch.sweep.sweep_plan import Point, SweepPlan, plan_sweep
 from titan_exp.launch.sweep.sweep_table import show_outcomes, show_plan
 
 __all__ = ["Point", "points", "sweep"]
@@ -69,59 +69,42 @@ def sweep(
     sweep_plan = plan_sweep(points, compose, skip=skip, where=where)
     if study is not None:
         study.plan(sweep_plan)  # what is wrong with it as a whole is said before anything takes seconds
-    sweep_plan = predict_sweep_memory(sweep_plan, console.say, skip=skip, where=where)
+    sweep_plan = predict_sweep_memory(sweep_plan, console.echo, skip=skip, where=where)
     if study is not None:
         study.plan(sweep_plan)
     if options.dry_run:
         show_plan(sweep_plan, study)
         return 0
     if study is not None:
-        study.record(sweep_plan, console.say)
+        study.record(sweep_plan, console.echo)
         if options.prune:
-            study.prune(console.say, ask=not options.yes)
-    found, code = _carry_out(sweep_plan, options, console, study)
+            study.prune(console.echo, ask=not options.yes)
+    found, code = _submit(sweep_plan, options, console, study)
     show_outcomes(sweep_plan, found, study)
     return code
 
 
-def _carry_out(
+def _submit(
     sweep_plan: SweepPlan, options: SweepOptions, console: RunConsole, study: StudySweep | None
 ) -> tuple[dict[Path, Submission], int]:
-    """What became of each run that was come to, by its folder's path, and the exit code.
-
-    Schedulers first: they do not make one wait.
-    """
-    titles = {one.plan.folder.path: one.point.label for one in sweep_plan.planned}
-    by_kind: dict[str, list[PlannedPoint]] = {}
-    for one in sweep_plan.planned:
-        by_kind.setdefault(one.plan.experiment.cluster.kind, []).append(one)
-    found: list[Submission] = []
-    code = 0
-    for kind in sorted(by_kind, key=lambda kind: kind == "local"):
-        plans = [one.plan for one in by_kind[kind]]
-        if kind != "local":
-            submitted = executor_for(kind).submit(plans, say=console.say)
-            found += submitted
-            code = max(code, int(any(one.outcome in ("refused", "failed") for one in submitted)))
-            continue
+    """The result of each run by folder path, and the exit code. Executors that wait come last."""
+    titles = {point.plan.folder.path: point.point.label for point in sweep_plan.planned}
+    by_kind: dict[str, list[RunPlan]] = {}
+    for point in sweep_plan.planned:
+        by_kind.setdefault(point.plan.experiment.cluster.kind, []).append(point.plan)
+    executors = [executor_for(kind) for kind in by_kind]
+    submissions: list[Submission] = []
+    for executor in sorted(executors, key=lambda executor: executor.waits):
+        plans = by_kind[executor.kind]
         on_cpu = all(device_type(plan.experiment.cluster) == "cpu" for plan in plans)
-        if options.jobs > 1 and not on_cpu:
-            console.say("On GPUs every run may use all of them, so one runs after another.")
-        with _held(study):
-            backend = LocalExecutor(
-                jobs=options.jobs if on_cpu else 1,
-                title=lambda plan: titles[plan.folder.path],
-                stopped=(lambda: False) if study is None else study.stop_requested,
-            )
-            found += backend.submit(plans, say=console.say)
-            code = backend.worst or code
-    return {one.plan.folder.path: one for one in found}, code
-
-
-@contextlib.contextmanager
-def _held(study: StudySweep | None) -> Iterator[None]:
-    if study is None:
-        yield
-        return
-    with study.held():
-        yield
+        if executor.waits and options.jobs > 1 and not on_cpu:
+            console.echo("On GPUs every run may use all of them, so runs go one after another.")
+        submit_options = SubmitOptions(
+            echo=console.echo,
+            title=lambda plan: titles[plan.folder.path],
+            jobs=options.jobs if on_cpu else 1,
+            stop_requested=(lambda: False) if study is None else study.stop_requested,
+        )
+        with contextlib.nullcontext() if study is None or not executor.waits else study.lock():
+            submissions += executor.submit(plans, submit_options)
+    return {submission.plan.folder.path: submission for submission in submissions}, worst_exit_code(submissions)

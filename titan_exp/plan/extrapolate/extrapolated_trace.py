@@ -15,7 +15,7 @@ from titan_exp.plan.extrapolate.events_pipeline import StageEvents, compose_stag
 from titan_exp.plan.extrapolate.optimizer_step import trace_optimizer_step_events
 from titan_exp.plan.extrapolate.schedule_simulation import ScheduleSimulation
 from titan_exp.plan.extrapolate.step_cost import TracedParts, simulate_rank, stages_of, step_segments, trace_parts
-from titan_exp.plan.search.layout_cost import axes_of
+from titan_exp.plan.time.roofline import axis_ranks
 from titan_exp.plan.trace.fake_world import pipeline_ranks
 from titan_exp.plan.trace.segments import sum_costs
 from titan_exp.plan.trace.trace_step import Trace
@@ -50,7 +50,7 @@ class TraceExtrapolator:
         tracker, before, step = composer.result()
         passes = step_segments(self.experiment, pipeline_rank, parts, simulation)
         costs = sum_costs([*(segment.costs for segment in passes), optimizer_step.costs])
-        axes = axes_of(self.experiment, pipeline_rank, costs)
+        axes = axis_ranks(self.experiment.parallelism, pipeline_rank, costs)
         return Trace(tracker.peak(), tracker.allocated(), gradients, costs, axes, tracker.timeline(), before, step)
 
     def optimizer_step(self, pipeline_rank: int) -> OptimizerStepEvents:

@@ -1,7 +1,7 @@
-"""Predictions for a launch: each distinct one once, its pipeline ranks side by side in processes of their own.
+"""Batch prediction: each distinct run once, its pipeline ranks in parallel child processes.
 
-In processes of their own because the one that launches imports no torch, must outlive whatever a user's own model
-does, and plans one rank at a time; ranks that share what is traced for them share a process.
+Child processes, because the launcher imports no torch and must survive any failure of a user's own model. Pipeline
+ranks that share traces share a process.
 """
 
 import os
@@ -18,14 +18,14 @@ from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 from titan_exp.plan.gate.child_process import end_with_parent
 from titan_exp.plan.gate.prediction_cache import cache_key, get, put
-from titan_exp.plan.plan_json import NotPredicted, Prediction, joined
+from titan_exp.plan.plan_json import NotPredicted, Prediction, merge_ranks
 from titan_exp.plan.supported import check_supported
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
 MAX_PROCESSES = 8
-"""At a time; each holds torch, a third of a GiB and more."""
+"""Each holds torch, a third of a GiB and more."""
 
 
 @dataclass(frozen=True)
@@ -33,112 +33,103 @@ class PredictionRequest:
     """A run to predict."""
 
     experiment: Experiment
-    """The run, its layout resolved."""
+    """The run, with its layout resolved."""
     device: Device | None
-    """What it would run on; None is a CPU of which no speed is known."""
+    """Device that it runs on; None is a CPU of unknown speed."""
 
 
 def predict_many(
-    questions: Sequence[PredictionRequest], cache: Path, say: Callable[[str], None] = lambda _: None
+    requests: Sequence[PredictionRequest], cache: Path, say: Callable[[str], None] = lambda _: None
 ) -> list[Prediction | NotPredicted]:
-    """Predict runs, in their order.
+    """Predict runs, in their order; equal ones are predicted once.
 
     Args:
-        questions: the runs; equal ones are predicted once.
         cache: `.cache` of the runs, where predictions are kept.
-        say: takes a line before what takes seconds.
+        say: takes a line before work that takes seconds.
     """
     keys: list[str] = []
-    found: dict[str, Prediction | NotPredicted] = {}
-    asked: dict[str, PredictionRequest] = {}
-    lasting: set[str] = set()
-    for number, question in enumerate(questions):
+    answers: dict[str, Prediction | NotPredicted] = {}
+    pending: dict[str, PredictionRequest] = {}
+    for number, request in enumerate(requests):
+        uncached = f"request {number}"
         try:
-            check_supported(question.experiment)
+            check_supported(request.experiment)
         except UserError as error:
-            keys.append(f"question {number}")
-            found[keys[-1]] = NotPredicted("; ".join(_short(it) for it in error.violations) or str(error))
+            keys.append(uncached)
+            answers[uncached] = _not_predicted(error)
             continue
-        key = cache_key(question.experiment, question.device)
-        keys.append(key or f"question {number}")
-        if key is not None:
-            lasting.add(key)
-            known = get(cache, key) if key not in found else found[key]
-            if known is not None:
-                found[key] = known
-        if keys[-1] not in found:
-            asked.setdefault(keys[-1], question)
-    if asked:
-        ranks = sum(question.experiment.parallelism.pp for question in asked.values())
-        runs = f"{len(asked)} runs" if len(asked) > 1 else "the run"
-        of = f", {ranks} pipeline ranks" if ranks > len(asked) else ""
+        keys.append(cache_key(request.experiment, request.device) or uncached)
+        if keys[-1] not in answers and (known := get(cache, keys[-1])) is not None:
+            answers[keys[-1]] = known
+        if keys[-1] not in answers:
+            pending.setdefault(keys[-1], request)
+    if pending:
+        ranks = sum(request.experiment.parallelism.pp for request in pending.values())
+        runs = f"{len(pending)} runs" if len(pending) > 1 else "the run"
+        of = f", {ranks} pipeline ranks" if ranks > len(pending) else ""
         say(f"Predicting the memory of {runs}{of} ...")
-        for key, answer in _answers(asked).items():
-            found[key] = answer
-            if isinstance(answer, Prediction) and key in lasting:
+        for key, answer in _predict_in_processes(pending).items():
+            answers[key] = answer
+            if isinstance(answer, Prediction) and not key.startswith("request "):
                 put(cache, key, answer)
-    return [found[key] for key in keys]
+    return [answers[key] for key in keys]
 
 
-def _answers(asked: dict[str, PredictionRequest]) -> dict[str, Prediction | NotPredicted]:
-    # Here, because most launches never come to it.
+def _predict_in_processes(pending: dict[str, PredictionRequest]) -> dict[str, Prediction | NotPredicted]:
+    # Imported here: most launches predict nothing.
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
-    shares = {key: _shares(question.experiment) for key, question in asked.items()}
-    processes = min(usable_cores(), sum(map(len, shares.values())), MAX_PROCESSES)
+    groups = {key: _rank_groups(request) for key, request in pending.items()}
+    processes = min(usable_cores(), sum(map(len, groups.values())), MAX_PROCESSES)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=_begin) as pool:
-        waiting = {
-            key: [pool.submit(_plan, question.experiment, question.device, ranks) for ranks in shares[key]]
-            for key, question in asked.items()
+    with ProcessPoolExecutor(processes, mp_context=context, initializer=_start_worker) as pool:
+        futures = {
+            key: [pool.submit(_predict_ranks, request, ranks) for ranks in groups[key]]
+            for key, request in pending.items()
         }
-        return {key: _answer(parts) for key, parts in waiting.items()}
+        return {key: _merge(parts) for key, parts in futures.items()}
 
 
-def _shares(experiment: Experiment) -> list[tuple[int, ...]]:
-    """Pipeline ranks that are planned together."""
+def _rank_groups(request: PredictionRequest) -> list[tuple[int, ...]]:
+    """Pipeline ranks that share traces, and so a process."""
+    experiment = request.experiment
     ranks = tuple(range(experiment.parallelism.pp))
     if unsupported_reason(experiment) is None and is_worthwhile(experiment, len(ranks)):
         return [ranks]
     return [(rank,) for rank in ranks]
 
 
-def _plan(experiment: Experiment, device: Device | None, ranks: tuple[int, ...]) -> dict[str, Any]:
-    """The plan of pipeline ranks as `plan.report.as_json` has it.
-
-    Raises:
-        UserError: something of it is not modelled.
-    """
-    from titan_exp.plan.plan_table import as_json
+def _predict_ranks(request: PredictionRequest, ranks: tuple[int, ...]) -> dict[str, Any]:
+    from titan_exp.plan.plan_table import plan_to_json
     from titan_exp.plan.predict import predict
 
-    return as_json(predict(experiment, device, ranks))
+    return plan_to_json(predict(request.experiment, request.device, ranks))
 
 
-def _answer(parts: "Sequence[Future[dict[str, Any]]]") -> Prediction | NotPredicted:
+def _merge(parts: "Sequence[Future[dict[str, Any]]]") -> Prediction | NotPredicted:
     from concurrent.futures.process import BrokenProcessPool
 
     try:
-        return joined([part.result() for part in parts])
+        return merge_ranks([part.result() for part in parts])
     except UserError as error:
-        return NotPredicted("; ".join(_short(it) for it in error.violations) or str(error))
+        return _not_predicted(error)
     except BrokenProcessPool:
-        return NotPredicted("the process that planned it died; titan-exp plan shows why")
+        return NotPredicted("the planner's process was killed; titan-exp plan shows why")
     except Exception as error:
-        # Whatever a model of the user's own does: that is no reason not to train it.
+        # A user's own model may raise anything here and still train.
         return NotPredicted(f"planning it failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
 
-def _short(violation: Any) -> str:
-    return str(violation).partition("\n")[0]
+def _not_predicted(error: UserError) -> NotPredicted:
+    return NotPredicted("; ".join(str(violation).partition("\n")[0] for violation in error.violations) or str(error))
 
 
-def _begin() -> None:
-    """Be quiet, leave the cores to the others, and end at Ctrl-C."""
+def _start_worker() -> None:
+    """Silence a worker, give it one thread, and end it with its parent or at Ctrl-C."""
     end_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
+    null = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):
-        os.dup2(nowhere, stream)
+        os.dup2(null, stream)
     os.environ["OMP_NUM_THREADS"] = "1"

@@ -1,4 +1,4 @@
-"""A process that works for another one, and does not outlive it, however that ends."""
+"""Child processes that end with their parent, even when it is killed."""
 
 import multiprocessing
 import os
@@ -7,15 +7,15 @@ from threading import Thread
 
 
 def end_with_parent() -> None:
-    """End this process as soon as the one that started it has ended; killed, that tells nobody.
+    """End this process as soon as its parent has ended.
 
-    A pool's own processes wait for work from each other then, and would go on with what they have for minutes.
+    Without it, workers of a killed process pool finish their current work, which may take minutes.
     """
     parent = multiprocessing.parent_process()
-    assert parent is not None, "called in a process that another one has started"
+    assert parent is not None, "called in a child process"
 
-    def follow() -> None:
+    def watch_parent() -> None:
         wait([parent.sentinel])
         os._exit(1)
 
-    Thread(target=follow, daemon=True).start()
+    Thread(target=watch_parent, daemon=True).start()

@@ -1,7 +1,10 @@
-"""Whether a run fits where it would be: by an upper bound where that decides, else by planning it. Imports no torch."""
+"""Memory check: compares a run's predicted memory with that of its device. Imports no torch.
+
+An upper bound from shapes decides small runs; the others are predicted.
+"""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,33 +16,39 @@ from titan_exp.plan.device_memory import DeviceMemory, device_memory_of
 from titan_exp.plan.gate.batch_predict import PredictionRequest, predict_many
 from titan_exp.plan.gate.upper_bound import upper_bound
 from titan_exp.plan.plan_json import NotPredicted, Prediction, RankPrediction, to_json
-
-GIB = 2**30
+from titan_exp.tracking.number_format import GIB, format_bytes
 
 
 @dataclass(frozen=True)
 class MemoryCheck:
-    """What is known of a run's memory before it starts."""
+    """Memory of a run before it starts, as far as it is known."""
 
     experiment: Experiment
-    """The run, its layout resolved."""
+    """The run, with its layout resolved."""
     device_memory: DeviceMemory | None
-    """Where it would be; None where nobody looked."""
+    """Memory of the device; None with plan.gate=off."""
     bound: int | None = None
-    """Bytes that each of its processes stays below; None where that was not asked."""
+    """Upper bound of each process in bytes; None where it does not decide."""
     prediction: Prediction | None = None
-    """What was predicted, where that was needed or asked for."""
+    """Predicted peaks, where they were needed or requested."""
     why_not: str = ""
-    """Why nothing is known, in words; empty where something is."""
+    """Reason why nothing is known; empty where something is."""
 
     @property
     def needed(self) -> int | None:
-        """Bytes that the processes that share a memory need together; None where nothing is predicted."""
-        return None if self.prediction is None or self.device_memory is None else needed(self.experiment, self)
+        """Bytes of all processes that share one memory; None without a prediction."""
+        memory, prediction = self.device_memory, self.prediction
+        if prediction is None or memory is None:
+            return None
+        if memory.sharing < ResolvedLayout.of(self.experiment).world_size or memory.sharing == 1:
+            # The scheduler places ranks on nodes: none needs more than the largest.
+            return memory.sharing * (prediction.largest.peak + memory.overhead)
+        copies = memory.sharing // len(prediction.ranks)
+        return sum(copies * (rank.peak + memory.overhead) for rank in prediction.ranks)
 
     @property
     def fits(self) -> bool | None:
-        """Whether the run fits; None where that is not known."""
+        """True if the run fits; None where that is not known."""
         if self.device_memory is None or self.device_memory.capacity is None:
             return None
         if self.needed is not None:
@@ -50,118 +59,85 @@ class MemoryCheck:
 def check_memory(
     experiments: Sequence[Experiment], runs: Path, say: Callable[[str], None] = lambda _: None
 ) -> list[MemoryCheck]:
-    """What is known of each run's memory, in their order.
+    """Check the memory of runs with resolved layouts, in their order.
 
     Args:
-        experiments: the runs, their layouts resolved.
-        runs: `paths.runs`, under whose `.cache` predictions and measured rates are kept.
-        say: takes a line before what takes seconds.
+        runs: `paths.runs`; its `.cache` keeps predictions and measured rates.
+        say: takes a line before work that takes seconds.
     """
-    found = [_at_once(experiment, runs) for experiment in experiments]
-    asked = [number for number, memory_check in enumerate(found) if _is_open(memory_check)]
-    questions = [PredictionRequest(found[number].experiment, _device(found[number])) for number in asked]
-    for number, answer in zip(asked, predict_many(questions, runs / ".cache", say), strict=True):
-        before = found[number]
-        if isinstance(answer, NotPredicted):
-            found[number] = MemoryCheck(before.experiment, before.device_memory, before.bound, None, answer.reason)
-        else:
-            found[number] = MemoryCheck(before.experiment, before.device_memory, before.bound, answer, before.why_not)
-    return found
-
-
-def needed(experiment: Experiment, memory_check: MemoryCheck) -> int:
-    """Bytes that the processes that share a memory need together."""
-    prediction, device_memory = memory_check.prediction, memory_check.device_memory
-    assert prediction is not None, "nothing is predicted"
-    assert device_memory is not None, "nobody looked"
-    if device_memory.sharing < ResolvedLayout.of(experiment).world_size or device_memory.sharing == 1:
-        # Which ranks come together is the scheduler's affair: none of them needs more than the largest.
-        return device_memory.sharing * (prediction.largest.peak + device_memory.overhead)
-    copies = device_memory.sharing // len(prediction.ranks)
-    return sum(copies * (rank.peak + device_memory.overhead) for rank in prediction.ranks)
+    checks = [_check_by_bound(experiment, runs) for experiment in experiments]
+    pending = [number for number, check in enumerate(checks) if _needs_prediction(check)]
+    requests = [PredictionRequest(checks[number].experiment, _device(checks[number])) for number in pending]
+    for number, answer in zip(pending, predict_many(requests, runs / ".cache", say), strict=True):
+        failed = isinstance(answer, NotPredicted)
+        checks[number] = replace(checks[number], **({"why_not": answer.reason} if failed else {"prediction": answer}))
+    return checks
 
 
 def explain_oom(memory_check: MemoryCheck) -> str:
-    """Why a run does not fit: which pipeline rank, how much, and of what it is made."""
-    prediction, device_memory = memory_check.prediction, memory_check.device_memory
-    assert prediction is not None, "nothing is predicted"
-    assert device_memory is not None, "nobody looked"
+    """Explain why a run does not fit: the pipeline rank, its peak and the breakdown of it."""
+    prediction, memory = memory_check.prediction, memory_check.device_memory
+    assert prediction is not None, "an upper bound refuses nothing"
+    assert memory is not None, "plan.gate=off refuses nothing"
     largest = prediction.largest
     who = f"pipeline rank {largest.pipeline_rank} of {len(prediction.ranks)}" if len(prediction.ranks) > 1 else "a rank"
-    rank = f"{who} needs {gib(largest.peak + device_memory.overhead)} at its peak ({largest.during})"
-    has = f"{device_memory.name} has {gib(device_memory.capacity or 0)}"
-    if device_memory.sharing > 1:
-        rank += f", the {device_memory.sharing} that share its memory {gib(memory_check.needed or 0)}"
-    return f"{rank}; {has}.\n  {breakdown(largest, device_memory.overhead)}"
+    text = f"{who} needs {format_bytes(largest.peak + memory.overhead)} at its peak ({largest.during})"
+    if memory.sharing > 1:
+        text += f", the {memory.sharing} ranks that share its memory {format_bytes(memory_check.needed or 0)}"
+    return f"{text}; {memory.name} has {format_bytes(memory.capacity or 0)}.\n  {breakdown(largest, memory.overhead)}"
 
 
 def breakdown(rank: RankPrediction, overhead: int) -> str:
-    """What a rank's peak is made of, the largest first."""
+    """Breakdown of a rank's peak by category, the largest first."""
     parts = sorted(((size, name) for name, size in rank.by_category.items()), reverse=True)
     if rank.reserved is not None:
-        parts.append((rank.reserved - rank.allocated, "what the allocator keeps beyond them"))
-    if overhead:
-        parts.append((overhead, "the process beside them"))
-    return "It is made of: " + ", ".join(f"{name} {gib(size)}" for size, name in parts if size >= GIB / 200)
+        parts.append((rank.reserved - rank.allocated, "reserved but not allocated"))
+    parts.append((overhead, "process overhead"))
+    return f"Breakdown: {', '.join(f'{name} {format_bytes(size)}' for size, name in parts if size >= GIB / 200)}."
 
 
 def plan_record(memory_check: MemoryCheck) -> dict[str, Any] | None:
-    """What plan.json says of a run; None where nobody looked."""
-    device_memory, prediction = memory_check.device_memory, memory_check.prediction
-    if device_memory is None:
+    """Content of plan.json; None with plan.gate=off."""
+    memory, prediction = memory_check.device_memory, memory_check.prediction
+    if memory is None:
         return None
-    found: dict[str, Any] = {
-        "device": device_memory.device.name if device_memory.device else device_memory.name,
-        "capacity_bytes": device_memory.capacity,
-        "processes_that_share_it": device_memory.sharing,
+    record: dict[str, Any] = {
+        "device": memory.device.name if memory.device else memory.name,
+        "capacity_bytes": memory.capacity,
+        "processes_that_share_it": memory.sharing,
         "fits": memory_check.fits,
         "bound_bytes": memory_check.bound,
         "why_not_predicted": memory_check.why_not or None,
     }
     if prediction is None:
-        return found
-    world = ResolvedLayout.of(memory_check.experiment).world_size
-    speed = prediction.tokens_per_second_per_device
+        return record
+    experiment, speed = memory_check.experiment, prediction.tokens_per_second_per_device
+    # `memory` of metrics.jsonl counts allocated tensors on a GPU and the whole process on a CPU, both of rank 0.
+    overhead = 0 if device_type(experiment.cluster) == "cuda" else memory.overhead
     return {
-        **found,
+        **record,
         "needed_bytes": memory_check.needed,
-        "overhead_bytes": device_memory.overhead,
-        # As metrics.jsonl has them: of rank 0, and of the whole job.
-        "memory": predicted_memory(memory_check) / GIB,
-        "tokens_per_second": None if speed is None else speed * world,
-        "constants": None
-        if device_memory.device is None
-        else {name: getattr(device_memory.device, name) for name in FITTED},
+        "overhead_bytes": memory.overhead,
+        "memory": (prediction.ranks[0].allocated + overhead) / GIB,
+        "tokens_per_second": None if speed is None else speed * ResolvedLayout.of(experiment).world_size,
+        "constants": memory.device and {name: getattr(memory.device, name) for name in FITTED},
         **to_json(prediction),
     }
 
 
-def predicted_memory(memory_check: MemoryCheck) -> int:
-    """What `memory` of metrics.jsonl should say, in bytes: on a GPU allocated tensors, on a CPU the process."""
-    assert memory_check.prediction is not None, "nothing is predicted"
-    assert memory_check.device_memory is not None, "nobody looked"
-    overhead = 0 if device_type(memory_check.experiment.cluster) == "cuda" else memory_check.device_memory.overhead
-    return memory_check.prediction.ranks[0].allocated + overhead
-
-
-def gib(size: float) -> str:
-    """Bytes for reading."""
-    return f"{size / GIB:.1f} GiB" if size >= 10 * GIB else f"{size / GIB:.2f} GiB"
-
-
-def _at_once(experiment: Experiment, runs: Path) -> MemoryCheck:
-    """What can be said without planning anything."""
+def _check_by_bound(experiment: Experiment, runs: Path) -> MemoryCheck:
+    """Check that predicts nothing."""
     if experiment.plan.gate == "off":
         return MemoryCheck(experiment, None, why_not="plan.gate=off")
-    device_memory = device_memory_of(experiment, runs)
-    if device_memory.capacity is None:
-        return MemoryCheck(experiment, device_memory, why_not=device_memory.unknown)
+    memory = device_memory_of(experiment, runs)
+    if memory.capacity is None:
+        return MemoryCheck(experiment, memory, why_not=memory.unknown)
     bound = upper_bound(experiment)
-    fits = bound is not None and bound * device_memory.sharing <= device_memory.capacity
-    return MemoryCheck(experiment, device_memory, bound if fits else None)
+    fits = bound is not None and bound * memory.sharing <= memory.capacity
+    return MemoryCheck(experiment, memory, bound if fits else None)
 
 
-def _is_open(memory_check: MemoryCheck) -> bool:
+def _needs_prediction(memory_check: MemoryCheck) -> bool:
     if memory_check.device_memory is None:
         return False
     if memory_check.experiment.plan.predict == "always":
@@ -170,4 +146,4 @@ def _is_open(memory_check: MemoryCheck) -> bool:
 
 
 def _device(memory_check: MemoryCheck) -> Any:
-    return None if memory_check.device_memory is None else memory_check.device_memory.device
+    return memory_check.device_memory and memory_check.device_memory.device

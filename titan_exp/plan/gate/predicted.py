@@ -1,4 +1,4 @@
-"""What plan.json says was predicted of a run before it started, in the units of metrics.jsonl."""
+"""Predicted metrics of a run, read from its plan.json in the units of metrics.jsonl."""
 
 from dataclasses import dataclass
 
@@ -9,22 +9,19 @@ from titan_exp.tracking.run_folder.state import read_json
 
 @dataclass(frozen=True)
 class PredictedMetrics:
-    """Numbers that are compared with what a run measures; None where nothing was predicted."""
+    """Predictions that are compared with measurements; None where nothing was predicted."""
 
     memory: float | None = None
-    """GiB of rank 0 at its peak: of allocated tensors on a GPU, of the whole process on a CPU."""
+    """Peak of rank 0 in GiB: of allocated tensors on a GPU, of the whole process on a CPU."""
     tokens_per_second: float | None = None
-    """Of the whole job."""
+    """Throughput of the whole job."""
 
 
 def read_predicted_metrics(folder: RunFolder) -> PredictedMetrics:
-    """What was predicted of a run; nothing where no plan.json says it."""
+    """Read the predictions of a run; a damaged plan.json counts as none."""
     try:
         found = read_json(folder.plan) or {}
     except UserError:
-        return PredictedMetrics()  # a damaged note must not hide the run
-    memory, speed = found.get("memory"), found.get("tokens_per_second")
-    return PredictedMetrics(
-        float(memory) if isinstance(memory, int | float) else None,
-        float(speed) if isinstance(speed, int | float) else None,
-    )
+        return PredictedMetrics()
+    values = (found.get(name) for name in ("memory", "tokens_per_second"))
+    return PredictedMetrics(*(float(value) if isinstance(value, int | float) else None for value in values))

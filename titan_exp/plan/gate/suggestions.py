@@ -1,47 +1,50 @@
-"""What would make a run fit: the cheapest changes, alone and together, each tried by planning it.
+"""Suggestions for a run that does not fit: the cheapest changes of its options, alone and together, each predicted.
 
-A rough best case, computed from what the peak is made of, leaves out changes that cannot be enough; whatever is offered
-has been planned.
+Changes whose best case, estimated from the breakdown of the peak, is not enough are skipped without a prediction.
 """
 
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from titan_exp.config.errors.did_you_mean import divisors
 from titan_exp.config.errors.user_error import UserError, shown
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.groups.optimizer import keeps_fp32_moments
+from titan_exp.config.groups.optimizer import OptimizerConfig, keeps_fp32_moments
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine.devices import device_type
 from titan_exp.plan.gate.gate import MemoryCheck, check_memory
 from titan_exp.rules import check
 
-ENOUGH = 3
-"""Changes that are offered at most."""
-SECONDS = 60.0
-"""After which no further change is tried."""
-TOGETHER = 2
-"""Changes that are tried at a time."""
+MAX_SUGGESTIONS = 3
+TIME_LIMIT = 60.0
+"""Seconds after which no further change is predicted."""
+BATCH = 2
+"""Changes that are predicted at a time."""
 LOSS_CHUNK = 2048
-"""Tokens whose logits are held at a time, where the loss in chunks is tried."""
+"""Value of training.loss_chunk_tokens that is tried."""
 SHARDED = ("parameters", "gradients", "optimizer")
-"""Categories of memory that sharding over more devices divides."""
+"""Memory categories that more shards divide."""
 
 
 @dataclass(frozen=True)
-class Choice:
-    """One place on an axis of changes; place 0 changes nothing, and those after it save more."""
+class Change:
+    """One value of an option; the first of each option changes nothing, later ones save more."""
 
     overrides: tuple[tuple[str, object], ...] = ()
     """Keys and values."""
     cost: float = 0.0
-    """What it costs in speed, numerics or devices, in a unit that only orders changes."""
-    left: Callable[[str], float] = lambda _: 1.0
-    """By category of memory: the share that is left at best."""
+    """Cost in speed, numerics or devices, in a unit that only orders changes."""
+    categories: tuple[str, ...] | None = ()
+    """Memory categories that shrink; None is all."""
+    factor: float = 1.0
+    """Factor by which they shrink at best."""
+
+    def best_case(self, category: str) -> float:
+        """Smallest factor of a memory category."""
+        return self.factor if self.categories is None or category in self.categories else 1.0
 
 
 @dataclass(frozen=True)
@@ -49,52 +52,53 @@ class Suggestion:
     """A change that makes the run fit."""
 
     overrides: tuple[str, ...]
-    """As typed."""
+    """Overrides as typed."""
     memory_check: MemoryCheck
-    """What was predicted of it."""
+    """Memory check of the changed run."""
 
 
 def suggestions(memory_check: MemoryCheck, runs: Path, say: Callable[[str], None] = lambda _: None) -> list[Suggestion]:
-    """The cheapest changes that would fit, each planned; empty where none was found in time.
+    """Suggest the cheapest changes that fit, each predicted; empty where none is found in time.
 
     Args:
-        judgement: of a run that does not fit.
         runs: `paths.runs`.
-        say: takes a line before what takes seconds.
+        say: takes a line before work that takes seconds.
     """
-    began, found, places = time.monotonic(), list[Suggestion](), list[tuple[int, ...]]()
+    began, found, chosen = time.monotonic(), list[Suggestion](), list[tuple[int, ...]]()
     say("It does not fit; looking for changes that would ...")
-    queue = _changed(memory_check)
-    while len(found) < ENOUGH and time.monotonic() - began < SECONDS:
-        # More of what is enough already is no further offer.
-        fresh = (it for it in queue if not any(_is_more(it[0], place) for place in places))
-        batch = list(itertools.islice(fresh, TOGETHER))
+    candidates = _candidates(memory_check)
+    while len(found) < MAX_SUGGESTIONS and time.monotonic() - began < TIME_LIMIT:
+        # A superset of a suggested change is no further suggestion.
+        fresh = (candidate for candidate in candidates if not any(_contains(candidate[0], other) for other in chosen))
+        batch = list(itertools.islice(fresh, BATCH))
         if not batch:
             break
-        memory_checks = check_memory([experiment for _, _, experiment in batch], runs)
-        for (place, typed, _), it in zip(batch, memory_checks, strict=True):
-            if it.fits and not any(_is_more(place, other) for other in places):
-                found.append(Suggestion(typed, it))
-                places.append(place)
-    return found[:ENOUGH]
+        checks = check_memory([experiment for _, _, experiment in batch], runs)
+        for (levels, overrides, _), changed in zip(batch, checks, strict=True):
+            if changed.fits and not any(_contains(levels, other) for other in chosen):
+                found.append(Suggestion(overrides, changed))
+                chosen.append(levels)
+    return found[:MAX_SUGGESTIONS]
 
 
-def axes(experiment: Experiment) -> list[list[Choice]]:
-    """What may be changed without changing what is learned, each from nothing to the most."""
-    found = [_chunks(experiment), _recomputation(experiment), _micro_batches(experiment), _moments(experiment)]
-    return [*found, _devices(experiment)] if device_type(experiment.cluster) == "cuda" else found
-
-
-def _changed(memory_check: MemoryCheck) -> Iterator[tuple[tuple[int, ...], tuple[str, ...], Experiment]]:
-    """Combinations that may be enough and keep every rule, the cheapest first, with their places on the axes."""
-    there = axes(memory_check.experiment)
-    combinations = itertools.product(*(range(len(axis)) for axis in there))
-    for place in sorted(combinations, key=lambda it: sum(there[axis][at].cost for axis, at in enumerate(it))):
-        chosen = [there[axis][at] for axis, at in enumerate(place)]
-        if not any(place) or not _may_be_enough(memory_check, chosen):
+def _candidates(memory_check: MemoryCheck) -> Iterator[tuple[tuple[int, ...], tuple[str, ...], Experiment]]:
+    """Combinations that may fit and keep every rule, the cheapest first, each with its level of every option."""
+    experiment, layout = memory_check.experiment, ResolvedLayout.of(memory_check.experiment)
+    options = [
+        _loss_chunks(layout),
+        _recomputation(experiment.activation_checkpoint.mode),
+        _micro_batches(layout.micro_batch_size),
+        _moments(experiment.optimizer),
+    ]
+    if layout.device_type == "cuda":
+        options.append(_degrees(layout))
+    combinations = itertools.product(*(range(len(option)) for option in options))
+    for levels in sorted(combinations, key=lambda levels: sum(change.cost for change in _pick(options, levels))):
+        changes = _pick(options, levels)
+        if not any(levels) or not _may_fit(memory_check, changes):
             continue
-        overrides = tuple(pair for choice in chosen for pair in choice.overrides)
-        changed = memory_check.experiment
+        overrides = [override for change in changes for override in change.overrides]
+        changed = experiment
         for key, value in overrides:
             group, _, name = key.partition(".")
             changed = replace(changed, **{group: replace(getattr(changed, group), **{name: value})})
@@ -102,82 +106,74 @@ def _changed(memory_check: MemoryCheck) -> Iterator[tuple[tuple[int, ...], tuple
             check(changed)
         except UserError:
             continue
-        yield place, tuple(_typed(key, value) for key, value in overrides), changed
+        yield levels, tuple(_override(key, value) for key, value in overrides), changed
 
 
-def _may_be_enough(memory_check: MemoryCheck, chosen: list[Choice]) -> bool:
-    prediction, device_memory = memory_check.prediction, memory_check.device_memory
-    assert prediction is not None, "it was found not to fit"
-    assert device_memory is not None, "it was found not to fit"
-    largest, needed = prediction.largest, memory_check.needed or 0
-    left = sum(
-        size * math.prod(choice.left(category) for choice in chosen) for category, size in largest.by_category.items()
+def _pick(options: Sequence[Sequence[Change]], levels: Sequence[int]) -> list[Change]:
+    return [option[level] for option, level in zip(options, levels, strict=True)]
+
+
+def _may_fit(memory_check: MemoryCheck, changes: Sequence[Change]) -> bool:
+    prediction, memory = memory_check.prediction, memory_check.device_memory
+    assert prediction is not None, "an upper bound refuses nothing"
+    assert memory is not None, "plan.gate=off refuses nothing"
+    largest, overhead = prediction.largest, memory.overhead * memory.sharing
+    best = sum(
+        size * math.prod(change.best_case(category) for change in changes)
+        for category, size in largest.by_category.items()
     )
-    beside = device_memory.overhead * device_memory.sharing
-    return (needed - beside) * left / largest.allocated + beside <= (device_memory.capacity or 0)
+    needed = memory_check.needed or 0
+    return (needed - overhead) * best / largest.allocated + overhead <= (memory.capacity or 0)
 
 
-def _chunks(experiment: Experiment) -> list[Choice]:
-    tokens = ResolvedLayout.of(experiment).micro_batch_size * experiment.training.seq_len
-    if experiment.training.loss_chunk_tokens is not None or tokens <= LOSS_CHUNK:
-        return [Choice()]
-    left = _of(("loss",), LOSS_CHUNK / tokens)
-    return [Choice(), Choice((("training.loss_chunk_tokens", LOSS_CHUNK),), 1.0, left)]
+def _loss_chunks(layout: ResolvedLayout) -> list[Change]:
+    tokens = layout.micro_batch_size * layout.training.seq_len
+    if layout.training.loss_chunk_tokens is not None or tokens <= LOSS_CHUNK:
+        return [Change()]
+    return [Change(), Change((("training.loss_chunk_tokens", LOSS_CHUNK),), 1.0, ("loss",), LOSS_CHUNK / tokens)]
 
 
-def _recomputation(experiment: Experiment) -> list[Choice]:
-    mode = experiment.activation_checkpoint.mode
-    key, kept = "activation_checkpoint.mode", ("activations",)
-    found = [Choice()]
-    if mode == "none":
-        found.append(Choice(((key, "selective"),), 2.0, _of(kept, 0.25)))
-    if mode != "full":
-        found.append(Choice(((key, "full"),), 5.0, _of(kept, 0.02)))
-    return found
+def _recomputation(mode: str) -> list[Change]:
+    stronger = {"none": ("selective", "full"), "full": ()}.get(mode, ("full",))
+    costs = {"selective": (2.0, 0.25), "full": (5.0, 0.02)}
+    key = "activation_checkpoint.mode"
+    return [Change()] + [Change(((key, name),), costs[name][0], ("activations",), costs[name][1]) for name in stronger]
 
 
-def _micro_batches(experiment: Experiment) -> list[Choice]:
-    now = ResolvedLayout.of(experiment).micro_batch_size
-    found = [Choice()]
+def _micro_batches(now: int) -> list[Change]:
+    changes = [Change()]
     for size in reversed([size for size in divisors(now) if size < now]):
-        left = _of(("activations", "loss", "communication", "other"), size / now)
-        cost = 1.0 + 0.5 * math.log2(now / size)
-        found.append(Choice((("training.micro_batch_size", size),), cost, left))
-    return found
+        cost, shrinking = 1.0 + 0.5 * math.log2(now / size), ("activations", "loss", "communication", "other")
+        changes.append(Change((("training.micro_batch_size", size),), cost, shrinking, size / now))
+    return changes
 
 
-def _moments(experiment: Experiment) -> list[Choice]:
-    if not keeps_fp32_moments(experiment.optimizer):
-        return [Choice()]
-    return [Choice(), Choice((("optimizer.state_precision", "int8"),), 4.0, _of(("optimizer",), 0.28))]
+def _moments(optimizer: OptimizerConfig) -> list[Change]:
+    if not keeps_fp32_moments(optimizer):
+        return [Change()]
+    return [Change(), Change((("optimizer.state_precision", "int8"),), 4.0, ("optimizer",), 0.28)]
 
 
-def _devices(experiment: Experiment) -> list[Choice]:
-    """The same devices divided otherwise, or more of them."""
-    parallelism, found = experiment.parallelism, [Choice()]
-    # A rank's share of the batch is smaller as well where that follows from the degree.
-    follows = experiment.training.micro_batch_size is None
+def _degrees(layout: ResolvedLayout) -> list[Change]:
+    """Other degrees for the same number of devices, or more devices."""
+    parallelism, changes = layout.parallelism, [Change()]
+    # An unset micro-batch size follows from the data-parallel degree.
+    sharded = (*SHARDED, "activations", "loss") if layout.training.micro_batch_size is None else SHARDED
     for factor in (2, 4):
-        divided = (*SHARDED, "activations", "loss") if follows else SHARDED
-        overrides = (("parallelism.dp_shard", parallelism.dp_shard * factor),)
-        found.append(Choice(overrides, 8.0 * math.log2(factor), _of(divided, 1 / factor)))
+        override = ("parallelism.dp_shard", parallelism.dp_shard * factor)
+        changes.append(Change((override,), 8.0 * math.log2(factor), sharded, 1 / factor))
     for key, degree in (("tp", parallelism.tp), ("pp", parallelism.pp)):
-        degrees: tuple[tuple[str, object], ...] = ((f"parallelism.{key}", degree * 2),)
+        override = (f"parallelism.{key}", degree * 2)
         if parallelism.dp_shard % 2 == 0:
-            narrower = ("parallelism.dp_shard", parallelism.dp_shard // 2)
-            found.append(Choice((*degrees, narrower), 6.0, lambda _: 0.5))
-        found.append(Choice(degrees, 10.0, lambda _: 0.5))
-    return found
+            changes.append(Change((override, ("parallelism.dp_shard", parallelism.dp_shard // 2)), 6.0, None, 0.5))
+        changes.append(Change((override,), 10.0, None, 0.5))
+    return changes
 
 
-def _of(categories: tuple[str, ...], share: float) -> Callable[[str], float]:
-    return lambda category: share if category in categories else 1.0
+def _contains(levels: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    """True if a combination has every change of another, or a stronger one."""
+    return all(level >= than for level, than in zip(levels, other, strict=True))
 
 
-def _is_more(place: tuple[int, ...], than: tuple[int, ...]) -> bool:
-    """Whether a combination has all that another has, or more of it."""
-    return all(here >= there for here, there in zip(place, than, strict=True))
-
-
-def _typed(key: str, value: object) -> str:
+def _override(key: str, value: object) -> str:
     return f"activation_checkpoint={value}" if key == "activation_checkpoint.mode" else f"{key}={shown(value)}"

@@ -1,50 +1,86 @@
-"""All layouts of a model on a number of GPUs: what is tried for each key, and which of them the rules allow.
-
-Which layouts can be is asked of `config.rules` alone; nothing here knows a rule. Imports no torch.
-"""
+"""Search space of layouts: every combination of searched keys on a number of GPUs that the rules allow. No torch."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import product
 from typing import Any
 
 from titan_exp.config.errors.did_you_mean import divisors
 from titan_exp.config.errors.user_error import UserError, Violation, shown
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.parallelism import ParallelismConfig
+from titan_exp.config.layout.axes import DEGREES
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.models.spec.lookup import model_spec
 from titan_exp.rules import violations
 
-DEGREES = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
-"""Degrees whose product is the number of GPUs, as parallelism's keys."""
 SCHEDULES = ("1F1B", "Interleaved1F1B")
-"""Schedules that are tried. GPipe and LoopedBFS have the bubbles of these two and hold more micro-batches."""
+"""Searched schedules. GPipe and LoopedBFS have the same bubbles and keep more micro-batches in flight."""
 MODES = ("none", "selective", "full")
-"""Ways of recomputation that are tried."""
-LARGEST_MICRO_BATCH = 8
-"""Sequences of the largest micro-batch that is tried."""
+"""Searched values of activation_checkpoint.mode."""
+MAX_MICRO_BATCH = 8
+"""Largest searched micro-batch in sequences."""
 KEYS = (
     *(f"parallelism.{degree}" for degree in DEGREES),
     "parallelism.pp_schedule",
     "training.micro_batch_size",
     "activation_checkpoint.mode",
 )
-"""What is searched, unless it is fixed on the command line."""
+"""Searched keys, unless the command line fixes them."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One layout of the search space."""
+
+    number: int
+    """Place in the search space."""
+    experiment: Experiment
+    """The run with this layout."""
+
+    @cached_property
+    def layout(self) -> ResolvedLayout:
+        """The resolved layout."""
+        return ResolvedLayout.of(self.experiment)
+
+    @property
+    def parallelism(self) -> ParallelismConfig:
+        """Degrees and pipeline options."""
+        return self.experiment.parallelism
+
+    @property
+    def mode(self) -> str:
+        """Activation checkpointing."""
+        return self.experiment.activation_checkpoint.mode
+
+    @property
+    def kv_heads(self) -> int:
+        """Key-value heads of the model; 1 without attention."""
+        spec = model_spec(self.experiment.model)
+        return 1 if spec is None or spec.attention is None else spec.attention.kv_heads
+
+    @property
+    def shards(self) -> int:
+        """Ranks that FSDP shards parameters over."""
+        return self.parallelism.dp_shard * self.parallelism.cp
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """What may be launched."""
+    """Layouts that may be launched."""
 
-    experiments: list[Experiment]
+    candidates: list[Candidate]
     """Layouts that keep every rule."""
     tried: int
-    """How many were looked at."""
+    """Number of enumerated layouts."""
     left_out: list[tuple[int, Violation]]
-    """How many of them break a rule of each key, and an example, the most frequent first."""
+    """Number of layouts that break a rule by key, with an example, the most frequent first."""
 
 
 def fixed_keys(overrides: Sequence[str]) -> frozenset[str]:
-    """The searched keys that were typed, and are not searched then."""
+    """Searched keys that the overrides fix."""
     typed = {override.lstrip("+").partition("=")[0] for override in overrides}
     fixed = {key for key in KEYS if key in typed}
     if "activation_checkpoint" in typed:
@@ -53,46 +89,46 @@ def fixed_keys(overrides: Sequence[str]) -> frozenset[str]:
 
 
 def search_space(experiment: Experiment, gpus: int, fixed: Collection[str]) -> SearchSpace:
-    """All layouts on so many GPUs.
+    """Enumerate the layouts of a run on a number of GPUs.
 
     Args:
-        experiment: what is not searched.
-        gpus: their number.
         fixed: keys that keep the experiment's values.
 
     Raises:
-        UserError: no layout can be, with what is most often in the way.
+        UserError: every layout breaks a rule; names the most frequent ones.
     """
-    found, tried = list[Experiment](), 0
+    candidates, tried = list[Candidate](), 0
     broken: Counter[str] = Counter()
     examples: dict[str, Violation] = {}
-    for candidate in _all(experiment, gpus, fixed):
+    for layout in _enumerate(experiment, gpus, fixed):
         tried += 1
-        wrong = violations(candidate)
+        wrong = violations(layout)
         if not wrong:
-            found.append(candidate)
+            candidates.append(Candidate(len(candidates), layout))
             continue
         broken[wrong[0].field] += 1
         examples.setdefault(wrong[0].field, wrong[0])
     left_out = [(count, examples[field]) for field, count in broken.most_common()]
     if not tried:
-        degrees = {
-            key: getattr(experiment.parallelism, key.partition(".")[2]) for key in sorted(fixed) if key in KEYS[:5]
-        }
-        said = " ".join(f"{key}={value}" for key, value in degrees.items())
+        given = [key for key in sorted(fixed) if key.partition(".")[2] in DEGREES]
+        degrees = " ".join(f"{key}={getattr(experiment.parallelism, key.partition('.')[2])}" for key in given)
         raise UserError(
-            f"plan search: {gpus} GPUs cannot be laid out with {said}, which must divide them. "
-            "--gpus takes another number; leave a degree out to have it searched."
+            f"plan search: {degrees} does not divide {gpus} GPUs. Use another --gpus, or leave a degree out, which "
+            "searches it."
         )
-    if not found:
-        raise UserError(
-            f"plan search: none of {tried} layouts on {gpus} GPUs can be.", [its for _, its in left_out[:3]]
-        )
-    return SearchSpace(found, tried, left_out)
+    if not candidates:
+        examples_of_most = [example for _, example in left_out[:3]]
+        raise UserError(f"plan search: each of {tried} layouts on {gpus} GPUs breaks a rule.", examples_of_most)
+    return SearchSpace(candidates, tried, left_out)
 
 
-def command_line(experiment: Experiment, typed: Sequence[str], more: Mapping[str, Any]) -> str:
-    """What launches a layout: what was typed, and the searched keys with their values."""
+def train_command(candidate: Candidate, typed: Sequence[str], more: Mapping[str, Any]) -> str:
+    """Command that launches a layout: the typed overrides, then the searched keys.
+
+    Args:
+        more: further keys with their values.
+    """
+    experiment = candidate.experiment
     values: dict[str, Any] = {f"parallelism.{degree}": getattr(experiment.parallelism, degree) for degree in DEGREES}
     if experiment.parallelism.pp > 1:
         values["parallelism.pp_schedule"] = experiment.parallelism.pp_schedule
@@ -105,17 +141,17 @@ def command_line(experiment: Experiment, typed: Sequence[str], more: Mapping[str
     )
 
 
-def _all(experiment: Experiment, gpus: int, fixed: Collection[str]) -> Iterator[Experiment]:
+def _enumerate(experiment: Experiment, gpus: int, fixed: Collection[str]) -> Iterator[Experiment]:
     parallelism, training = experiment.parallelism, experiment.training
-    for degrees in _degrees(experiment, gpus, fixed):
+    for degrees in _degrees(parallelism, gpus, fixed):
         schedules = (
             (parallelism.pp_schedule,) if "parallelism.pp_schedule" in fixed or degrees["pp"] == 1 else SCHEDULES
         )
-        share = max(1, training.global_batch_size // (degrees["dp_replicate"] * degrees["dp_shard"]))
+        rows = max(1, training.global_batch_size // (degrees["dp_replicate"] * degrees["dp_shard"]))
         sizes = (
             [training.micro_batch_size]
             if "training.micro_batch_size" in fixed
-            else [size for size in divisors(share) if size <= LARGEST_MICRO_BATCH]
+            else [size for size in divisors(rows) if size <= MAX_MICRO_BATCH]
         )
         modes = [experiment.activation_checkpoint.mode] if "activation_checkpoint.mode" in fixed else MODES
         for schedule, size, mode in product(schedules, sizes, modes):
@@ -127,26 +163,26 @@ def _all(experiment: Experiment, gpus: int, fixed: Collection[str]) -> Iterator[
             )
 
 
-def _degrees(experiment: Experiment, gpus: int, fixed: Collection[str]) -> Iterator[dict[str, int]]:
-    """Every way to write the number of GPUs as a product of the degrees, those that are fixed kept."""
+def _degrees(parallelism: ParallelismConfig, gpus: int, fixed: Collection[str]) -> Iterator[dict[str, int]]:
+    """Every factorization of the number of GPUs into degrees that keeps the fixed ones."""
     *searched, last = sorted(DEGREES, key=lambda degree: f"parallelism.{degree}" not in fixed)
 
     def choices(degree: str, left: int) -> list[int]:
-        value = getattr(experiment.parallelism, degree)
+        value = getattr(parallelism, degree)
         if f"parallelism.{degree}" in fixed and value > 0:
             return [value] if left % value == 0 else []
         return divisors(left)
 
-    def chosen(degrees: Sequence[str], left: int) -> Iterator[dict[str, int]]:
+    def assign(degrees: Sequence[str], left: int) -> Iterator[dict[str, int]]:
         if not degrees:
             if left in choices(last, left):
                 yield {last: left}
             return
         for value in choices(degrees[0], left):
-            for rest in chosen(degrees[1:], left // value):
+            for rest in assign(degrees[1:], left // value):
                 yield {degrees[0]: value, **rest}
 
-    yield from chosen(searched, gpus)
+    yield from assign(searched, gpus)
 
 
 def _quoted(word: str) -> str:

@@ -1,7 +1,7 @@
-"""All layouts of a cluster, the fastest that fit first: a bound for each, and the traces that the best of them need.
+"""Branch-and-bound search of layouts: traces only those whose lower bounds may be among the fastest that fit.
 
-A layout is looked at only while its bounds say that it may fit and be among the fastest. They come from traces of other
-layouts, with a margin (`plan/least.py`), and are held against looking at everything by tests.
+Bounds are scaled from traces of other layouts, with a margin (`lower_bounds.py`); tests hold the search against an
+exhaustive one.
 """
 
 import gc
@@ -17,8 +17,6 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from dataclasses import dataclass
 from typing import Any
 
-from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate.eligibility import unsupported_reason
@@ -26,325 +24,319 @@ from titan_exp.plan.extrapolate.step_cost import TracedParts, trace_parts
 from titan_exp.plan.gate.child_process import end_with_parent
 from titan_exp.plan.predict import on_cpu
 from titan_exp.plan.search.layout_cost import LayoutCost, layout_cost, peak_lower_bound
-from titan_exp.plan.search.layouts import MODES, SearchSpace
+from titan_exp.plan.search.layouts import MODES, Candidate, SearchSpace
 from titan_exp.plan.search.lower_bounds import LowerBounds, profile_of
 
-HEADROOM = 0.88
-"""Of a device's memory, what tensors may fill: the rest is for what the allocator reserves beyond them, CUDA's context,
-cuBLAS's workspaces and NCCL's buffers. A round number from a few runs on one kind of GPU, not a prediction."""
+MEMORY_FRACTION = 0.88
+"""Fraction of a device's memory that tensors may fill; the rest is for fragmentation, CUDA's context, workspaces of
+cuBLAS and buffers of NCCL. A round number from a few runs on one kind of GPU, not a prediction."""
 
 LONGEST_SCHEDULE = 2**13
-"""Stages times micro-batches of the longest schedule that is gone through; longer ones take many seconds each."""
+"""Forward passes (stages times micro-batches) of the longest schedule that is simulated; longer ones take seconds."""
 
 Key = tuple[object, ...]
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search has come to."""
+    """Result of a search."""
 
     rows: list[LayoutCost]
     """The fastest layouts that fit, fastest first."""
     front: list[bool]
-    """Of each, whether no faster layout takes less memory."""
+    """True for each row that no faster row undercuts in memory (Pareto front)."""
     smallest: LayoutCost | None
-    """Of the layouts that were looked at, that of the least memory."""
+    """Layout with the smallest peak among those whose cost was extrapolated."""
     looked_at: int
-    """Layouts whose step was put together from traces."""
+    """Layouts whose cost was extrapolated from traces."""
     too_large: int
-    """Those of them that do not fit."""
+    """Layouts among `looked_at` that do not fit."""
     floor: int
-    """Layouts left out because what they hold at least does not fit."""
+    """Layouts left out because their lower bound of memory does not fit."""
     slower: int
-    """Layouts left out because what they take at least is longer than the last row."""
+    """Layouts left out because their lower bound of time exceeds the last row."""
     unknown: list[tuple[str, int]]
-    """Layouts left out because layers or micro-batches cannot be traced once, by the reason."""
+    """Layouts that cannot be extrapolated, counted by reason."""
     traces: int
-    """Distinct profiles that were traced."""
+    """Traced profiles."""
     seconds: float
-    """What it took."""
+    """Duration of the search."""
 
 
 class LayoutSearch:
-    """A search over candidates, by as many processes as there are cores.
+    """A search in as many processes as there are cores.
 
     Args:
-        found: the candidates.
-        device: what they run on.
-        limit: how many rows are wanted.
-        tell: is told how it goes, in words.
-        bounded: whether what cannot be among the rows is left out; otherwise everything is looked at.
+        limit: number of rows to find.
+        show: takes progress lines.
+        bounded: False looks at every layout instead of leaving some out by their bounds.
     """
 
     def __init__(
-        self, found: SearchSpace, device: Device, limit: int, tell: Callable[[str], None], *, bounded: bool = True
+        self, space: SearchSpace, device: Device, limit: int, show: Callable[[str], None], *, bounded: bool = True
     ) -> None:
-        self._device, self._limit, self._tell, self._bounded = device, limit, tell, bounded
-        reasons = [_too_long(its) or unsupported_reason(its) for its in found.experiments]
+        self._device, self._limit, self._show, self._bounded = device, limit, show, bounded
+        reasons = [_too_long(candidate) or unsupported_reason(candidate.experiment) for candidate in space.candidates]
         self._unknown = Counter(reason for reason in reasons if reason is not None).most_common()
-        self._all = [its for its, reason in zip(found.experiments, reasons, strict=True) if reason is None]
-        self._numbers = {id(its): number for number, its in enumerate(self._all)}
-        self._room = device.memory_gb * 1e9 * HEADROOM
+        supported = zip(space.candidates, reasons, strict=True)
+        self._candidates = {candidate.number: candidate for candidate, reason in supported if reason is None}
+        self._room = device.memory_gb * 1e9 * MEMORY_FRACTION
         self._bounds = LowerBounds(device)
-        self._left: list[tuple[float, int]] = []
-        self._traced: dict[Key, tuple[Experiment, TracedParts]] = {}
-        self._guesses: list[LayoutCost] = []
+        self._queue: list[tuple[float, int]] = []
+        self._traced: dict[Key, tuple[Candidate, TracedParts]] = {}
+        self._costs: list[LayoutCost] = []
         self._floor = 0
-        self._slack: tuple[float, Experiment] | None = None
+        self._smallest_bound: tuple[float, Candidate] | None = None
 
     def run(self) -> SearchResult:
         """Search.
 
         Raises:
-            UserError: something of a layout is not modelled.
+            UserError: an option of a layout is not supported.
         """
         began = time.perf_counter()
         cores = len(os.sched_getaffinity(0))
-        with ProcessPoolExecutor(cores, _processes(), _quiet) as pool:
-            for future in [pool.submit(_traced, its) for its in self._seeds()]:
-                self._add(*future.result())
-            self._left = [(self._bounds.of(its).seconds, number) for number, its in enumerate(self._all)]
-            heapq.heapify(self._left)
-            self._look(pool, cores)
-            if not self._guesses and self._slack is not None:
-                self._add(*_traced(self._slack[1]))
-                self._guess(self._slack[1])
+        with ProcessPoolExecutor(cores, _forkserver(), _start_worker) as pool:
+            for future in [pool.submit(_trace, seed) for seed in self._seeds()]:
+                self._add_trace(*future.result())
+            self._queue = [
+                (self._bounds.of(candidate).seconds, number) for number, candidate in self._candidates.items()
+            ]
+            heapq.heapify(self._queue)
+            self._explore(pool, cores)
+            if not self._costs and self._smallest_bound is not None:
+                self._add_trace(*_trace(self._smallest_bound[1]))
+                self._extrapolate(self._smallest_bound[1])
             rows = self._confirm(pool)
         front = [all(row.peak_bytes < faster.peak_bytes for faster in rows[:place]) for place, row in enumerate(rows)]
         return SearchResult(
             rows,
             front,
-            min(self._guesses, key=lambda guess: guess.peak_bytes, default=None),
-            len(self._guesses),
-            sum(guess.peak_bytes > self._room for guess in self._guesses),
+            min(self._costs, key=lambda cost: cost.peak_bytes, default=None),
+            len(self._costs),
+            sum(cost.peak_bytes > self._room for cost in self._costs),
             self._floor,
-            len(self._left),
+            len(self._queue),
             self._unknown,
             len(self._traced),
             time.perf_counter() - began,
         )
 
-    def _seeds(self) -> list[Experiment]:
-        """Layouts whose traces tell something of all others: of every way of recomputation, micro-batches of one
-        sequence and of many; of two ranks that share a sequence, whose messages are not also those of sharding; and of
-        one without a pipeline.
+    def _seeds(self) -> list[Candidate]:
+        """Layouts whose traces bound all others.
+
+        For every mode of activation checkpointing the smallest and the largest micro-batch; the smallest context
+        parallelism beside sharding, whose messages are told apart; and one layout without a pipeline.
         """
-        seeds: dict[Key, Experiment] = {}
+        seeds: dict[Key, Candidate] = {}
 
-        def add(layouts: list[Experiment]) -> None:
-            if layouts:
-                its = min(layouts, key=_simplicity)
-                seeds.setdefault(_key(its), its)
+        def add(candidates: list[Candidate]) -> None:
+            if candidates:
+                simplest = min(candidates, key=_simplicity)
+                seeds.setdefault(_key(simplest), simplest)
 
+        every = self._candidates.values()
         for mode in MODES:
-            alike = [its for its in self._all if its.activation_checkpoint.mode == mode]
-            sizes = {ResolvedLayout.of(its).micro_batch_size for its in alike}
+            sizes = {it.layout.micro_batch_size for it in every if it.mode == mode}
             for size in sorted({min(sizes), max(sizes)} if sizes else ()):
-                add([its for its in alike if ResolvedLayout.of(its).micro_batch_size == size])
-        shared = [its for its in self._all if its.parallelism.cp > 1 and its.parallelism.dp_shard > 1]
-        fewest = min((its.parallelism.cp for its in shared), default=0)
-        add([its for its in shared if its.parallelism.cp == fewest])
-        add([its for its in self._all if its.parallelism.pp == 1 and its.parallelism.dp_shard > 1])
+                add([it for it in every if it.mode == mode and it.layout.micro_batch_size == size])
+        ring = [it for it in every if it.parallelism.cp > 1 and it.parallelism.dp_shard > 1]
+        smallest = min((it.parallelism.cp for it in ring), default=0)
+        add([it for it in ring if it.parallelism.cp == smallest])
+        add([it for it in every if it.parallelism.pp == 1 and it.parallelism.dp_shard > 1])
         return list(seeds.values())
 
-    def _add(self, experiment: Experiment, parts: TracedParts) -> None:
-        self._traced[_key(experiment)] = experiment, parts
-        profile = profile_of(experiment, parts)
+    def _add_trace(self, candidate: Candidate, parts: TracedParts) -> None:
+        self._traced[_key(candidate)] = candidate, parts
+        profile = profile_of(candidate, parts)
         if profile is not None:
             self._bounds.add(profile)
-        self._tell(f"{len(self._traced)} profiles traced, {len(self._guesses)} layouts looked at")
+        self._show(f"{len(self._traced)} profiles traced, {len(self._costs)} layouts extrapolated")
 
-    def _look(self, pool: ProcessPoolExecutor, cores: int) -> None:
-        """Look at layouts, those with the best bounds first, until no other can be among the fastest."""
-        waiting: dict[Key, list[Experiment]] = {}
-        running = set[Future[tuple[Experiment, TracedParts]]]()
+    def _explore(self, pool: ProcessPoolExecutor, cores: int) -> None:
+        """Extrapolate layouts in the order of their bounds until no other can be a row."""
+        waiting: dict[Key, list[Candidate]] = {}
+        running = set[Future[tuple[Candidate, TracedParts]]]()
         while True:
-            later: list[Experiment] = []
-            # What is faster by its bound may suffice: better to wait for it than to trace what is slower.
-            while len(running) < cores and not (running and self._suffice([*waiting.values(), later])):
-                its = self._next()
-                if its is None:
+            later: list[Candidate] = []
+            # Layouts with better bounds may be enough: wait for their traces before tracing slower ones.
+            while len(running) < cores and not (running and self._enough([*waiting.values(), later])):
+                candidate = self._next()
+                if candidate is None:
                     break
-                key = _key(its)
+                key = _key(candidate)
                 if key in self._traced:
-                    self._guess(its)
+                    self._extrapolate(candidate)
                 elif key in waiting:
-                    waiting[key].append(its)
-                elif any(_alike(key) == _alike(other) for other in waiting):
-                    # What is being traced will tell more of it.
-                    later.append(its)
+                    waiting[key].append(candidate)
+                elif any(_without_sharding(key) == _without_sharding(other) for other in waiting):
+                    # A running trace will raise its bound.
+                    later.append(candidate)
                 else:
-                    waiting[key] = [its]
-                    running.add(pool.submit(_traced, its))
-            for its in later:
-                heapq.heappush(self._left, (self._bounds.of(its).seconds, self._numbers[id(its)]))
+                    waiting[key] = [candidate]
+                    running.add(pool.submit(_trace, candidate))
+            for candidate in later:
+                heapq.heappush(self._queue, (self._bounds.of(candidate).seconds, candidate.number))
             if not running:
                 return
             done, running = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
-                experiment, parts = future.result()
-                self._add(experiment, parts)
-                for its in waiting.pop(_key(experiment)):
-                    self._guess(its)
+                traced, parts = future.result()
+                self._add_trace(traced, parts)
+                for candidate in waiting.pop(_key(traced)):
+                    self._extrapolate(candidate)
 
-    def _suffice(self, waiting: Iterable[Collection[Experiment]]) -> bool:
-        """Whether there were enough rows if all that is waited for did fit."""
-        fit = sum(guess.peak_bytes <= self._room for guess in self._guesses)
+    def _enough(self, waiting: Iterable[Collection[Candidate]]) -> bool:
+        """True if there were enough rows, should every pending layout fit."""
+        fit = sum(cost.peak_bytes <= self._room for cost in self._costs)
         return fit + sum(map(len, waiting)) >= self._limit > fit
 
-    def _next(self) -> Experiment | None:
-        """Of the layouts that are left and may be among the fastest, that of the best bound; None where none is."""
-        while self._left and (not self._bounded or self._left[0][0] <= self._worst()):
-            before, number = heapq.heappop(self._left)
-            its = self._all[number]
+    def _next(self) -> Candidate | None:
+        """The queued layout of the best bound that may still be a row; None where there is none."""
+        while self._queue and (not self._bounded or self._queue[0][0] <= self._slowest_row()):
+            before, number = heapq.heappop(self._queue)
+            candidate = self._candidates[number]
             if not self._bounded:
-                return its
-            # More may be known by now, and then other layouts have better bounds.
-            least = self._bounds.of(its)
-            if least.bytes <= self._room and least.seconds > before * (1 + 1e-9):
-                heapq.heappush(self._left, (least.seconds, number))
+                return candidate
+            # New profiles may have raised the bound, and then another layout is the best.
+            bound = self._bounds.of(candidate)
+            if bound.bytes <= self._room and bound.seconds > before * (1 + 1e-9):
+                heapq.heappush(self._queue, (bound.seconds, number))
                 continue
-            held = least.bytes if least.bytes > self._room else self._least_peak(its)
-            if held <= self._room:
-                return its
+            peak = bound.bytes if bound.bytes > self._room else self._peak_lower_bound(candidate)
+            if peak <= self._room:
+                return candidate
             self._floor += 1
-            if self._slack is None or held < self._slack[0]:
-                self._slack = held, its
+            if self._smallest_bound is None or peak < self._smallest_bound[0]:
+                self._smallest_bound = peak, candidate
         return None
 
-    def _least_peak(self, experiment: Experiment) -> float:
-        """Bytes that a layout holds at least, by the profile that is nearest to its own."""
-        if _key(experiment) in self._traced:
+    def _peak_lower_bound(self, candidate: Candidate) -> float:
+        """Lower bound of a layout's peak by the nearest traced layout."""
+        if _key(candidate) in self._traced:
             return 0.0
-        near = [(_distance(sampled, experiment), key) for key, (sampled, _) in self._traced.items()]
-        distance, key = min(near, key=lambda its: its[0], default=(math.inf, None))
+        near = [(_distance(sampled, candidate), key) for key, (sampled, _) in self._traced.items()]
+        distance, key = min(near, key=lambda entry: entry[0], default=(math.inf, None))
         if key is None or distance == math.inf:
             return 0.0
-        return peak_lower_bound(experiment, *self._traced[key])
+        return peak_lower_bound(candidate, *self._traced[key])
 
-    def _worst(self) -> float:
-        """Seconds of the last row as it is now."""
-        fits = sorted(guess.step_seconds for guess in self._guesses if guess.peak_bytes <= self._room)
+    def _slowest_row(self) -> float:
+        """Step seconds of the last row so far."""
+        fits = sorted(cost.step_seconds for cost in self._costs if cost.peak_bytes <= self._room)
         return fits[self._limit - 1] if len(fits) >= self._limit else math.inf
 
-    def _guess(self, experiment: Experiment) -> None:
-        self._guesses.append(layout_cost(experiment, *self._traced[_key(experiment)], self._device))
+    def _extrapolate(self, candidate: Candidate) -> None:
+        self._costs.append(layout_cost(candidate, *self._traced[_key(candidate)], self._device))
 
     def _confirm(self, pool: ProcessPoolExecutor) -> list[LayoutCost]:
-        """Of the fastest, the layouts that fit when they are put together from traces of their own degrees."""
+        """The fastest layouts that fit when extrapolated from traces with their own number of shards."""
         rows = list[LayoutCost]()
-        guesses = sorted(self._guesses, key=lambda guess: guess.step_seconds)
-        guesses = [guess for guess in guesses if guess.peak_bytes <= self._room]
-        while guesses and len(rows) < self._limit:
-            wave, guesses = guesses[: self._limit - len(rows)], guesses[self._limit - len(rows) :]
-            by_profile: dict[Key, list[LayoutCost]] = {}
-            for its in wave:
-                sampled = _shards(self._traced[_key(its.experiment)][0])
-                if _shards(its.experiment) != sampled:
-                    by_profile.setdefault((*_key(its.experiment), *_shards(its.experiment)), []).append(its)
-            self._tell(f"tracing the fastest that fit with their own number of shards: {len(by_profile)} profiles")
-            exact = [
-                its
-                for group in pool.map(_exactly, [(its, self._device) for its in by_profile.values()])
-                for its in group
-            ]
-            known = {id(its.experiment) for group in by_profile.values() for its in group}
-            exact += [its for its in wave if id(its.experiment) not in known]
-            rows += [its for its in exact if its.peak_bytes <= self._room]
+        costs = sorted(self._costs, key=lambda cost: cost.step_seconds)
+        costs = [cost for cost in costs if cost.peak_bytes <= self._room]
+        while costs and len(rows) < self._limit:
+            wave, costs = costs[: self._limit - len(rows)], costs[self._limit - len(rows) :]
+            exact, by_profile = list[LayoutCost](), dict[Key, list[LayoutCost]]()
+            for cost in wave:
+                candidate = cost.candidate
+                if _shards(candidate) == _shards(self._traced[_key(candidate)][0]):
+                    exact.append(cost)
+                else:
+                    by_profile.setdefault((*_key(candidate), *_shards(candidate)), []).append(cost)
+            self._show(f"tracing the fastest that fit with their own number of shards: {len(by_profile)} profiles")
+            retraced = pool.map(_extrapolate_exactly, [(group, self._device) for group in by_profile.values()])
+            exact = [cost for group in retraced for cost in group] + exact
+            rows += [cost for cost in exact if cost.peak_bytes <= self._room]
         return sorted(rows, key=lambda row: row.step_seconds)
 
 
-def _simplicity(experiment: Experiment) -> tuple[object, ...]:
-    parallelism = experiment.parallelism
-    mode, pipeline = experiment.activation_checkpoint.mode, parallelism.pp > 1
+def _simplicity(candidate: Candidate) -> tuple[object, ...]:
+    parallelism = candidate.parallelism
     return (
-        not pipeline,
-        mode != "none",
+        parallelism.pp == 1,
+        candidate.mode != "none",
         parallelism.cp,
-        # One that sends messages, where there is one.
+        # A layout with tensor-parallel messages comes first.
         parallelism.tp == 1,
         parallelism.tp,
-        ResolvedLayout.of(experiment).micro_batch_size,
+        candidate.layout.micro_batch_size,
         parallelism.pp,
     )
 
 
-def _key(experiment: Experiment) -> Key:
-    """What a profile depends on; the number of shards only divides what is kept."""
-    parallelism = experiment.parallelism
-    piped = parallelism.pp > 1
-    layout = ResolvedLayout.of(experiment)
+def _key(candidate: Candidate) -> Key:
+    """Values that a profile depends on; the number of shards only divides persistent bytes."""
+    parallelism, layout = candidate.parallelism, candidate.layout
+    pipeline = parallelism.pp > 1
     return (
         parallelism.tp,
         parallelism.cp,
-        experiment.activation_checkpoint.mode,
+        candidate.mode,
         layout.micro_batch_size,
-        piped,
-        frozenset(count == 1 for count in layout.layer_counts) if piped else None,
-        None if piped else min(layout.gradient_accumulation, 3),
+        pipeline,
+        frozenset(count == 1 for count in layout.layer_counts) if pipeline else None,
+        None if pipeline else min(layout.gradient_accumulation, 3),
         parallelism.dp_shard > 1,
         parallelism.dp_replicate > 1,
     )
 
 
-def _distance(sampled: Experiment, experiment: Experiment) -> float:
-    """How much smaller the degrees of a profile are; infinite where it tells nothing of a layout's memory."""
-    there, own = sampled.parallelism, experiment.parallelism
-    sizes = ResolvedLayout.of(sampled).micro_batch_size, ResolvedLayout.of(experiment).micro_batch_size
-    few = [min(ResolvedLayout.of(its).gradient_accumulation, 3) for its in (sampled, experiment)]
+def _distance(sampled: Candidate, candidate: Candidate) -> float:
+    """Factor by which a traced layout's degrees are smaller; infinite where it bounds no memory of another."""
+    other, own = sampled.parallelism, candidate.parallelism
+    sizes = sampled.layout.micro_batch_size, candidate.layout.micro_batch_size
+    micro_batches = [min(layout.gradient_accumulation, 3) for layout in (sampled.layout, candidate.layout)]
     if (
-        sampled.activation_checkpoint.mode != experiment.activation_checkpoint.mode
-        or (there.pp > 1) != (own.pp > 1)
-        or (own.pp == 1 and few[0] != few[1])
-        or there.tp > own.tp
-        or there.cp > own.cp
+        sampled.mode != candidate.mode
+        or (other.pp > 1) != (own.pp > 1)
+        or (own.pp == 1 and micro_batches[0] != micro_batches[1])
+        or other.tp > own.tp
+        or other.cp > own.cp
         or sizes[0] < sizes[1]
         or (sizes[1] == 1 and sizes[0] > 1)
-        # What is not sharded is not gathered either.
-        or (there.dp_shard * there.cp == 1) != (own.dp_shard * own.cp == 1)
+        # Unsharded parameters are never gathered.
+        or (sampled.shards == 1) != (candidate.shards == 1)
     ):
         return math.inf
-    return own.tp / there.tp * own.cp / there.cp * max(sizes) / min(sizes)
+    return own.tp / other.tp * own.cp / other.cp * max(sizes) / min(sizes)
 
 
-def _alike(key: Key) -> Key:
-    """A profile, whatever parameters are sharded and replicated over."""
+def _without_sharding(key: Key) -> Key:
     return key[:-2]
 
 
-def _too_long(experiment: Experiment) -> str | None:
-    layout = ResolvedLayout.of(experiment)
-    if experiment.parallelism.pp == 1 or layout.stage_count * layout.gradient_accumulation <= LONGEST_SCHEDULE:
+def _too_long(candidate: Candidate) -> str | None:
+    layout = candidate.layout
+    if candidate.parallelism.pp == 1 or layout.stage_count * layout.gradient_accumulation <= LONGEST_SCHEDULE:
         return None
     return f"their schedules have more than {LONGEST_SCHEDULE:,} forward passes"
 
 
-def _processes() -> Any:
-    """Processes that are forked from one that has imported torch, and does nothing else."""
+def _forkserver() -> Any:
+    """Start method that forks workers from a process with torch imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     return context
 
 
-def _quiet() -> None:
-    """Once in each process: no words about every model that is built, and what is imported is not looked at as garbage
-    before every trace, which would take longer than many of them."""
+def _start_worker() -> None:
+    """Silence the log of model builds, and exempt imported objects from garbage collection, which is slow per trace."""
     end_with_parent()
     logging.disable(logging.INFO)
     gc.freeze()
 
 
-def _traced(experiment: Experiment) -> tuple[Experiment, TracedParts]:
-    return experiment, trace_parts(on_cpu(experiment), cuda=device_type(experiment.cluster) == "cuda")
+def _trace(candidate: Candidate) -> tuple[Candidate, TracedParts]:
+    experiment = candidate.experiment
+    return candidate, trace_parts(on_cpu(experiment), cuda=device_type(experiment.cluster) == "cuda")
 
 
-def _shards(experiment: Experiment) -> tuple[int, int]:
-    return experiment.parallelism.dp_replicate, experiment.parallelism.dp_shard
+def _shards(candidate: Candidate) -> tuple[int, int]:
+    return candidate.parallelism.dp_replicate, candidate.parallelism.dp_shard
 
 
-def _exactly(given: tuple[list[LayoutCost], Device]) -> list[LayoutCost]:
-    """Layouts of one profile anew, from a trace with their own number of shards."""
-    plans, device = given
-    sampled = plans[0].experiment
-    _, parts = _traced(sampled)
-    return [layout_cost(its.experiment, sampled, parts, device) for its in plans]
+def _extrapolate_exactly(given: tuple[list[LayoutCost], Device]) -> list[LayoutCost]:
+    """Costs of layouts of one profile, from a trace with their own number of shards."""
+    costs, device = given
+    sampled, parts = _trace(costs[0].candidate)
+    return [layout_cost(cost.candidate, sampled, parts, device) for cost in costs]

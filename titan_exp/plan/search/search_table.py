@@ -1,4 +1,4 @@
-"""What a search has found, in print: a table of layouts, what was left out and why, and the commands; or JSON."""
+"""Output of `titan-exp plan search`: table of layouts, reasons for those left out, and commands; or JSON."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -8,60 +8,55 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.plan_table import print_unwrapped
 from titan_exp.plan.search.layout_cost import LayoutCost
-from titan_exp.plan.search.layouts import SearchSpace, command_line
-from titan_exp.plan.search.search import HEADROOM, SearchResult
-
-GIB = 2**30
+from titan_exp.plan.search.layouts import SearchSpace, train_command
+from titan_exp.plan.search.search import MEMORY_FRACTION, SearchResult
+from titan_exp.tracking.number_format import GIB
 
 
 def print_search(
-    found: SearchResult,
-    tried: SearchSpace,
+    result: SearchResult,
+    space: SearchSpace,
     device: Device,
     *,
     typed: Sequence[str],
     more: Mapping[str, Any],
     tokens: int | None,
 ) -> None:
-    """Print a search for people.
+    """Print a search on a terminal.
 
     Args:
-        found: what it has come to.
-        tried: what it began with.
-        device: what layouts run on.
         typed: overrides, which the commands repeat.
-        more: keys that the commands set besides.
-        tokens: of the whole run; None asks for none.
+        more: further keys of the commands.
+        tokens: tokens of the whole run; None prints no GPU-hours.
     """
-    console, first = Console(), found.rows[0].experiment
-    training = first.training
+    console, first = Console(), result.rows[0].candidate
+    training = first.experiment.training
     console.print(
-        f"{first.model.name} on {ResolvedLayout.of(first).world_size} x {device.name}: "
-        f"{training.global_batch_size} sequences of {training.seq_len} tokens a step",
+        f"{first.experiment.model.name} on {first.layout.world_size} x {device.name}: "
+        f"{training.global_batch_size} sequences of {training.seq_len} tokens per step",
         highlight=False,
     )
-    print_unwrapped(console, _table(found, tokens))
-    for line in _left_out(found, tried):
+    print_unwrapped(console, _table(result, tokens))
+    for line in _left_out(result, space):
         console.print(line, highlight=False, soft_wrap=True)
     console.print("\nTo launch them:", highlight=False)
-    for number, row in enumerate(found.rows, 1):
-        console.print(f"{number:>3}  {command_line(row.experiment, typed, more)}", highlight=False, soft_wrap=True)
+    for number, row in enumerate(result.rows, 1):
+        console.print(f"{number:>3}  {train_command(row.candidate, typed, more)}", highlight=False, soft_wrap=True)
     console.print(
-        f"\n{found.traces} profiles traced, {found.looked_at} layouts put together from them, in {found.seconds:.0f} s",
+        f"\n{result.traces} profiles traced, {result.looked_at} layouts extrapolated, in {result.seconds:.0f} s",
         style="dim",
         highlight=False,
     )
 
 
 def search_json(
-    found: SearchResult, tried: SearchSpace, typed: Sequence[str], more: Mapping[str, Any], tokens: int | None
+    result: SearchResult, space: SearchSpace, typed: Sequence[str], more: Mapping[str, Any], tokens: int | None
 ) -> dict[str, Any]:
-    """A search for programs: bytes, seconds."""
+    """A search as JSON values in bytes and seconds."""
     return {
         "layouts": [
             {
@@ -74,51 +69,51 @@ def search_json(
                 "on_front": front,
                 "gpu_hours": None if tokens is None else gpu_hours(row, tokens),
                 "days": None if tokens is None else days(row, tokens),
-                "command": command_line(row.experiment, typed, more),
+                "command": train_command(row.candidate, typed, more),
             }
-            for row, front in zip(found.rows, found.front, strict=True)
+            for row, front in zip(result.rows, result.front, strict=True)
         ],
-        "tried": tried.tried,
+        "tried": space.tried,
         "left_out": {
-            "by_rules": {example.field: count for count, example in tried.left_out},
-            "not_known": dict(found.unknown),
-            "state_does_not_fit": found.floor,
-            "does_not_fit": found.too_large,
-            "slower_than_the_last": found.slower,
+            "by_rules": {example.field: count for count, example in space.left_out},
+            "not_known": dict(result.unknown),
+            "state_does_not_fit": result.floor,
+            "does_not_fit": result.too_large,
+            "slower_than_the_last": result.slower,
         },
-        "traces": found.traces,
-        "seconds": found.seconds,
+        "traces": result.traces,
+        "seconds": result.seconds,
     }
 
 
 def gpu_hours(row: LayoutCost, tokens: int) -> float:
-    """Of a run of so many tokens."""
+    """GPU-hours of a run of so many tokens."""
     return tokens / row.tokens_per_second / 3600
 
 
 def days(row: LayoutCost, tokens: int) -> float:
-    """Of a run of so many tokens."""
-    return gpu_hours(row, tokens) / ResolvedLayout.of(row.experiment).world_size / 24
+    """Days of a run of so many tokens."""
+    return gpu_hours(row, tokens) / row.candidate.layout.world_size / 24
 
 
-def steps_for(experiment: Experiment, tokens: int) -> int:
-    """Optimizer steps that see so many tokens."""
-    return math.ceil(tokens / (experiment.training.global_batch_size * experiment.training.seq_len))
+def steps_for(training: TrainingConfig, tokens: int) -> int:
+    """Optimizer steps of a run of so many tokens."""
+    return math.ceil(tokens / (training.global_batch_size * training.seq_len))
 
 
-def _table(found: SearchResult, tokens: int | None) -> Table:
+def _table(result: SearchResult, tokens: int | None) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     columns = ["", "tokens/s/GPU", "GiB", "", "replicate", "shard", "tp", "cp", "pp", "schedule", "micro", "recompute"]
     for name in [*columns, "bubble", *(["GPU-hours", "days"] if tokens else [])]:
         table.add_column(name, justify="left" if name in ("schedule", "recompute", "") else "right", no_wrap=True)
-    for number, (row, front) in enumerate(zip(found.rows, found.front, strict=True), 1):
-        parallelism, training = row.experiment.parallelism, row.experiment.training
+    for number, (row, front) in enumerate(zip(result.rows, result.front, strict=True), 1):
+        candidate, parallelism = row.candidate, row.candidate.parallelism
         degrees = [getattr(parallelism, name) for name in ("dp_replicate", "dp_shard", "tp", "cp", "pp")]
         cells = [
             *(number, f"{row.tokens_per_second:,.0f}", f"{row.peak_bytes / GIB:.1f}", "*" if front else "", *degrees),
             parallelism.pp_schedule if parallelism.pp > 1 else "",
-            f"{ResolvedLayout.of(row.experiment).gradient_accumulation} x {training.micro_batch_size}",
-            row.experiment.activation_checkpoint.mode,
+            f"{candidate.layout.gradient_accumulation} x {candidate.layout.micro_batch_size}",
+            candidate.mode,
             f"{row.bubble:.0%}",
             *([f"{gpu_hours(row, tokens):,.0f}", f"{days(row, tokens):,.1f}"] if tokens else []),
         ]
@@ -126,18 +121,18 @@ def _table(found: SearchResult, tokens: int | None) -> Table:
     return table
 
 
-def _left_out(found: SearchResult, tried: SearchSpace) -> list[str]:
-    broken = sum(count for count, _ in tried.left_out)
+def _left_out(result: SearchResult, space: SearchSpace) -> list[str]:
+    broken = sum(count for count, _ in space.left_out)
     return [
-        "* no faster layout takes less memory. Times are estimates; GiB are of tensors, and fit within "
-        f"{HEADROOM:.0%} of the device.",
-        f"Of {tried.tried:,} layouts {broken:,} break a rule" + (":" if broken else "."),
-        *(f"    {count:>6,}  {example.field}: {example.reason}, for example" for count, example in tried.left_out[:4]),
+        "* on the Pareto front: no faster layout needs less memory. Times are estimates; GiB are tensors, which fill "
+        f"at most {MEMORY_FRACTION:.0%} of the device.",
+        f"{broken:,} of {space.tried:,} layouts break a rule" + (":" if broken else "."),
+        *(f"    {count:>6,}  {example.field}, for example: {example.reason}" for count, example in space.left_out[:4]),
         *(
-            f"  {count:,} are not known, because {reason}: titan-exp plan takes one of them;"
-            for reason, count in found.unknown
+            f"  {count:,} cannot be extrapolated, because {reason}: titan-exp plan predicts one of them;"
+            for reason, count in result.unknown
         ),
-        f"  {found.floor:,} do not fit, by what parameters, gradients and activations take at least, "
-        f"{found.too_large:,} of {found.looked_at:,} that were looked at do not fit with all else;",
-        f"  {found.slower:,} cannot be faster than the last row, by what their blocks compute, move and send at least.",
+        f"  {result.floor:,} do not fit by their lower bound of parameters, gradients and activations, and "
+        f"{result.too_large:,} of {result.looked_at:,} extrapolated ones do not fit;",
+        f"  {result.slower:,} are slower than the last row by their lower bound of compute and communication.",
     ]

@@ -1,14 +1,17 @@
-"""How long a traced step takes: each kind of work at the rate that bounds it, sharding's messages behind compute.
+"""Roofline step time: each kind of work at the rate that bounds it, FSDP's collectives overlapped with compute.
 
-Kernels that wait for the host, what the host computes itself where parameters are offloaded, slow ranks and crowded
-networks are not in it: runs are slower, rarely faster.
+Launch-bound kernels, the host's work under CPU offload, stragglers and congested networks are not counted: runs are
+slower, rarely faster.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from titan_exp.config.groups.experiment import Experiment
+import numpy as np
+
+from titan_exp.config.groups.parallelism import ParallelismConfig
+from titan_exp.config.layout.axes import AXES
+from titan_exp.config.layout.pipeline_schedules import Schedule
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import timeline
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
@@ -17,96 +20,99 @@ from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 
 BEHIND_COMPUTE = ("fsdp", "dp_replicate")
-"""Axes whose messages travel while something is computed."""
+"""Mesh axes whose collectives overlap with compute."""
 
-
-OF_SEQUENCES = ("send", "receive", "all-to-all")
-"""Kinds of messages that sharding and replication do not send: a ring's, and of heads that are exchanged."""
+CP_KINDS = ("send", "receive", "all-to-all")
+"""Message kinds of context parallelism, which FSDP and replication never send: ring hops and Ulysses' exchange."""
 
 
 @dataclass(frozen=True)
 class RankTime:
-    """Seconds of a rank's step, waiting for other pipeline ranks left out."""
+    """Seconds of a rank's step, without the pipeline bubble."""
 
     matmuls: float
     """Matmuls and attention."""
     elementwise: float
-    """Everything that memory's bandwidth bounds."""
+    """OpCosts bound by memory bandwidth."""
     exposed: float
-    """Messages that compute waits for: tensor, context and pipeline parallelism's."""
+    """Exposed communication: tensor, context and pipeline parallelism."""
     behind: float
-    """Messages of sharding and replication, and what is copied from and to the host for them: all behind compute, one
-    after the other."""
+    """Overlapped communication: FSDP, replication and their copies from and to the host, one after the other."""
     operators: float = 0.0
-    """What operators take by their number, whatever they do."""
+    """Fixed cost of every operator."""
 
     @property
     def total(self) -> float:
-        """Of the step."""
+        """Seconds of the step."""
         return max(self.matmuls + self.elementwise + self.operators + self.exposed, self.behind)
 
 
-class Traced(Protocol):
-    """What is known of a step's work."""
-
-    @property
-    def costs(self) -> OpCosts:
-        """Operations, bytes and messages of the step."""
-        ...
-
-    @property
-    def axes(self) -> dict[str, list[int]]:
-        """Ranks of this rank's group along every axis that it sends messages on."""
-        ...
-
-
-def rank_time(trace: Traced, device: Device, node: int) -> RankTime:
-    """Estimate a traced step.
+def rank_time(costs: OpCosts, axes: Mapping[str, Sequence[int]], device: Device, node: int) -> RankTime:
+    """Estimate the time of a traced step.
 
     Args:
-        trace: of the step.
-        device: what it runs on.
+        axes: ranks of this rank's process group along every mesh axis that it communicates on.
         node: devices of a node.
     """
-    work, exposed, behind = trace.costs, 0.0, 0.0
-    for (axis, kind), size in work.messages.items():
+    exposed, behind = 0.0, 0.0
+    for (axis, kind), size in costs.messages.items():
         if axis == AXIS:
             seconds = size / (device.host_gbs * 1e9 * device.link_share)
             exposed, behind = (exposed + seconds, behind) if kind == WAITED_FOR else (exposed, behind + seconds)
             continue
-        seconds = message_seconds(kind, size, trace.axes.get(axis, [0]), device, node)
-        # An axis that shares all its ranks with others is theirs too: "cp_across=fsdp", and its rings are waited for.
-        if set(axis.split("=")) & set(BEHIND_COMPUTE) and kind not in OF_SEQUENCES:
+        seconds = message_seconds(kind, size, axes.get(axis, [0]), device, node)
+        # Two axes with equal ranks share a group, named "cp_across=fsdp"; its ring hops are exposed.
+        if set(axis.split("=")) & set(BEHIND_COMPUTE) and kind not in CP_KINDS:
             behind += seconds
         else:
             exposed += seconds
     return RankTime(
-        (work.flops - work.fp8_flops) / device.matmul_rate + work.fp8_flops / device.fp8_rate,
-        work.bytes_moved / (device.bandwidth_tbs * 1e12 * device.bandwidth_share),
+        (costs.flops - costs.fp8_flops) / device.matmul_rate + costs.fp8_flops / device.fp8_rate,
+        costs.bytes_moved / (device.bandwidth_tbs * 1e12 * device.bandwidth_share),
         exposed,
         behind,
-        work.operators * device.operator_us / 1e6,
+        costs.operators * device.operator_us / 1e6,
     )
 
 
-def step_time(experiment: Experiment, times: Sequence[RankTime | None]) -> tuple[float, float | None]:
-    """The pipeline's bubble, and the seconds of a step; the slowest rank has the word."""
-    known = [time.total for time in times if time is not None]
-    if experiment.parallelism.pp == 1:
-        return 0.0, max(known, default=None)
-    layout = ResolvedLayout.of(experiment)
-    parallelism, stages = experiment.parallelism, len(layout.stage_layers)
-    orders = build_schedule(parallelism.pp_schedule, parallelism.pp, stages, layout.pipeline_microbatches)
-    bubble = timeline(orders).bubble
-    return bubble, max(known) / (1 - bubble) if known else None
+def axis_ranks(parallelism: ParallelismConfig, pipeline_rank: int, costs: OpCosts) -> dict[str, list[int]]:
+    """Ranks of the first rank's process group along every mesh axis of its messages."""
+    shape = tuple(axis.degree(parallelism) for axis in AXES)
+    mesh = np.arange(int(np.prod(shape))).reshape(shape)
+    names, sharded = [axis.name for axis in AXES], {axis.name for axis in AXES if axis.shards_parameters}
+    groups = {}
+    for axis, _ in costs.messages:
+        along = sharded if "fsdp" in axis.split("=") else {axis.split("=")[0]}
+        at = tuple(slice(None) if name in along else pipeline_rank if name == "pp" else 0 for name in names)
+        groups[axis] = mesh[at].flatten().tolist()
+    return groups
+
+
+def schedule_and_bubble(schedule: str, ranks: int, stages: int, microbatches: int) -> tuple[Schedule, float]:
+    """Actions of every pipeline rank, and the bubble as a share of the step."""
+    orders = build_schedule(schedule, ranks, stages, microbatches)
+    return orders, timeline(orders).bubble
+
+
+def pipeline_bubble(layout: ResolvedLayout, schedule: Callable[..., tuple[Schedule, float]] | None = None) -> float:
+    """Pipeline bubble as a share of the step; 0 without a pipeline.
+
+    Args:
+        schedule: a caching `schedule_and_bubble`.
+    """
+    parallelism = layout.parallelism
+    if parallelism.pp == 1:
+        return 0.0
+    shape = (parallelism.pp_schedule, parallelism.pp, layout.stage_count, layout.pipeline_microbatches)
+    return (schedule or schedule_and_bubble)(*shape)[1]
 
 
 def message_seconds(kind: str, size: int, ranks: Sequence[int], device: Device, node: int) -> float:
-    """Of one rank's messages of a kind, by rings: each rank sends its share on until all have what they need."""
+    """Seconds of one rank's messages of a kind, with ring algorithms."""
     if kind == "receive" or len(ranks) < 2:
-        return 0.0  # counted where it is sent
+        return 0.0  # counted by the sender
     nodes = len({rank // node for rank in ranks})
-    # Between nodes, all adapters of the group's ranks carry a part of what a node needs.
+    # Between nodes, the adapters of all ranks of the group work in parallel.
     rate = device.link_gbs if nodes == 1 else min(device.link_gbs, device.network_gbs * len(ranks) / nodes)
     rate *= 1e9 * device.link_share
     others = (len(ranks) - 1) / len(ranks)

@@ -1,1 +1,1 @@
-"""A layout as a page to look at: which rank holds what, the pipeline's and the memory's timeline, messages and time."""
+"""Plan visualization: a page of shards, pipeline schedule, memory over a step, communication and step time."""

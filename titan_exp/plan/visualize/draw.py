@@ -1,4 +1,4 @@
-"""A picture of a plan, from before the plan is made, when ranks can be looked at, until it is in its file."""
+"""Plan visualization: collects the shards of fake ranks during a prediction and writes the page."""
 
 from pathlib import Path
 
@@ -11,46 +11,43 @@ from titan_exp.tracking.run_folder.atomic_write import write_atomically
 
 
 class Visualization:
-    """A page that will be written.
+    """Page of a plan.
 
     Args:
-        path: its file, whose folder is made at once: a plan may take minutes.
+        path: file of the page; its folder is made at once, since a prediction may take minutes.
 
     Raises:
-        UserError: nothing can be written there.
+        UserError: the file cannot be written.
     """
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path).expanduser()
-        self._holdings: dict[int, RankShards] = {}
+        self._shards: dict[int, RankShards] = {}
         if self.path.is_dir():
-            raise UserError(f"--html {path}: this is a folder. Name a file, as in --html {self.path / 'plan.html'}")
+            raise UserError(f"--html {path} is a folder. Name a file, as in --html {self.path / 'plan.html'}")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise self._unwritten(error) from error
+            raise self._write_error(error) from error
 
     def add_rank(self, pipeline_rank: int, rank: FakeRank) -> None:
-        """See what a pretended rank holds."""
-        self._holdings[pipeline_rank] = read_shards(rank)
+        """Record the shards of a fake rank."""
+        self._shards[pipeline_rank] = read_shards(rank)
 
     def write(self, plan: Plan) -> None:
-        """Write the page, whole or not at all.
-
-        Args:
-            plan: whose ranks have been looked at.
+        """Write the page of a plan whose ranks were recorded, atomically.
 
         Raises:
-            UserError: it cannot be written.
+            UserError: the file cannot be written.
         """
-        text = to_html(plan, self._holdings)
+        text = to_html(plan, self._shards)
         try:
             if self.path.exists() and not self.path.is_file():
-                self.path.write_text(text, encoding="utf-8")  # /dev/stdout, a pipe: it must not be replaced by a file
+                self.path.write_text(text, encoding="utf-8")  # a device or a pipe must not be replaced by a file
             else:
                 write_atomically(self.path, text)
         except OSError as error:
-            raise self._unwritten(error) from error
+            raise self._write_error(error) from error
 
-    def _unwritten(self, error: OSError) -> UserError:
+    def _write_error(self, error: OSError) -> UserError:
         return UserError(f"--html {self.path}: cannot be written ({error.strerror or error}). Name another file.")

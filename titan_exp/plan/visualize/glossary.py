@@ -1,179 +1,152 @@
-"""What the page says: the layout in sentences, and each term in one."""
+"""Text of the page: headline numbers, the layout in sentences, and a glossary."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout import axes
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine.devices import device_type
 from titan_exp.plan.predict import Plan
+from titan_exp.tracking.number_format import format_bytes, format_items, format_seconds
 
-UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (1024, "KiB"))
-"""Of bytes."""
-
-AXES = {
-    "tp": "Tensor parallelism: every matrix is cut into parts. Each rank of the group multiplies with its part, and "
-    "they put their results together twice in every layer, so they want the fastest links.",
-    "cp": "Context parallelism: every sequence is cut into parts of its tokens. Each rank of the group computes its "
-    "tokens, and they exchange keys and values, so that a token attends to all before it.",
-    "dp_shard": "Sharded data parallelism (FSDP): each rank of the group computes other sequences and keeps a share of "
-    "every weight, its gradient and its optimizer state. Whole weights are gathered when a layer computes.",
-    "dp_replicate": "Replicated data parallelism: each rank of the group stands in another copy of the model, which "
-    "computes other sequences; the copies add up their gradients once a step.",
-    "pp": "Pipeline parallelism: the layers are cut into stages, one behind the other. Micro-batches pass through them "
-    "like cars through an assembly line, forward and then back.",
+_PARALLELISM = {
+    "tp": "Tensor parallelism: weight matrices are sharded. Each rank of the group multiplies with its shard, and they "
+    "combine results twice in every layer, so they need the fastest links.",
+    "cp": "Context parallelism: the tokens of every sequence are sharded. Ranks of the group exchange keys and values, "
+    "so that a token attends to all earlier ones.",
+    "dp_shard": "Sharded data parallelism (FSDP): each rank of the group computes other sequences and keeps a shard of "
+    "every weight, its gradient and its optimizer state. Weights are gathered when a layer computes.",
+    "dp_replicate": "Replicated data parallelism: each rank of the group belongs to another replica of the model, "
+    "which computes other sequences.",
+    "pp": "Pipeline parallelism: the layers are split into consecutive stages, through which micro-batches pass "
+    "forward and then backward.",
 }
-"""The axes of the mesh, from the one whose ranks are neighbours."""
+AXES = {
+    key: f"{_PARALLELISM[key]} Communication: {'; '.join(axis.collectives for axis in axes.AXES if axis.key == key)}."
+    for key in reversed(axes.DEGREES)
+}
+"""Degrees, from the innermost mesh axis, whose ranks are neighbours."""
 
 TERMS = {
-    "rank": "one process with one device; ranks are numbered from 0, and neighbours in number sit in the same node.",
-    "node": "a machine; between its devices links are about ten times as fast as to other nodes.",
-    "stage": "consecutive layers that one pipeline rank holds.",
-    "micro-batch": "the sequences that pass through the model together; a step adds up the gradients of several.",
-    "bubble": "the time in which a pipeline rank has nothing to do, because its micro-batches are still with others.",
-    "MFU": "model FLOPs utilization: operations that the model needs, over what the devices could do in the time.",
+    "rank": "one process with one device, numbered from 0; ranks with neighbouring numbers share a node.",
+    "node": "a machine; links between its devices are about ten times as fast as links to other nodes.",
+    "stage": "consecutive layers on one pipeline rank.",
+    "micro-batch": "sequences that pass through the model together; a step accumulates the gradients of several.",
+    "bubble": "the time in which a pipeline rank waits for micro-batches of other ranks.",
+    "MFU": "model FLOPs utilization: FLOPs of the model over the peak FLOPs of the devices in the same time.",
 }
-"""Words that are used without being explained where they stand."""
+"""Terms of the page."""
 
 CATEGORIES = {
-    "parameters": "the weights, or this rank's share of them.",
-    "gradients": "how the loss changes with each weight; there from the backward pass to the optimizer.",
-    "optimizer": "what it remembers of every weight (for AdamW two averages), and what an update needs for a moment.",
-    "activations": "results of the forward pass that the backward pass will need, and what is being computed.",
-    "gathered parameters": "whole weights of layers that compute, put together from the shares of all ranks.",
-    "communication": "buffers of messages.",
-    "loss": "what the head and the loss keep, logits (a number for every word of the vocabulary) among it.",
-    "workspaces": "what libraries of kernels take once and keep, as that of matmuls does.",
-    "other": "the batch, tables of positions, constants.",
+    "parameters": "the weights, or this rank's shards of them.",
+    "gradients": "gradients of the weights, from the backward pass to the optimizer step.",
+    "optimizer": "optimizer state of every weight (two moments for AdamW) and temporaries of the update.",
+    "activations": "results of the forward pass that the backward pass needs, and temporaries.",
+    "gathered parameters": "unsharded weights of computing layers, gathered from all ranks.",
+    "communication": "buffers of collectives and sends.",
+    "loss": "tensors of the LM head and the loss, such as logits (one number per vocabulary entry).",
+    "workspaces": "persistent buffers of kernel libraries, such as cuBLAS.",
+    "other": "the batch, the RoPE cache, constants.",
 }
-"""What memory is for."""
+"""Memory categories."""
 
 KINDS = {
-    "all-gather": "every rank of the group gets the parts of all",
-    "reduce-scatter": "the ranks' tensors are added up, and each gets its part of the sum",
-    "all-reduce": "the ranks' tensors are added up, and each gets the whole sum",
-    "all-to-all": "every rank sends each other one a part",
+    "all-gather": "every rank of the group gets the shards of all",
+    "reduce-scatter": "the ranks' tensors are summed, and each gets its shard of the sum",
+    "all-reduce": "the ranks' tensors are summed, and each gets the whole sum",
+    "all-to-all": "every rank sends each other rank a shard",
     "broadcast": "one rank's tensor goes to all",
     "send": "one tensor to one other rank",
     "receive": "one tensor from one other rank",
 }
-"""What messages do."""
+"""Communication kinds."""
 
 COSTS = {
-    "matmuls": "products of matrices, and attention",
-    "elementwise": "everything that reads and writes more than it computes: norms, activations, the optimizer",
-    "exposed": "messages that compute waits for: tensor, context and pipeline parallelism's",
-    "behind": "messages of sharding and replication, which travel while something is computed",
+    "matmuls": "matrix multiplications and attention",
+    "elementwise": "operators bound by memory bandwidth: norms, activation functions, the optimizer",
+    "exposed": "exposed communication: tensor, context and pipeline parallelism",
+    "behind": "overlapped communication: FSDP and replication",
     "bubble": "waiting for other pipeline ranks",
 }
-"""What a step's time goes to."""
+"""Parts of the step time."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """A number at the head of the page."""
+    """A headline number."""
 
     name: str
-    """What it is."""
+    """Quantity."""
     value: str
-    """It, with its unit."""
+    """Value with its unit."""
     note: str = ""
-    """What to know about it."""
+    """Note."""
     bad: bool = False
-    """Whether it must not be so."""
+    """True if the run cannot work like this."""
 
 
 def facts(plan: Plan) -> Iterator[Fact]:
-    """The numbers by which a layout is judged."""
+    """Headline numbers of a plan."""
     peak = max(plan.ranks, key=lambda rank: rank.trace.peak.bytes)
     needed, room = peak.trace.peak.bytes, None if plan.device is None else plan.device.memory_gb * 1e9
     on = f" of pipeline rank {peak.pipeline_rank}" if plan.experiment.parallelism.pp > 1 else ""
     note = f"peak of tensors{on}"
     if room is not None:
-        note += f"; the device has {size(room)}"
-    yield Fact("memory", size(needed), note, bad=room is not None and needed > room)
+        note += f"; the device has {format_bytes(room)}"
+    yield Fact("memory", format_bytes(needed), note, bad=room is not None and needed > room)
     if plan.step_seconds is not None:
-        yield Fact("step", duration(plan.step_seconds), "estimated from the device's rates")
+        yield Fact("step", format_seconds(plan.step_seconds), "estimated from the device's rates")
         yield Fact("speed", f"{plan.tokens_per_second:,.0f} tokens/s", "of one device")
         if plan.mfu is not None:
             yield Fact("MFU", f"{plan.mfu:.0%}", "of the device's bf16 peak")
     if plan.experiment.parallelism.pp > 1:
-        yield Fact("bubble", f"{plan.bubble:.1%}", "of the time, if stages took equally long")
-    yield Fact("checkpoint", size(plan.checkpoint_bytes), "weights and the optimizer's state")
+        yield Fact("bubble", f"{plan.bubble:.1%}", "of the step, with equally slow stages")
+    yield Fact("checkpoint", format_bytes(plan.checkpoint_bytes), "weights and the optimizer's state")
 
 
 def layout_sentences(plan: Plan) -> Iterator[str]:
-    """The layout told from the outside in, for somebody who has never seen one."""
-    experiment = plan.experiment
-    parallelism, training = experiment.parallelism, experiment.training
-    layout = ResolvedLayout.of(experiment)
-    nodes, processes = layout.nodes, _count(layout.world_size, device_noun(experiment))
-    yield f"{experiment.model.name} trains on {processes} in {_count(nodes, 'node')}."
+    """The layout in sentences, from the outermost axis to the innermost."""
+    layout, parallelism, training = plan.layout, plan.layout.parallelism, plan.layout.training
+    processes, nodes = format_items(layout.world_size, device_noun(layout)), format_items(layout.nodes, "node")
+    yield f"{plan.experiment.model.name} trains on {processes} in {nodes}."
     if parallelism.pp > 1:
-        yield _stages(plan)
+        yield _stages(layout)
     if parallelism.tp > 1:
-        yield f"Every matrix of a layer is cut into {parallelism.tp} parts, on as many neighbouring ranks (tp)."
+        yield f"Every weight matrix of a layer is sharded over {parallelism.tp} neighbouring ranks (tp)."
     if parallelism.cp > 1:
         tokens = training.seq_len // parallelism.cp
         yield (
-            f"Every sequence of {training.seq_len:,} tokens is cut among {parallelism.cp} ranks (cp), "
+            f"Every sequence of {training.seq_len:,} tokens is sharded over {parallelism.cp} ranks (cp), "
             f"{tokens:,} tokens on each."
         )
     if parallelism.dp_shard * parallelism.cp > 1:
-        with_cp = " and cp, whose ranks shard alike" if parallelism.cp > 1 else ""
-        shares = parallelism.dp_shard * parallelism.cp
-        yield (
-            f"What remains of every weight, with its gradient and optimizer state, is shared out among {shares} ranks, "
-            f"each of which keeps 1/{shares} (dp_shard{with_cp})."
-        )
+        with_cp = " and cp" if parallelism.cp > 1 else ""
+        shards = parallelism.dp_shard * parallelism.cp
+        yield f"Weights, gradients and optimizer state are sharded over {shards} ranks (dp_shard{with_cp})."
     if parallelism.dp_replicate > 1:
-        yield f"Of all this there are {parallelism.dp_replicate} copies (dp_replicate)."
-    yield _batch(plan)
+        yield f"The model has {parallelism.dp_replicate} replicas (dp_replicate)."
+    yield _batch(layout)
 
 
-def device_noun(experiment: Experiment) -> str:
-    """What a rank computes on, or is."""
-    return "GPU" if device_type(experiment.cluster) == "cuda" else "process"
+def device_noun(layout: ResolvedLayout) -> str:
+    """Noun for the device of a rank."""
+    return "GPU" if layout.device_type == "cuda" else "process"
 
 
-def size(number: float) -> str:
-    """Bytes in words."""
-    for unit, word in UNITS:
-        if number >= unit:
-            return f"{number / unit:.3g} {word}" if number < 1000 * unit else f"{number / unit:,.0f} {word}"
-    return f"{number:.0f} B"
-
-
-def duration(seconds: float) -> str:
-    """Seconds in words."""
-    scale, word = (1, "s") if seconds >= 0.9995 else (1e3, "ms") if seconds >= 0.9995e-3 else (1e6, "µs")
-    return f"{seconds * scale:.3g} {word}"
-
-
-def _stages(plan: Plan) -> str:
-    layout = ResolvedLayout.of(plan.experiment)
-    counts, placement = layout.layer_counts, layout.stage_placement
-    parallelism = plan.experiment.parallelism
-    least, most = min(counts), max(counts)
-    each = _count(most, "layer") if least == most else f"{least} to {_count(most, 'layer')}"
-    of_rank = len(placement) // parallelism.pp
-    many = f", {of_rank} of them on each of {parallelism.pp} pipeline ranks" if of_rank > 1 else ""
-    ranks = layout.world_size // parallelism.pp
+def _stages(layout: ResolvedLayout) -> str:
+    counts, pp = layout.layer_counts, layout.parallelism.pp
+    least, layers = min(counts), format_items(max(counts), "layer")
+    of_stage = layers if least == max(counts) else f"{least} to {layers}"
+    of_rank = len(layout.stage_placement) // pp
+    many = f", {of_rank} of them on each of {pp} pipeline ranks" if of_rank > 1 else ""
     return (
-        f"Its {plan.experiment.model.layers} layers are cut into {len(counts)} stages of {each}{many}; "
-        f"{_count(ranks, 'rank')} work on every stage (pp)."
+        f"Its {layout.layers} layers are split into {len(counts)} stages of {of_stage}{many}; "
+        f"{format_items(layout.world_size // pp, 'rank')} work on every stage (pp)."
     )
 
 
-def _batch(plan: Plan) -> str:
-    layout, training = ResolvedLayout.of(plan.experiment), plan.experiment.training
-    together, degree = training.global_batch_size, layout.dp_degree
-    begin = f"A step is {_count(together, 'sequence')} of {training.seq_len:,} tokens"
-    share = f", {together // degree} for each of {degree} data-parallel shares" if degree > 1 else ""
-    number = layout.gradient_accumulation
-    return f"{begin}{share}, in {_count(number, 'micro-batch')} of {_count(layout.micro_batch_size, 'sequence')}."
-
-
-def _count(number: int, word: str) -> str:
-    plural = {"process": "processes", "micro-batch": "micro-batches"}.get(word, f"{word}s")
-    return f"{number:,} {word if number == 1 else plural}"
+def _batch(layout: ResolvedLayout) -> str:
+    sequences, degree = layout.training.global_batch_size, layout.dp_degree
+    start = f"A step has {format_items(sequences, 'sequence')} of {layout.training.seq_len:,} tokens"
+    share = f", {layout.sequences_per_dp_rank} on each of {degree} data-parallel ranks" if degree > 1 else ""
+    micro_batches = format_items(layout.gradient_accumulation, "micro-batch")
+    return f"{start}{share}, in {micro_batches} of {format_items(layout.micro_batch_size, 'sequence')}."

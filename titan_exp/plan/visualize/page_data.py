@@ -1,4 +1,4 @@
-"""Everything that the page's script draws, as plain numbers and words."""
+"""Data of the page's scripts as JSON values."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.parallel.context_parallel.load_balance import SequenceShard, ShardedSequence
 from titan_exp.plan.predict import Plan, RankPlan
@@ -16,30 +15,29 @@ from titan_exp.plan.visualize.schedule_data import schedule_data
 from titan_exp.plan.visualize.shards import RankShards
 
 POINTS = 8000
-"""Moments of memory on the page, of all pipeline ranks together."""
-FEWEST_POINTS = 100
-"""Of one rank, however many there are."""
+"""Points of memory over a step, of all pipeline ranks together."""
+MIN_POINTS = 100
+"""Smallest number of points of one rank."""
 
 
 def page_data(plan: Plan, shards_by_rank: Mapping[int, RankShards]) -> dict[str, Any]:
-    """What is drawn of a plan.
+    """Data of a plan.
 
     Args:
-        plan: of the run.
-        holdings: what was seen of the pipeline ranks that were looked at, by their numbers.
+        shards_by_rank: shards of the predicted pipeline ranks.
     """
-    experiment, shards = plan.experiment, next(iter(shards_by_rank.values()))
-    moments = max(FEWEST_POINTS, POINTS // len(plan.ranks))
+    layout, shards = plan.layout, next(iter(shards_by_rank.values()))
+    moments = max(MIN_POINTS, POINTS // len(plan.ranks))
     return {
         "mesh": {
             "axes": shards.axes,
             "sharding": shards.sharding,
-            "node": ResolvedLayout.of(experiment).node_size,
-            "device": device_noun(experiment),
+            "node": layout.node_size,
+            "device": device_noun(layout),
         },
-        "stages": [_ranges(layers) for layers in ResolvedLayout.of(experiment).stage_layers],
-        "layers": experiment.model.layers,
-        "batch": _batch(experiment),
+        "stages": [_ranges(layers) for layers in layout.stage_layers],
+        "layers": layout.layers,
+        "batch": _batch(layout),
         "passes": schedule_data(plan),
         "categories": CATEGORIES,
         "room": None if plan.device is None else plan.device.memory_gb * 1e9,
@@ -49,9 +47,9 @@ def page_data(plan: Plan, shards_by_rank: Mapping[int, RankShards]) -> dict[str,
     }
 
 
-def token_ranges(experiment: Experiment) -> list[list[tuple[int, int]]]:
-    """The tokens of every sequence that each context-parallel rank computes: first and last of every piece."""
-    parallelism, whole = experiment.parallelism, torch.arange(experiment.training.seq_len)[None]
+def token_ranges(layout: ResolvedLayout) -> list[list[tuple[int, int]]]:
+    """Token ranges of each context-parallel rank: first and last of every piece."""
+    parallelism, whole = layout.parallelism, torch.arange(layout.training.seq_len)[None]
     within = parallelism.ulysses_degree
     across = parallelism.cp // within
     return [
@@ -67,16 +65,15 @@ def token_ranges(experiment: Experiment) -> list[list[tuple[int, int]]]:
     ]
 
 
-def _batch(experiment: Experiment) -> dict[str, Any]:
-    layout = ResolvedLayout.of(experiment)
+def _batch(layout: ResolvedLayout) -> dict[str, Any]:
     return {
-        "sequences": experiment.training.global_batch_size,
-        "tokens": experiment.training.seq_len,
+        "sequences": layout.training.global_batch_size,
+        "tokens": layout.training.seq_len,
         "shares": layout.dp_degree,
         "micro": layout.micro_batch_size,
         "microbatches": layout.gradient_accumulation,
-        "pieces": token_ranges(experiment),
-        "divided": experiment.parallelism.tp > 1 and experiment.parallelism.sequence_parallel,
+        "pieces": token_ranges(layout),
+        "divided": layout.parallelism.tp > 1 and layout.parallelism.sequence_parallel,
     }
 
 
@@ -97,28 +94,28 @@ def _rank(rank: RankPlan, shards: RankShards, moments: int) -> dict[str, Any]:
 
 
 def _memory(timeline: list[Moment], peak: Moment, most: int) -> dict[str, Any]:
-    """A column for each category, in a unit that leaves about five digits; where moments are, as numbers of words."""
-    told = _thinned(timeline, most)
+    """Memory over a step: a column per category in a unit that leaves five digits, and phases as indices."""
+    moments = _downsample(timeline, most)
     unit = max(1, peak.bytes // 20_000)
-    words = list(dict.fromkeys(moment.where for moment in told))
+    phases = list(dict.fromkeys(moment.where for moment in moments))
     return {
         "unit": unit,
         "columns": {
-            name: [round(moment.by_category[name] / unit) for moment in told]
+            name: [round(moment.by_category[name] / unit) for moment in moments]
             for name in CATEGORIES
-            if any(moment.by_category[name] for moment in told)
+            if any(moment.by_category[name] for moment in moments)
         },
-        "words": words,
-        "where": [words.index(moment.where) for moment in told],
-        "peak": max(range(len(told)), key=lambda place: told[place].bytes),
+        "words": phases,
+        "where": [phases.index(moment.where) for moment in moments],
+        "peak": max(range(len(moments)), key=lambda index: moments[index].bytes),
     }
 
 
-def _thinned(moments: list[Moment], most: int) -> list[Moment]:
-    """At most so many, of equal spans the largest of each; the first stays."""
+def _downsample(moments: list[Moment], most: int) -> list[Moment]:
+    """The first moment, and the largest of each of equal spans."""
     span = max(1, -(-(len(moments) - 1) // (most - 1)))
     spans = [moments[start : start + span] for start in range(1, len(moments), span)]
-    return [*moments[:1], *(max(its, key=lambda moment: moment.bytes) for its in spans)]
+    return [*moments[:1], *(max(span, key=lambda moment: moment.bytes) for span in spans)]
 
 
 def _ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
@@ -126,7 +123,7 @@ def _ranges(numbers: Iterable[int]) -> list[tuple[int, int]]:
 
 
 def _pieces(numbers: list[int]) -> list[tuple[int, int]]:
-    """Runs of consecutive numbers, as first and last."""
+    """First and last of every run of consecutive numbers."""
     found: list[tuple[int, int]] = []
     for number in numbers:
         if found and number == found[-1][1] + 1:

@@ -1,12 +1,10 @@
-"""A plan as one page that needs nothing else: no network, no other file, no library.
+"""Plan as one self-contained HTML page: no network, no other file, no library.
 
-What it says is in the page as text; what it draws is drawn by the scripts in `page/` from numbers that the page
-carries.
+Sentences are text; the scripts in `page/` draw the rest from numbers in the page.
 """
 
 from collections.abc import Mapping
 
-from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.plan.predict import Plan
 from titan_exp.plan.visualize.glossary import (
     AXES,
@@ -23,15 +21,14 @@ from titan_exp.plan.visualize.shards import RankShards
 from titan_exp.tracking.html import render_page
 
 SCRIPTS = ("numbers.js", "layout.js", "ranks.js", "rank.js", "pipeline.js", "memory.js", "time.js", "start.js")
-"""Of the folder `page`, in the order in which they stand in the page."""
+"""Files of `page/` in the order of inclusion."""
 
 
 def to_html(plan: Plan, shards_by_rank: Mapping[int, RankShards]) -> str:
-    """The page's text.
+    """HTML of a plan.
 
     Args:
-        plan: of the run.
-        holdings: what was seen of the pipeline ranks that were looked at, by their numbers.
+        shards_by_rank: shards of the predicted pipeline ranks.
     """
     degrees = {axis: getattr(plan.experiment.parallelism, axis) for axis in AXES}
     words = {"axes": AXES, "kinds": KINDS, "costs": COSTS, "categories": CATEGORIES}
@@ -40,8 +37,8 @@ def to_html(plan: Plan, shards_by_rank: Mapping[int, RankShards]) -> str:
         SCRIPTS,
         page_data(plan, shards_by_rank) | {"words": words},
         plan=plan,
-        processes=ResolvedLayout.of(plan.experiment).world_size,
-        device=device_noun(plan.experiment),
+        processes=plan.layout.world_size,
+        device=device_noun(plan.layout),
         degrees=degrees,
         facts=list(facts(plan)),
         sentences=list(layout_sentences(plan)),

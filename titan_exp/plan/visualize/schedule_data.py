@@ -1,36 +1,34 @@
-"""The pipeline's schedule drawn to time: what each pipeline rank does when, as the executor runs it."""
+"""Pipeline schedule over time: start and end of every action of each pipeline rank, as the executor runs it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.pipeline_schedules import Action, Schedule
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import COST, timeline
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 from titan_exp.plan.predict import Plan
 
-SMALLEST_GAP = 1e-6
-"""Idle time, as a share of a forward pass, that rounding does not make."""
+MIN_GAP = 1e-6
+"""Smallest idle time, as a share of a forward pass; less is rounding."""
 
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """One pass of a step's micro-batches."""
+    """Schedule of one pass of micro-batches."""
 
     orders: Schedule
     """Actions of each pipeline rank."""
     placement: list[int]
-    """The pipeline rank of each stage."""
+    """Pipeline rank of each stage."""
     passes: int
-    """How many such passes a step has, one after the other."""
+    """Passes of a step."""
 
 
-def schedule_of(experiment: Experiment) -> PipelineSchedule:
-    """What the ranks of a pipeline do, or one that has none; the layout must be resolved."""
-    layout = ResolvedLayout.of(experiment)
-    parallelism, micro_batches = experiment.parallelism, layout.gradient_accumulation
+def schedule_of(layout: ResolvedLayout) -> PipelineSchedule:
+    """Schedule of a layout, also of one without a pipeline."""
+    parallelism, micro_batches = layout.parallelism, layout.gradient_accumulation
     if parallelism.pp == 1:
         return PipelineSchedule([[Action(0, kind, number) for number in range(micro_batches) for kind in "FB"]], [0], 1)
     placement, together = layout.stage_placement, layout.pipeline_microbatches
@@ -39,15 +37,15 @@ def schedule_of(experiment: Experiment) -> PipelineSchedule:
 
 
 def schedule_data(plan: Plan) -> dict[str, Any]:
-    """What the page draws: each rank's actions and idle times as words, in the ways that times are known."""
-    schedule = schedule_of(plan.experiment)
+    """Schedule as JSON: actions and idle times of each rank as text, for every known way to time them."""
+    schedule = schedule_of(plan.layout)
     totals = {rank.pipeline_rank: rank.time.total for rank in plan.ranks if rank.time is not None}
     ways = []
     if len(totals) == len(schedule.orders):
         costs = [_forward_seconds(schedule, rank, totals[rank]) for rank in schedule.placement]
         ways.append(_way("own", schedule, costs))
     if totals and len(schedule.orders) > 1:
-        # The plan's own estimate: all wait for the slowest rank.
+        # The plan's estimate: every stage is as slow as the slowest.
         slowest = max(totals.values())
         costs = [_forward_seconds(schedule, rank, slowest) for rank in schedule.placement]
         ways.append(_way("alike", schedule, costs))
@@ -62,16 +60,16 @@ def schedule_data(plan: Plan) -> dict[str, Any]:
 
 
 def schedule_text(order: Sequence[Action], end: dict[Action, float], stage_costs: Sequence[float]) -> str:
-    """A rank's actions, as in `2F0`, with idle times between, as in `~1.5`."""
-    words, now = [], 0.0
+    """Actions of a rank, as `2F0`, with idle times, as `~1.5`."""
+    parts, now = [], 0.0
     for action in order:
         cost = COST[action.kind] * stage_costs[action.stage]
         gap = end[action] - cost - now
-        if gap > SMALLEST_GAP * max(stage_costs):
-            words.append(f"~{gap:.6g}")
-        words.append(str(action))
+        if gap > MIN_GAP * max(stage_costs):
+            parts.append(f"~{gap:.6g}")
+        parts.append(str(action))
         now = end[action]
-    return " ".join(words)
+    return " ".join(parts)
 
 
 def _way(name: str, schedule: PipelineSchedule, costs: list[float]) -> dict[str, Any]:
@@ -81,5 +79,5 @@ def _way(name: str, schedule: PipelineSchedule, costs: list[float]) -> dict[str,
 
 
 def _forward_seconds(schedule: PipelineSchedule, rank: int, total: float) -> float:
-    """What a forward pass of one stage takes where a rank's whole step takes `total`, its stages being alike."""
+    """Seconds of a forward pass of one stage, with equal stages and `total` seconds of the rank's step."""
     return total / schedule.passes / sum(COST[action.kind] for action in schedule.orders[rank])

@@ -25,7 +25,7 @@ function bars() {
     const xt = ticks(low, high, Math.max(2, (f.x1 - f.x0) / 90));
     for (const value of xt) {
       draw(f.svg, "line", { class: "grid", x1: x(value), x2: x(value), y1: f.y1, y2: f.y0 });
-      draw(f.svg, "text", { x: x(value), y: f.y0 + 17, "text-anchor": "middle" }, isDifference ? (Math.abs(value) < 1e-12 ? "0" : signed(value)) : said(metric, value).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, ""));
+      draw(f.svg, "text", { x: x(value), y: f.y0 + 17, "text-anchor": "middle" }, isDifference ? (Math.abs(value) < 1e-12 ? "0" : signed(value)) : formatMetric(metric, value).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, ""));
     }
     const direction = { min: "lower is better", max: "higher is better" }[metric.better] || "";
     draw(f.svg, "text", { x: (f.x0 + f.x1) / 2, y: f.height - 5, "text-anchor": "middle" }, `${metric.title}${isDifference ? ", difference" : ""}${direction ? ` · ${direction}` : ""}`);
@@ -51,8 +51,8 @@ function bars() {
       ring.style.fill = "var(--card)";
       const field = draw(f.svg, "rect", { x: 0, y: middle - rowHeight / 2, width: f.width, height: rowHeight, fill: "transparent" });
       field.addEventListener("pointermove", (event) => {
-        const lines = [[it.place, metric.title, said(metric, it.value[0])]];
-        if (finite(it.value[1])) lines.push([null, "95 % interval", `${said(metric, it.value[1])} to ${said(metric, it.value[2])}`]);
+        const lines = [[it.place, metric.title, formatMetric(metric, it.value[0])]];
+        if (finite(it.value[1])) lines.push([null, "95 % interval", `${formatMetric(metric, it.value[1])} to ${formatMetric(metric, it.value[2])}`]);
         if (it.delta) lines.push([null, "against the baseline", signed(it.delta[0])]);
         if (it.delta && finite(it.delta[1])) lines.push([null, "95 % interval", `${signed(it.delta[1])} to ${signed(it.delta[2])}`]);
         if (it.delta) lines.push([null, it.delta[3], ""]);

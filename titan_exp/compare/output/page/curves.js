@@ -68,7 +68,7 @@ function lossCurves() {
     const x = scale(lowX, highX, f.x0, f.x1, state.logX), y = scale(lowY, highY, f.y0, f.y1, state.logY);
     const yt = state.logY ? logTicks(lowY, highY, 6) : ticks(lowY, highY, 6);
     const xt = state.logX ? logTicks(lowX, highX, 6) : ticks(lowX, highX, Math.max(4, f.width / 130));
-    axes(f, x, y, xt, yt, short, (it) => String(Number(it.toPrecision(5))), state.by ? "steps" : "tokens", "loss (nats per token)");
+    axes(f, x, y, xt, yt, formatCount, (it) => String(Number(it.toPrecision(5))), state.by ? "steps" : "tokens", "loss (nats per token)");
     const clip = `clip${Math.random().toString(36).slice(2)}`;
     draw(draw(f.svg, "clipPath", { id: clip }), "rect", { x: f.x0, y: f.y1, width: f.x1 - f.x0, height: f.y0 - f.y1 });
     if (state.by === 0 && finite(data.point) && data.point > lowX && data.point < highX * 0.999) {
@@ -118,7 +118,7 @@ function lossCurves() {
       }
       const listed = [...rows].map(([row, values]) => [row, values.reduce((a, b) => a + b) / values.length]).sort((a, b) => a[1] - b[1]);
       const shown = listed.slice(0, 12).map(([row, mean]) => [row, data.rows[row].label, mean.toFixed(4)]);
-      if (shown.length) tipOfRows(event, `${short(value)} ${state.by ? "steps" : "tokens"}`, shown); else hideTip();
+      if (shown.length) tipOfRows(event, `${formatCount(value)} ${state.by ? "steps" : "tokens"}`, shown); else hideTip();
     });
     field.addEventListener("pointerup", (event) => {
       const here = place(event);

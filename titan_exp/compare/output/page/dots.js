@@ -39,13 +39,13 @@ function pareto() {
     const [lowX, highX] = log ? [Math.min(...costs) / 1.3, Math.max(...costs) * 1.3] : padded(costs, 0.12);
     const [lowY, highY] = padded(points.map((it) => it.y), 0.12);
     const x = scale(lowX, highX, f.x0, f.x1, log), y = scale(lowY, highY, f.y0, f.y1);
-    axes(f, x, y, log ? logTicks(lowX, highX, 5) : ticks(lowX, highX, 5), ticks(lowY, highY, 5), short, short, `${data.pareto.cost}${log ? " (log)" : ""}`, data.pareto.loss);
+    axes(f, x, y, log ? logTicks(lowX, highX, 5) : ticks(lowX, highX, 5), ticks(lowY, highY, 5), formatCount, formatCount, `${data.pareto.cost}${log ? " (log)" : ""}`, data.pareto.loss);
     const front = points.filter((it) => it.front);
     let text = "";
     front.forEach((it, k) => { text += k ? `H${x(it.x)}V${y(it.y)}` : `M${x(it.x)} ${f.y1}V${y(it.y)}`; });
     const line = draw(f.svg, "path", { d: `${text}H${f.x1}`, fill: "none", "stroke-width": 1.5, "stroke-dasharray": "5 4" });
     line.style.stroke = "var(--accent)";
-    dots(f, x, y, points, (it) => [[it.row, data.pareto.loss, it.y.toFixed(4)], [null, data.pareto.cost, short(it.x)], [null, it.front ? "on the front" : "beaten by another", ""]]);
+    dots(f, x, y, points, (it) => [[it.row, data.pareto.loss, it.y.toFixed(4)], [null, data.pareto.cost, formatCount(it.x)], [null, it.front ? "on the front" : "beaten by another", ""]]);
   });
 }
 function scaling() {
@@ -58,7 +58,7 @@ function scaling() {
       const ideal = high / low, speeds = series.points.map((it) => it.y);
       const bottom = Math.min(1, ...speeds) / 1.35, top = Math.max(ideal, ...speeds) * 1.25;
       const x = scale(low / 1.25, high * 1.25, f.x0, f.x1, true), y = scale(bottom, top, f.y0, f.y1, true);
-      axes(f, x, y, sizes, logTicks(bottom, top, 6), String, (it) => `${short(it)}×`, "processes (log)", "speedup (log)");
+      axes(f, x, y, sizes, logTicks(bottom, top, 6), String, (it) => `${formatCount(it)}×`, "processes (log)", "speedup (log)");
       draw(f.svg, "line", { class: "zero", x1: x(low), x2: x(high), y1: y(1), y2: y(ideal) });
       draw(f.svg, "text", { x: x(high) - 4, y: y(ideal) - 7, "text-anchor": "end" }, "ideal");
       dots(f, x, y, series.points, (it) => [[it.row, "speedup", `${it.y.toFixed(2)}×`], [null, "efficiency", `${(100 * it.e).toFixed(0)} %`], [null, "processes", String(it.x)]]);

@@ -6,20 +6,20 @@ const dash = (row) => DASHES[Math.floor(row / COLORS) % DASHES.length];
 // A tip of rows, each marked with its colour.
 const tipOfRows = (event, title, lines) => showTip(event, title, lines.map(([row, ...rest]) => [row === null ? null : color(row), ...rest]));
 
-function short(number) {
+function formatCount(number) {
   for (const [scale, letter] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"]]) {
     if (Math.abs(number) >= scale) return `${Number((number / scale).toPrecision(4))}${letter}`;
   }
   if (number !== 0 && Math.abs(number) < 1e-3) return number.toExponential(1);
   return String(Number(number.toPrecision(4)));
 }
-const signed = (number) => (number < 0 ? "−" : "+") + short(Math.abs(number));
-function said(metric, number) {
+const signed = (number) => (number < 0 ? "−" : "+") + formatCount(Math.abs(number));
+function formatMetric(metric, number) {
   if (!finite(number)) return "—";
   if (metric.name === "mfu") return `${(100 * number).toFixed(1)} %`;
   if (metric.unit === "nats") return number.toFixed(4);
-  if (metric.name === "time") return number < 1 / 60 ? `${short(3600 * number)} s` : number < 1 ? `${short(60 * number)} min` : `${short(number)} h`;
-  return short(number);
+  if (metric.name === "time") return number < 1 / 60 ? `${formatCount(3600 * number)} s` : number < 1 ? `${formatCount(60 * number)} min` : `${formatCount(number)} h`;
+  return formatCount(number);
 }
 function logTicks(low, high, count) {
   const first = Math.floor(Math.log10(low)), last = Math.ceil(Math.log10(high));

@@ -40,15 +40,15 @@ const layerWords = (ranges) => (ranges.length ? `layer${ranges.length > 1 || ran
 // Which share of the batch a rank computes, and which part of every sequence.
 const dataShare = (rank) => placeAlong(rank, ["dp_replicate", "dp_shard"]);
 const sequencePart = (rank) => placeAlong(rank, ["cp_across", "cp_within"]);
-// Pipeline ranks that were looked at, and the one whose blocks stand for those of a rank that was not.
+// Predicted pipeline ranks, and the one whose blocks stand in for those of the others.
 const LOOKED = Object.keys(data.ranks).map(Number);
 const nearest = (pipeline) => LOOKED.reduce((one, other) => (Math.abs(other - pipeline) < Math.abs(one - pipeline) ? other : one));
 
-// ---- what is selected, and who wants to know -------------------------------------------------------------------------------
+// ---- selection and its listeners -------------------------------------------------------------------------------
 const chosen = { rank: 0, listeners: [] };
 function choose(rank) {
   chosen.rank = Math.max(0, Math.min(WORLD - 1, rank));
   for (const listen of chosen.listeners) listen();
 }
-// The pipeline rank whose memory and messages are shown: the chosen rank's where it was looked at.
+// The pipeline rank whose memory and messages are shown: the chosen rank's where it was predicted.
 const shownPipelineRank = () => (LOOKED.includes(pipelineRank(chosen.rank)) ? pipelineRank(chosen.rank) : nearest(pipelineRank(chosen.rank)));

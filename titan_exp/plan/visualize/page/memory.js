@@ -50,7 +50,7 @@ function drawMemory() {
 
   const PHASES = [["forward", "var(--c0)"], ["backward", "var(--c1)"], ["optimizer", "var(--c3)"]];
   const phase = (words) => PHASES.findIndex(([name]) => words.startsWith(name));
-  function story(box, width) {
+  function overTime(box, width) {
     const { memory, peak, reserved } = data.ranks[shownPipelineRank()], many = memory.where.length;
     const left = 62, right = 10, top = 26, strip = 10, height = 340, bottom = 46;
     const svg = picture(box, width, height, "memory over a step, by what it is for");
@@ -108,17 +108,17 @@ function drawMemory() {
   }
   function say() {
     const pipeline = shownPipelineRank();
-    section.querySelector(".story h3").textContent = data.mesh.axes.pp > 1 ? `Pipeline rank ${pipeline}` : "Any rank";
+    section.querySelector(".over-time h3").textContent = data.mesh.axes.pp > 1 ? `Pipeline rank ${pipeline}` : "Any rank";
     const missing = data.mesh.axes.pp - LOOKED.length;
     const room = data.room ? ` The device has ${bytes(data.room)}, of which ${percent(largest / data.room)} is the largest ${reserving ? "reserve" : "peak"}; the rest must hold ${reserving ? "" : "what the allocator reserves beyond tensors, "}the driver's context and buffers of messages.` : "";
     const kept = reserving ? " Framed by dots, and the dotted line: what torch's allocator has taken from the device by then, as predicted; no tensor fits into all of its gaps." : "";
-    const some = missing ? ` ${counted(missing, "pipeline rank")} ${missing > 1 ? "were" : "was"} not looked at (--ranks).` : "";
-    section.querySelector(".said").textContent = `Bytes of tensors that are alive, from the beginning of a step to its end, as the trainer's own step allocates them; ranks that differ in other axes than pp have the same. Of each span the largest moment is drawn, the peak among them.${kept}${room}${some}`;
+    const some = missing ? ` ${counted(missing, "pipeline rank")} ${missing > 1 ? "were" : "was"} not predicted (--ranks).` : "";
+    section.querySelector(".summary").textContent = `Bytes of tensors that are alive, from the beginning of a step to its end, as the trainer's own step allocates them; ranks that differ in other axes than pp have the same. Of each span the largest moment is drawn, the peak among them.${kept}${room}${some}`;
   }
   fillTerms(section.querySelector("dl"), used.map((name) => [CATEGORY_COLORS[name], name, data.words.categories[name]]));
   section.querySelector(".peaks").hidden = LOOKED.length < 2;
   if (LOOKED.length < 2) section.querySelector(".pair").style.gridTemplateColumns = "minmax(0, 1fr)";
-  const repaint = [drawn(section.querySelector(".peaks .plot"), peaks), drawn(section.querySelector(".story .plot"), story)];
+  const repaint = [drawn(section.querySelector(".peaks .plot"), peaks), drawn(section.querySelector(".over-time .plot"), overTime)];
   if (data.room && data.room > largest * 1.06) {
     section.querySelector(".controls").append(element("label", {}, "up to", choice([["", "the largest peak"], ["full", "the device's memory"]], "", (value) => { state.full = value === "full"; for (const paint of repaint) paint(); })));
   }

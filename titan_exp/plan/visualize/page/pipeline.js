@@ -33,7 +33,7 @@ function drawPipeline() {
   function paint(_, width) {
     const all = rows(state.way), left = stagesHere ? 58 : 12, right = stagesHere && width > 520 ? 62 : 8;
     const high = Math.max(16, Math.min(30, 420 / all.length)), height = all.length * high + 40;
-    canvas.setAttribute("aria-label", section.querySelector(".said").textContent);
+    canvas.setAttribute("aria-label", section.querySelector(".summary").textContent);
     const sharp = Math.max(1, devicePixelRatio || 1);
     canvas.width = width * sharp;
     canvas.height = height * sharp;
@@ -163,7 +163,7 @@ function drawPipeline() {
     const begin = stagesHere
       ? `${counted(microbatches, "micro-batch")} through ${counted(data.stages.length, "stage")} on ${counted(way.rows.length, "pipeline rank")}, in the order in which the trainer runs them. Hatched is the bubble: ${percent(way.bubble)} of the ranks' time, ${clock(way.bubble * way.end)} each on average.`
       : `There is no pipeline: a rank takes ${counted(microbatches, "micro-batch")} forward and back, one after the other, and has no bubble.`;
-    section.querySelector(".said").textContent = `${begin} ${numbers}${split}.${many}`;
+    section.querySelector(".summary").textContent = `${begin} ${numbers}${split}.${many}`;
     const kinds = [...new Set(way.rows.join(" ").match(/[FBIW]/g))];
     const keys = kinds.map((kind) => {
       const mark = element("i");

@@ -75,7 +75,7 @@ function drawRank() {
 
   function weights() {
     const pipeline = pipelineRank(chosen.rank), looked = LOOKED.includes(pipeline), source = looked ? pipeline : nearest(pipeline);
-    // Blocks are alike; what a stage has besides them is known of those that were looked at.
+    // Blocks are homogeneous; weights outside blocks are known for predicted stages.
     const listedWeights = data.ranks[source].weights.filter((it) => looked || it.layers.length);
     let kept = 0, all = 0;
     const stages = stagesOf(pipeline);
@@ -95,7 +95,7 @@ function drawRank() {
     const colored = cut.has("fsdp") ? " In full colour is what this rank keeps; paler is what it gathers from the others while the layer computes." : cut.size ? " Coloured is what this rank keeps and computes with." : " Nothing is cut: every rank keeps all of its layers.";
     part("weights").querySelector("p").textContent = looked
       ? `In all ${bytes(kept)} of weights${all > kept ? `, ${percent(kept / all)} of what its layers have` : ""}.${colored}`
-      : `Pipeline rank ${pipeline} was not looked at (--ranks); its layers' weights are as those of pipeline rank ${source}.${colored}`;
+      : `Pipeline rank ${pipeline} was not predicted (--ranks); its layers' weights are as those of pipeline rank ${source}.${colored}`;
   }
   function icon(weight, bounds, used, color) {
     const [rows, columns] = weight.shape.length > 1 ? weight.shape : [weight.shape[0], 1];
@@ -115,8 +115,8 @@ function drawRank() {
   function partWords(shape, bounds) {
     if (!numel(bounds)) return "nothing: there are more ranks than rows";
     const names = shape.length > 1 ? ["rows", "columns"] : ["numbers"];
-    const said = bounds.flatMap(([first, last], dim) => (last - first < shape[dim] ? [`${names[dim] || `dim ${dim}`} ${runs([[first, last - 1]])}`] : []));
-    return said.length ? said.join(", ") : "all of it";
+    const parts = bounds.flatMap(([first, last], dim) => (last - first < shape[dim] ? [`${names[dim] || `dim ${dim}`} ${runs([[first, last - 1]])}`] : []));
+    return parts.length ? parts.join(", ") : "all of it";
   }
 
   function messages() {
@@ -131,8 +131,8 @@ function drawRank() {
     part("messages").querySelector("tbody").replaceChildren(...rows);
     part("messages").querySelector("table").hidden = !rows.length;
     part("messages").querySelector("p").textContent = !looked
-      ? `Pipeline rank ${pipeline} was not looked at (--ranks), so its messages are not known.`
-      : rows.length ? "Bytes are those of the whole tensor on the side where it is larger: gathered, to be scattered, sent." : "It talks to nobody.";
+      ? `Pipeline rank ${pipeline} was not predicted (--ranks), so its messages are not known.`
+      : rows.length ? "Bytes are those of the whole tensor on the side where it is larger: gathered, to be scattered, sent." : "It sends nothing.";
   }
 
   // Tensors pass between neighbours of the pipeline; every other message is one of a whole group.

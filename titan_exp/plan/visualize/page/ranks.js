@@ -35,7 +35,7 @@ function drawRanks() {
     cells = new Map();
     const most = Math.max(...groups.map((it) => (folds(it) ? 5 : it.nodes.length)));
     const gap = 10, between = 2, pad = 4;
-    // As large as lets a group of nodes stand in one line, within what is legible.
+    // As large as fits a group of nodes in one line, but legible.
     const smallest = 11, across = Math.min(NODE, Math.max(1, Math.floor((width - 2 * pad) / (smallest + between)))), rows = Math.ceil(NODE / across);
     const wide = (size) => across * (size + between) - between + 2 * pad;
     const inLine = Math.max(1, Math.min(most, Math.floor((width + gap) / (wide(smallest) + gap))));

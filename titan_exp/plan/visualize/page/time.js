@@ -1,4 +1,4 @@
-// ---- where a step's time goes, and what is sent ------------------------------------------------------------------------------------
+// ---- step time and communication ------------------------------------------------------------------------------------
 const COST_COLORS = { matmuls: "var(--c0)", elementwise: "var(--c5)", exposed: "var(--c1)", behind: "var(--c2)", bubble: "var(--line)" };
 const COST_NAMES = { matmuls: "matmuls", elementwise: "elementwise", exposed: "messages, waited for", behind: "messages, hidden", bubble: "bubble" };
 
@@ -40,7 +40,7 @@ function drawTime() {
     });
   }
   const hidden = known.every((pipeline) => { const it = data.ranks[pipeline].time; return it.behind <= it.matmuls + it.elementwise + it.exposed; });
-  section.querySelector(".said").textContent = `An estimate from the device's rates, less what training does not reach of them: ${seconds(data.step)} a step. The thin line is messages that travel behind compute${hidden ? ", all of them shorter than it" : "; where it is the longer one, the step waits for it"}.`;
+  section.querySelector(".summary").textContent = `An estimate from the device's rates, less what training does not reach of them: ${seconds(data.step)} a step. The thin line is messages that travel behind compute${hidden ? ", all of them shorter than it" : "; where it is the longer one, the step waits for it"}.`;
   const shown = Object.keys(COST_NAMES).filter((name) => (name === "bubble" ? data.mesh.axes.pp > 1 : known.some((pipeline) => data.ranks[pipeline].time[name] > 0)));
   fillTerms(section.querySelector("dl"), shown.map((name) => [COST_COLORS[name], COST_NAMES[name], data.words.costs[name]]));
   chosen.listeners.push(drawn(section.querySelector(".plot"), paint));
@@ -59,7 +59,7 @@ function drawSent() {
       ...(named.includes("cp_across") ? ["cp_across are the cp ranks that exchange keys and values."] : []),
       ...(named.includes("cp_within") ? ["cp_within are the cp ranks that exchange heads."] : []),
     ].join(" ");
-    section.querySelector(".said").textContent = messages.length
+    section.querySelector(".summary").textContent = messages.length
       ? `What a rank${data.mesh.axes.pp > 1 ? ` of pipeline rank ${pipeline}` : ""} exchanges in a step, by mesh axis. ${bytes(sum(messages.map((it) => it.bytes)))} in all; bytes are those of the whole tensor on the side where it is larger. ${folded}`
       : "One rank alone sends nothing.";
     section.querySelector("table").hidden = !messages.length;

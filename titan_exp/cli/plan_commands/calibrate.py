@@ -1,4 +1,4 @@
-"""The verb `titan-exp plan calibrate`: constants of a device from what finished runs measured."""
+"""`titan-exp plan calibrate`: fits a device's constants to finished runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,37 +13,37 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type, node_size
 from titan_exp.config.schema.typed_config import load_experiment
-from titan_exp.launch.state.run_lookup import RunEntry, find, split_runs_folder
+from titan_exp.launch.state.run_lookup import RunEntry, find_runs, split_runs_folder
 from titan_exp.launch.summary import summarize
 from titan_exp.launch.sweep.sweep_table import plain_table
 from titan_exp.plan.calibrated_constants import FITTED, read_constants, write_constants
 from titan_exp.plan.cuda.devices import DEVICES, Device
-from titan_exp.plan.device_memory import NAMES, cpu_device
+from titan_exp.plan.device_memory import DEVICE_KEYS, cpu_device
 from titan_exp.plan.gate.batch_predict import PredictionRequest, predict_many
 from titan_exp.plan.gate.prediction_cache import prediction_inputs
 from titan_exp.plan.plan_json import NotPredicted, Prediction
 from titan_exp.plan.time.fit import MIN_RUNS, Fit, Observation, fit
+from titan_exp.tracking.number_format import GIB
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.run_folder.state import read_json
 
 HELP = """\
-titan-exp plan calibrate: fit what a device reaches to finished runs; later plans use it.
+titan-exp plan calibrate: fit a device's constants to finished runs; later plans use them.
 
   titan-exp plan calibrate                 from all finished runs under runs/
-  titan-exp plan calibrate NAME RUN ...    from those of a study, or from some
-  titan-exp plan calibrate ... --dry-run   print what would be fitted, write nothing
+  titan-exp plan calibrate NAME RUN ...    from the runs of a study, or from some
+  titan-exp plan calibrate ... --dry-run   print the fit and write nothing
 
-Four constants of time (the share of their rate that matmuls, elementwise operators and messages reach, and what every
-operator takes besides) and one of memory (what a process has beside what is predicted). Runs of one kind of device, at
-least 4 that differ in what they take. On a CPU, titan-exp doctor must have measured it before.
+Four constants of time (the share of peak that matmuls, elementwise operators and collectives reach, and a fixed cost of
+every operator) and one of memory (the overhead of a process). Needs at least 4 runs with different predictions, all on
+one kind of device. A CPU must have been measured by titan-exp doctor.
 """
-GIB = 2**30
 
 
 @dataclass(frozen=True)
 class _Measured:
-    """A finished run that can take part."""
+    """A finished run that the fit can use."""
 
     label: str
     experiment: Experiment
@@ -56,7 +56,7 @@ def calibrate_command(words: Sequence[str]) -> int:
     """Run the verb; returns the exit code.
 
     Raises:
-        UserError: a word names nothing, the runs are of several kinds of device, or they are too few.
+        UserError: a word names no run, the runs are on several kinds of device, or they are too few.
     """
     if {"--help", "-h"} & set(words):
         print(HELP, end="")
@@ -64,20 +64,19 @@ def calibrate_command(words: Sequence[str]) -> int:
     flags, rest = take_flags(words, ("--dry-run",), verb="plan calibrate")
     runs, named = split_runs_folder(rest)
     left_out: dict[str, int] = {}
-    measured = _measured(find(named, runs), runs / ".cache", left_out)
+    measured = _measured(find_runs(named, runs), runs / ".cache", left_out)
     _require_one_device(measured)
-    predictions = predict_many(
-        [PredictionRequest(one.experiment, one.device) for one in measured], runs / ".cache", print
-    )
+    requests = [PredictionRequest(run.experiment, run.device) for run in measured]
+    predictions = predict_many(requests, runs / ".cache", print)
     observations = _observations(measured, predictions, left_out)
-    different = {prediction_inputs(one.experiment, one.device) for one in measured}
+    different = {prediction_inputs(run.experiment, run.device) for run in measured}
     if len(observations) < MIN_RUNS or len(different) < MIN_RUNS:
         why = "; ".join(f"{count} left out: {reason}" for reason, count in left_out.items())
         raise UserError(
-            f"plan calibrate: {len(observations)} finished runs of {len(different)} kinds are too few: {MIN_RUNS} are "
-            f"needed that differ in what they take (model, sequence length, layout)."
+            f"plan calibrate: found {len(observations)} finished runs with {len(different)} different predictions; a "
+            f"fit needs {MIN_RUNS} that differ in model, sequence length or layout."
             + (f"\n  {why}" if why else "")
-            + "\n  Short ones are enough: titan-exp train training.steps=30 tracking.log_every=5 ..."
+            + "\n  Short runs are enough: titan-exp train training.steps=30 tracking.log_every=5 ..."
         )
     for reason, count in left_out.items():
         print(f"{count} run(s) left out: {reason}")
@@ -86,23 +85,23 @@ def calibrate_command(words: Sequence[str]) -> int:
     if "--dry-run" in flags:
         return 0
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    print(f"kept in {write_constants(runs / '.cache', replace(found.constants, when=now))}; later plans use them")
+    print(f"wrote {write_constants(runs / '.cache', replace(found.constants, when=now))}; later plans use them")
     return 0
 
 
 def _measured(found: Sequence[RunEntry], cache: Path, left_out: dict[str, int]) -> list[_Measured]:
-    """The runs that can take part; counts the others by why they cannot."""
-    taken = []
-    for one in found:
+    """Runs that the fit can use; counts the others by reason."""
+    taken = list[_Measured]()
+    for run in found:
         try:
-            taken.append(_read(one, cache))
+            taken.append(_read(run, cache))
         except UserError as error:
             left_out[str(error)] = left_out.get(str(error), 0) + 1
     return taken
 
 
-def _read(one: RunEntry, cache: Path) -> _Measured:
-    folder = one.folder
+def _read(run: RunEntry, cache: Path) -> _Measured:
+    folder = run.folder
     state = folder.read_state()
     if state is None or state.state != "done":
         raise UserError("not finished")
@@ -110,14 +109,14 @@ def _read(one: RunEntry, cache: Path) -> _Measured:
     if not speed:
         raise UserError("no speed was logged (the first steps are left out; tracking.log_every=5 logs more often)")
     env = read_json(folder.env) or {}
-    experiment = _where_it_ran(load_experiment(folder.config), bool(env.get("gpus")), len(env.get("gpus") or []))
+    experiment = _resolve_device(load_experiment(folder.config), bool(env.get("gpus")), len(env.get("gpus") or []))
     on_gpu = device_type(experiment.cluster) == "cuda"
     device = _gpu(env, experiment, cache) if on_gpu else _cpu(env, experiment, cache)
-    return _Measured(one.label, experiment, device, speed, _memory(folder, on_gpu=on_gpu))
+    return _Measured(run.label, experiment, device, speed, _memory(folder, on_gpu=on_gpu))
 
 
-def _where_it_ran(experiment: Experiment, on_gpu: bool, gpus: int) -> Experiment:
-    """The experiment with what `auto` and null stood for on the machine of the run, which may be another."""
+def _resolve_device(experiment: Experiment, on_gpu: bool, gpus: int) -> Experiment:
+    """Resolve `auto` and null by the run's own machine, which may be another one."""
     cluster = experiment.cluster
     if cluster.device == "auto":
         cluster = replace(cluster, device="cuda" if on_gpu else "cpu")
@@ -128,11 +127,13 @@ def _where_it_ran(experiment: Experiment, on_gpu: bool, gpus: int) -> Experiment
 
 def _gpu(env: dict, experiment: Experiment, cache: Path) -> Device:
     names = {str(gpu.get("name")) for gpu in env.get("gpus") or []}
-    kind = NAMES.get(next(iter(names)), "") if len(names) == 1 else ""
+    kind = DEVICE_KEYS.get(next(iter(names)), "") if len(names) == 1 else ""
     kind = kind or (experiment.cluster.gpu_type or "").lower()
     if kind not in DEVICES:
-        raise UserError(f"on a GPU that the planner does not know ({listed(sorted(names)) or 'cluster.gpu_type=null'})")
-    return read_constants(cache, DEVICES[kind].name).over(DEVICES[kind])
+        raise UserError(
+            f"its GPU is not in the planner's device table ({listed(sorted(names)) or 'cluster.gpu_type=null'})"
+        )
+    return read_constants(cache, DEVICES[kind].name).apply_to(DEVICES[kind])
 
 
 def _cpu(env: dict, experiment: Experiment, cache: Path) -> Device:
@@ -142,7 +143,7 @@ def _cpu(env: dict, experiment: Experiment, cache: Path) -> Device:
     dtype = experiment.training.mixed_precision
     device = cpu_device(name, cache, dtype=dtype, threads=threads, processes=processes)
     if device is None:
-        raise UserError(f"the rates of {name} are not known; titan-exp doctor paths.runs={cache.parent} measures them")
+        raise UserError(f"{name} has not been measured; run titan-exp doctor paths.runs={cache.parent}")
     return device
 
 
@@ -153,31 +154,31 @@ def _memory(folder: RunFolder, *, on_gpu: bool) -> float | None:
 
 
 def _require_one_device(measured: Sequence[_Measured]) -> None:
-    names = sorted({one.device.name for one in measured})
+    names = sorted({run.device.name for run in measured})
     if len(names) > 1:
-        raise UserError(f"plan calibrate: these runs were on {listed(names, 'and')}. Name those of one of them.")
+        raise UserError(f"plan calibrate: these runs were on {listed(names, 'and')}. Name runs on one kind of device.")
 
 
 def _observations(
     measured: Sequence[_Measured], predictions: Sequence[Prediction | NotPredicted], left_out: dict[str, int]
 ) -> list[Observation]:
     found = []
-    for one, answer in zip(measured, predictions, strict=True):
+    for run, answer in zip(measured, predictions, strict=True):
         if isinstance(answer, NotPredicted):
             left_out[answer.reason] = left_out.get(answer.reason, 0) + 1
             continue
-        tokens = one.experiment.training.global_batch_size * one.experiment.training.seq_len
-        found.append(Observation(one.label, answer, one.device, tokens / one.speed, one.memory))
+        tokens = run.experiment.training.global_batch_size * run.experiment.training.seq_len
+        found.append(Observation(run.label, answer, run.device, tokens / run.speed, run.memory))
     return found
 
 
 def _show(observations: Sequence[Observation], found: Fit) -> None:
     rows = []
-    for place, one in enumerate(observations):
-        row = [one.label, f"{one.step_seconds:.4g}"]
+    for place, run in enumerate(observations):
+        row = [run.label, f"{run.step_seconds:.4g}"]
         for seconds in (found.before[place], found.after[place]):
-            row += [f"{seconds:.4g}", _signed(seconds / one.step_seconds - 1)]
-        memory, before, after = one.memory, found.memory_before[place], found.memory_after[place]
+            row += [f"{seconds:.4g}", _signed(seconds / run.step_seconds - 1)]
+        memory, before, after = run.memory, found.memory_before[place], found.memory_after[place]
         if memory is None or before is None or after is None:
             row += ["-"] * 3
         else:
@@ -185,24 +186,24 @@ def _show(observations: Sequence[Observation], found: Fit) -> None:
         rows.append(row)
     heads = ["run", "s/step", "before", "", "after", "", "GiB", "before", "after"]
     plain_table(heads, rows)
-    seconds = [one.step_seconds for one in observations]
-    for words, predicted in (
+    seconds = [run.step_seconds for run in observations]
+    for label, predicted in (
         ("time before", found.before),
         ("time after", found.after),
         ("time of a run left out of the fit", found.unseen),
     ):
-        print(f"{words}: {_errors(predicted, seconds)}")
-    both = [(one.memory, place) for place, one in enumerate(observations) if one.memory is not None]
-    for words, values in (("memory before", found.memory_before), ("memory after", found.memory_after)):
+        print(f"{label}: {_errors(predicted, seconds)}")
+    both = [(run.memory, place) for place, run in enumerate(observations) if run.memory is not None]
+    for label, values in (("memory before", found.memory_before), ("memory after", found.memory_after)):
         if both:
-            print(f"{words}: {_errors([values[place] or 0.0 for _, place in both], [memory for memory, _ in both])}")
+            print(f"{label}: {_errors([values[place] or 0.0 for _, place in both], [memory for memory, _ in both])}")
     device = observations[0].device
     for name in FITTED:
         print(f"{name}: {getattr(device, name):.3g} -> {getattr(found.constants, name):.3g}")
 
 
 def _errors(predicted: Sequence[float], measured: Sequence[float]) -> str:
-    errors = [abs(guess / fact - 1) for guess, fact in zip(predicted, measured, strict=True)]
+    errors = [abs(guess / value - 1) for guess, value in zip(predicted, measured, strict=True)]
     return f"median error {median(errors):.1%}, worst {max(errors):.1%}"
 
 

@@ -1,6 +1,6 @@
-"""One run from its configuration to its end: found or made, refused or started, followed, and closed.
+"""Local run from plan to end: create or find the folder, start the ranks, show progress, close the attempt.
 
-The same command finds the same folder, says that the run is done, or continues it.
+The same command finds the same folder and continues the run, or reports that it is done.
 """
 
 import socket
@@ -18,74 +18,72 @@ from titan_exp.launch.state.exit_status import AttemptResult
 from titan_exp.launch.state.run_lock import acquire_run, wait_for_orphans
 from titan_exp.launch.state.tail import FileTail, rows
 from titan_exp.launch.summary import Summary, describe, summarize
-from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
+from titan_exp.tracking.run_folder.run_folder import RunState
 
 POLL_INTERVAL = 0.1
-"""Seconds between looks at the ranks and their files."""
+"""Seconds between polls of the ranks and their files."""
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as shells have it."""
+"""Exit code after Ctrl-C, as in shells."""
 
 
 @dataclass(frozen=True)
-class Outcome:
-    """How a call of `run` ended."""
+class RunOutcome:
+    """Result of `run`."""
 
-    folder: RunFolder
-    """Of the run."""
     exit_code: int
     """0 done, 130 stopped by a signal to the launcher, 85 stopped otherwise, 2 or 1 failed."""
     summary: Summary
-    """What the run's files say now."""
+    """Summary of the run's files."""
 
 
-def run(plan: RunPlan, *, console: RunConsole | None = None) -> Outcome:
-    """Run a plan and wait for its end; a run that is done is only reported.
+def run(plan: RunPlan, *, console: RunConsole | None = None) -> RunOutcome:
+    """Run a plan to its end; if it is done already, only report it.
 
     Raises:
-        UserError: the folder cannot be written, or the run goes on elsewhere.
+        UserError: the folder cannot be written, or another process runs it.
     """
     console = console or RunConsole()
     create_run_folder(plan)
-    with explain_write_errors(plan.folder.path), acquire_run(plan.folder, "launcher", console.say):
+    with explain_write_errors(plan.folder.path), acquire_run(plan.folder, "launcher", console.echo):
         state = plan.folder.read_state()
         if state is not None and state.state == "done":
             summary = summarize(plan.folder)
-            console.say(f"{describe(summary, plan.experiment.training.steps)}: {plan.folder.path}")
-            console.say(
+            console.echo(f"{describe(summary, plan.experiment.training.steps)}: {plan.folder.path}")
+            console.echo(
                 "This run is done, so nothing was started. To run it again, give another experiment.seed or "
                 "experiment.name, or remove its folder."
             )
-            return Outcome(plan.folder, 0, summary)
+            return RunOutcome(0, summary)
         execution = _Execution(plan, _open_attempt(plan, state, console), console)
         result = execution.run()
     summary = replace(summarize(plan.folder), state=result.state)
     _report(plan, summary, result, console)
     stopped_by_signal = result.state == "preempted" and execution.interrupts.first is not None
-    return Outcome(plan.folder, INTERRUPTED if stopped_by_signal else result.exit_code, summary)
+    return RunOutcome(INTERRUPTED if stopped_by_signal else result.exit_code, summary)
 
 
 def _open_attempt(plan: RunPlan, state: RunState | None, console: RunConsole) -> int:
-    """Write down the intent to start; returns the number of the attempt."""
+    """Record the intent to start; returns the attempt number."""
     folder, size = plan.folder, ResolvedLayout.of(plan.experiment).world_size
     last = state.attempt if state else 0
     close_dead_attempts(folder)
     refresh_snapshot(plan, last)
     attempt = folder.add_attempt(world_size=size, hosts=[socket.gethostname()]).attempt
-    # A rank of the attempt before that was only just starting either sees this row and ends, or is seen here.
-    wait_for_orphans(folder, console.say)
+    # A rank of the previous attempt that was still starting either sees this row and ends, or is waited for here.
+    wait_for_orphans(folder, console.echo)
     folder.clear_stop()
     folder.write_state(RunState("running", state.step if state else 0, time.time(), attempt, None))
     processes = "1 process" if size == 1 else f"{size} processes"
     if last and state is not None:
-        before = state.reason or ("died without a word" if state.state in ("running", "pending") else state.state)
-        console.say(f"{folder.path}: attempt {attempt}, {processes}, after attempt {last} ({before})")
+        previous = state.reason or ("died without a record" if state.state in ("running", "pending") else state.state)
+        console.echo(f"{folder.path}: attempt {attempt}, {processes}, after attempt {last} ({previous})")
     else:
-        console.say(f"{folder.path}: {processes}")
+        console.echo(f"{folder.path}: {processes}")
     return attempt
 
 
 class _Execution:
-    """One attempt while it runs."""
+    """One attempt, followed from start to end."""
 
     def __init__(self, plan: RunPlan, attempt: int, console: RunConsole) -> None:
         self.plan, self.folder, self.attempt, self.console = plan, plan.folder, attempt, console
@@ -106,24 +104,24 @@ class _Execution:
         finally:
             self.ranks.close()
             self.console.close(result.state)
-            self._write_down(result)
+            self._close(result)
         return result
 
-    def _write_down(self, result: AttemptResult) -> None:
+    def _close(self, result: AttemptResult) -> None:
         state, code, reason = result.state, result.exit_code, result.reason
         try:
             close_attempt(self.folder, self.attempt, state, exit_code=code, reason=reason, overrule=True)
         except OSError as error:
-            # The verdict matters more than the file; the next start finds a run that nobody holds.
+            # The exit code matters more than the file; the next start finds a run without holder.
             self.console.error(f"{self.folder.state} cannot be written ({error.strerror}).")
 
     def _follow(self) -> AttemptResult:
-        told, interrupts = False, self.interrupts
+        stopping, interrupts = False, self.interrupts
         while not self.ranks.poll():
-            if interrupts.first and not told:
-                told = True
+            if interrupts.first and not stopping:
+                stopping = True
                 self.folder.request_stop(f"the launcher received {interrupts.first}")
-                self.console.say("Stopping: saving first. Ctrl-C again ends at once.")
+                self.console.echo("Stopping: saving first. Ctrl-C again ends at once.")
             if interrupts.again:
                 self.ranks.kill()
                 self._show()
@@ -144,9 +142,9 @@ class _Execution:
 
 def _report(plan: RunPlan, summary: Summary, result: AttemptResult, console: RunConsole) -> None:
     if result.state == "failed":
-        # What a user can put right says so itself; anything else is shown where it happened.
+        # A UserError explains itself; other failures show their traceback.
         text = result.detail if result.exit_code == UserError.exit_code else f"{result.detail}\n{result.reason}"
         console.error(text.strip())
-    console.say(f"{describe(summary, plan.experiment.training.steps)}: {plan.folder.path}")
+    console.echo(f"{describe(summary, plan.experiment.training.steps)}: {plan.folder.path}")
     if result.state == "preempted":
-        console.say("The same command continues it.")
+        console.echo("The same command continues it.")

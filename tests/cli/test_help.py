@@ -1,0 +1,43 @@
+"""`titan-exp help TOPIC` and the discovery of verbs."""
+
+import io
+import sys
+
+import pytest
+
+from titan_exp.cli.help import guides
+from titan_exp.cli.main import main, verbs
+
+
+def test_a_guide_is_printed_as_it_is_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]):
+    assert main(["help", "sweeps-and-slurm"]) == 0
+    assert capsys.readouterr().out == guides()["sweeps-and-slurm"].read_text(encoding="utf-8")
+
+
+def test_a_guide_is_formatted_on_a_terminal(monkeypatch: pytest.MonkeyPatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    assert main(["help", "sweeps-and-slurm"]) == 0
+    assert "\x1b[" in screen.getvalue()
+    assert "```" not in screen.getvalue()
+
+
+def test_topics_are_listed_and_misspelt_ones_suggested(capsys: pytest.CaptureFixture[str]):
+    assert main(["help"]) == 0
+    assert "sweeps-and-slurm" in capsys.readouterr().out
+    assert main(["help", "sweep-and-slurm"]) == 2
+    assert "sweeps-and-slurm" in capsys.readouterr().err
+
+
+def test_every_verb_is_a_module_with_a_line_of_help(capsys: pytest.CaptureFixture[str]):
+    assert {"train", "sweep", "plan", "status", "tokenize", "help"} <= set(verbs())
+    assert "hydra_command" not in verbs()
+    assert all(verbs().values())
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"  {verb:<10} {text}" in out for verb, text in verbs().items())

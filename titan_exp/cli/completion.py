@@ -1,0 +1,74 @@
+"""Shell completion: verbs, names of runs and studies, guides, a verb's options, and Hydra's groups and keys."""
+
+import io
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from contextlib import redirect_stdout, suppress
+from pathlib import Path
+
+from titan_exp.cli.hydra_command import command_name
+
+_LINE = re.compile(r"\s*(?P<command>(?:\S*python\S*\s+-m\s+)?\S+)\s+(?P<verb>\S*)(?P<space>\s*)(?P<rest>.*)")
+
+
+def complete(words: Sequence[str], verbs: Iterable[str]) -> int:
+    """Print completions of the line in COMP_LINE, none on any error; returns 0."""
+    line = os.environ.get("COMP_LINE", "")
+    typed = _LINE.match(line)
+    if typed is None or not typed["space"]:
+        print(" ".join(f"{verb} " for verb in verbs if verb.startswith(typed["verb"] if typed else "")))
+        return 0
+    verb, rest = typed["verb"], typed["rest"]
+    name, space, overrides = rest.partition(" ")
+    if verb == "sweep" and space:
+        print("\n".join(_composed(overrides, words)))
+        return 0
+    names = _names(verb)
+    if names is not None:
+        print(" ".join(f"{found} " for found in names if found.startswith(name)))
+        return 0
+    from titan_exp.config.command_line.completion import GROUPS, composes, fits, own_words
+
+    *before, word = rest.split(" ")
+    found = own_words(verb, word)
+    if verb in GROUPS:
+        line = " ".join([*(each for each in before if composes(verb, each)), word])
+        found += [offer for offer in _composed(line, words) if fits(verb, offer)]
+    print("\n".join(found))
+    return 0
+
+
+def _names(verb: str) -> list[str] | None:
+    """Names that may follow a verb; None if it takes none."""
+    with suppress(Exception):
+        if verb == "sweep":
+            from titan_exp.config.study.study_file import study_files
+
+            return sorted(study_files())
+        if verb == "help":
+            from titan_exp.cli.help import guides
+
+            return sorted(guides())
+        if verb in ("status", "logs", "cancel", "retry", "compare"):
+            from titan_exp.launch.state.run_lookup import run_groups
+
+            return sorted(run_groups(Path("runs")))
+        return None
+    return []
+
+
+def _composed(rest: str, words: Sequence[str]) -> list[str]:
+    """Hydra's completions after `titan-exp train`."""
+    from titan_exp.cli.train import run
+
+    os.environ["COMP_LINE"] = f"{command_name()} {rest}"
+    stderr, sys.stderr = sys.stderr, open(os.devnull, "w")  # noqa: SIM115
+    output = io.StringIO()
+    try:
+        with redirect_stdout(output), suppress(Exception, SystemExit):
+            run(words)
+    finally:
+        sys.stderr = stderr
+    return output.getvalue().split()

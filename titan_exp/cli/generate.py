@@ -1,0 +1,11 @@
+"""Continue a text with a trained model."""
+
+from collections.abc import Sequence
+
+
+def run(words: Sequence[str]) -> int:
+    """Run the verb; returns the exit code."""
+    from titan_exp.inference.generate import generate_command
+    from titan_exp.launch.local.ephemeral_ranks import run_on_ranks
+
+    return generate_command(words, run_on_ranks)

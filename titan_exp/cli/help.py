@@ -1,0 +1,38 @@
+"""Print a guide: titan-exp help TOPIC."""
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import titan_exp
+from titan_exp.config.errors.did_you_mean import did_you_mean, listed
+from titan_exp.config.errors.user_error import UserError
+
+
+def run(words: Sequence[str]) -> int:
+    """Print the guide of a topic, formatted on a terminal; returns the exit code.
+
+    Raises:
+        UserError: there is no such guide.
+    """
+    topic = words[0] if len(words) == 1 else " ".join(words)
+    found = guides()
+    if topic not in found:
+        offer = did_you_mean(topic, found) or f"The guides are {listed(sorted(found), 'and')}."
+        raise UserError(f"titan-exp help {topic}: there is no such guide. {offer[:1].upper()}{offer[1:]}")
+    text = found[topic].read_text(encoding="utf-8")
+    if not sys.stdout.isatty():
+        print(text, end="")
+        return 0
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    Console().print(Markdown(text))
+    return 0
+
+
+def guides() -> dict[str, Path]:
+    """Guides by topic: docs/guides in a checkout, or inside an installed package."""
+    package = Path(titan_exp.__file__).resolve().parent
+    folders = [package / "docs" / "guides", package.parent / "docs" / "guides"]
+    return {path.stem: path for folder in folders for path in sorted(folder.glob("*.md"))}

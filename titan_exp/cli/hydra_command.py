@@ -1,0 +1,102 @@
+"""Composition by Hydra around a verb: flags and overrides in, one task call per composed configuration."""
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from titan_exp.config.errors.user_error import UserError
+
+Task = Callable[[Any, Sequence[str]], int]
+"""Takes a composed configuration and the typed overrides; returns an exit code."""
+
+
+def run_with_hydra(words: Sequence[str], task: Task, *, nested: Sequence[str] = (), where: str = "") -> int:
+    """Let Hydra read the words and call the task with each composed configuration; returns the highest exit code.
+
+    Args:
+        words: as typed after the verb.
+        task: the verb's work.
+        nested: overrides that Hydra sees only per point: a study's own, and those typed after its name.
+        where: the study's file, for error messages.
+    """
+    from titan_exp.config.command_line.hydra_args import read_arguments
+
+    arguments = read_arguments(words)
+    import hydra
+    from hydra.core.hydra_config import HydraConfig
+
+    from titan_exp.config.command_line.help import train_help
+    from titan_exp.config.errors.explain_hydra import MESSAGE, explain, is_about_words, misspelt
+    from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION, OWN_FILE, standing_overrides
+    from titan_exp.config.hydra.resolvers import register_resolvers
+    from titan_exp.config.schema.import_path import search_current_directory
+
+    own_file = arguments.has("--config-path", "-cp", "--config-name", "-cn")
+    always = OWN_FILE if own_file else standing_overrides()
+    codes: list[int] = []
+    failures: list[Exception] = []
+
+    def job(cfg: Any) -> None:
+        # Hydra adds its own text to an exception of its task, so exceptions bypass it.
+        try:
+            typed = [override for override in HydraConfig.get().overrides.task if override not in always]
+            codes.append(task(cfg, typed))
+        except Exception as error:
+            failures.append(error)
+
+    added = arguments.value_of("--config-dir", "-cd")
+    if added is not None and not os.path.isdir(added):
+        raise UserError(f"--config-dir {added}: there is no such folder. It holds your groups, as {CONF_DIR} does.")
+    search_current_directory()
+    register_resolvers()
+    before, sys.argv = sys.argv, [command_name(), *arguments.flags, *always, *arguments.overrides]
+    try:
+        if arguments.has("--help", "-h"):
+            print(train_help(arguments), end="")
+            return 0
+        everything = replace(arguments, overrides=(*nested, *arguments.overrides))
+        if arguments.has("--multirun", "-m") and (found := misspelt(everything)):
+            # Once, instead of for every point of the sweep.
+            raise UserError(f"{MESSAGE} They were typed, or are in {where}." if where else MESSAGE, found)
+        with _hydra_raises(), warnings.catch_warnings():
+            warnings.filterwarnings("error", "provider=.* is not available", UserWarning)
+            hydra.main(config_path=str(CONF_DIR), config_name=CONFIG_NAME, **HYDRA_VERSION)(job)()
+    except Exception as error:
+        if not is_about_words(error):
+            raise
+        raise explain(error, arguments) from error
+    finally:
+        sys.argv = before
+    if failures:
+        raise failures[0]
+    return max(codes, default=0)
+
+
+def run_sweep_with_hydra(args: Any, task: Task) -> int:
+    """The same for `SweepArgs`: its sweep options reach the sweeper without Hydra."""
+    from titan_exp.launch.sweep.options import use_sweep_options
+
+    with use_sweep_options(args.options):
+        return run_with_hydra(args.words, task, nested=args.nested, where=args.where)
+
+
+def command_name() -> str:
+    """Name of this command as typed."""
+    name = os.path.basename(sys.argv[0])
+    return "titan-exp" if name.endswith(".py") else name
+
+
+@contextmanager
+def _hydra_raises() -> Iterator[None]:
+    """Let Hydra raise errors instead of printing them and exiting."""
+    before = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop("HYDRA_FULL_ERROR")
+        os.environ.update({} if before is None else {"HYDRA_FULL_ERROR": before})

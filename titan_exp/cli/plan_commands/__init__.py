@@ -1,0 +1,1 @@
+"""Sub-verbs of `titan-exp plan`."""

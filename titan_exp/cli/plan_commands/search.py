@@ -1,0 +1,181 @@
+"""`titan-exp plan search [options] [overrides]`: ranks the layouts of a cluster by predicted speed."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from titan_exp.cli.plan import take_options
+from titan_exp.config.errors.did_you_mean import listed
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.optimizer import keeps_fp32_moments
+from titan_exp.config.layout.resolved_layout import resolve_layout
+from titan_exp.config.machine.devices import device_type, offered_devices
+from titan_exp.tracking.number_format import format_bytes
+
+if TYPE_CHECKING:
+    from titan_exp.plan.cuda.devices import Device
+    from titan_exp.plan.search.search import SearchResult
+
+HELP = """\
+titan-exp plan search [--gpus N] [--tokens N] [--global-batch-size N] [--limit K] [--device NAME] [--json] ...
+  for example: titan-exp plan search model=llama3_405b cluster=slurm_h100 --gpus 512 --global-batch-size 512 \\
+      training.seq_len=8192 training.mixed_precision=bf16 --tokens 15e12
+
+  Ranks every layout that fits by predicted speed: parallel degrees, pipeline schedules, micro-batch sizes and
+  activation checkpointing. Keys that are typed stay fixed, as in parallelism.tp=8; all other overrides are as in train.
+
+  --gpus N               number of GPUs; default: all of the cluster group
+  --tokens N             tokens of the run, for GPU-hours and days; also as 15e12
+  --global-batch-size N  same as training.global_batch_size=N
+  --limit K              number of layouts to print; default: 10
+  --device NAME          device: a100, h100, h200, b200, mi300x; default: cluster.gpu_type
+  --json                 print JSON, in bytes and seconds"""
+
+_EXAMPLES = {"gpus": "512", "tokens": "15e12", "global-batch-size": "1024", "limit": "10", "device": "h100"}
+
+
+@dataclass(frozen=True)
+class SearchOptions:
+    """Options of the verb."""
+
+    gpus: int | None = None
+    """Number of GPUs."""
+    tokens: int | None = None
+    """Tokens of the whole run."""
+    limit: int = 10
+    """Layouts to print."""
+    device: str | None = None
+    """Key of the device table."""
+    json: bool = False
+    """True to print JSON."""
+    help: bool = False
+    """True to print the help."""
+
+
+def search_options(words: Sequence[str]) -> tuple[SearchOptions, list[str]]:
+    """Split the words of the command into options and overrides.
+
+    Raises:
+        UserError: an option lacks its value or has a wrong one.
+    """
+    given, rest = take_options(words, _EXAMPLES, ("json",))
+    for name in ("gpus", "tokens", "global-batch-size", "limit"):
+        if (key := name.replace("-", "_")) in given:
+            given[key] = _whole_number(name, given[key])
+    if "global_batch_size" in given:
+        rest.append(f"training.global_batch_size={given.pop('global_batch_size')}")
+    return SearchOptions(**given), rest
+
+
+def search_command(cfg: Any, options: SearchOptions, typed: Sequence[str]) -> int:
+    """Search the layouts of a composed run and print them; returns the exit code.
+
+    Raises:
+        UserError: the run cannot be searched, or no layout fits.
+    """
+    from titan_exp.cli.plan import device_for
+    from titan_exp.config.schema.typed_config import to_experiment
+    from titan_exp.plan.search.layouts import fixed_keys, search_space
+    from titan_exp.plan.supported import check_supported, check_supported_on
+
+    experiment = to_experiment(cfg)
+    if device_type(experiment.cluster) == "cpu":
+        raise UserError(
+            "plan search ranks layouts by speed and has no speed model for CPUs. Use cluster=slurm_h100, or "
+            "cluster=slurm with --device h100."
+        )
+    device = device_for(experiment, options.device)
+    assert device is not None, "a GPU is in the device table, or refused"
+    gpus = options.gpus or offered_devices(experiment.cluster)
+    # Options that no layout changes are refused before the search.
+    check_supported(experiment)
+    check_supported_on(experiment, device)
+    if experiment.training.mixed_precision == "fp32":
+        raise UserError(
+            "plan search ranks layouts by speed and has no speed model for fp32 on GPUs "
+            "(training.mixed_precision=fp32). Use bf16; titan-exp plan predicts one fp32 layout."
+        )
+    _check_homogeneous(experiment)
+    space = search_space(experiment, gpus, fixed_keys(typed))
+
+    from titan_exp.plan.search.search import LayoutSearch
+    from titan_exp.plan.search.search_table import print_search, search_json, steps_for
+
+    with _progress() as show:
+        result = LayoutSearch(space, device, options.limit, show).run()
+    if not result.rows:
+        raise UserError(_explain_no_fit(result, device, gpus))
+    more = {} if options.tokens is None else {"training.steps": steps_for(experiment.training, options.tokens)}
+    if options.json:
+        print(json.dumps(search_json(result, space, typed, more, options.tokens), indent=2))
+    else:
+        print_search(result, space, device, typed=typed, more=more, tokens=options.tokens)
+    return 0
+
+
+def _whole_number(name: str, value: str) -> int:
+    try:
+        number = float(value)
+    except ValueError:
+        number = -1.0
+    if number < 1 or number != int(number):
+        raise UserError(f"--{name} {value}: must be a whole number of at least 1, as in --{name} {_EXAMPLES[name]}")
+    return int(number)
+
+
+def _check_homogeneous(experiment: Experiment) -> None:
+    """Check that layers are homogeneous: a search extrapolates from a few."""
+    from titan_exp.plan.extrapolate.eligibility import unsupported_reason
+
+    parallelism = replace(experiment.parallelism, dp_replicate=1, dp_shard=1, tp=1, cp=1, pp=1, pp_microbatches=None)
+    reason = unsupported_reason(resolve_layout(replace(experiment, parallelism=parallelism), 1))
+    if reason is not None:
+        raise UserError(
+            f"plan search extrapolates from a few layers, which does not work here: {reason}. "
+            "titan-exp plan predicts one layout."
+        )
+
+
+def _explain_no_fit(result: "SearchResult", device: "Device", gpus: int) -> str:
+    capacity = format_bytes(device.memory_gb * 1e9)
+    if result.smallest is None and result.unknown and not result.floor:
+        return (
+            f"plan search: no layout can be extrapolated, because {result.unknown[0][0]}. "
+            "titan-exp plan predicts one layout."
+        )
+    if result.smallest is None:
+        return (
+            f"plan search: nothing fits on {gpus} x {device.name}: parameters, gradients and activations alone need "
+            f"more than its {capacity} in every layout. Use more GPUs (--gpus), or optimizer.state_precision=bf16."
+        )
+    smallest = result.smallest.candidate.experiment
+    names = ("dp_replicate", "dp_shard", "tp", "cp", "pp")
+    degrees = " ".join(f"{name}={getattr(smallest.parallelism, name)}" for name in names)
+    fixes = ["more GPUs (--gpus)"]
+    if smallest.training.loss_chunk_tokens is None:
+        fixes.append("training.loss_chunk_tokens=2048")
+    if keeps_fp32_moments(smallest.optimizer):
+        fixes.append("optimizer.state_precision=bf16")
+    return (
+        f"plan search: nothing fits on {gpus} x {device.name} with {capacity}. The smallest of {result.looked_at} "
+        f"layouts needs {format_bytes(result.smallest.peak_bytes)} in {result.smallest.peak_where} ({degrees}, "
+        f"training.micro_batch_size={smallest.training.micro_batch_size}, "
+        f"activation_checkpoint.mode={smallest.activation_checkpoint.mode}). "
+        f"Use {listed([*fixes, 'a shorter training.seq_len'])}."
+    )
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Progress line on a terminal; yields the function that updates it."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("starting") as status:
+        yield status.update

@@ -1,0 +1,38 @@
+"""Compose a run, check it, launch it; with -m, every combination of values."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from titan_exp.cli.hydra_command import run_sweep_with_hydra
+
+
+def run(words: Sequence[str]) -> int:
+    """Run the verb; returns the exit code."""
+    from titan_exp.launch.sweep.sweep_args import train_args
+
+    return run_sweep_with_hydra(train_args(words), _launch)
+
+
+def _launch(cfg: Any, overrides: Sequence[str]) -> int:
+    from titan_exp.config.schema.typed_config import to_experiment
+    from titan_exp.launch.executor import executor_for
+    from titan_exp.launch.memory_gate import gate_run
+    from titan_exp.launch.run_console import RunConsole
+    from titan_exp.launch.run_plan import plan_run
+
+    experiment = to_experiment(cfg)
+    plan = plan_run(experiment, overrides)
+    if experiment.data.preview is not None:
+        from titan_exp.data.preview import preview
+
+        for line in preview(experiment.data, experiment.training, experiment.experiment.seed, experiment.data.preview):
+            print(line)
+        return 0
+    executor = executor_for(experiment.cluster.kind)
+    code = executor.launch(gate_run(plan, RunConsole().echo))
+    # A run fetched from checkpoint.remote, or of no steps, has no metrics.
+    if code == 0 and executor.waits and experiment.training.steps and plan.folder.metrics.exists():
+        from titan_exp.compare.output.plot import draw
+
+        print(f"loss curve: {draw(plan.folder.path)}")
+    return code

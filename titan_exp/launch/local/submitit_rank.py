@@ -1,0 +1,37 @@
+"""Entry point of a rank that submitit's local controller starts, and its RankInfo."""
+
+import os
+import sys
+
+from titan_exp.launch.rank.main import run_rank
+from titan_exp.launch.rank.rank_env import ATTEMPT, LAUNCHER, VISIBLE_GPUS, RankInfo, extend_import_path
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+
+
+def submitit_rank() -> RankInfo:
+    """The rank in submitit's environment. Restores the launcher's CUDA_VISIBLE_DEVICES and sys.path."""
+    extend_import_path()
+    gpus = os.environ.get(VISIBLE_GPUS)
+    if gpus is None:
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpus
+    return RankInfo(
+        rank=int(os.environ["SUBMITIT_LOCAL_GLOBALID"]),
+        world_size=int(os.environ["SUBMITIT_LOCAL_NTASKS"]),
+        local_rank=int(os.environ["SUBMITIT_LOCAL_LOCALID"]),
+        attempt=int(os.environ[ATTEMPT]),
+        launcher=int(os.environ[LAUNCHER]),
+        controller=int(os.environ["SUBMITIT_LOCAL_JOB_ID"]),
+    )
+
+
+def run_submitit_rank(path: str) -> None:
+    """Run one rank of the run folder at `path`.
+
+    Raises:
+        SystemExit: with the rank's exit code, unless it is 0.
+    """
+    code = run_rank(RunFolder(path), submitit_rank())
+    if code:
+        sys.exit(code)

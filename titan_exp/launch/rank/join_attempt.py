@@ -1,0 +1,87 @@
+"""Rank 0 claims the run folder and records the attempt's start; the other ranks wait for it."""
+
+import time
+from dataclasses import replace
+
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.schema.typed_config import load_experiment
+from titan_exp.launch.executor import BY_HAND, Executor
+from titan_exp.launch.rank.rank_env import RankInfo
+from titan_exp.launch.state.close_attempt import close_dead_attempts
+from titan_exp.launch.state.run_lock import acquire_run
+from titan_exp.tracking.run_folder.run_folder import RunFolder
+
+ATTEMPT_TIMEOUT = 60.0
+"""Seconds that other ranks wait for rank 0 to record the start."""
+
+
+def join_attempt(folder: RunFolder, rank: RankInfo, executor: Executor | None) -> RankInfo:
+    """Join the run's attempt and its rendezvous; returns the rank with its attempt number.
+
+    Without an executor, torchrun has set the rendezvous address.
+
+    Raises:
+        UserError: another process runs this folder, or the number of ranks differs from its layout's world size.
+    """
+    _check_world_size(folder, rank)
+    claim = None
+    if rank.rank == 0:
+        claim = acquire_run(folder, "rank 0", print)
+        attempt = _open_attempt(folder, rank, executor)
+    else:
+        attempt = _await_attempt(folder, rank)
+    rank = replace(rank, attempt=attempt, claim=claim)
+    if executor is not None and rank.world_size > 1:
+        executor.join_rendezvous(folder, rank)
+    return rank
+
+
+def _open_attempt(folder: RunFolder, rank: RankInfo, executor: Executor | None) -> int:
+    """Record the start: in the row written at submission, or in a new one if the scheduler restarted the job."""
+    rows = folder.read_attempts()
+    last = rows[-1] if rows else None
+    same_job = last is not None and rank.token is not None and last.token == rank.token
+    if last is not None and same_job and last.start is None and last.end is None:
+        number = last.attempt
+    else:
+        if last is not None and same_job and last.end is None:
+            reason = "ended by the scheduler without a record (node failure, or requeued by hand)"
+            folder.update_attempt(last.attempt, end=time.time(), reason=reason)
+        close_dead_attempts(folder)
+        number = folder.add_attempt(
+            world_size=rank.world_size,
+            hosts=rank.hosts,
+            job_id=rank.job_id,
+            launched_by=BY_HAND if rank.token is None or executor is None else executor.kind,
+            token=rank.token,
+            requeues=last.requeues + 1 if last is not None and same_job else 0,
+        ).attempt
+    if rank.token is None:
+        folder.clear_stop()  # a batch script has cleared it, and a stop may have been requested since
+    if executor is not None:
+        executor.publish_rendezvous(folder, replace(rank, attempt=number))
+    folder.update_attempt(number, job_id=rank.job_id, hosts=rank.hosts, restarts=rank.restarts, start=time.time())
+    return number
+
+
+def _check_world_size(folder: RunFolder, rank: RankInfo) -> None:
+    expected = ResolvedLayout.of(load_experiment(folder.config)).world_size
+    if rank.world_size != expected:
+        raise UserError(
+            f"{folder.path} is laid out for {expected} process(es) and was started with {rank.world_size}. Start it "
+            f"with `{rank.by_hand.format(expected)} -m titan_exp.launch.rank.main {folder.path}`."
+        )
+
+
+def _await_attempt(folder: RunFolder, rank: RankInfo) -> int:
+    deadline = time.monotonic() + ATTEMPT_TIMEOUT
+    while time.monotonic() < deadline:
+        rows = folder.read_attempts()
+        row = rows[-1] if rows else None
+        # Without a restart count an ended attempt may be an earlier one of the same address.
+        ended = row is not None and row.end is not None and rank.restarts is None
+        if row and row.start is not None and not ended and (row.job_id, row.restarts) == (rank.job_id, rank.restarts):
+            return row.attempt
+        time.sleep(0.1)
+    raise UserError(f"{folder.path}: rank 0 did not start within {ATTEMPT_TIMEOUT:.0f} s. See its log.")

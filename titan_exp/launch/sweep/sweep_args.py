@@ -1,0 +1,90 @@
+"""Arguments of `titan-exp sweep` and `titan-exp train -m`, split between Hydra and its sweeper."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from titan_exp.config.command_line.flags import take_flags
+from titan_exp.config.command_line.hydra_args import SWITCHES, VALUED, read_arguments
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.study.study import Study
+from titan_exp.config.study.study_file import find_study, read_study
+from titan_exp.launch.sweep.options import SweepOptions
+
+FLAGS = ("--dry-run", "--prune", "--yes", "--skip")
+"""Switches of a sweep."""
+
+
+@dataclass(frozen=True)
+class SweepArgs:
+    """Arguments for Hydra, and options for the sweeper."""
+
+    words: list[str]
+    """Flags and overrides for Hydra."""
+    options: SweepOptions
+    """Options for the sweeper."""
+    nested: tuple[str, ...] = ()
+    """Overrides that Hydra sees only per point: the study's own, and those typed after its name."""
+    where: str = ""
+    """The study's file, for error messages."""
+
+
+def sweep_args(typed: Sequence[str]) -> SweepArgs | None:
+    """Arguments of `titan-exp sweep`; None without arguments, which asks for the list of studies.
+
+    Raises:
+        UserError: there is no such study, it cannot be read, or a flag is unknown.
+    """
+    flags, rest = take_flags(typed, FLAGS[:-1], {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="sweep")
+    arguments = read_arguments(rest)
+    names = [word for word in arguments.overrides if "=" not in word and not word.startswith(("~", "+"))]
+    if not names:
+        if rest or flags:
+            raise UserError(f"Which study? titan-exp sweep NAME {' '.join(typed)}\n  titan-exp sweep lists them.")
+        return None
+    study = read_study(find_study(names[0]))
+    overrides = [word for word in arguments.overrides if word != names[0]]
+    size = [word.removeprefix("size=") for word in overrides if word.startswith("size=")]
+    for_hydra = [word for word in overrides if word.startswith("hydra")]
+    others = tuple(word for word in overrides if word not in for_hydra and not word.startswith("size="))
+    options = replace(_options(flags), study=study.path, size=size[-1] if size else None, typed=others)
+    hydra_flags = [word for word in arguments.flags if word not in ("-m", "--multirun")]
+    return SweepArgs(["-m", *hydra_flags, *for_hydra], options, (*_overrides_in(study), *others), str(study.path))
+
+
+def train_args(typed: Sequence[str]) -> SweepArgs:
+    """Arguments of `titan-exp train`, with a sweep's flags if -m is there.
+
+    Raises:
+        UserError: a sweep's flag without -m.
+    """
+    if not any(word.partition("=")[0] in (*FLAGS, "--jobs") for word in typed):
+        return SweepArgs(list(typed), SweepOptions())
+    flags, rest = take_flags(typed, FLAGS, {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="train")
+    if "-m" not in rest and "--multirun" not in rest:
+        raise UserError(f"{next(iter(flags))} is a flag of sweeps: add -m, or use titan-exp sweep.")
+    return SweepArgs(rest, _options(flags))
+
+
+def _options(flags: Mapping[str, str | int | bool]) -> SweepOptions:
+    if flags.get("--jobs") == 0:
+        raise UserError("--jobs 0: no run would start. Use --jobs 1 or more.")
+    return SweepOptions(
+        dry_run="--dry-run" in flags,
+        skip="--skip" in flags,
+        jobs=int(flags.get("--jobs", 1)),
+        prune="--prune" in flags,
+        yes="--yes" in flags,
+    )
+
+
+def _overrides_in(study: Study) -> list[str]:
+    """All overrides of a study, one per key, with its values separated by commas."""
+    by_key: dict[str, dict[str, None]] = {}
+    for text in (
+        *study.held_fixed,
+        *(text for size in study.sizes.values() for text in size),
+        *(text for axis in study.axes for choice in axis.choices for text in choice.overrides),
+    ):
+        key, equals, value = text.partition("=")
+        by_key.setdefault(key + equals, {})[value] = None
+    return [f"{key}{','.join(values)}" for key, values in by_key.items()]

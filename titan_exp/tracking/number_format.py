@@ -1,0 +1,51 @@
+"""Number formatting: bytes, seconds and counts as three significant digits and a unit."""
+
+GIB, MIB = 2**30, 2**20
+
+_COUNT_UNITS = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+_BYTE_UNITS = ((2**40, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (1024, "KiB"))
+
+
+def format_bytes(size: float) -> str:
+    """Binary units: 38.2 GiB, 1,234 TiB."""
+    for scale, unit in _BYTE_UNITS:
+        if size >= scale:
+            return f"{size / scale:.3g} {unit}" if size < 999.5 * scale else f"{size / scale:,.0f} {unit}"
+    return f"{size:.0f} B"
+
+
+def format_seconds(seconds: float) -> str:
+    """A short time: 1.25 s, 340 ms, 12 µs."""
+    scale, unit = (1, "s") if seconds >= 0.9995 else (1e3, "ms") if seconds >= 0.9995e-3 else (1e6, "µs")
+    return f"{seconds * scale:.3g} {unit}"
+
+
+def format_duration(seconds: float) -> str:
+    """A long time in its two largest units: 2h 05m, 3m 20s, 12.5s."""
+    whole = round(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    if hours:
+        return f"{hours}h {minutes:02d}m"
+    return f"{minutes}m {whole % 60:02d}s" if minutes else f"{seconds:.3g}s"
+
+
+def format_count(number: float) -> str:
+    """A count in at most six characters: 950, 30.72k, 1.25M, 2.5B."""
+    for scale, unit in _COUNT_UNITS:
+        if abs(number) >= scale * 0.99995:
+            return f"{number / scale:.4g}{unit}"
+    return f"{number:.4g}"
+
+
+def format_si(number: float, unit: str) -> str:
+    """Decimal prefixes: 8.77 MFLOP, 1.2 GB."""
+    for power, prefix in ((5, "P"), (4, "T"), (3, "G"), (2, "M"), (1, "k")):
+        if number >= 1000**power:
+            return f"{number / 1000**power:.3g} {prefix}{unit}"
+    return f"{number:.3g} {unit}"
+
+
+def format_items(number: int, noun: str) -> str:
+    """A number of things: 1 run, 3 runs, 12 micro-batches."""
+    plural = f"{noun}es" if noun.endswith(("s", "ch")) else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"

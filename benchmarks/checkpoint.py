@@ -1,14 +1,12 @@
-"""How long training stands still for a checkpoint, how long writing, checking and loading take, and how long a run
-needs to continue by how far it had come in its data.
+"""Checkpoint benchmark: training pause, write, verify and load time, and resume time by position in the data.
 
     python benchmarks/checkpoint.py [--parameters 20e6] [--saves 5] [--folder DIR] [--only state|data]
 
-The state is that of a run: weights, and AdamW's two moments, in fp32; its size is printed. `pause` is what a training
-step would wait for, `write` from there until the checkpoint is durable under its name (fsync included); of the saves
-of a mode the first is told apart, for it makes the memory and the process that later ones reuse. `verify` reads all
-files for their checksums and `load` fills model and optimizer: both from the page cache, unless the machine's memory is
-smaller than the state. One process, on the CPU. Meanwhile nothing trains: a thread that writes beside a busy training
-loop shares Python's lock and the cores with it.
+The state is weights and AdamW's two moments in fp32. `pause` is the time a training step waits, `write` the time from
+there until the checkpoint is durable (fsync included). The first save of a mode is reported apart: it allocates memory
+and a process that later ones reuse. `verify` reads all checksums and `load` fills model and optimizer, both from the
+page cache unless the state exceeds the machine's memory. One process on the CPU, without training: a thread that writes
+during training shares the GIL and the cores with it.
 """
 
 import argparse
@@ -39,7 +37,7 @@ from titan_exp.trainer.distributed import joined_process_group
 MODES = ("sync", "async", "async_process")
 WIDTH = 1024
 POSITIONS = {"bytes source": (0, 100, 1000), "token store": (0, 100, 10**6, 10**12)}
-"""Batches of 16 sequences of 256 tokens that were trained on before."""
+"""Batches of 16 sequences of 256 tokens before the resume."""
 
 
 def main() -> None:
@@ -85,7 +83,7 @@ def measure_saves(scratch: Path, parameters: int, saves: int) -> None:
 
 
 def trained(parameters: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """So many parameters in square matrices, and an optimizer that has made a step."""
+    """Square matrices with a given number of parameters, and their optimizer after one step."""
     layers = max(1, round(parameters / WIDTH**2))
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -147,7 +145,7 @@ def took(action: Callable[[], object]) -> float:
 
 
 def file_system(path: Path) -> str:
-    """Of the longest mount point above a path."""
+    """File system type of the mount point above a path."""
     mounts = [part for part in psutil.disk_partitions(all=True) if path.resolve().is_relative_to(part.mountpoint)]
     return max(mounts, key=lambda part: len(part.mountpoint)).fstype if mounts else "unknown file system"
 

@@ -1,7 +1,7 @@
-"""How long `titan-exp compare` takes on many run folders: `python benchmarks/compare_many.py [RUNS]`, 1,000 by default.
+"""Benchmark of `titan-exp compare` on many run folders.
 
-The folders are copies of one real run of 50 steps with other seeds and learning rates; reading, comparing and
-drawing are timed separately, best of three, in this process.
+`python benchmarks/compare_many.py [RUNS]`, 1,000 by default. The folders are copies of one real run of 50 steps with
+other seeds and learning rates; reading, comparing and drawing are timed separately, best of three, in this process.
 """
 
 import json

@@ -1,14 +1,12 @@
-"""Tokens per second that the training loader can deliver to one rank, for each kind of source, and how long a resume
-takes by how far the run had come.
+"""Data loader benchmark: tokens per second per source, and resume time by position.
 
     python benchmarks/data_loader.py [--seconds 2] [--only store] [--need TOKENS_PER_SECOND] [--run RUN_FOLDER]
 
-The loader runs alone, so a rate is the most that a rank could be fed; a model that trains slower never waits for data.
-`need` is that rate over what a rank consumes: what `--need` says; or the fastest row of a run that was trained here
-(`--run`, divided by its data-parallel ranks); or else what a rank would that trains a model of a billion parameters at
-half of an H100's dense bf16 peak, 0.5 × 989e12 / (6 × 1e9), about 82,000 tokens/s (of an 8B model an eighth of that).
-`first` is the time from building the loader to its first batch. Everything is made on this machine from the source of
-Python's own library, in a temporary folder; nothing is downloaded.
+The loader runs alone, so its rate is an upper bound for one rank; a model that trains slower never waits for data.
+`need` is that rate over a rank's consumption: `--need`; or the fastest row of a run on this machine (`--run`, divided
+by its data-parallel ranks); or that of a 1B model at half of an H100's dense bf16 peak, 0.5 × 989e12 / (6 × 1e9), about
+82,000 tokens/s (an eighth of that for an 8B model). `first` is the time from building the loader to its first batch.
+The corpus is the source code of Python's standard library, in a temporary folder; nothing is downloaded.
 """
 
 import argparse
@@ -34,7 +32,7 @@ from titan_exp.data.train_loader import TrainLoader
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 
 NEED = 0.5 * 989e12 / (6 * 1e9)
-"""Tokens/s that a rank consumes, where nothing else is said; see above."""
+"""Default consumption of a rank in tokens/s; see above."""
 RESUMED = ("python_stdlib, bytes", "parquet streamed, bytes", "store, bytes", "two stores, bytes")
 
 
@@ -70,14 +68,14 @@ def main() -> None:
 
 
 def measured_need(folder: Path) -> float:
-    """Tokens/s of a data-parallel rank in the fastest row of a run's metrics."""
+    """Tokens/s per data-parallel rank in the fastest row of a run's metrics."""
     ranks = ResolvedLayout.of(load_experiment(folder / "config.yaml")).dp_degree
     rates = [row.get("tokens_per_second") for row in read_metrics(folder / "metrics.jsonl")]
     return max(float(rate) for rate in rates if rate is not None) / ranks
 
 
 def corpora(scratch: Path, run: Experiment) -> dict[str, dict[str, Any]]:
-    """The `data` groups to measure, by name."""
+    """Data groups to measure, by name."""
     library = PythonStdlibSource()
     texts = [library[index] for index in range(len(library))]
     text, jsonl, parquet = scratch / "text", scratch / "jsonl", scratch / "parquet"
@@ -121,7 +119,7 @@ def corpora(scratch: Path, run: Experiment) -> dict[str, dict[str, Any]]:
 
 
 def train_tokenizer(texts: list[str], path: Path) -> str:
-    """A byte-level BPE tokenizer of these texts, saved at `path`."""
+    """Train a byte-level BPE tokenizer on texts and save it at `path`."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -157,7 +155,7 @@ def measure(run: Experiment, rows: int, seconds: float) -> tuple[float, float]:
 
 
 def resume(run: Experiment, batches: int) -> float:
-    """Seconds from building a loader to its next batch, where `batches` were trained on before."""
+    """Seconds from building a loader to its next batch, after a resume at `batches`."""
     loader = TrainLoader(
         run.data, run.training, run.experiment.seed, dp_rank=0, dp_degree=1, micro_batch_size=16, pin_memory=False
     )
@@ -176,7 +174,7 @@ def resume(run: Experiment, batches: int) -> float:
 
 
 def deliver(loader: TrainLoader, seconds: float) -> tuple[int, float]:
-    """Batches taken in at least `seconds`, and how long that was."""
+    """Read batches for at least `seconds`; returns their number and the time."""
     begin, batches = time.perf_counter(), 0
     while (elapsed := time.perf_counter() - begin) < seconds:
         next(loader)

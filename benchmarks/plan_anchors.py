@@ -1,9 +1,9 @@
-"""What the planner predicts beside what was measured of another trainer on a GPU, each error stated.
+"""Planner accuracy against memory measured with another trainer on a GPU.
 
 `python benchmarks/plan_anchors.py` plans an 8B model at 8,192 tokens a sequence, sharded by FSDP2 over worlds of 8 and
-128, and prints GiB beside those that an H200 under a fake process group (torch 2.11) has shown for a plain trainer of
-the same model: same shapes, precision and layout, but its own modules, loss and list of what selective recomputation
-keeps. So the errors are also those of comparing two trainers; no GPU has run ours.
+128, and prints GiB beside those of a plain trainer of the same model on an H200 with a fake process group (torch 2.11).
+Shapes, precision and layout are equal; modules, loss and the selective activation checkpointing policy differ, so the
+errors include the difference between two trainers.
 """
 
 import time
@@ -31,7 +31,7 @@ class Anchor:
 
     name: str
     overrides: str
-    """Of ours, which comes nearest."""
+    """Overrides of our closest configuration."""
     measured: tuple[float, float, float]
     """GiB allocated, reserved in segments, reserved in expandable segments."""
 

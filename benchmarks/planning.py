@@ -1,9 +1,9 @@
-"""What planning takes: seconds against layers, ranks and number of layouts, and the planner's own memory.
+"""Planner cost: seconds by layers, ranks and layouts, and peak memory of the planner.
 
     python benchmarks/planning.py [--gpus 512] [--cores 2]
 
-Every line is a fresh process: its processor seconds with those of its children, wall-clock seconds, and the most memory
-that one process held. Prints the ratio of the shortcut to the whole trace at the same layers, in one run. Needs no GPU.
+Every line is a fresh process: CPU seconds with those of its children, wall-clock seconds, and the peak memory of one
+process. Prints the ratio of extrapolation to the full trace at the same layers, in one run. Needs no GPU.
 """
 
 import argparse
@@ -23,7 +23,7 @@ LARGE = ["model=llama3_405b", *SMALL[1:], "training.global_batch_size=512"]
 
 
 def traced(layers: int, shortcut: bool) -> None:
-    """A step of one of 64 ranks, with or without the shortcut."""
+    """Plan one of 64 ranks, with or without extrapolation."""
     from titan_exp.config.hydra.compose import compose
     from titan_exp.config.schema.typed_config import to_experiment
     from titan_exp.plan.extrapolate.step_cost import step_cost, trace_parts
@@ -44,7 +44,7 @@ def traced(layers: int, shortcut: bool) -> None:
 
 
 def measured(words: list[str], cores: int) -> dict[str, Any]:
-    """Run a command on so many cores; its times, memory, and what it printed as JSON."""
+    """Run a command on `cores` cores; returns times, memory and its JSON output."""
     before, began = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
     chosen = sorted(os.sched_getaffinity(0))[:cores]
     done = subprocess.run(
@@ -59,7 +59,7 @@ def measured(words: list[str], cores: int) -> dict[str, Any]:
         raise SystemExit(done.stderr)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    # Of all children so far: lines are in order of what they are expected to take.
+    # Maximum over all children so far: lines are in ascending order of expected memory.
     most = after.ru_maxrss / 2**20
     return {"processor s": used, "wall s": time.perf_counter() - began, "GiB": most, **json.loads(done.stdout)}
 

@@ -1,10 +1,10 @@
-"""What the planner predicts beside what others have published of their trainer, each difference stated.
+"""Planner predictions beside published measurements of another trainer.
 
 `python benchmarks/published_anchors.py [--only WORD]` plans runs of TorchTitan's performance report of December 2024
 (`benchmarks/llama3_h100_202412_torchtitan.md` in its repository: Llama 3.1 on H100 with 96 GB of HBM2e at 2.4 TB/s and
-500 W, 8 to a host, 400 Gbit/s each) and prints reserved memory and tokens a second of a GPU beside the report's. It is
-another trainer on other GPUs than the device table's: this tells whether predictions are of the right size, not how
-exact they are. What the planner refuses, asynchronous tensor parallelism, is left out of the plan, and said.
+500 W, 8 to a host, 400 Gbit/s each) and prints reserved memory and tokens/s per GPU beside the report's. Trainer and
+GPUs differ from ours and from the device table's, so this checks the order of magnitude, not the accuracy. Async tensor
+parallelism, which the planner does not support, is left out of the plan and noted.
 """
 
 import argparse
@@ -41,13 +41,13 @@ class Anchor:
 
     name: str
     overrides: str
-    """Of ours, which comes nearest."""
+    """Overrides of our closest configuration."""
     memory: float
-    """GiB reserved, the most of all GPUs."""
+    """Reserved GiB, maximum over GPUs."""
     speed: float
-    """Tokens a second of a GPU."""
+    """Tokens/s per GPU."""
     unlike: str = ""
-    """What the published run has that the planned one has not."""
+    """Features of the published run that the plan lacks."""
 
 
 ANCHORS = [

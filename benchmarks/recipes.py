@@ -1,12 +1,12 @@
-"""What numeric recipes cost in loss: each trained for some hundred steps from the same weights on the same data.
+"""Loss of numeric recipes, trained for a few hundred steps from the same weights on the same data.
 
 python benchmarks/recipes.py [steps=200] [only=CASE] [key=value ...]
 
-`only` leaves the baseline and the cases whose names begin so.
+`only` selects the baseline and the cases with that prefix.
 
-Recipes are emulated where the device lacks their instructions, so this says something about numbers and nothing about
-speed. Compared is the mean loss of the last sixth of the steps. The rows after the baseline, bf16 with its sums in
-other orders, show which differences mean nothing; single steps differ more.
+Recipes are emulated where the device does not support them, so this measures numerics, not speed. The table compares
+mean losses of the last sixth of the steps. The rows after the baseline, bf16 with other summation orders, show the
+noise level; single steps differ more.
 """
 
 import os
@@ -81,7 +81,7 @@ def main(arguments: list[str]) -> None:
 
 
 def curve(overrides: list[str]) -> list[float]:
-    """Loss of every step of a run on this device."""
+    """Losses of a run on this device."""
     from titan_exp.config.hydra.compose import compose
     from titan_exp.config.layout.resolved_layout import resolve_layout
     from titan_exp.config.schema.typed_config import to_experiment, to_yaml

@@ -1,7 +1,7 @@
-"""How long a study takes to plan, to look at for its memory and to commit; `titan-exp status` on a thousand folders.
+"""Study benchmark: planning, memory gate and commit; `titan-exp status` on a thousand run folders.
 
 `python benchmarks/sweep.py` prints seconds, all measured in this run, with versions and the machine's load. Submission
-to a scheduler is not in it. Start with `--folders 100` for fewer run folders.
+to a scheduler is not included. `--folders 100` uses fewer run folders.
 """
 
 import argparse
@@ -82,13 +82,13 @@ def time_planning(folder: Path, count: int) -> None:
 
 
 def planned(file: Path, composer: FastCompose) -> SweepPlan:
-    """What the sweeper does with a study."""
+    """Run the sweeper on a study."""
     points = [Point(point.overrides, point.label) for point in study_points(read_study(file), "")]
     return plan_sweep(points, lambda point: to_experiment(composer(point.overrides)), skip=True)
 
 
 def time_status(runs: Path, count: int) -> None:
-    """Read run folders that have a thousand rows of metrics each."""
+    """Read run folders with a thousand metric rows each."""
     from titan_exp.config.hydra.compose import compose
 
     experiment = to_experiment(compose([f"paths.runs={runs}", "cluster.device=cpu", "model=llama_debug"]))

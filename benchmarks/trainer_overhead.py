@@ -1,11 +1,11 @@
-"""The trainer against the plainest PyTorch loop with the same model, on this machine's CPU.
+"""Trainer overhead over a minimal PyTorch loop with the same model, on this machine's CPU.
 
     python benchmarks/trainer_overhead.py [--steps 150] [--rounds 2]
 
-Both train the default experiment's model from the same weights on text of the same size; plain and ours take turns
-(A B B A), each in a fresh process. The plain loop cuts random windows out of one array, and does nothing but forward,
-backward, clip, AdamW. Ours does everything a run does: ordered data with its state, metrics, heartbeat, asynchronous
-checkpoints. Prints both rates, their ratio, and where our time outside the plain loop goes.
+Both train the default experiment's model from the same weights on text of the same size, alternating (A B B A), each in
+a fresh process. The minimal loop cuts random windows out of one array and runs forward, backward, clipping and AdamW.
+Ours adds everything a run does: data order with its state, metrics, heartbeat, async checkpoints. Prints both rates,
+their ratio, and a breakdown of our additional time.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def experiment(steps: int) -> Experiment:
 
 
 def plain(steps: int) -> dict[str, Any]:
-    """The plain loop; returns its rate over the steps after warm-up."""
+    """Minimal loop; returns its rate over the steps after warm-up."""
     run = experiment(steps)
     training = run.training
     with torch.device("meta"):
@@ -82,7 +82,7 @@ def plain(steps: int) -> dict[str, Any]:
 
 
 def ours(steps: int) -> dict[str, Any]:
-    """The trainer; returns its rate over the same steps, and seconds by what they went to."""
+    """Trainer; returns its rate over the same steps, and seconds by activity."""
     spent: dict[str, float] = {}
     started = 0.0
     run = experiment(steps)
@@ -162,7 +162,7 @@ def main() -> None:
     for turn in range(options.rounds):
         for role in ("plain", "ours") if turn % 2 == 0 else ("ours", "plain"):
             command = [sys.executable, str(Path(__file__)), "--role", role, "--steps", str(options.steps)]
-            # What the launcher sets for its ranks; the plain loop has torch's defaults.
+            # As the launcher sets for its ranks; the minimal loop has torch's defaults.
             extra = {"OMP_WAIT_POLICY": "PASSIVE"} if role == "ours" else {}
             environment = {**os.environ, **extra}
             output = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout

@@ -1,14 +1,13 @@
-"""Our trainer against torchtitan 0.2.2 on one GPU: tokens/s, memory and the first losses from the same weights.
+"""Comparison with torchtitan 0.2.2 on one GPU: tokens/s, memory and first losses from the same weights.
 
     python benchmarks/versus_torchtitan.py                     # every case; needs a GPU and torchtitan==0.2.2
     python benchmarks/versus_torchtitan.py --case 8b_bf16_compile --case 1b_bf16_compile
-    python benchmarks/versus_torchtitan.py --smoke             # seconds on a CPU, to see that all of it works
+    python benchmarks/versus_torchtitan.py --smoke             # seconds on a CPU, to check the script
 
-Nothing is installed. Both train from the same weights, which ours draws and exports once, on the same tokens in the
-same order, with the same AdamW and a constant learning rate; they take turns (A B B A), each in a fresh process, and
-what is compared is the median of the steps after warm-up, timed by the device's events without waiting in between.
-`--smoke` has no torchtitan: beside ours runs a stand-in, the plainest PyTorch loop around our model, and the table says
-so. It measures nothing that matters.
+Nothing is installed. Both train from the same weights (exported once by ours) on the same tokens in the same order
+with the same AdamW and a constant learning rate, alternating (A B B A) in fresh processes. The table compares
+the median step after warm-up, timed by device events without synchronization. `--smoke`
+replaces torchtitan by a minimal PyTorch loop around our model, labelled as such; its rates are meaningless.
 """
 
 import argparse
@@ -37,35 +36,35 @@ import torch.nn.functional as F
 
 os.environ.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
 PEER = "0.2.2"
-"""The version of torchtitan that our goals are about."""
+"""Reference version of torchtitan."""
 WARMUP, TIMED = 10, 15
-"""Steps before timing and timed ones, at least."""
+"""Minimum numbers of warm-up and timed steps."""
 LOSSES = 5
-"""First steps whose losses are compared."""
+"""Number of first losses to compare."""
 LR = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One row of the table, for both sides."""
+    """Row of the table, for both sides."""
 
     title: str
-    """As the table has it."""
+    """Label in the table."""
     model: tuple[str, ...] = ()
-    """Our overrides for the model; it is exported for the peer."""
+    """Our model overrides; the weights are exported for torchtitan."""
     peer_model: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """The same model in the peer's terms."""
+    """Equivalent torchtitan model arguments."""
     ours: tuple[str, ...] = ()
-    """Our overrides beside it."""
+    """Our other overrides."""
     peer: tuple[str, ...] = ()
-    """The peer's options."""
+    """torchtitan options."""
     goal: float | None = None
-    """Our tokens/s over the peer's, at least."""
+    """Minimum ratio of our tokens/s to torchtitan's."""
     missing: str = ""
-    """Why this row cannot be run yet."""
+    """Reason why this row cannot run yet."""
 
 
-# The peer always stretches rope as Llama 3.1 does, and never shares the head's weight with the embedding.
+# torchtitan always applies Llama 3.1 RoPE scaling and never ties the LM head to the embedding.
 LLAMA_8B = (
     ("model=llama3_1_8b", "model.layers=8"),
     {"dim": 4096, "n_layers": 8, "n_heads": 32, "n_kv_heads": 8, "ffn_dim_multiplier": 1.3, "multiple_of": 1024},
@@ -78,7 +77,7 @@ COMPILE = (("compile=all",), ("--compile.enable",))
 
 
 def float8(recipe: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Our and the peer's words for a recipe, compiled; both leave the head alone."""
+    """Our and torchtitan's settings of a recipe, compiled; both exclude the LM head."""
     converter = ("--model.converters=quantize.linear.float8", f"--quantize.linear.float8.recipe_name={recipe}")
     named = (*converter, "--quantize.linear.float8.filter_fqns=output")
     return (*COMPILE[0], f"quantization=float8_{recipe}"), (*COMPILE[1], *named)
@@ -115,33 +114,33 @@ SMOKE = {
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What one fresh process is asked to do."""
+    """Task of one fresh process."""
 
     case: str
-    """Its key."""
+    """Key of the case."""
     smoke: bool
-    """On a CPU, at a tiny size."""
+    """True to run on a CPU at a tiny size."""
     warmup: int
     """Steps before timing."""
     timed: int
     """Timed steps."""
     weights: str | None
-    """Hugging Face folder to begin from; None draws the weights from the seed."""
+    """Hugging Face folder of the initial weights; None initializes from the seed."""
     tokenizer: str
     """`data.tokenizer` of both sides."""
 
     @property
     def steps(self) -> int:
-        """All of them."""
+        """Warm-up and timed steps."""
         return self.warmup + self.timed
 
     @property
     def what(self) -> Case:
-        """The case itself."""
+        """Case of the task."""
         return (SMOKE if self.smoke else CASES)[self.case]
 
     def overrides(self) -> list[str]:
-        """Our whole configuration."""
+        """Our full configuration."""
         size = ["training.seq_len=32", "training.global_batch_size=4", "cluster.device=cpu"]
         if not self.smoke:
             size = ["training.seq_len=8192", "training.global_batch_size=2", "training.mixed_precision=bf16"]
@@ -151,14 +150,14 @@ class Job:
             *(f"training.steps={self.steps}", "training.evaluate_every=0", "parallelism.dp_shard=1"),
             *(f"optimizer.lr={LR}", "optimizer.decay_vectors=true", "lr_schedule=constant"),
             *("lr_schedule.warmup_steps=0", f"data.tokenizer={self.tokenizer}", "checkpoint=none"),
-            # The last row alone waits for the device, after the last timed step.
+            # Only the last row synchronizes, after the last timed step.
             f"tracking.log_every={self.steps}",
             *([] if self.weights is None else [f"checkpoint.initial={self.weights}"]),
             *self.what.ours,
         ]
 
     def experiment(self) -> Any:
-        """The same, resolved and checked."""
+        """Resolved and checked experiment."""
         from titan_exp.config.hydra.compose import compose
         from titan_exp.config.layout.resolved_layout import resolve_layout
         from titan_exp.config.schema.typed_config import to_experiment
@@ -168,7 +167,7 @@ class Job:
 
 
 class Clock:
-    """Marks the ends of steps without waiting for the device, and keeps their losses there."""
+    """Records the ends of steps without synchronizing, and keeps losses on the device."""
 
     def __init__(self, warmup: int) -> None:
         self._cuda, self._warmup = torch.cuda.is_available(), warmup
@@ -176,7 +175,7 @@ class Clock:
         self._losses: list[Any] = []
 
     def step(self, loss: Any) -> None:
-        """A step has ended, or has been queued."""
+        """Record that a step was queued."""
         self._losses.append(loss.detach().clone())
         if self._cuda:
             self._marks.append(torch.cuda.Event(enable_timing=True))
@@ -185,7 +184,7 @@ class Clock:
             self._marks.append(time.perf_counter())
 
     def result(self, tokens: int) -> dict[str, Any]:
-        """Rate and memory of the timed steps, of `tokens` each, and the first losses."""
+        """Rate and memory of the timed steps of `tokens` tokens, and the first losses."""
         marks = self._marks[self._warmup - 1 :]
         if self._cuda:
             torch.cuda.synchronize()
@@ -201,7 +200,7 @@ class Clock:
 
 
 def ours(job: Job) -> dict[str, Any]:
-    """Our trainer, as a run has it, with a mark after each training step."""
+    """Our trainer, with a recorder after each training step."""
     from titan_exp.config.schema.typed_config import to_yaml
     from titan_exp.tracking.run_folder.run_folder import RunFolder
     from titan_exp.trainer import trainer as trainer_module
@@ -229,7 +228,7 @@ def ours(job: Job) -> dict[str, Any]:
 
 
 def batches(job: Job) -> Iterator[Any]:
-    """The batches of our run, for whoever else trains on them."""
+    """Batches of our run, for both trainers."""
     from titan_exp.data.train_loader import TrainLoader
 
     run = job.experiment()
@@ -245,7 +244,7 @@ def batches(job: Job) -> Iterator[Any]:
 
 
 def stand_in(job: Job) -> dict[str, Any]:
-    """For the smoke run: a plain loop around our model, in torchtitan's place."""
+    """Minimal loop around our model, in torchtitan's place for the smoke run."""
     from titan_exp.models.build import build_model, init_specs
     from titan_exp.parallel.meta_init import init_weights, materialize_parameters
 
@@ -275,7 +274,7 @@ def peer_options(job: Job, dump: str) -> list[str]:
         *(f"--training.steps={job.steps}", "--metrics.log_freq=1000000"),
         *("--optimizer.name=AdamW", f"--optimizer.lr={LR}", "--optimizer.weight_decay=0.1"),
         *("--optimizer.beta1=0.9", "--optimizer.beta2=0.95", "--optimizer.eps=1e-8"),
-        # The same learning rate at every step: no warm-up, and a decay to all of it.
+        # Constant learning rate: no warm-up, and a decay to 100 %.
         *("--lr_scheduler.warmup_steps=0", "--lr_scheduler.min_lr_factor=1.0"),
         *("--checkpoint.enable", "--checkpoint.load_only", f"--checkpoint.initial_load_path={job.weights}"),
         *("--checkpoint.initial_load_in_hf", f"--model.hf_assets_path={job.weights}"),
@@ -285,7 +284,7 @@ def peer_options(job: Job, dump: str) -> list[str]:
 
 
 def peer(job: Job) -> dict[str, Any]:
-    """torchtitan's own trainer, with a model of the case's shape, our batches, and a mark after each step."""
+    """torchtitan's trainer with a model of the case's shape, our batches, and a recorder after each step."""
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
     os.environ["MASTER_PORT"] = str(_free_port())
     from torchtitan.config import ConfigManager  # type: ignore[import-not-found]
@@ -298,7 +297,7 @@ def peer(job: Job) -> dict[str, Any]:
     shape = TransformerModelArgs(**job.what.peer_model, rope_theta=500000, vocab_size=vocabulary)
 
     class Loader:
-        """Our batches in the peer's form; nothing of it is ever saved."""
+        """Our batches in torchtitan's format; its state is never saved."""
 
         def __iter__(self) -> Iterator[Any]:
             return (({"input": batch.tokens}, batch.labels) for batch in batches(job))
@@ -310,7 +309,7 @@ def peer(job: Job) -> dict[str, Any]:
             pass
 
     class Timed(Trainer):
-        """The peer's trainer, marked."""
+        """torchtitan's trainer with a recorder."""
 
         def forward_backward_step(self, **arguments: Any) -> Any:
             self.last_loss = super().forward_backward_step(**arguments)
@@ -341,7 +340,7 @@ ROLES = {"ours": ours, "peer": peer, "stand-in": stand_in}
 
 
 def export_weights(job: Job, folder: Path) -> str:
-    """Our initial weights of a case as a Hugging Face folder, from which both sides begin."""
+    """Export our initial weights of a case as a Hugging Face folder for both sides."""
     runs, target = folder / "runs", folder / "weights"
     seed = [*job.overrides(), "checkpoint=sync", "training.steps=0", f"paths.runs={runs}", "experiment.name=seed"]
     kept = [word for word in seed if not word.startswith(("tracking.", "training.steps=", "lr_schedule"))]
@@ -354,7 +353,7 @@ def export_weights(job: Job, folder: Path) -> str:
 
 
 def what_is_missing() -> list[str]:
-    """What the comparison needs and this environment lacks, in words."""
+    """Missing requirements of the comparison."""
     missing = []
     if importlib.util.find_spec("torchtitan") is None:
         missing.append(
@@ -368,12 +367,12 @@ def what_is_missing() -> list[str]:
 
 
 def run_in_turn(job: Job, sides: tuple[str, str], rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """Both sides, A B B A, each time in a fresh process."""
+    """Run both sides alternating (A B B A), each in a fresh process."""
     found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides}
     for turn in range(rounds):
         for side in sides if turn % 2 == 0 else sides[::-1]:
             words = [sys.executable, str(Path(__file__).resolve()), "--role", side]
-            # What our launcher sets for its ranks; torchtitan's has none of it.
+            # As our launcher sets for its ranks; torchtitan's launcher does not.
             extra = {"OMP_WAIT_POLICY": "PASSIVE"} if side == "ours" else {}
             print(f"{job.what.title}: {side}, round {turn + 1} of {rounds}", file=sys.stderr, flush=True)
             done = subprocess.run(
@@ -390,7 +389,7 @@ def run_in_turn(job: Job, sides: tuple[str, str], rounds: int) -> dict[str, list
 
 
 def row(case: Case, found: dict[str, list[dict[str, Any]]], sides: tuple[str, str]) -> str:
-    """A line of the table."""
+    """Row of the table."""
     them, us = (statistics.median(run["tokens_per_second"] for run in found[side]) for side in sides)
     sizes = [max(run["memory"] or 0.0 for run in found[side]) for side in sides]
     memory = "| – | – | – " if not all(sizes) else f"| {sizes[0]:.1f} | {sizes[1]:.1f} | {sizes[1] / sizes[0]:.2f} "

@@ -1,4 +1,4 @@
-"""Small corpora in which every token tells where it is from, and loaders over them in any layout."""
+"""Small corpora with a distinct word per position, and loaders over them in any layout."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,7 +17,7 @@ Rows = list[tuple[int, ...]]
 
 
 class OwnTable:
-    """A random-access source of a user: `documents` texts of growing length, none of which share a word."""
+    """User-defined random-access source: `documents` texts without common words."""
 
     def __init__(self, config: DataConfig, *, documents: int = 40, empty: Sequence[int] = ()) -> None:
         self.reads: list[int] = []
@@ -32,7 +32,7 @@ class OwnTable:
 
 
 class OwnReader:
-    """A reader of a few texts whose state is a number."""
+    """Reader whose state is an index."""
 
     def __init__(self, texts: Sequence[str], begin: int) -> None:
         self._texts, self._next = texts, begin
@@ -51,7 +51,7 @@ class OwnReader:
 
 
 class OwnStream:
-    """A streaming source of a user: the texts of `OwnTable`, in parts of the given sizes."""
+    """User-defined streaming source: the texts of `OwnTable` in parts of the given sizes."""
 
     def __init__(self, config: DataConfig, *, sizes: Sequence[int] = (13,) * 9) -> None:
         self._parts: list[list[str]] = []
@@ -68,7 +68,7 @@ class OwnStream:
 
 
 class BrokenTable(OwnTable):
-    """A source whose files went away."""
+    """Source whose files were deleted."""
 
     def __getitem__(self, index: int) -> str:
         raise FileNotFoundError("gone")
@@ -78,7 +78,7 @@ OWN_TABLE, OWN_STREAM, BROKEN = (f"{__name__}.{kind.__name__}" for kind in (OwnT
 
 
 def text(number: int) -> str:
-    """Document `number`: words that are in no other document, of which later ones have more."""
+    """Text of document `number`, whose words are in no other document."""
     return "".join(f"{number:03d}/{word:03d} " for word in range(3 + 2 * (number % 17)))
 
 
@@ -128,11 +128,11 @@ class Ranks:
             loader.close()
 
     def global_batches(self, count: int) -> list[Rows]:
-        """The rows of each of the next global batches, sorted."""
+        """Sorted rows of each of the next global batches."""
         return [sorted(row for loader in self.loaders for row in self._share(loader)) for _ in range(count)]
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint would hold."""
+        """Data state of all ranks, as in a checkpoint."""
         return {key: value for loader in self.loaders for key, value in loader.state_dict().items()}
 
     def _share(self, loader: TrainLoader) -> Rows:
@@ -140,13 +140,13 @@ class Ranks:
 
 
 def rows_of(batch: Batch) -> Rows:
-    """The windows of a batch: its tokens, and the last label."""
+    """Windows of a batch: tokens and the last label."""
     windows = zip(batch.tokens.tolist(), batch.labels.tolist(), strict=True)
     return [(*tokens, labels[-1]) for tokens, labels in windows]
 
 
 def write_files(folder: Path, count: int) -> Path:
-    """`count` text files in `folder`, which is made."""
+    """Write `count` text files into a new folder."""
     folder.mkdir()
     for number in range(count):
         (folder / f"{number:03d}.txt").write_text(text(number))

@@ -1,4 +1,4 @@
-"""Sources for making stores of, which die where they are told to. Imported by workers, so without torch."""
+"""Sources that kill a process at a given document. Imported by workers, so without torch."""
 
 import os
 import signal
@@ -47,7 +47,7 @@ class Texts:
 
 
 class PartReader:
-    """A reader whose state is a number."""
+    """Reader whose state is an index."""
 
     def __init__(self, source: Texts, documents: Sequence[int], begin: int) -> None:
         self._source, self._documents, self._next = source, documents, begin

@@ -12,7 +12,7 @@ from titan_exp.config.paths.token_store_manifest import Manifest, read_manifest
 
 
 def make(folder: Path, *, shard_tokens: int = 400, parts: int = 4, workers: int = 1, **data: Any) -> Manifest:
-    """A store of the texts of the tests, of several shards, a fifth of whose documents are held out."""
+    """Make a store of several shards with a validation fraction of 0.2."""
     run = experiment(**{"source": TEXTS, "validation_fraction": 0.2, **data})
     options = TokenizeOptions(str(folder), workers=workers, parts=parts, shard_tokens=shard_tokens)
     assert make_store(options, run) == 0
@@ -33,5 +33,5 @@ def over(*stores: Manifest, seq_len: int = 24, batch: int = 24, seed: int = 0, *
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Every file below a folder."""
+    """Files below a folder, by name."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}

@@ -71,7 +71,7 @@ def test_a_table_has_every_row(corpus: Path, kind: str):
 
 
 @kinds
-def test_a_stream_has_a_part_for_each_file_and_resumes_at_any_row(corpus: Path, kind: str):
+def test_a_stream_has_one_part_per_file_and_resumes_at_any_row(corpus: Path, kind: str):
     source = build_source(local(corpus, kind, streaming=True).data)
     assert isinstance(source, HuggingFaceStream)
     assert source.parts == FILES
@@ -87,7 +87,7 @@ def test_a_stream_has_a_part_for_each_file_and_resumes_at_any_row(corpus: Path, 
 
 @kinds
 @pytest.mark.parametrize("streaming", [False, True])
-def test_layouts_and_resumes_over_files(corpus: Path, kind: str, streaming: bool):
+def test_layouts_and_resumes_give_the_same_rows(corpus: Path, kind: str, streaming: bool):
     run = local(corpus, kind, streaming=streaming)
     with Ranks(run, 1, 8) as ranks:
         reference = ranks.global_batches(12)
@@ -99,7 +99,7 @@ def test_layouts_and_resumes_over_files(corpus: Path, kind: str, streaming: bool
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_split_of_its_own_is_evaluated_and_nothing_held_out(corpus: Path, streaming: bool):
+def test_a_validation_split_replaces_held_out_documents(corpus: Path, streaming: bool):
     run = experiment(
         source="huggingface",
         dataset=str(corpus / "splits"),
@@ -122,7 +122,7 @@ def test_a_split_of_its_own_is_evaluated_and_nothing_held_out(corpus: Path, stre
     assert labels == sum(len(each) + 1 for each in TEXTS[ROWS : ROWS + 2]) - 1
 
 
-def test_moved_files_are_the_same_corpus_and_others_are_not(corpus: Path, tmp_path: Path):
+def test_the_fingerprint_follows_content_not_location(corpus: Path, tmp_path: Path):
     def told(folder: Path, **data: Any) -> str:
         config = experiment(
             source="huggingface", dataset="json", data_files=(str(folder / "part-0.jsonl"),), **data
@@ -158,7 +158,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("streaming", [False, True])
 @pytest.mark.parametrize(("data", "message"), REFUSED.values(), ids=REFUSED)
-def test_mistakes_are_named(corpus: Path, streaming: bool, data: dict[str, Any], message: str):
+def test_invalid_settings_are_reported(corpus: Path, streaming: bool, data: dict[str, Any], message: str):
     config = replace(local(corpus, "json", streaming=streaming).data, **data)
     with pytest.raises(UserError, match=message):
         build_source(config)
@@ -166,7 +166,7 @@ def test_mistakes_are_named(corpus: Path, streaming: bool, data: dict[str, Any],
 
 @pytest.fixture
 def silent_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A hub that takes connections and never answers, as behind a firewall that drops packets."""
+    """Hub that accepts connections and never answers, as behind a firewall that drops packets."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", address)
@@ -178,7 +178,7 @@ def silent_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.timeout(30)
 @pytest.mark.usefixtures("silent_server")
 @pytest.mark.parametrize("streaming", [False, True])
-def test_without_a_network_it_gives_up_soon_and_says_what_works(streaming: bool):
+def test_an_unreachable_hub_fails_fast_with_a_remedy(streaming: bool):
     config = experiment(source="huggingface", dataset="nobody/nothing", streaming=streaming).data
     with pytest.raises(UserError, match=r"cannot be reached[\s\S]*HF_HOME[\s\S]*data_files[\s\S]*data=python_stdlib"):
         build_source(config)
@@ -197,6 +197,6 @@ def test_local_files_need_no_network(corpus: Path, monkeypatch: pytest.MonkeyPat
     assert not datasets.config.HF_HUB_OFFLINE
 
 
-def test_progress_bars_are_quiet_without_a_terminal(corpus: Path, capfd: pytest.CaptureFixture[str]):
+def test_no_progress_bars_without_a_terminal(corpus: Path, capfd: pytest.CaptureFixture[str]):
     build_source(local(corpus, "json").data)
     assert capfd.readouterr().err == ""

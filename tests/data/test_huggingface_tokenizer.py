@@ -51,20 +51,20 @@ def test_round_trip_from_the_folder_and_from_the_file(folder: Path):
     assert by_folder.fingerprint == by_file.fingerprint
 
 
-def test_text_never_becomes_a_special_token(folder: Path):
+def test_special_tokens_in_text_are_encoded_as_text(folder: Path):
     tokenizer = HuggingFaceTokenizer(str(folder))
     ids = tokenizer.encode("say <|endoftext|> aloud")
     assert tokenizer.end_of_text not in ids
     assert tokenizer.decode([*ids.tolist(), tokenizer.end_of_text]) == "say <|endoftext|> aloud"
 
 
-def test_lone_surrogates_and_unknown_ids_are_survived(folder: Path):
+def test_lone_surrogates_and_unknown_ids(folder: Path):
     tokenizer = HuggingFaceTokenizer(str(folder))
     assert tokenizer.decode([*tokenizer.encode("a\ud800b"), 5000]) == "a?b"
 
 
 @pytest.mark.parametrize("declared", ["<done>", {"content": "<done>"}])
-def test_the_end_of_text_declared_beside_it_is_taken(tmp_path: Path, declared: object):
+def test_the_declared_end_of_text_wins(tmp_path: Path, declared: object):
     trained(["</s>", "<done>"]).save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": declared}))
     assert HuggingFaceTokenizer(str(tmp_path)).end_of_text == 1
@@ -77,7 +77,7 @@ def test_the_end_of_text_is_part_of_the_fingerprint(tmp_path: Path):
     assert HuggingFaceTokenizer(str(tmp_path)).fingerprint != before
 
 
-def test_without_an_end_of_text_the_special_tokens_are_named(tmp_path: Path):
+def test_a_missing_end_of_text_is_refused_with_the_special_tokens(tmp_path: Path):
     trained(["<first>", "<second>"]).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(UserError, match=r"<first>, <second>[\s\S]*eos_token"):
         HuggingFaceTokenizer(str(tmp_path))
@@ -86,7 +86,7 @@ def test_without_an_end_of_text_the_special_tokens_are_named(tmp_path: Path):
         HuggingFaceTokenizer(str(tmp_path))
 
 
-def test_a_file_that_is_no_tokenizer(tmp_path: Path):
+def test_an_invalid_tokenizer_file_is_refused(tmp_path: Path):
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match="cannot be read as a tokenizer"):
         HuggingFaceTokenizer(str(tmp_path))

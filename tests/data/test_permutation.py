@@ -17,8 +17,8 @@ def test_every_order_is_about_equally_likely():
     assert all(400 < count < 600 for count in orders.values())
 
 
-def test_is_the_same_for_ever():
-    """These numbers are part of every run's data order: a change of them reorders runs that are under way."""
+def test_permutations_never_change():
+    """A change would reorder the data of existing runs."""
     assert [Permutation(10, "order", 0, 0)[index] for index in range(10)] == [0, 6, 5, 7, 3, 8, 1, 2, 9, 4]
     assert Permutation(10**12, 1)[0] == 270368655988
 

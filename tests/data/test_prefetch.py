@@ -26,7 +26,7 @@ def test_items_come_in_order_and_end():
     assert next(prefetcher, None) is None
 
 
-def test_no_more_than_the_depth_is_made_ahead():
+def test_prefetch_is_bounded_by_the_depth():
     made, reached = [], threading.Event()
     prefetcher = Prefetcher(counting(made, reached, until=3), 3)
     assert reached.wait(10)  # three are ready, and the fourth waits for room
@@ -36,7 +36,7 @@ def test_no_more_than_the_depth_is_made_ahead():
     assert len(made) <= 14
 
 
-def test_an_error_is_raised_after_the_items_before_it_and_again():
+def test_an_exception_is_raised_after_the_items_before_it_and_again():
     def failing() -> Iterator[int]:
         yield 1
         raise FileNotFoundError("gone")
@@ -48,7 +48,7 @@ def test_an_error_is_raised_after_the_items_before_it_and_again():
             next(prefetcher)
 
 
-def test_close_ends_the_thread_and_those_who_wait():
+def test_close_ends_the_thread_and_wakes_consumers():
     stuck, released = threading.Event(), threading.Event()
 
     def waiting() -> Iterator[int]:
@@ -70,14 +70,14 @@ def test_close_ends_the_thread_and_those_who_wait():
     prefetcher.close()
 
 
-def test_after_close_there_is_nothing():
+def test_iteration_stops_after_close():
     prefetcher = Prefetcher(iter(range(50)), 3)
     assert next(prefetcher) == 0
     prefetcher.close()
     assert next(prefetcher, None) is None
 
 
-def test_dropping_it_ends_the_thread():
+def test_a_dropped_prefetcher_ends_its_thread():
     made, reached = [], threading.Event()
     prefetcher = Prefetcher(counting(made, reached, until=1), 1)
     assert reached.wait(10)

@@ -1,4 +1,4 @@
-"""`data.preview`: what is printed is what the loader gives at that step."""
+"""`data.preview` prints the batch of the training loader at that step."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from titan_exp.data.train_loader import TrainLoader
 
 
 def first_texts(run: Experiment, step: int) -> list[str]:
-    """The beginning of each row of a step, as the trainer gets it."""
+    """Beginning of each row of a step in the training loader."""
     loader = TrainLoader(
         run.data,
         run.training,
@@ -30,7 +30,7 @@ def first_texts(run: Experiment, step: int) -> list[str]:
 
 
 @pytest.mark.parametrize("step", [1, 3])
-def test_it_shows_the_rows_of_the_step(step: int, tmp_path: Path):
+def test_preview_shows_the_rows_of_the_step(step: int, tmp_path: Path):
     store = make(tmp_path / "store")
     for run in (experiment(), over(store)):
         lines = list(preview(run.data, run.training, run.experiment.seed, step))
@@ -42,7 +42,7 @@ def test_it_shows_the_rows_of_the_step(step: int, tmp_path: Path):
             assert shown[1:].startswith(text)
 
 
-def test_it_shows_boundaries_positions_and_what_predicts_nothing(tmp_path: Path):
+def test_preview_shows_boundaries_positions_and_missing_labels(tmp_path: Path):
     store = make(tmp_path / "store")
     run = over(store, seq_len=200, document_mask=True, reset_positions=True)
     lines = list(preview(run.data, run.training, run.experiment.seed, 2))
@@ -56,7 +56,7 @@ def test_it_shows_boundaries_positions_and_what_predicts_nothing(tmp_path: Path)
     assert any("positions 0–" in line and "document 1" in line for line in lines)
 
 
-def test_of_a_store_nothing_before_the_step_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_preview_of_a_store_reads_only_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     store, read = make(tmp_path / "store"), []
     original = TokenSplit.read
     monkeypatch.setattr(TokenSplit, "read", lambda self, *given: read.append(given[0]) or original(self, *given))
@@ -65,7 +65,7 @@ def test_of_a_store_nothing_before_the_step_is_read(tmp_path: Path, monkeypatch:
     assert len(read) <= 24 * 3
 
 
-def test_long_texts_are_cut_in_the_middle_and_mixtures_say_where_rows_are_from(tmp_path: Path):
+def test_long_texts_are_shortened_and_mixtures_show_the_source(tmp_path: Path):
     stores = [make(tmp_path / "a"), make(tmp_path / "b", options={"documents": 5, "reads": ""}, parts=1)]
     run = over(*stores, weights=(1.0, 1.0), seq_len=60)
     lines = list(preview(run.data, run.training, run.experiment.seed, 1))

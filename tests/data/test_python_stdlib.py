@@ -7,7 +7,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.data.sources.python_stdlib import PythonStdlibSource
 
 
-def test_real_text_in_a_fixed_order_without_tests_tables_or_installed_packages():
+def test_modules_are_sorted_without_tests_tables_or_installed_packages():
     source = PythonStdlibSource()
     keys = [source.key(index) for index in range(len(source))]
     assert keys == sorted(keys)
@@ -22,7 +22,7 @@ def test_real_text_in_a_fixed_order_without_tests_tables_or_installed_packages()
     assert source.fingerprint == PythonStdlibSource().fingerprint
 
 
-def test_a_python_without_its_source_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_python_without_its_source_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     with pytest.raises(UserError, match="data=text"):
         PythonStdlibSource()

@@ -19,24 +19,24 @@ CONFIG = experiment().data
 
 
 class TakesNothing:
-    """A class that is not called as a source is."""
+    """Class with another constructor signature."""
 
 
 class HoldsNothing:
-    """A class that is no source."""
+    """Class without a source interface."""
 
     def __init__(self, config: object) -> None:
         self.config = config
 
 
-def test_the_name_chooses_the_source(tmp_path: Path):
+def test_sources_are_found_by_name(tmp_path: Path):
     assert isinstance(build_source(replace(CONFIG, source="python_stdlib")), PythonStdlibSource)
     paths = (str(write_files(tmp_path / "files", 2)),)
     assert isinstance(build_source(replace(CONFIG, source="text", paths=paths)), TextSource)
     assert isinstance(build_source(replace(CONFIG, source="text", paths=paths, document="line")), SplitFileSource)
 
 
-def test_a_source_of_ones_own_gets_the_group_and_its_options():
+def test_a_user_source_gets_the_group_and_its_options():
     source = build_source(replace(CONFIG, source=OWN_TABLE, options={"documents": 7}))
     assert isinstance(source, RandomAccessSource)
     assert (len(source), source[3]) == (7, text(3))
@@ -46,7 +46,7 @@ def test_a_source_of_ones_own_gets_the_group_and_its_options():
     assert build_validation_source(replace(CONFIG, source=OWN_TABLE, validation_split="test")) is None
 
 
-def test_a_source_without_a_fingerprint_gets_one_that_tells_options_apart():
+def test_the_default_fingerprint_depends_on_options():
     found = set()
     for documents in (5, 6):
         config = replace(CONFIG, options={"documents": documents})
@@ -54,7 +54,7 @@ def test_a_source_without_a_fingerprint_gets_one_that_tells_options_apart():
     assert len(found) == 2
 
 
-def test_what_cannot_be_a_source_is_refused():
+def test_invalid_user_sources_are_refused():
     with pytest.raises(UserError, match=r"data\.options \{'speed': 1\}[\s\S]*\(config, \*\*options\)"):
         build_source(replace(CONFIG, source=OWN_TABLE, options={"speed": 1}))
     with pytest.raises(UserError, match="__init__"):
@@ -65,11 +65,11 @@ def test_what_cannot_be_a_source_is_refused():
         build_source(replace(CONFIG, source="absent_package.Source"))
 
 
-def test_an_error_of_ones_own_source_is_not_hidden():
+def test_an_exception_of_a_user_source_propagates():
     with pytest.raises(TypeError, match="integer"):
         build_source(replace(CONFIG, source=OWN_TABLE, options={"documents": "x"}))
 
 
-def test_lists_are_enough():
+def test_a_list_is_a_random_access_source():
     assert isinstance(["a", "b"], RandomAccessSource)
     assert isinstance(OwnTable(CONFIG), RandomAccessSource)

@@ -19,7 +19,7 @@ Divide = Callable[..., SplitFileSource]
 
 @pytest.fixture
 def divide(tmp_path: Path) -> Divide:
-    """The documents of files with these contents."""
+    """Build a source of files with given contents."""
 
     def make(part: Granularity, **files: bytes) -> SplitFileSource:
         for name, content in files.items():
@@ -49,18 +49,20 @@ CONTENTS: dict[str, tuple[bytes, list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize(("content", "paragraphs", "lines"), CONTENTS.values(), ids=CONTENTS)
-def test_what_is_a_document(divide: Divide, content: bytes, paragraphs: list[str], lines: list[str]):
+def test_files_are_split_into_paragraphs_or_lines(
+    divide: Divide, content: bytes, paragraphs: list[str], lines: list[str]
+):
     assert documents(divide("paragraph", a=content)) == paragraphs
     assert documents(divide("line", a=content)) == lines
 
 
-def test_files_in_order_those_without_a_document_too_and_numbers_within_each(divide: Divide):
+def test_documents_are_in_file_order_with_keys_within_each_file(divide: Divide):
     source = divide("line", a=b"1\n2\n", b=b"\n\n", c=b"3", d=b"\n4\n\n5\n")
     assert documents(source) == ["1", "2", "3", "4", "5"]
     assert [source.key(index) for index in range(len(source))] == ["a#0", "a#1", "c#0", "d#0", "d#1"]
 
 
-def test_more_files_than_stay_open(divide: Divide, monkeypatch: pytest.MonkeyPatch):
+def test_more_files_than_open_descriptors(divide: Divide, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(split_files, "_OPEN_FILES", 2)
     source = divide("line", **{f"f{number}": f"{number} x\n{number} y".encode() for number in range(6)})
     expected = [f"{number} {line}" for number in range(6) for line in "xy"]
@@ -73,7 +75,7 @@ def test_blank_files_are_refused(divide: Divide):
         divide("line", a=b"\n \n", b=b"\n")
 
 
-def test_the_fingerprint_tells_ways_to_divide_apart(tmp_path: Path):
+def test_the_fingerprint_depends_on_the_split(tmp_path: Path):
     (tmp_path / "a").write_text("a\n\nb\n")
     found = []
     for document in ("file", "paragraph", "line"):
@@ -86,7 +88,7 @@ def test_the_fingerprint_tells_ways_to_divide_apart(tmp_path: Path):
     assert len(set(found)) == 3
 
 
-def test_one_file_that_holds_out_nothing_is_told_what_would_work(tmp_path: Path):
+def test_a_single_file_without_held_out_documents_is_refused_with_a_remedy(tmp_path: Path):
     (tmp_path / "input.txt").write_text("\n\n".join(map(text, range(40))))
     texts = TextSource([str(tmp_path / "input.txt")])
     with pytest.raises(UserError, match=r"none of the 1 documents[\s\S]*data\.document=paragraph"):
@@ -103,7 +105,7 @@ def test_one_file_that_holds_out_nothing_is_told_what_would_work(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("document", "separator"), [("paragraph", "\n\n"), ("line", "\n")])
-def test_one_file_trains_and_is_evaluated_on_in_every_layout(tmp_path: Path, document: str, separator: str):
+def test_one_file_is_trained_and_evaluated_on_in_every_layout(tmp_path: Path, document: str, separator: str):
     (tmp_path / "input.txt").write_text(separator.join(map(text, range(60))))
     paths = (str(tmp_path / "input.txt"),)
     run = experiment(source="text", paths=paths, document=document, validation_fraction=0.2)

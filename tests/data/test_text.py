@@ -22,13 +22,13 @@ def documents(text: TextSource) -> list[str]:
     return [text[index] for index in range(len(text))]
 
 
-def test_a_folder_is_read_to_the_bottom_in_a_fixed_order(corpus: Path):
+def test_folders_are_recursive_and_sorted(corpus: Path):
     text = TextSource([str(corpus)])
     assert [text.key(index) for index in range(len(text))] == ["a.md", "b.txt", "deep/c.txt", "deep/er/d.txt"]
     assert documents(text) == ["text of a.md", "text of b.txt", "text of deep/c.txt", "text of deep/er/d.txt"]
 
 
-def test_files_and_globs_and_nothing_twice(corpus: Path):
+def test_files_and_globs_are_deduplicated(corpus: Path):
     text = TextSource([str(corpus / "a.md"), str(corpus / "**" / "*.txt"), str(corpus / "deep")])
     assert documents(text) == ["text of a.md", "text of b.txt", "text of deep/c.txt", "text of deep/er/d.txt"]
 
@@ -40,7 +40,7 @@ def test_a_home_folder_and_relative_paths(corpus: Path, monkeypatch: pytest.Monk
     assert len(TextSource(["deep", "*.md"])) == 3
 
 
-def test_the_same_corpus_elsewhere_is_the_same_corpus(corpus: Path, tmp_path: Path):
+def test_a_moved_corpus_keeps_its_fingerprint(corpus: Path, tmp_path: Path):
     before = TextSource([str(corpus)])
     corpus.rename(tmp_path / "moved")
     after = TextSource([str(tmp_path / "moved")])
@@ -69,12 +69,12 @@ def test_names_that_are_not_unicode_are_read(tmp_path: Path):
 
 
 @pytest.mark.parametrize("entry", ["absent.txt", "*.none"])
-def test_an_entry_that_matches_nothing_is_named(corpus: Path, entry: str):
+def test_an_entry_without_matches_is_refused(corpus: Path, entry: str):
     with pytest.raises(UserError, match="matches no file"):
         TextSource([str(corpus), str(corpus / entry)])
 
 
-def test_no_text_at_all_is_an_error(tmp_path: Path):
+def test_a_corpus_without_text_is_refused(tmp_path: Path):
     with pytest.raises(UserError, match=r"no file is given[\s\S]*data\.paths="):
         TextSource([])
     (tmp_path / "x.bin").write_bytes(b"\0")

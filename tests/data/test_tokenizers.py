@@ -19,6 +19,6 @@ def test_ids_hold_the_end_of_text_without_wrapping():
     assert np.append(ids, np.asarray(256, ids.dtype)).tolist() == [97, 256]
 
 
-def test_what_is_no_text_is_decoded_to_none_or_to_a_replacement():
+def test_invalid_ids_decode_to_nothing_or_a_replacement():
     assert ByteTokenizer().decode([104, 105, 256, 300, 0xE6]) == "hi\ufffd"
     assert ByteTokenizer().encode("\ud800").tolist() == [63]

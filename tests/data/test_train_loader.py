@@ -52,7 +52,7 @@ def test_global_batches_are_the_same_rows_in_every_layout(run: Experiment):
 
 
 @every_corpus
-def test_a_run_stopped_and_continued_at_other_degrees_loses_and_repeats_nothing(run: Experiment):
+def test_a_resume_under_other_dp_degrees_skips_and_repeats_nothing(run: Experiment):
     with Ranks(run, 1, run.training.global_batch_size) as ranks:
         reference = ranks.global_batches(18)
     state, found = None, []
@@ -80,7 +80,7 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Experiment]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_1_2_3_4_or_8_ranks_see_the_same_and_so_do_resumes_across_them(kind: str, kinds: dict[str, Experiment]):
+def test_1_2_3_4_and_8_ranks_and_resumes_across_them_read_the_same_rows(kind: str, kinds: dict[str, Experiment]):
     run = kinds[kind]
     with Ranks(run, 1, 24) as ranks:
         reference = ranks.global_batches(12)
@@ -96,7 +96,7 @@ def test_1_2_3_4_or_8_ranks_see_the_same_and_so_do_resumes_across_them(kind: str
     assert found == reference
 
 
-def test_parts_that_shards_have_to_share_are_warned_of():
+def test_shared_parts_are_warned_about():
     with pytest.warns(UserWarning, match="3 independent parts, each of which is read 3 times; data.virtual_shards=3"):
         loader(experiment(source=OWN_STREAM, options={"sizes": (20, 20, 20)})).close()
 
@@ -114,7 +114,7 @@ def test_row_j_comes_from_shard_j_mod_v_and_belongs_to_rank_j_mod_dp():
     assert all(row[-1] == following[0] for row, following in zip(rows, rows[8:], strict=False))
 
 
-def test_state_is_that_of_the_consumed_position_however_far_the_thread_is_ahead():
+def test_the_state_is_the_consumed_position_whatever_is_prefetched():
     run = experiment(prefetch=6)
     ahead, reference = loader(run), loader(run)
     states, batches = [], []
@@ -185,7 +185,7 @@ def test_masks_and_positions_as_configured():
     masked.close()
 
 
-def test_another_corpus_is_refused_and_named():
+def test_a_state_of_another_corpus_is_refused():
     here = loader(experiment())
     state = here.state_dict()
     same = loader(experiment(), dp_degree=2, dp_rank=1, micro_batch_size=1)
@@ -203,7 +203,7 @@ def test_another_corpus_is_refused_and_named():
             other.load_state_dict(state)
 
 
-def test_a_state_that_is_no_union_of_all_ranks_is_refused():
+def test_an_incomplete_or_torn_state_is_refused():
     with Ranks(experiment(), 2, 4) as ranks:
         ranks.global_batches(3)
         half, whole = ranks.loaders[0].state_dict(), ranks.state()
@@ -217,7 +217,7 @@ def test_a_state_that_is_no_union_of_all_ranks_is_refused():
         other.load_state_dict({})
 
 
-def test_a_step_of_another_size_cannot_be_shared_by_more_ranks():
+def test_a_state_that_dp_ranks_cannot_share_evenly_is_refused():
     with Ranks(experiment(batch=3), 1, 3) as ranks:
         ranks.global_batches(1)
         state = ranks.state()
@@ -226,14 +226,14 @@ def test_a_step_of_another_size_cannot_be_shared_by_more_ranks():
         loader(experiment(), dp_degree=2, micro_batch_size=4).load_state_dict(state)
 
 
-def test_sizes_that_the_rules_refuse_are_not_accepted():
+def test_sizes_that_the_rules_refuse_fail_an_assertion():
     with pytest.raises(AssertionError):
         loader(experiment(), dp_degree=3, micro_batch_size=1)
     with pytest.raises(AssertionError):
         loader(experiment(), micro_batch_size=3)
 
 
-def test_an_error_of_the_source_reaches_the_consumer():
+def test_an_exception_of_the_source_reaches_the_consumer():
     broken = loader(experiment(source=BROKEN))
     with pytest.raises(FileNotFoundError, match="gone"):
         next(broken)

@@ -42,7 +42,7 @@ def split_tokens(run: Experiment) -> list[int]:
 
 
 @pytest.mark.parametrize("mask", [False, True])
-def test_the_whole_split_once_whatever_the_layout(mask: bool):
+def test_every_layout_reads_the_whole_split_once(mask: bool):
     run = experiment(document_mask=mask, reset_positions=mask)
     reference = predictions(run, 1, 1)
     tokens = split_tokens(run)
@@ -60,7 +60,7 @@ def test_every_rank_has_the_same_number_of_batches():
         assert [len(list(loader)) for loader in loaders] == [*counts] * dp_degree
 
 
-def test_iterating_again_gives_the_same_and_reads_nothing(monkeypatch: pytest.MonkeyPatch):
+def test_a_second_pass_is_equal_and_reads_nothing(monkeypatch: pytest.MonkeyPatch):
     (loader,) = ranks(experiment(), 1, 4)
     first = [batch.tokens.tolist() for batch in loader]
     monkeypatch.setattr(OwnTable, "__getitem__", None)
@@ -71,7 +71,7 @@ def test_the_split_does_not_depend_on_the_seed():
     assert predictions(experiment(seed=0), 1, 4) == predictions(experiment(seed=5), 1, 4)
 
 
-def test_a_split_of_one_token_to_predict_is_enough():
+def test_a_split_with_a_single_label():
     run = experiment(options={"documents": 500}, validation_fraction=0.003)
     assert len(predictions(run, 4, 2)) == len(split_tokens(run)) - 1
 
@@ -80,7 +80,7 @@ def streamed_labels(run: Experiment) -> list[int]:
     return [label for _, label, _ in predictions(run, 2, 2)]
 
 
-def test_a_stream_holds_out_by_text_and_evaluates_its_first_documents():
+def test_a_stream_holds_out_by_text_hash_and_is_limited():
     run = experiment(source=OWN_STREAM, validation_fraction=0.2, validation_documents=1000)
     held_out = [each for each in map(text, range(9 * 13)) if unit_hash(each) < 0.2]
     assert len(held_out) > 4
@@ -91,7 +91,7 @@ def test_a_stream_holds_out_by_text_and_evaluates_its_first_documents():
     assert sorted(streamed_labels(run)) == sorted(expected[1:])
 
 
-def test_the_first_documents_with_text_are_evaluated_in_every_layout():
+def test_the_limit_counts_documents_with_text_in_every_layout():
     table = experiment(validation_fraction=0.3)
     texts = validation_subset(OwnTable(table.data), 0.3)
     first = texts[0]

@@ -12,7 +12,7 @@ CONFIG = experiment().data
 
 
 class Named:
-    """Documents that are their own names."""
+    """Documents that are their own keys."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self.names = list(names)
@@ -32,31 +32,31 @@ def contents(part: RandomAccessSource) -> set[str]:
 
 
 @pytest.mark.parametrize("source", [OwnTable(CONFIG, documents=500), Named(f"d{number}" for number in range(500))])
-def test_every_document_is_on_exactly_one_side(source: RandomAccessSource):
+def test_every_document_is_in_exactly_one_split(source: RandomAccessSource):
     training, held_out = training_subset(source, 0.1), validation_subset(source, 0.1)
     assert contents(training) | contents(held_out) == contents(source)
     assert len(training) + len(held_out) == 500
     assert 25 < len(held_out) < 75
 
 
-def test_a_larger_fraction_keeps_what_a_smaller_one_held_out():
+def test_held_out_documents_are_nested_by_fraction():
     source = OwnTable(CONFIG, documents=500)
     assert contents(validation_subset(source, 0.05)) < contents(validation_subset(source, 0.2))
 
 
-def test_named_documents_stay_on_their_side_when_others_come_and_go():
+def test_keyed_documents_keep_their_split_when_others_change():
     before, after = Named(f"d{number}" for number in range(300)), Named(f"d{number}" for number in range(100, 600))
     both = set(before.names) & set(after.names)
     assert contents(validation_subset(before, 0.1)) & both == contents(validation_subset(after, 0.1)) & both
 
 
-def test_places_are_the_same_for_ever():
-    """They decide what has been trained on: a change of them would leak held-out documents into runs under way."""
+def test_hashes_never_change():
+    """A change would leak held-out documents into the training of existing runs."""
     assert unit_hash("argparse.py") == pytest.approx(0.32998643888054546)
     assert contents(validation_subset(Named("abcdefghij"), 0.3)) == {"a", "c", "h", "i", "j"}
 
 
-def test_nothing_held_out_offers_a_fraction_that_works():
+def test_an_empty_validation_split_is_refused_with_a_working_fraction():
     source = OwnTable(CONFIG, documents=5)
     with pytest.raises(UserError, match=r"none of the 5 documents") as caught:
         validation_subset(source, 0.001)
@@ -67,6 +67,6 @@ def test_nothing_held_out_offers_a_fraction_that_works():
         validation_subset(OwnTable(CONFIG, documents=1), 0.001)
 
 
-def test_everything_held_out_is_an_error():
+def test_an_empty_training_split_is_refused():
     with pytest.raises(UserError, match="none of the 1 documents to train on"):
         training_subset(Named("a"), 0.999999)

@@ -1,4 +1,4 @@
-"""titan-exp doctor: words, bounds, what it keeps, and what is said where something cannot be measured."""
+"""titan-exp doctor: arguments, time limits, saved results, and unsupported measurements."""
 
 import json
 import time
@@ -14,7 +14,7 @@ from titan_exp.doctor import interconnect as links
 from titan_exp.doctor.datasheet import bandwidth, peak_of_type
 from titan_exp.doctor.disk_and_scheduler import disk_rate, scheduler
 from titan_exp.doctor.machine import USAGE, machine_command
-from titan_exp.doctor.timing import LEAST_CALLS, MOST_CALLS, measure_rate, median_seconds
+from titan_exp.doctor.timing import MAX_CALLS, MIN_CALLS, measure_rate, median_seconds
 from titan_exp.launch.local.ephemeral_ranks import run_on_ranks
 from titan_exp.tracking.device_rates import device_name, rates_file, read_rates
 
@@ -23,25 +23,25 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that is measured in a second."""
+    """Shrink the measurements to a second."""
     monkeypatch.setitem(compute.GEMMS, "cpu", ((16, 16, 16), (32, 16, 32)))
     monkeypatch.setitem(compute.ATTENTIONS, "cpu", (1, 2, 1, 16, 16))
-    monkeypatch.setitem(compute.COPIED, "cpu", 2**16)
+    monkeypatch.setitem(compute.COPY_BYTES, "cpu", 2**16)
     monkeypatch.setitem(links.SIZES, "cpu", (2**10, 2**12))
 
 
 @pytest.mark.usefixtures("small")
-def test_a_machine_is_measured_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
+def test_measurements_are_printed_and_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     assert machine_command(["--seconds", "1", "cluster.device=cpu", f"paths.runs={tmp_path}"], run_on_ranks) == 0
     out = capsys.readouterr().out
     for words in ("fp32 16×16×16", "bf16 32×16×32", "forward and backward flash", "write to", "2 ranks, gloo"):
         assert words in out
-    assert "not here" in out, "cuDNN runs on no CPU"
-    assert "MFU: none is reported on a CPU" in out
+    assert "not supported here" in out, "cuDNN runs on no CPU"
+    assert "MFU: not reported on a CPU" in out
     kept = read_rates(tmp_path / ".cache", device_name(CPU))
     assert kept is not None
-    assert f"kept in {rates_file(tmp_path / '.cache', device_name(CPU))}" in out
+    assert f"saved in {rates_file(tmp_path / '.cache', device_name(CPU))}" in out
     assert kept.tflops["fp32"] > 0
     assert kept.copy is not None
     assert kept.link is not None
@@ -49,7 +49,7 @@ def test_a_machine_is_measured_and_kept(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.usefixtures("small")
-def test_json_is_all_that_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
+def test_json_prints_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch):
     monkeypatch.setattr("titan_exp.doctor.machine.link_rates", lambda *_, **__: [])
     machine_command(["--seconds=1", "--json", "cluster.device=cpu", f"paths.runs={tmp_path}"], run_on_ranks)
     found = json.loads(capsys.readouterr().out)
@@ -60,50 +60,50 @@ def test_json_is_all_that_is_printed(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--sconds", "3"], "--sconds: doctor takes no such word"),
-        (["runs/first"], "runs/first: doctor takes no such word"),
-        (["--seconds", "soon"], "--seconds soon: it takes a number of seconds"),
+        (["--sconds", "3"], "--sconds: unknown argument"),
+        (["runs/first"], "runs/first: unknown argument"),
+        (["--seconds", "soon"], "--seconds soon: give a number of seconds"),
         (["--seconds=0"], "at least 1"),
-        (["--seconds"], "it takes a number"),
+        (["--seconds"], "give a number"),
     ],
 )
-def test_what_is_not_understood_is_said(words: list[str], said: str):
+def test_invalid_arguments_are_refused(words: list[str], said: str):
     with pytest.raises(UserError, match=said):
         machine_command(words, run_on_ranks)
 
 
-def test_help_names_both_halves(capsys: pytest.CaptureFixture[str]):
+def test_help_covers_both_commands(capsys: pytest.CaptureFixture[str]):
     assert machine_command(["--help"], run_on_ranks) == 0
     assert capsys.readouterr().out == USAGE
     assert "--numerics" in USAGE
 
 
-def test_a_call_is_measured_as_long_as_there_is_time_and_at_least_three_times():
+def test_calls_are_repeated_within_the_limit_and_at_least_three_times():
     calls: list[float] = []
     median_seconds(lambda: calls.append(time.perf_counter()), CPU, 0.0)
-    assert len(calls) == 1 + LEAST_CALLS
+    assert len(calls) == 1 + MIN_CALLS
     calls.clear()
     median_seconds(lambda: calls.append(time.perf_counter()), CPU, 60.0)
-    assert len(calls) == 1 + MOST_CALLS
+    assert len(calls) == 1 + MAX_CALLS
 
 
-def test_what_cannot_be_measured_has_a_reason():
+def test_an_unsupported_measurement_has_a_reason():
     def fail() -> None:
         raise RuntimeError("no such kernel. A paragraph about it\nand a stack")
 
     rate = measure_rate("gemm", "x", fail, amount=1.0, unit="TFLOP/s", device=CPU, limit=0.1)
-    assert (rate.value, rate.note) == (None, "not here: no such kernel")
+    assert (rate.value, rate.note) == (None, "not supported here: no such kernel")
 
 
 @pytest.mark.skipif(not can_mount(), reason=NO_MOUNTS)
-def test_a_disk_that_takes_nothing_is_named(tmp_path: Path):
+def test_a_read_only_disk_is_reported(tmp_path: Path):
     with read_only(tmp_path) as folder:
         rate = disk_rate(folder, 0.1)
     assert rate.value is None
     assert "Read-only file system" in rate.note
 
 
-def test_the_scheduler_is_what_sinfo_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_scheduler_is_read_from_sinfo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tool = tmp_path / "sinfo"
     tool.write_text('#!/bin/sh\necho "gpu*: up, 4 nodes, gpu:8, at most 1-00:00:00"\n')
     tool.chmod(0o755)
@@ -113,7 +113,7 @@ def test_the_scheduler_is_what_sinfo_says(tmp_path: Path, monkeypatch: pytest.Mo
     assert scheduler() == []
 
 
-def test_links_that_fail_do_not_end_the_rest():
+def test_failing_links_do_not_end_the_other_measurements():
     def broken(*_: object) -> None:
         raise RuntimeError("a traceback\nrank 1: it died")
 

@@ -1,4 +1,4 @@
-"""titan-exp doctor --numerics: words, and that it finds the layer that suffers."""
+"""titan-exp doctor --numerics: arguments, and the layer with the worst error."""
 
 import math
 
@@ -18,17 +18,17 @@ SMALL = ["model=llama_debug", "training.seq_len=64", "cluster.device=cpu"]
 
 
 @pytest.mark.parametrize("words", [[], ["--numbers"], ["--numerics", "a", "b"], ["--numerics", *SMALL]])
-def test_what_is_not_understood_is_said(words: list[str]):
+def test_invalid_arguments_are_refused(words: list[str]):
     with pytest.raises(UserError, match="doctor --numerics"):
         doctor_command(words)
 
 
-def test_a_recipe_that_cannot_be_is_refused():
+def test_an_invalid_recipe_is_refused():
     with pytest.raises(UserError, match="multiples of 32"):
         doctor_command(["--numerics", *SMALL, "quantization=mxfp8", "model.head_dim=20"])
 
 
-def test_the_table_lists_every_projection(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_the_table_lists_every_linear(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "120")
     words = ["quantization=float8_rowwise", "quantization.filter=[blocks.1.attention.out]", "model.layers=2"]
     assert doctor_command(["--numerics", *SMALL, *words]) == 0
@@ -40,24 +40,24 @@ def test_the_table_lists_every_projection(capsys: pytest.CaptureFixture[str], mo
     assert lines[-1].startswith("loss 5.")
 
 
-def test_the_layer_that_suffers_comes_first():
-    """Tokens of which one channel is huge: under one scale for all of them the others vanish."""
+def test_the_layer_with_the_worst_error_comes_first():
+    """One channel is huge, so that tensorwise scaling rounds the others to zero."""
     overrides = [*SMALL, "quantization=float8_tensorwise", "model.layers=3"]
     examined = resolve_layout(experiment(*overrides), 1)
-    model = module._initial(examined, torch.device("cpu"))
+    model = module._build_initial(examined.model, 64, examined.experiment.seed, torch.device("cpu"))
     with torch.no_grad():
         # Its first channel alone decides about the scale, and about nothing behind it.
         model.get_parameter("blocks.1.feed_forward_norm.weight")[0] = 1e6
         model.get_parameter("blocks.1.feed_forward.gate_up.weight")[:, 0] = 0
     tokens = torch.randint(0, 256, (2, 64), generator=torch.Generator().manual_seed(0))
-    report = report_numerics(model, examined, Batch(tokens, tokens.roll(-1, 1), None, None))
+    report = report_numerics(model, examined.quantization, 3, Batch(tokens, tokens.roll(-1, 1), None, None))
     worst = min(report.projections, key=lambda error: error.own)
     assert worst.name == "blocks.1.feed_forward.gate_up"
     assert worst.own < 10 < min(error.own for error in report.projections if error is not worst)
     assert [error.weight_gradient for error in report.projections] == sorted(
         error.weight_gradient for error in report.projections
     )
-    assert sum(isinstance(it, Linear) for it in model.modules()) == len(report.projections) == 12
+    assert sum(isinstance(layer, Linear) for layer in model.modules()) == len(report.projections) == 12
 
 
 def test_decibels():
@@ -67,16 +67,18 @@ def test_decibels():
     assert decibels(ones * 0, ones) == -math.inf
 
 
-def test_projections_of_experts_are_listed_too(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+def test_linears_of_experts_are_listed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "120")
     words = ["model.architecture=tests.models.own_experts.Mixture", "model.layers=3", "quantization=nvfp4"]
     assert doctor_command(["--numerics", *SMALL, *words]) == 0
     lines = capsys.readouterr().out.splitlines()
-    rows = {line.split("│")[1].strip(): [it.strip() for it in line.split("│")[2:6]] for line in lines if "│ b" in line}
+    rows = {
+        line.split("│")[1].strip(): [cell.strip() for cell in line.split("│")[2:6]] for line in lines if "│ b" in line
+    }
     assert len(rows) == 6
     assert {recipe for recipe, *_ in rows.values()} == {"yes"}
     assert all(5 < float(own) < 40 and 5 < float(gradient) < 40 for _, own, _, gradient in rows.values())
     # Of the first block the router sees what it sees without a recipe; of a later one hardly.
     assert float(rows["blocks.0.experts.gate_up"][2]) == float(rows["blocks.0.experts.gate_up"][1])
     assert rows["blocks.2.experts.down"][2] == "routed"
-    assert "'routed': what rounds before it has a router send tokens to other experts." in lines
+    assert "'routed': rounding before it made a router send tokens to other experts." in lines

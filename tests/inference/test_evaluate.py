@@ -33,7 +33,7 @@ def evaluated(capsys: pytest.CaptureFixture[str], *words: object) -> dict[str, f
     return json.loads(out.splitlines()[-1])
 
 
-def test_it_is_the_validation_loss_of_the_run(trained: Path, capsys: pytest.CaptureFixture[str]):
+def test_evaluate_matches_the_validation_loss_of_the_run(trained: Path, capsys: pytest.CaptureFixture[str]):
     row = read_metrics(trained / "metrics.jsonl")[-1]
     found = evaluated(capsys, trained)
     assert found["loss"] == pytest.approx(row["validation_loss"], rel=1e-6)
@@ -57,7 +57,7 @@ def test_other_data(trained: Path, capsys: pytest.CaptureFixture[str], tmp_path:
     assert 2000 < found["tokens"] < 6000
 
 
-def test_all_documents_or_those_held_out(trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_split_all_evaluates_every_document(trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     (tmp_path / "text.txt").write_text("\n".join(f"line {number} of a text" for number in range(400)))
     words = ["data=text", f"data.paths=[{tmp_path}/text.txt]", "data.document=line", "data.validation_fraction=0.5"]
     part, whole = evaluated(capsys, trained, *words), evaluated(capsys, trained, *words, "split=all")
@@ -67,7 +67,7 @@ def test_all_documents_or_those_held_out(trained: Path, capsys: pytest.CaptureFi
     assert evaluated(capsys, trained, *words, "split=all", "data.validation_documents=3")["tokens"] == 3 * 17 - 1
 
 
-def test_all_of_one_document(trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_split_all_of_one_document(trained: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path):
     (tmp_path / "text.txt").write_text("one text and no more of them")
     words = ["data=text", f"data.paths=[{tmp_path}/text.txt]", "split=all"]
     assert evaluated(capsys, trained, *words)["tokens"] == 28
@@ -82,7 +82,7 @@ def test_both_splits_of_a_store(trained: Path, capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.parametrize("layout", ["parallelism.tp=2 parallelism.dp_shard=2", "parallelism.cp=2", "parallelism.tp=4"])
-def test_any_layout_finds_the_same(trained: Path, capsys: pytest.CaptureFixture[str], layout: str, tmp_path: Path):
+def test_every_layout_has_the_same_loss(trained: Path, capsys: pytest.CaptureFixture[str], layout: str, tmp_path: Path):
     (tmp_path / "text.txt").write_text("\n".join(f"line {number} of a text" for number in range(200)))
     words = ["data=text", f"data.paths=[{tmp_path}/text.txt]", "data.document=line", "data.validation_fraction=0.5"]
     expected = evaluated(capsys, trained, *words)
@@ -93,12 +93,12 @@ def test_any_layout_finds_the_same(trained: Path, capsys: pytest.CaptureFixture[
 
 def evaluate_on_rank(path: str, words: list[str]) -> dict[str, float]:
     from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
-    from titan_exp.inference.evaluate import evaluate_source, evaluated_experiment
+    from titan_exp.inference.evaluate import evaluate_source, evaluation_experiment
     from titan_exp.parallel.mesh import build_mesh
     from titan_exp.trainer.distributed import joined_process_group
 
     source, device = open_checkpoint(Path(path)), torch.device("cpu")
-    experiment = evaluated_experiment(Path(path), source, words)
+    experiment = evaluation_experiment(Path(path), source, words)
     with joined_process_group(device):
         return vars(evaluate_source(source, experiment, build_mesh(experiment.parallelism, device)))
 
@@ -109,8 +109,8 @@ def evaluate_on_rank(path: str, words: list[str]) -> dict[str, float]:
         ([], "titan-exp evaluate RUN"),
         (["data=texd"], "did you mean text?"),
         (["data.pahts=x"], "did you mean data.paths?"),
-        (["optimizer.lr=1"], "evaluate has no such key"),
-        (["model=llama3_8b"], "evaluate has no such key"),
+        (["optimizer.lr=1"], "evaluate does not take this key"),
+        (["model=llama3_8b"], "evaluate does not take this key"),
         (["step=x"], "step=x"),
         (["step=3"], "checkpoints of steps"),
         (["training.seq_len=100000"], "longer than the model's context"),
@@ -120,7 +120,7 @@ def evaluate_on_rank(path: str, words: list[str]) -> dict[str, float]:
         (["parallelism.pp=2"], "parallelism.tp or parallelism.dp_shard=2"),
     ],
 )
-def test_wrong_words(words: list[str], says: str, trained: Path):
+def test_invalid_arguments(words: list[str], says: str, trained: Path):
     with pytest.raises(UserError) as caught:
         evaluate_command([str(trained), *words] if words else [])
     assert says in str(caught.value)

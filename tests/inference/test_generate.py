@@ -21,7 +21,7 @@ def trained(tmp_path_factory):
     return path
 
 
-def test_text_follows_the_prompt_and_the_seed(trained, capsys):
+def test_text_depends_on_prompt_and_seed(trained, capsys):
     def text(*options: str) -> str:
         assert generate_command([str(trained), "prompt=import ", "tokens=60", *options]) == 0
         return capsys.readouterr().out
@@ -39,7 +39,7 @@ def test_the_newest_run_is_found(trained, capsys):
     assert str(trained) in capsys.readouterr().out
 
 
-def test_what_cannot_be_generated_from_is_said(tmp_path, trained):
+def test_missing_checkpoints_and_invalid_options_are_refused(tmp_path, trained):
     with pytest.raises(UserError, match="no run under"):
         generate_command([f"runs={tmp_path}"])
     shutil.copytree(trained, tmp_path / "copy", ignore=shutil.ignore_patterns("step-*"))
@@ -51,7 +51,7 @@ def test_what_cannot_be_generated_from_is_said(tmp_path, trained):
         generate_command(["tokens=many"])
 
 
-def test_choice():
+def test_sample_token():
     random = torch.Generator().manual_seed(0)
     logits = torch.tensor([0.0, 3.0, 2.9, -9.0])
     assert sample_token(logits, 0.0, 0, 1.0, random) == 1
@@ -62,8 +62,8 @@ def test_choice():
     assert {sample_token(logits, 1.0, 0, 1e-9, random) for _ in range(20)} == {1}
 
 
-def test_the_cache_changes_no_word(trained, capsys):
-    """Over more than two windows of 32 tokens: the window moves on, and its memory begins anew."""
+def test_the_kv_cache_does_not_change_the_text(trained, capsys):
+    """Text over more than two windows of 32 tokens, each of which restarts the cache."""
 
     def text(*options: str) -> str:
         assert generate_command([str(trained), "prompt=def main(", "tokens=90", "temperature=0", *options]) == 0
@@ -72,7 +72,7 @@ def test_the_cache_changes_no_word(trained, capsys):
     assert text() == text("cache=false")
 
 
-def test_logits_with_the_cache_are_those_without(trained):
+def test_the_kv_cache_does_not_change_the_logits(trained):
     from titan_exp.checkpoint.formats.open_checkpoint import open_checkpoint
     from titan_exp.inference.generation import DecodeSession, window_start
     from titan_exp.trainer.load_model import load_source

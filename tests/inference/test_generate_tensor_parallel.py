@@ -1,4 +1,4 @@
-"""The model divided among ranks writes the text of one device."""
+"""Tensor-parallel generation equals that of one device."""
 
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,7 +28,7 @@ SAMPLED = GenerateOptions(temperature=1.5, tokens=24, top_k=50, seed=3)
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Models of random weights, large enough for texts without a pattern, as checkpoints and as exports."""
+    """Random weights, scaled up for varied text, as checkpoints and as exports."""
     found = {}
     for name, shape in MODELS.items():
         weights = {key: 4 * value.detach() for key, value in real_model(0, seq_len=16, **shape).state_dict().items()}
@@ -43,28 +43,28 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def on_rank(path: str, options: GenerateOptions) -> tuple[list[str], int, set[int]]:
-    """The texts, the number of weights that this rank holds, and how many heads it keeps keys of."""
+    """Texts, number of local weights, and numbers of KV heads in the cache."""
     from titan_exp.inference import generate as room
     from titan_exp.inference.generation import DecodeSession
     from titan_exp.ops.local_tensor import local_tensor
     from titan_exp.parallel.mesh import build_mesh
     from titan_exp.trainer.distributed import joined_process_group
 
-    writers, device = [], torch.device("cpu")
+    sessions, device = [], torch.device("cpu")
 
     class Seen(DecodeSession):
         def __init__(self, *args, **settings) -> None:
             super().__init__(*args, **settings)
-            writers.append(self)
+            sessions.append(self)
 
     room.DecodeSession = Seen  # type: ignore[misc]  # in this process alone
     source = open_checkpoint(Path(path))
     with joined_process_group(device):
         mesh = build_mesh(tensor_parallel_experiment(source, options.tp).parallelism, device)
         texts = generate(source, options, PROMPTS, window=16, mesh=mesh)
-    (writer,) = writers
-    weights = sum(local_tensor(parameter).numel() for parameter in writer._model.parameters())
-    return texts, weights, {core._keys.shape[1] for core in writer._cores}
+    (session,) = sessions
+    weights = sum(local_tensor(parameter).numel() for parameter in session._model.parameters())
+    return texts, weights, {core._keys.shape[1] for core in session._cores}
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,9 @@ def on_rank(path: str, options: GenerateOptions) -> tuple[list[str], int, set[in
         ("tied dcp", 2, SAMPLED),
     ],
 )
-def test_ranks_write_what_one_device_writes(folders: dict[str, Path], name: str, degree: int, options: GenerateOptions):
+def test_tensor_parallel_text_equals_that_of_one_device(
+    folders: dict[str, Path], name: str, degree: int, options: GenerateOptions
+):
     source = open_checkpoint(folders[name])
     expected = generate(source, options, PROMPTS, window=16)
     assert len(set(expected)) == 3
@@ -91,7 +93,7 @@ def test_ranks_write_what_one_device_writes(folders: dict[str, Path], name: str,
         assert weights < 1.25 * whole / degree
 
 
-def test_the_command_starts_the_ranks(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]):
+def test_tp_starts_ranks(folders: dict[str, Path], capsys: pytest.CaptureFixture[str]):
     words = [str(folders["groups huggingface"]), "prompt=import ", "prompt=def ", "temperature=0", "tokens=12"]
     assert generate_command(words) == 0
     expected = capsys.readouterr().out
@@ -101,12 +103,12 @@ def test_the_command_starts_the_ranks(folders: dict[str, Path], capsys: pytest.C
     assert capsys.readouterr().out == expected
 
 
-def test_what_cannot_be_divided_is_said(folders: dict[str, Path]):
+def test_unsupported_tp_degrees_are_refused(folders: dict[str, Path]):
     with pytest.raises(UserError, match=r"tp=3.*query heads[\s\S]*tp=1, 2 or 4"):
         tensor_parallel_experiment(open_checkpoint(folders["groups dcp"]), 3)
 
 
-def test_a_prompt_is_gone_on_from_as_if_it_were_alone(folders: dict[str, Path], tmp_path: Path, capsys):
+def test_prompts_are_completed_independently(folders: dict[str, Path], tmp_path: Path, capsys):
     source = open_checkpoint(folders["tied dcp"])
     together = generate(source, SAMPLED, PROMPTS, window=128)
     assert together == [generate(source, SAMPLED, [prompt], window=128)[0] for prompt in PROMPTS]
@@ -118,7 +120,7 @@ def test_a_prompt_is_gone_on_from_as_if_it_were_alone(folders: dict[str, Path], 
         generate_command([str(source.path), "prompts=nowhere"])
 
 
-def test_weights_of_16_bits(folders: dict[str, Path]):
+def test_bf16_weights(folders: dict[str, Path]):
     source = open_checkpoint(folders["tied dcp"])
     (text,) = generate(source, replace(GREEDY, dtype="bf16", tokens=1), ["import "], window=16)
     assert len(text) <= 1

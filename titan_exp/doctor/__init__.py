@@ -1,1 +1,1 @@
-"""What a machine can do: rates measured in about a minute, and what its data sheet says."""
+"""Machine diagnostics: measured compute, memory and link rates against data sheets; numerics of a recipe."""

@@ -1,8 +1,8 @@
-"""What data sheets say of devices beside their bf16 peak: memory bandwidth, and how other types relate to bf16."""
+"""Data sheet rates: memory bandwidth, and peaks of other dtypes relative to bf16."""
 
 import re
 
-# Memory bandwidth in GB/s, 10⁹ bytes, by the name torch gives one device; from the data sheets named in
+# Memory bandwidth in GB/s (10⁹ bytes) by torch device name, from the data sheets listed in
 # `tracking.device_rates.PEAK_TFLOPS`, where a name must match as a whole as well.
 BANDWIDTHS: tuple[tuple[str, float], ...] = (
     (r"(NVIDIA )?A100-SXM4-40GB", 1555.0),
@@ -31,14 +31,14 @@ BANDWIDTHS: tuple[tuple[str, float], ...] = (
 
 
 def bandwidth(name: str) -> float | None:
-    """Memory bandwidth in GB/s of the device that torch calls `name`; None where unknown."""
+    """Memory bandwidth in GB/s by torch device name; None if unknown."""
     return next((rate for pattern, rate in BANDWIDTHS if re.fullmatch(pattern, name)), None)
 
 
 def peak_of_type(bf16: float | None, dtype: str, capability: tuple[int, int]) -> float | None:
-    """Dense peak in TFLOP/s of `bf16` or `fp8` matmuls, from the bf16 peak; None for fp32, which no table here has.
+    """Dense matmul peak in TFLOP/s of `bf16` or `fp8` from the bf16 peak; None for fp32.
 
-    Tensor cores that have fp8 (compute capability 8.9 and later) do it at twice their bf16 rate.
+    Tensor cores with fp8 (compute capability 8.9 and later) run it at twice their bf16 rate.
     """
     if bf16 is None or dtype == "fp32":
         return None

@@ -1,4 +1,4 @@
-"""The verb `titan-exp doctor`: what this machine can do, against what its data sheet says, in about a minute."""
+"""`titan-exp doctor`: microbenchmark this machine and compare with data sheets, in about a minute."""
 
 import json
 import os
@@ -25,85 +25,75 @@ from titan_exp.trainer.rank_call import RunOnRanks
 
 USAGE = """\
 titan-exp doctor [--seconds N] [--json] [paths.runs=FOLDER] [cluster.device=cpu]
-  measures what this machine can do: matmuls, attention by every backend, copies, links between its devices, the disk
-  of the runs; and says which scheduler answers. What it finds is kept in .cache/doctor under paths.runs, where runs
-  look for it.
-    --seconds N   time for measuring, 60 without; starting processes comes on top
-    --json        print what is kept, and nothing else
+  measures matmuls, every attention backend, copies, links between devices and the disk of the runs, and reports the
+  scheduler. Results are saved in .cache/doctor under paths.runs, where runs read them.
+    --seconds N   measuring time, default 60; starting processes takes extra time
+    --json        print only the saved results
 
 titan-exp doctor --numerics [RUN|FOLDER] quantization=RECIPE ...
-  which layers a numeric recipe harms; titan-exp doctor --numerics --help says more.
+  reports the rounding error of a numeric recipe per layer; see titan-exp doctor --numerics --help.
 """
 
 SHARES = {"gemm": 0.3, "attention": 0.25, "copy": 0.15, "link": 0.2, "disk": 0.1}
-"""Of the time, by what is measured."""
-SECONDS, LEAST = 60.0, 1.0
-"""For measuring, where nothing else is said; and the least that may be asked for."""
-LOW = 0.6
-"""Share of the data sheet's number below which a rate is marked."""
+"""Share of the measuring time by kind."""
+DEFAULT_SECONDS, MIN_SECONDS = 60.0, 1.0
+"""Measuring time."""
+LOW_SHARE = 0.6
+"""Share of the data sheet's rate below which a measurement is highlighted."""
 
 
-def machine_command(arguments: Sequence[str], spread: RunOnRanks) -> int:
-    """Run the verb; returns the exit code.
-
-    Args:
-        arguments: the words typed.
-        spread: starts the ranks between which links are measured.
+def machine_command(arguments: Sequence[str], run_on_ranks: RunOnRanks) -> int:
+    """Run `titan-exp doctor`; returns the exit code.
 
     Raises:
-        UserError: a word is wrong, or there is no such device.
+        UserError: an argument is wrong, or the device does not exist.
     """
     if set(arguments) & set(HELP):
         print(USAGE, end="")
         return 0
-    words, seconds, as_json = _read(arguments)
-    experiment = to_experiment(compose(words))
+    overrides, seconds, as_json = _parse_arguments(arguments)
+    experiment = to_experiment(compose(overrides))
     if experiment.cluster.device == "cuda" and not torch.cuda.is_available():
         raise UserError("cluster.device=cuda: torch finds no CUDA GPU on this machine")
     on_gpu = torch.cuda.is_available() and experiment.cluster.device != "cpu"
     device, runs = torch.device("cuda", 0) if on_gpu else torch.device("cpu"), Path(experiment.paths.runs).expanduser()
     console = Console(highlight=False, stderr=as_json)
-    measured = measure(device, runs, seconds, spread, console.print)
+    measured = measure(device, runs, seconds, run_on_ranks, console.print)
     try:
-        kept = f"kept in {write_rates(runs / '.cache', measured)}"
+        saved = f"saved in {write_rates(runs / '.cache', measured)}"
     except OSError as error:
-        kept = f"not kept: {runs} cannot be written ({error.strerror or error})"
+        saved = f"not saved: {runs} cannot be written ({error.strerror or error})"
     if as_json:
         print(json.dumps(asdict(measured), indent=1))
     else:
         console.print(_table(measured))
-        for line in [*_partitions(measured), _mfu_line(device, experiment.cluster.peak_tflops, measured), kept]:
+        for line in [*_partitions(measured), _mfu_line(device, experiment.cluster.peak_tflops, measured), saved]:
             console.print(line, markup=False, soft_wrap=True)
     return 0
 
 
 def measure(
-    device: torch.device, runs: Path, seconds: float, spread: RunOnRanks, say: Callable[[str], None]
+    device: torch.device, runs: Path, seconds: float, run_on_ranks: RunOnRanks, report: Callable[[str], None]
 ) -> DeviceRates:
-    """Measure everything in about `seconds`.
+    """Measure a device (the first GPU, and the links between all), and the disk of `runs`, in about `seconds`.
 
-    Args:
-        device: what trains; of several GPUs the first one, and the links between all.
-        runs: folder whose disk is measured.
-        seconds: for measuring.
-        spread: starts ranks.
-        say: takes a line about what is being done.
+    `report` takes progress lines.
     """
-    began = time.perf_counter()
+    start = time.perf_counter()
     name, rates = device_name(device), list[Measurement]()
 
-    def take(kind: str, found: Callable[[float], Iterable[Measurement]]) -> None:
-        say(f"{kind} ({SHARES[kind] * seconds:.0f} s) ...")
-        rates.extend(found(SHARES[kind] * seconds))
+    def take(kind: str, measurements: Callable[[float], Iterable[Measurement]]) -> None:
+        report(f"{kind} ({SHARES[kind] * seconds:.0f} s) ...")
+        rates.extend(measurements(SHARES[kind] * seconds))
 
     take("gemm", lambda limit: gemm_rates(device, limit))
     take("attention", lambda limit: attention_rates(device, limit))
     take("copy", lambda limit: copy_rates(device, limit))
     ranks = torch.cuda.device_count() if device.type == "cuda" else min(2, len(os.sched_getaffinity(0)))
     if ranks > 1:
-        take("link", lambda limit: link_rates(spread, ranks=ranks, device=device.type, limit=limit))
+        take("link", lambda limit: link_rates(run_on_ranks, ranks=ranks, device=device.type, limit=limit))
     take("disk", lambda limit: [disk_rate(runs, limit)])
-    say(f"measured in {time.perf_counter() - began:.0f} s")
+    report(f"measured in {time.perf_counter() - start:.0f} s")
     return DeviceRates(
         device=name,
         when=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -116,78 +106,75 @@ def measure(
     )
 
 
-def _read(arguments: Sequence[str]) -> tuple[list[str], float, bool]:
-    words, seconds, as_json = [], SECONDS, False
+def _parse_arguments(arguments: Sequence[str]) -> tuple[list[str], float, bool]:
+    overrides, seconds, as_json = [], DEFAULT_SECONDS, False
     rest = iter(arguments)
-    for word in rest:
-        flag, equals, value = word.partition("=")
+    for argument in rest:
+        flag, equals, value = argument.partition("=")
         if flag == "--seconds":
             given = value if equals else next(rest, "")
             try:
                 seconds = float(given)
             except ValueError:
                 seconds = 0.0
-            if not LEAST <= seconds < float("inf"):
-                raise UserError(f"--seconds {given}: it takes a number of seconds, at least {LEAST:g}\n{USAGE}")
-        elif word == "--json":
+            if not MIN_SECONDS <= seconds < float("inf"):
+                raise UserError(f"--seconds {given}: give a number of seconds, at least {MIN_SECONDS:g}\n{USAGE}")
+        elif argument == "--json":
             as_json = True
-        elif equals and not word.startswith("-"):
-            words.append(word)
+        elif equals and not argument.startswith("-"):
+            overrides.append(argument)
         else:
-            raise UserError(f"{word}: doctor takes no such word.\n{USAGE}")
-    return words, seconds, as_json
+            raise UserError(f"{argument}: unknown argument.\n{USAGE}")
+    return overrides, seconds, as_json
 
 
-def _best(rates: Iterable[Measurement], kind: str, beginning: str) -> float | None:
-    return max(
-        (it.value for it in rates if it.kind == kind and it.name.startswith(beginning) and it.value), default=None
-    )
+def _best(rates: Iterable[Measurement], kind: str, prefix: str) -> float | None:
+    values = [rate.value for rate in rates if rate.kind == kind and rate.name.startswith(prefix) and rate.value]
+    return max(values, default=None)
 
 
 def _table(measured: DeviceRates) -> Table:
     title = f"{measured.device}, torch {measured.torch}"
-    table = Table("", "what", "measured", "unit", "data sheet", "share", title=title)
+    table = Table("", "measurement", "measured", "unit", "data sheet", "share", title=title)
     for column in (2, 4, 5):
         table.columns[column].justify = "right"
-    before = ""
-    for each in measured.rates:
-        rate = Measurement(**each)
+    previous = ""
+    for row in measured.rates:
+        rate = Measurement(**row)
         share = rate.value / rate.expected if rate.value and rate.expected else None
-        colour = "" if share is None else "[red]" if share < LOW else "[green]"
+        colour = "" if share is None else "[red]" if share < LOW_SHARE else "[green]"
         value = "–" if rate.value is None else _number(rate.value)
         note = f"{rate.name} ({rate.note})" if rate.note else rate.name
         table.add_row(
-            rate.kind if rate.kind != before else "",
+            rate.kind if rate.kind != previous else "",
             note.replace("[", r"\["),
             value,
             rate.unit if rate.value is not None else "",
             "" if rate.expected is None else _number(rate.expected),
             "" if share is None else f"{colour}{100 * share:.0f} %",
         )
-        before = rate.kind
+        previous = rate.kind
     return table
 
 
 def _partitions(measured: DeviceRates) -> list[str]:
     if not measured.scheduler:
-        return ["scheduler: no SLURM answers here, so runs start with cluster=local"]
-    return ["scheduler: SLURM, so cluster=slurm submits to", *(f"  {line}" for line in measured.scheduler)]
+        return ["scheduler: no SLURM found; start runs with cluster=local"]
+    return ["scheduler: SLURM; cluster=slurm submits to", *(f"  {line}" for line in measured.scheduler)]
 
 
 def _mfu_line(device: torch.device, configured: float | None, measured: DeviceRates) -> str:
     if configured is not None:
-        return f"MFU is over {configured:g} TFLOP/s, as cluster.peak_tflops says"
+        return f"MFU is relative to {configured:g} TFLOP/s (cluster.peak_tflops)"
     if device.type != "cuda":
-        return (
-            "MFU: none is reported on a CPU unless cluster.peak_tflops is given; the note after a run uses these rates"
-        )
+        return "MFU: not reported on a CPU unless cluster.peak_tflops is set; the note after a run uses these rates"
     known = peak_by_name(device_name(device))
     if known is not None:
-        return f"MFU is over {known:g} TFLOP/s, the data sheet's dense bf16 peak"
+        return f"MFU is relative to {known:g} TFLOP/s, the dense bf16 peak of the data sheet"
     if "bf16" in measured.tflops:
         best = measured.tflops["bf16"]
-        return f"MFU is over {best:.1f} TFLOP/s, the best bf16 matmul measured here: no data sheet is known"
-    return "MFU: no peak is known; give cluster.peak_tflops"
+        return f"MFU is relative to {best:.1f} TFLOP/s, the best bf16 matmul measured here (no data sheet known)"
+    return "MFU: no peak is known; set cluster.peak_tflops"
 
 
 def _number(value: float) -> str:

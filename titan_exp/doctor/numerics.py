@@ -1,6 +1,6 @@
-"""What a recipe does to each projection: a batch in fp32, then with the recipe, from the same weights.
+"""Quantization error per linear layer: one batch in fp32 and with the recipe, from the same weights.
 
-Both in fp32 but for the recipe's own rounding, which is emulated on every device: what is seen is the recipe's.
+The recipe's rounding is emulated on every device and all else is fp32, so that only the recipe's error is seen.
 """
 
 import math
@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.quantization import QuantizationConfig
 from titan_exp.data.batch import Batch
 from titan_exp.models.blocks.grouped_linear import GroupedLinear
@@ -22,31 +21,31 @@ from titan_exp.trainer.objective.language_modeling import LanguageModeling
 
 @dataclass(frozen=True)
 class ProjectionError:
-    """Signal-to-noise ratios of a projection in dB: 20 · log10(|x| / |x - y|), 20 dB being an error of a tenth."""
+    """Signal-to-noise ratios of a linear layer in dB: 20 · log10(|x| / |x - y|); 20 dB is an error of 10 %."""
 
     name: str
-    """Its name in the model."""
+    """Module name."""
     quantized: bool
-    """Whether the recipe takes it."""
+    """True if the recipe's filter includes the layer."""
     own: float
-    """Of its output, from the input that it has in fp32: its own rounding alone."""
+    """Output SNR on the fp32 input: the layer's own rounding."""
     output: float | None
-    """Of its output in the model, where every projection before it rounds too. None where for that a router has sent
-    tokens to other experts: rows are those of other tokens then."""
+    """Output SNR in the model, with the rounding of all earlier layers. None if that rounding made a router send tokens
+    to other experts."""
     weight_gradient: float
-    """Of its weight's gradient in the model."""
+    """Weight gradient SNR in the model."""
 
 
 @dataclass(frozen=True)
 class NumericsReport:
-    """A recipe against fp32 on one batch."""
+    """Comparison of a recipe with fp32 on one batch."""
 
     loss: float
     """Mean cross-entropy in fp32."""
     recipe_loss: float
-    """With the recipe."""
+    """Mean cross-entropy with the recipe."""
     projections: list[ProjectionError]
-    """Every projection, that with the worst gradient first."""
+    """All linear layers, worst weight gradient first."""
 
 
 @dataclass
@@ -57,32 +56,31 @@ class _Pass:
     loss: float = math.nan
 
 
-def report_numerics(model: nn.Module, experiment: Experiment, batch: Batch) -> NumericsReport:
-    """Compare, and leave the model with the recipe.
+def report_numerics(model: nn.Module, recipe: QuantizationConfig, layers: int, batch: Batch) -> NumericsReport:
+    """Compare a recipe with fp32 on a model of `layers` blocks; the model is quantized afterwards.
 
     Args:
-        model: unquantized, in fp32, on its device; its projections are `models.blocks.Linear`, or those of
-            experts.
-        experiment: its `quantization` is the recipe, resolved.
+        model: unquantized, in fp32, on its device.
+        recipe: resolved quantization group.
+        layers: number of transformer blocks.
         batch: on the model's device.
     """
-    config = replace(experiment.quantization, emulate=True, precomputed_scales=False, float8_all_gather=False)
-    assert isinstance(config, QuantizationConfig)
-    names = {name: module for name, module in model.named_modules() if isinstance(module, Linear | GroupedLinear)}
-    plain = {name: projection.linear_impl for name, projection in names.items()}
-    exact = _run(model, names, batch)
-    quantize(model, config, layers=experiment.model.layers, device=batch.tokens.device)
-    rounded = _run(model, names, batch)
+    config = replace(recipe, emulate=True, precomputed_scales=False, float8_all_gather=False)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear | GroupedLinear)}
+    plain = {name: linear.linear_impl for name, linear in linears.items()}
+    exact = _run(model, linears, batch)
+    quantize(model, config, layers=layers, device=batch.tokens.device)
+    rounded = _run(model, linears, batch)
     found = []
-    for name, projection in names.items():
+    for name, linear in linears.items():
         with torch.no_grad():
-            own = projection(*exact.inputs[name])
-        # Of experts there is a second input: where their rows end.
+            own = linear(*exact.inputs[name])
+        # Grouped linears have a second input, the row offsets of their experts.
         same_rows = all(map(torch.equal, exact.inputs[name][1:], rounded.inputs[name][1:]))
         found.append(
             ProjectionError(
                 name,
-                projection.linear_impl is not plain[name],
+                linear.linear_impl is not plain[name],
                 own=decibels(exact.outputs[name], own),
                 output=decibels(exact.outputs[name], rounded.outputs[name]) if same_rows else None,
                 weight_gradient=decibels(exact.gradients[name], rounded.gradients[name]),
@@ -92,7 +90,7 @@ def report_numerics(model: nn.Module, experiment: Experiment, batch: Batch) -> N
 
 
 def decibels(exact: Tensor, found: Tensor) -> float:
-    """Signal-to-noise ratio; infinite where nothing differs."""
+    """Signal-to-noise ratio in dB; infinite for equal tensors."""
     noise = float((exact.double() - found.double()).norm())
     signal = float(exact.double().norm())
     if noise == 0:
@@ -100,30 +98,30 @@ def decibels(exact: Tensor, found: Tensor) -> float:
     return 20 * math.log10(signal / noise) if signal else -math.inf
 
 
-def _run(model: nn.Module, names: Mapping[str, Linear | GroupedLinear], batch: Batch) -> _Pass:
+def _run(model: nn.Module, linears: Mapping[str, Linear | GroupedLinear], batch: Batch) -> _Pass:
     found = _Pass({}, {}, {})
-    with _recorded(names, found):
+    with _record(linears, found):
         loss = LanguageModeling()(model, batch)
         tokens = max(int((batch.labels >= 0).sum()), 1)
         (loss.total / tokens).backward()
     found.loss = float(loss.metrics["loss"]) / tokens
-    for name, projection in names.items():
-        gradient = projection.weight.grad
-        assert gradient is not None, "every projection takes part"
+    for name, linear in linears.items():
+        gradient = linear.weight.grad
+        assert gradient is not None, "every linear is part of the graph"
         found.gradients[name] = gradient
     model.zero_grad(set_to_none=True)
     return found
 
 
 @contextmanager
-def _recorded(names: Mapping[str, Linear | GroupedLinear], found: _Pass) -> Iterator[None]:
-    def record(name: str) -> object:
+def _record(linears: Mapping[str, Linear | GroupedLinear], found: _Pass) -> Iterator[None]:
+    def hook_for(name: str) -> object:
         def hook(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            found.inputs[name], found.outputs[name] = tuple(it.detach() for it in inputs), output.detach()
+            found.inputs[name], found.outputs[name] = tuple(tensor.detach() for tensor in inputs), output.detach()
 
         return hook
 
-    handles = [projection.register_forward_hook(record(name)) for name, projection in names.items()]  # type: ignore[arg-type]
+    handles = [linear.register_forward_hook(hook_for(name)) for name, linear in linears.items()]  # type: ignore[arg-type]
     try:
         yield
     finally:

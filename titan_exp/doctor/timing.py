@@ -1,4 +1,4 @@
-"""One measured rate, and how it is measured: the median of repeated calls within a given time."""
+"""Microbenchmark timing: the median of repeated calls within a time limit."""
 
 import statistics
 import time
@@ -7,28 +7,28 @@ from dataclasses import dataclass
 
 import torch
 
-LEAST_CALLS, MOST_CALLS = 3, 50
-"""How often something is called that is measured, however slow or quick it is."""
+MIN_CALLS, MAX_CALLS = 3, 50
+"""Number of timed calls."""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What was measured, or why it could not be."""
+    """Measured rate, or the reason why it could not be measured."""
 
     kind: str
     """`gemm`, `attention`, `copy`, `host copy`, `link` or `disk`."""
     name: str
-    """What exactly: type, shape, backend, direction."""
+    """Dtype, shape, backend, direction."""
     value: float | None
-    """The median rate in `unit`; None where it cannot be measured here."""
+    """Median rate in `unit`; None if it cannot be measured on this machine."""
     unit: str
     """`TFLOP/s` or `GB/s`, with 10⁹ bytes."""
     seconds: float | None = None
-    """Median seconds of one call."""
+    """Median seconds per call."""
     expected: float | None = None
-    """What the data sheet of the device says, in `unit`; None where that is not known."""
+    """Rate of the device's data sheet in `unit`, if known."""
     note: str = ""
-    """Why there is no value, or what is special about it."""
+    """Reason for a missing value, or a remark."""
 
 
 def measure_rate(
@@ -42,33 +42,22 @@ def measure_rate(
     limit: float,
     expected: float | None = None,
 ) -> Measurement:
-    """Measure a call's rate.
-
-    Args:
-        kind: of the rate.
-        name: of the rate.
-        call: what is measured.
-        amount: what a call does, in `unit` times seconds.
-        unit: of the rate.
-        device: what is waited for after a call.
-        limit: seconds that measuring may take; three calls are made whatever they take.
-        expected: what a data sheet says.
-    """
+    """Measure the rate of a call that does `amount` (in `unit` times seconds) of work, for `limit` seconds."""
     try:
         seconds = median_seconds(call, device, limit)
     except (RuntimeError, NotImplementedError, ValueError, ImportError, TypeError) as error:
-        words = (str(error).strip() or type(error).__name__).splitlines()[0].partition(". ")[0]
-        return Measurement(kind, name, None, unit, note=f"not here: {words[:80]}")
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0].partition(". ")[0]
+        return Measurement(kind, name, None, unit, note=f"not supported here: {reason[:80]}")
     return Measurement(kind, name, amount / seconds, unit, seconds, expected)
 
 
 def median_seconds(call: Callable[[], object], device: torch.device, limit: float) -> float:
-    """Median seconds of a call, the first of which is not counted; each is waited for."""
-    began = time.perf_counter()
+    """Median seconds per synchronized call, after one warm-up call."""
+    start = time.perf_counter()
     call()
     synchronize(device)
     seconds: list[float] = []
-    while len(seconds) < LEAST_CALLS or (len(seconds) < MOST_CALLS and time.perf_counter() - began < limit):
+    while len(seconds) < MIN_CALLS or (len(seconds) < MAX_CALLS and time.perf_counter() - start < limit):
         begin = time.perf_counter()
         call()
         synchronize(device)
@@ -77,6 +66,6 @@ def median_seconds(call: Callable[[], object], device: torch.device, limit: floa
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device's work."""
+    """Wait until the device is idle."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

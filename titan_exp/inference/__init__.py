@@ -1,1 +1,1 @@
-"""Inference: generate text and evaluate a checkpoint."""
+"""Inference: text generation, and evaluation of checkpoints."""

@@ -1,4 +1,4 @@
-"""The verb `titan-exp evaluate RUN|FOLDER [overrides]`: loss and perplexity of weights on any data, in any layout."""
+"""Evaluation: loss and perplexity of a checkpoint on any data, in any layout without pipeline stages."""
 
 import dataclasses
 import json
@@ -44,20 +44,16 @@ titan-exp evaluate RUN|FOLDER [step=N] [split=held_out|all] [data=GROUP] [data.K
                    [training.micro_batch_size=N] [parallelism.KEY=VALUE]
   for example: titan-exp evaluate runs/first/6ec54c999fca data=text data.paths='[notes]' split=all
 
-  Without data=... it is the data of the run. What is evaluated on is the validation split, that is the documents that
-  training would hold out, or with split=all every document of the source; data.validation_documents=N is the first N.
-  Without parallelism... it is one process; parallelism.tp=2 or dp_shard=2 start two, whatever layout the run had."""
+  Default data are those of the run. split=held_out evaluates the documents that training holds out, split=all every
+  document of the source; data.validation_documents=N limits either to its first N documents. The default layout is one
+  process; parallelism.tp=2 or dp_shard=2 start two, whatever layout the run had."""
 
-BATCH = 8
-"""Sequences at a time, where `training.micro_batch_size` is not given."""
+DEFAULT_BATCH = 8
+"""Sequences per batch if `training.micro_batch_size` is not given."""
 
 
-def evaluate_command(arguments: Sequence[str], spread: RunOnRanks | None = None) -> int:
-    """Run the verb; returns the exit code.
-
-    Args:
-        arguments: the words typed.
-        spread: starts the ranks that a layout asks for.
+def evaluate_command(arguments: Sequence[str], run_on_ranks: RunOnRanks | None = None) -> int:
+    """Run `titan-exp evaluate`; returns the exit code.
 
     Raises:
         UserError: an override is wrong, the weights cannot be read, or there is nothing to evaluate on.
@@ -65,23 +61,23 @@ def evaluate_command(arguments: Sequence[str], spread: RunOnRanks | None = None)
     if set(arguments) & set(HELP):
         print(USAGE)
         return 0
-    places = [word for word in arguments if "=" not in word]
-    if len(places) != 1:
+    paths = [argument for argument in arguments if "=" not in argument]
+    if len(paths) != 1:
         raise UserError(USAGE)
-    own = [word for word in arguments if word.startswith(("step=", "split="))]
+    own = [argument for argument in arguments if argument.startswith(("step=", "split="))]
     options = parse_options(EvaluateOptions, own)
-    path = local_copy(places[0], step=options.step)
+    path = local_copy(paths[0], step=options.step)
     source = open_checkpoint(path, options.step)
-    overrides = [word for word in arguments if "=" in word and word not in own]
-    everything = options.split == "all"
-    experiment = evaluated_experiment(path, source, overrides, everything)
+    overrides = [argument for argument in arguments if "=" in argument and argument not in own]
+    all_documents = options.split == "all"
+    experiment = evaluation_experiment(path, source, overrides, all_documents)
     if ResolvedLayout.of(experiment).world_size == 1:
         with joined_process_group(device := _device()):
-            found = evaluate_source(source, experiment, build_mesh(experiment.parallelism, device), everything)
+            found = evaluate_source(source, experiment, build_mesh(experiment.parallelism, device), all_documents)
     else:
-        assert spread is not None, "the command line has it"
-        question = {"path": str(source.path), "everything": everything}
-        found = ValidationResult(**spread(f"{__name__}.rank_main", experiment, question))
+        assert run_on_ranks is not None, "given by the command line"
+        request = {"path": str(source.path), "all_documents": all_documents}
+        found = ValidationResult(**run_on_ranks(f"{__name__}.rank_main", experiment, request))
     described = describe(path, source)
     table = Table("weights", "data", "tokens", "loss (nats)", "perplexity")
     table.add_row(
@@ -94,21 +90,21 @@ def evaluate_command(arguments: Sequence[str], spread: RunOnRanks | None = None)
 
 
 def evaluate_source(
-    source: OpenCheckpoint, experiment: Experiment, mesh: Mesh, everything: bool = False
+    source: OpenCheckpoint, experiment: Experiment, mesh: Mesh, all_documents: bool = False
 ) -> ValidationResult:
-    """Loss and perplexity over the validation split of the experiment's data, or over `everything`; all ranks of the
-    mesh together, each of which reads its part of the weights."""
+    """Loss over the validation split of the experiment's data, or over all documents. Called by all ranks of the mesh,
+    each of which reads its shard of the weights."""
     loader = ValidationLoader(
         experiment.data,
         experiment.training.seq_len,
         dp_rank=mesh.dp_rank,
         dp_degree=mesh.dp_degree,
-        micro_batch_size=experiment.training.micro_batch_size or BATCH,
-        all_documents=everything,
+        micro_batch_size=experiment.training.micro_batch_size or DEFAULT_BATCH,
+        all_documents=all_documents,
     )
     parallelism = experiment.parallelism
 
-    def divide(model: nn.Module) -> Rows:
+    def shard(model: nn.Module) -> Rows:
         parallelize(model, mesh, ResolvedLayout.of(experiment), experiment.activation_checkpoint, experiment.compile)
         return {}
 
@@ -117,58 +113,57 @@ def evaluate_source(
         mesh.device,
         seq_len=experiment.training.seq_len,
         documents=experiment.data.document_mask,
-        divide=divide if mesh.world.size() > 1 else None,
+        divide=shard if mesh.world.size() > 1 else None,
         parts=parallelism.cp > 1 and parallelism.cp_method != "ulysses",
     )
-    words = vocab_shard(mesh, source.model.vocab_size) if parallelism.loss_parallel else None
-    whole = EagerModel(model, LanguageModeling(experiment.training.loss_chunk_tokens, vocab_shard=words), mesh)
-    row = evaluate_sources(whole, loader.sources, mesh)
+    vocab = vocab_shard(mesh, source.model.vocab_size) if parallelism.loss_parallel else None
+    eager = EagerModel(model, LanguageModeling(experiment.training.loss_chunk_tokens, vocab_shard=vocab), mesh)
+    row = evaluate_sources(eager, loader.sources, mesh)
     return ValidationResult(row["validation_loss"], int(row["validation_tokens"]))
 
 
 def rank_main(run_folder: str) -> None:
-    """What each of several ranks runs."""
+    """Entry point of one rank."""
 
-    def evaluation(experiment: Experiment, question: Any, device: torch.device) -> dict[str, Any]:
-        source, mesh = open_checkpoint(Path(question["path"])), build_mesh(experiment.parallelism, device)
-        return dataclasses.asdict(evaluate_source(source, experiment, mesh, question["everything"]))
+    def evaluate(experiment: Experiment, request: Any, device: torch.device) -> dict[str, Any]:
+        source, mesh = open_checkpoint(Path(request["path"])), build_mesh(experiment.parallelism, device)
+        return dataclasses.asdict(evaluate_source(source, experiment, mesh, request["all_documents"]))
 
-    answer(run_folder, evaluation)
+    answer(run_folder, evaluate)
 
 
-def evaluated_experiment(
-    path: Path, source: OpenCheckpoint, overrides: Sequence[str], everything: bool = False
+def evaluation_experiment(
+    path: Path, source: OpenCheckpoint, overrides: Sequence[str], all_documents: bool = False
 ) -> Experiment:
-    """The run's own configuration, or the default one around weights of elsewhere, with overrides laid over it.
+    """Apply overrides to the run's configuration, or to the defaults for weights from elsewhere.
 
-    The tokenizer stays that of the weights unless it is named: a model only understands its own. Where `everything` is
-    evaluated on, no documents need be held out.
+    The tokenizer stays that of the weights unless overridden. With `all_documents`, no documents need be held out.
 
     Raises:
-        UserError: an override names nothing that is there.
+        UserError: an override sets an unknown key, or a value cannot be evaluated.
     """
-    groups = [word for word in overrides if "." not in word.partition("=")[0]]
-    values = [word for word in overrides if word not in groups]
-    wrong = [word for word in groups if not word.startswith("data=")]
+    groups = [override for override in overrides if "." not in override.partition("=")[0]]
+    values = [override for override in overrides if override not in groups]
+    wrong = [override for override in groups if not override.startswith("data=")]
     keys = [key for key in value_keys() if key.startswith(("data.", "training.", "model.attention", "parallelism."))]
-    names = [word.partition("=")[0].lstrip("+") for word in values]
+    names = [override.partition("=")[0].lstrip("+") for override in values]
     unknown = [name for name in names if name not in keys and not name.startswith("data.options.")]
     if wrong or unknown:
-        raise UserError("This cannot be evaluated.", [_not_there(word, keys) for word in [*wrong, *unknown]])
-    base = _alone(_base(path, source))
+        raise UserError("This cannot be evaluated.", [_unknown_key(override, keys) for override in [*wrong, *unknown]])
+    base = _on_one_device(_base_config(path, source))
     if groups:
-        base = OmegaConf.merge(base, {"data": _composed(groups).data})
+        base = OmegaConf.merge(base, {"data": _compose_groups(groups).data})
         assert isinstance(base, DictConfig)
         base.data.tokenizer = source.tokenizer
-    for word in values:
-        key, _, value = word.lstrip("+").partition("=")
-        OmegaConf.update(base, key, _parsed(word, value), force_add=key.startswith("data.options."))
+    for override in values:
+        key, _, value = override.lstrip("+").partition("=")
+        OmegaConf.update(base, key, _parse_value(override, value), force_add=key.startswith("data.options."))
     experiment = to_experiment(base)
-    every = 0 if everything else experiment.training.evaluate_every
-    asked = dataclasses.replace(experiment, training=dataclasses.replace(experiment.training, evaluate_every=every))
-    violations = ask((*data.RULES, *tensor.RULES, *context.RULES, *layout.RULES), asked)
+    every = 0 if all_documents else experiment.training.evaluate_every
+    checked = dataclasses.replace(experiment, training=dataclasses.replace(experiment.training, evaluate_every=every))
+    violations = ask((*data.RULES, *tensor.RULES, *context.RULES, *layout.RULES), checked)
     if experiment.parallelism.pp > 1:
-        reason = "a pipeline pays in training; evaluation spreads a model over ranks by its matrices and its layers"
+        reason = "evaluation runs no pipeline; it shards a model by tensor parallelism and FSDP"
         remedy = f"parallelism.tp or parallelism.dp_shard={experiment.parallelism.pp}"
         violations.append(Violation("parallelism.pp", experiment.parallelism.pp, reason, remedy))
     if experiment.training.seq_len > source.model.context:
@@ -179,16 +174,16 @@ def evaluated_experiment(
     return experiment
 
 
-def _alone(whole: DictConfig) -> DictConfig:
-    """A configuration on one device, and nothing in it that only training needs."""
+def _on_one_device(config: DictConfig) -> DictConfig:
+    """Reset the layout to one device and disable training-only options."""
     degrees = dict.fromkeys(("dp_replicate", "dp_shard", "tp", "pp", "cp", "cp_ulysses", "ep", "etp"), 1)
-    alone = {
+    single = {
         "parallelism": {**degrees, "async_tp": False, "cpu_offload": False},
         "activation_checkpoint": {"mode": "none"},
         "compile": {"enabled": False, "cuda_graphs": False},
         "training": {"mixed_precision": "fp32"},
     }
-    merged = OmegaConf.merge(whole, alone)
+    merged = OmegaConf.merge(config, single)
     assert isinstance(merged, DictConfig)
     return merged
 
@@ -197,7 +192,7 @@ def _device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _base(path: Path, source: OpenCheckpoint) -> DictConfig:
+def _base_config(path: Path, source: OpenCheckpoint) -> DictConfig:
     for folder in (path, path.parent.parent):
         if source.format == "dcp" and (folder / "config.yaml").is_file():
             return OmegaConf.create(to_dict(load_experiment(folder / "config.yaml")))
@@ -205,32 +200,32 @@ def _base(path: Path, source: OpenCheckpoint) -> DictConfig:
         raise UserError(f"{source.path} has no tokenizer beside its weights. Put its tokenizer.json there.")
     experiment = to_experiment(compose(["training.seq_len=1024"]))
     length = min(experiment.training.seq_len, source.model.context)
-    whole = to_dict(dataclasses.replace(experiment, model=source.model))
-    whole["data"]["tokenizer"], whole["training"]["seq_len"] = source.tokenizer, length
-    return OmegaConf.create(whole)
+    config = to_dict(dataclasses.replace(experiment, model=source.model))
+    config["data"]["tokenizer"], config["training"]["seq_len"] = source.tokenizer, length
+    return OmegaConf.create(config)
 
 
-def _composed(groups: list[str]) -> DictConfig:
+def _compose_groups(groups: list[str]) -> DictConfig:
     options = sorted(path.stem for path in (CONF_DIR / "data").glob("*.yaml"))
-    for word in groups:
-        option = word.partition("=")[2]
+    for override in groups:
+        option = override.partition("=")[2]
         if option not in options:
             remedy = did_you_mean(option, options) or f"choose {listed(options)}"
-            raise UserError("This cannot be evaluated.", [Violation("data", option, "no such group", remedy)])
+            raise UserError("This cannot be evaluated.", [Violation("data", option, "there is no such option", remedy)])
     return OmegaConf.create(to_dict(to_experiment(compose(groups))))
 
 
-def _parsed(word: str, value: str) -> Any:
+def _parse_value(override: str, value: str) -> Any:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
     try:
         return OverridesParser.create().parse_override(f"x={value}").value()
     except HydraException as error:
-        raise UserError(f"{word}: the value cannot be read; quote it.") from error
+        raise UserError(f"{override}: the value cannot be parsed; quote it.") from error
 
 
-def _not_there(word: str, keys: list[str]) -> Violation:
-    name, _, value = word.partition("=")
-    remedy = did_you_mean(name, ["data", *keys]) or "data=..., data.* and training.seq_len can be given"
-    return Violation(name, value, "evaluate has no such key", remedy)
+def _unknown_key(override: str, keys: list[str]) -> Violation:
+    name, _, value = override.partition("=")
+    remedy = did_you_mean(name, ["data", *keys]) or "evaluate takes data=..., data.*, training.* and parallelism.*"
+    return Violation(name, value, "evaluate does not take this key", remedy)

@@ -1,4 +1,4 @@
-"""Text from a run or from weights in any format: `titan-exp generate [RUN] [key=value …]`, on one device or several."""
+"""Text generation from a run or from weights in any format, on one device or tensor-parallel ranks."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -33,15 +33,11 @@ titan-exp generate [RUN|FOLDER] [prompt=...]
   for example: titan-exp generate runs/first/6ec54c999fca prompt="def " prompt="import " temperature=0"""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""What `dtype` may be."""
+"""Values of `dtype`."""
 
 
-def generate_command(arguments: Sequence[str], spread: RunOnRanks | None = None) -> int:
-    """Run the verb; returns the exit code.
-
-    Args:
-        arguments: the words typed.
-        spread: starts the ranks that `tp` asks for.
+def generate_command(arguments: Sequence[str], run_on_ranks: RunOnRanks | None = None) -> int:
+    """Run `titan-exp generate`; returns the exit code.
 
     Raises:
         UserError: an option is wrong, or there are no weights to generate from.
@@ -56,10 +52,10 @@ def generate_command(arguments: Sequence[str], spread: RunOnRanks | None = None)
     if options.tp == 1:
         texts = generate(source, options, prompts, window=training_length(path, source))
     else:
-        assert spread is not None, "the command line has it"
-        tokenizer_of(source)  # said here, and not by a rank
-        question = {"path": str(path), "options": dataclasses.asdict(options), "prompts": prompts}
-        texts = spread(f"{__name__}.rank_main", tensor_parallel_experiment(source, options.tp), question)
+        assert run_on_ranks is not None, "given by the command line"
+        tokenizer_of(source)  # fail before ranks start
+        request = {"path": str(path), "options": dataclasses.asdict(options), "prompts": prompts}
+        texts = run_on_ranks(f"{__name__}.rank_main", tensor_parallel_experiment(source, options.tp), request)
     for prompt, text in zip(prompts, texts, strict=True):
         print(f"{prompt}{text}\n")
     print(f"— {describe(path, source)}")
@@ -69,46 +65,47 @@ def generate_command(arguments: Sequence[str], spread: RunOnRanks | None = None)
 def generate(
     source: OpenCheckpoint, options: GenerateOptions, prompts: Sequence[str], *, window: int, mesh: Mesh | None = None
 ) -> list[str]:
-    """The texts that a model writes after prompts, without them; one after the other, each as if it were the only one.
+    """Complete prompts one at a time; returns the completions without their prompts.
 
     Args:
         source: weights with a tokenizer.
-        options: how to choose.
-        prompts: texts to go on from.
-        window: longest sequence in tokens that the model is shown.
-        mesh: whose tensor-parallel ranks share the model, all of them calling this; None is one device.
+        options: sampling options.
+        prompts: texts to complete.
+        window: maximum sequence length in tokens.
+        mesh: tensor-parallel ranks, all of which call this; None is one device.
 
     Raises:
-        UserError: nothing says which tokenizer the model has.
+        UserError: the weights come without a tokenizer.
     """
     tokenizer = tokenizer_of(source)
-    # Training never shows a document's first token without the end of the one before. Published models have a token
-    # of their own for the begin of a text.
-    begin = source.special_tokens.get("bos_token_id")
-    first = begin if isinstance(begin, int) else tokenizer.end_of_text
-    begun = [[first, *(int(token) for token in tokenizer.encode(prompt))] for prompt in prompts]
-    window = min(window, max(map(len, begun)) + options.tokens)
+    # Published models have a beginning-of-text token. Ours only see a document after the previous one's end-of-text.
+    bos = source.special_tokens.get("bos_token_id")
+    first = bos if isinstance(bos, int) else tokenizer.end_of_text
+    encoded = [[first, *(int(token) for token in tokenizer.encode(prompt))] for prompt in prompts]
+    window = min(window, max(map(len, encoded)) + options.tokens)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu") if mesh is None else mesh.device
 
-    def divide(model: nn.Module) -> Rows:
-        assert mesh is not None, "there are others"
+    def shard(model: nn.Module) -> Rows:
+        assert mesh is not None
         apply_tensor_parallel(model, mesh, sequence_parallel=False, loss_parallel=False)
         return drop_unused_kv_rows(model)
 
     model = load_source(
-        source, device, seq_len=window, dtype=DTYPES[options.dtype], divide=None if mesh is None else divide
+        source, device, seq_len=window, dtype=DTYPES[options.dtype], divide=None if mesh is None else shard
     )
-    writer = DecodeSession(model, window, cache=options.cache)
-    ends = _ends(source, tokenizer)
+    session = DecodeSession(model, window, cache=options.cache)
+    stop_tokens = _stop_tokens(source, tokenizer)
     texts = []
-    for ids in begun:
-        writer.reset()
+    for ids in encoded:
+        session.reset()
         random = torch.Generator(device).manual_seed(options.seed)
         start = len(ids)
         for _ in range(options.tokens):
-            logits = writer.next_logits(ids)[: tokenizer.vocab_size]
-            token = _agreed(sample_token(logits, options.temperature, options.top_k, options.top_p, random), mesh)
-            if token in ends:
+            logits = session.next_logits(ids)[: tokenizer.vocab_size]
+            token = _broadcast_token(
+                sample_token(logits, options.temperature, options.top_k, options.top_p, random), mesh
+            )
+            if token in stop_tokens:
                 break
             ids.append(token)
         texts.append(tokenizer.decode(ids[start:]))
@@ -116,43 +113,42 @@ def generate(
 
 
 def rank_main(run_folder: str) -> None:
-    """What each of several ranks runs."""
+    """Entry point of one rank."""
 
-    def texts(experiment: Experiment, question: Any, device: torch.device) -> list[str]:
-        path, options = Path(question["path"]), GenerateOptions(**question["options"])
+    def complete(experiment: Experiment, request: Any, device: torch.device) -> list[str]:
+        path, options = Path(request["path"]), GenerateOptions(**request["options"])
         source, mesh = open_checkpoint(path, options.step), build_mesh(experiment.parallelism, device)
-        return generate(source, options, question["prompts"], window=training_length(path, source), mesh=mesh)
+        return generate(source, options, request["prompts"], window=training_length(path, source), mesh=mesh)
 
-    answer(run_folder, texts)
+    answer(run_folder, complete)
 
 
 def tensor_parallel_experiment(source: OpenCheckpoint, degree: int) -> Experiment:
-    """An experiment around a source's model that so many tensor-parallel ranks share.
+    """Experiment that shards a checkpoint's model over `degree` tensor-parallel ranks.
 
     Raises:
-        UserError: the model cannot be divided so, or there are not so many GPUs.
+        UserError: the model cannot be sharded over that many ranks, or there are too few GPUs.
     """
-    # Tokens come one at a time: there is no sequence to divide.
-    words = [f"parallelism.tp={degree}", "parallelism.dp_shard=1", "parallelism.sequence_parallel=false"]
-    experiment = dataclasses.replace(to_experiment(compose(words)), model=source.model)
+    # Decoding feeds one token at a time: there is no sequence to shard.
+    overrides = [f"parallelism.tp={degree}", "parallelism.dp_shard=1", "parallelism.sequence_parallel=false"]
+    experiment = dataclasses.replace(to_experiment(compose(overrides)), model=source.model)
     violations = ask((*tensor.RULES, *layout.RULES), experiment)
     if violations:
         raise UserError(
-            "The model cannot be divided so.",
-            [Violation("tp", degree, it.reason, it.remedy.replace("parallelism.tp", "tp")) for it in violations],
+            "The model cannot be sharded over this many ranks.",
+            [
+                Violation("tp", degree, violation.reason, violation.remedy.replace("parallelism.tp", "tp"))
+                for violation in violations
+            ],
         )
     return experiment
 
 
 def sample_token(logits: Tensor, temperature: float, top_k: int, top_p: float, random: torch.Generator) -> int:
-    """Draw a token id.
+    """Sample a token id from fp32 logits [vocab].
 
-    Args:
-        logits: fp32 [vocab].
-        temperature: 0 takes the largest.
-        top_k: how many of the largest to draw from; 0 is all.
-        top_p: share of what these hold together to draw from, largest first; the largest is always among them.
-        random: generator on the logits' device.
+    Temperature 0 is greedy, `top_k` 0 keeps all tokens, and `top_p` always keeps the most likely one. `random` is on
+    the logits' device.
     """
     if temperature == 0:
         return int(logits.argmax())
@@ -164,32 +160,33 @@ def sample_token(logits: Tensor, temperature: float, top_k: int, top_p: float, r
     return int(order[torch.multinomial(probabilities, 1, generator=random)])
 
 
-def _agreed(token: int, mesh: Mesh | None) -> int:
-    """Rank 0's choice: whatever order a device sums in, all ranks go on with one text."""
+def _broadcast_token(token: int, mesh: Mesh | None) -> int:
+    """Broadcast rank 0's token: ranks may sum in different orders, and must continue the same text."""
     if mesh is None:
         return token
-    chosen = torch.tensor(token)
-    dist.broadcast(chosen, src=0, group=mesh.cpu_group)
-    return int(chosen)
+    shared = torch.tensor(token)
+    dist.broadcast(shared, src=0, group=mesh.cpu_group)
+    return int(shared)
 
 
 def _prompts(options: GenerateOptions, arguments: Sequence[str]) -> list[str]:
-    typed = [word.partition("=")[2] for word in arguments if word.startswith("prompt=")]
+    prompts = [argument.partition("=")[2] for argument in arguments if argument.startswith("prompt=")]
     if not options.prompts:
-        return typed or [options.prompt]
+        return prompts or [options.prompt]
     try:
-        listed = Path(options.prompts).expanduser().read_text(encoding="utf-8").splitlines()
+        lines = Path(options.prompts).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:
         raise UserError(f"prompts={options.prompts} cannot be read: {error}") from error
-    if not (found := [*typed, *(line for line in listed if line)]):
-        raise UserError(f"prompts={options.prompts}: there is no line in it that is not empty.")
-    return found
+    prompts += [line for line in lines if line]
+    if not prompts:
+        raise UserError(f"prompts={options.prompts}: all lines of the file are empty.")
+    return prompts
 
 
-def _ends(source: OpenCheckpoint, tokenizer: Tokenizer) -> set[int]:
-    """The tokens that end a text; published models may have several."""
-    said = source.special_tokens.get("eos_token_id")
-    return {tokenizer.end_of_text, *(said if isinstance(said, list) else [] if said is None else [said])}
+def _stop_tokens(source: OpenCheckpoint, tokenizer: Tokenizer) -> set[int]:
+    """End-of-text tokens; published models may have several."""
+    eos = source.special_tokens.get("eos_token_id")
+    return {tokenizer.end_of_text, *(eos if isinstance(eos, list) else [] if eos is None else [eos])}
 
 
 def _latest_run(runs: Path) -> Path:
@@ -200,7 +197,7 @@ def _latest_run(runs: Path) -> Path:
     ]
     if not found:
         raise UserError(
-            f"no run under {runs}/ has a checkpoint yet. Train one first (titan-exp train), or name its folder: "
+            f"no run under {runs}/ has a checkpoint yet. Train one first (titan-exp train), or give its folder: "
             "titan-exp generate path/to/run"
         )
     return max(found)[1]

@@ -1,4 +1,4 @@
-"""A model that writes: logits of the next token of a growing text, with keys and values kept or computed anew."""
+"""Autoregressive decoding: next-token logits of a growing text, with or without a KV cache."""
 
 import torch
 from torch import Tensor, nn
@@ -8,15 +8,15 @@ from titan_exp.ops.attention.kv_cache import CachedAttention
 
 
 class DecodeSession:
-    """The text so far, and what the model says of its next token.
+    """Decoding state of one text.
 
-    A text longer than the model's window loses its first half window, and again whenever the window is full: what is
-    left is computed anew, because positions count from the window's start.
+    A full window drops its first half and is recomputed, because positions count from the window's start. A user's
+    model is decoded without a KV cache.
 
     Args:
         model: on its device, in evaluation mode.
-        window: longest sequence in tokens that the model sees.
-        cache: whether to keep keys and values; a model of the user's own never does.
+        window: maximum sequence length in tokens.
+        cache: True to keep keys and values.
     """
 
     def __init__(self, model: nn.Module, window: int, *, cache: bool) -> None:
@@ -31,27 +31,27 @@ class DecodeSession:
         self._begin = 0
 
     def reset(self) -> None:
-        """Begin another text."""
+        """Start another text."""
         self._begin = 0
         for core in self._cores:
             core.reset()
 
     @torch.no_grad()
     def next_logits(self, ids: list[int]) -> Tensor:
-        """fp32 logits [vocab] of the token after `ids`, which begin with those of the call before."""
+        """fp32 logits [vocab] of the token after `ids`, which extend those of the previous call."""
         begin = window_start(len(ids), self._window)
         if begin != self._begin:
             self._begin = begin
             for core in self._cores:
                 core.reset()
-        known = self._cores[0].filled if self._cores else 0
-        tokens = torch.tensor([ids[begin + known :]], device=self._device)
-        positions = torch.arange(known, len(ids) - begin, device=self._device)[None] if known else None
+        cached = self._cores[0].filled if self._cores else 0
+        tokens = torch.tensor([ids[begin + cached :]], device=self._device)
+        positions = torch.arange(cached, len(ids) - begin, device=self._device)[None] if cached else None
         logits = self._model(tokens) if positions is None else self._model(tokens, positions)
         return logits[0, -1].float()
 
 
 def window_start(length: int, window: int) -> int:
-    """The first token that the model sees of a text: it moves on by half windows."""
+    """First token of the window at the end of a text; it advances by half windows."""
     half = max(1, window // 2)
     return 0 if length <= window else -(-(length - window) // half) * half

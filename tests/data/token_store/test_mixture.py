@@ -1,4 +1,4 @@
-"""The interleaving of a mixture: exact shares, in every stretch of rows, countable from any row."""
+"""Mixture interleaving: exact shares in every stretch of rows, with random access."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def test_every_row_of_a_source_is_counted_once(weights: list[float]):
 
 
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
-def test_shares_hold_in_every_stretch(weights: list[float]):
+def test_shares_hold_in_every_stretch_of_rows(weights: list[float]):
     mixture = Mixture(weights)
     shares = [max(weight / sum(weights), 1 / 2**16) for weight in weights]
     for rows in (1, 7, 64, 1000, 65_536, 10**9 + 7):
@@ -28,11 +28,11 @@ def test_shares_hold_in_every_stretch(weights: list[float]):
             assert abs(count - rows * share) <= len(weights) + rows * len(weights) / 2**16
 
 
-def test_shares_that_can_be_exact_are():
+def test_representable_shares_are_exact():
     assert Mixture([0.3, 0.7]).counts(10_000) == [3000, 7000]
     assert Mixture([1, 2, 3]).period == 6
     assert Mixture([1.0, 1.0]).counts(7) == [4, 3]
 
 
-def test_position_is_found_at_any_row_at_once():
+def test_random_access_to_any_row():
     assert Mixture([3, 7])[10**15][1] in (3 * 10**14, 7 * 10**14)

@@ -1,4 +1,4 @@
-"""Making stores: the same bytes whatever happened meanwhile, and words for what cannot be."""
+"""Tokenization: identical stores after kills and with any number of workers; error messages."""
 
 import errno
 import json
@@ -27,7 +27,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 
 def documents(manifest: Manifest, split: str) -> list[str]:
-    """The texts of a split, read with nothing but the description of the format."""
+    """Texts of a split, read independently of the reader."""
     found = []
     for shard in manifest.splits[split]:
         tokens = np.fromfile(manifest.path / f"{shard.name}.tokens", "<u2")
@@ -51,8 +51,8 @@ def test_a_store_holds_every_document_once_in_order(tmp_path: Path):
     assert not (manifest.path / UNFINISHED).exists()
 
 
-def test_documents_in_an_order_of_their_own(tmp_path: Path):
-    """The same documents in the same splits, however many processes make it, another order for each seed."""
+def test_shuffle_permutes_the_documents(tmp_path: Path):
+    """Same documents and splits for every number of processes, another order for each seed."""
     plain = make(tmp_path / "plain")
     orders = {"plain": documents(plain, "train")}
     for name, seed, workers, parts in (("one", 1, 1, 4), ("again", 1, 2, 4), ("two", 2, 1, 4)):
@@ -73,7 +73,7 @@ def test_documents_in_an_order_of_their_own(tmp_path: Path):
         make_store(TokenizeOptions(str(tmp_path / "one"), workers=1, parts=4, shard_tokens=400, shuffle=2), run)
 
 
-def test_a_stream_is_divided_as_training_from_it_divides_it(tmp_path: Path):
+def test_a_stream_holds_out_the_documents_that_training_holds_out(tmp_path: Path):
     from titan_exp.data.validation_split import unit_hash
 
     manifest = make(tmp_path / "store", source=STREAM)
@@ -83,7 +83,7 @@ def test_a_stream_is_divided_as_training_from_it_divides_it(tmp_path: Path):
 
 
 @pytest.mark.parametrize("source", [TEXTS, STREAM])
-def test_the_number_of_workers_changes_nothing(source: str, tmp_path: Path):
+def test_a_store_does_not_depend_on_the_number_of_workers(source: str, tmp_path: Path):
     make(tmp_path / "one", source=source)
     make(tmp_path / "three", source=source, workers=3)
     assert content(tmp_path / "one") == content(tmp_path / "three")
@@ -121,7 +121,9 @@ def command(out: Path, source: str, workers: int, options: str) -> subprocess.Co
         (STREAM, 38, 2, "interrupted parent"),
     ],
 )
-def test_killed_and_begun_again_it_is_the_same_store(source: str, at: int, workers: int, victim: str, tmp_path: Path):
+def test_a_killed_tokenization_resumes_to_the_same_store(
+    source: str, at: int, workers: int, victim: str, tmp_path: Path
+):
     reference = make(tmp_path / "reference", source=source, shard_tokens=100)
     out, once, reads = tmp_path / "store", tmp_path / "once", tmp_path / "reads"
     options = f"at:{at},once:{once},victim:'{victim}',reads:{reads}"
@@ -147,9 +149,7 @@ def test_killed_and_begun_again_it_is_the_same_store(source: str, at: int, worke
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_table_of_the_datasets_library_is_continued_inside_a_file(
-    streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_huggingface_table_resumes_inside_a_file(streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     import datasets.config
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -178,7 +178,7 @@ def test_a_table_of_the_datasets_library_is_continued_inside_a_file(
     assert content(tmp_path / "store") == content(reference.path)
 
 
-def test_a_store_brings_its_tokenizer_along(tmp_path: Path):
+def test_a_store_contains_its_tokenizer(tmp_path: Path):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     vocabulary = {letter: number for number, letter in enumerate("0123456789/ ")}
@@ -203,7 +203,7 @@ def test_a_store_brings_its_tokenizer_along(tmp_path: Path):
 
 
 def wait_for_the_end_of(process: int) -> None:
-    """Until the process is gone, or waits to be buried."""
+    """Wait until the process has exited or is a zombie."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         try:
@@ -215,7 +215,7 @@ def wait_for_the_end_of(process: int) -> None:
     raise AssertionError("a worker outlived its parent")
 
 
-def test_a_full_disk_is_said_and_what_is_finished_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_is_reported_and_finished_shards_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     reference = make(tmp_path / "reference")
     original, left = shard_files.AtomicFile.commit, [5]
 
@@ -237,7 +237,7 @@ def test_a_full_disk_is_said_and_what_is_finished_stays(tmp_path: Path, monkeypa
     assert content(tmp_path / "store") == content(reference.path)
 
 
-def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_unreadable_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "a.txt").write_text("hello")
 
     def refuse(self: Path) -> bytes:
@@ -248,7 +248,7 @@ def test_an_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
         make(tmp_path / "store", source="text", paths=(str(tmp_path / "a.txt"),), validation_fraction=0.0)
 
 
-def test_a_store_of_something_else_is_left_alone(tmp_path: Path):
+def test_a_store_with_other_settings_is_not_touched(tmp_path: Path):
     make(tmp_path / "store")
     before = content(tmp_path / "store")
     make(tmp_path / "store")
@@ -268,7 +268,7 @@ def test_a_store_of_something_else_is_left_alone(tmp_path: Path):
     assert content(tmp_path / "store") == before
 
 
-def test_only_one_at_a_time_makes_a_store(tmp_path: Path):
+def test_a_store_is_locked_while_it_is_made(tmp_path: Path):
     import fcntl
 
     (tmp_path / "store" / UNFINISHED).mkdir(parents=True)
@@ -278,14 +278,14 @@ def test_only_one_at_a_time_makes_a_store(tmp_path: Path):
             make(tmp_path / "store")
 
 
-def test_what_a_death_left_torn_is_swept_away(tmp_path: Path):
+def test_partial_files_of_a_killed_process_are_removed(tmp_path: Path):
     (tmp_path / "store" / UNFINISHED).mkdir(parents=True)
     (tmp_path / "store" / f"train-00000-0000.tokens.77{shard_files.TEMPORARY}").write_bytes(b"torn")
     make(tmp_path / "store")
     assert [name for name in content(tmp_path / "store") if name.endswith(shard_files.TEMPORARY)] == []
 
 
-def test_options_and_keys_are_told_apart():
+def test_options_are_separated_from_overrides():
     options, others = options_among(["data=text", "out=a", "data.paths=[b]", "workers=3", "+experiment=smoke"])
     assert (options.out, options.workers) == ("a", 3)
     assert others == ["data=text", "data.paths=[b]", "+experiment=smoke"]
@@ -300,7 +300,7 @@ def test_options_and_keys_are_told_apart():
             options_among([word])
 
 
-def test_what_cannot_be_tokenized_is_said_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_invalid_settings_are_refused_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     run = experiment(source="text", paths=("nowhere",), tokenizer="nowhere.json")
     with pytest.raises(UserError) as caught:

@@ -1,4 +1,4 @@
-"""Evaluating from stores: the split of the text itself, and each source of a mixture for itself."""
+"""Validation from token stores: the split of the text, per source of a mixture."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ def listed(loader: ValidationLoader | SplitBatches) -> list[list[Any]]:
 
 @pytest.mark.parametrize("source", [TEXTS, STREAM])
 @pytest.mark.parametrize("limit", [None, 4, 1000])
-def test_a_store_evaluates_on_the_same_rows_as_its_text(source: str, limit: int | None, tmp_path: Path):
+def test_a_store_has_the_validation_rows_of_its_text(source: str, limit: int | None, tmp_path: Path):
     store = make(tmp_path / "store", source=source)
     data: dict[str, Any] = {"document_mask": True, "reset_positions": True, "validation_documents": limit}
     if source == STREAM and limit is None:
@@ -38,7 +38,7 @@ def test_a_store_evaluates_on_the_same_rows_as_its_text(source: str, limit: int 
         assert listed(batches(over(store, **data), rank, 2)) == listed(batches(text, rank, 2))
 
 
-def test_each_source_of_a_mixture_has_a_split_of_its_own(tmp_path: Path):
+def test_each_source_of_a_mixture_has_its_own_validation_split(tmp_path: Path):
     stores = [make(tmp_path / "a"), make(tmp_path / "b", options={"documents": 35})]
     mixed = batches(over(*stores, weights=(1.0, 9.0)))
     assert list(mixed.sources) == ["a", "b"]
@@ -48,7 +48,7 @@ def test_each_source_of_a_mixture_has_a_split_of_its_own(tmp_path: Path):
     assert len(mixed) == len(listed(mixed))
 
 
-def test_a_store_without_documents_to_evaluate_on_is_refused(tmp_path: Path):
+def test_a_store_without_validation_documents_is_refused(tmp_path: Path):
     store = make(tmp_path / "store", validation_fraction=0.0)
     with pytest.raises(UserError, match="made without validation documents"):
         batches(over(store))

@@ -1,4 +1,4 @@
-"""A store that is not as it was written is noticed, and said which file it is."""
+"""Detection of damaged token stores."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def flip(path: Path) -> None:
 
 @pytest.mark.parametrize("ending", ["tokens", "documents"])
 @pytest.mark.parametrize("split", ["train", "validation"])
-def test_a_flipped_bit_is_found(split: str, ending: str, store: Manifest, capsys: pytest.CaptureFixture[str]):
+def test_verification_finds_a_flipped_bit(split: str, ending: str, store: Manifest, capsys: pytest.CaptureFixture[str]):
     assert check_store(str(store.path)) == 0
     assert "all checksums match" in capsys.readouterr().out
     name = f"{store.splits[split][-1].name}.{ending}"
@@ -36,7 +36,7 @@ def test_a_flipped_bit_is_found(split: str, ending: str, store: Manifest, capsys
         check_store(str(store.path))
 
 
-def test_files_that_are_cut_or_missing_are_refused_before_a_run_and_while_it_reads(store: Manifest):
+def test_truncated_or_missing_files_are_refused(store: Manifest):
     first, second = (store.path / f"{shard.name}.tokens" for shard in store.splits["train"][:2])
     first.write_bytes(first.read_bytes()[:-2])
     second.unlink()
@@ -66,7 +66,7 @@ def test_files_that_are_cut_or_missing_are_refused_before_a_run_and_while_it_rea
         ('{"format": "titan_exp token store", "version": 1}', "lacks or garbles 'tokenizer'"),
     ],
 )
-def test_a_manifest_that_cannot_be_read_is_refused(text: str, says: str, store: Manifest):
+def test_an_invalid_manifest_is_refused(text: str, says: str, store: Manifest):
     (store.path / MANIFEST).write_text(text)
     with pytest.raises(UserError, match=says):
         read_manifest(store.path)

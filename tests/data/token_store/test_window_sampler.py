@@ -1,4 +1,4 @@
-"""Training from stores: one order in every layout, exact from any row on, reading nothing that is not asked for."""
+"""Window sampler: layout-invariant order, exact resume at any row, no unnecessary reads."""
 
 import json
 
@@ -54,7 +54,7 @@ def test_global_batches_are_the_same_rows_in_every_layout(run: Experiment):
             assert ranks.global_batches(8) == reference, f"dp={dp_degree}, micro-batches of {micro_batch_size}"
 
 
-def test_a_run_stopped_and_continued_at_other_degrees_loses_and_repeats_nothing(run: Experiment):
+def test_a_resume_under_other_dp_degrees_skips_and_repeats_nothing(run: Experiment):
     with Ranks(run, 1, 24) as ranks:
         reference = ranks.global_batches(19)
     state, found = None, []
@@ -65,7 +65,7 @@ def test_a_run_stopped_and_continued_at_other_degrees_loses_and_repeats_nothing(
     assert found == reference
 
 
-def test_an_epoch_is_every_window_once_in_an_order_of_its_own(stores: list[Manifest]):
+def test_an_epoch_is_a_permutation_of_all_windows(stores: list[Manifest]):
     windows = ShuffledWindows(stores[0], 24, 0, 0)
     split = TokenSplit(stores[0], "train")
     everything = np.empty(len(split), dtype=np.int64)
@@ -91,7 +91,7 @@ def _places(begin: int, count: int) -> list[int]:
     return [begin + number * 24 for number in range(count)]
 
 
-def test_any_position_is_reached_without_reading_what_is_before(run: Experiment, monkeypatch: pytest.MonkeyPatch):
+def test_seeking_reads_no_earlier_tokens(run: Experiment, monkeypatch: pytest.MonkeyPatch):
     mapped, read = [], []
     original_map, original_read = reading._map, TokenSplit.read
 
@@ -125,9 +125,7 @@ def over_prefetching_one(run: Experiment) -> Experiment:
     return replace(run, data=replace(run.data, prefetch=1))
 
 
-def test_rows_differ_with_the_seed_and_stores_of_one_mixture_have_orders_of_their_own(
-    stores: list[Manifest], monkeypatch: pytest.MonkeyPatch
-):
+def test_row_order_depends_on_the_seed_and_the_store(stores: list[Manifest], monkeypatch: pytest.MonkeyPatch):
     firsts = []
     for seed in (0, 1):
         trainer = loader(over(stores[0], seed=seed))
@@ -158,7 +156,7 @@ def test_masks_and_positions_follow_documents_across_shards(stores: list[Manifes
     assert (batch.labels[~ends] >= 0).all()
 
 
-def test_a_window_that_begins_with_a_document_does_not_count_it(stores: list[Manifest]):
+def test_a_document_at_the_window_start_is_not_a_document_start(stores: list[Manifest]):
     split = TokenSplit(stores[0], "train")
     shards = stores[0].splits["train"]
     firsts = np.cumsum([0, *(shard.tokens for shard in shards)]).tolist()
@@ -175,7 +173,7 @@ def test_a_window_that_begins_with_a_document_does_not_count_it(stores: list[Man
         assert all(window[start - 1] == 256 for start in starts)
 
 
-def test_epochs_and_sources_are_counted(stores: list[Manifest]):
+def test_epochs_and_sources_of_a_mixture(stores: list[Manifest]):
     trainer = loader(over(*stores, weights=(1.0, 3.0)))
     sources = [trainer.source_name(row) for row in range(96)]
     assert (sources.count("a"), sources.count("b")) == (24, 72)
@@ -187,7 +185,7 @@ def test_epochs_and_sources_are_counted(stores: list[Manifest]):
     assert row == {"epoch": 96 / sum(windows), "epoch/a": 24 / windows[0], "epoch/b": 72 / windows[1]}
 
 
-def test_a_mixture_by_size_passes_over_its_stores_at_the_same_pace(stores: list[Manifest]):
+def test_a_mixture_by_size_finishes_all_epochs_together(stores: list[Manifest]):
     trainer = loader(over(*stores))
     for _ in range(12):
         next(trainer)
@@ -196,7 +194,7 @@ def test_a_mixture_by_size_passes_over_its_stores_at_the_same_pace(stores: list[
     assert row["epoch/a"] == pytest.approx(row["epoch/b"], rel=0.1)
 
 
-def test_another_store_or_order_is_refused_and_named(stores: list[Manifest]):
+def test_a_state_of_another_store_or_order_is_refused(stores: list[Manifest]):
     here = loader(over(stores[0]))
     state = here.state_dict()
     here.close()

@@ -85,7 +85,7 @@ def test_seek_continues_exactly_from_any_document(pool: DaemonThreadPool, sizes:
             sought.advance()
 
 
-def test_a_shard_whose_turn_never_comes_takes_the_whole_part(pool: DaemonThreadPool):
+def test_a_shard_without_a_turn_takes_the_whole_part(pool: DaemonThreadPool):
     shards = streams(pool, (3,))
     assert [len(read(stream, epoch=0)) for stream in shards] == [1, 1, 1, 3, 3, 3, 3, 3]
     assert set(read(shards[7], epoch=1)) == {text(0), text(1), text(2)}
@@ -97,7 +97,7 @@ def test_held_out_documents_are_never_read(pool: DaemonThreadPool):
     assert len(found) < 170
 
 
-def test_empty_parts_are_passed_over_and_an_empty_corpus_is_an_error(pool: DaemonThreadPool):
+def test_empty_parts_are_skipped_and_an_empty_corpus_is_refused(pool: DaemonThreadPool):
     found = [each for stream in streams(pool, (0, 5, 0, 5), shards=2) for each in read(stream, epoch=0)]
     assert sorted(found) == [text(number) for number in range(10)]
     with pytest.raises(UserError, match="no text to train on"):
@@ -113,7 +113,7 @@ def test_the_first_blocks_of_all_shards_are_read_in_the_background(pool: DaemonT
         stream._next.result(timeout=10)
 
 
-def test_passes_count_parts(pool: DaemonThreadPool):
+def test_epochs_count_parts(pool: DaemonThreadPool):
     stream = streams(pool, MANY)[0]
     assert stream.epochs({}) == 0
     assert stream.epochs({"epoch": 1, "part": 0}) == 1

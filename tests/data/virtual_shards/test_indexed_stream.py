@@ -21,7 +21,7 @@ def streams(source, shards: int, seed: int = 0) -> list[IndexedStream]:
 
 
 def read(stream: IndexedStream, *, epoch: int) -> list[bytes]:
-    """The documents of the stream's present epoch, which must be `epoch`."""
+    """Documents of the stream's current epoch, which must be `epoch`."""
     found = []
     while stream.position()["epoch"] == epoch:
         tokens = stream.tokens()
@@ -31,7 +31,7 @@ def read(stream: IndexedStream, *, epoch: int) -> list[bytes]:
     return found
 
 
-def test_each_epoch_of_all_shards_is_every_document_once_and_shuffled_anew():
+def test_each_epoch_of_all_shards_is_a_new_permutation_of_all_documents():
     source = OwnTable(CONFIG, documents=43)
     everything = sorted(source[index].encode() for index in range(43))
     shards = streams(source, 8)
@@ -50,7 +50,7 @@ def test_the_seed_changes_the_order_and_nothing_else_does():
 
 
 @pytest.mark.parametrize("documents", [1, 3, 8])
-def test_with_fewer_documents_than_shards_all_shards_read_and_start_apart(documents: int):
+def test_with_fewer_documents_than_shards_the_shards_start_spread_out(documents: int):
     source = OwnTable(CONFIG, documents=documents + 16)  # the documents are long where the number is
     source._texts = source._texts[16:]
     shards = streams(source, 8)
@@ -80,13 +80,13 @@ def test_seek_reaches_any_position_by_reading_one_document():
     assert sought.position() == {"epoch": 0, "document": 0}
 
 
-def test_empty_documents_are_passed_over():
+def test_empty_documents_are_skipped():
     source = OwnTable(CONFIG, documents=20, empty=range(0, 20, 2))
     found = [each for stream in streams(source, 4) for each in read(stream, epoch=0)]
     assert sorted(found) == sorted(source[index].encode() for index in range(1, 20, 2))
 
 
-def test_a_corpus_of_empty_documents_is_an_error():
+def test_a_corpus_of_empty_documents_is_refused():
     with pytest.raises(UserError, match="no text"):
         streams(OwnTable(CONFIG, documents=3, empty=range(3)), 4)[0].tokens()
 
@@ -99,7 +99,7 @@ def test_a_document_in_use_by_several_shards_is_read_once():
     assert source.reads == [0]
 
 
-def test_passes_count_documents_of_the_whole_corpus():
+def test_epochs_count_documents_of_the_whole_corpus():
     shards = streams(OwnTable(CONFIG, documents=40), 8)
     assert shards[0].epochs({}) == 0
     assert shards[0].epochs({"epoch": 2, "document": 0}) == 2

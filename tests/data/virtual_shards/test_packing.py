@@ -17,7 +17,7 @@ BYTES = ByteTokenizer()
 
 
 class Counted(ByteTokenizer):
-    """Bytes, and the number of documents encoded."""
+    """Byte tokenizer that counts encoded documents."""
 
     encoded = 0
 
@@ -32,7 +32,7 @@ def stream(*, documents: int = 30, shards: int = 4, shard: int = 1, tokenizer: B
 
 
 def expected(tokens: int, **which: Any) -> list[int]:
-    """The first tokens of the shard, by walking its documents."""
+    """First tokens of a shard, from its documents."""
     walked, found = stream(**which), []
     skipped = int(len(walked.tokens()) * walked.start)
     while len(found) < tokens + skipped:
@@ -56,7 +56,7 @@ def test_every_token_is_predicted_once_in_order(which: dict[str, Any]):
     assert all(row[-1] == following[0] for row, following in pairwise(found))
 
 
-def test_starts_are_where_documents_begin():
+def test_document_starts():
     packed, window = PackedStream(stream(), 200), np.zeros(201, dtype=np.int64)
     several = 0
     for _ in range(60):
@@ -76,7 +76,7 @@ def test_state_after_any_row_continues_exactly():
         assert rows(packed, 1) == [reference[done]]
 
 
-def test_a_state_can_be_taken_before_the_first_row_and_returned_to():
+def test_the_state_before_the_first_row_can_be_restored():
     packed = PackedStream(stream(documents=1, shards=3, shard=2), SEQ_LEN)
     assert packed.state_dict() == {"rows": 0}
     first = rows(packed, 5)

@@ -6,7 +6,7 @@ import pytest
 from titan_exp.data.virtual_shards.thread_pool import DaemonThreadPool
 
 
-def test_tasks_run_and_errors_arrive():
+def test_futures_return_results_and_exceptions():
     pool = DaemonThreadPool(2)
     futures = [pool.submit(lambda number=number: number**2) for number in range(20)]
     assert [future.result(timeout=10) for future in futures] == [number**2 for number in range(20)]
@@ -15,7 +15,7 @@ def test_tasks_run_and_errors_arrive():
     pool.close()
 
 
-def test_close_cancels_what_waits_and_tells_what_runs():
+def test_close_cancels_queued_tasks_and_notifies_running_ones():
     pool = DaemonThreadPool(1)
     running = threading.Event()
 
@@ -33,7 +33,7 @@ def test_close_cancels_what_waits_and_tells_what_runs():
     pool.close()
 
 
-def test_its_last_user_may_be_one_of_its_threads():
+def test_the_last_reference_may_be_held_by_a_worker():
     pool = DaemonThreadPool(2)
     go = threading.Event()
     holder = [pool]

@@ -102,7 +102,7 @@ def test_a_study_from_its_launch_to_its_table(cluster: Submitting, stand_in: Cal
     assert [typed.states()[f"lr=1e-2 seed={seed}"] for seed in (0, 1)] == ["queued", "queued"]
     assert "taken out of the queue" in typed("cancel", "rates/lr=1e-2,seed=0")
     assert list(cluster.slurm.queue().values()) == ["PENDING"]
-    assert "Nothing failed or was lost." in typed("retry", "rates")
+    assert "No run failed or was lost." in typed("retry", "rates")
     write("1e-3", "3e-3")
     assert "--prune cancels them:\n  lr=1e-2 seed=1" in typed("sweep", "rates", "--dry-run")
     said = typed("sweep", "rates", "--prune", "--yes")

@@ -73,7 +73,7 @@ def test_code_edited_while_a_job_waits_has_no_effect(cluster: Submitting, tmp_pa
     assert (done.returncode, done.stderr) == (0, "")
     folder = cluster.plan().folder
     edited.write_text("def main(path):\n    raise RuntimeError('edited')\n")
-    (copy / "titan_exp" / "launch" / "rank.py").unlink()
+    (copy / "titan_exp" / "launch" / "rank" / "main.py").unlink()
     assert cluster.status(folder).state == "queued"
     cluster.slurm.run("scontrol", "release", last(folder).job_id or "")
     cluster.ended(folder, "done")

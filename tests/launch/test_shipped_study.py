@@ -129,7 +129,7 @@ def test_cancelling_stops_what_runs_and_starts_nothing_more(home: Path, capsys: 
     assert "not started" in out
     assert ranks_of(home) == []
     assert main(["cancel", "mine"]) == 0
-    assert "Nothing waits or runs" in capsys.readouterr().out
+    assert "No run is queued or running" in capsys.readouterr().out
     assert main(["retry", "mine"]) == 0
     assert "titan-exp sweep mine starts and continues those" in capsys.readouterr().out
     code, _, _ = finish(start("succeed", "sweep", "mine"))

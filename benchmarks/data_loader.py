@@ -27,7 +27,7 @@ import torch
 from titan_exp.cli.tokenize import TokenizeOptions, make_store
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.layout.layout import data_parallel_degree
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment
 from titan_exp.data.sources.python_stdlib import PythonStdlibSource
 from titan_exp.data.train_loader import TrainLoader
@@ -71,7 +71,7 @@ def main() -> None:
 
 def measured_need(folder: Path) -> float:
     """Tokens/s of a data-parallel rank in the fastest row of a run's metrics."""
-    ranks = data_parallel_degree(load_experiment(folder / "config.yaml"))
+    ranks = ResolvedLayout.of(load_experiment(folder / "config.yaml")).dp_degree
     rates = [row.get("tokens_per_second") for row in read_metrics(folder / "metrics.jsonl")]
     return max(float(rate) for rate in rates if rate is not None) / ranks
 

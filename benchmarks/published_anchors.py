@@ -16,7 +16,8 @@ from rich.console import Console
 from rich.table import Table
 
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.layout.layout import offered_devices, resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
+from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.plan.cuda.devices import DEVICES
 from titan_exp.plan.predict import predict

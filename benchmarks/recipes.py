@@ -83,7 +83,7 @@ def main(arguments: list[str]) -> None:
 def curve(overrides: list[str]) -> list[float]:
     """Loss of every step of a run on this device."""
     from titan_exp.config.hydra.compose import compose
-    from titan_exp.config.layout.layout import resolve_layout
+    from titan_exp.config.layout.resolved_layout import resolve_layout
     from titan_exp.config.schema.typed_config import to_experiment, to_yaml
     from titan_exp.rules import check
     from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics

@@ -160,7 +160,7 @@ class Job:
     def experiment(self) -> Any:
         """The same, resolved and checked."""
         from titan_exp.config.hydra.compose import compose
-        from titan_exp.config.layout.layout import resolve_layout
+        from titan_exp.config.layout.resolved_layout import resolve_layout
         from titan_exp.config.schema.typed_config import to_experiment
         from titan_exp.rules import check
 

@@ -1,4 +1,4 @@
-"""A job of one rank, and an S3 server, for tests that ask for them."""
+"""Fixtures: a job of one rank, and an S3 server."""
 
 from collections.abc import Iterator
 from typing import Any

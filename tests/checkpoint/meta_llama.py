@@ -1,4 +1,4 @@
-"""Attention and feed-forward of Meta's Llama written once more, small: rotary embedding by complex numbers."""
+"""Reference of Meta's Llama: attention and feed-forward, with RoPE by complex numbers."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def logits(state: dict[str, Tensor], params: dict[str, Any], ids: Tensor, frequencies: Tensor) -> Tensor:
-    """What Meta's model computes of tokens [batch, seq] with its own names and row order."""
+    """Logits of Meta's model for tokens [batch, seq], with its parameter names and row order."""
     x = state["tok_embeddings.weight"][ids]
     seq, heads = ids.shape[1], params["n_heads"]
     turns = torch.polar(torch.ones(seq, len(frequencies)), torch.outer(torch.arange(seq).float(), frequencies.float()))

@@ -1,4 +1,4 @@
-"""A real S3 protocol server on this machine, which may be slow, and tells of what it is asked."""
+"""A local S3 server that may be slow and reports its requests."""
 
 import threading
 from collections.abc import Callable, Iterable
@@ -30,7 +30,7 @@ class S3Server:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What a process needs to reach it: address and credentials."""
+        """Environment of a process that uses it: address and credentials."""
         return {
             "AWS_ENDPOINT_URL": f"http://127.0.0.1:{self.port}",
             "AWS_ACCESS_KEY_ID": "someone",
@@ -41,20 +41,20 @@ class S3Server:
         }
 
     def open(self) -> None:
-        """Listen; a second time on the same port, with what was kept."""
+        """Listen; after `close` again on the same port, with the same content."""
         self._server = make_server("127.0.0.1", self.port, self._answer, threaded=True, request_handler=_Quiet)
         self.port = self._server.server_port
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     def close(self) -> None:
-        """Answer nobody any more."""
+        """Stop answering."""
         if self._server is not None:
             self._server.shutdown()
             self._server.server_close()
             self._server = None
 
     def reset(self) -> None:
-        """As after the construction: open, unobserved, and the bucket empty."""
+        """Restore the initial state: open, unobserved, with an empty bucket."""
         self.seen = lambda method, path: None
         if self._server is None:
             self.open()

@@ -1,4 +1,4 @@
-"""A small model that trains and is saved."""
+"""A small model to train and save."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +35,7 @@ def snapshot(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[t
 
 
 def checkpointer(tmp_path: Path, mode: str = "async", **settings: Any) -> Checkpointer:
-    """Of a run in `tmp_path`, with settings of the group `checkpoint`."""
+    """Checkpointer of a run in `tmp_path`, with settings of the group `checkpoint`."""
     config = replace(to_experiment(compose([f"checkpoint.mode={mode}"])).checkpoint, every=10, **settings)
     return Checkpointer(config, tmp_path / "checkpoints")
 

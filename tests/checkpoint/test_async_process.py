@@ -1,4 +1,4 @@
-"""The process that writes checkpoints may die, or find no shared memory: training goes on, and so does saving."""
+"""The save process may die or lack shared memory: training and saving continue."""
 
 import os
 import signal
@@ -26,7 +26,7 @@ def writing_processes() -> list[psutil.Process]:
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("moment", ["writing", "idle"])
-def test_it_is_killed_and_the_next_save_has_another(tmp_path, caplog, capfd, moment):
+def test_killed_save_process_is_replaced_by_the_next_save(tmp_path, caplog, capfd, moment):
     model, optimizer = trained()
     saver = checkpointer(tmp_path, "async_process")
     try:
@@ -83,14 +83,14 @@ def _die_and_go_on(rank_that_dies: int, path: str) -> list[int]:
         return [saver.durable or 0]
 
 
-def test_that_of_one_rank_among_three_is_killed(tmp_path):
+def test_killed_save_process_of_one_of_three_ranks(tmp_path):
     # torch alone waits for half an hour.
     assert run_ranks(3, _die_and_go_on, 2, str(tmp_path), limit=100) == [[3]] * 3
     assert CheckpointFolder(tmp_path / "checkpoints").complete_steps() == [1, 2, 3]
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_a_signal_to_all_processes_leaves_it_writing(tmp_path):
+def test_save_process_ignores_signals(tmp_path):
     model, optimizer = trained()
     saver = checkpointer(tmp_path, "async_process")
     try:
@@ -126,7 +126,7 @@ with joined_process_group(torch.device("cpu")):
 
 
 @pytest.mark.skipif(not can_mount(), reason=NO_MOUNTS)
-def test_shared_memory_that_is_too_small_is_said_and_a_thread_writes(tmp_path):
+def test_too_little_shared_memory_falls_back_to_a_thread(tmp_path):
     """In a mount namespace of its own, whose /dev/shm has 64 kB."""
     mount = 'mount -t tmpfs -o size=64k tmpfs /dev/shm && exec "$@"'
     done = subprocess.run(
@@ -139,4 +139,4 @@ def test_shared_memory_that_is_too_small_is_said_and_a_thread_writes(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "newest 20" in done.stdout
     assert "/dev/shm of" in done.stdout
-    assert "A thread writes the checkpoints instead" in done.stdout
+    assert "A thread writes checkpoints instead" in done.stdout

@@ -1,4 +1,4 @@
-"""Weights behind URLs: read and written by the verbs, begun with by runs, fetched once."""
+"""Weights at URLs: read and written by verbs, used as initial weights, downloaded once."""
 
 import json
 import shutil
@@ -18,13 +18,13 @@ from titan_exp.inference.generate import generate_command
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, where the verbs keep what they fetch."""
+    """The current folder, with the download cache of the verbs."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     return tmp_path / "here"
 
 
-def test_the_verbs_read_and_write_urls(here, s3, tmp_path, capsys):
+def test_verbs_read_and_write_urls(here, s3, tmp_path, capsys):
     folder = exported("llama3", "huggingface", tmp_path / "llama", file_bytes=1e5)
     (folder / "pytorch_model.bin").write_bytes(b"nobody needs it")
     assert convert_command([str(folder), "s3://bucket/a", "format=llama"]) == 0
@@ -38,7 +38,7 @@ def test_the_verbs_read_and_write_urls(here, s3, tmp_path, capsys):
     assert capsys.readouterr().out.count("titan-exp generate s3://bucket/") == 4
 
 
-def test_of_a_folder_what_is_needed_is_fetched_and_once(here, s3, tmp_path):
+def test_needed_files_of_a_folder_are_downloaded_once(here, s3, tmp_path):
     folder = exported("llama3", "huggingface", tmp_path / "llama", file_bytes=1e5)
     (folder / "pytorch_model.bin").write_bytes(b"nobody needs it")
     (folder / "unnamed.safetensors").write_bytes(b"nor this, which the index does not name")
@@ -74,7 +74,7 @@ def run_at(tmp_path: Path) -> tuple[Path, str]:
     return path, f"file://{tmp_path}/share/{experiment().experiment.name}/abc"
 
 
-def test_of_a_run_the_checkpoint_that_is_asked_for(here, tmp_path):
+def test_one_checkpoint_of_a_run_is_downloaded(here, tmp_path):
     path, url = run_at(tmp_path)
     shutil.rmtree(path)
     share = Path(url.removeprefix("file://"))
@@ -99,7 +99,7 @@ def test_of_a_run_the_checkpoint_that_is_asked_for(here, tmp_path):
         local_copy(url)
 
 
-def test_a_run_begins_with_weights_behind_a_url(tmp_path, caplog):
+def test_run_starts_from_weights_at_a_url(tmp_path, caplog):
     from tests.trainer.test_trainer import run
     from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 
@@ -126,7 +126,7 @@ def fetched(place: str, cache: str) -> str:
         return str(local_copy(place, cache=Path(cache)))
 
 
-def test_ranks_share_what_is_to_be_fetched_and_its_failure(tmp_path):
+def test_ranks_share_a_download_and_its_failure(tmp_path):
     _, url = run_at(tmp_path)
     found = set(run_ranks(2, fetched, url, str(tmp_path / "cache")))
     assert len(found) == 1

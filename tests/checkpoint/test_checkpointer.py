@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
-def test_state_comes_back_bitwise(tmp_path, mode):
+def test_state_roundtrips_bitwise(tmp_path, mode):
     model, optimizer = trained()
     saver = checkpointer(tmp_path, mode)
     saver.save(10, [model], optimizer, {"3": {"epoch": 1}, "4": [2, None]}, {"step": 10, "tokens": 77})
@@ -46,7 +46,7 @@ def test_weights_alone_can_be_loaded(tmp_path):
         assert torch.equal(old, new)
 
 
-def test_a_checkpoint_counts_only_once_it_is_whole(tmp_path):
+def test_partial_checkpoint_is_ignored(tmp_path):
     model, optimizer = trained()
     saver = checkpointer(tmp_path)
     assert saver.latest() is None
@@ -58,7 +58,7 @@ def test_a_checkpoint_counts_only_once_it_is_whole(tmp_path):
     assert not saver.folder.partial_path(20).exists()
 
 
-def test_old_ones_go_when_newer_ones_are_whole(tmp_path):
+def test_retention_deletes_after_newer_are_complete(tmp_path):
     model, optimizer = trained()
     saver = checkpointer(tmp_path, keep=2)
     for step in (10, 20, 30):
@@ -78,7 +78,7 @@ def test_the_same_step_is_saved_once(tmp_path):
     assert saver.folder.path_of(10).stat().st_mtime_ns == written
 
 
-def test_off_saves_nothing(tmp_path):
+def test_mode_off_saves_nothing(tmp_path):
     model, optimizer = trained()
     saver = checkpointer(tmp_path, "off")
     saver.save(10, [model], optimizer, {}, {})
@@ -87,7 +87,7 @@ def test_off_saves_nothing(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
-def test_a_full_disk_keeps_the_last_one_and_says_so(tmp_path, monkeypatch, caplog, mode):
+def test_full_disk_keeps_the_last_checkpoint(tmp_path, monkeypatch, caplog, mode):
     model, optimizer = trained()
     saver = checkpointer(tmp_path, mode)
     saver.save(10, [model], optimizer, {}, {})
@@ -113,7 +113,7 @@ class _Harm:
         return (os.mkdir, ("harmed",))
 
 
-def test_metadata_that_would_run_code_is_refused(tmp_path, monkeypatch):
+def test_metadata_with_code_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / ".metadata").write_bytes(pickle.dumps(_Harm()))
     with pytest.raises(pickle.UnpicklingError, match="not checkpoint metadata"):
@@ -130,7 +130,7 @@ def test_no_entry_needs_unpickling(tmp_path):
     assert dist.get_world_size() == 1
 
 
-def test_the_clock_asks_for_a_save_between_steps(tmp_path):
+def test_save_interval_in_minutes(tmp_path):
     model, optimizer = trained()
     now = 1000.0
     config = replace(checkpointer(tmp_path, "sync").config, every=None, every_minutes=2.0)
@@ -146,7 +146,7 @@ def test_the_clock_asks_for_a_save_between_steps(tmp_path):
     assert saver.interval_elapsed()
 
 
-def test_times_of_a_save_are_told_once(tmp_path, caplog):
+def test_save_timings_are_reported_once(tmp_path, caplog):
     model, optimizer = trained()
     caplog.set_level("INFO", logger="titan_exp")
     saver = checkpointer(tmp_path)
@@ -159,7 +159,7 @@ def test_times_of_a_save_are_told_once(tmp_path, caplog):
     assert "saved step 10: training paused for" in caplog.text
 
 
-def test_weights_alone_are_saved_where_asked(tmp_path):
+def test_weights_only_save(tmp_path):
     model, optimizer = trained()
     saver = checkpointer(tmp_path, "sync")
     saver.save(10, [model], optimizer, {"0": {}}, {"step": 10}, weights_only=True)
@@ -172,7 +172,7 @@ def test_weights_alone_are_saved_where_asked(tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
-def test_what_a_failed_save_has_written_makes_room(tmp_path, monkeypatch, mode):
+def test_failed_save_frees_disk_space(tmp_path, monkeypatch, mode):
     model, optimizer = trained()
     saver = checkpointer(tmp_path, mode)
 
@@ -187,7 +187,7 @@ def test_what_a_failed_save_has_written_makes_room(tmp_path, monkeypatch, mode):
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
-def test_a_failure_to_publish_is_a_failed_save(tmp_path, monkeypatch, caplog, mode):
+def test_failed_publication_fails_the_save(tmp_path, monkeypatch, caplog, mode):
     model, optimizer = trained()
     saver = checkpointer(tmp_path, mode)
 
@@ -205,20 +205,20 @@ def test_a_failure_to_publish_is_a_failed_save(tmp_path, monkeypatch, caplog, mo
     assert saver.latest() == 10
 
 
-def test_a_folder_that_cannot_be_made_is_said_before_training(tmp_path):
+def test_uncreatable_folder_is_refused_before_training(tmp_path):
     (tmp_path / "checkpoints").write_text("in the way")
     with pytest.raises(UserError, match=r"(?s)cannot be written.*checkpoints.*checkpoint=none"):
         checkpointer(tmp_path)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_read_only_folder_is_said_before_training(tmp_path):
+def test_read_only_folder_is_refused_before_training(tmp_path):
     tmp_path.chmod(0o500)
     with pytest.raises(UserError, match="cannot be written"):
         checkpointer(tmp_path)
 
 
-def test_old_ones_that_cannot_be_deleted_do_not_stop_training(tmp_path, monkeypatch, caplog):
+def test_failed_retention_does_not_stop_training(tmp_path, monkeypatch, caplog):
     model, optimizer = trained()
     saver = checkpointer(tmp_path, "sync", keep=1)
     saver.save(10, [model], optimizer, {}, {})
@@ -235,7 +235,7 @@ def test_old_ones_that_cannot_be_deleted_do_not_stop_training(tmp_path, monkeypa
     assert saver.folder.complete_steps() == [30]
 
 
-def test_a_process_of_its_own_writes_and_its_failures_are_told(tmp_path, caplog):
+def test_save_process_writes_and_reports_failures(tmp_path, caplog):
     model, optimizer = trained()
     saver = checkpointer(tmp_path, "async_process")
     try:

@@ -1,4 +1,4 @@
-"""Whatever happens to a checkpoint's files is noticed, and the newest good one is used."""
+"""Any damage to a checkpoint's files is detected, and the newest intact one is used."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def grow(file: Path) -> None:
 
 @pytest.mark.parametrize("name", [DATA_FILE, METADATA_FILE, CHECKSUMS_FILE])
 @pytest.mark.parametrize("harm", [truncate, flip_a_bit, grow, Path.unlink])
-def test_damage_is_found_and_an_older_one_is_used(tmp_path, caplog, name: str, harm: Callable[[Path], None]):
+def test_damage_is_detected_and_an_older_checkpoint_used(tmp_path, caplog, name: str, harm: Callable[[Path], None]):
     saver = saved(tmp_path, 10, 20)
     if (harm, name) == (Path.unlink, CHECKSUMS_FILE):
         pytest.skip("this is how a checkpoint from before checksums looks")
@@ -58,7 +58,7 @@ def test_damage_is_found_and_an_older_one_is_used(tmp_path, caplog, name: str, h
     assert (tmp_path / "checkpoints/step-00000020.damaged").is_dir()
 
 
-def test_any_single_bit_that_flips_is_found(tmp_path):
+def test_any_single_bit_flip_is_detected(tmp_path):
     path = saved(tmp_path, 10).folder.path_of(10)
     seed = random.randrange(10**6)
     print(f"seed of the flips: {seed}")
@@ -80,7 +80,7 @@ def test_any_single_bit_that_flips_is_found(tmp_path):
     assert find_damage(path) is None
 
 
-def test_a_converted_checkpoint_has_sums_and_what_reads_it_looks_at_them(tmp_path):
+def test_converted_checkpoint_has_verified_checksums(tmp_path):
     exported("llama3", "dcp", tmp_path / "weights")
     assert has_checksums(tmp_path / "weights")
     assert open_checkpoint(tmp_path / "weights").format == "dcp"
@@ -89,7 +89,7 @@ def test_a_converted_checkpoint_has_sums_and_what_reads_it_looks_at_them(tmp_pat
         open_checkpoint(tmp_path / "weights")
 
 
-def test_what_is_used_instead_is_whole(tmp_path):
+def test_fallback_checkpoint_is_intact(tmp_path):
     model, optimizer = trained()
     saver = checkpointer(tmp_path, "sync")
     saver.save(10, [model], optimizer, {}, {"step": 10})
@@ -107,7 +107,7 @@ def test_what_is_used_instead_is_whole(tmp_path):
     assert checkpointer(tmp_path).latest() == 20
 
 
-def test_none_good_is_said_in_words_and_nothing_is_touched(tmp_path):
+def test_all_damaged_is_refused_and_nothing_changed(tmp_path):
     saver = saved(tmp_path, 10, 20)
     truncate(saver.folder.path_of(10) / DATA_FILE)
     (saver.folder.path_of(20) / DATA_FILE).unlink()
@@ -118,16 +118,16 @@ def test_none_good_is_said_in_words_and_nothing_is_touched(tmp_path):
     assert saver.folder.complete_steps() == [10, 20]
 
 
-def test_from_before_checksums_it_loads_with_a_note(tmp_path, caplog):
+def test_checkpoint_without_checksums_loads_with_a_log_line(tmp_path, caplog):
     saver = saved(tmp_path, 10)
     (saver.folder.path_of(10) / CHECKSUMS_FILE).unlink()
     caplog.set_level("INFO", logger="titan_exp")
     assert checkpointer(tmp_path).latest() == 10
-    assert "before checksums" in caplog.text
+    assert "predates checksums" in caplog.text
 
 
 @pytest.mark.parametrize("harm", [truncate, Path.unlink])
-def test_from_before_checksums_sizes_are_checked(tmp_path, harm):
+def test_checkpoint_without_checksums_has_its_sizes_checked(tmp_path, harm):
     saver = saved(tmp_path, 10)
     (saver.folder.path_of(10) / CHECKSUMS_FILE).unlink()
     assert find_damage(saver.folder.path_of(10)) is None
@@ -135,7 +135,7 @@ def test_from_before_checksums_sizes_are_checked(tmp_path, harm):
     assert DATA_FILE in (find_damage(saver.folder.path_of(10)) or "")
 
 
-def test_the_sums_are_those_of_the_files_and_name_them_all(tmp_path):
+def test_checksums_cover_all_files(tmp_path):
     path = saved(tmp_path, 10).folder.path_of(10)
     files = json.loads((path / CHECKSUMS_FILE).read_text())["files"]
     assert sorted([*files, CHECKSUMS_FILE]) == sorted(file.name for file in path.iterdir())
@@ -143,7 +143,7 @@ def test_the_sums_are_those_of_the_files_and_name_them_all(tmp_path):
         assert one == {"size": (path / name).stat().st_size, "crc32": f"{zlib.crc32((path / name).read_bytes()):08x}"}
 
 
-def test_every_file_belongs_to_one_share(tmp_path):
+def test_every_file_belongs_to_one_shard(tmp_path):
     path = saved(tmp_path, 10).folder.path_of(10)
     flip_a_bit(path / DATA_FILE)
     for shares in (1, 2, 3):
@@ -157,7 +157,7 @@ def test_damaged_weights_are_not_loaded(tmp_path):
         load_model(path, real_model(seed=1))
 
 
-def test_a_disk_that_loses_what_was_written_is_found(tmp_path, monkeypatch):
+def test_lost_writes_are_detected(tmp_path, monkeypatch):
     """The sums are those of what was meant to be written, not of what can be read back."""
     fsync = os.fsync
 

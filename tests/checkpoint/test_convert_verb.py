@@ -1,4 +1,4 @@
-"""The verb: what it says, what it refuses, and how much memory it takes."""
+"""The convert verb: output, refusals and memory."""
 
 import errno
 import json
@@ -46,7 +46,7 @@ def refused(*words: str) -> str:
     return str(caught.value)
 
 
-def test_there_and_back_by_the_verb(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_convert_roundtrip(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     steps = [
         ("a", ()),
         ("b.pt", ()),
@@ -77,7 +77,7 @@ def test_a_run_without_its_tokenizer_says_so(tmp_path: Path, capsys: pytest.Capt
     assert "no tokenizer" in capsys.readouterr().out
 
 
-def test_wrong_words(folder: Path, tmp_path: Path):
+def test_wrong_arguments(folder: Path, tmp_path: Path):
     assert "titan-exp convert SOURCE TARGET" in refused()
     assert "titan-exp convert SOURCE TARGET" in refused(str(folder))
     assert "did you mean dtype?" in refused(str(folder), str(tmp_path / "x"), "dytpe=bf16")
@@ -111,9 +111,9 @@ def _no_weights(copy: Path) -> None:
 
 HARM: list[tuple[Callable[[Path], object], str]] = [
     (_drop_file, "lists model-00002-of-0000"),
-    (_cut_file, "damaged or was not fetched whole"),
+    (_cut_file, "damaged or was not downloaded completely"),
     (_no_weights, "no \\*.safetensors"),
-    (lambda copy: (copy / "config.json").unlink(), "without the config.json"),
+    (lambda copy: (copy / "config.json").unlink(), "without config.json"),
     (lambda copy: (copy / "config.json").write_text("{"), "cannot be read"),
     (lambda copy: change(copy / "config.json", model_type="mamba"), "model_type is 'mamba'"),
     (lambda copy: change(copy / "config.json", attention_bias=True), "attention_bias=True"),
@@ -135,7 +135,7 @@ HARM: list[tuple[Callable[[Path], object], str]] = [
 
 
 @pytest.mark.parametrize(("harm", "says"), HARM)
-def test_what_is_wrong_with_a_folder_is_said(harm: Callable[[Path], object], says: str, copy: Path, tmp_path: Path):
+def test_incomplete_folder_is_explained(harm: Callable[[Path], object], says: str, copy: Path, tmp_path: Path):
     harm(copy)
     with pytest.raises(UserError, match=says):
         convert_command([str(copy), str(tmp_path / "x")])
@@ -147,26 +147,26 @@ class _Harm:
         return (os.mkdir, ("harmed",))
 
 
-def test_files_that_would_run_code_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_files_with_code_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     torch.save({"model": _Harm()}, "evil.pt")
-    assert "could run code" in refused("evil.pt", "x")
+    assert "could execute code" in refused("evil.pt", "x")
     Path("meta").mkdir()
     Path("meta/params.json").write_text("{}")
     shutil.move("evil.pt", "meta/consolidated.00.pth")
-    assert "could run code" in refused("meta", "x")
+    assert "could execute code" in refused("meta", "x")
     assert [path.name for path in tmp_path.iterdir()] == ["meta"]
 
 
-def test_files_of_torch_that_are_something_else(tmp_path: Path):
+def test_other_torch_files_are_refused(tmp_path: Path):
     torch.save({"a.weight": torch.ones(2)}, tmp_path / "other.pt")
     assert "not of titan-exp" in refused(str(tmp_path / "other.pt"), str(tmp_path / "x"))
     (tmp_path / "text.pt").write_text("words")
-    assert "cannot be read as a file of torch" in refused(str(tmp_path / "text.pt"), str(tmp_path / "x"))
+    assert "cannot be read as a torch file" in refused(str(tmp_path / "text.pt"), str(tmp_path / "x"))
     folder = exported("llama3", "llama", tmp_path / "llama")
-    assert "Name its folder" in refused(str(folder / "consolidated.00.pth"), str(tmp_path / "x"))
+    assert "Use its folder" in refused(str(folder / "consolidated.00.pth"), str(tmp_path / "x"))
     shutil.copyfile(folder / "consolidated.00.pth", folder / "consolidated.02.pth")
-    assert "a number is missing" in refused(str(folder), str(tmp_path / "x"))
+    assert "a file between them is missing" in refused(str(folder), str(tmp_path / "x"))
 
 
 @pytest.mark.parametrize("form", ["huggingface", "llama", "torch", "dcp"])
@@ -181,7 +181,7 @@ def test_a_full_disk_leaves_nothing(form: str, folder: Path, tmp_path: Path, mon
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_is_too_small_is_said_first(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_too_small_disk_is_refused_first(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(export_weights, "METADATA_BYTES", 2**60)
     assert "GB free, and the weights take" in refused(str(folder), str(tmp_path / "x"))
 

@@ -1,4 +1,4 @@
-"""Saving on disks that are really full, and in folders that are really read-only: root is refused there too."""
+"""Saving on real full disks and read-only mounts, which refuse root as well."""
 
 import pytest
 
@@ -16,7 +16,7 @@ MODES = ["sync", "async", "async_process"]
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("leave", [0, 100_000])
-def test_a_full_disk_costs_a_checkpoint_and_no_more(tmp_path, caplog, mode, leave):
+def test_full_disk_costs_one_checkpoint(tmp_path, caplog, mode, leave):
     model, optimizer = trained()
     with small_disk(tmp_path / "disk", 8 * 2**20) as disk:
         saver = checkpointer(disk, mode)
@@ -30,7 +30,7 @@ def test_a_full_disk_costs_a_checkpoint_and_no_more(tmp_path, caplog, mode, leav
             saver.save(20, [model], optimizer, {}, {"step": 20})
             saver.wait()
             assert "step 20 could not be written" in caplog.text
-            assert "training goes on, and the newest complete one is that of step 10" in caplog.text
+            assert "training continues, and the newest complete one is that of step 10" in caplog.text
             assert "No space left on device" in caplog.text
             assert [entry.name for entry in saver.folder.path.iterdir()] == ["step-00000010"]
             assert find_damage(saver.folder.path_of(10)) is None
@@ -45,13 +45,13 @@ def test_a_full_disk_costs_a_checkpoint_and_no_more(tmp_path, caplog, mode, leav
             saver.close()
 
 
-def test_a_read_only_folder_is_said_before_training(tmp_path):
+def test_read_only_folder_is_refused_before_training(tmp_path):
     with read_only(tmp_path), pytest.raises(UserError, match=r"cannot be written.*Read-only file system"):
         checkpointer(tmp_path)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_folder_that_becomes_read_only_costs_a_checkpoint(tmp_path, caplog, mode):
+def test_folder_turned_read_only_costs_one_checkpoint(tmp_path, caplog, mode):
     model, optimizer = trained()
     saver = checkpointer(tmp_path, mode, keep=1)
     try:

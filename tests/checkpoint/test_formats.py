@@ -1,4 +1,4 @@
-"""Every format against the implementation that reads it, and bitwise round trips through all of them."""
+"""Every format against its reference implementation, and bitwise round trips."""
 
 import json
 from dataclasses import replace
@@ -29,7 +29,7 @@ def our_logits(name: str, state: dict[str, torch.Tensor], ids: torch.Tensor) -> 
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_transformers_loads_an_export_and_computes_the_same(name: str, tmp_path: Path):
+def test_transformers_computes_the_same_from_an_export(name: str, tmp_path: Path):
     transformers = pytest.importorskip("transformers")
     folder = exported(name, "huggingface", tmp_path / "export", file_bytes=1e5)
     assert len(list(folder.glob("*.safetensors"))) > 1
@@ -42,7 +42,7 @@ def test_transformers_loads_an_export_and_computes_the_same(name: str, tmp_path:
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_transformers_saves_is_read_and_computes_the_same(name: str, tmp_path: Path):
+def test_transformers_checkpoint_computes_the_same(name: str, tmp_path: Path):
     transformers = pytest.importorskip("transformers")
     values = to_huggingface(kind(name), dtype="float32", special_tokens={"bos_token_id": 1, "eos_token_id": 2})
     torch.manual_seed(0)
@@ -58,7 +58,7 @@ def test_what_transformers_saves_is_read_and_computes_the_same(name: str, tmp_pa
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_metas_own_arithmetic_computes_the_same_of_its_files(name: str, tmp_path: Path):
+def test_meta_reference_computes_the_same(name: str, tmp_path: Path):
     folder = exported(name, "llama", tmp_path / "export")
     params = json.loads((folder / "params.json").read_text())
     state = torch.load(folder / "consolidated.00.pth", weights_only=True)
@@ -74,7 +74,7 @@ def test_metas_own_arithmetic_computes_the_same_of_its_files(name: str, tmp_path
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("name", KINDS)
-def test_every_format_comes_back_bitwise(name: str, form: str, tmp_path: Path):
+def test_every_format_roundtrips_bitwise(name: str, form: str, tmp_path: Path):
     form, target = form.removesuffix(".pt"), tmp_path / form
     exported(name, form, target)
     source = open_checkpoint(target)
@@ -142,7 +142,7 @@ def test_published_params_are_understood(tmp_path: Path):
     assert (model.rope.scaling, model.rope.factor, model.context) == ("llama3", 32.0, 131072)
 
 
-def test_a_file_of_torch_loads_into_the_model(tmp_path: Path):
+def test_torch_file_loads_into_the_model(tmp_path: Path):
     path = exported("llama3", "torch", tmp_path / "weights.pt")
     content = torch.load(path, weights_only=True)
     model = real_model(seed=5, **{"ffn_dim": 128, **KINDS["llama3"]})

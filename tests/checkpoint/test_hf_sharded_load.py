@@ -9,6 +9,7 @@ from tests.config.composing import experiment
 from tests.ranks import run_ranks
 from titan_exp.checkpoint.formats.hf_sharded_load import load_hf_sharded
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.build import build_model
 from titan_exp.parallel.apply import parallelize
 from titan_exp.parallel.mesh import build_mesh
@@ -19,12 +20,13 @@ CPU = torch.device("cpu")
 
 
 def read_sharded(name: str, folder: str, layout: list[str]) -> tuple[dict[str, torch.Tensor], int]:
-    """What the ranks of a layout hold together, and how many elements this one does."""
+    """Full parameters held by the ranks of a layout, and number of elements on this rank."""
     made = experiment(*layout, "model=llama_debug")
     with joined_process_group(CPU):
         with torch.device("meta"):
             model = build_model(kind(name), seq_len=64, attention_backend="math")
-        parallelize(model, made, build_mesh(made.parallelism, CPU))
+        mesh = build_mesh(made.parallelism, CPU)
+        parallelize(model, mesh, ResolvedLayout.of(made), made.activation_checkpoint, made.compile)
         materialize_parameters(model, CPU)
         load_hf_sharded(model, kind(name), Path(folder))
         own = sum(it.to_local().numel() if isinstance(it, DTensor) else it.numel() for it in model.parameters())
@@ -69,7 +71,7 @@ def test_one_device(tmp_path: Path):
         assert torch.equal(found, value.bfloat16().float())
 
 
-def test_only_the_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_only_the_slice_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     from titan_exp.checkpoint.formats.open_checkpoint import open_huggingface
     from titan_exp.checkpoint.formats.safetensors import SafetensorsReader
 
@@ -88,8 +90,8 @@ def test_only_the_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert sum(read) == part.numel() == 40 * 4
 
 
-def test_another_model_is_refused_with_what_fits(tmp_path: Path):
+def test_another_model_is_refused_with_its_overrides(tmp_path: Path):
     folder = exported("llama3", "huggingface", tmp_path / "export")
     model = build_model(kind("llama2"), seq_len=64, attention_backend="math")
-    with pytest.raises(UserError, match=r"fits them: model=llama_debug .*\n.*model.kv_heads=4: the weights have 2"):
+    with pytest.raises(UserError, match=r"They fit: model=llama_debug .*\n.*model.kv_heads=4: the weights have 2"):
         load_hf_sharded(model, kind("llama2"), folder)

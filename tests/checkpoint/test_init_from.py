@@ -1,4 +1,4 @@
-"""Weights of one run in another: all of them or a complaint that names every one that does not fit."""
+"""Initial weights of another run: all of them, or an error that lists every mismatch."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def test_all_weights_are_the_saved_ones(tmp_path):
     assert all(torch.equal(value, weights(original)[name]) for name, value in weights(other).items())
 
 
-def test_what_is_excluded_keeps_its_values(tmp_path):
+def test_excluded_weights_keep_their_values(tmp_path):
     path = saved(tmp_path, 10).folder.path_of(10)
     other, _ = trained(seed=3, steps=0)
     before = weights(other)
@@ -59,7 +59,7 @@ class Mixed(nn.Module):
         at.register_parameter(last, nn.Parameter(value))
 
 
-def test_every_fault_is_named_at_once(tmp_path):
+def test_all_mismatches_are_listed(tmp_path):
     path = saved(tmp_path, 10).folder.path_of(10)
     mixed = Mixed(trained()[0], more=200)
     with pytest.raises(UserError) as caught:
@@ -75,7 +75,7 @@ def test_every_fault_is_named_at_once(tmp_path):
     assert "adapter.*" in text.split("leave these out: ")[1]
 
 
-def test_faults_that_are_excluded_are_none(tmp_path):
+def test_excluded_mismatches_are_ignored(tmp_path):
     path = saved(tmp_path, 10).folder.path_of(10)
     mixed = Mixed(trained()[0], more=2)
     absent = [name for name, _ in trained()[0].named_parameters() if name not in dict(mixed.named_parameters())]

@@ -1,4 +1,4 @@
-"""Checkpoints of real runs, of one rank and of several, as a source."""
+"""Open checkpoints of real runs, of one rank and of several."""
 
 from pathlib import Path
 
@@ -31,10 +31,10 @@ def test_one_of_several_checkpoints(tmp_path: Path):
     assert open_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000005").model.name == "llama-debug"
     with pytest.raises(UserError, match="checkpoints of steps 5, 10"):
         open_checkpoint(tmp_path / "run", 7)
-    with pytest.raises(UserError, match="name one of them, or the run"):
+    with pytest.raises(UserError, match="use one of them, or the run"):
         open_checkpoint(tmp_path / "run" / "checkpoints")
     (tmp_path / "run" / "checkpoints" / "step-00000005").rename(tmp_path / "astray")
-    with pytest.raises(UserError, match="nothing says of which model"):
+    with pytest.raises(UserError, match="without a description of its model"):
         open_checkpoint(tmp_path / "astray")
     with pytest.raises(UserError, match="checkpoints of steps 10"):
         open_checkpoint(tmp_path / "run", 5)

@@ -1,4 +1,4 @@
-"""Checkpoints behind a URL: what counts there, what is kept, what comes back, and what happens when the store fails."""
+"""Remote checkpoints: completeness, retention, restoring, and failures of the store."""
 
 import logging
 import shutil
@@ -54,7 +54,7 @@ def remote_run(url: str) -> RemoteRun:
 
 
 def started(tmp_path: Path, url: str, **settings: Any) -> Checkpointer:
-    """As a run starts that has its folder in `tmp_path`."""
+    """Checkpointer of a starting run with its folder in `tmp_path`."""
     config = replace(to_experiment(compose(["checkpoint=sync"])).checkpoint, every=10, **settings)
     one = Checkpointer(config, tmp_path / "checkpoints", remote=remote_run(url))
     one.latest()
@@ -80,7 +80,7 @@ def until(holds: Any) -> None:
         time.sleep(0.005)
 
 
-def test_what_is_complete_is_kept_there_by_the_same_rules_and_comes_back(tmp_path, url, caplog):
+def test_uploads_follow_retention_and_are_restored(tmp_path, url, caplog):
     caplog.set_level(logging.INFO, logger="titan_exp")
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "config.yaml").write_text("of: the run\n")
@@ -101,7 +101,7 @@ def test_what_is_complete_is_kept_there_by_the_same_rules_and_comes_back(tmp_pat
     assert caplog.text.count("fetching") == 1
 
 
-def test_half_an_upload_counts_for_nobody(tmp_path, url):
+def test_partial_upload_is_ignored(tmp_path, url):
     saver = started(tmp_path / "here", url, keep=9)
     save(saver, 10, 20)
     saver.finish_uploads(stopped=False)
@@ -120,7 +120,7 @@ def test_half_an_upload_counts_for_nobody(tmp_path, url):
     assert remote.listed_steps() == [10, 30], "stale files of an older step go with the next upload"
 
 
-def test_a_complete_one_that_is_being_replaced_does_not_count(tmp_path, url):
+def test_checkpoint_being_replaced_is_incomplete(tmp_path, url):
     saver = started(tmp_path / "here", url)
     save(saver, 10)
     remote = remote_run(url)
@@ -138,7 +138,7 @@ def test_a_complete_one_that_is_being_replaced_does_not_count(tmp_path, url):
     assert remote.has_same(10, other.folder.path_of(10))
 
 
-def test_what_never_arrived_is_sent_by_the_next_start(tmp_path, url):
+def test_missing_uploads_are_sent_by_the_next_start(tmp_path, url):
     config = replace(to_experiment(compose(["checkpoint=sync"])).checkpoint, keep=9)
     model, optimizer = trained()
     for step in (10, 20, 30):
@@ -154,7 +154,7 @@ def test_what_never_arrived_is_sent_by_the_next_start(tmp_path, url):
 @pytest.mark.parametrize(
     ("url", "damage"), [("file", "flip"), ("s3", "flip"), ("file", "shorten"), ("s3", "remove")], indirect=["url"]
 )
-def test_damage_there_is_found_and_the_one_before_is_used(tmp_path, url, caplog, damage):
+def test_damaged_remote_checkpoint_falls_back_to_an_older_one(tmp_path, url, caplog, damage):
     save(started(tmp_path / "here", url, keep=9), 10, 20)
     remote, name = remote_run(url), "step-00000020/__0_0.distcp"
     content = bytearray(remote.folder.read(name) or b"")
@@ -176,7 +176,7 @@ def test_damage_there_is_found_and_the_one_before_is_used(tmp_path, url, caplog,
     assert started(tmp_path / "third", url).folder.complete_steps() == [20]
 
 
-def test_a_checkpoint_that_is_damaged_here_comes_back_from_there(tmp_path, url, caplog):
+def test_damaged_local_checkpoint_is_restored_from_remote(tmp_path, url, caplog):
     saver = started(tmp_path, url, keep=9)
     save(saver, 10, 20)
     file = saver.folder.path_of(20) / "__0_0.distcp"
@@ -188,7 +188,7 @@ def test_a_checkpoint_that_is_damaged_here_comes_back_from_there(tmp_path, url, 
     assert "the local checkpoint of step 20 was damaged" in caplog.text
 
 
-def test_a_fetch_that_was_interrupted_goes_on(tmp_path, s3):
+def test_interrupted_download_resumes(tmp_path, s3):
     save(started(tmp_path / "here", "s3://bucket/runs"), 10)
     wanted = tmp_path / "there/checkpoints/step-00000010.fetching"
     wanted.mkdir(parents=True)
@@ -201,7 +201,7 @@ def test_a_fetch_that_was_interrupted_goes_on(tmp_path, s3):
     assert not wanted.exists()
 
 
-def test_a_store_that_is_away_costs_no_run(tmp_path, s3, caplog, monkeypatch):
+def test_unreachable_store_fails_no_run(tmp_path, s3, caplog, monkeypatch):
     monkeypatch.setattr("titan_exp.checkpoint.remote.remote_folder.ATTEMPTS", 1)
     saver = started(tmp_path / "here", "s3://bucket/runs", keep_every=10)
     save(saver, 10)
@@ -239,7 +239,7 @@ class Gate:
                 self.opened.wait(30)
 
 
-def test_slow_uploads_skip_what_is_not_begun_and_keep_what_they_read(tmp_path, s3, caplog):
+def test_slow_uploads_skip_waiting_steps_and_keep_files_in_use(tmp_path, s3, caplog):
     saver = started(tmp_path, "s3://bucket/runs", keep=1)
     gate = Gate(s3, 10)
     model, optimizer = trained()
@@ -256,7 +256,7 @@ def test_slow_uploads_skip_what_is_not_begun_and_keep_what_they_read(tmp_path, s
     assert saver.folder.complete_steps() == [30]
 
 
-def test_the_end_waits_no_longer_than_it_says(tmp_path, s3, caplog):
+def test_wait_for_uploads_is_bounded(tmp_path, s3, caplog):
     saver = started(tmp_path, "s3://bucket/runs", remote_wait_minutes=0.3 / 60)
     gate = Gate(s3, 10)
     model, optimizer = trained()
@@ -272,7 +272,7 @@ def test_the_end_waits_no_longer_than_it_says(tmp_path, s3, caplog):
     assert saver.folder.complete_steps() == [10]
 
 
-def test_a_start_says_what_no_waiting_would_help(tmp_path, s3, monkeypatch):
+def test_permanent_errors_are_raised_at_start(tmp_path, s3, monkeypatch):
     with pytest.raises(UserError, match="no such bucket"):
         started(tmp_path, "s3://nowhere-to-be-found/runs")
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
@@ -297,7 +297,7 @@ def test_a_start_says_what_no_waiting_would_help(tmp_path, s3, monkeypatch):
         ("s3://me:secret@bucket/runs", "may be a credential"),
     ],
 )
-def test_urls_that_cannot_be_are_refused_before_anything_starts(url, words):
+def test_invalid_urls_are_refused(url, words):
     for key in ("remote", "initial"):
         if key == "initial" and words in ("no URL", "chains"):
             continue
@@ -317,7 +317,7 @@ def test_a_url_with_a_password_is_a_credential(tmp_path):
     assert "secret0123" not in str(raised.value)
 
 
-def test_where_checkpoints_are_kept_does_not_name_the_run(tmp_path):
+def test_remote_is_not_in_the_run_id(tmp_path):
     ids = {
         plan_run(to_experiment(compose([f"paths.runs={tmp_path}", *more]))).run_id
         for more in ([], ["checkpoint.remote=file:///mnt/share"])

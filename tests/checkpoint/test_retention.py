@@ -39,7 +39,7 @@ def test_publish_replaces_one_of_the_same_step(tmp_path):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-00000010"]
 
 
-def test_retain_keeps_the_newest(tmp_path):
+def test_retention_keeps_the_newest(tmp_path):
     folder = folder_with(tmp_path, *(f"step-{step:08d}" for step in (10, 20, 30, 100_000_000)))
     folder.apply_retention(2)
     assert folder.complete_steps() == [30, 100_000_000]
@@ -47,13 +47,13 @@ def test_retain_keeps_the_newest(tmp_path):
     assert folder.complete_steps() == [30, 100_000_000]
 
 
-def test_clean_removes_rubble_alone(tmp_path):
+def test_remove_stale_removes_only_stale_files(tmp_path):
     folder = folder_with(tmp_path, "step-00000010", "step-00000020.partial", "step-00000005.deleted", "mine")
     folder.remove_stale()
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["mine", "step-00000010"]
 
 
-def test_retain_keeps_multiples_for_ever(tmp_path):
+def test_retention_keeps_multiples_forever(tmp_path):
     folder = folder_with(tmp_path, *(f"step-{step:08d}" for step in (10, 15, 20, 30, 35, 45, 55)))
     folder.apply_retention(2, every=10)
     assert folder.complete_steps() == [10, 20, 30, 45, 55]
@@ -61,7 +61,7 @@ def test_retain_keeps_multiples_for_ever(tmp_path):
     assert folder.complete_steps() == [30, 55]
 
 
-def test_damaged_ones_no_longer_count(tmp_path):
+def test_quarantined_checkpoints_are_ignored(tmp_path):
     folder = folder_with(tmp_path, "step-00000010", "step-00000020", "step-00000020.damaged")
     assert folder.quarantine(20) == tmp_path / "step-00000020.damaged"
     assert folder.complete_steps() == [10]
@@ -92,7 +92,7 @@ def operations(folder: CheckpointFolder, monkeypatch, survives: int) -> None:
 
 
 @pytest.mark.parametrize("survives", range(12))
-def test_death_while_publishing_and_deleting_loses_nothing(tmp_path, monkeypatch, survives):
+def test_crash_while_publishing_or_deleting_loses_nothing(tmp_path, monkeypatch, survives):
     """At whichever rename or deletion: the newest complete state is there, and the next start is clean."""
     folder = folder_with(tmp_path, "step-00000010", "step-00000020", "step-00000030", "step-00000030.partial")
     (folder.partial_path(30) / "part").write_text("new")

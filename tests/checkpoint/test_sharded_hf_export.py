@@ -1,4 +1,4 @@
-"""A run exports its own weights: by all ranks, in any layout, bitwise what `convert` makes; transformers reads it."""
+"""Sharded export in any layout is bitwise the output of `convert`, and transformers reads it."""
 
 import errno
 import json
@@ -95,12 +95,12 @@ def assert_transformers_computes_the_same(folder: Path, run: Path, weights: dict
         torch.testing.assert_close(theirs(ids).logits, ours(ids), atol=2e-5, rtol=1e-4)
 
 
-def test_every_so_many_steps_and_at_the_end(tmp_path: Path):
+def test_export_interval_and_end(tmp_path: Path):
     run(tmp_path, "checkpoint.export=bf16", "checkpoint.export_every=2", "training.steps=5", "checkpoint=none")
     assert sorted(os.listdir(tmp_path / "export")) == ["step-00000002", "step-00000004", "step-00000005"]
 
 
-def test_a_disk_without_room_leaves_nothing_and_fails_the_run(tmp_path: Path, monkeypatch, caplog):
+def test_full_disk_leaves_no_export_and_fails_the_run(tmp_path: Path, monkeypatch, caplog):
     saving = ["checkpoint.export=bf16", "training.steps=2", "checkpoint.mode=sync"]
 
     def full(*_: object) -> None:
@@ -121,7 +121,7 @@ def test_a_disk_without_room_leaves_nothing_and_fails_the_run(tmp_path: Path, mo
     assert (tmp_path / "export" / "step-00000002" / "model.safetensors").stat().st_mtime_ns == before
 
 
-def test_one_rank_without_room_is_the_failure_of_all(tmp_path: Path):
+def test_full_disk_of_one_rank_fails_all(tmp_path: Path):
     with pytest.raises(AssertionError, match="could not be exported"):
         train(tmp_path, *SAVING, "parallelism.tp=2", "checkpoint.export=bf16", mutate=full_on_rank_1)
     assert list((tmp_path / "export").iterdir()) == []
@@ -135,7 +135,7 @@ def full_on_rank_1() -> None:
         os.pwrite = full  # type: ignore[assignment]  # on purpose
 
 
-def test_parts_of_what_ranks_have_saved(tmp_path: Path):
+def test_slices_of_sharded_checkpoints(tmp_path: Path):
     """Any rows and columns, across the pieces of four ranks."""
     train(tmp_path, *SAVING, "parallelism.tp=2", "parallelism.dp_shard=2")
     store = DCPTensorReader(CheckpointFolder(tmp_path / "checkpoints").path_of(2))

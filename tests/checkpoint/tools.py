@@ -1,4 +1,4 @@
-"""Tiny Llamas of every published kind, and exports of them."""
+"""Tiny Llamas of every published kind, and their exports."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +22,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "llama3_1": {"kv_heads": 2, "rope": RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 32)},
     "llama3_2": {"kv_heads": 1, "tied_embeddings": True, "rope": RopeConfig(500000.0, "llama3", 32.0, 1.0, 4.0, 32)},
 }
-"""What differs from `SHAPE`; the original context is short so that the scaling is seen within a short sequence."""
+"""Differences from `SHAPE`; the original context is short so that RoPE scaling shows in a short sequence."""
 
 
 def kind(name: str) -> Config:

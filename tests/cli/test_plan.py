@@ -15,14 +15,15 @@ from titan_exp.cli.main import main
 from titan_exp.cli.plan import options_among
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.layout.layout import offered_devices, resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
+from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.plan.cuda.caching_allocator import MIB
 from titan_exp.plan.cuda.devices import DEVICES, device_named
 from titan_exp.plan.plan_table import print_plan, print_unwrapped
 from titan_exp.plan.predict import Plan, predict
 from titan_exp.rules import check
-from titan_exp.tracking.memory_stats import PEAK_TFLOPS
+from titan_exp.tracking.device_rates import PEAK_TFLOPS
 
 CLUSTER = ["cluster=slurm_h100", "training.seq_len=512", "training.mixed_precision=bf16"]
 SMALL = ["model=llama_debug", *CLUSTER, "training.global_batch_size=64"]

@@ -61,8 +61,8 @@ def test_the_numbers_in_the_page_are_those_of_the_runs(tmp_path: Path):
     full_study(tmp_path / "runs")
     text = page(tmp_path / "runs", tmp_path).read_text()
     numbers = json.loads(text.split('id="numbers">')[1].split("</script>")[0])
-    assert len(numbers["downsampled_curves"]) == 9
-    assert numbers["downsampled_curves"][0]["loss"][0][-1] == 50_000
+    assert len(numbers["curves"]) == 9
+    assert numbers["curves"][0]["loss"][0][-1] == 50_000
     assert {point["label"] for point in numbers["scaling"][0]["points"]} == {"tp=1", "tp=2", "tp=4"}
 
 

@@ -3,7 +3,8 @@
 import pytest
 
 from tests.config.composing import experiment
-from titan_exp.config.layout.layout import nodes_needed, offered_devices, resolve_layout
+from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
+from titan_exp.config.machine.devices import offered_devices
 from titan_exp.rules import violations
 
 SLURM = ["cluster=slurm", "model=llama_debug", "+experiment=smoke", "training.global_batch_size=64"]
@@ -55,8 +56,7 @@ def test_what_slurm_is_asked_for(overrides: list[str], field: str, remedy: str):
     ],
 )
 def test_nodes(overrides: list[str], world: int, nodes: int):
-    from titan_exp.config.layout.layout import world_size
 
     run = experiment(*SLURM, *overrides)
     resolved = resolve_layout(run, offered_devices(run.cluster))
-    assert (world_size(resolved), nodes_needed(resolved)) == (world, nodes)
+    assert (ResolvedLayout.of(resolved).world_size, ResolvedLayout.of(resolved).nodes) == (world, nodes)

@@ -4,19 +4,13 @@ import pytest
 
 from tests.config.composing import experiment, give_gpus
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.layout.layout import (
-    data_parallel_degree,
-    device_type,
-    gradient_accumulation,
-    micro_batch_size,
-    offered_devices,
-    pipeline_microbatches,
-    reshard_policy,
-    resolve_layout,
-    world_size,
-)
-from titan_exp.config.layout.pipeline_stages import layer_counts, stage_layers, stage_placement
+from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
 from titan_exp.config.machine import local_machine as machine
+from titan_exp.config.machine.devices import device_type, offered_devices
+
+
+def laid_out(*overrides: str) -> ResolvedLayout:
+    return ResolvedLayout.of(resolve_layout(experiment(*overrides), 1))
 
 
 @pytest.mark.parametrize(
@@ -51,7 +45,7 @@ def test_what_the_cluster_offers(
 )
 def test_resolving(overrides: list[str], offered: int, shard: int, world: int):
     resolved = resolve_layout(experiment(*overrides), offered)
-    assert (resolved.parallelism.dp_shard, world_size(resolved)) == (shard, world)
+    assert (resolved.parallelism.dp_shard, ResolvedLayout.of(resolved).world_size) == (shard, world)
     assert resolve_layout(resolved, 5) == resolved
 
 
@@ -62,9 +56,10 @@ def test_degrees_that_leave_a_remainder_are_refused():
 
 def test_the_global_batch_is_divided():
     run = experiment("parallelism=hsdp", "training.global_batch_size=64", "training.micro_batch_size=4")
-    assert (data_parallel_degree(run), micro_batch_size(run), gradient_accumulation(run)) == (4, 4, 4)
+    layout = ResolvedLayout.of(run)
+    assert (layout.dp_degree, layout.micro_batch_size, layout.gradient_accumulation) == (4, 4, 4)
     whole = experiment("parallelism=hsdp", "training.global_batch_size=64")
-    assert (micro_batch_size(whole), gradient_accumulation(whole)) == (16, 1)
+    assert (ResolvedLayout.of(whole).micro_batch_size, ResolvedLayout.of(whole).gradient_accumulation) == (16, 1)
 
 
 @pytest.mark.parametrize(
@@ -85,8 +80,8 @@ def test_the_global_batch_is_divided():
 def test_micro_batches_of_a_pipeline(overrides: list[str], micro: int, passes: tuple[int, int]):
     """At least four for each rank, as large as that allows, where no key says it."""
     run = resolve_layout(experiment("training.global_batch_size=64", "parallelism.pp=2", *overrides), 1)
-    assert micro_batch_size(run) == micro
-    assert (gradient_accumulation(run), pipeline_microbatches(run)) == passes
+    assert ResolvedLayout.of(run).micro_batch_size == micro
+    assert (ResolvedLayout.of(run).gradient_accumulation, ResolvedLayout.of(run).pipeline_microbatches) == passes
 
 
 @pytest.mark.parametrize(
@@ -111,24 +106,22 @@ def test_micro_batches_of_a_pipeline(overrides: list[str], micro: int, passes: t
     ],
 )
 def test_layers_of_stages(overrides: list[str], counts: list[int]):
-    run = experiment("model.layers=10", "parallelism.pp=2", *overrides)
-    assert layer_counts(run) == counts
-    assert [layer for layers in stage_layers(run) for layer in layers] == list(range(10))
+    layout = laid_out("model.layers=10", "parallelism.pp=2", *overrides)
+    assert layout.layer_counts == counts
+    assert [layer for layers in layout.stage_layers for layer in layers] == list(range(10))
 
 
 def test_where_stages_are():
-    looped = experiment("model.layers=6", "parallelism.pp=3", "parallelism.pp_schedule=Interleaved1F1B")
-    assert stage_placement(looped) == [0, 1, 2, 0, 1, 2]
-    there_and_back = experiment("model.layers=6", "parallelism.pp=3", "parallelism.pp_schedule=DualPipeV")
-    assert stage_placement(there_and_back) == [0, 1, 2, 2, 1, 0]
+    looped = laid_out("model.layers=6", "parallelism.pp=3", "parallelism.pp_schedule=Interleaved1F1B")
+    assert looped.stage_placement == [0, 1, 2, 0, 1, 2]
+    v_shaped = laid_out("model.layers=6", "parallelism.pp=3", "parallelism.pp_schedule=DualPipeV")
+    assert v_shaped.stage_placement == [0, 1, 2, 2, 1, 0]
 
 
 def test_when_parameters_are_freed():
-    assert reshard_policy(experiment().parallelism) == "all_but_last"
-    assert reshard_policy(experiment("parallelism.pp=2").parallelism) == "never"
-    assert reshard_policy(experiment("parallelism.pp=2", "parallelism.reshard_after_forward=always").parallelism) == (
-        "always"
-    )
+    assert laid_out().reshard_policy == "all_but_last"
+    assert laid_out("parallelism.pp=2").reshard_policy == "never"
+    assert laid_out("parallelism.pp=2", "parallelism.reshard_after_forward=always").reshard_policy == "always"
 
 
 @pytest.mark.parametrize(

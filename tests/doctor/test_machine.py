@@ -16,8 +16,7 @@ from titan_exp.doctor.disk_and_scheduler import disk_rate, scheduler
 from titan_exp.doctor.machine import USAGE, machine_command
 from titan_exp.doctor.timing import LEAST_CALLS, MOST_CALLS, measure_rate, median_seconds
 from titan_exp.launch.local.ephemeral_ranks import run_on_ranks
-from titan_exp.tracking.device_rates import rates_file, read_rates
-from titan_exp.tracking.memory_stats import device_name
+from titan_exp.tracking.device_rates import device_name, rates_file, read_rates
 
 CPU = torch.device("cpu")
 

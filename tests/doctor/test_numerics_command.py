@@ -7,7 +7,7 @@ import torch
 
 from tests.config.composing import experiment
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.layout.layout import resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.data.batch import Batch
 from titan_exp.doctor import numerics_command as module
 from titan_exp.doctor.numerics import decibels, report_numerics

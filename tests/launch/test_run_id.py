@@ -9,7 +9,7 @@ import pytest
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.layout.layout import resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_dict, to_experiment
 from titan_exp.launch.run_id import LAYOUT, NOT_IN_RUN_ID, canonical, experiment_id, run_id
 

@@ -12,7 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from tests.launch.launching import LIMIT, launch_environment, ranks_of, wait_until
 from titan_exp.cli.main import main
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.layout.layout import nodes_needed, world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.launch.executor import Submission
 from titan_exp.launch.run_plan import RunPlan, create_run_folder
 from titan_exp.launch.sweep.sweeper import points
@@ -73,7 +73,8 @@ def test_a_scheduler_gets_all_points_at_once(
     monkeypatch.setattr("titan_exp.launch.sweep.sweeper.executor_for", lambda kind: {"slurm": Scheduler()}[kind])
     assert main(["sweep", "parallelism_degrees", "size=cluster", "cluster.nodes=2", "cluster.time_limit=1:30:00"]) == 0
     ((first, *others),) = submitted
-    assert {len(others), world_size(first.experiment), nodes_needed(first.experiment)} == {6, 16, 2}
+    layout = ResolvedLayout.of(first.experiment)
+    assert (len(others), layout.world_size, layout.nodes) == (6, 16, 2)
     assert (len({plan.run_id for plan in submitted[0]}), len({plan.experiment_id for plan in submitted[0]})) == (7, 1)
     assert {plan.run_id in plan.folder.code.read_text() for plan in submitted[0]} == {True}
     assert "titan-exp status parallelism_degrees_cluster" in capsys.readouterr().out

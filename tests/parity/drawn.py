@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from tests.config.composing import experiment
 from tests.parity.runs import LINES, SMALL
-from titan_exp.config.layout.layout import resolve_layout, world_size
 from titan_exp.config.layout.pipeline_schedules import SCHEDULES
+from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
 from titan_exp.rules import violations
 
 
@@ -73,7 +73,7 @@ def draw(chance: random.Random, most_ranks: int) -> Drawn:
             continue
         drawn = _draw_keys(chance, degrees)
         made = experiment(*SMALL, *drawn.experiment, *drawn.layout)
-        if not violations(made) and 1 < world_size(resolve_layout(made, 1)) <= most_ranks:
+        if not violations(made) and 1 < ResolvedLayout.of(resolve_layout(made, 1)).world_size <= most_ranks:
             return drawn
 
 

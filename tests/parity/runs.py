@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from tests.ranks import run_ranks
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.layout.layout import resolve_layout, world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment, to_yaml
 from titan_exp.rules import check
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
@@ -77,7 +77,7 @@ def train(path: Path, *overrides: str, timeout: float = 120.0, mutate: Callable[
     folder = RunFolder(path)
     path.mkdir(parents=True, exist_ok=True)
     folder.config.write_text(to_yaml(experiment))
-    parts = run_ranks(world_size(experiment), _train_on_rank, str(path), mutate, limit=timeout)
+    parts = run_ranks(ResolvedLayout.of(experiment).world_size, _train_on_rank, str(path), mutate, limit=timeout)
     weights: dict[str, torch.Tensor] = {}
     disputed: list[str] = []
     for part in parts:

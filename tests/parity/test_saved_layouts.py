@@ -12,7 +12,7 @@ from titan_exp.checkpoint.dcp.storage_reader import load_into, tensor_shapes
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.cli.convert import convert_command
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.layout.layout import resolve_layout, world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment, to_yaml
 from titan_exp.rules import check
 from titan_exp.tracking.run_folder.run_folder import RunFolder
@@ -42,7 +42,7 @@ def test_written_by_one_and_read_by_another(tmp_path, writer, reader):
         resolve_layout(to_experiment(compose([*SMALL, *SAVING, "training.steps=4", *LAYOUTS[reader].split()])), 1)
     )
     RunFolder(tmp_path / "run").config.write_text(to_yaml(experiment))
-    run_ranks(world_size(experiment), read_and_write, str(tmp_path / "run"), str(tmp_path / "again"))
+    run_ranks(ResolvedLayout.of(experiment).world_size, read_and_write, str(tmp_path / "run"), str(tmp_path / "again"))
     found = state_of(CheckpointFolder(tmp_path / "again").path_of(2))
     assert found.keys() == written.keys()
     assert any(key.startswith("optimizer.") for key in written)

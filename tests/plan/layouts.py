@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.ranks import run_ranks
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.layout.layout import resolve_layout, world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment, to_yaml
 from titan_exp.plan.trace.fake_world import DEVICE, FakeRank, fake_batches, fake_rank, pipeline_ranks
 from titan_exp.plan.trace.inductor import uses_inductor
@@ -158,7 +158,7 @@ def predicted(experiment: Experiment, path: Path, mutate: Callable[[], None] | N
 def measured(experiment: Experiment, path: Path, mutate: Callable[[], None] | None = None) -> list[Numbers]:
     """Of each pipeline rank, on as many processes as the layout has. `mutate` is called first in each of them."""
     _write(experiment, path)
-    results = run_ranks(world_size(experiment), _on_rank, str(path), mutate)
+    results = run_ranks(ResolvedLayout.of(experiment).world_size, _on_rank, str(path), mutate)
     return [Numbers(**results[rank]) for rank in pipeline_ranks(experiment)]
 
 
@@ -248,8 +248,10 @@ def _alone(path: str) -> list[int]:
     experiment = load_experiment(RunFolder(path).config)
     found = []
     for rank in pipeline_ranks(experiment):
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size(experiment))
-        it = FakeRank(experiment, assemble(experiment, DEVICE), fake_batches(experiment))
+        dist.init_process_group(
+            "fake", store=FakeStore(), rank=rank, world_size=ResolvedLayout.of(experiment).world_size
+        )
+        it = FakeRank(experiment, assemble(experiment, ResolvedLayout.of(experiment), DEVICE), fake_batches(experiment))
         it.step()
         found.append(allocated_by(it.step, Path(path)))
         dist.destroy_process_group()

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as dist
 
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.layout.layout import offered_devices, resolve_layout
 from titan_exp.config.layout.pipeline_schedules import Action
+from titan_exp.config.layout.resolved_layout import resolve_layout
+from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.parallel.pipeline_parallel.runtime import P2PQueue
 from titan_exp.parallel.pipeline_parallel.schedule_actions import P2POp, build_schedule

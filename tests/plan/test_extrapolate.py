@@ -8,7 +8,7 @@ import pytest
 from tests.plan.layouts import experiment_of
 from tests.ranks import run_ranks
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import device_type
+from titan_exp.config.machine.devices import device_type
 from titan_exp.config.schema.typed_config import load_experiment, to_yaml
 
 CUDA = "cluster=slurm_h100 cluster.device=cuda training.mixed_precision=bf16 model.attention_backend=flash "

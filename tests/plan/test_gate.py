@@ -8,7 +8,8 @@ import pytest
 from tests.plan.layouts import LAYOUTS, experiment_of, predicted
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.layout.layout import offered_devices, resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
+from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.models.build import build_model
 from titan_exp.models.spec.lookup import model_spec

@@ -9,7 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.layout.layout import offered_devices, resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
+from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.plan.cuda.devices import device_named
 from titan_exp.plan.cuda.fake_kernels import fake_cuda_kernels

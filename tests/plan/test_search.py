@@ -11,7 +11,7 @@ from titan_exp.cli.plan_search import search_options
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.layout.layout import world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.plan.search.layouts import KEYS, command_line, fixed_keys, search_space
 from titan_exp.rules import violations
@@ -32,7 +32,7 @@ def composed(*more: str) -> Experiment:
 def test_candidates_are_all_factorizations_that_the_rules_allow():
     found = search_space(composed(), 16, frozenset())
     assert found.tried == len(found.experiments) + sum(count for count, _ in found.left_out)
-    assert all(world_size(each) == 16 and not violations(each) for each in found.experiments)
+    assert all(ResolvedLayout.of(each).world_size == 16 and not violations(each) for each in found.experiments)
     layouts = {
         tuple(getattr(each.parallelism, name) for name in ("dp_replicate", "dp_shard", "tp", "cp", "pp"))
         for each in found.experiments

@@ -18,8 +18,8 @@ from tests.plan.layouts import SMALL, experiment_of
 from tests.ranks import run_ranks
 from titan_exp.cli.plan import options_among
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.layout.layout import world_size
 from titan_exp.config.layout.pipeline_schedules import Action
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import COST, timeline
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 from titan_exp.plan.cuda.devices import DEVICES
@@ -117,7 +117,7 @@ def _parts(layouts: list[str]) -> list[Any]:
     ranks = [
         (experiment, rank)
         for experiment in map(experiment_of, layouts)
-        for rank in {0, world_size(experiment) // 2 + 1, world_size(experiment) - 1}
+        for rank in {0, ResolvedLayout.of(experiment).world_size // 2 + 1, ResolvedLayout.of(experiment).world_size - 1}
     ]
     for experiment, rank in ranks:
         with fake_rank(experiment, rank) as it:

@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 from tests.config.composing import experiment, llama
 from tests.models.own_experts import Mixture
-from titan_exp.config.layout.layout import resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.models.blocks.grouped_linear import GroupedLinear
 from titan_exp.models.blocks.initialization import ShardSpec, init_slice
 from titan_exp.models.blocks.linear_impl import GroupedLinearImpl

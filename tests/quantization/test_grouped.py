@@ -11,7 +11,7 @@ from tests.config.composing import experiment, llama
 from tests.ranks import run_ranks
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.quantization import BLOCK, QuantizationConfig
-from titan_exp.config.layout.layout import resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.models.blocks.grouped_linear import GroupedLinear
 from titan_exp.models.blocks.linear_impl import GroupedLinearImpl
 from titan_exp.models.blocks.transformer import Linear

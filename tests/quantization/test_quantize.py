@@ -8,7 +8,7 @@ from torch import nn
 
 from tests.config.composing import experiment
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.layout.layout import resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.models.blocks.transformer import Linear
 from titan_exp.models.build import build_model
 from titan_exp.models.spec.lookup import model_spec

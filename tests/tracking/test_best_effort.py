@@ -21,7 +21,7 @@ class Recorder:
         self.closed.append(state)
 
 
-def test_rows_and_the_end_are_passed_on() -> None:
+def test_rows_and_close_are_forwarded() -> None:
     recorder = Recorder()
     mirror = BestEffortSink("W&B", "tracking.wandb", lambda: recorder)
     mirror.log({"step": 1})
@@ -31,7 +31,7 @@ def test_rows_and_the_end_are_passed_on() -> None:
     assert recorder.closed == ["done"]
 
 
-def test_a_failure_is_one_warning_and_then_silence(caplog: pytest.LogCaptureFixture) -> None:
+def test_failure_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder(fail_at=2)
     mirror = BestEffortSink("W&B", "tracking.wandb", lambda: recorder)
     with caplog.at_level(logging.WARNING):
@@ -44,7 +44,7 @@ def test_a_failure_is_one_warning_and_then_silence(caplog: pytest.LogCaptureFixt
     assert "tracking.wandb=false" in warning
 
 
-def test_a_mirror_that_does_not_start_does_not_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_start_does_not_end_the_run(caplog: pytest.LogCaptureFixture) -> None:
     def start() -> Recorder:
         raise ImportError("no such library")
 
@@ -54,7 +54,7 @@ def test_a_mirror_that_does_not_start_does_not_end_the_run(caplog: pytest.LogCap
     assert len(caplog.messages) == 1
 
 
-def test_an_interrupt_is_not_a_failure_of_the_mirror() -> None:
+def test_keyboard_interrupt_is_not_swallowed() -> None:
     def start() -> Recorder:
         raise KeyboardInterrupt
 

@@ -30,7 +30,7 @@ def test_tensorboard_lies_in_the_run_folder(tmp_path: Path) -> None:
     assert [event.value for event in accumulator.Scalars("loss")] == [2.0]
 
 
-def test_a_mirror_that_cannot_write_does_not_end_the_run(tmp_path: Path) -> None:
+def test_read_only_tensorboard_does_not_end_the_run(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").write_text("a file where the folder should be")
     sinks = build(tmp_path, "tracking=tensorboard")
     for step in (1, 2):

@@ -9,12 +9,12 @@ HEAVY = ("torch", "wandb", "tensorboard", "matplotlib.pyplot")
 @pytest.mark.parametrize(
     "module",
     [
-        "tracking.build",
-        "tracking.console",
-        "tracking.device",
-        "tracking.run_folder",
-        "tracking.wandb_sink",
-        "compare.curve",
+        "tracking.sinks.build_sinks",
+        "tracking.sinks.console",
+        "tracking.device_rates",
+        "tracking.run_folder.run_folder",
+        "tracking.sinks.wandb_sink",
+        "compare.output.plot",
     ],
 )
 def test_the_launching_process_pays_for_nothing_heavy(module: str) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from titan_exp.tracking.logging import configure_logging, get_logger
 
 rank, logs = int(sys.argv[1]), Path(sys.argv[2])
-configure(rank, logs)
-configure(rank, logs)
+configure_logging(rank, logs)
+configure_logging(rank, logs)
 get_logger().info("step %d", 7)
 get_logger().warning("beware")
 get_logger().warning("beware")
@@ -31,11 +31,11 @@ def without_time(text: str) -> list[str]:
     return [line[20:] for line in text.splitlines() if line[:2] == "20"]
 
 
-def test_rank_0_speaks_on_standard_output(tmp_path: Path) -> None:
+def test_rank_0_logs_to_standard_output(tmp_path: Path) -> None:
     text = speak(0, tmp_path)
     lines = without_time(text)
     assert lines[:3] == ["step 7", "warning: beware", "warning: beware"]
-    # Each text of a library once, however often it is said and configure is called.
+    # Each text of a library once, however often it is said and configure_logging is called.
     assert len(lines) == 5
     assert "UserWarning: old function" in lines[3]
     assert lines[4] == "warning: slow path"

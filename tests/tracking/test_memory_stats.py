@@ -1,9 +1,11 @@
 import logging
+from pathlib import Path
 
 import pytest
 import torch
 
-from titan_exp.tracking.memory_stats import PeakMemory, peak_by_name, peak_tflops
+from titan_exp.tracking.device_rates import PeakRate, mfu_peak, peak_by_name
+from titan_exp.tracking.memory_stats import PeakMemory
 
 
 @pytest.mark.parametrize(
@@ -49,23 +51,23 @@ def test_what_is_not_in_the_table_is_unknown(name: str) -> None:
     assert peak_by_name(name) is None
 
 
-def test_an_unknown_device_is_warned_of_once_with_the_switch(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_unknown_device_is_one_warning_with_the_key(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Frobnicator 9001")
     device = torch.device("cuda", 0)
     with caplog.at_level(logging.WARNING):
-        assert peak_tflops(device) is None
-        assert peak_tflops(device) is None
-        assert peak_tflops(device, 123.0) == 123.0
+        assert mfu_peak(device, None, tmp_path) is None
+        assert mfu_peak(device, None, tmp_path) is None
+        assert mfu_peak(device, 123.0, tmp_path) == PeakRate(123.0, "cluster.peak_tflops")
     [warning] = caplog.messages
     assert "Frobnicator 9001" in warning
     assert "cluster.peak_tflops" in warning
 
 
-def test_a_cpu_has_no_peak_and_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    assert peak_tflops(torch.device("cpu")) is None
-    assert peak_tflops(torch.device("cpu"), 0.5) == 0.5
+def test_cpu_has_no_peak_and_no_warning(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    assert mfu_peak(torch.device("cpu"), None, tmp_path) is None
+    assert mfu_peak(torch.device("cpu"), 0.5, tmp_path) == PeakRate(0.5, "cluster.peak_tflops")
     assert not caplog.messages
 
 

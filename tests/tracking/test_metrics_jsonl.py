@@ -19,7 +19,7 @@ def write(path: Path, *rows: dict, attempt: int = 1) -> None:
     sink.close("done")
 
 
-def test_a_row_is_on_disk_when_log_returns(tmp_path: Path) -> None:
+def test_row_is_flushed_by_log(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "metrics.jsonl", attempt=1)
     sink.log({"step": 1, "loss": 2.5, "mfu": None})
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 2.5, "mfu": null, "attempt": 1}\n'
@@ -90,7 +90,7 @@ def test_a_file_torn_anywhere_is_read_and_repaired(tmp_path: Path, length: int) 
     assert all(isinstance(json.loads(line), dict) for line in path.read_text().splitlines())
 
 
-def test_zeros_left_by_a_power_cut_are_cut_off(tmp_path: Path) -> None:
+def test_zeros_after_a_power_failure_are_truncated(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(WHOLE + b"\0" * 100)
     assert len(read_metrics(path)) == 2
@@ -119,7 +119,7 @@ def test_a_process_that_is_killed_leaves_every_row_it_logged(tmp_path: Path) -> 
     assert [row["step"] for row in read_metrics(path)] == list(range(1, 51))
 
 
-def test_rows_that_wait_for_room_are_an_error_at_the_end_and_what_fitted_is_kept(tmp_path: Path) -> None:
+def test_buffered_rows_raise_at_close(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     program = (
         "import resource, sys; from pathlib import Path\n"
@@ -130,7 +130,7 @@ def test_rows_that_wait_for_room_are_an_error_at_the_end_and_what_fitted_is_kept
         "sink.close('done')\n"
     )
     done = subprocess.run([sys.executable, "-c", program, str(path)], check=False, timeout=60, capture_output=True)
-    assert done.stderr.count(b"the rows wait in memory") == 1
+    assert done.stderr.count(b"rows are kept in memory") == 1
     assert done.returncode == 1
     assert b"OSError" in done.stderr
     assert path.stat().st_size == 1000  # the last line is torn in its middle

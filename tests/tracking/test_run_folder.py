@@ -1,4 +1,4 @@
-"""The run folder: whole files at any instant, one row per start, one holder at a time."""
+"""The run folder: atomic files, one row per start, one lock holder at a time."""
 
 import json
 import multiprocessing
@@ -65,7 +65,7 @@ def test_state_is_read_back(tmp_path: Path) -> None:
     "text",
     ["", "{", "[]", '{"state": "done"}', '{"state": "odd", "step": 1, "time": 1.0, "attempt": 1, "reason": null}'],
 )
-def test_a_state_changed_by_hand_is_refused_in_words(tmp_path: Path, text: str) -> None:
+def test_edited_state_is_refused(tmp_path: Path, text: str) -> None:
     folder = RunFolder(tmp_path)
     folder.state.write_text(text)
     with pytest.raises(UserError, match=r"state\.json"):
@@ -172,7 +172,7 @@ def test_ranks_hold_the_folder_together_and_outlive_the_claim(tmp_path: Path) ->
     assert not folder.ranks_alive()
 
 
-def test_who_asks_for_the_holder_is_never_taken_for_one(tmp_path: Path) -> None:
+def test_query_of_the_holder_is_not_a_holder(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     with folder.claim("launcher"):
         pass

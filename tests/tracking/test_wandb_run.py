@@ -6,7 +6,7 @@ import pytest
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.layout.layout import resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.sinks.wandb_run import NAME_LENGTH, WandbRun, describe_wandb_run
@@ -20,7 +20,7 @@ def described(folder: Path, *overrides: str) -> WandbRun:
     return describe_wandb_run(experiment(*overrides), RunFolder(folder), "3f2a")
 
 
-def test_what_is_configured_is_told(tmp_path: Path) -> None:
+def test_configured_fields(tmp_path: Path) -> None:
     run = described(
         tmp_path,
         "experiment.name=heads",
@@ -107,7 +107,7 @@ def test_in_a_study_the_axis_is_what_it_varies(tmp_path: Path, point: dict, axis
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"points": 3}', '{"points": [{}]}', '{"points": []}'])
-def test_a_study_that_cannot_be_read_costs_nothing(tmp_path: Path, text: str) -> None:
+def test_unreadable_study_is_ignored(tmp_path: Path, text: str) -> None:
     (tmp_path / "study.json").write_text(text)
     folder = tmp_path / "3f2a"
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""wandb's service process must not hold the end of ours up: tried on the real one, stopped so that it cannot answer."""
+"""wandb's service process must not delay our exit: tested with the real one, stopped by SIGSTOP."""
 
 import os
 import subprocess
@@ -43,13 +43,13 @@ def run(home: Path, state: str, seconds: float) -> tuple[list[int], float]:
     return [int(pid) for pid in pids.split()], time.monotonic() - started
 
 
-def test_a_service_that_does_not_end_is_killed(tmp_path: Path):
+def test_stuck_service_is_killed(tmp_path: Path):
     pids, _ = run(tmp_path, "stuck", 1.0)
     assert pids
     assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
 
 
-def test_one_that_answers_ends_by_itself(tmp_path: Path):
+def test_responsive_service_ends_itself(tmp_path: Path):
     pids, seconds = run(tmp_path, "well", 60.0)
     assert pids
     assert seconds < 60

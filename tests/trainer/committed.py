@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.layout.layout import resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment, to_yaml
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder

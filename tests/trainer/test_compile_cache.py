@@ -9,7 +9,7 @@ import torch
 from tests.parity.runs import SMALL
 from tests.ranks import run_ranks
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.layout.layout import resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment, to_yaml
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.profiling.compile_cache import VARIABLE, keep_compiled_code

@@ -10,7 +10,7 @@ import torch
 from tests.config.composing import experiment
 from tests.parity.runs import LINES
 from tests.ranks import run_ranks
-from titan_exp.config.layout.layout import resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import load_experiment, to_yaml
 from titan_exp.rules import check
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics

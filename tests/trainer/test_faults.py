@@ -52,7 +52,7 @@ def test_a_hugging_face_folder_that_was_not_fetched_whole_is_refused(tmp_path):
     file = sorted((tmp_path / "export").glob("*.safetensors"))[-1]
     os.truncate(file, file.stat().st_size - 100)
     begun = [*PARAGRAPHS, f"checkpoint.initial={tmp_path / 'export'}", "training.steps=1"]
-    with pytest.raises(AssertionError, match=r"UserError: .*it is damaged or was not fetched whole"):
+    with pytest.raises(AssertionError, match=r"UserError: .*it is damaged or was not downloaded completely"):
         train(tmp_path / "second", *begun, "parallelism.pp=2")
 
 

@@ -21,7 +21,7 @@ from tests.tape_recorder import HostWatch, TapeRecorder, place
 from tests.trainer.test_no_device_sync import refuse
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig
-from titan_exp.config.layout.layout import gradient_accumulation, resolve_layout
+from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
 from titan_exp.config.schema.typed_config import load_experiment, to_yaml
 from titan_exp.data.batch import Batch
 from titan_exp.models.build import build_model
@@ -139,7 +139,7 @@ def test_replays_train_the_same(tmp_path: Path, steps: int, overrides: str):
     plain = train(tmp_path / "plain", *words, graphs=False)
     found = train(tmp_path / "graphs", *words)
     assert plain.passes == {"rehearsed": 0, "recorded": 0, "replayed": 0}
-    a_step = gradient_accumulation(resolve_layout(composed(*SMALL, *words), 1))
+    a_step = ResolvedLayout.of(resolve_layout(composed(*SMALL, *words), 1)).gradient_accumulation
     assert found.passes == {"rehearsed": 3, "recorded": 1, "replayed": steps * a_step - 4}
     assert len({row[1] for row in plain.rows}) > 1
     assert_same(found, plain)

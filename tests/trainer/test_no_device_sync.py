@@ -93,7 +93,7 @@ def waited_for(path: str) -> list[str]:
 def test_a_gpu_is_never_waited_for(tmp_path: Path, option: str):
     from tests.config.composing import experiment
     from tests.ranks import run_ranks
-    from titan_exp.config.layout.layout import resolve_layout
+    from titan_exp.config.layout.resolved_layout import resolve_layout
     from titan_exp.config.schema.typed_config import to_yaml
     from titan_exp.rules import check
 

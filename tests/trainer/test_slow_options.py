@@ -3,7 +3,7 @@
 import pytest
 
 from tests.config.composing import experiment, give_gpus
-from titan_exp.config.layout.layout import resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.trainer.profiling.slow_options import slower_options
 
 

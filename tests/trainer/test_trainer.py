@@ -10,7 +10,7 @@ from tests.parity.runs import SMALL, train
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.layout.layout import resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder

@@ -286,16 +286,16 @@ class Checkpointer:
         self._newest = self.durable = step
         return RestoredState(progress, data)
 
-    def load_initial_weights(self, parts: Sequence[nn.Module], place: str | None = None) -> None:
+    def load_initial_weights(self, parts: Sequence[nn.Module], local_path: str | None = None) -> None:
         """Load the weights of `checkpoint.initial`, except those matching `initial_exclude`.
 
-        `place` is the local download if `checkpoint.initial` is a URL.
+        `local_path` is the download if `checkpoint.initial` is a URL.
 
         Raises:
             UserError: it is damaged, or does not fit the model: lists every missing, unexpected or reshaped weight.
         """
-        assert self.config.initial is not None, "the caller has asked"
-        path = saved_state(place or self.config.initial)
+        assert self.config.initial is not None, "the caller checks"
+        path = saved_state(local_path or self.config.initial)
         if path is None:
             raise UserError(f"checkpoint.initial={self.config.initial}: there is no complete checkpoint")
         require_intact(path, self._group)

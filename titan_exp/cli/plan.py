@@ -100,7 +100,8 @@ def plan_command(cfg: Any, options: Options) -> int:
     Raises:
         UserError: the run cannot be started, or not planned.
     """
-    from titan_exp.config.layout.layout import offered_devices, resolve_layout
+    from titan_exp.config.layout.resolved_layout import resolve_layout
+    from titan_exp.config.machine.devices import offered_devices
     from titan_exp.config.schema.typed_config import to_experiment
     from titan_exp.plan.supported import check_supported
     from titan_exp.rules import check
@@ -141,7 +142,7 @@ def device_for(experiment: Experiment, asked: str | None) -> "Device | None":
     Raises:
         UserError: it is not known.
     """
-    from titan_exp.config.layout.layout import device_type
+    from titan_exp.config.machine.devices import device_type
     from titan_exp.plan.cuda.devices import DEVICES, device_named
     from titan_exp.plan.device_memory import device_memory_of, refine_gpu
 

@@ -10,7 +10,8 @@ from titan_exp.config.command_line.flags import take_flags
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import device_type, node_size, world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine.devices import device_type, node_size
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.state.run_lookup import RunEntry, find, split_runs_folder
 from titan_exp.launch.summary import summarize
@@ -135,7 +136,7 @@ def _gpu(env: dict, experiment: Experiment, cache: Path) -> Device:
 
 
 def _cpu(env: dict, experiment: Experiment, cache: Path) -> Device:
-    name, world = f"{env.get('cpu')}, {env.get('cores')} cores", world_size(experiment)
+    name, world = f"{env.get('cpu')}, {env.get('cores')} cores", ResolvedLayout.of(experiment).world_size
     threads = experiment.cluster.threads_per_process or max(1, int(env.get("cores_usable") or 1) // world)
     processes = min(world, node_size(experiment.cluster, world))
     dtype = experiment.training.mixed_precision

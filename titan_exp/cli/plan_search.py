@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import device_type, offered_devices, resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
+from titan_exp.config.machine.devices import device_type, offered_devices
 
 if TYPE_CHECKING:
     from titan_exp.plan.cuda.devices import Device

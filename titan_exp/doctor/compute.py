@@ -9,7 +9,7 @@ from titan_exp.doctor.datasheet import bandwidth, peak_of_type
 from titan_exp.doctor.timing import Measurement, measure_rate
 from titan_exp.ops.attention.flash_attention import activate, runs_here
 from titan_exp.ops.attention.sdpa import SDPA_BACKENDS, CausalAttention
-from titan_exp.tracking.memory_stats import peak_by_name
+from titan_exp.tracking.device_rates import peak_by_name
 
 GEMMS = {
     "cuda": ((4096, 4096, 4096), (8192, 8192, 8192), (16384, 4096, 14336), (16384, 2048, 8192)),

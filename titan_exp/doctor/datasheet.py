@@ -3,7 +3,7 @@
 import re
 
 # Memory bandwidth in GB/s, 10⁹ bytes, by the name torch gives one device; from the data sheets named in
-# `tracking.device.PEAK_TFLOPS`, where a name must match as a whole as well.
+# `tracking.device_rates.PEAK_TFLOPS`, where a name must match as a whole as well.
 BANDWIDTHS: tuple[tuple[str, float], ...] = (
     (r"(NVIDIA )?A100-SXM4-40GB", 1555.0),
     (r"(NVIDIA )?A100-SXM4-80GB", 2039.0),

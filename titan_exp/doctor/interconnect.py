@@ -12,7 +12,7 @@ import torch.distributed as dist
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.layout.layout import resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.doctor.timing import LEAST_CALLS, MOST_CALLS, Measurement, synchronize
 from titan_exp.trainer.rank_call import RunOnRanks, answer

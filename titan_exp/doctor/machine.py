@@ -20,8 +20,7 @@ from titan_exp.doctor.compute import attention_rates, copy_rates, gemm_rates
 from titan_exp.doctor.disk_and_scheduler import disk_rate, scheduler
 from titan_exp.doctor.interconnect import link_rates
 from titan_exp.doctor.timing import Measurement
-from titan_exp.tracking.device_rates import DeviceRates, write_rates
-from titan_exp.tracking.memory_stats import device_name, peak_tflops
+from titan_exp.tracking.device_rates import DeviceRates, device_name, peak_by_name, write_rates
 from titan_exp.trainer.rank_call import RunOnRanks
 
 USAGE = """\
@@ -182,7 +181,7 @@ def _mfu_line(device: torch.device, configured: float | None, measured: DeviceRa
         return (
             "MFU: none is reported on a CPU unless cluster.peak_tflops is given; the note after a run uses these rates"
         )
-    known = peak_tflops(device)
+    known = peak_by_name(device_name(device))
     if known is not None:
         return f"MFU is over {known:g} TFLOP/s, the data sheet's dense bf16 peak"
     if "bf16" in measured.tflops:

@@ -16,7 +16,7 @@ from titan_exp.config.command_line.parse_options import HELP
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
-from titan_exp.config.layout.layout import resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.doctor.numerics import NumericsReport, report_numerics

@@ -20,7 +20,7 @@ from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import CONF_DIR, compose
-from titan_exp.config.layout.layout import world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.schema import value_keys
 from titan_exp.config.schema.typed_config import load_experiment, to_dict, to_experiment
 from titan_exp.data.validation_loader import ValidationLoader
@@ -31,6 +31,7 @@ from titan_exp.rules import context_parallel as context
 from titan_exp.rules import data
 from titan_exp.rules import degrees as layout
 from titan_exp.rules import tensor_parallel as tensor
+from titan_exp.rules.rule import ask
 from titan_exp.trainer.distributed import joined_process_group
 from titan_exp.trainer.forward_backward import EagerModel
 from titan_exp.trainer.load_model import Rows, describe, load_source
@@ -74,7 +75,7 @@ def evaluate_command(arguments: Sequence[str], spread: RunOnRanks | None = None)
     overrides = [word for word in arguments if "=" in word and word not in own]
     everything = options.split == "all"
     experiment = evaluated_experiment(path, source, overrides, everything)
-    if world_size(experiment) == 1:
+    if ResolvedLayout.of(experiment).world_size == 1:
         with joined_process_group(device := _device()):
             found = evaluate_source(source, experiment, build_mesh(experiment.parallelism, device), everything)
     else:
@@ -108,7 +109,7 @@ def evaluate_source(
     parallelism = experiment.parallelism
 
     def divide(model: nn.Module) -> Rows:
-        parallelize(model, experiment, mesh)
+        parallelize(model, mesh, ResolvedLayout.of(experiment), experiment.activation_checkpoint, experiment.compile)
         return {}
 
     model = load_source(
@@ -163,10 +164,9 @@ def evaluated_experiment(
         key, _, value = word.lstrip("+").partition("=")
         OmegaConf.update(base, key, _parsed(word, value), force_add=key.startswith("data.options."))
     experiment = to_experiment(base)
-    rules = (*data.RULES, *tensor.RULES, *context.RULES, *layout.RULES)
     every = 0 if everything else experiment.training.evaluate_every
     asked = dataclasses.replace(experiment, training=dataclasses.replace(experiment.training, evaluate_every=every))
-    violations = [violation for rule in rules for violation in rule(asked)]
+    violations = ask((*data.RULES, *tensor.RULES, *context.RULES, *layout.RULES), asked)
     if experiment.parallelism.pp > 1:
         reason = "a pipeline pays in training; evaluation spreads a model over ranks by its matrices and its layers"
         remedy = f"parallelism.tp or parallelism.dp_shard={experiment.parallelism.pp}"

@@ -24,6 +24,7 @@ from titan_exp.parallel.mesh import Mesh, build_mesh
 from titan_exp.parallel.tensor_parallel.apply import apply_tensor_parallel, drop_unused_kv_rows
 from titan_exp.rules import degrees as layout
 from titan_exp.rules import tensor_parallel as tensor
+from titan_exp.rules.rule import ask
 from titan_exp.trainer.load_model import Rows, describe, load_source, tokenizer_of, training_length
 from titan_exp.trainer.rank_call import RunOnRanks, answer
 
@@ -134,7 +135,7 @@ def tensor_parallel_experiment(source: OpenCheckpoint, degree: int) -> Experimen
     # Tokens come one at a time: there is no sequence to divide.
     words = [f"parallelism.tp={degree}", "parallelism.dp_shard=1", "parallelism.sequence_parallel=false"]
     experiment = dataclasses.replace(to_experiment(compose(words)), model=source.model)
-    violations = [violation for rule in (*tensor.RULES, *layout.RULES) for violation in rule(experiment)]
+    violations = ask((*tensor.RULES, *layout.RULES), experiment)
     if violations:
         raise UserError(
             "The model cannot be divided so.",

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import offered_devices, resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
+from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.paths.checkpoint_paths import saved_state
 from titan_exp.config.schema.typed_config import load_experiment, to_dict, to_yaml
 from titan_exp.launch.provenance.provenance import Provenance, read_provenance

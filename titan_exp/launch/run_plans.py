@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, replace
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.layout.layout import world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.launch.local.ranks import LocalRanks
 from titan_exp.launch.run_console import RunConsole
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, explain_write_errors, refresh_snapshot
@@ -66,7 +66,7 @@ def run(plan: RunPlan, *, console: RunConsole | None = None) -> Outcome:
 
 def _open_attempt(plan: RunPlan, state: RunState | None, console: RunConsole) -> int:
     """Write down the intent to start; returns the number of the attempt."""
-    folder, size = plan.folder, world_size(plan.experiment)
+    folder, size = plan.folder, ResolvedLayout.of(plan.experiment).world_size
     last = state.attempt if state else 0
     close_dead_attempts(folder)
     refresh_snapshot(plan, last)

@@ -7,8 +7,8 @@ is there.
 
 from torch import nn
 
-from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import reshard_policy
+from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig, CompileConfig
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.parallel.activation_checkpoint import apply_activation_checkpointing, needs_compiler
 from titan_exp.parallel.compile import compile_blocks
 from titan_exp.parallel.context_parallel.apply import apply_context_parallel
@@ -17,33 +17,38 @@ from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.tensor_parallel.apply import apply_tensor_parallel, enable_async_tp
 
 
-def parallelize(model: nn.Module, experiment: Experiment, mesh: Mesh) -> None:
-    """Apply the experiment's layout to a model on the meta device, or to a pipeline stage of it, in place."""
-    parallelism = experiment.parallelism
+def parallelize(
+    model: nn.Module,
+    mesh: Mesh,
+    layout: ResolvedLayout,
+    checkpointing: ActivationCheckpointConfig,
+    compilation: CompileConfig,
+) -> None:
+    """Parallelize a model on the meta device, or a pipeline stage of it, in place."""
+    parallelism, training = layout.parallelism, layout.training
     apply_tensor_parallel(
         model, mesh, sequence_parallel=parallelism.sequence_parallel, loss_parallel=parallelism.loss_parallel
     )
     if parallelism.async_tp:
         enable_async_tp(mesh)
     apply_context_parallel(model, mesh, parallelism.cp_method)
-    checkpointing = experiment.activation_checkpoint
     # Random numbers' state is read by the host; a pass that is recorded draws none.
-    random = not experiment.compile.cuda_graphs
+    random = not compilation.cuda_graphs
     if needs_compiler(checkpointing):
         apply_activation_checkpointing(model, checkpointing, random=random)
-    if experiment.compile.compiles("blocks"):
-        compile_blocks(model, experiment.compile.backend)
+    if compilation.compiles("blocks"):
+        compile_blocks(model, compilation.backend)
     if not needs_compiler(checkpointing):
         apply_activation_checkpointing(model, checkpointing, random=random)
-    if experiment.compile.cuda_graphs:
+    if compilation.cuda_graphs:
         # One rank, whose weights stay where they are: `compute_weights` rounds them.
         assert mesh.world.size() == 1, "checked by the rules"
         return
     sharding = FSDPOptions(
-        bf16=experiment.training.mixed_precision == "bf16",
-        reshard_after_forward=reshard_policy(parallelism),
+        bf16=training.mixed_precision == "bf16",
+        reshard_after_forward=layout.reshard_policy,
         cpu_offload=parallelism.cpu_offload,
         prefetch_blocks=parallelism.prefetch_blocks,
-        fp32_modules=experiment.training.fp32_modules,
+        fp32_modules=training.fp32_modules,
     )
     apply_fsdp(model, mesh, sharding)

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from titan_exp.config.groups.parallelism import ParallelismConfig
-from titan_exp.config.layout.layout import exchanging_heads
 from titan_exp.parallel.context_parallel.load_balance import SequenceShard, ShardedSequence
 
 
@@ -88,7 +87,7 @@ def build_mesh(config: ParallelismConfig, device: torch.device) -> Mesh:
         device: device of this process.
     """
     assert config.dp_shard >= 1, "the layout is resolved before anything is launched"
-    kind, within = device.type, exchanging_heads(config)
+    kind, within = device.type, config.ulysses_degree
     world = init_device_mesh(
         kind,
         (config.pp, config.dp_replicate, config.dp_shard, config.cp // within, within, config.tp),

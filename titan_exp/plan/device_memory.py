@@ -9,7 +9,8 @@ from pathlib import Path
 
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import device_type, node_size, world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine.devices import device_type, node_size
 from titan_exp.config.machine.local_machine import cpu_name, gpu_names, host_memory, usable_cores
 from titan_exp.plan.calibrated_constants import read_constants
 from titan_exp.plan.cuda.devices import DEVICES, Device
@@ -121,7 +122,7 @@ def _gpu(experiment: Experiment, cache: Path) -> DeviceMemory:
 
 
 def _cpu(experiment: Experiment, cache: Path) -> DeviceMemory:
-    world, cluster = world_size(experiment), experiment.cluster
+    world, cluster = ResolvedLayout.of(experiment).world_size, experiment.cluster
     processes, dtype = min(world, node_size(cluster, world)), experiment.training.mixed_precision
     if cluster.kind != "local":
         # The nodes are others than this machine.

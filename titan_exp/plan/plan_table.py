@@ -10,13 +10,8 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from titan_exp.config.layout.layout import (
-    device_type,
-    gradient_accumulation,
-    micro_batch_size,
-    pipeline_microbatches,
-    world_size,
-)
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine.devices import device_type
 from titan_exp.plan.cuda.caching_allocator import STEPS, reservations
 from titan_exp.plan.cuda.cpu_offload import HostUsage
 from titan_exp.plan.predict import Plan, RankPlan
@@ -43,11 +38,11 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     """Print a plan for people."""
     console = console or Console()
     experiment, largest = plan.experiment, max(plan.ranks, key=lambda rank: rank.bytes)
-    processes = world_size(experiment)
-    sequences = f"{micro_batch_size(experiment)} x {experiment.training.seq_len} tokens a micro-batch"
+    layout = ResolvedLayout.of(experiment)
+    sequences = f"{layout.micro_batch_size} x {experiment.training.seq_len} tokens a micro-batch"
     console.print(
-        f"{experiment.model.name} on {processes} x {plan.device.name if plan.device else 'CPU process'}: "
-        f"{sequences}, {gradient_accumulation(experiment)} of them a step",
+        f"{experiment.model.name} on {layout.world_size} x {plan.device.name if plan.device else 'CPU process'}: "
+        f"{sequences}, {layout.gradient_accumulation} of them a step",
         highlight=False,
     )
     print_unwrapped(console, _memory(plan))
@@ -72,7 +67,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     """A plan for programs: bytes, seconds, operations."""
     return {
         "device": None if plan.device is None else asdict(plan.device),
-        "world_size": world_size(plan.experiment),
+        "world_size": ResolvedLayout.of(plan.experiment).world_size,
         "ranks": [_rank_json(rank) for rank in plan.ranks],
         "at_most": plan.at_most,
         "bubble": plan.bubble,
@@ -163,8 +158,9 @@ def _verdict(plan: Plan, largest: RankPlan) -> str:
 
 def _sent(plan: Plan, largest: RankPlan) -> Iterator[str]:
     """How far a pipeline on GPUs may stay below its peak."""
+    layout = ResolvedLayout.of(plan.experiment)
     if largest.sent and device_type(plan.experiment.cluster) == "cuda":
-        passes = gradient_accumulation(plan.experiment) // pipeline_microbatches(plan.experiment)
+        passes = layout.gradient_accumulation // layout.pipeline_microbatches
         yield (
             f"Of these up to {_size(largest.sent / passes)} are hidden states that were sent: each is counted until "
             "its pass ends, and is free earlier where the GPU keeps up with its host."

@@ -4,11 +4,13 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import device_type, node_size, nodes_needed, world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine.devices import device_type, node_size
 from titan_exp.models.spec.lookup import with_attention_backend
 from titan_exp.plan.cuda.caching_allocator import Reservations, reservations
 from titan_exp.plan.cuda.cpu_offload import GPU
@@ -76,6 +78,11 @@ class Plan:
     """Why every layer and micro-batch was traced although putting few together would be quicker; empty where that was
     done, would not be quicker, or was not wanted."""
 
+    @cached_property
+    def layout(self) -> ResolvedLayout:
+        """Layout of the run."""
+        return ResolvedLayout.of(self.experiment)
+
     @property
     def tokens_per_step(self) -> int:
         """Tokens of a global batch."""
@@ -84,7 +91,7 @@ class Plan:
     @property
     def checkpoint_bytes_per_node(self) -> float:
         """What a node writes of a checkpoint; each of its processes writes its shards."""
-        return self.checkpoint_bytes / nodes_needed(self.experiment)
+        return self.checkpoint_bytes / self.layout.nodes
 
     @property
     def at_most(self) -> bool:
@@ -97,7 +104,7 @@ class Plan:
 
         Of the node with the most; None where nothing is offloaded, or some pipeline ranks were not looked at.
         """
-        world, its = world_size(self.experiment), {rank.pipeline_rank: rank.trace.host for rank in self.ranks}
+        world, its = self.layout.world_size, {rank.pipeline_rank: rank.trace.host for rank in self.ranks}
         if len(its) < self.experiment.parallelism.pp or None in its.values():
             return None
         sizes = [host.peak.bytes for host in its.values() if host is not None]
@@ -108,7 +115,7 @@ class Plan:
     @property
     def tokens_per_second(self) -> float | None:
         """Of one device."""
-        return self.step_seconds and self.tokens_per_step / self.step_seconds / world_size(self.experiment)
+        return self.step_seconds and self.tokens_per_step / self.step_seconds / self.layout.world_size
 
     @property
     def mfu(self) -> float | None:
@@ -121,7 +128,7 @@ class Plan:
     def gpu_hours(self) -> float | None:
         """Of the whole run."""
         seconds = self.step_seconds
-        return seconds and seconds * self.experiment.training.steps * world_size(self.experiment) / 3600
+        return seconds and seconds * self.experiment.training.steps * self.layout.world_size / 3600
 
 
 def predict(
@@ -151,7 +158,8 @@ def predict(
         check_supported_on(experiment, device)
     traced = on_cpu(experiment) if cuda else experiment
     where = GPU if cuda and experiment.parallelism.cpu_offload else DEVICE
-    node = node_size(experiment.cluster, world_size(experiment)) if cuda else world_size(experiment)
+    layout = ResolvedLayout.of(experiment)
+    node = layout.node_size if cuda else layout.world_size
     numbers = [it for it in range(traced.parallelism.pp) if pipeline_ranks is None or it in pipeline_ranks]
     tracer = _Tracer(traced, device if cuda else None, on_rank, cuda=cuda, where=where)
     with _instructions(device):

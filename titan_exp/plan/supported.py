@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import device_type
 from titan_exp.config.machine.attention_backends import HEAD_SIZES
+from titan_exp.config.machine.devices import device_type
 from titan_exp.models.spec.lookup import attention_backend, model_spec
 from titan_exp.plan.cuda.devices import Device
 

@@ -1,16 +1,13 @@
-"""Rules between fields: what no single field can tell. All of them are asked, and every violation is reported at once.
+"""Cross-field rules, checked before anything is launched; every violation is reported at once."""
 
-A rule is a function from an experiment whose layout is resolved to the violations that it finds.
-"""
-
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import offered_devices, resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
+from titan_exp.config.machine.devices import offered_devices
 from titan_exp.rules import (
-    attention,
     batch,
     checkpoint,
     cluster,
@@ -19,7 +16,7 @@ from titan_exp.rules import (
     data,
     degrees,
     import_paths,
-    model_shape,
+    model,
     paths,
     pipeline_parallel,
     precision,
@@ -30,14 +27,12 @@ from titan_exp.rules import (
     token_store,
     triton,
 )
-
-Rule = Callable[[Experiment], Iterator[Violation]]
+from titan_exp.rules.rule import Rule, ask
 
 RULES: tuple[Rule, ...] = (
     *paths.RULES,
     *schedule.RULES,
-    *model_shape.RULES,
-    *attention.RULES,
+    *model.RULES,
     *precision.RULES,
     *quantization.RULES,
     *triton.RULES,
@@ -53,7 +48,7 @@ RULES: tuple[Rule, ...] = (
     *degrees.RULES,
     *cluster.RULES,
 )
-"""Rules that hold in every layout, and those about the layout itself."""
+"""Rules that are checked even if the layout cannot be resolved; `dp_shard` is 1 then."""
 
 LAYOUT_RULES: tuple[Rule, ...] = (
     *batch.RULES,
@@ -62,19 +57,19 @@ LAYOUT_RULES: tuple[Rule, ...] = (
     *quantization.LAYOUT_RULES,
     *cuda_graphs.LAYOUT_RULES,
 )
-"""Rules that divide something by the layout, asked where there is one."""
+"""Rules that need the resolved layout."""
 
 
-def _begins(_: Experiment) -> bool:
+def _never(_: Experiment) -> bool:
     return False
 
 
-def check(experiment: Experiment, has_begun: Callable[[Experiment], bool] = _begins) -> Experiment:
-    """Return the experiment as it is, where it keeps every rule.
+def check(experiment: Experiment, has_begun: Callable[[Experiment], bool] = _never) -> Experiment:
+    """Return the experiment unchanged if no rule is violated.
 
     Args:
-        experiment: what to run.
-        has_begun: whether the run of an experiment, its layout resolved, has a checkpoint to continue from.
+        experiment: the configuration; its layout may be unresolved.
+        has_begun: True for an experiment, its layout resolved, whose run has a checkpoint to continue from.
 
     Raises:
         UserError: with every violation.
@@ -85,17 +80,13 @@ def check(experiment: Experiment, has_begun: Callable[[Experiment], bool] = _beg
     return experiment
 
 
-def violations(experiment: Experiment, has_begun: Callable[[Experiment], bool] = _begins) -> list[Violation]:
-    """Everything about an experiment that cannot be, on this machine."""
+def violations(experiment: Experiment, has_begun: Callable[[Experiment], bool] = _never) -> list[Violation]:
+    """Every violation of a rule, on this machine."""
     try:
         resolved = resolve_layout(experiment, offered_devices(experiment.cluster))
     except UserError as error:
         single = resolve_layout(replace(experiment, parallelism=replace(experiment.parallelism, dp_shard=1)), 1)
-        return [*error.violations, *_asked((*RULES, *checkpoint.BEGINNING_RULES), single)]
-    found = _asked((*RULES, *LAYOUT_RULES), resolved)
-    missing = _asked(checkpoint.BEGINNING_RULES, resolved)
+        return [*error.violations, *ask((*RULES, *checkpoint.BEGINNING_RULES), single)]
+    found = ask((*RULES, *LAYOUT_RULES), resolved)
+    missing = ask(checkpoint.BEGINNING_RULES, resolved)
     return [*found, *missing] if missing and not has_begun(resolved) else found
-
-
-def _asked(rules: tuple[Rule, ...], experiment: Experiment) -> list[Violation]:
-    return [violation for rule in rules for violation in rule(experiment)]

@@ -1,45 +1,41 @@
-"""Rules about what the layout divides: the global batch and the virtual shards."""
+"""Divisibility of the global batch and of virtual shards by the data-parallel degree."""
 
 from collections.abc import Iterator
 
-from titan_exp.config.errors.did_you_mean import divisors, listed, multiples_near, nearest_numbers
+from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbers
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import data_parallel_degree
+from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.rules.rule import not_a_multiple, rules
 
 
-def whole_micro_batches(experiment: Experiment) -> Iterator[Violation]:
-    """Every data rank runs the same whole number of micro-batches."""
-    training, ranks = experiment.training, data_parallel_degree(experiment)
-    micro = training.micro_batch_size or 1
+def whole_micro_batches(training: TrainingConfig, layout: ResolvedLayout) -> Iterator[Violation]:
+    """Every data-parallel rank runs the same whole number of micro-batches."""
+    ranks, micro = layout.dp_degree, training.micro_batch_size or 1
     if training.global_batch_size % (ranks * micro) == 0:
         return
-    nearest = listed(multiples_near(training.global_batch_size, ranks * micro))
-    remedy = f"nearest: training.global_batch_size={nearest}"
-    share, rest = divmod(training.global_batch_size, ranks)
-    if rest == 0:
-        sizes = listed(nearest_numbers(micro, divisors(share)))
-        remedy += f"; or training.micro_batch_size={sizes}"
-    yield Violation(
+    sizes = nearest_numbers(micro, divisors(training.global_batch_size // ranks))
+    yield not_a_multiple(
         "training.global_batch_size",
         training.global_batch_size,
+        ranks * micro,
         f"it cannot be divided among {_ranks(ranks)}{f' in micro-batches of {micro}' if micro > 1 else ''}",
-        remedy,
+        f"; or training.micro_batch_size={listed(sizes)}" if training.global_batch_size % ranks == 0 else "",
     )
 
 
-def whole_virtual_shards(experiment: Experiment) -> Iterator[Violation]:
-    """Every data rank reads the same number of virtual shards; token stores have none."""
-    if experiment.data.source == "tokens":
-        return
-    shards, ranks = experiment.data.virtual_shards, data_parallel_degree(experiment)
-    if shards % ranks:
-        yield Violation(
+def whole_virtual_shards(data: DataConfig, layout: ResolvedLayout) -> Iterator[Violation]:
+    """Every data-parallel rank reads the same number of virtual shards; token stores have none."""
+    shards, ranks = data.virtual_shards, layout.dp_degree
+    if data.source != "tokens" and shards % ranks:
+        yield not_a_multiple(
             "data.virtual_shards",
             shards,
+            ranks,
             f"it cannot be divided among {_ranks(ranks)}",
-            f"nearest: data.virtual_shards={listed(multiples_near(shards, ranks))} (another order of data); "
-            f"or make dp_replicate × dp_shard {listed(nearest_numbers(ranks, divisors(shards)))}",
+            f" (another order of data); or make dp_replicate × dp_shard "
+            f"{listed(nearest_numbers(ranks, divisors(shards)))}",
         )
 
 
@@ -47,4 +43,4 @@ def _ranks(count: int) -> str:
     return f"{count} data-parallel ranks" if count > 1 else "1 data-parallel rank"
 
 
-RULES = (whole_micro_batches, whole_virtual_shards)
+RULES = rules(whole_micro_batches, whole_virtual_shards)

@@ -1,77 +1,70 @@
-"""Rules about context parallelism: what a method can cut, and what can be cut at all."""
+"""Context parallelism: divisible sequences and heads, and kernels whose partial softmax can be merged."""
 
 import math
 from collections.abc import Iterator
 
-from titan_exp.config.errors.did_you_mean import divisors, listed, multiples_near, nearest_numbers
+from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbers
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import device_type, exchanging_heads
-from titan_exp.models.spec.lookup import attention_backend, model_spec
-from titan_exp.models.spec.model_spec import AttentionSpec
+from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.parallelism import ParallelismConfig
+from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.models.spec.lookup import model_spec
+from titan_exp.models.spec.model_spec import ModelSpec
+from titan_exp.rules.rule import not_a_multiple, rules
 
 MERGING = ("auto", "flash", "efficient")
-"""Kernels whose log-sum-exp ring and allgather can merge by, where the device has them."""
+"""Kernels that return the log-sum-exp by which ring and all-gather merge, where the device has them."""
 
 HEAD_DIM_MULTIPLE = 8
-"""What `model.head_dim` is a multiple of on CUDA: these kernels are called without the padding that others get."""
+"""Multiple that `model.head_dim` must be on CUDA: these kernels are called without the padding that others get."""
 
 
-def blocks_can_share(experiment: Experiment) -> Iterator[Violation]:
-    """Only of the built-in model is it known that nothing but its attention cores mixes tokens."""
-    architecture, degree = experiment.model.architecture, experiment.parallelism.cp
-    if _attention(experiment) is None:
+def groups_divide(parallelism: ParallelismConfig) -> Iterator[Violation]:
+    """Ranks of a sequence form equal Ulysses groups; with cp_method=ulysses there is one group."""
+    cp, degree, field = parallelism.cp, parallelism.cp_ulysses, "parallelism.cp_ulysses"
+    if degree > 1 and parallelism.cp_method == "ulysses":
+        reason = "with parallelism.cp_method=ulysses all ranks exchange heads"
+        yield Violation(field, degree, reason, "cp_ulysses=1, or cp_method=ring or allgather")
+    elif cp % degree:
+        works = listed(nearest_numbers(degree, divisors(cp)))
+        yield Violation(
+            field, degree, f"parallelism.cp={cp} ranks are not divided into equal groups by it", f"{field}={works}"
+        )
+
+
+def model_has_attention(model: ModelConfig, parallelism: ParallelismConfig) -> Iterator[Violation]:
+    """Attention alone mixes tokens, and its module can be replaced."""
+    spec = model_spec(model)
+    if spec is None or spec.attention is None:
         yield Violation(
             "parallelism.cp",
-            degree,
-            f"ranks that share sequences exchange them in the attention of the built-in blocks, which {architecture} "
-            "is not known to be made of",
-            f"parallelism.cp=1, spread over ranks with parallelism.dp_shard={degree}; or model.architecture=llama",
+            parallelism.cp,
+            "context parallelism exchanges keys and values in the attention of the built-in blocks, which "
+            f"{model.architecture} does not describe",
+            f"parallelism.cp=1, spread over ranks with parallelism.dp_shard={parallelism.cp}; or "
+            "model.architecture=llama",
         )
 
 
-def sequence_divides(experiment: Experiment) -> Iterator[Violation]:
-    """Every rank has the same number of tokens, and the same amount of causal work."""
-    parallelism, seq_len = experiment.parallelism, experiment.training.seq_len
-    parts = chunks_of_a_sequence(experiment)
-    if seq_len % parts:
-        contiguous = parallelism.cp_method == "ulysses"
-        what = f"{parts} equal parts" if contiguous else f"{parts} equal chunks, two for each of {parallelism.cp} ranks"
-        yield Violation(
-            "training.seq_len",
-            seq_len,
-            f"parallelism.cp={parallelism.cp} by {parallelism.cp_method} cuts a sequence into {what}",
-            f"nearest: training.seq_len={listed(multiples_near(seq_len, parts))}",
-        )
+def sequence_divides(parallelism: ParallelismConfig, training: TrainingConfig) -> Iterator[Violation]:
+    """Every rank has the same number of tokens, and the same amount of causal attention."""
+    chunks, cp = sequence_chunks(parallelism), parallelism.cp
+    if training.seq_len % chunks:
+        each = f"{chunks} equal parts" if chunks == cp else f"{chunks} equal chunks, two for each of {cp} ranks"
+        reason = f"parallelism.cp={cp} by {parallelism.cp_method} cuts a sequence into {each}"
+        yield not_a_multiple("training.seq_len", training.seq_len, chunks, reason)
 
 
-def groups_divide(experiment: Experiment) -> Iterator[Violation]:
-    """Ranks that share a sequence are in equal groups that exchange heads; by ulysses all of them are one group."""
-    parallelism, field = experiment.parallelism, "parallelism.cp_ulysses"
-    if parallelism.cp_ulysses > 1 and parallelism.cp_method == "ulysses":
-        reason = "parallelism.cp_method=ulysses lets all ranks exchange heads"
-        yield Violation(field, parallelism.cp_ulysses, reason, "cp_ulysses=1, or cp_method=ring or allgather")
-    elif parallelism.cp % parallelism.cp_ulysses:
-        works = nearest_numbers(parallelism.cp_ulysses, divisors(parallelism.cp))
-        yield Violation(
-            field,
-            parallelism.cp_ulysses,
-            f"parallelism.cp={parallelism.cp} ranks are not divided into equal groups by it",
-            f"parallelism.cp_ulysses={listed(works)}",
-        )
-
-
-def heads_divide(experiment: Experiment) -> Iterator[Violation]:
-    """Ranks that exchange heads have whole groups of them, of those that tensor parallelism leaves."""
-    attention, parallelism = _attention(experiment), experiment.parallelism
-    degree = exchanging_heads(parallelism)
-    if attention is None or degree == 1 or attention.heads % parallelism.tp:
+def heads_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
+    """Ulysses divides the heads that tensor parallelism leaves on a rank."""
+    attention, degree, tp = spec.attention, parallelism.ulysses_degree, parallelism.tp
+    if attention is None or degree == 1 or attention.heads % tp:
         return
-    heads, kv_heads = attention.heads // parallelism.tp, max(1, attention.kv_heads // parallelism.tp)
+    heads, kv_heads = attention.heads // tp, max(1, attention.kv_heads // tp)
     if heads % degree == 0 and kv_heads % degree == 0:
         return
     works = listed(nearest_numbers(degree, divisors(math.gcd(heads, kv_heads))))
-    of_a_rank = f", those of a rank with parallelism.tp={parallelism.tp}," if parallelism.tp > 1 else ""
+    of_a_rank = f", those of a rank with parallelism.tp={tp}," if tp > 1 else ""
     by_all = parallelism.cp_method == "ulysses"
     yield Violation(
         "parallelism.cp" if by_all else "parallelism.cp_ulysses",
@@ -84,50 +77,40 @@ def heads_divide(experiment: Experiment) -> Iterator[Violation]:
     )
 
 
-def chunks_of_a_sequence(experiment: Experiment) -> int:
-    """Equal chunks that context parallelism cuts a sequence into; 1 where nobody shares it."""
-    parallelism = experiment.parallelism
-    return parallelism.cp * (1 if parallelism.cp == 1 or parallelism.cp_method == "ulysses" else 2)
-
-
-def kernel_merges(experiment: Experiment) -> Iterator[Violation]:
-    """Ring and allgather attend to parts of the keys, and merge by what the kernel tells of its softmax."""
-    backend, method = attention_backend(experiment.model), experiment.parallelism.cp_method
+def kernel_merges(spec: ModelSpec, parallelism: ParallelismConfig, device: str) -> Iterator[Violation]:
+    """Ring and all-gather attend to parts of the keys, and merge them by the kernel's log-sum-exp."""
+    backend, method = spec.attention_backend, parallelism.cp_method
     if method == "ulysses":
         return
-    cuda = device_type(experiment.cluster) == "cuda"
-    # What a CPU does not have at all is told by the rules about kernels.
-    if backend not in MERGING and (cuda or backend == "math"):
+    # Kernels that a CPU lacks are refused by the rules about attention.
+    if backend not in MERGING and (device == "cuda" or backend == "math"):
         yield Violation(
             "model.attention_backend",
             backend,
             f"parallelism.cp_method={method} merges parts of the softmax, which is written for other kernels",
-            f"model.attention_backend={'auto, flash or efficient' if cuda else 'auto or flash'}; "
+            f"model.attention_backend={'auto, flash or efficient' if device == 'cuda' else 'auto or flash'}; "
             "or parallelism.cp_method=ulysses, which takes every kernel",
         )
-    attention = _attention(experiment)
-    if cuda and attention is not None and attention.qk_dim % HEAD_DIM_MULTIPLE:
-        yield Violation(
+    if device == "cuda" and spec.attention is not None and spec.attention.qk_dim % HEAD_DIM_MULTIPLE:
+        yield not_a_multiple(
             "model.head_dim",
-            attention.qk_dim,
+            spec.attention.qk_dim,
+            HEAD_DIM_MULTIPLE,
             f"on CUDA parallelism.cp_method={method} takes multiples of {HEAD_DIM_MULTIPLE}",
-            f"nearest: model.head_dim={listed(multiples_near(attention.qk_dim, HEAD_DIM_MULTIPLE))}; "
-            "or parallelism.cp_method=ulysses",
+            "; or parallelism.cp_method=ulysses",
         )
 
 
-def shared_sequences(experiment: Experiment) -> Iterator[Violation]:
-    """The rules of this file, where sequences are shared."""
-    yield from groups_divide(experiment)
-    if experiment.parallelism.cp == 1 or experiment.parallelism.cp % experiment.parallelism.cp_ulysses:
-        return
-    for rule in (blocks_can_share, sequence_divides, heads_divide, kernel_merges):
-        yield from rule(experiment)
+def sequence_chunks(parallelism: ParallelismConfig) -> int:
+    """Equal chunks that context parallelism cuts a sequence into; 1 without it."""
+    return parallelism.cp * (1 if parallelism.cp == 1 or parallelism.cp_method == "ulysses" else 2)
 
 
-def _attention(experiment: Experiment) -> AttentionSpec | None:
-    spec = model_spec(experiment.model)
-    return None if spec is None else spec.attention
+def _is_used(parallelism: ParallelismConfig) -> bool:
+    return parallelism.cp > 1 and parallelism.cp % parallelism.cp_ulysses == 0
 
 
-RULES = (shared_sequences,)
+RULES = (
+    *rules(groups_divide),
+    *rules(model_has_attention, sequence_divides, heads_divide, kernel_merges, when=_is_used),
+)

@@ -1,4 +1,4 @@
-"""Rules about the source of text and its tokenizer."""
+"""Data source, validation split and tokenizer."""
 
 import glob
 import json
@@ -9,33 +9,34 @@ from titan_exp.config.errors.user_error import Violation, shown
 from titan_exp.config.groups.builtins import BYTES_VOCABULARY, SOURCES
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.paths.data_files import LOADERS, tokenizer_file, unlimited_split
-from titan_exp.rules.import_paths import names_are_known
-from titan_exp.rules.token_store import store_says_the_rest, store_vocabulary
+from titan_exp.rules.import_paths import source_is_known
+from titan_exp.rules.rule import ask, rules
+from titan_exp.rules.token_store import store_decides, store_vocabulary
 
 
-def source_has_its_input(experiment: Experiment) -> Iterator[Violation]:
-    """A source is given what it reads, and it is there."""
-    data = experiment.data
+def source_has_input(data: DataConfig) -> Iterator[Violation]:
+    """The files or the data set that a source reads are given and exist."""
     if data.source == "text":
         if not data.paths:
             yield Violation(
-                "data.paths", (), "source text reads files, and none is named", "data.paths='[notes,books/*.txt]'"
+                "data.paths", (), "source text reads files, and none is given", "data.paths='[notes,books/*.txt]'"
             )
         for path in data.paths:
             if not _matches(path):
-                yield Violation("data.paths", path, "nothing here has this name", _nearby(path))
+                yield Violation("data.paths", path, "no such file or folder", _nearby(path))
             elif not _holds_files(path):
                 yield Violation("data.paths", path, "there is no file in it", "name a folder with files, or files")
     if data.source == "huggingface":
         yield from _dataset_is_named(data)
 
 
-def no_input_is_ignored(experiment: Experiment) -> Iterator[Violation]:
-    """Nothing is given that the source does not read."""
-    data = experiment.data
+def no_input_is_ignored(data: DataConfig) -> Iterator[Violation]:
+    """The source reads every input that is given. A source of the user's own may read any of them."""
     if data.source not in SOURCES:
-        return  # a source of the user's own reads what it likes
+        return
     if data.source not in ("text", "tokens") and data.paths:
         yield _ignored("paths", data.paths, data.source, "text")
     if data.source != "text" and data.document != "file":
@@ -47,13 +48,12 @@ def no_input_is_ignored(experiment: Experiment) -> Iterator[Violation]:
                 yield _ignored(key, value, data.source, "huggingface")
 
 
-def one_file_can_be_divided(experiment: Experiment) -> Iterator[Violation]:
-    """A single file is not the only document where some have to be held out."""
-    data = experiment.data
+def one_file_has_documents(data: DataConfig, training: TrainingConfig) -> Iterator[Violation]:
+    """A single file is not the only document if some have to be held out."""
     if data.source != "text" or data.document != "file" or data.validation_fraction == 0:
         return
     found = {match.resolve() for path in data.paths for match in _matches(path)}
-    if experiment.training.evaluate_every and len(found) == 1 and found.pop().is_file():
+    if training.evaluate_every and len(found) == 1 and found.pop().is_file():
         yield Violation(
             "data.document",
             data.document,
@@ -62,22 +62,21 @@ def one_file_can_be_divided(experiment: Experiment) -> Iterator[Violation]:
         )
 
 
-def held_out_of_a_stream_has_a_limit(experiment: Experiment) -> Iterator[Violation]:
-    """What is evaluated on ends, though a stream that it is held out of need not."""
-    data = experiment.data
+def streamed_validation_is_limited(data: DataConfig, training: TrainingConfig) -> Iterator[Violation]:
+    """A validation split that is held out of a stream has a number of documents; the stream may be endless."""
     streamed = data.source == "huggingface" and data.streaming and data.validation_split is None
-    held_out = experiment.training.evaluate_every and data.validation_fraction
+    held_out = training.evaluate_every and data.validation_fraction
     if streamed and held_out and data.validation_documents is None:
         yield unlimited_split(data)
 
 
-def vocabulary_fits(experiment: Experiment) -> Iterator[Violation]:
+def vocabulary_fits(data: DataConfig, model: ModelConfig) -> Iterator[Violation]:
     """The embedding has a row for every token."""
-    name, rows = experiment.data.tokenizer, experiment.model.vocab_size
+    name, rows = data.tokenizer, model.vocab_size
     if name == "bytes":
         tokens = BYTES_VOCABULARY
     elif name == "store":
-        tokens = store_vocabulary(experiment.data) or 0
+        tokens = store_vocabulary(data) or 0
     else:
         path = tokenizer_file(name)
         if not path.is_file():
@@ -108,10 +107,9 @@ def vocabulary_fits(experiment: Experiment) -> Iterator[Violation]:
 
 
 def unreadable_source(experiment: Experiment) -> list[Violation]:
-    """What `titan-exp tokenize` cannot read: the rules about the source and its tokenizer, less those about a run."""
-    rules = (names_are_known, source_has_its_input, no_input_is_ignored, vocabulary_fits, store_says_the_rest)
-    found = [violation for rule in rules for violation in rule(experiment)]
-    return [violation for violation in found if violation.field.startswith("data.")]
+    """Violations in the source and its tokenizer, for `titan-exp tokenize`."""
+    asked = rules(source_is_known, source_has_input, no_input_is_ignored, vocabulary_fits, store_decides)
+    return [violation for violation in ask(asked, experiment) if violation.field.startswith("data.")]
 
 
 def _dataset_is_named(data: DataConfig) -> Iterator[Violation]:
@@ -132,10 +130,10 @@ def _dataset_is_named(data: DataConfig) -> Iterator[Violation]:
         )
     local = data.dataset.startswith((".", "/", "~"))
     if local and not Path(data.dataset).expanduser().exists():
-        yield Violation("data.dataset", data.dataset, "nothing here has this name", _nearby(data.dataset))
+        yield Violation("data.dataset", data.dataset, "no such file or folder", _nearby(data.dataset))
     for file in data.data_files:
         if data.dataset in LOADERS and "://" not in file and not _matches(file):
-            yield Violation("data.data_files", file, "nothing here has this name", _nearby(file))
+            yield Violation("data.data_files", file, "no such file or folder", _nearby(file))
 
 
 def _ignored(key: str, value: object, source: str, reader: str) -> Violation:
@@ -165,7 +163,7 @@ def _nearby(path: str) -> str:
     folder = Path(path).expanduser().absolute().parent
     while not folder.exists():
         folder = folder.parent
-    return f"paths are relative to where the command is typed; the last folder that exists is {folder}"
+    return f"paths are relative to the current folder; the deepest folder that exists is {folder}"
 
 
 def _vocabulary(path: Path) -> int:
@@ -175,10 +173,10 @@ def _vocabulary(path: Path) -> int:
     return max([*own, *(token["id"] for token in described.get("added_tokens") or [])]) + 1
 
 
-RULES = (
-    source_has_its_input,
+RULES = rules(
+    source_has_input,
     no_input_is_ignored,
-    one_file_can_be_divided,
-    held_out_of_a_stream_has_a_limit,
+    one_file_has_documents,
+    streamed_validation_is_limited,
     vocabulary_fits,
 )

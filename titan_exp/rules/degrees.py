@@ -1,47 +1,50 @@
-"""Rules about the mesh and the machine that it is laid over."""
+"""Mesh degrees and the devices of the machine."""
 
 from collections.abc import Iterator
 
 from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbers
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import device_type, offered_devices, world_size
+from titan_exp.config.groups.activation_checkpoint import CompileConfig
+from titan_exp.config.groups.cluster import ClusterConfig
+from titan_exp.config.groups.parallelism import ParallelismConfig
+from titan_exp.config.layout.axes import BLOCK_DEGREES
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.machine.local_machine import visible_gpus
+from titan_exp.rules.rule import rules
 
 
-def degrees_that_work(experiment: Experiment) -> Iterator[Violation]:
-    """The other degrees have their places in the mesh, and wait there for a later version."""
-    for axis in ("ep", "etp"):
-        degree = getattr(experiment.parallelism, axis)
+def expert_degrees_are_one(parallelism: ParallelismConfig) -> Iterator[Violation]:
+    """Expert-parallel degrees are reserved keys."""
+    for key in ("ep", "etp"):
+        degree = getattr(parallelism, key)
         if degree != 1:
             yield Violation(
-                f"parallelism.{axis}",
+                f"parallelism.{key}",
                 degree,
                 "this version trains without expert parallelism",
-                f"parallelism.{axis}=1; spread over ranks with parallelism.dp_shard={degree}",
+                f"parallelism.{key}=1; spread over ranks with parallelism.dp_shard={degree}",
             )
 
 
-def devices_exist(experiment: Experiment) -> Iterator[Violation]:
-    """The device that was asked for is here, in the number that was asked for."""
-    cluster, here = experiment.cluster, visible_gpus()
-    if cluster.kind == "slurm":
-        return
-    if cluster.device == "cuda" and not here:
+def devices_exist(cluster: ClusterConfig) -> Iterator[Violation]:
+    """This machine has the device that is asked for, in that number."""
+    present = visible_gpus()
+    if cluster.device == "cuda" and not present:
         yield Violation(
             "cluster.device",
             cluster.device,
             "this machine shows no GPU (CUDA_VISIBLE_DEVICES may hide them)",
-            "cluster.device=cpu, or auto, which takes what there is",
+            "cluster.device=cpu, or auto, which takes the device that exists",
         )
-    elif cluster.gpus_per_node is not None and cluster.gpus_per_node > here:
-        gpus = f"{here} GPU{'s' * (here != 1)}" if here else "no GPU"
+    elif cluster.gpus_per_node is not None and cluster.gpus_per_node > present:
+        gpus = f"{present} GPU{'s' * (present != 1)}" if present else "no GPU"
         yield Violation(
             "cluster.gpus_per_node",
             cluster.gpus_per_node,
             f"this machine shows {gpus}",
-            f"at most cluster.gpus_per_node={here}"
-            if here
+            f"at most cluster.gpus_per_node={present}"
+            if present
             else "cluster.gpus_per_node=null; on CPU the degrees ask for processes: parallelism.dp_shard="
             f"{cluster.gpus_per_node}",
         )
@@ -49,13 +52,12 @@ def devices_exist(experiment: Experiment) -> Iterator[Violation]:
         yield Violation("cluster.nodes", cluster.nodes, "cluster=local is this machine alone", "cluster.nodes=1")
 
 
-def ranks_fit(experiment: Experiment) -> Iterator[Violation]:
+def ranks_have_gpus(
+    cluster: ClusterConfig, parallelism: ParallelismConfig, layout: ResolvedLayout, device: str
+) -> Iterator[Violation]:
     """On CUDA every rank has a GPU of its own."""
-    if experiment.cluster.kind == "slurm" or device_type(experiment.cluster) == "cpu":
-        return
-    offered, world = offered_devices(experiment.cluster), world_size(experiment)
-    if offered and world > offered:
-        parallelism = experiment.parallelism
+    offered, world = offered_devices(cluster), layout.world_size
+    if device == "cuda" and offered and world > offered:
         field = "dp_shard" if parallelism.dp_shard >= parallelism.dp_replicate else "dp_replicate"
         degree = getattr(parallelism, field)
         room = offered // (world // degree)
@@ -68,19 +70,25 @@ def ranks_fit(experiment: Experiment) -> Iterator[Violation]:
         )
 
 
-def messages_are_not_captured(experiment: Experiment) -> Iterator[Violation]:
-    """A CUDA graph would replay the messages between ranks, which nobody has shown to work here."""
-    compile_, parallelism = experiment.compile, experiment.parallelism
-    sharing = [
-        f"parallelism.{axis}={getattr(parallelism, axis)}" for axis in ("cp", "tp") if getattr(parallelism, axis) > 1
-    ]
-    if sharing and compile_.compiles("blocks") and compile_.backend == "cudagraphs":
+def collectives_are_not_captured(compile: CompileConfig, parallelism: ParallelismConfig) -> Iterator[Violation]:
+    """Replaying collectives from a CUDA graph is untested here."""
+    degrees = {key: getattr(parallelism, key) for key in BLOCK_DEGREES}
+    used = [f"parallelism.{key}={degree}" for key, degree in degrees.items() if degree > 1]
+    if used and compile.compiles("blocks") and compile.backend == "cudagraphs":
         yield Violation(
             "compile.backend",
-            compile_.backend,
-            f"with {listed(sharing, 'and')}, blocks hold messages between ranks, which CUDA graphs do not take",
+            compile.backend,
+            f"with {listed(used, 'and')}, blocks contain collectives, which CUDA graphs do not take",
             "compile.backend=inductor or aot_eager",
         )
 
 
-RULES = (degrees_that_work, devices_exist, ranks_fit, messages_are_not_captured)
+def _is_local(cluster: ClusterConfig) -> bool:
+    return cluster.kind != "slurm"
+
+
+RULES = (
+    *rules(expert_degrees_are_one),
+    *rules(devices_exist, ranks_have_gpus, when=_is_local),
+    *rules(collectives_are_not_captured),
+)

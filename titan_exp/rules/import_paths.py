@@ -1,67 +1,72 @@
-"""Rules about names: what comes with the package, and what a dotted name points at."""
+"""Names of components and compile backends: built in, or import paths that exist."""
 
 import shutil
 from collections.abc import Iterator
+from typing import Any
 
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.groups.activation_checkpoint import CompileConfig
 from titan_exp.config.groups.builtins import COMPILE_BACKENDS, DECAYS, OPTIMIZERS, SOURCES
-from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import device_type
+from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
 from titan_exp.config.schema.import_path import find_dotted, is_dotted
+from titan_exp.rules.rule import rules
+
+CPP_COMPILERS = ("g++", "clang++", "c++")
+"""Commands that inductor can compile C++ with."""
 
 
-def names_are_known(experiment: Experiment) -> Iterator[Violation]:
-    """A name is built in, or is dotted and found; the built-in ones take no options of one's own."""
-    for group, key, name, builtin, options in (
-        ("optimizer", "name", experiment.optimizer.name, OPTIMIZERS, experiment.optimizer.options),
-        ("lr_schedule", "decay", experiment.lr_schedule.decay, DECAYS, experiment.lr_schedule.options),
-        ("data", "source", experiment.data.source, SOURCES, experiment.data.options),
-    ):
-        field = f"{group}.{key}"
-        if name in builtin:
-            if options:
-                yield Violation(
-                    f"{group}.options",
-                    options,
-                    f"{field}={name} comes with the package and takes no options",
-                    f"its settings are keys of {group}; options are for code of your own, by a dotted {field}",
-                )
-        elif is_dotted(name):
-            trouble = find_dotted(name, field)
-            if trouble is not None:
-                yield trouble
-        else:
-            offer = did_you_mean(name, builtin) or f"there is {listed(builtin, 'and')}."
-            yield Violation(
-                field,
-                name,
-                "nothing of this name comes with the package",
-                f"{offer} A name of your own is dotted: package.module.Name",
-            )
+def optimizer_is_known(optimizer: OptimizerConfig) -> Iterator[Violation]:
+    """The optimizer is built in or can be imported."""
+    yield from _known("optimizer.name", optimizer.name, OPTIMIZERS, optimizer.options, "my_package.optim.Muon")
 
 
-def compiler_exists(experiment: Experiment) -> Iterator[Violation]:
+def decay_is_known(lr_schedule: LRScheduleConfig) -> Iterator[Violation]:
+    """The decay function is built in or can be imported."""
+    example = "my_package.schedules.exponential"
+    yield from _known("lr_schedule.decay", lr_schedule.decay, DECAYS, lr_schedule.options, example)
+
+
+def source_is_known(data: DataConfig) -> Iterator[Violation]:
+    """The data source is built in or can be imported."""
+    yield from _known("data.source", data.source, SOURCES, data.options, "my_package.data.Corpus")
+
+
+def compiler_exists(compile: CompileConfig, device: str) -> Iterator[Violation]:
     """The compile backend is one of torch's, and finds the C++ compiler that it needs on CPU."""
-    compile_, field = experiment.compile, "compile.backend"
-    if compile_.backend not in COMPILE_BACKENDS:
-        there = f"it is one of {listed(COMPILE_BACKENDS)}"
-        yield Violation(
-            field,
-            compile_.backend,
-            "torch.compile has no such backend",
-            did_you_mean(compile_.backend, COMPILE_BACKENDS) or there,
-        )
-    elif compile_.enabled and compile_.backend == "inductor" and device_type(experiment.cluster) == "cpu":
-        if not any(map(shutil.which, ("g++", "clang++", "c++"))):
+    backend, field = compile.backend, "compile.backend"
+    if backend not in COMPILE_BACKENDS:
+        offer = did_you_mean(backend, COMPILE_BACKENDS) or f"it is one of {listed(COMPILE_BACKENDS)}"
+        yield Violation(field, backend, "torch.compile has no such backend", offer)
+    elif compile.enabled and device == "cpu" and backend == "cudagraphs":
+        yield Violation(field, backend, "a CPU has no CUDA graphs", "compile.backend=inductor or aot_eager")
+    elif compile.enabled and device == "cpu" and backend == "inductor" and not any(map(shutil.which, CPP_COMPILERS)):
+        reason = "on CPU it needs a C++ compiler, and none is on PATH"
+        yield Violation(field, backend, reason, "install g++, or compile=none")
+
+
+def _known(
+    field: str, name: str, builtin: tuple[str, ...], options: dict[str, Any], example: str
+) -> Iterator[Violation]:
+    """A name is built in, without options, or an import path that exists."""
+    group, _, key = field.partition(".")
+    if name in builtin:
+        if options:
             yield Violation(
-                field,
-                compile_.backend,
-                "on CPU it needs a C++ compiler, and none is on PATH",
-                "install g++, or compile=none",
+                f"{group}.options",
+                options,
+                f"{field}={name} is built in and takes no options",
+                f"its settings are keys of {group}; options are for your own code, by the import path in {field}",
             )
-    elif compile_.enabled and compile_.backend == "cudagraphs" and device_type(experiment.cluster) == "cpu":
-        yield Violation(field, compile_.backend, "a CPU has no CUDA graphs", "compile.backend=inductor or aot_eager")
+    elif is_dotted(name):
+        violation = find_dotted(name, field)
+        if violation is not None:
+            yield violation
+    else:
+        offer = did_you_mean(name, builtin) or f"built in: {listed(builtin, 'and')}."
+        remedy = f"{offer} For your own code give its import path, e.g. {example}"
+        yield Violation(field, name, f"unknown {group if key == 'name' else key} '{name}'", remedy)
 
 
-RULES = (names_are_known, compiler_exists)
+RULES = rules(optimizer_is_known, decay_is_known, source_is_known, compiler_exists)

@@ -1,29 +1,27 @@
-"""Rules about modules that compute in another precision than the rest."""
+"""Modules that compute in fp32 in a bf16 run."""
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.experiment import Experiment
-from titan_exp.models.spec.lookup import model_spec
+from titan_exp.config.groups.activation_checkpoint import CompileConfig
+from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.models.spec.model_spec import ModelSpec
+from titan_exp.rules.rule import rules
 
 FIELD = "training.fp32_modules"
 
 
-def fp32_among_bf16(experiment: Experiment) -> Iterator[Violation]:
-    """There is a lower precision that modules can be kept out of."""
-    modules = experiment.training.fp32_modules
-    if modules and experiment.training.mixed_precision == "fp32":
+def fp32_among_bf16(training: TrainingConfig) -> Iterator[Violation]:
+    """The rest of the model is in bf16."""
+    if training.fp32_modules and training.mixed_precision == "fp32":
         remedy = "training.mixed_precision=bf16, or leave it out"
-        yield Violation(FIELD, modules, "everything computes in fp32 already", remedy)
+        yield Violation(FIELD, training.fp32_modules, "everything computes in fp32 already", remedy)
 
 
-def tied_embedding_stays_with_the_head(experiment: Experiment) -> Iterator[Violation]:
+def tied_embedding_stays_with_the_head(spec: ModelSpec, training: TrainingConfig) -> Iterator[Violation]:
     """A tied embedding is the head's weight too, and one weight has one precision."""
-    spec = model_spec(experiment.model)
-    if spec is None or not spec.tied:
-        return
-    for pattern in experiment.training.fp32_modules:
+    for pattern in training.fp32_modules if spec.tied else ():
         if fnmatchcase("embedding", pattern):
             yield Violation(
                 FIELD,
@@ -33,11 +31,9 @@ def tied_embedding_stays_with_the_head(experiment: Experiment) -> Iterator[Viola
             )
 
 
-def compiled_blocks_are_whole(experiment: Experiment) -> Iterator[Violation]:
+def compiled_blocks_have_one_precision(compile: CompileConfig, training: TrainingConfig) -> Iterator[Violation]:
     """A block that is compiled as one graph has one precision."""
-    if not experiment.compile.compiles("blocks"):
-        return
-    for pattern in experiment.training.fp32_modules:
+    for pattern in training.fp32_modules if compile.compiles("blocks") else ():
         if fnmatchcase("blocks.0.part", pattern) or pattern.count(".") > 1:
             yield Violation(
                 FIELD,
@@ -47,4 +43,4 @@ def compiled_blocks_are_whole(experiment: Experiment) -> Iterator[Violation]:
             )
 
 
-RULES = (fp32_among_bf16, tied_embedding_stays_with_the_head, compiled_blocks_are_whole)
+RULES = rules(fp32_among_bf16, tied_embedding_stays_with_the_head, compiled_blocks_have_one_precision)

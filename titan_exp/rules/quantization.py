@@ -1,262 +1,222 @@
-"""Rules about numbers in few bits: what recipes and moments can be, and what no device or layout can do."""
+"""Low-precision recipes and optimizer moments: options, divisibility, devices."""
 
 import importlib.util
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 
-from titan_exp.config.errors.did_you_mean import did_you_mean, listed, multiples_near
+from titan_exp.config.errors.did_you_mean import did_you_mean
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.groups.optimizer import MOMENT_BLOCK
-from titan_exp.config.groups.quantization import BLOCK, NVFP4_TILE
-from titan_exp.config.layout.layout import device_type, micro_batch_size
+from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.optimizer import MOMENT_BLOCK, OptimizerConfig
+from titan_exp.config.groups.parallelism import ParallelismConfig
+from titan_exp.config.groups.quantization import BLOCK, NVFP4_TILE, QuantizationConfig
+from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.linear_shapes import is_quantized
-from titan_exp.models.spec.lookup import model_spec
-from titan_exp.models.spec.model_spec import LinearSpec
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.models.spec.model_spec import LinearSpec, ModelSpec
 from titan_exp.models.spec.tp_plan import Colwise, Rowwise
-from titan_exp.rules.context_parallel import chunks_of_a_sequence
+from titan_exp.rules.context_parallel import sequence_chunks
+from titan_exp.rules.rule import not_a_multiple, rules
 
 RECIPE = "quantization.recipe"
 
 
-def engine_is_installed(experiment: Experiment) -> Iterator[Violation]:
+def torchao_is_installed(quantization: QuantizationConfig) -> Iterator[Violation]:
     """torchao casts and multiplies."""
-    recipe = experiment.quantization.recipe
-    if recipe != "none" and importlib.util.find_spec("torchao") is None:
-        yield Violation(RECIPE, recipe, "torchao is not installed", "pip install torchao, or quantization=none")
+    if importlib.util.find_spec("torchao") is None:
+        remedy = "pip install torchao, or quantization=none"
+        yield Violation(RECIPE, quantization.recipe, "torchao is not installed", remedy)
 
 
-def filter_names_projections(experiment: Experiment) -> Iterator[Violation]:
-    """A pattern that names nothing is a mistake."""
-    if not _is_known(experiment):
-        return
-    names = [name for name, _ in _linears(experiment)]
-    for pattern in experiment.quantization.filter:
+def filter_matches(spec: ModelSpec, quantization: QuantizationConfig) -> Iterator[Violation]:
+    """Every pattern matches a linear layer."""
+    names = [name for name, _ in spec.linears()]
+    for pattern in quantization.filter:
         if not any(fnmatchcase(name, pattern) for name in names):
             offer = did_you_mean(pattern, names) or "patterns look like blocks.*.attention.* or *.down"
-            yield Violation("quantization.filter", pattern, "the model has no such projection", offer)
+            yield Violation("quantization.filter", pattern, "the model has no such linear layer", offer)
 
 
-def something_is_quantized(experiment: Experiment) -> Iterator[Violation]:
-    """A recipe takes a projection."""
-    config, layers = experiment.quantization, experiment.model.layers
-    if not _is_known(experiment) or any(_taken(experiment)):
+def some_linear_is_quantized(
+    spec: ModelSpec, model: ModelConfig, quantization: QuantizationConfig
+) -> Iterator[Violation]:
+    """The recipe quantizes a linear layer."""
+    config, layers = quantization, len(spec.layers)
+    if any(_quantized(spec, config)):
         return
     if config.high_precision_first + config.high_precision_last >= layers:
         field, value = "quantization.high_precision_first", config.high_precision_first
         reason = f"with quantization.high_precision_last={config.high_precision_last} that is all {layers} blocks"
         yield Violation(field, value, reason, f"together at most {layers - 1}, or quantization=none")
         return
-    widest = max(min(linear.inputs, linear.outputs) for _, linear in _linears(experiment))
+    widest = max(min(linear.inputs, linear.outputs) for _, linear in spec.linears())
     if config.smallest_gemm is not None and config.smallest_gemm > widest:
         yield Violation(
             "quantization.smallest_gemm",
             config.smallest_gemm,
-            f"no projection of {experiment.model.name} has so many inputs and outputs: the widest has {widest}, where "
-            "casting may cost more than float8 gains",
-            f"quantization.smallest_gemm={widest} takes it nevertheless, 0 takes all; or quantization=none",
+            f"no linear layer of {model.name} has so many inputs and outputs: the widest has {widest}, where casting "
+            "may cost more than float8 gains",
+            f"quantization.smallest_gemm={widest} quantizes it nevertheless, 0 all; or quantization=none",
         )
     else:
         yield Violation("quantization.filter", config.filter, "it leaves nothing to quantize", "quantization=none")
 
 
-def dims_are_multiples(experiment: Experiment) -> Iterator[Violation]:
-    """Every rank's part of a quantized weight has whole groups of numbers."""
-    recipe, degree = experiment.quantization.recipe, experiment.parallelism.tp
-    if not _is_known(experiment):
-        return
-    block, said = _multiple(experiment), set()
-    for _, linear in _taken(experiment):
+def dims_divide(
+    spec: ModelSpec, quantization: QuantizationConfig, parallelism: ParallelismConfig, device: str
+) -> Iterator[Violation]:
+    """Every rank's part of a quantized weight has whole scaling blocks."""
+    recipe, degree, block = quantization.recipe, parallelism.tp, _block(quantization, device)
+    for linear in dict.fromkeys(linear for _, linear in _quantized(spec, quantization)):
         if _is_replicated(linear, degree):
-            continue  # which is refused below
-        kind = linear.name
+            continue  # refused by kv_heads_are_whole
         for dim, size, style in (("inputs", linear.inputs, Rowwise), ("outputs", linear.outputs, Colwise)):
-            shared = degree if isinstance(linear.tp, style) else 1
-            if size % (block * shared) == 0 or size % shared or (kind, dim) in said:
+            shards = degree if isinstance(linear.tp, style) else 1
+            if size % (block * shards) == 0 or size % shards:
                 continue
-            said.add((kind, dim))
-            part = f", {size // shared} on each of parallelism.tp={degree} ranks" if shared > 1 else ""
-            yield Violation(
-                RECIPE,
-                recipe,
-                f"its dims are multiples of {block}, and {kind} has {size} {dim}{part}",
-                f"quantization.filter=['*.{kind}'] leaves it in high precision; or another shape"
-                + (" or parallelism.tp" if shared > 1 else "")
-                + (
-                    f"; or quantization.emulate=true, with multiples of {BLOCK[recipe]}"
-                    if block > BLOCK[recipe]
-                    else ""
-                ),
-            )
+            part = f", {size // shards} on each of parallelism.tp={degree} ranks" if shards > 1 else ""
+            remedy = f"quantization.filter=['*.{linear.name}'] leaves it in high precision; or another shape"
+            remedy += " or parallelism.tp" if shards > 1 else ""
+            if block > BLOCK[recipe]:
+                remedy += f"; or quantization.emulate=true, with multiples of {BLOCK[recipe]}"
+            reason = f"its dims are multiples of {block}, and {linear.name} has {size} {dim}{part}"
+            yield Violation(RECIPE, recipe, reason, remedy)
 
 
-def tokens_are_multiples(experiment: Experiment) -> Iterator[Violation]:
-    """Gradients of weights add up over a micro-batch's tokens, which are quantized in whole groups too."""
-    recipe, training = experiment.quantization.recipe, experiment.training
-    if recipe in ("none", "float8_rowwise_gw_hp"):
+def tokens_divide(
+    quantization: QuantizationConfig,
+    parallelism: ParallelismConfig,
+    training: TrainingConfig,
+    layout: ResolvedLayout,
+    device: str,
+) -> Iterator[Violation]:
+    """Weight gradients sum over a micro-batch's tokens, which are quantized in whole blocks too."""
+    recipe, cp, chunks = quantization.recipe, parallelism.cp, sequence_chunks(parallelism)
+    if recipe == "float8_rowwise_gw_hp":
         return
-    block, parts = _multiple(experiment), experiment.parallelism.cp
-    tokens = micro_batch_size(experiment) * training.seq_len
-    run, rest = divmod(training.seq_len, chunks_of_a_sequence(experiment))
+    block, tokens = _block(quantization, device), layout.micro_batch_size * training.seq_len
+    run, rest = divmod(training.seq_len, chunks)
     if recipe == "nvfp4" and rest == 0 and run % BLOCK[recipe]:
-        among = f", of which a rank of parallelism.cp={parts} has runs of {run}" if parts > 1 else ""
-        works = multiples_near(training.seq_len, BLOCK[recipe] * chunks_of_a_sequence(experiment))
-        yield Violation(
-            "training.seq_len",
-            training.seq_len,
-            f"nvfp4 transforms {BLOCK[recipe]} consecutive tokens of a sequence together{among}",
-            f"nearest: training.seq_len={listed(works)}",
-        )
-        return
-    if tokens and tokens % parts == 0 and tokens // parts % block:
-        among = f" on each of parallelism.cp={parts} ranks" if parts > 1 else ""
-        yield Violation(
-            "training.seq_len",
-            training.seq_len,
-            f"{recipe} takes tokens in groups of {block}, and a micro-batch has {tokens // parts}{among}",
-            f"nearest: training.seq_len={listed(multiples_near(training.seq_len, block * parts))}",
-        )
+        among = f", of which a rank of parallelism.cp={cp} has runs of {run}" if cp > 1 else ""
+        reason = f"nvfp4 transforms {BLOCK[recipe]} consecutive tokens of a sequence together{among}"
+        yield not_a_multiple("training.seq_len", training.seq_len, BLOCK[recipe] * chunks, reason)
+    elif tokens and tokens % cp == 0 and tokens // cp % block:
+        among = f" on each of parallelism.cp={cp} ranks" if cp > 1 else ""
+        reason = f"{recipe} quantizes blocks of {block} tokens, and a micro-batch has {tokens // cp}{among}"
+        yield not_a_multiple("training.seq_len", training.seq_len, block * cp, reason)
 
 
-def keys_are_whole(experiment: Experiment) -> Iterator[Violation]:
-    """Where ranks share a key's head each has a part of its gradient, which would be rounded before parts are added."""
-    degree = experiment.parallelism.tp
-    if not _is_known(experiment):
-        return
-    linear = next((linear for _, linear in _taken(experiment) if _is_replicated(linear, degree)), None)
-    if linear is not None and isinstance(linear.tp, Colwise):
-        heads = linear.tp.units
-        yield Violation(
-            "parallelism.tp",
-            degree,
-            f"the {heads} key and value heads serve several ranks each, and {experiment.quantization.recipe} "
-            "would round every rank's part of their gradients by itself, which one device does not",
-            f"a parallelism.tp that divides {heads}, or quantization.filter=['*.{linear.name.rpartition('.')[2]}']",
-        )
+def kv_heads_are_whole(
+    spec: ModelSpec, quantization: QuantizationConfig, parallelism: ParallelismConfig
+) -> Iterator[Violation]:
+    """No rank has a partial gradient of a key or value head, which would be rounded before parts are added."""
+    degree = parallelism.tp
+    for _, linear in _quantized(spec, quantization):
+        if isinstance(linear.tp, Colwise) and _is_replicated(linear, degree):
+            heads = linear.tp.units
+            yield Violation(
+                "parallelism.tp",
+                degree,
+                f"several ranks share each of the {heads} key and value heads, and {quantization.recipe} would round "
+                "every rank's part of their gradients by itself, which one device does not",
+                f"a parallelism.tp that divides {heads}, or quantization.filter=['*.{linear.name.rpartition('.')[2]}']",
+            )
+            return
 
 
-def options_are_of_the_recipe(experiment: Experiment) -> Iterator[Violation]:
-    """What only one recipe can do is asked of that one."""
-    config = experiment.quantization
-    if config.recipe == "none":
-        return
-    if config.recipe == "mxfp8" and not config.power_of_two_scales:
+def options_match_the_recipe(quantization: QuantizationConfig, parallelism: ParallelismConfig) -> Iterator[Violation]:
+    """Options of one recipe are used with that one."""
+    recipe = quantization.recipe
+    if recipe == "mxfp8" and not quantization.power_of_two_scales:
         field = "quantization.power_of_two_scales"
         yield Violation(field, False, "a scale of the MX format is a power of two", f"{field}=true")
-    if config.stochastic_rounding and config.recipe != "nvfp4":
+    if quantization.stochastic_rounding and recipe != "nvfp4":
         field = "quantization.stochastic_rounding"
-        yield Violation(field, True, f"{config.recipe} rounds to the nearest", f"{field}=false, or quantization=nvfp4")
-    if config.precomputed_scales and not config.whole_weight_scales:
+        yield Violation(field, True, f"{recipe} rounds to nearest", f"{field}=false, or quantization=nvfp4")
+    if quantization.precomputed_scales and not quantization.whole_weight_scales:
         field = "quantization.precomputed_scales"
-        reason = f"{config.recipe} has no scale for a whole weight"
+        reason = f"{recipe} has no scale for a whole weight"
         yield Violation(field, True, reason, f"{field}=false, or quantization=float8_tensorwise")
-    if not config.float8_all_gather:
+    field = "quantization.float8_all_gather"
+    if not quantization.float8_all_gather:
         return
-    field, reason, remedy = "quantization.float8_all_gather", "", "quantization.float8_all_gather=false"
-    if config.recipe != "float8_tensorwise":
-        whole = "blocks of 16 by 16" if config.recipe == "nvfp4" else "rows or columns"
-        reason = f"{config.recipe} needs a weight's {whole} whole to quantize it"
-        remedy += ", or quantization=float8_tensorwise"
-    elif not config.precomputed_scales:
+    if recipe != "float8_tensorwise":
+        scaled = "blocks of 16 by 16" if recipe == "nvfp4" else "rows or columns"
+        reason = f"{recipe} quantizes whole {scaled} of a weight"
+        yield Violation(field, True, reason, f"{field}=false, or quantization=float8_tensorwise")
+    elif not quantization.precomputed_scales:
         reason = "a shard alone does not know the scale of the whole weight"
-        remedy = f"quantization.precomputed_scales=true, or {remedy}"
-    elif experiment.parallelism.cpu_offload:
-        reason = "offloaded weights are quantized after they have come to the GPU (parallelism.cpu_offload=true)"
-    if reason:
-        yield Violation(field, True, reason, remedy)
+        yield Violation(field, True, reason, f"quantization.precomputed_scales=true, or {field}=false")
+    elif parallelism.cpu_offload:
+        reason = "offloaded weights are quantized after the copy to the GPU (parallelism.cpu_offload=true)"
+        yield Violation(field, True, reason, f"{field}=false")
 
 
-def emulation_is_possible(experiment: Experiment) -> Iterator[Violation]:
-    """What is known before a device is looked at; GPUs are asked for their instructions when the run starts."""
-    config, device = experiment.quantization, device_type(experiment.cluster)
-    if config.recipe == "none":
-        return
-    if config.emulate is False and device == "cpu":
-        reason = f"a CPU has no instructions for {config.recipe}"
+def emulation_is_possible(
+    quantization: QuantizationConfig, training: TrainingConfig, device: str
+) -> Iterator[Violation]:
+    """The device type has the recipe's instructions; the ranks ask the GPU itself."""
+    recipe, precision = quantization.recipe, training.mixed_precision
+    if quantization.emulate is False and device == "cpu":
+        reason = f"a CPU has no instructions for {recipe}"
         yield Violation("quantization.emulate", False, reason, "quantization.emulate=auto")
-    precision = experiment.training.mixed_precision
-    if config.recipe in ("mxfp8", "nvfp4") and config.emulate is not True and device == "cuda" and precision != "bf16":
+    native = quantization.emulate is not True and device == "cuda"
+    if recipe in ("mxfp8", "nvfp4") and native and precision != "bf16":
         yield Violation(
             "training.mixed_precision",
             precision,
-            f"the matmuls of {config.recipe} have results in bf16",
+            f"the matmuls of {recipe} have results in bf16",
             "training.mixed_precision=bf16, or quantization.emulate=true",
         )
 
 
-def one_precision_for_a_module(experiment: Experiment) -> Iterator[Violation]:
+def fp32_modules_are_not_quantized(
+    spec: ModelSpec, quantization: QuantizationConfig, training: TrainingConfig
+) -> Iterator[Violation]:
     """A module that computes in fp32 is not quantized too."""
-    for pattern in experiment.training.fp32_modules:
-        if not _is_known(experiment):
-            return
-        parts = (_modules_around(name) for name, _ in _taken(experiment))
-        inside = next((name for names in parts for name in names if fnmatchcase(name, pattern)), None)
+    for pattern in training.fp32_modules:
+        modules = (module for name, _ in _quantized(spec, quantization) for module in _enclosing(name))
+        inside = next((module for module in modules if fnmatchcase(module, pattern)), None)
         if inside is not None:
             yield Violation(
                 "training.fp32_modules",
                 pattern,
-                f"{experiment.quantization.recipe} quantizes projections in {inside}",
+                f"{quantization.recipe} quantizes linear layers in {inside}",
                 "leave it out, or keep them in high precision with quantization.filter or high_precision_first",
             )
 
 
-def moments_are_adamws(experiment: Experiment) -> Iterator[Violation]:
-    """Only of the built-in optimizer is it known which moments it has."""
-    optimizer, field = experiment.optimizer, "optimizer.state_precision"
-    precision = optimizer.state_precision
-    if precision == "fp32":
-        return
+def moments_are_adamws(optimizer: OptimizerConfig) -> Iterator[Violation]:
+    """The optimizer is AdamW, whose moments are known, and torchao is there for 8 bits."""
+    field, precision = "optimizer.state_precision", optimizer.state_precision
     if optimizer.name != "adamw":
         reason = f"it is about AdamW's moments, and optimizer.name is {optimizer.name}"
         yield Violation(field, precision, reason, f"{field}=fp32, or optimizer.name=adamw")
     elif precision != "bf16" and importlib.util.find_spec("torchao") is None:
         yield Violation(field, precision, "torchao is not installed", f"pip install torchao, or {field}=bf16")
-    degree = experiment.parallelism.tp
-    if precision == "bf16":
-        return
-    for _, linear in _linears(experiment):
-        inputs, kind = linear.inputs, linear.name
-        blocks, rest = divmod(inputs, MOMENT_BLOCK)
-        if isinstance(linear.tp, Rowwise) and rest == 0 == inputs % degree and blocks % degree:
+
+
+def moment_blocks_divide(
+    spec: ModelSpec, optimizer: OptimizerConfig, parallelism: ParallelismConfig
+) -> Iterator[Violation]:
+    """Every rank's part of a row has whole blocks of 8-bit moments."""
+    field, precision, degree = "optimizer.state_precision", optimizer.state_precision, parallelism.tp
+    for _, linear in spec.linears() if precision != "bf16" else ():
+        blocks, rest = divmod(linear.inputs, MOMENT_BLOCK)
+        if isinstance(linear.tp, Rowwise) and rest == 0 == linear.inputs % degree and blocks % degree:
             yield Violation(
                 field,
                 precision,
-                f"moments are kept in blocks of {MOMENT_BLOCK} numbers of a row, and of the {inputs} inputs of {kind} "
-                f"each of parallelism.tp={degree} ranks has {inputs // degree}",
+                f"moments are kept in blocks of {MOMENT_BLOCK} numbers of a row, and of the {linear.inputs} inputs of "
+                f"{linear.name} each of parallelism.tp={degree} ranks has {linear.inputs // degree}",
                 f"{field}=bf16, or a smaller parallelism.tp",
             )
             return
 
 
-RULES = (
-    engine_is_installed,
-    filter_names_projections,
-    something_is_quantized,
-    dims_are_multiples,
-    keys_are_whole,
-    options_are_of_the_recipe,
-    emulation_is_possible,
-    one_precision_for_a_module,
-    moments_are_adamws,
-)
-LAYOUT_RULES = (tokens_are_multiples,)
-"""Asked where there is a layout."""
-
-
-def _is_known(experiment: Experiment) -> bool:
-    """Whether there is a recipe, and a model whose projections are known; of others the ranks speak."""
-    return experiment.quantization.recipe != "none" and model_spec(experiment.model) is not None
-
-
-def _linears(experiment: Experiment) -> Iterator[tuple[str, LinearSpec]]:
-    spec = model_spec(experiment.model)
-    return iter(()) if spec is None else spec.linears()
-
-
-def _taken(experiment: Experiment) -> Iterator[tuple[str, LinearSpec]]:
-    config, layers = experiment.quantization, experiment.model.layers
-    for name, linear in _linears(experiment):
-        if is_quantized(config, layers, name, linear.inputs, linear.outputs):
+def _quantized(spec: ModelSpec, config: QuantizationConfig) -> Iterator[tuple[str, LinearSpec]]:
+    for name, linear in spec.linears():
+        if is_quantized(config, len(spec.layers), name, linear.inputs, linear.outputs):
             yield name, linear
 
 
@@ -265,15 +225,35 @@ def _is_replicated(linear: LinearSpec, degree: int) -> bool:
     return isinstance(linear.tp, Colwise) and linear.tp.common is not None and linear.tp.units % degree != 0
 
 
-def _multiple(experiment: Experiment) -> int:
-    """What dims and tokens are multiples of; of a GPU it is not known yet whether it has the instructions."""
-    config = experiment.quantization
-    instructed = config.emulate is not True and device_type(experiment.cluster) == "cuda"
-    return NVFP4_TILE if config.recipe == "nvfp4" and instructed else BLOCK[config.recipe]
+def _block(config: QuantizationConfig, device: str) -> int:
+    """Multiple that dims and tokens must be; a GPU is taken to have the recipe's instructions."""
+    native = config.emulate is not True and device == "cuda"
+    return NVFP4_TILE if config.recipe == "nvfp4" and native else BLOCK[config.recipe]
 
 
-def _modules_around(name: str) -> Iterator[str]:
-    """A module's name and those of what it is in, less the list of blocks."""
+def _enclosing(name: str) -> Iterator[str]:
+    """A module's name and those of its parents, less the list of blocks."""
     parts = name.split(".")
     for end in range(2, len(parts) + 1):
         yield ".".join(parts[:end])
+
+
+def _has_recipe(quantization: QuantizationConfig) -> bool:
+    return quantization.recipe != "none"
+
+
+RULES = (
+    *rules(
+        torchao_is_installed,
+        filter_matches,
+        some_linear_is_quantized,
+        dims_divide,
+        kv_heads_are_whole,
+        options_match_the_recipe,
+        emulation_is_possible,
+        fp32_modules_are_not_quantized,
+        when=_has_recipe,
+    ),
+    *rules(moments_are_adamws, moment_blocks_divide, when=lambda optimizer: optimizer.state_precision != "fp32"),
+)
+LAYOUT_RULES = rules(tokens_divide, when=_has_recipe)

@@ -1,165 +1,152 @@
-"""Rules about tensor parallelism: what ranks that share matrices can divide among them."""
+"""Tensor parallelism: divisible heads, channels, vocabulary and tokens, and async TP."""
 
 import math
 from collections.abc import Iterator
 
 from titan_exp.config.errors.did_you_mean import listed, multiples_near, nearest_numbers
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import device_type
+from titan_exp.config.groups.activation_checkpoint import CompileConfig
+from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.parallelism import ParallelismConfig
+from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.models.spec.lookup import model_spec
-from titan_exp.models.spec.model_spec import LinearSpec
+from titan_exp.models.spec.model_spec import LinearSpec, ModelSpec
 from titan_exp.models.spec.tp_plan import Colwise
-from titan_exp.rules.context_parallel import chunks_of_a_sequence
+from titan_exp.rules.context_parallel import sequence_chunks
+from titan_exp.rules.rule import not_a_multiple, rules
 
 FIELD = "parallelism.tp"
 
 
-def blocks_can_be_divided(experiment: Experiment) -> Iterator[Violation]:
+def async_tp_is_supported(parallelism: ParallelismConfig, compile: CompileConfig, device: str) -> Iterator[Violation]:
+    """Async tensor parallelism is a compiler pass over symmetric memory."""
+    field = "parallelism.async_tp"
+    if not parallelism.async_tp:
+        return
+    if parallelism.tp == 1:
+        reason, remedy = "there is nothing to overlap: parallelism.tp is 1", ""
+    elif device == "cpu":
+        reason, remedy = "it needs symmetric memory, which a CPU lacks", ""
+    elif not compile.compiles("blocks") or compile.backend != "inductor":
+        reason = "the compiler does the overlapping, and inductor does not compile the blocks"
+        remedy = "compile=blocks compile.backend=inductor, or "
+    elif not parallelism.sequence_parallel:
+        reason = "it overlaps all-gather and reduce-scatter of tokens, and parallelism.sequence_parallel is false"
+        remedy = "parallelism.sequence_parallel=true, or "
+    else:
+        return
+    yield Violation(field, True, reason, f"{remedy}{field}=false")
+
+
+def model_describes_sharding(model: ModelConfig, parallelism: ParallelismConfig) -> Iterator[Violation]:
     """The model describes how its linears are sharded."""
-    architecture, degree = experiment.model.architecture, experiment.parallelism.tp
-    if model_spec(experiment.model) is None:
+    if model_spec(model) is None:
         yield Violation(
             FIELD,
-            degree,
-            f"the plain class {architecture} does not describe how its linear layers are sharded",
-            f"parallelism.tp=1, spread over ranks with parallelism.dp_shard={degree}; or a module with a spec, as "
-            "model.architecture=llama is",
+            parallelism.tp,
+            f"the plain class {model.architecture} does not describe how its linear layers are sharded",
+            f"parallelism.tp=1, spread over ranks with parallelism.dp_shard={parallelism.tp}; or a module with a spec, "
+            "as model.architecture=llama is",
         )
 
 
-def units_divide(experiment: Experiment) -> Iterator[Violation]:
+def units_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
     """Every rank has whole units of a column-parallel linear: groups of heads, or of feed-forward channels."""
-    degree, said = experiment.parallelism.tp, set[Colwise]()
-    for linear in _colwise(experiment):
-        style = linear.tp
-        assert isinstance(style, Colwise), "only these are asked"
-        if style.units == 0 or style in said or style.divides(degree):
+    degree = parallelism.tp
+    for style in dict.fromkeys(style for _, style in _colwise(spec)):
+        if style.units == 0 or style.divides(degree):
             continue
-        said.add(style)
         works = [other for other in range(1, style.units * style.pieces + 1) if style.divides(other)]
-        remedy = f"parallelism.tp={listed(nearest_numbers(degree, works))}"
+        remedy = f"{FIELD}={listed(nearest_numbers(degree, works))}"
         if style.key:
             width = style.units * style.width
             remedy += f"; or {style.key}={listed(multiples_near(width, style.width * degree))}"
         yield Violation(FIELD, degree, f"{style.described} cannot be divided evenly among so many ranks", remedy)
 
 
-def words_are_enough(experiment: Experiment) -> Iterator[Violation]:
-    """Every rank has words of the vocabulary, the last one maybe fewer."""
-    words, degree = experiment.model.vocab_size, experiment.parallelism.tp
-    if _words_are_enough(words, degree):
-        return
-    works = [other for other in range(1, degree) if _words_are_enough(words, other)]
-    yield Violation(
-        FIELD,
-        degree,
-        f"the embedding's {words} rows are divided into parts of {-(-words // degree)}, which leaves ranks without any",
-        f"parallelism.tp={listed(nearest_numbers(degree, works))}",
-    )
+def vocabulary_divides(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
+    """Every rank has rows of the embedding, the last one maybe fewer."""
+    rows, degree = spec.vocab_size, parallelism.tp
+
+    def leaves_none_empty(degree: int) -> bool:
+        return (degree - 1) * -(-rows // degree) < rows
+
+    if not leaves_none_empty(degree):
+        works = [other for other in range(1, degree) if leaves_none_empty(other)]
+        reason = f"the embedding's {rows} rows are divided into parts of {-(-rows // degree)}, which leaves empty ranks"
+        yield Violation(FIELD, degree, reason, f"{FIELD}={listed(nearest_numbers(degree, works))}")
 
 
-def tokens_divide(experiment: Experiment) -> Iterator[Violation]:
-    """Under sequence parallelism every rank has as many tokens of each sequence."""
-    parallelism, seq_len = experiment.parallelism, experiment.training.seq_len
-    # How sequences are cut for context parallelism alone is told by its own rules.
-    chunks = chunks_of_a_sequence(experiment)
-    if not parallelism.sequence_parallel or seq_len % chunks or seq_len % (parallelism.cp * parallelism.tp) == 0:
+def tokens_divide(spec: ModelSpec, parallelism: ParallelismConfig, training: TrainingConfig) -> Iterator[Violation]:
+    """With sequence parallelism every rank has as many tokens of each sequence."""
+    cp, tp, seq_len = parallelism.cp, parallelism.tp, training.seq_len
+    chunks = sequence_chunks(parallelism)
+    # Indivisible chunks are reported by the rules about context parallelism.
+    if not parallelism.sequence_parallel or seq_len % chunks or seq_len % (cp * tp) == 0:
         return
-    among = f" and parallelism.cp={parallelism.cp}" if parallelism.cp > 1 else ""
-    nearest = multiples_near(seq_len, math.lcm(chunks, parallelism.cp * parallelism.tp))
-    yield Violation(
+    among = f" and parallelism.cp={cp}" if cp > 1 else ""
+    yield not_a_multiple(
         "training.seq_len",
         seq_len,
-        f"sequence parallelism cuts it into equal parts for parallelism.tp={parallelism.tp}{among}",
-        f"nearest: training.seq_len={listed(nearest)}; or parallelism.sequence_parallel=false",
+        math.lcm(chunks, cp * tp),
+        f"sequence parallelism cuts it into equal parts for parallelism.tp={tp}{among}",
+        "; or parallelism.sequence_parallel=false",
     )
 
 
-def rows_divide_twice(experiment: Experiment) -> Iterator[Violation]:
-    """A weight whose rows tensor parallelism has divided is sharded by rows again where that is even, else by columns,
-    where that is."""
-    model, parallelism = experiment.model, experiment.parallelism
-    shards = parallelism.dp_shard * parallelism.cp
-    if model.dim % shards == 0:
+def shards_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
+    """FSDP shards a column-parallel weight by its rows if that is even, else by its columns, if that is."""
+    cp, tp, dp_shard = parallelism.cp, parallelism.tp, parallelism.dp_shard
+    shards = dp_shard * cp
+    if spec.dim % shards == 0:
         return
-    rows = {"model.vocab_size": model.vocab_size}
-    for linear in _colwise(experiment):
-        if isinstance(linear.tp, Colwise) and linear.tp.units % parallelism.tp == 0:
-            rows[f"the rows of {linear.name}"] = linear.outputs
-    uneven = [f"{name} ({count})" for name, count in rows.items() if count % (parallelism.tp * shards)]
+    rows = {"model.vocab_size": spec.vocab_size}
+    rows |= {f"the rows of {linear.name}": linear.outputs for linear, style in _colwise(spec) if style.units % tp == 0}
+    uneven = [f"{name} ({count})" for name, count in rows.items() if count % (tp * shards)]
     if uneven:
         works = [
             degree
-            for degree in range(1, 2 * parallelism.dp_shard)
-            if model.dim % (degree * parallelism.cp) == 0
-            or all(count % (parallelism.tp * degree * parallelism.cp) == 0 for count in rows.values())
+            for degree in range(1, 2 * dp_shard)
+            if spec.dim % (degree * cp) == 0 or all(count % (tp * degree * cp) == 0 for count in rows.values())
         ]
         yield Violation(
             "parallelism.dp_shard",
-            parallelism.dp_shard,
-            f"with parallelism.tp={parallelism.tp}, weights are sharded evenly, by rows or by columns: {shards} shards "
-            f"divide neither {listed(uneven, 'and')} nor model.dim ({model.dim})",
-            f"parallelism.dp_shard={listed(nearest_numbers(parallelism.dp_shard, works))}"
+            dp_shard,
+            f"with parallelism.tp={tp}, weights are sharded evenly, by rows or by columns: {shards} shards divide "
+            f"neither {listed(uneven, 'and')} nor model.dim ({spec.dim})",
+            f"parallelism.dp_shard={listed(nearest_numbers(dp_shard, works))}"
             if works
             else "a parallelism.cp that divides model.dim",
         )
 
 
-def chunks_are_of_parts(experiment: Experiment) -> Iterator[Violation]:
-    """The loss in chunks takes each rank's own words."""
-    chunk = experiment.training.loss_chunk_tokens
-    if chunk is not None and not experiment.parallelism.loss_parallel:
+def chunked_loss_is_parallel(parallelism: ParallelismConfig, training: TrainingConfig) -> Iterator[Violation]:
+    """The chunked loss takes each rank's own part of the vocabulary."""
+    if training.loss_chunk_tokens is not None and not parallelism.loss_parallel:
         yield Violation(
             "training.loss_chunk_tokens",
-            chunk,
+            training.loss_chunk_tokens,
             "in chunks, tensor-parallel ranks compute the loss from their own parts of the vocabulary, and "
             "parallelism.loss_parallel is false",
             "parallelism.loss_parallel=true, or training.loss_chunk_tokens=null",
         )
 
 
-def overlap_is_compiled(experiment: Experiment) -> Iterator[Violation]:
-    """Async tensor parallelism is a pass of the compiler over symmetric memory."""
-    parallelism, compile_ = experiment.parallelism, experiment.compile
-    if not parallelism.async_tp:
-        return
-    reason = remedy = None
-    if parallelism.tp == 1:
-        reason, remedy = "there is nothing to overlap: parallelism.tp is 1", "parallelism.async_tp=false"
-    elif device_type(experiment.cluster) == "cpu":
-        reason = "it needs symmetric memory, which GPUs have and a CPU has not"
-        remedy = "parallelism.async_tp=false"
-    elif not compile_.compiles("blocks") or compile_.backend != "inductor":
-        reason = "the compiler does the overlapping, and inductor does not compile the blocks"
-        remedy = "compile=blocks compile.backend=inductor, or parallelism.async_tp=false"
-    elif not parallelism.sequence_parallel:
-        reason = "it overlaps the gathering and scattering of tokens, and parallelism.sequence_parallel is false"
-        remedy = "parallelism.sequence_parallel=true, or parallelism.async_tp=false"
-    if reason is not None and remedy is not None:
-        yield Violation("parallelism.async_tp", parallelism.async_tp, reason, remedy)
+def _colwise(spec: ModelSpec) -> list[tuple[LinearSpec, Colwise]]:
+    """Distinct column-parallel linears, with their sharding."""
+    linears = dict.fromkeys(linear for layer in spec.layers for linear in layer.linears)
+    return [(linear, linear.tp) for linear in linears if isinstance(linear.tp, Colwise)]
 
 
-def shared_matrices(experiment: Experiment) -> Iterator[Violation]:
-    """The rules of this file, where matrices are shared."""
-    yield from overlap_is_compiled(experiment)
-    if experiment.parallelism.tp == 1:
-        return
-    yield from blocks_can_be_divided(experiment)
-    if model_spec(experiment.model) is not None:
-        for rule in (units_divide, words_are_enough, tokens_divide, rows_divide_twice):
-            yield from rule(experiment)
-    yield from chunks_are_of_parts(experiment)
-
-
-def _colwise(experiment: Experiment) -> list[LinearSpec]:
-    spec = model_spec(experiment.model)
-    linears = dict.fromkeys(linear for layer in (() if spec is None else spec.layers) for linear in layer.linears)
-    return [linear for linear in linears if isinstance(linear.tp, Colwise)]
-
-
-def _words_are_enough(words: int, degree: int) -> bool:
-    return (degree - 1) * -(-words // degree) < words
-
-
-RULES = (shared_matrices,)
+RULES = (
+    *rules(async_tp_is_supported),
+    *rules(
+        model_describes_sharding,
+        units_divide,
+        vocabulary_divides,
+        tokens_divide,
+        shards_divide,
+        chunked_loss_is_parallel,
+        when=lambda parallelism: parallelism.tp > 1,
+    ),
+)

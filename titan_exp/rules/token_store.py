@@ -1,6 +1,6 @@
-"""Rules about token stores: that they are whole, belong together, and hold what the run asks of them.
+"""Token stores: complete, of one tokenizer, large enough.
 
-Sizes of all files are looked at here, once for a run, and not by every rank.
+File sizes are checked here, once for a run, and not by every rank.
 """
 
 from collections.abc import Iterator
@@ -9,19 +9,17 @@ from itertools import islice
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
-from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.paths.token_store_manifest import Manifest, read_manifest
+from titan_exp.rules.rule import rules
 
 _NAMED = 3
 
 
-def stores_are_whole(experiment: Experiment) -> Iterator[Violation]:
-    """Every store is there, complete, and of one tokenizer."""
-    data = experiment.data
-    if data.source != "tokens":
-        return
+def stores_are_complete(data: DataConfig) -> Iterator[Violation]:
+    """Every store exists, is complete, and all are of one tokenizer."""
     if not data.paths:
-        yield Violation("data.paths", (), "source tokens reads stores, and none is named", "data.paths='[stores/mine]'")
+        yield Violation("data.paths", (), "source tokens reads stores, and none is given", "data.paths='[stores/mine]'")
     manifests: list[Manifest] = []
     for path in data.paths:
         try:
@@ -32,7 +30,7 @@ def stores_are_whole(experiment: Experiment) -> Iterator[Violation]:
         damaged = list(islice(manifests[-1].damaged(), _NAMED))
         if damaged:
             words = "; ".join(f"{name}: {trouble}" for name, trouble in damaged)
-            remedy = f"titan-exp tokenize check={path} looks at all of it; then copy it, or make it, anew"
+            remedy = f"titan-exp tokenize check={path} checks all of it; then copy it, or make it, again"
             yield Violation("data.paths", path, f"this store is damaged: {words}", remedy)
     tokenizers = {manifest.tokenizer: manifest.path for manifest in manifests}
     if len(tokenizers) > 1:
@@ -40,34 +38,30 @@ def stores_are_whole(experiment: Experiment) -> Iterator[Violation]:
         yield Violation("data.paths", data.paths, f"the stores have different tokenizers: {made}", "stores of one")
 
 
-def stores_have_enough(experiment: Experiment) -> Iterator[Violation]:
-    """A row fits into each store, and there is something to evaluate on."""
-    data, row = experiment.data, experiment.training.seq_len + 1
-    manifests = list(_readable(data))
+def stores_are_large_enough(data: DataConfig, training: TrainingConfig) -> Iterator[Violation]:
+    """Each store has tokens for a row, and a validation split if the run evaluates."""
+    row, manifests = training.seq_len + 1, list(_readable(data))
     for manifest in manifests:
         if manifest.tokens["train"] < row:
             yield Violation(
                 "training.seq_len",
-                experiment.training.seq_len,
+                training.seq_len,
                 f"{manifest.path} has {manifest.tokens['train']} tokens to train on, and a row takes {row}",
                 f"at most training.seq_len={manifest.tokens['train'] - 1}, or a larger store",
             )
-    if experiment.training.evaluate_every and manifests:
+    if training.evaluate_every and manifests:
         without = [str(manifest.path) for manifest in manifests if manifest.tokens["validation"] < 2]
         if without:
             yield Violation(
                 "training.evaluate_every",
-                experiment.training.evaluate_every,
+                training.evaluate_every,
                 f"{listed(without, 'and')} was made without documents to evaluate on",
                 "training.evaluate_every=0; or titan-exp tokenize with a data.validation_fraction, into a new store",
             )
 
 
-def weights_fit(experiment: Experiment) -> Iterator[Violation]:
-    """There is a weight for each store, and each store is named once."""
-    data = experiment.data
-    if data.source != "tokens":
-        return
+def weights_fit(data: DataConfig) -> Iterator[Violation]:
+    """Each store has a weight, and is named once."""
     if data.weights and len(data.weights) != len(data.paths):
         yield Violation(
             "data.weights",
@@ -79,9 +73,8 @@ def weights_fit(experiment: Experiment) -> Iterator[Violation]:
         yield Violation("data.paths", data.paths, "a store is named twice", "name it once, with a larger weight")
 
 
-def store_says_the_rest(experiment: Experiment) -> Iterator[Violation]:
-    """Tokenizer and held-out documents were decided when a store was made."""
-    data = experiment.data
+def store_decides(data: DataConfig) -> Iterator[Violation]:
+    """A store fixes its tokenizer and its validation split."""
     if data.source == "tokens":
         if data.tokenizer != "store":
             reason = "the tokens in a store are those of the tokenizer that it was made with"
@@ -90,7 +83,7 @@ def store_says_the_rest(experiment: Experiment) -> Iterator[Violation]:
             yield Violation(
                 "data.validation_fraction",
                 data.validation_fraction,
-                "what is held out was decided when the store was made",
+                "the validation split was fixed when the store was made",
                 "data.validation_fraction=0 takes that; or titan-exp tokenize with this fraction, into a new store",
             )
         return
@@ -103,15 +96,15 @@ def store_says_the_rest(experiment: Experiment) -> Iterator[Violation]:
         yield Violation("data.weights", data.weights, reason, remedy)
 
 
-def preview_is_a_step(experiment: Experiment) -> Iterator[Violation]:
-    """The step to look at is one of the run's."""
-    step, steps = experiment.data.preview, experiment.training.steps
+def preview_is_a_step(data: DataConfig, training: TrainingConfig) -> Iterator[Violation]:
+    """The step to print is one of the run's."""
+    step, steps = data.preview, training.steps
     if step is not None and step > steps:
         yield Violation("data.preview", step, f"the run has {steps} steps", f"data.preview={steps}")
 
 
 def store_vocabulary(data: DataConfig) -> int | None:
-    """Tokens of the tokenizer that the stores were made with; None where no store can be read."""
+    """Vocabulary size of the stores' tokenizer; None if no store can be read."""
     return max((manifest.vocab_size for manifest in _readable(data)), default=None)
 
 
@@ -120,7 +113,14 @@ def _readable(data: DataConfig) -> Iterator[Manifest]:
         try:
             yield read_manifest(path)
         except UserError:
-            continue  # said by `stores_are_whole`
+            continue  # reported by `stores_are_complete`
 
 
-RULES = (stores_are_whole, stores_have_enough, weights_fit, store_says_the_rest, preview_is_a_step)
+def _reads_stores(data: DataConfig) -> bool:
+    return data.source == "tokens"
+
+
+RULES = (
+    *rules(stores_are_complete, stores_are_large_enough, weights_fit, when=_reads_stores),
+    *rules(store_decides, preview_is_a_step),
+)

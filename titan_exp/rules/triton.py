@@ -1,27 +1,31 @@
-"""Rules about our own Triton kernels: where they run, and what they take."""
+"""Triton kernels: device, optimizer and recipe that they support."""
 
 import importlib.util
 from collections.abc import Iterator
 
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import device_type
+from titan_exp.config.groups.optimizer import OptimizerConfig
+from titan_exp.config.groups.parallelism import ParallelismConfig
+from titan_exp.config.groups.quantization import QuantizationConfig
+from titan_exp.rules.rule import rules
 
-BOTH_WAYS = ("float8_tensorwise", "float8_rowwise")
-"""Recipes that use a matrix as it is and transposed, both times in float8."""
+DUAL_CAST_RECIPES = ("float8_tensorwise", "float8_rowwise")
+"""Recipes that use a matrix both as it is and transposed, each time in float8."""
 
 
-def one_pass_adamw(experiment: Experiment) -> Iterator[Violation]:
-    """The kernel that clips and updates in one pass."""
-    optimizer, field = experiment.optimizer, "optimizer.implementation"
+def fused_adamw_is_supported(
+    optimizer: OptimizerConfig, parallelism: ParallelismConfig, device: str
+) -> Iterator[Violation]:
+    """The kernel that clips and updates in one pass has what it needs."""
+    field = "optimizer.implementation"
     if optimizer.implementation != "triton":
         return
     if optimizer.name != "adamw":
         reason, remedy = f"it is a kernel of AdamW, and optimizer.name is {optimizer.name}", "optimizer.name=adamw"
-    elif (lacking := lacking_triton(experiment)) is not None:
-        reason, remedy = lacking
-    elif experiment.parallelism.cpu_offload:
-        reason = "it updates weights on the GPU, and parallelism.cpu_offload keeps them in the CPU's memory"
+    elif (missing := missing_triton(device)) is not None:
+        reason, remedy = missing
+    elif parallelism.cpu_offload:
+        reason = "it updates weights on the GPU, and parallelism.cpu_offload keeps them in CPU memory"
         remedy = "parallelism.cpu_offload=false"
     elif optimizer.state_precision not in ("fp32", "bf16"):
         reason = f"it keeps moments in fp32 or bf16, and optimizer.state_precision is {optimizer.state_precision}"
@@ -31,30 +35,30 @@ def one_pass_adamw(experiment: Experiment) -> Iterator[Violation]:
     yield Violation(field, "triton", reason, f"{field}=fused, or {remedy}" if remedy else f"{field}=fused")
 
 
-def casts_both_ways(experiment: Experiment) -> Iterator[Violation]:
-    """The kernel that casts to float8 as it is and transposed."""
-    config, field = experiment.quantization, "quantization.fused_casts"
-    if not config.fused_casts or config.recipe == "none":
+def dual_cast_is_supported(quantization: QuantizationConfig, device: str) -> Iterator[Violation]:
+    """The kernel that casts a matrix and its transpose to float8 in one pass has what it needs."""
+    field = "quantization.fused_casts"
+    if not quantization.fused_casts or quantization.recipe == "none":
         return
-    if config.recipe not in BOTH_WAYS:
-        reason = f"{config.recipe} does not use a matrix both as it is and transposed, or not in this format"
-        remedy = f"quantization={BOTH_WAYS[0]} or {BOTH_WAYS[1]}"
-    elif (lacking := lacking_triton(experiment)) is not None:
-        reason, remedy = lacking
-    elif config.emulate is True:
-        reason, remedy = "quantization.emulate is true, and what is emulated is cast by torch", "emulate=auto"
+    if quantization.recipe not in DUAL_CAST_RECIPES:
+        reason = f"{quantization.recipe} does not use a matrix and its transpose both in float8"
+        remedy = f"quantization={DUAL_CAST_RECIPES[0]} or {DUAL_CAST_RECIPES[1]}"
+    elif (missing := missing_triton(device)) is not None:
+        reason, remedy = missing
+    elif quantization.emulate is True:
+        reason, remedy = "quantization.emulate is true, and emulation casts with torch", "emulate=auto"
     else:
         return
     yield Violation(field, True, reason, f"{field}=false, or {remedy}" if remedy else f"{field}=false")
 
 
-def lacking_triton(experiment: Experiment) -> tuple[str, str] | None:
-    """Why a kernel of ours cannot run, and what would help, which may be nothing; None where it can."""
-    if device_type(experiment.cluster) != "cuda":
-        return "Triton's kernels run on GPUs, and this run is on a CPU", ""
+def missing_triton(device: str) -> tuple[str, str] | None:
+    """Reason why a Triton kernel cannot run, and a remedy, which may be empty; None if it can."""
+    if device != "cuda":
+        return "Triton kernels run on GPUs, and this run is on a CPU", ""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed; torch for CUDA brings it", "pip install triton"
     return None
 
 
-RULES = (one_pass_adamw, casts_both_ways)
+RULES = rules(fused_adamw_is_supported, dual_cast_is_supported)

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import pipeline_microbatches, reshard_policy
-from titan_exp.config.layout.pipeline_stages import pipeline_splits_backward, stage_layers, stage_placement
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import timeline
 from titan_exp.models.build import (
     build_model,
@@ -37,16 +36,19 @@ class BuiltModel:
     """A parallel model with its initial weights, and what is known of the whole of it.
 
     Args:
-        experiment: the run, its layout resolved.
-        mesh: where this process stands among all of them.
-        pretending: within it parameters get their memory, and no values; None makes real ones.
+        fake_mode: context in which parameters get memory and no values; None makes real ones.
 
     Raises:
         UserError: a dotted name cannot be imported; a module that is named does not exist.
     """
 
     def __init__(
-        self, experiment: Experiment, mesh: Mesh, *, fake_mode: AbstractContextManager[Any] | None = None
+        self,
+        experiment: Experiment,
+        layout: ResolvedLayout,
+        mesh: Mesh,
+        *,
+        fake_mode: AbstractContextManager[Any] | None = None,
     ) -> None:
         backend = choose_attention_backend(
             experiment.model,
@@ -79,24 +81,27 @@ class BuiltModel:
         )
         if recipe is not None:
             get_logger().info("quantization: %s", recipe)
+        make_real = functools.partial(
+            _make_real, build=build, experiment=experiment, layout=layout, mesh=mesh, fake_mode=fake_mode
+        )
         if mesh.pp_group is None:
-            _make_real(model, build, experiment, mesh, fake_mode)
+            make_real(model)
         else:
-            self.pipeline = _build_pipeline(model, build, experiment, mesh, fake_mode)
+            self.pipeline = _build_pipeline(model, build, make_real, layout, mesh)
 
 
 def _build_pipeline(
     whole: nn.Module,
     build: Callable[[], nn.Module],
-    experiment: Experiment,
+    make_real: Callable[[nn.Module], None],
+    layout: ResolvedLayout,
     mesh: Mesh,
-    fake_mode: AbstractContextManager[Any] | None,
 ) -> Pipeline:
-    parallelism = experiment.parallelism
-    layers, placement = stage_layers(experiment), stage_placement(experiment)
-    microbatches, last = pipeline_microbatches(experiment), len(layers) - 1
+    parallelism = layout.parallelism
+    layers, placement = layout.stage_layers, layout.stage_placement
+    microbatches, last = layout.pipeline_microbatches, len(layers) - 1
     assert mesh.pp_group is not None, "there is a pipeline"
-    if pipeline_splits_backward(parallelism):
+    if layout.splits_backward:
         keep_compiled_buffers()
     stages, shared = [], shared_parameters(whole)
     for number, rank in enumerate(placement):
@@ -105,7 +110,7 @@ def _build_pipeline(
         with torch.device("meta"):
             module = build()
         prune_to_stage(module, layers[number], first=number == 0, last=number == last)
-        _make_real(module, build, experiment, mesh, fake_mode)
+        make_real(module)
         stages.append(
             Stage(
                 number,
@@ -115,7 +120,7 @@ def _build_pipeline(
                 copied=shared if number == last else (),
             )
         )
-    counts, activation = [len(its) for its in layers], ActivationSpec.of(experiment, mesh.device)
+    counts = layout.layer_counts
     orders = build_schedule(parallelism.pp_schedule, parallelism.pp, len(layers), microbatches)
     get_logger().info(
         "pipeline: %s, %d stages of %s layers, %d micro-batches of %d sequences, bubble %.0f %%",
@@ -123,31 +128,33 @@ def _build_pipeline(
         len(layers),
         ", ".join(map(str, counts if len(set(counts)) > 1 else counts[:1])),
         microbatches,
-        activation.shape[0],
+        layout.micro_batch_size,
         100 * timeline(orders).bubble,
     )
     return Pipeline(
         stages,
         orders,
         placement,
-        P2PTransport(mesh.pp_group, activation),
-        keep_gathered=reshard_policy(parallelism) == "never",
+        P2PTransport(mesh.pp_group, ActivationSpec.of(layout, mesh.device)),
+        keep_gathered=layout.reshard_policy == "never",
     )
 
 
 def _make_real(
     module: nn.Module,
+    *,
     build: Callable[[], nn.Module],
     experiment: Experiment,
+    layout: ResolvedLayout,
     mesh: Mesh,
     fake_mode: AbstractContextManager[Any] | None,
 ) -> None:
     """Make a whole model, or a stage of one, parallel, and give it its initial weights."""
     table = init_specs(module)
     quantize(module, experiment.quantization, layers=experiment.model.layers, device=mesh.device)
-    parallelize(module, experiment, mesh)
+    parallelize(module, mesh, layout, experiment.activation_checkpoint, experiment.compile)
     with fake_mode or nullcontext():
-        materialize_parameters(module, mesh.device, cpu_offload=experiment.parallelism.cpu_offload)
+        materialize_parameters(module, mesh.device, cpu_offload=layout.parallelism.cpu_offload)
     if experiment.quantization.float8_all_gather:
         from titan_exp.quantization.float8_all_gather import float8_all_gather_format
 

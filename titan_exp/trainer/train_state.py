@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.optim.build import build_optimizer
 from titan_exp.parallel.mesh import Mesh, build_mesh
 from titan_exp.parallel.tensor_parallel.apply import vocab_shard
@@ -34,20 +35,22 @@ class TrainState:
 
 
 def assemble(
-    experiment: Experiment, device: torch.device, *, fake_mode: AbstractContextManager[Any] | None = None
+    experiment: Experiment,
+    layout: ResolvedLayout,
+    device: torch.device,
+    *,
+    fake_mode: AbstractContextManager[Any] | None = None,
 ) -> TrainState:
     """Build everything that `train_step` takes but the batches.
 
     Args:
-        experiment: the run, its layout resolved.
-        device: this process's device.
-        pretending: within it parameters get their memory, and no values.
+        fake_mode: context in which parameters get memory and no values; None makes real ones.
 
     Raises:
         UserError: a dotted name cannot be imported; a module that is named does not exist.
     """
-    mesh = build_mesh(experiment.parallelism, device)
-    built = BuiltModel(experiment, mesh, fake_mode=fake_mode)
+    mesh = build_mesh(layout.parallelism, device)
+    built = BuiltModel(experiment, layout, mesh, fake_mode=fake_mode)
     divided = experiment.parallelism.loss_parallel
     words = vocab_shard(mesh, experiment.model.vocab_size) if divided else None
     token_loss = TokenLoss.of(experiment.training, experiment.compile, words)

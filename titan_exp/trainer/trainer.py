@@ -16,7 +16,7 @@ from titan_exp.checkpoint.remote.remote_run import RemoteRun
 from titan_exp.checkpoint.state_dict import WEIGHTS_ONLY_KEY
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import gradient_accumulation, micro_batch_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.paths.checkpoint_paths import huggingface_folder
 from titan_exp.config.schema.config_diff import differences
 from titan_exp.config.schema.typed_config import to_dict
@@ -57,12 +57,12 @@ class Trainer:
     """
 
     def __init__(self, experiment: Experiment, folder: RunFolder, device: torch.device) -> None:
-        training = experiment.training
+        training, layout = experiment.training, ResolvedLayout.of(experiment)
         self.experiment, self.folder = experiment, folder
         set_deterministic(training.deterministic)
         watched: dict[str, Any] = {"rank": dist.get_rank(), "device": device}
         self.memory = MemorySnapshot(experiment.profiling.memory_step, folder.traces, **watched)
-        parts = assemble(experiment, device)
+        parts = assemble(experiment, layout, device)
         note_slower(experiment)
         self.mesh, built, self.optimizer = parts.mesh, parts.built, parts.optimizer
         self.model: Model = parts.model
@@ -70,21 +70,23 @@ class Trainer:
         shares: dict[str, Any] = {
             "dp_rank": self.mesh.dp_rank,
             "dp_degree": self.mesh.dp_degree,
-            "micro_batch_size": micro_batch_size(experiment),
+            "micro_batch_size": layout.micro_batch_size,
         }
         seed, pin_memory = experiment.experiment.seed, device.type == "cuda"
         self.loader = TrainLoader(experiment.data, training, seed, **shares, pin_memory=pin_memory)
         self.validation = (
             ValidationLoader(experiment.data, training.seq_len, **shares) if training.evaluate_every else None
         )
-        self.accumulation = gradient_accumulation(experiment)
+        self.accumulation = layout.gradient_accumulation
         remote = experiment.checkpoint.remote
         self.checkpointer = Checkpointer(
             experiment.checkpoint,
             folder.checkpoints,
             remote=None if remote is None else RemoteRun(remote, experiment.experiment.name, folder.path.name),
         )
-        self.exports = ShardedHFExporter(experiment, folder.export, self.mesh)
+        self.exports = ShardedHFExporter(
+            experiment.checkpoint, experiment.model, experiment.data, folder.export, self.mesh
+        )
         self.step = self.tokens = 0
         self._restore()
         self.refresh_scales = self._weight_scales()

@@ -11,7 +11,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.paths.token_store_manifest import MANIFEST, Manifest, read_manifest
 from titan_exp.data.token_store.reader import TokenSplit
 from titan_exp.data.train_loader import TrainLoader
-from titan_exp.rules.token_store import stores_are_whole
+from titan_exp.rules.token_store import stores_are_complete
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_files_that_are_cut_or_missing_are_refused_before_a_run_and_while_it_rea
     second.unlink()
     size = store.splits["train"][0].tokens * 2
     run = over(store)
-    (violation,) = stores_are_whole(run)
+    (violation,) = stores_are_complete(run.data)
     assert f"{first.name}: it has {size - 2:,} bytes instead of {size:,}" in violation.reason
     assert f"{second.name}: it is missing" in violation.reason
     with pytest.raises(UserError, match="is damaged"):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.config.composing import experiment
-from titan_exp.config.layout.layout import resolve_layout
+from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
 from titan_exp.launch.run_plan import RunPlan
 from titan_exp.launch.slurm.script import Script, render

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -54,7 +54,7 @@ def export_weights(source: OpenCheckpoint, target: Path, export: ExportOptions) 
         UserError: the target exists, the disk has no room, or the format cannot hold the model.
     """
     if target.exists():
-        raise UserError(f"{target} exists. Name another place, or remove it first.")
+        raise UserError(f"{target} exists. Use another path, or remove it first.")
     mapped_format = _MAPPED_FORMATS.get(export.format)
     if mapped_format is not None and mapped_format not in checkpoint_formats(source.model):
         raise UserError(
@@ -73,7 +73,7 @@ def export_weights(source: OpenCheckpoint, target: Path, export: ExportOptions) 
         return tensor
 
     with _published(target, total) as partial:
-        _WRITERS[export.format](partial, source, specs, counted, export)
+        _write(partial, source, specs, counted, export)
     return total
 
 
@@ -102,72 +102,51 @@ def write_hf_metadata(
     name = str(dtype).removeprefix("torch.")
     _json(folder / "config.json", to_huggingface(model, dtype=name, special_tokens=special_tokens))
     _json(folder / "generation_config.json", generation_config(special_tokens))
+    _write_tokenizer(folder, model, tokenizer, special_tokens)
+
+
+def _write(
+    path: Path, source: OpenCheckpoint, specs: Sequence[TensorSpec], produce: TensorProducer, export: ExportOptions
+) -> None:
+    """Write the weights and their description in the requested format."""
+    weights = {spec.name: spec for spec in specs}
+    match export.format:
+        case "huggingface":
+            path.mkdir()
+            write_hf_metadata(path, source.model, specs[0].dtype, source.tokenizer, source.special_tokens)
+            write_safetensors(path, specs, produce, file_bytes=export.file_bytes)
+        case "llama":
+            path.mkdir()
+            _json(path / "params.json", to_params(source.model))
+            _write_description(path, source)
+            write_torch_file(path / "consolidated.00.pth", weights, produce)
+        case "torchtune":
+            path.mkdir()
+            _write_description(path, source)
+            write_torch_file(path / TORCHTUNE_FILE, weights, produce)
+        case "dcp":
+            write_dcp(path, specs, produce)
+            _write_description(path, source)
+        case _:
+            config = json.loads(json.dumps(to_json(source.model, source.special_tokens)))
+            write_torch_file(path, {"model": weights, "config": config}, produce)
+
+
+_MAPPED_FORMATS: dict[str, CheckpointFormat] = {name: name for name in get_args(CheckpointFormat)}
+
+
+def _write_description(folder: Path, source: OpenCheckpoint) -> None:
+    """Write `model.json` and the tokenizer."""
+    _json(folder / FILE, to_json(source.model, source.special_tokens))
+    _write_tokenizer(folder, source.model, source.tokenizer, source.special_tokens)
+
+
+def _write_tokenizer(
+    folder: Path, model: ModelConfig, tokenizer: str | None, special_tokens: Mapping[str, Any]
+) -> None:
     if tokenizer is not None:
         end_of_text = _end_of_text(tokenizer, special_tokens)
         write_tokenizer(tokenizer, folder, end_of_text=end_of_text, context=model.context)
-
-
-def _huggingface(
-    folder: Path, source: OpenCheckpoint, specs: Sequence[TensorSpec], produce: TensorProducer, export: ExportOptions
-) -> None:
-    folder.mkdir()
-    write_hf_metadata(folder, source.model, specs[0].dtype, source.tokenizer, source.special_tokens)
-    write_safetensors(folder, specs, produce, file_bytes=export.file_bytes)
-
-
-def _llama(
-    folder: Path, source: OpenCheckpoint, specs: Sequence[TensorSpec], produce: TensorProducer, export: ExportOptions
-) -> None:
-    folder.mkdir()
-    _json(folder / "params.json", to_params(source.model))
-    _json(folder / FILE, to_json(source.model, source.special_tokens))
-    _tokenizer(folder, source)
-    write_torch_file(folder / "consolidated.00.pth", {spec.name: spec for spec in specs}, produce)
-
-
-def _torchtune(
-    folder: Path, source: OpenCheckpoint, specs: Sequence[TensorSpec], produce: TensorProducer, export: ExportOptions
-) -> None:
-    folder.mkdir()
-    _json(folder / FILE, to_json(source.model, source.special_tokens))
-    _tokenizer(folder, source)
-    write_torch_file(folder / TORCHTUNE_FILE, {spec.name: spec for spec in specs}, produce)
-
-
-def _torch(
-    path: Path, source: OpenCheckpoint, specs: Sequence[TensorSpec], produce: TensorProducer, export: ExportOptions
-) -> None:
-    config = to_json(source.model, source.special_tokens)
-    write_torch_file(path, {"model": {spec.name: spec for spec in specs}, "config": _plain(config)}, produce)
-
-
-def _distributed(
-    folder: Path, source: OpenCheckpoint, specs: Sequence[TensorSpec], produce: TensorProducer, export: ExportOptions
-) -> None:
-    write_dcp(folder, specs, produce)
-    _json(folder / FILE, to_json(source.model, source.special_tokens))
-    _tokenizer(folder, source)
-
-
-_MAPPED_FORMATS: dict[str, CheckpointFormat] = {
-    "huggingface": "huggingface",
-    "llama": "llama",
-    "torchtune": "torchtune",
-}
-_WRITERS = {
-    "huggingface": _huggingface,
-    "llama": _llama,
-    "torchtune": _torchtune,
-    "torch": _torch,
-    "dcp": _distributed,
-}
-
-
-def _tokenizer(folder: Path, source: OpenCheckpoint) -> None:
-    if source.tokenizer is None:
-        return
-    end_of_text = _end_of_text(source.tokenizer, source.special_tokens)
-    write_tokenizer(source.tokenizer, folder, end_of_text=end_of_text, context=source.model.context)
 
 
 def _end_of_text(tokenizer: str, special_tokens: Mapping[str, Any]) -> str | None:
@@ -185,10 +164,6 @@ def _end_of_text(tokenizer: str, special_tokens: Mapping[str, Any]) -> str | Non
 
 def _json(path: Path, values: object) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
-
-
-def _plain(values: object) -> object:
-    return json.loads(json.dumps(values))
 
 
 @contextmanager

@@ -45,13 +45,13 @@ def load_hf_sharded(model: nn.Module, config: ModelConfig, folder: Path, exclude
             local(parameter).copy_(source.parameters.read(name, *window))
 
 
-def _check_shape(asked: ModelConfig, found: ModelConfig, folder: Path) -> None:
-    wanted = model_spec(asked)
+def _check_shape(config: ModelConfig, found: ModelConfig, folder: Path) -> None:
+    wanted = model_spec(config)
     assert wanted is not None, "a family with tensor names has a spec"
     differing = [
         Violation(f"model.{key}", value, f"the weights have {other}", f"model.{key}={other}")
-        for key, value in vars(asked).items()
-        if (other := getattr(found, key)) != value and _spec_with(asked, key, other).weights != wanted.weights
+        for key, value in vars(config).items()
+        if (other := getattr(found, key)) != value and _spec_with(config, key, other).weights != wanted.weights
     ]
     if differing:
         fitting = " ".join(model_overrides(found))

@@ -81,16 +81,16 @@ def open_checkpoint(path: Path, step: int = 0) -> OpenCheckpoint:
 
 
 def open_huggingface(folder: Path, architecture: str | None = None) -> OpenCheckpoint:
-    """The weights of a Hugging Face folder, read as an architecture; None is the one that config.json names.
+    """Open a Hugging Face folder as an architecture; None is the one named in config.json.
 
     Raises:
-        UserError: it is no Llama's, or incomplete, or damaged.
+        UserError: the architecture is unknown, or a file is missing or damaged.
     """
     try:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"{folder / 'config.json'} cannot be read: {error}") from error
-    model = _sound(from_huggingface(values, folder.absolute().name, architecture), folder)
+    model = _require_supported(from_huggingface(values, folder.absolute().name, architecture), folder)
     if not any(folder.glob("*.safetensors")):
         raise UserError(
             f"{folder} holds config.json and no *.safetensors. Older files (pytorch_model.bin) become safetensors by "
@@ -132,7 +132,7 @@ def _open_dcp(path: Path) -> OpenCheckpoint:
         raise UserError(f"{path} is a DCP checkpoint without a model: no key begins with 'model.'.")
     described, run_config = path / FILE, path.parent.parent / "config.yaml"
     if described.is_file():
-        model, special = from_json(json.loads(described.read_text(encoding="utf-8")), str(described))
+        model, special = _described_model(path)
         tokenizer = _tokenizer_in(path)
     elif run_config.is_file():
         experiment = load_experiment(run_config)
@@ -150,20 +150,16 @@ def _open_dcp(path: Path) -> OpenCheckpoint:
 
 def _open_meta(folder: Path) -> OpenCheckpoint:
     # Our own model.json holds more than Meta's params.json.
-    described, special = folder / FILE, {}
-    known = None
-    if described.is_file():
-        known, special = from_json(json.loads(described.read_text(encoding="utf-8")), str(described))
+    known, special = _described_model(folder) if (folder / FILE).is_file() else (None, {})
     model, store = open_consolidated(folder, known)
-    model = _sound(model, folder)
+    model = _require_supported(model, folder)
     # A head equal to the embedding is tied.
     parameters = _mapped(store, model, "llama", folder, {IGNORED, META.head})
     return OpenCheckpoint(folder, "llama", model, parameters, _tokenizer_in(folder), special)
 
 
 def _open_torchtune(folder: Path) -> OpenCheckpoint:
-    described = folder / FILE
-    model, special = from_json(json.loads(described.read_text(encoding="utf-8")), str(described))
+    model, special = _described_model(folder)
     store = TorchFileReader(torch_load_safely(folder / TORCHTUNE_FILE))
     parameters = _mapped(store, model, "torchtune", folder, set())
     return OpenCheckpoint(folder, "torchtune", model, parameters, _tokenizer_in(folder), special)
@@ -188,21 +184,28 @@ def _open_torch_file(path: Path) -> OpenCheckpoint:
 
 
 def _mapped(
-    store: TensorReader, model: ModelConfig, dialect: CheckpointFormat, path: Path, extra: set[str]
+    store: TensorReader, model: ModelConfig, mapped_format: CheckpointFormat, path: Path, extra: set[str]
 ) -> ImportReader:
-    if dialect not in checkpoint_formats(model):
-        raise UserError(f"{path}: the architecture {model.architecture} has no tensor names in the format {dialect}.")
-    row_map = state_dict_map(model, dialect)
+    if mapped_format not in checkpoint_formats(model):
+        raise UserError(
+            f"{path}: the architecture {model.architecture} has no tensor names in the format {mapped_format}."
+        )
+    row_map = state_dict_map(model, mapped_format)
     wanted = {name: shape for name, shape in row_map.their_shapes.items() if name not in row_map.copies}
     check_tensors(store.shapes, wanted, where=str(path), optional=row_map.optional | extra)
     return ImportReader(store, row_map)
 
 
-def _sound(model: ModelConfig, path: Path) -> ModelConfig:
+def _require_supported(model: ModelConfig, path: Path) -> ModelConfig:
     violations = list(family_violations(model))
     if violations:
         raise UserError(f"{path} holds a model that cannot be computed here.", violations)
     return model
+
+
+def _described_model(folder: Path) -> tuple[ModelConfig, Mapping[str, Any]]:
+    """Model and special tokens of a converted checkpoint's `model.json`."""
+    return from_json(json.loads((folder / FILE).read_text(encoding="utf-8")), str(folder / FILE))
 
 
 def _tokenizer_in(folder: Path) -> str | None:

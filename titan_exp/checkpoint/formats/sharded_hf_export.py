@@ -24,13 +24,15 @@ from titan_exp.checkpoint.formats.safetensors import (
     tensor_locations,
 )
 from titan_exp.checkpoint.state_dict import MODEL_PREFIX, model_state_dict
-from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.checkpoint import CheckpointConfig
+from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.model import ModelConfig
 from titan_exp.models.convert.checkpoint_formats import state_dict_map
 from titan_exp.models.convert.state_dict_map import StateDictMap
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.meta_init import local, local_shard
 from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.run_folder.atomic_write import sync_folder
+from titan_exp.tracking.run_folder.atomic_write import sync_all, sync_folder
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 """Dtypes of `checkpoint.export`."""
@@ -41,9 +43,18 @@ FILE_BYTES = 5e9
 class ShardedHFExporter:
     """Exports of one run into its `export/` folder `path`; all ranks call `write` together."""
 
-    def __init__(self, experiment: Experiment, path: Path, mesh: Mesh, *, file_bytes: float = FILE_BYTES) -> None:
-        self._experiment, self._path, self._mesh, self._file_bytes = experiment, path, mesh, file_bytes
-        self._config = experiment.checkpoint
+    def __init__(
+        self,
+        config: CheckpointConfig,
+        model: ModelConfig,
+        data: DataConfig,
+        path: Path,
+        mesh: Mesh,
+        *,
+        file_bytes: float = FILE_BYTES,
+    ) -> None:
+        self._config, self._model, self._data = config, model, data
+        self._path, self._mesh, self._file_bytes = path, mesh, file_bytes
         self._leader = dist.get_rank() == 0
         if self._leader:
             for stale in path.glob("*.partial"):
@@ -67,7 +78,7 @@ class ShardedHFExporter:
         if self._config.export == "none" or self._exists(target):
             return True
         partial = target.with_name(f"{target.name}.partial")
-        row_map, dtype = state_dict_map(self._experiment.model, "huggingface"), DTYPES[self._config.export]
+        row_map, dtype = state_dict_map(self._model, "huggingface"), DTYPES[self._config.export]
         specs = [TensorSpec(name, tuple(shape), dtype) for name, shape in row_map.their_shapes.items()]
         written = (
             self._all_succeed(lambda: self._preallocate(partial, specs, dtype) if self._leader else None)
@@ -90,8 +101,8 @@ class ShardedHFExporter:
         """Write everything but the tensors."""
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        tokenizer, special = run_tokenizer(self._experiment.data)
-        write_hf_metadata(partial, self._experiment.model, dtype, tokenizer, special)
+        tokenizer, special = run_tokenizer(self._data)
+        write_hf_metadata(partial, self._model, dtype, tokenizer, special)
         preallocate_safetensors(partial, specs, file_bytes=self._file_bytes)
 
     def _write_shards(
@@ -110,10 +121,7 @@ class ShardedHFExporter:
                     writer.write(files, key.removeprefix(MODEL_PREFIX), tensor)
 
     def _publish(self, partial: Path, target: Path) -> None:
-        for file in partial.iterdir():
-            with file.open("rb") as written:
-                os.fsync(written.fileno())
-        sync_folder(partial)
+        sync_all(partial)
         os.rename(partial, target)
         sync_folder(target.parent)
 
@@ -176,8 +184,8 @@ class _OffsetFiles:
 class _RowWriter:
     """Writes rows of our parameters to their locations."""
 
-    def __init__(self, row_map: StateDictMap, where: Mapping[str, TensorLocation], dtype: torch.dtype) -> None:
-        self._map, self._where, self._dtype = row_map, where, dtype
+    def __init__(self, row_map: StateDictMap, locations: Mapping[str, TensorLocation], dtype: torch.dtype) -> None:
+        self._map, self._locations, self._dtype = row_map, locations, dtype
 
     def write(self, files: _OffsetFiles, name: str, tensor: Tensor) -> None:
         """Write this rank's shard of a parameter."""
@@ -188,11 +196,11 @@ class _RowWriter:
         width, columns, column = (part.shape[1], part.size[1], part.start[1]) if len(part.shape) > 1 else (1, 1, 0)
         data, item, first = held.view(torch.uint8).numpy(), self._dtype.itemsize, part.start[0]
         for run in self._map.of(name, first, first + part.size[0]):
-            place, rows = self._where[run.name], data[run.start - first : run.start - first + run.rows]
-            begin = place.begin + column * item
+            location, rows = self._locations[run.name], data[run.start - first : run.start - first + run.rows]
+            begin = location.begin + column * item
             if columns == width and run.step == 1:
-                files.write(place.file, begin + run.first * width * item, rows.reshape(-1).data)
+                files.write(location.file, begin + run.first * width * item, rows.reshape(-1).data)
                 continue
             for number, row in enumerate(rows):
                 at = run.first + number * run.step
-                files.write(place.file, begin + at * width * item, row.data)
+                files.write(location.file, begin + at * width * item, row.data)

@@ -91,17 +91,17 @@ def _largest(state: Mapping[str, Any]) -> int:
 
 
 def _blank(
-    state: Mapping[str, Any], place: str, keys: tuple[str, ...], specs: list[tuple[tuple[str, ...], TensorSpec]]
+    state: Mapping[str, Any], backing_file: str, keys: tuple[str, ...], specs: list[tuple[tuple[str, ...], TensorSpec]]
 ) -> dict[str, Any]:
     """Copy of the dictionaries with blank tensors; `specs` collects the keys of each."""
     built: dict[str, Any] = {}
     for key, value in state.items():
         if isinstance(value, Mapping):
-            built[key] = _blank(value, place, (*keys, key), specs)
+            built[key] = _blank(value, backing_file, (*keys, key), specs)
         elif isinstance(value, TensorSpec):
             specs.append(((*keys, key), value))
             size = torch.Size(value.shape).numel()
-            built[key] = torch.from_file(place, shared=True, size=size, dtype=value.dtype).view(value.shape)
+            built[key] = torch.from_file(backing_file, shared=True, size=size, dtype=value.dtype).view(value.shape)
         else:
             built[key] = value
     return built

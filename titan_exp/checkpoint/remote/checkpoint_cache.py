@@ -36,26 +36,26 @@ _UPLOADED_LAST = ("config.json", "params.json", "model.json", ".metadata", CHECK
 """Files without which a folder is no checkpoint, in the order in which they are uploaded."""
 
 
-def local_copy(place: str, *, cache: Path = CACHE, step: int = 0) -> Path:
-    """Return a local path: `place` itself if it is a path, else a cached download of the URL.
+def local_copy(path_or_url: str, *, cache: Path = CACHE, step: int = 0) -> Path:
+    """Return a local path: `path_or_url` itself if it is a path, else a cached download of the URL.
 
     In a job of several ranks, all ranks call it together.
 
     Args:
-        place: path or URL of a run, a checkpoint, or weights in another format.
+        path_or_url: path or URL of a run, a checkpoint, or weights in another format.
         cache: download folder, visible to all ranks.
         step: checkpoint of a run; 0 is the newest.
 
     Raises:
         UserError: the URL cannot be reached or holds no checkpoint, a file is damaged, or the disk is full.
     """
-    if not is_url(place):
-        return Path(place).expanduser()
+    if not is_url(path_or_url):
+        return Path(path_or_url).expanduser()
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world > 1:
-        return _download_on_ranks(place, cache, step, world)
-    manifest = _find_checkpoint(place, step)
-    with byte_progress(f"fetching {place}") as progress:
+        return _download_on_ranks(path_or_url, cache, step, world)
+    manifest = _find_checkpoint(path_or_url, step)
+    with byte_progress(f"fetching {path_or_url}") as progress:
         failure = _download(manifest, cache, list(manifest.files), progress)
     if failure is not None:
         raise UserError(failure)
@@ -63,23 +63,23 @@ def local_copy(place: str, *, cache: Path = CACHE, step: int = 0) -> Path:
 
 
 @contextlib.contextmanager
-def staged_upload(place: str, *, cache: Path = CACHE) -> Iterator[Path]:
-    """A local path to write weights to in the block; if `place` is a URL, they are uploaded afterwards.
+def staged_upload(path_or_url: str, *, cache: Path = CACHE) -> Iterator[Path]:
+    """A local path to write weights to in the block; if `path_or_url` is a URL, they are uploaded afterwards.
 
     Files that make a folder a checkpoint are uploaded last, so that a partial upload is none. Until then the weights
     are in the cache, which needs room for all of them.
 
     Raises:
-        UserError: the place exists already or cannot be written to.
+        UserError: the URL exists already or cannot be written to.
     """
-    if not is_url(place):
-        yield Path(place).expanduser()
+    if not is_url(path_or_url):
+        yield Path(path_or_url).expanduser()
         return
-    remote = RemoteFolder(place)
+    remote = RemoteFolder(path_or_url)
     with _as_user_error():
         listing = remote.listing()
         if listing.files or listing.folders or remote.stat() is not None:
-            raise UserError(f"{place} exists. Name another place, or remove it first.")
+            raise UserError(f"{path_or_url} exists. Use another URL, or remove it first.")
     try:
         cache.mkdir(parents=True, exist_ok=True)
         folder = tempfile.TemporaryDirectory(prefix="outgoing-", dir=cache)
@@ -88,7 +88,7 @@ def staged_upload(place: str, *, cache: Path = CACHE) -> Iterator[Path]:
     with folder as temporary:
         target = Path(temporary) / remote.url.rpartition("/")[2]
         yield target
-        with _as_user_error(), byte_progress(f"uploading to {place}") as progress:
+        with _as_user_error(), byte_progress(f"uploading to {path_or_url}") as progress:
             if target.is_file():
                 remote.upload(target)
                 return
@@ -119,8 +119,8 @@ class _Manifest:
         return sum(file.size for _, file in self.files.values())
 
 
-def _find_checkpoint(place: str, step: int) -> _Manifest:
-    remote = RemoteFolder(place)
+def _find_checkpoint(path_or_url: str, step: int) -> _Manifest:
+    remote = RemoteFolder(path_or_url)
     name = remote.url.rpartition("/")[2]
     root = hashlib.sha256(remote.url.encode()).hexdigest()[:16]
     with _as_user_error():
@@ -134,15 +134,15 @@ def _find_checkpoint(place: str, step: int) -> _Manifest:
         if CONFIG in listing.files and (steps or prefix):
             return _run_manifest(remote, root, prefix, steps, step)
         if step:
-            raise UserError(f"step={step}: only a run has several checkpoints, and {place} is not a run.")
+            raise UserError(f"step={step}: only a run has several checkpoints, and {path_or_url} is not a run.")
         if CHECKSUMS_FILE in listing.files:
             parent = RemoteFolder(remote.url.rpartition("/")[0])
             return _step_manifest(remote, "", parent, root, name)
         if COMPLETE_NAME.fullmatch(name) and listing.files:
-            raise UserError(f"{place} is no complete checkpoint: {CHECKSUMS_FILE}, uploaded last, is missing.")
+            raise UserError(f"{path_or_url} is no complete checkpoint: {CHECKSUMS_FILE}, uploaded last, is missing.")
         files = _files_to_download(remote, listing.files)
     if not files:
-        raise UserError(f"{place} holds no checkpoint, or does not exist.")
+        raise UserError(f"{path_or_url} holds no checkpoint, or does not exist.")
     cached = {f"{root}/{name}/{file}": (file, entry) for file, entry in files.items()}
     return _Manifest(remote.url, f"{root}/{name}", cached)
 
@@ -201,19 +201,19 @@ def _files_to_download(remote: RemoteFolder, files: dict[str, RemoteFile]) -> di
     }
 
 
-def _download_on_ranks(place: str, cache: Path, step: int, world: int) -> Path:
+def _download_on_ranks(path_or_url: str, cache: Path, step: int, world: int) -> Path:
     group, rank = new_cpu_group(), dist.get_rank()
     found: list[_Manifest | str | None] = [None]
     if rank == 0:
         try:
-            found[0] = _find_checkpoint(place, step)
+            found[0] = _find_checkpoint(path_or_url, step)
         except UserError as error:
             found[0] = str(error)
     dist.broadcast_object_list(found, src=0, group=group)
     manifest = found[0]
     if not isinstance(manifest, _Manifest):
         raise UserError(str(manifest))
-    get_logger().info("fetching %s from %s, unless it is in the cache", decimal(manifest.bytes), place)
+    get_logger().info("fetching %s from %s, unless it is in the cache", decimal(manifest.bytes), path_or_url)
     failures: list[str | None] = [None] * world
     failure = _download(manifest, cache, sorted(manifest.files)[rank::world])
     dist.all_gather_object(failures, failure, group=group)

@@ -78,7 +78,7 @@ def _numbers(comparison: Comparison, series: Sequence[Any]) -> dict[str, Any]:
             {"label": row.label, "baseline": place == comparison.baseline} for place, row in enumerate(comparison.rows)
         ],
         "point": comparison.point.tokens,
-        "downsampled_curves": downsampled_curves(comparison),
+        "curves": downsampled_curves(comparison),
         "metrics": [_metric_numbers(comparison, place) for place in range(len(comparison.metrics))],
         "scaling": [
             {

@@ -85,3 +85,8 @@ class ParallelismConfig:
     """When a block frees its gathered parameters: after each forward pass, never before backward, or after each
     one but the last block's, which backward needs next. `auto` is all_but_last without a pipeline, and never with one,
     where a stage's parameters would be gathered anew for each micro-batch: they stay for the whole step."""
+
+    @property
+    def ulysses_degree(self) -> int:
+        """Neighbours among the ranks of a sequence that exchange heads for sequence."""
+        return self.cp if self.cp_method == "ulysses" else self.cp_ulysses

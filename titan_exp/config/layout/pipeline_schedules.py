@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from titan_exp.config.groups.parallelism import ParallelismConfig
+
 KINDS = ("F", "B", "I", "W")
 """Forward; backward; or backward in two: the gradient of the stage's input, and later those of its weights."""
 
@@ -126,6 +128,13 @@ def placement(schedule: ScheduleTraits, ranks: int, stages: int) -> list[int]:
     if schedule.v_shaped:
         return [*range(ranks), *reversed(range(ranks))]
     return [stage % ranks for stage in range(stages)]
+
+
+def takes(parallelism: ParallelismConfig, microbatches: int) -> bool:
+    """True if the configured schedule can be laid out for this number of micro-batches in one pass."""
+    if is_file(parallelism.pp_schedule):
+        return microbatches == microbatches_of(read_schedule(parallelism.pp_schedule))
+    return SCHEDULES[parallelism.pp_schedule].takes(microbatches, parallelism.pp)
 
 
 def splits_backward(orders: Schedule) -> bool:

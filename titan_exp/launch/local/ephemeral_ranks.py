@@ -8,7 +8,7 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.typed_config import to_yaml
 from titan_exp.launch.local.ranks import LocalRanks
 from titan_exp.launch.rank.child_env import environment
@@ -39,7 +39,9 @@ def run_on_ranks(main: str, experiment: Experiment, question: Any) -> Any:
         folder = RunFolder(scratch)
         write_atomically(folder.config, to_yaml(experiment), durable=False)
         write_atomically(folder.path / QUESTION, json.dumps(question), durable=False)
-        attempt = folder.add_attempt(world_size=world_size(experiment), hosts=[socket.gethostname()]).attempt
+        attempt = folder.add_attempt(
+            world_size=ResolvedLayout.of(experiment).world_size, hosts=[socket.gethostname()]
+        ).attempt
         folder.write_state(RunState("running", 0, time.time(), attempt, None))
         result = _run(main, experiment, folder, attempt)
         if result.exit_code == UserError.exit_code:

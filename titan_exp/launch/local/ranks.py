@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import psutil
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.launch.health.hang_report import REPORT_TIMEOUT, HangFiles
 from titan_exp.launch.rank.child_env import environment, rank_environment
 from titan_exp.launch.rank.main import run_rank
@@ -51,7 +51,7 @@ class LocalRanks:
 
     def __init__(self, experiment: Experiment, folder: RunFolder, attempt: int) -> None:
         self.folder, self.attempt = folder, attempt
-        self.world_size = world_size(experiment)
+        self.world_size = ResolvedLayout.of(experiment).world_size
         self.logs = folder.attempt_logs(attempt)
         self._hang = HangFiles(self.logs, self.world_size)
         self.job_id = ""

@@ -10,7 +10,8 @@ import psutil
 
 import titan_exp
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import device_type, world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine.devices import device_type
 from titan_exp.config.machine.local_machine import usable_cores
 from titan_exp.launch.rank.rank_env import ATTEMPT, IMPORT_PATH, LAUNCHER, VISIBLE_GPUS
 from titan_exp.launch.rank.rank_status import FALLBACK_FOLDER
@@ -25,7 +26,9 @@ def rank_environment(experiment: Experiment, attempt: int, rendezvous_folder: Pa
         meeting: a fresh folder on this machine's own disk, where ranks find each other. A file there cannot be taken
             by another job as a port can.
     """
-    threads = experiment.cluster.threads_per_process or max(1, usable_cores() // world_size(experiment))
+    threads = experiment.cluster.threads_per_process or max(
+        1, usable_cores() // ResolvedLayout.of(experiment).world_size
+    )
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
     return {
         "OMP_NUM_THREADS": str(threads),

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.layout.layout import world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.typed_config import load_experiment
 from titan_exp.launch.slurm.rendezvous import SlurmTask, join_rendezvous, publish_rendezvous
 from titan_exp.launch.state.close_attempt import close_dead_attempts
@@ -162,7 +162,7 @@ def _job_key() -> str:
 def _require_layout(folder: RunFolder, size: int, command: str) -> None:
     if not folder.config.exists():
         raise UserError(f"{folder.path} holds no config.yaml, so it is not a run. `titan-exp train` makes one.")
-    expected = world_size(load_experiment(folder.config))
+    expected = ResolvedLayout.of(load_experiment(folder.config)).world_size
     if size != expected:
         raise UserError(
             f"{folder.path} is laid out for {expected} process(es) and was started with {size}. "

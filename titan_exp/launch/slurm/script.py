@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from titan_exp.config.groups.cluster import ClusterConfig
-from titan_exp.config.layout.layout import device_type
+from titan_exp.config.machine.devices import device_type
 from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
 
 MARK = "titan_exp:"

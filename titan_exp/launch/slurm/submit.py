@@ -16,7 +16,7 @@ from pathlib import Path
 from submitit.core.utils import FailedJobError
 from submitit.slurm.slurm import SlurmExecutor
 
-from titan_exp.config.layout.layout import node_size, nodes_needed, world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
 from titan_exp.launch.rank.child_env import environment
 from titan_exp.launch.run_plan import RunPlan
@@ -43,9 +43,8 @@ class UncertainError(Exception):
 
 def resources_of(plan: RunPlan) -> Resources:
     """What a run asks for."""
-    world = world_size(plan.experiment)
-    cluster = plan.experiment.cluster
-    return Resources(cluster, nodes_needed(plan.experiment), min(world, node_size(cluster, world)))
+    layout = ResolvedLayout.of(plan.experiment)
+    return Resources(layout.cluster, layout.nodes, min(layout.world_size, layout.node_size))
 
 
 def grouped(plans: Sequence[RunPlan]) -> list[list[RunPlan]]:
@@ -113,7 +112,10 @@ class Batch:
         def intend(index: int) -> int:
             plan = self.plans[index]
             return plan.folder.add_attempt(
-                world_size=world_size(plan.experiment), hosts=(), launched_by="slurm", token=self.token_of(index)
+                world_size=ResolvedLayout.of(plan.experiment).world_size,
+                hosts=(),
+                launched_by="slurm",
+                token=self.token_of(index),
             ).attempt
 
         return thread_map(intend, range(len(self.plans)))

@@ -9,7 +9,7 @@ from hydra.core.override_parser.types import Override
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import standing_overrides
-from titan_exp.config.layout.layout import world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.study.points import baseline_of, chosen_size, narrowed, study_points
 from titan_exp.config.study.study import Study
 from titan_exp.launch.executor import executor_for
@@ -172,7 +172,7 @@ class StudySweep:
             seed=one.point.seed,
             run_id=one.plan.run_id,
             experiment_id=one.plan.experiment_id,
-            processes=world_size(experiment),
+            processes=ResolvedLayout.of(experiment).world_size,
             steps=experiment.training.steps,
             kind=experiment.cluster.kind,
             overrides=one.point.overrides,

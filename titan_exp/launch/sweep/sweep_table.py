@@ -7,7 +7,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from titan_exp.config.layout.layout import device_type, nodes_needed, world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine.devices import device_type
 from titan_exp.config.machine.time_limit import hours
 from titan_exp.launch.executor import Submission
 from titan_exp.launch.run_plan import RunPlan
@@ -52,7 +53,8 @@ def show_plan(sweep_plan: SweepPlan, study: StudySweep | None) -> None:
         same = labels[path] != one.point.label
         state = f"same run as {labels[path]}" if same else now[path].state
         row = [one.point.label, one.plan.run_id, one.plan.experiment_id, state]
-        row += [str(world_size(one.plan.experiment)), str(nodes_needed(one.plan.experiment))]
+        layout = ResolvedLayout.of(one.plan.experiment)
+        row += [str(layout.world_size), str(layout.nodes)]
         row += [predicted[path][name] for name in shown]
         value = gpu_hours[path]
         rows.append([*row, "-" if value is None else f"{value:,.1f}"] if with_hours else row)
@@ -160,7 +162,7 @@ def _gpu_hours(plan: RunPlan) -> float | None:
     cluster = plan.experiment.cluster
     if cluster.kind == "local" or cluster.time_limit is None or device_type(cluster) != "cuda":
         return None
-    return hours(cluster.time_limit) * world_size(plan.experiment)
+    return hours(cluster.time_limit) * ResolvedLayout.of(plan.experiment).world_size
 
 
 def _number(value: Value) -> str:

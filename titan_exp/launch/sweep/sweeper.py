@@ -11,7 +11,7 @@ from pathlib import Path
 from hydra.core.override_parser.types import Override
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import device_type
+from titan_exp.config.machine.devices import device_type
 from titan_exp.config.study.points import values_of
 from titan_exp.launch.executor import Submission, executor_for
 from titan_exp.launch.local.executor import LocalExecutor

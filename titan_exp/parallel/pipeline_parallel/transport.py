@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import micro_batch_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 
 
 @dataclass(frozen=True)
@@ -22,18 +21,10 @@ class ActivationSpec:
     """This rank's device."""
 
     @staticmethod
-    def of(experiment: Experiment, device: torch.device) -> "ActivationSpec":
-        """The spec of a run."""
-        parallelism = experiment.parallelism
-        tokens = (
-            experiment.training.seq_len // parallelism.cp // (parallelism.tp if parallelism.sequence_parallel else 1)
-        )
-        low = experiment.training.mixed_precision == "bf16"
-        return ActivationSpec(
-            (micro_batch_size(experiment), tokens, experiment.model.dim),
-            torch.bfloat16 if low else torch.float32,
-            device,
-        )
+    def of(layout: ResolvedLayout, device: torch.device) -> "ActivationSpec":
+        """The spec of a layout."""
+        dtype = torch.bfloat16 if layout.training.mixed_precision == "bf16" else torch.float32
+        return ActivationSpec(layout.hidden_shape, dtype, device)
 
 
 class P2PTransport:

@@ -1,8 +1,7 @@
 """Eligibility for extrapolation: are layers and micro-batches identical, and is it faster? Imports no torch."""
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import gradient_accumulation, pipeline_microbatches, reshard_policy
-from titan_exp.config.layout.pipeline_stages import layer_counts, pipeline_splits_backward
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec
 
 SAMPLED_LAYERS = 5
@@ -32,17 +31,16 @@ def unsupported_reason(experiment: Experiment) -> str | None:
         "parallelism.prefetch_blocks spans several layers": parallelism.prefetch_blocks > 1,
         "parallelism.cpu_offload": parallelism.cpu_offload,
     }
+    layout = ResolvedLayout.of(experiment)
     if parallelism.pp > 1:
         reasons |= {
-            f"{parallelism.pp_schedule} computes weight gradients of a whole stage at once": (
-                pipeline_splits_backward(parallelism)
-            ),
+            f"{parallelism.pp_schedule} computes weight gradients of a whole stage at once": (layout.splits_backward),
             "the first and the last stage share the tied embedding": spec is not None and spec.tied,
-            "parameters are gathered again for each micro-batch": reshard_policy(parallelism) != "never",
+            "parameters are gathered again for each micro-batch": layout.reshard_policy != "never",
             "a step has several passes through the pipeline": (
-                pipeline_microbatches(experiment) != gradient_accumulation(experiment)
+                layout.pipeline_microbatches != layout.gradient_accumulation
             ),
-            "a stage has no layers": min(layer_counts(experiment)) < 1,
+            "a stage has no layers": min(layout.layer_counts) < 1,
             "every stage reads document ids": experiment.data.document_mask,
         }
     return next((reason for reason, holds in reasons.items() if holds), None)
@@ -58,12 +56,13 @@ def recompute_modes(experiment: Experiment) -> tuple[list[str], list[int]]:
 
 def is_worthwhile(experiment: Experiment, ranks: int) -> bool:
     """True if extrapolating `ranks` pipeline ranks is faster than tracing them, by the number of block passes."""
-    ways, micro_batches = len(recompute_modes(experiment)[0]), gradient_accumulation(experiment)
+    layout = ResolvedLayout.of(experiment)
+    ways, micro_batches = len(recompute_modes(experiment)[0]), layout.gradient_accumulation
     layers = experiment.model.layers
     if experiment.parallelism.pp == 1:
         few = ways * SAMPLED_LAYERS * (1 + min(micro_batches, SAMPLED_MICRO_BATCHES))
         return layers >= SAMPLED_LAYERS and layers * (1 + micro_batches) > MIN_SPEEDUP * few
-    lone = len({count == 1 for count in layer_counts(experiment)})
+    lone = len({count == 1 for count in layout.layer_counts})
     per_rank = layers / experiment.parallelism.pp
     # Two passes in each of its steps.
     return ranks * per_rank * 2 * micro_batches > MIN_SPEEDUP * ways * lone * SAMPLED_BLOCKS * 4

@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import gradient_accumulation
-from titan_exp.config.layout.pipeline_stages import stage_layers
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.plan.extrapolate.allocation_events import EventComposer, OptimizerStepEvents, SampleEvents
 from titan_exp.plan.extrapolate.eligibility import recompute_modes
 from titan_exp.plan.extrapolate.events_no_pipeline import compose_no_pipeline, model_events
@@ -56,7 +55,7 @@ class TraceExtrapolator:
 
     def optimizer_step(self, pipeline_rank: int) -> OptimizerStepEvents:
         """Setup and optimizer steps of a rank with as many layers."""
-        stages, layers = stages_of(self.experiment, pipeline_rank), stage_layers(self.experiment)
+        stages, layers = stages_of(self.experiment, pipeline_rank), ResolvedLayout.of(self.experiment).stage_layers
         shape = tuple((stage.kind, len(stage.modes)) for stage in stages)
         if shape not in self._optimizer_steps:
             rank = pipeline_ranks(self.experiment)[pipeline_rank]
@@ -75,12 +74,15 @@ class TraceExtrapolator:
         self, pipeline_rank: int, optimizer_step: OptimizerStepEvents, simulation: ScheduleSimulation | None
     ) -> tuple[EventComposer, int]:
         if simulation is not None:
-            stages, layers = stages_of(self.experiment, pipeline_rank), stage_layers(self.experiment)
+            stages, layers = stages_of(self.experiment, pipeline_rank), ResolvedLayout.of(self.experiment).stage_layers
             return compose_stages(
                 self._stage_events, stages, layers, simulation, optimizer_step, workspace=self.matmul_workspace
             )
         _, modes = recompute_modes(self.experiment)
-        number, own = gradient_accumulation(self.experiment), self._traced().model_samples[0].batch_tensors
+        number, own = (
+            ResolvedLayout.of(self.experiment).gradient_accumulation,
+            self._traced().model_samples[0].batch_tensors,
+        )
         micro_batches, batches = min(number, MAX_MICRO_BATCHES), (number - 1) * own
         return compose_no_pipeline(
             self._model_events, modes, micro_batches, optimizer_step, batches=batches, workspace=self.matmul_workspace

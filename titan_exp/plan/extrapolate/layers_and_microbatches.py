@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import gradient_accumulation
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.plan.extrapolate.eligibility import SAMPLED_LAYERS, SAMPLED_MICRO_BATCHES
 from titan_exp.plan.extrapolate.optimizer_step import (
     OptimizerStep,
@@ -66,7 +66,12 @@ class ModelSample:
 
 def sample_model(experiment: Experiment, mode: str, *, cuda: bool, record_events: bool = False) -> ModelSample:
     """Trace a step of the run with few layers and micro-batches, all blocks in one activation checkpointing mode."""
-    small = small_run(experiment, SAMPLED_LAYERS, min(gradient_accumulation(experiment), SAMPLED_MICRO_BATCHES), mode)
+    small = small_run(
+        experiment,
+        SAMPLED_LAYERS,
+        min(ResolvedLayout.of(experiment).gradient_accumulation, SAMPLED_MICRO_BATCHES),
+        mode,
+    )
     tracker = SegmentTracker()
     with fake_rank(small, 0) as fake:
         trace_step(

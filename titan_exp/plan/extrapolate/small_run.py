@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import data_parallel_degree, micro_batch_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 
 
 def small_run(experiment: Experiment, layers: int, micro_batches: int, mode: str) -> Experiment:
     """The run with other numbers of layers and micro-batches, and one activation checkpointing mode."""
-    size = micro_batch_size(experiment)
-    batch = data_parallel_degree(experiment) * size * micro_batches
+    layout = ResolvedLayout.of(experiment)
+    size, batch = layout.micro_batch_size, layout.dp_degree * layout.micro_batch_size * micro_batches
     return replace(
         experiment,
         model=replace(experiment.model, layers=layers),

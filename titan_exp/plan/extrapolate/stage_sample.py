@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.pipeline_schedules import Action, Schedule
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.parallel.pipeline_parallel.transport import ActivationSpec
 from titan_exp.plan.extrapolate.schedule_simulation import KINDS, ScheduledAction, simulate_schedule
 from titan_exp.plan.extrapolate.small_run import small_pipeline
@@ -129,7 +130,7 @@ def sample_stages(
             # On CUDA the host sees late that a send is complete (`schedule_simulation`).
             sends_complete = not cuda and _sends_complete()
             sizes, event_segments = (
-                _sizes(tracker, ActivationSpec.of(small, DEVICE)),
+                _sizes(tracker, ActivationSpec.of(ResolvedLayout.of(small), DEVICE)),
                 tracker.event_segments() if record_events else [],
             )
     known = layers, base, buffers, batch, sizes, sends_complete

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.plan.extrapolate.optimizer_step import OptimizerStep, linear_combination, trace_optimizer_step
 from titan_exp.plan.extrapolate.schedule_simulation import ScheduleSimulation
 from titan_exp.plan.extrapolate.small_run import small_pipeline
@@ -57,7 +57,7 @@ def trace_stage_optimizer_steps(experiment: Experiment, *, cuda: bool) -> StageO
 
     def optimizer_step(rank: int, layers: tuple[int, ...]) -> OptimizerStep:
         small = small_pipeline(experiment, layers, 1, "none", degree=3, schedule="1F1B")
-        return trace_optimizer_step(small, rank * world_size(small) // 3, cuda=cuda)
+        return trace_optimizer_step(small, rank * ResolvedLayout.of(small).world_size // 3, cuda=cuda)
 
     first, one, last = (optimizer_step(rank, (1, 1, 1)) for rank in range(3))
     block = linear_combination([(-1, one), (1, optimizer_step(1, (1, 2, 1)))])

@@ -4,8 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import gradient_accumulation, pipeline_microbatches
-from titan_exp.config.layout.pipeline_stages import layer_counts, stage_layers, stage_placement
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 from titan_exp.plan.extrapolate.eligibility import SAMPLED_LAYERS, recompute_modes
 from titan_exp.plan.extrapolate.layers_and_microbatches import (
@@ -66,7 +65,7 @@ def trace_parts(experiment: Experiment, *, cuda: bool, record_events: bool = Fal
     if experiment.parallelism.pp == 1:
         whole = [sample_model(experiment, mode, cuda=cuda, record_events=record_events) for mode in modes]
         return TracedParts(whole, None if record_events else trace_optimizer_steps(experiment, cuda=cuda), {}, None)
-    lone = {count == 1 for count in layer_counts(experiment)}
+    lone = {count == 1 for count in ResolvedLayout.of(experiment).layer_counts}
     stages = {
         alone: [sample_stages(experiment, mode, lone=alone, cuda=cuda, record_events=record_events) for mode in modes]
         for alone in lone
@@ -82,7 +81,7 @@ def step_cost(
     if parts.stage_optimizer_steps is None:
         assert parts.model_optimizer_steps is not None, "one of them is there"
         optimizer_step = extrapolate_optimizer_step(parts.model_optimizer_steps, experiment.model.layers)
-        sample, batches = parts.model_samples[0], gradient_accumulation(experiment)
+        sample, batches = parts.model_samples[0], ResolvedLayout.of(experiment).gradient_accumulation
         base = (
             sample.base
             - extrapolate_optimizer_step(parts.model_optimizer_steps, SAMPLED_LAYERS).persistent
@@ -96,7 +95,7 @@ def step_cost(
         sample,
         parts.stage_optimizer_steps,
         stages,
-        pipeline_microbatches(experiment),
+        ResolvedLayout.of(experiment).pipeline_microbatches,
         shared=experiment.parallelism.cp > 1,
     )
     return _step_cost(base, segments, parts.stage_optimizer_steps.of(stages))
@@ -108,7 +107,7 @@ def step_segments(
     """Segments of a rank's step before the optimizer step; arguments as in `step_cost`."""
     if experiment.parallelism.pp == 1:
         _, of_block = recompute_modes(experiment)
-        return model_segments(parts.model_samples, of_block, gradient_accumulation(experiment))
+        return model_segments(parts.model_samples, of_block, ResolvedLayout.of(experiment).gradient_accumulation)
     simulation = simulation or simulate_rank(experiment, pipeline_rank, parts)
     stages = stages_of(experiment, pipeline_rank)
     by_number = {stage.number: stage for stage in stages}
@@ -122,15 +121,17 @@ def step_segments(
 
 def simulate_rank(experiment: Experiment, pipeline_rank: int, parts: TracedParts) -> ScheduleSimulation:
     """Simulate a rank's schedule."""
-    parallelism, placement = experiment.parallelism, stage_placement(experiment)
+    parallelism, layout = experiment.parallelism, ResolvedLayout.of(experiment)
+    placement = layout.stage_placement
     sample = next(iter(parts.stage_samples.values()))[0]
-    orders = build_schedule(parallelism.pp_schedule, parallelism.pp, len(placement), pipeline_microbatches(experiment))
+    orders = build_schedule(parallelism.pp_schedule, parallelism.pp, len(placement), layout.pipeline_microbatches)
     return simulate_schedule(orders, placement, pipeline_rank, passes=1, sends_complete=sample.sends_complete)
 
 
 def stages_of(experiment: Experiment, pipeline_rank: int) -> list[StageShape]:
     """The stages of a pipeline rank."""
-    layers, placement = stage_layers(experiment), stage_placement(experiment)
+    layout = ResolvedLayout.of(experiment)
+    layers, placement = layout.stage_layers, layout.stage_placement
     _, of_block = recompute_modes(experiment)
     kinds = [FIRST, *[MIDDLE] * (len(layers) - 2), LAST]
     return [

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import device_type, world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine.devices import device_type
 from titan_exp.plan.calibrated_constants import FITTED
 from titan_exp.plan.device_memory import DeviceMemory, device_memory_of
 from titan_exp.plan.gate.batch_predict import PredictionRequest, predict_many
@@ -73,7 +74,7 @@ def needed(experiment: Experiment, memory_check: MemoryCheck) -> int:
     prediction, device_memory = memory_check.prediction, memory_check.device_memory
     assert prediction is not None, "nothing is predicted"
     assert device_memory is not None, "nobody looked"
-    if device_memory.sharing < world_size(experiment) or device_memory.sharing == 1:
+    if device_memory.sharing < ResolvedLayout.of(experiment).world_size or device_memory.sharing == 1:
         # Which ranks come together is the scheduler's affair: none of them needs more than the largest.
         return device_memory.sharing * (prediction.largest.peak + device_memory.overhead)
     copies = device_memory.sharing // len(prediction.ranks)
@@ -119,7 +120,7 @@ def plan_record(memory_check: MemoryCheck) -> dict[str, Any] | None:
     }
     if prediction is None:
         return found
-    world = world_size(memory_check.experiment)
+    world = ResolvedLayout.of(memory_check.experiment).world_size
     speed = prediction.tokens_per_second_per_device
     return {
         **found,

@@ -13,9 +13,10 @@ from typing import Any
 
 import titan_exp
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import device_type, node_size, world_size
 from titan_exp.config.layout.parameter_count import has_known_state
 from titan_exp.config.layout.pipeline_schedules import is_file
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine.devices import device_type, node_size
 from titan_exp.config.schema.typed_config import to_dict
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.plan.cuda.devices import Device
@@ -59,7 +60,7 @@ def prediction_inputs(experiment: Experiment, device: Device | None) -> str:
     if is_file(schedule):
         found["parallelism"]["pp_schedule"] = Path(schedule).expanduser().read_text(encoding="utf-8")
     found["data"] = {name: config["data"][name] for name in ("document_mask", "reset_positions")}
-    world = world_size(experiment)
+    world = ResolvedLayout.of(experiment).world_size
     found["cluster"] = [device_type(experiment.cluster), node_size(experiment.cluster, world)]
     found["device"] = None if device is None else asdict(device)
     return json.dumps(found, sort_keys=True)

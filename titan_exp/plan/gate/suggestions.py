@@ -14,7 +14,8 @@ from pathlib import Path
 from titan_exp.config.errors.did_you_mean import divisors
 from titan_exp.config.errors.user_error import UserError, shown
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import device_type, micro_batch_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine.devices import device_type
 from titan_exp.plan.gate.gate import MemoryCheck, check_memory
 from titan_exp.rules import check
 
@@ -116,7 +117,7 @@ def _may_be_enough(memory_check: MemoryCheck, chosen: list[Choice]) -> bool:
 
 
 def _chunks(experiment: Experiment) -> list[Choice]:
-    tokens = micro_batch_size(experiment) * experiment.training.seq_len
+    tokens = ResolvedLayout.of(experiment).micro_batch_size * experiment.training.seq_len
     if experiment.training.loss_chunk_tokens is not None or tokens <= LOSS_CHUNK:
         return [Choice()]
     left = _of(("loss",), LOSS_CHUNK / tokens)
@@ -135,7 +136,7 @@ def _recomputation(experiment: Experiment) -> list[Choice]:
 
 
 def _micro_batches(experiment: Experiment) -> list[Choice]:
-    now = micro_batch_size(experiment)
+    now = ResolvedLayout.of(experiment).micro_batch_size
     found = [Choice()]
     for size in reversed([size for size in divisors(now) if size < now]):
         left = _of(("activations", "loss", "communication", "other"), size / now)

@@ -5,8 +5,9 @@ attention kept, every micro-batch of a pipeline held at once. Imports no torch.
 """
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import data_parallel_degree, device_type, micro_batch_size
 from titan_exp.config.layout.parameter_count import has_known_state
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine.devices import device_type
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import LayerSpec
 
@@ -31,8 +32,9 @@ def upper_bound(experiment: Experiment) -> int | None:
     # Twice the numbers of each tensor that a block makes: what is kept, and its gradient.
     blocks = sum(_numbers_per_token(layer, seq) for layer in spec.layers)
     ends = 6 * spec.vocab_size + 4 * spec.dim
-    rows = experiment.training.global_batch_size // data_parallel_degree(experiment)
-    rows = micro_batch_size(experiment) if experiment.parallelism.pp == 1 else rows
+    layout = ResolvedLayout.of(experiment)
+    rows = experiment.training.global_batch_size // layout.dp_degree
+    rows = layout.micro_batch_size if experiment.parallelism.pp == 1 else rows
     # Recipes keep what they have rounded beside what it was.
     recipe = 1 if experiment.quantization.recipe == "none" else 2
     # A recorded pass keeps its memory, and evaluation takes its own.

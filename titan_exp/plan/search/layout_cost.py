@@ -7,15 +7,8 @@ from functools import cache
 import numpy as np
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import (
-    exchanging_heads,
-    micro_batch_size,
-    node_size,
-    pipeline_microbatches,
-    world_size,
-)
 from titan_exp.config.layout.pipeline_schedules import Schedule
-from titan_exp.config.layout.pipeline_stages import stage_count, stage_placement
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import timeline
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
@@ -51,7 +44,8 @@ class LayoutCost:
     def tokens_per_second(self) -> float:
         """Of one device."""
         training = self.experiment.training
-        return training.global_batch_size * training.seq_len / self.step_seconds / world_size(self.experiment)
+        world_size = ResolvedLayout.of(self.experiment).world_size
+        return training.global_batch_size * training.seq_len / self.step_seconds / world_size
 
 
 @dataclass(frozen=True)
@@ -74,7 +68,7 @@ def layout_cost(experiment: Experiment, sampled: Experiment, parts: TracedParts,
         device: what it runs on.
     """
     bubble = bubble_of(experiment)
-    node, seconds, most = node_size(experiment.cluster, world_size(experiment)), 0.0, (-1, 0, "")
+    node, seconds, most = ResolvedLayout.of(experiment).node_size, 0.0, (-1, 0, "")
     for rank in ranks_that_matter(experiment.parallelism.pp):
         step = step_cost(experiment, rank, parts, _rehearsal(experiment, rank, parts))
         time = rank_time(Traced(step.costs, axes_of(experiment, rank, step.costs)), device, node)
@@ -112,7 +106,7 @@ def peak_lower_bound(experiment: Experiment, sampled: Experiment, parts: TracedP
     )
     of_parameters = other.tp / own.tp if other.tp <= own.tp else 0.5
     sharded = of_parameters * _shards(sampled) / _shards(experiment)
-    sequences = micro_batch_size(experiment) / micro_batch_size(sampled)
+    sequences = ResolvedLayout.of(experiment).micro_batch_size / ResolvedLayout.of(sampled).micro_batch_size
     tokens = of_parameters * other.cp / own.cp * sequences * safety_factor(experiment, sampled)
     share = {
         "parameters": sharded,
@@ -140,10 +134,9 @@ def ranks_that_matter(degree: int) -> list[int]:
 def bubble_of(experiment: Experiment) -> float:
     """Share of the time in which pipeline ranks wait for each other."""
     parallelism = experiment.parallelism
+    layout = ResolvedLayout.of(experiment)
     return (
-        _schedule(parallelism.pp_schedule, parallelism.pp, stage_count(experiment), pipeline_microbatches(experiment))[
-            1
-        ]
+        _schedule(parallelism.pp_schedule, parallelism.pp, layout.stage_count, layout.pipeline_microbatches)[1]
         if parallelism.pp > 1
         else 0.0
     )
@@ -152,7 +145,7 @@ def bubble_of(experiment: Experiment) -> float:
 def axes_of(experiment: Experiment, pipeline_rank: int, work: OpCosts) -> dict[str, list[int]]:
     """Ranks of the first rank's group along every axis that work sends messages on, in the order of `parallel.mesh`."""
     parallelism = experiment.parallelism
-    within = exchanging_heads(parallelism)
+    within = parallelism.ulysses_degree
     shape = (
         parallelism.pp,
         parallelism.dp_replicate,
@@ -179,11 +172,12 @@ def _rehearsal(experiment: Experiment, rank: int, parts: TracedParts) -> Schedul
     if experiment.parallelism.pp == 1:
         return None
     sample, parallelism = next(iter(parts.stage_samples.values()))[0], experiment.parallelism
+    layout = ResolvedLayout.of(experiment)
     return _rehearsed(
         parallelism.pp_schedule,
         parallelism.pp,
-        tuple(stage_placement(experiment)),
-        pipeline_microbatches(experiment),
+        tuple(layout.stage_placement),
+        layout.pipeline_microbatches,
         rank,
         sample.sends_complete,
     )

@@ -10,14 +10,7 @@ from functools import cache
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.parallelism import ParallelismConfig
-from titan_exp.config.layout.layout import (
-    exchanging_heads,
-    gradient_accumulation,
-    micro_batch_size,
-    node_size,
-    world_size,
-)
-from titan_exp.config.layout.pipeline_stages import layer_counts, stage_count, stage_placement
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate.stage_sample import FIRST, LAST, MIDDLE, StageSample
 from titan_exp.plan.extrapolate.step_cost import TracedParts
@@ -219,7 +212,7 @@ class LowerBounds:
                 factor = tokens * smaller
                 if axis == "cp_across":
                     # Half of a ring's hops are there for every two ranks, at least.
-                    factor *= (own.cp // exchanging_heads(own)) / (other.cp // exchanging_heads(other))
+                    factor *= (own.cp // own.ulysses_degree) / (other.cp // other.ulysses_degree)
             elif axis == "fsdp" and own.pp == 1 and kind == "all-gather":
                 factor, unit = smaller, "behind"
             if factor:
@@ -240,7 +233,7 @@ class LowerBounds:
             work = OpCosts()
             work.messages[axis, kind] = 1
             ranks = axes_of(experiment, 0, work)[axis]
-            node = node_size(experiment.cluster, world_size(experiment))
+            node = ResolvedLayout.of(experiment).node_size
             self._rates[key] = message_seconds(kind, 2**40, ranks, self._device, node) / 2**40
         return self._rates[key]
 
@@ -286,10 +279,11 @@ def in_flight(schedule: str, ranks: int, own: tuple[int, ...], micro_batches: in
 
 def _share_of(experiment: Experiment) -> _Share:
     parallelism, layers = experiment.parallelism, experiment.model.layers
-    size, batches, ranks = micro_batch_size(experiment), gradient_accumulation(experiment), parallelism.pp
+    layout = ResolvedLayout.of(experiment)
+    size, batches, ranks = layout.micro_batch_size, layout.gradient_accumulation, parallelism.pp
     by_rank, held = [layers], layers
     if ranks > 1:
-        placed = list(zip(stage_placement(experiment), layer_counts(experiment), strict=True))
+        placed = list(zip(layout.stage_placement, layout.layer_counts, strict=True))
         by_rank = [sum(count for rank, count in placed if rank == each) for each in range(ranks)]
         own = tuple(count for rank, count in placed if rank == 0)
         held = in_flight(parallelism.pp_schedule, ranks, own, batches)
@@ -358,7 +352,7 @@ def _comparable(sampled: Experiment, experiment: Experiment) -> bool:
     """Whether operators of one are among those of the other, too: a pipeline gathers and reduces the least."""
     if sampled.parallelism.pp > 1:
         return True
-    few = [min(gradient_accumulation(its), 3) for its in (sampled, experiment)]
+    few = [min(ResolvedLayout.of(its).gradient_accumulation, 3) for its in (sampled, experiment)]
     return experiment.parallelism.pp == 1 and few[0] == few[1]
 
 
@@ -371,5 +365,5 @@ def _least_bubble(experiment: Experiment, micro_batches: int) -> float:
     ranks = experiment.parallelism.pp
     if ranks == 1:
         return 0.0
-    waits = (ranks - 1) * ranks / stage_count(experiment)
+    waits = (ranks - 1) * ranks / ResolvedLayout.of(experiment).stage_count
     return waits / (micro_batches + waits)

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import device_type, gradient_accumulation, micro_batch_size
-from titan_exp.config.layout.pipeline_stages import layer_counts, stage_count
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine.devices import device_type
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate.eligibility import unsupported_reason
 from titan_exp.plan.extrapolate.step_cost import TracedParts, trace_parts
@@ -138,9 +138,9 @@ class LayoutSearch:
 
         for mode in MODES:
             alike = [its for its in self._all if its.activation_checkpoint.mode == mode]
-            sizes = {micro_batch_size(its) for its in alike}
+            sizes = {ResolvedLayout.of(its).micro_batch_size for its in alike}
             for size in sorted({min(sizes), max(sizes)} if sizes else ()):
-                add([its for its in alike if micro_batch_size(its) == size])
+                add([its for its in alike if ResolvedLayout.of(its).micro_batch_size == size])
         shared = [its for its in self._all if its.parallelism.cp > 1 and its.parallelism.dp_shard > 1]
         fewest = min((its.parallelism.cp for its in shared), default=0)
         add([its for its in shared if its.parallelism.cp == fewest])
@@ -264,7 +264,7 @@ def _simplicity(experiment: Experiment) -> tuple[object, ...]:
         # One that sends messages, where there is one.
         parallelism.tp == 1,
         parallelism.tp,
-        micro_batch_size(experiment),
+        ResolvedLayout.of(experiment).micro_batch_size,
         parallelism.pp,
     )
 
@@ -273,14 +273,15 @@ def _key(experiment: Experiment) -> Key:
     """What a profile depends on; the number of shards only divides what is kept."""
     parallelism = experiment.parallelism
     piped = parallelism.pp > 1
+    layout = ResolvedLayout.of(experiment)
     return (
         parallelism.tp,
         parallelism.cp,
         experiment.activation_checkpoint.mode,
-        micro_batch_size(experiment),
+        layout.micro_batch_size,
         piped,
-        frozenset(count == 1 for count in layer_counts(experiment)) if piped else None,
-        None if piped else min(gradient_accumulation(experiment), 3),
+        frozenset(count == 1 for count in layout.layer_counts) if piped else None,
+        None if piped else min(layout.gradient_accumulation, 3),
         parallelism.dp_shard > 1,
         parallelism.dp_replicate > 1,
     )
@@ -289,8 +290,8 @@ def _key(experiment: Experiment) -> Key:
 def _distance(sampled: Experiment, experiment: Experiment) -> float:
     """How much smaller the degrees of a profile are; infinite where it tells nothing of a layout's memory."""
     there, own = sampled.parallelism, experiment.parallelism
-    sizes = micro_batch_size(sampled), micro_batch_size(experiment)
-    few = [min(gradient_accumulation(its), 3) for its in (sampled, experiment)]
+    sizes = ResolvedLayout.of(sampled).micro_batch_size, ResolvedLayout.of(experiment).micro_batch_size
+    few = [min(ResolvedLayout.of(its).gradient_accumulation, 3) for its in (sampled, experiment)]
     if (
         sampled.activation_checkpoint.mode != experiment.activation_checkpoint.mode
         or (there.pp > 1) != (own.pp > 1)
@@ -312,10 +313,8 @@ def _alike(key: Key) -> Key:
 
 
 def _too_long(experiment: Experiment) -> str | None:
-    if (
-        experiment.parallelism.pp == 1
-        or stage_count(experiment) * gradient_accumulation(experiment) <= LONGEST_SCHEDULE
-    ):
+    layout = ResolvedLayout.of(experiment)
+    if experiment.parallelism.pp == 1 or layout.stage_count * layout.gradient_accumulation <= LONGEST_SCHEDULE:
         return None
     return f"their schedules have more than {LONGEST_SCHEDULE:,} forward passes"
 

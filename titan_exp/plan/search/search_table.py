@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import gradient_accumulation, world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.plan_table import print_unwrapped
 from titan_exp.plan.search.layout_cost import LayoutCost
@@ -41,8 +41,8 @@ def print_search(
     console, first = Console(), found.rows[0].experiment
     training = first.training
     console.print(
-        f"{first.model.name} on {world_size(first)} x {device.name}: {training.global_batch_size} sequences of "
-        f"{training.seq_len} tokens a step",
+        f"{first.model.name} on {ResolvedLayout.of(first).world_size} x {device.name}: "
+        f"{training.global_batch_size} sequences of {training.seq_len} tokens a step",
         highlight=False,
     )
     print_unwrapped(console, _table(found, tokens))
@@ -98,7 +98,7 @@ def gpu_hours(row: LayoutCost, tokens: int) -> float:
 
 def days(row: LayoutCost, tokens: int) -> float:
     """Of a run of so many tokens."""
-    return gpu_hours(row, tokens) / world_size(row.experiment) / 24
+    return gpu_hours(row, tokens) / ResolvedLayout.of(row.experiment).world_size / 24
 
 
 def steps_for(experiment: Experiment, tokens: int) -> int:
@@ -117,7 +117,7 @@ def _table(found: SearchResult, tokens: int | None) -> Table:
         cells = [
             *(number, f"{row.tokens_per_second:,.0f}", f"{row.peak_bytes / GIB:.1f}", "*" if front else "", *degrees),
             parallelism.pp_schedule if parallelism.pp > 1 else "",
-            f"{gradient_accumulation(row.experiment)} x {training.micro_batch_size}",
+            f"{ResolvedLayout.of(row.experiment).gradient_accumulation} x {training.micro_batch_size}",
             row.experiment.activation_checkpoint.mode,
             f"{row.bubble:.0%}",
             *([f"{gpu_hours(row, tokens):,.0f}", f"{days(row, tokens):,.1f}"] if tokens else []),

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import pipeline_microbatches
-from titan_exp.config.layout.pipeline_stages import stage_layers
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import timeline
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 from titan_exp.plan.cuda.cpu_offload import AXIS, WAITED_FOR
@@ -95,8 +94,9 @@ def step_time(experiment: Experiment, times: Sequence[RankTime | None]) -> tuple
     known = [time.total for time in times if time is not None]
     if experiment.parallelism.pp == 1:
         return 0.0, max(known, default=None)
-    parallelism, stages = experiment.parallelism, len(stage_layers(experiment))
-    orders = build_schedule(parallelism.pp_schedule, parallelism.pp, stages, pipeline_microbatches(experiment))
+    layout = ResolvedLayout.of(experiment)
+    parallelism, stages = experiment.parallelism, len(layout.stage_layers)
+    orders = build_schedule(parallelism.pp_schedule, parallelism.pp, stages, layout.pipeline_microbatches)
     bubble = timeline(orders).bubble
     return bubble, max(known) / (1 - bubble) if known else None
 

@@ -19,7 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import gradient_accumulation, micro_batch_size, world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.data.batch import Batch
 from titan_exp.plan.cuda.cpu_offload import GPU, gpu_beside_host
 from titan_exp.plan.trace.torch_patches import replaced_attributes
@@ -76,18 +76,19 @@ def fake_rank(experiment: Experiment, rank: int, device: torch.device = DEVICE) 
 
     Args:
         experiment: its layout is resolved.
-        rank: below `world_size(experiment)`.
+        rank: global rank.
         device: where it computes; `cpu_offload.GPU` where parameters are offloaded.
 
     Raises:
         UserError: as the trainer's build.
     """
     assert not dist.is_initialized(), "a process of a real job cannot be a fake rank"
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size(experiment))
+    layout = ResolvedLayout.of(experiment)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
         mode = _mode()
         with _readable_meshes(), gpu_beside_host() if device == GPU else nullcontext():
-            state = assemble(experiment, device, fake_mode=mode)
+            state = assemble(experiment, layout, device, fake_mode=mode)
             with mode:
                 yield FakeRank(experiment, state, fake_batches(experiment))
     finally:
@@ -99,7 +100,7 @@ def fake_rank(experiment: Experiment, rank: int, device: torch.device = DEVICE) 
 def pipeline_ranks(experiment: Experiment) -> list[int]:
     """The global rank that stands for each pipeline rank: the first in all other axes."""
     degree = experiment.parallelism.pp
-    return [rank * world_size(experiment) // degree for rank in range(degree)]
+    return [rank * ResolvedLayout.of(experiment).world_size // degree for rank in range(degree)]
 
 
 @functools.cache
@@ -111,15 +112,15 @@ def _mode() -> FakeTensorMode:
 
 def fake_batches(experiment: Experiment) -> list[Batch]:
     """The micro-batches of one data-parallel rank, as from the loader."""
-    shape = (micro_batch_size(experiment), experiment.training.seq_len)
-    data = experiment.data
+    layout, data = ResolvedLayout.of(experiment), experiment.data
+    shape = (layout.micro_batch_size, experiment.training.seq_len)
 
     def tokens() -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int64)
 
     return [
         Batch(tokens(), tokens(), tokens() if data.reset_positions else None, tokens() if data.document_mask else None)
-        for _ in range(gradient_accumulation(experiment))
+        for _ in range(layout.gradient_accumulation)
     ]
 
 

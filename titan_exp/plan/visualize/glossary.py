@@ -4,15 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import (
-    data_parallel_degree,
-    device_type,
-    gradient_accumulation,
-    micro_batch_size,
-    nodes_needed,
-    world_size,
-)
-from titan_exp.config.layout.pipeline_stages import layer_counts, stage_placement
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.machine.devices import device_type
 from titan_exp.plan.predict import Plan
 
 UNITS = ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (1024, "KiB"))
@@ -113,7 +106,8 @@ def layout_sentences(plan: Plan) -> Iterator[str]:
     """The layout told from the outside in, for somebody who has never seen one."""
     experiment = plan.experiment
     parallelism, training = experiment.parallelism, experiment.training
-    nodes, processes = nodes_needed(experiment), _count(world_size(experiment), device_noun(experiment))
+    layout = ResolvedLayout.of(experiment)
+    nodes, processes = layout.nodes, _count(layout.world_size, device_noun(experiment))
     yield f"{experiment.model.name} trains on {processes} in {_count(nodes, 'node')}."
     if parallelism.pp > 1:
         yield _stages(plan)
@@ -157,13 +151,14 @@ def duration(seconds: float) -> str:
 
 
 def _stages(plan: Plan) -> str:
-    counts, placement = layer_counts(plan.experiment), stage_placement(plan.experiment)
+    layout = ResolvedLayout.of(plan.experiment)
+    counts, placement = layout.layer_counts, layout.stage_placement
     parallelism = plan.experiment.parallelism
     least, most = min(counts), max(counts)
     each = _count(most, "layer") if least == most else f"{least} to {_count(most, 'layer')}"
     of_rank = len(placement) // parallelism.pp
     many = f", {of_rank} of them on each of {parallelism.pp} pipeline ranks" if of_rank > 1 else ""
-    ranks = world_size(plan.experiment) // parallelism.pp
+    ranks = layout.world_size // parallelism.pp
     return (
         f"Its {plan.experiment.model.layers} layers are cut into {len(counts)} stages of {each}{many}; "
         f"{_count(ranks, 'rank')} work on every stage (pp)."
@@ -171,12 +166,12 @@ def _stages(plan: Plan) -> str:
 
 
 def _batch(plan: Plan) -> str:
-    experiment = plan.experiment
-    together, degree = experiment.training.global_batch_size, data_parallel_degree(experiment)
-    begin = f"A step is {_count(together, 'sequence')} of {experiment.training.seq_len:,} tokens"
+    layout, training = ResolvedLayout.of(plan.experiment), plan.experiment.training
+    together, degree = training.global_batch_size, layout.dp_degree
+    begin = f"A step is {_count(together, 'sequence')} of {training.seq_len:,} tokens"
     share = f", {together // degree} for each of {degree} data-parallel shares" if degree > 1 else ""
-    number = gradient_accumulation(experiment)
-    return f"{begin}{share}, in {_count(number, 'micro-batch')} of {_count(micro_batch_size(experiment), 'sequence')}."
+    number = layout.gradient_accumulation
+    return f"{begin}{share}, in {_count(number, 'micro-batch')} of {_count(layout.micro_batch_size, 'sequence')}."
 
 
 def _count(number: int, word: str) -> str:

@@ -7,15 +7,7 @@ from typing import Any
 import torch
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import (
-    data_parallel_degree,
-    exchanging_heads,
-    gradient_accumulation,
-    micro_batch_size,
-    node_size,
-    world_size,
-)
-from titan_exp.config.layout.pipeline_stages import stage_layers
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.parallel.context_parallel.load_balance import SequenceShard, ShardedSequence
 from titan_exp.plan.predict import Plan, RankPlan
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, Moment
@@ -42,10 +34,10 @@ def page_data(plan: Plan, shards_by_rank: Mapping[int, RankShards]) -> dict[str,
         "mesh": {
             "axes": shards.axes,
             "sharding": shards.sharding,
-            "node": node_size(experiment.cluster, world_size(experiment)),
+            "node": ResolvedLayout.of(experiment).node_size,
             "device": device_noun(experiment),
         },
-        "stages": [_ranges(layers) for layers in stage_layers(experiment)],
+        "stages": [_ranges(layers) for layers in ResolvedLayout.of(experiment).stage_layers],
         "layers": experiment.model.layers,
         "batch": _batch(experiment),
         "passes": schedule_data(plan),
@@ -60,7 +52,7 @@ def page_data(plan: Plan, shards_by_rank: Mapping[int, RankShards]) -> dict[str,
 def token_ranges(experiment: Experiment) -> list[list[tuple[int, int]]]:
     """The tokens of every sequence that each context-parallel rank computes: first and last of every piece."""
     parallelism, whole = experiment.parallelism, torch.arange(experiment.training.seq_len)[None]
-    within = exchanging_heads(parallelism)
+    within = parallelism.ulysses_degree
     across = parallelism.cp // within
     return [
         _pieces(
@@ -76,12 +68,13 @@ def token_ranges(experiment: Experiment) -> list[list[tuple[int, int]]]:
 
 
 def _batch(experiment: Experiment) -> dict[str, Any]:
+    layout = ResolvedLayout.of(experiment)
     return {
         "sequences": experiment.training.global_batch_size,
         "tokens": experiment.training.seq_len,
-        "shares": data_parallel_degree(experiment),
-        "micro": micro_batch_size(experiment),
-        "microbatches": gradient_accumulation(experiment),
+        "shares": layout.dp_degree,
+        "micro": layout.micro_batch_size,
+        "microbatches": layout.gradient_accumulation,
         "pieces": token_ranges(experiment),
         "divided": experiment.parallelism.tp > 1 and experiment.parallelism.sequence_parallel,
     }

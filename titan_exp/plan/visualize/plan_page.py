@@ -6,7 +6,7 @@ carries.
 
 from collections.abc import Mapping
 
-from titan_exp.config.layout.layout import world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.plan.predict import Plan
 from titan_exp.plan.visualize.glossary import (
     AXES,
@@ -40,7 +40,7 @@ def to_html(plan: Plan, shards_by_rank: Mapping[int, RankShards]) -> str:
         SCRIPTS,
         page_data(plan, shards_by_rank) | {"words": words},
         plan=plan,
-        processes=world_size(plan.experiment),
+        processes=ResolvedLayout.of(plan.experiment).world_size,
         device=device_noun(plan.experiment),
         degrees=degrees,
         facts=list(facts(plan)),

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import gradient_accumulation, pipeline_microbatches
 from titan_exp.config.layout.pipeline_schedules import Action, Schedule
-from titan_exp.config.layout.pipeline_stages import stage_placement
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import COST, timeline
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 from titan_exp.plan.predict import Plan
@@ -30,10 +29,11 @@ class PipelineSchedule:
 
 def schedule_of(experiment: Experiment) -> PipelineSchedule:
     """What the ranks of a pipeline do, or one that has none; the layout must be resolved."""
-    parallelism, micro_batches = experiment.parallelism, gradient_accumulation(experiment)
+    layout = ResolvedLayout.of(experiment)
+    parallelism, micro_batches = experiment.parallelism, layout.gradient_accumulation
     if parallelism.pp == 1:
         return PipelineSchedule([[Action(0, kind, number) for number in range(micro_batches) for kind in "FB"]], [0], 1)
-    placement, together = stage_placement(experiment), pipeline_microbatches(experiment)
+    placement, together = layout.stage_placement, layout.pipeline_microbatches
     orders = build_schedule(parallelism.pp_schedule, parallelism.pp, len(placement), together)
     return PipelineSchedule(orders, placement, micro_batches // together)
 

@@ -2,7 +2,6 @@
 
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,19 +22,19 @@ class Attempt:
     """Number of the start, from 1."""
     intent: float
     """Unix time of the decision to start; the row is written before the submission."""
-    job_id: str | None
+    job_id: str | None = None
     """The scheduler's job id."""
-    hosts: tuple[str, ...]
+    hosts: tuple[str, ...] = ()
     """Host names."""
-    world_size: int
+    world_size: int = 1
     """Number of ranks."""
-    start: float | None
+    start: float | None = None
     """Unix time at which the ranks were started."""
-    end: float | None
+    end: float | None = None
     """Unix time at which the last rank had ended."""
-    exit: int | None
+    exit: int | None = None
     """Exit code: 0 done, 85 stopped after saving, any other failed."""
-    reason: str | None
+    reason: str | None = None
     """Why it ended."""
     launched_by: str = "local"
     """Launcher: `local`, `slurm`, or `hand` if torchrun or a user started the ranks."""
@@ -65,25 +64,11 @@ class AttemptLog:
             return []
         return [self._parse(number, line) for number, line in enumerate(lines, 1)]
 
-    def add(
-        self, *, world_size: int, hosts: Sequence[str], job_id: str | None, launched_by: str = "local", **fields: Any
-    ) -> Attempt:
+    def add(self, **fields: Any) -> Attempt:
         """Append a row with the intent to start; returns it."""
         with self._locked():
             rows = self.read()
-            row = Attempt(
-                attempt=rows[-1].attempt + 1 if rows else 1,
-                intent=time.time(),
-                job_id=job_id,
-                hosts=tuple(hosts),
-                world_size=world_size,
-                start=None,
-                end=None,
-                exit=None,
-                reason=None,
-                launched_by=launched_by,
-                **fields,
-            )
+            row = Attempt(attempt=rows[-1].attempt + 1 if rows else 1, intent=time.time(), **fields)
             self._write([*rows, row])
         return row
 

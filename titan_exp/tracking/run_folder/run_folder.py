@@ -115,19 +115,9 @@ class RunFolder:
         """All starts, oldest first."""
         return self._attempt_log.read()
 
-    def add_attempt(
-        self,
-        *,
-        world_size: int,
-        hosts: Sequence[str],
-        job_id: str | None = None,
-        launched_by: str = "local",
-        **fields: Any,
-    ) -> Attempt:
-        """Record the intent to start, before the submission; returns the new row."""
-        return self._attempt_log.add(
-            world_size=world_size, hosts=hosts, job_id=job_id, launched_by=launched_by, **fields
-        )
+    def add_attempt(self, *, world_size: int, hosts: Sequence[str], **fields: Any) -> Attempt:
+        """Record the intent to start, before the submission; `fields` are further ones of Attempt. Returns the row."""
+        return self._attempt_log.add(world_size=world_size, hosts=tuple(hosts), **fields)
 
     def update_attempt(self, number: int, **fields: Any) -> Attempt:
         """Set fields of attempt `number`; returns the new row."""

@@ -12,7 +12,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import world_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.typed_config import to_dict
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
@@ -125,7 +125,7 @@ def _config(experiment: Experiment, folder: RunFolder, run_id: str) -> dict[str,
         "value": value,
         "experiment_id": code.get("experiment_id"),
         "run_id": run_id,
-        "world_size": world_size(experiment),
+        "world_size": ResolvedLayout.of(experiment).world_size,
         "commit": code.get("commit"),
         "dirty": code.get("dirty"),
     }

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import micro_batch_size
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.profiling.memory_breakdown import Consumer, MemoryAccount, gib, memory_account
 from titan_exp.trainer.profiling.memory_snapshot import write_account
@@ -90,7 +90,7 @@ def remedies(consumer: Consumer, experiment: Experiment, device: str) -> list[st
         plain = experiment.optimizer.name == "adamw" and experiment.optimizer.state_precision == "fp32"
         return [*(lower if plain else []), more, *_offload(experiment, device)]
     found = []
-    rows = micro_batch_size(experiment)
+    rows = ResolvedLayout.of(experiment).micro_batch_size
     if training.loss_chunk_tokens is None:
         found.append("training.loss_chunk_tokens=2048")
     if rows > 1:

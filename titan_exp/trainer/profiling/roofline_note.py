@@ -10,9 +10,8 @@ from torch.distributed.tensor import DTensor
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.optim.fused_clip_adamw import FusedClipAdamW
-from titan_exp.tracking.device_rates import PeakRate, matmul_rate, read_rates
+from titan_exp.tracking.device_rates import PeakRate, device_name, matmul_rate, read_rates
 from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.memory_stats import device_name
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.metrics import Report

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.layout import SMALLEST_GEMM, device_type, node_size
 from titan_exp.config.layout.linear_shapes import is_quantized
+from titan_exp.config.layout.resolved_layout import SMALLEST_GEMM
 from titan_exp.config.machine.attention_backends import HEAD_SIZES
+from titan_exp.config.machine.devices import device_type, node_size
 from titan_exp.models.spec.lookup import attention_backend, model_spec
 
 WITHOUT_CODE = ("aot_eager", "eager")

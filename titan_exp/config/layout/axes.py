@@ -1,0 +1,75 @@
+"""Mesh axes: degree, what an axis splits, and its collectives. Imports no torch."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+from titan_exp.config.groups.parallelism import ParallelismConfig
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis of the device mesh."""
+
+    name: str
+    """Name in the mesh."""
+    key: str
+    """Key of the degree, in group `parallelism`."""
+    degree: Callable[[ParallelismConfig], int]
+    """Number of ranks along the axis."""
+    splits: str
+    """Dimension of the work that its ranks share."""
+    collectives: str
+    """Communication along the axis."""
+    shards_parameters: bool = False
+    """True if FSDP shards parameters over it, folded with the other such axes into one."""
+
+
+AXES = (
+    Axis("pp", "pp", lambda it: it.pp, "layers", "point-to-point sends of activations and their gradients"),
+    Axis("dp_replicate", "dp_replicate", lambda it: it.dp_replicate, "sequences", "all-reduce of gradients"),
+    Axis(
+        "dp_shard",
+        "dp_shard",
+        lambda it: it.dp_shard,
+        "sequences, parameters",
+        "all-gather of parameters, reduce-scatter of gradients",
+        shards_parameters=True,
+    ),
+    Axis(
+        "cp_across",
+        "cp",
+        lambda it: it.cp // it.ulysses_degree,
+        "tokens, parameters",
+        "ring or all-gather of keys and values",
+        shards_parameters=True,
+    ),
+    Axis(
+        "cp_within",
+        "cp",
+        lambda it: it.ulysses_degree,
+        "tokens, parameters; heads inside attention",
+        "all-to-all between tokens and heads",
+        shards_parameters=True,
+    ),
+    Axis(
+        "tp",
+        "tp",
+        lambda it: it.tp,
+        "weight matrices, heads; tokens with sequence_parallel",
+        "all-reduce, or all-gather and reduce-scatter, of activations",
+    ),
+)
+"""Axes from the outermost to the innermost: ranks along the last one are neighbours. Expert parallelism (`ep`, `etp`)
+is cut out of them and starts no process of its own."""
+
+DEGREES = tuple(dict.fromkeys(axis.key for axis in AXES))
+"""Keys whose product is the world size."""
+
+BLOCK_DEGREES = ("cp", "tp")
+"""Keys of the axes whose collectives run inside a block."""
+
+
+def world_size(parallelism: ParallelismConfig) -> int:
+    """Product of the degrees."""
+    return prod(getattr(parallelism, key) for key in DEGREES)

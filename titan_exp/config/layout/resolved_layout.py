@@ -1,0 +1,223 @@
+"""The layout of one run (processes, batch, pipeline stages, shapes on the wire), derived once from the experiment."""
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from titan_exp.config.errors.did_you_mean import divisors, listed
+from titan_exp.config.errors.user_error import UserError, Violation
+from titan_exp.config.groups.cluster import ClusterConfig
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.parallelism import ParallelismConfig
+from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.config.layout.axes import world_size
+from titan_exp.config.layout.pipeline_schedules import (
+    SCHEDULES,
+    is_file,
+    microbatches_of,
+    placement,
+    placement_of,
+    read_schedule,
+    splits_backward,
+    takes,
+)
+from titan_exp.config.machine.devices import device_type, node_size
+
+SMALLEST_GEMM = 4096
+"""Inputs and outputs from which on float8 has been seen to pay for its casts (measured on an H200)."""
+
+MICROBATCHES_PER_RANK = 4
+"""Micro-batches for each pipeline rank if the configuration gives no number."""
+
+
+@dataclass(frozen=True)
+class ResolvedLayout:
+    """Layout of a run whose degrees are all known. Properties are computed at first use and kept.
+
+    Those about stages and micro-batches hold only if the rules do.
+    """
+
+    parallelism: ParallelismConfig
+    """Degrees and pipeline options; `dp_shard` is a number."""
+    training: TrainingConfig
+    """Global batch size, micro-batch size, sequence length."""
+    cluster: ClusterConfig
+    """Devices and nodes."""
+    layers: int
+    """Transformer blocks of the whole model."""
+    width: int
+    """Width of the residual stream."""
+
+    @staticmethod
+    def of(experiment: Experiment) -> "ResolvedLayout":
+        """The layout of an experiment that `resolve_layout` returned."""
+        assert experiment.parallelism.dp_shard > 0, "the layout is not resolved"
+        model = experiment.model
+        return ResolvedLayout(
+            experiment.parallelism, experiment.training, experiment.cluster, layers=model.layers, width=model.dim
+        )
+
+    @cached_property
+    def device_type(self) -> Literal["cpu", "cuda"]:
+        """Type of the devices that the ranks compute on."""
+        return device_type(self.cluster)
+
+    @cached_property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return world_size(self.parallelism)
+
+    @cached_property
+    def node_size(self) -> int:
+        """Processes on a full node."""
+        return node_size(self.cluster, self.world_size)
+
+    @cached_property
+    def nodes(self) -> int:
+        """Number of nodes that the processes fill."""
+        return -(-self.world_size // self.node_size)
+
+    @cached_property
+    def dp_degree(self) -> int:
+        """Data-parallel degree: shares of the global batch."""
+        return self.parallelism.dp_replicate * self.parallelism.dp_shard
+
+    @cached_property
+    def sequences_per_dp_rank(self) -> int:
+        """Sequences of a data-parallel rank in one optimizer step."""
+        return self.training.global_batch_size // self.dp_degree
+
+    @cached_property
+    def micro_batch_size(self) -> int:
+        """Sequences per forward pass of a data-parallel rank."""
+        if self.training.micro_batch_size:
+            return self.training.micro_batch_size
+        share = self.sequences_per_dp_rank
+        if self.parallelism.pp == 1:
+            return share
+        return share // (self.parallelism.pp_microbatches or self._default_microbatches(share))
+
+    @cached_property
+    def gradient_accumulation(self) -> int:
+        """Micro-batches of a data-parallel rank in one optimizer step."""
+        sequences = self.dp_degree * self.micro_batch_size
+        assert self.training.global_batch_size % sequences == 0, "checked by the rules"
+        return self.training.global_batch_size // sequences
+
+    @cached_property
+    def pipeline_microbatches(self) -> int:
+        """Micro-batches in one pass through the pipeline."""
+        if is_file(self.parallelism.pp_schedule):
+            return microbatches_of(read_schedule(self.parallelism.pp_schedule))
+        return self.parallelism.pp_microbatches or self.gradient_accumulation
+
+    @cached_property
+    def stage_count(self) -> int:
+        """Pipeline stages of the whole model; by default as many as the schedule has."""
+        parallelism = self.parallelism
+        if parallelism.pp_layers is not None:
+            return len(parallelism.pp_layers)
+        if parallelism.pp_layers_per_stage is not None:
+            held = self.layers + parallelism.pp_first_stage_less + parallelism.pp_last_stage_less
+            return -(-held // parallelism.pp_layers_per_stage)
+        if is_file(parallelism.pp_schedule):
+            return len(placement_of(read_schedule(parallelism.pp_schedule)))
+        return parallelism.pp * SCHEDULES[parallelism.pp_schedule].stages_per_rank
+
+    @cached_property
+    def layer_counts(self) -> list[int]:
+        """Number of layers of each stage; a negative one breaks a rule."""
+        if self.parallelism.pp_layers is not None:
+            return list(self.parallelism.pp_layers)
+        first, last = self.parallelism.pp_first_stage_less, self.parallelism.pp_last_stage_less
+        # Divided as if the first and the last stage held the layers that they have less.
+        share, rest = divmod(self.layers + first + last, self.stage_count)
+        counts = [share] * self.stage_count
+        for stage in [*range(1, self.stage_count - 1), 0, self.stage_count - 1][:rest]:
+            counts[stage] += 1
+        counts[0] -= first
+        counts[-1] -= last
+        return counts
+
+    @cached_property
+    def stage_layers(self) -> list[list[int]]:
+        """Numbers of the layers of each stage."""
+        counts = self.layer_counts
+        starts = [sum(counts[:stage]) for stage in range(len(counts))]
+        return [list(range(start, start + count)) for start, count in zip(starts, counts, strict=True)]
+
+    @cached_property
+    def stage_placement(self) -> list[int]:
+        """Pipeline rank of each stage."""
+        if is_file(self.parallelism.pp_schedule):
+            return [rank for _, rank in sorted(placement_of(read_schedule(self.parallelism.pp_schedule)).items())]
+        return placement(SCHEDULES[self.parallelism.pp_schedule], self.parallelism.pp, self.stage_count)
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """True if the schedule computes weight gradients apart from input gradients; False without a pipeline."""
+        if self.parallelism.pp == 1:
+            return False
+        if is_file(self.parallelism.pp_schedule):
+            return splits_backward(read_schedule(self.parallelism.pp_schedule))
+        return SCHEDULES[self.parallelism.pp_schedule].splits_backward
+
+    @cached_property
+    def reshard_policy(self) -> Literal["always", "never", "all_but_last"]:
+        """FSDP's resharding after forward, with `auto` decided."""
+        if self.parallelism.reshard_after_forward != "auto":
+            return self.parallelism.reshard_after_forward
+        return "never" if self.parallelism.pp > 1 else "all_but_last"
+
+    @cached_property
+    def tokens_per_rank(self) -> int:
+        """Tokens of one sequence in a rank's hidden states, between blocks."""
+        divided_by_tp = self.parallelism.tp if self.parallelism.sequence_parallel else 1
+        return self.training.seq_len // self.parallelism.cp // divided_by_tp
+
+    @cached_property
+    def hidden_shape(self) -> tuple[int, int, int]:
+        """Shape of the hidden states that pipeline stages send: [micro-batch, tokens, width]."""
+        return self.micro_batch_size, self.tokens_per_rank, self.width
+
+    def _default_microbatches(self, share: int) -> int:
+        """The fewest micro-batches that divide a rank's share of the batch, that the schedule takes, and that are at
+        least `MICROBATCHES_PER_RANK` for each pipeline rank; if there are not so many, the most."""
+        works = [number for number in divisors(share) if takes(self.parallelism, number)]
+        enough = [number for number in works if number >= MICROBATCHES_PER_RANK * self.parallelism.pp]
+        return (enough or works[-1:] or [1])[0]
+
+
+def resolve_layout(experiment: Experiment, offered: int) -> Experiment:
+    """Replace `parallelism.dp_shard=-1` by the number of offered devices that the other degrees leave, and
+    `quantization.smallest_gemm=null` by a number.
+
+    If fewer devices are offered than the other degrees ask for, `dp_shard` becomes 1: on a CPU machine explicit degrees
+    ask for that many processes.
+
+    Raises:
+        UserError: the other degrees do not divide the offered devices.
+    """
+    experiment = _resolve_smallest_gemm(experiment)
+    parallelism = experiment.parallelism
+    if parallelism.dp_shard != -1:
+        return experiment
+    others = world_size(replace(parallelism, dp_shard=1))
+    if offered > others and offered % others:
+        violation = Violation(
+            "parallelism.dp_shard",
+            -1,
+            f"the other degrees multiply to {others}, which does not divide the {offered} devices offered",
+            f"make them multiply to {listed(divisors(offered))}, or give parallelism.dp_shard a number",
+        )
+        raise UserError("The layout does not fit.", [violation])
+    return replace(experiment, parallelism=replace(parallelism, dp_shard=max(1, offered // others)))
+
+
+def _resolve_smallest_gemm(experiment: Experiment) -> Experiment:
+    quantization = experiment.quantization
+    if quantization.smallest_gemm is not None:
+        return experiment
+    emulated = quantization.emulate is True or device_type(experiment.cluster) == "cpu"
+    smallest = 0 if emulated or quantization.recipe == "none" else SMALLEST_GEMM
+    return replace(experiment, quantization=replace(quantization, smallest_gemm=smallest))

@@ -1,0 +1,91 @@
+"""The model's shape, and its attention kernel: device, package, precision, mask and head size (as of torch 2.13)."""
+
+from collections.abc import Iterator
+
+from titan_exp.config.errors.did_you_mean import listed
+from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.config.machine.attention_backends import FLASH_PACKAGES, HEAD_SIZES, ON_CPU
+from titan_exp.models.spec.lookup import family_violations
+from titan_exp.models.spec.model_spec import ModelSpec
+from titan_exp.rules.rule import rules
+
+FIELD = "model.attention_backend"
+
+
+def family_supports_the_shape(model: ModelConfig) -> Iterator[Violation]:
+    """The family's own rules hold."""
+    yield from family_violations(model)
+
+
+def sequence_within_context(spec: ModelSpec, model: ModelConfig, training: TrainingConfig) -> Iterator[Violation]:
+    """Positions stay within the context that the model was made for; a plain class has no such bound."""
+    if training.seq_len > model.context:
+        yield Violation(
+            "training.seq_len",
+            training.seq_len,
+            f"it is longer than the context of {model.name}, {model.context} tokens",
+            f"at most training.seq_len={model.context}, or a longer context: model.context={training.seq_len}",
+        )
+
+
+def kernel_runs_on_cpu(spec: ModelSpec) -> Iterator[Violation]:
+    """A CPU has the kernel."""
+    backend = spec.attention_backend
+    if backend not in ON_CPU:
+        reason = "FlexAttention has no backward on CPU" if backend == "flex" else "it runs on GPUs, and this is a CPU"
+        yield Violation(FIELD, backend, reason, "on CPU: auto, flash or math")
+
+
+def kernel_supports_inputs(spec: ModelSpec, training: TrainingConfig, data: DataConfig) -> Iterator[Violation]:
+    """The CUDA kernel supports the precision and the mask."""
+    backend = spec.attention_backend
+    if backend in HEAD_SIZES and training.mixed_precision == "fp32":
+        yield Violation(
+            FIELD,
+            backend,
+            "it computes in bf16 only, and training.mixed_precision is fp32",
+            "training.mixed_precision=bf16, or model.attention_backend=auto",
+        )
+    if backend in ("flash", *FLASH_PACKAGES) and data.document_mask:
+        yield Violation(
+            FIELD,
+            backend,
+            "on CUDA it takes no mask, and data.document_mask is true",
+            "model.attention_backend=auto, cudnn or flex; or data.document_mask=false",
+        )
+
+
+def kernel_is_installed(spec: ModelSpec) -> Iterator[Violation]:
+    """FlashAttention 3 and 4 are packages of their own."""
+    package = FLASH_PACKAGES.get(spec.attention_backend)
+    if package is not None and not package.is_installed():
+        reason = f"{package.title} is not installed: there is no module {package.module}"
+        yield Violation(FIELD, spec.attention_backend, reason, f"{package.install}; or auto, cudnn or flash")
+
+
+def kernel_supports_head_size(spec: ModelSpec) -> Iterator[Violation]:
+    """The CUDA kernel supports heads of this width."""
+    backend, sizes = spec.attention_backend, HEAD_SIZES.get(spec.attention_backend)
+    if sizes is None or spec.attention is None or sizes.takes(spec.attention.qk_dim):
+        return
+    head_dim = spec.attention.qk_dim
+    every = f"multiples of {sizes.multiple} " if sizes.multiple > 1 else "heads "
+    works = [name for name in ("fa3", "flash") if name != backend and HEAD_SIZES[name].takes(head_dim)]
+    yield Violation(
+        FIELD,
+        backend,
+        f"on CUDA it takes {every}up to {sizes.largest}, and model.head_dim is {head_dim}",
+        f"model.attention_backend={listed(['auto', *works, 'efficient', 'flex'])}",
+    )
+
+
+RULES = (
+    *rules(family_supports_the_shape, sequence_within_context),
+    *rules(kernel_runs_on_cpu, when=lambda device: device == "cpu"),
+    *rules(
+        kernel_is_installed, kernel_supports_inputs, kernel_supports_head_size, when=lambda device: device == "cuda"
+    ),
+)

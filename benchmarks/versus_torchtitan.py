@@ -212,7 +212,7 @@ def ours(job: Job) -> dict[str, Any]:
 
     def marked(*args: Any, **kwargs: Any) -> Any:
         result = train_step(*args, **kwargs)
-        clock.step(result.loss)
+        clock.step(result.metrics["loss"])
         return result
 
     trainer_module.train_step = marked

@@ -258,13 +258,12 @@ TILES = [
         (["model.attention_backend=efficient"], "model.attention_backend", "auto, flash or math"),
         (["model.attention_backend=flash", "data.document_mask=true"], "", ""),
         # names
-        (["optimizer.name=adam"], "optimizer.name", "did you mean adamw?"),
-        (["optimizer.name=shampoo"], "optimizer.name", "my_package.optim.Muon"),
+        (["training.objective=language_model"], "training.objective", "did you mean language_modeling?"),
+        (["training.objective=nowhere.Distill"], "training.objective", "PYTHONPATH"),
+        (["+training.objective_options.a=1"], "training.objective_options", "your own code"),
         (["lr_schedule.decay=cosin"], "lr_schedule.decay", "did you mean cosine?"),
         (["data.source=python-stdlib"], "data.source", "did you mean python_stdlib?"),
-        (["optimizer.name=torch.optim.SGDD"], "optimizer.name", "SGD"),
         (["optimizer.name=torch.optim.SGD"], "", ""),
-        (["optimizer.name=nowhere.Lion"], "optimizer.name", "PYTHONPATH"),
         (["+optimizer.options.rho=1"], "optimizer.options", "your own code"),
         (["+lr_schedule.options.a=1"], "lr_schedule.options", "your own code"),
         (["+data.options.a=1"], "data.options", "your own code"),
@@ -790,7 +789,7 @@ def test_all_violations_come_at_once():
                 *BASE,
                 "model.kv_heads=4",
                 "parallelism.ep=2",
-                "optimizer.name=adam",
+                "lr_schedule.decay=cosin",
                 "training.global_batch_size=15",
                 "parallelism.dp_shard=2",
             )
@@ -798,7 +797,7 @@ def test_all_violations_come_at_once():
     assert {violation.field for violation in caught.value.violations} == {
         "model.kv_heads",
         "parallelism.ep",
-        "optimizer.name",
+        "lr_schedule.decay",
         "training.global_batch_size",
     }
     assert caught.value.exit_code == 2

@@ -46,8 +46,8 @@ def on_rank(path: str, options: GenerateOptions) -> tuple[list[str], int, set[in
     """The texts, the number of weights that this rank holds, and how many heads it keeps keys of."""
     from titan_exp.inference import generate as room
     from titan_exp.inference.generation import DecodeSession
+    from titan_exp.ops.local_tensor import local_tensor
     from titan_exp.parallel.mesh import build_mesh
-    from titan_exp.parallel.tensor_parallel.layers import local
     from titan_exp.trainer.distributed import joined_process_group
 
     writers, device = [], torch.device("cpu")
@@ -63,7 +63,7 @@ def on_rank(path: str, options: GenerateOptions) -> tuple[list[str], int, set[in
         mesh = build_mesh(tensor_parallel_experiment(source, options.tp).parallelism, device)
         texts = generate(source, options, PROMPTS, window=16, mesh=mesh)
     (writer,) = writers
-    weights = sum(local(parameter).numel() for parameter in writer._model.parameters())
+    weights = sum(local_tensor(parameter).numel() for parameter in writer._model.parameters())
     return texts, weights, {core._keys.shape[1] for core in writer._cores}
 
 

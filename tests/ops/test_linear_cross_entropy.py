@@ -43,11 +43,14 @@ def exact(scale: float, z_loss: float, dtype: torch.dtype = torch.float32) -> tu
 @pytest.mark.parametrize("chunk", CHUNKS)
 def test_values_and_gradients_are_those_of_fp64(chunk: int, scale: float, z_loss: float):
     hidden, weight, labels = problem()
-    objective, cross_entropy = linear_loss_sum(hidden, weight, labels, chunk_tokens=chunk, z_loss=z_loss)
+    objective, cross_entropy, z = linear_loss_sum(hidden, weight, labels, chunk_tokens=chunk, z_loss=z_loss)
     (scale * objective).backward()
     expected, hidden_grad, weight_grad = exact(scale, z_loss)
     torch.testing.assert_close(objective.detach().double(), expected, rtol=1e-6, atol=0)
     torch.testing.assert_close(cross_entropy.double(), exact(1, 0)[0], rtol=1e-6, atol=0)
+    assert (z is None) == (z_loss == 0)
+    if z is not None:
+        torch.testing.assert_close(cross_entropy + z, objective.detach())
     torch.testing.assert_close(hidden.grad, hidden_grad.float(), rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(weight.grad, weight_grad.float(), rtol=1e-4, atol=1e-5)
     assert (weight_grad.abs().max() > 0) == (scale != 0)
@@ -56,7 +59,7 @@ def test_values_and_gradients_are_those_of_fp64(chunk: int, scale: float, z_loss
 @pytest.mark.parametrize("z_loss", [0.0, 0.01])
 def test_whole_logits_give_the_same(z_loss: float):
     hidden, weight, labels = problem()
-    objective, cross_entropy = loss_sum(hidden @ weight.T, labels, z_loss)
+    objective, cross_entropy, _ = loss_sum(hidden @ weight.T, labels, z_loss)
     objective.backward()
     expected, hidden_grad, weight_grad = exact(1, z_loss)
     torch.testing.assert_close(objective.detach().double(), expected, rtol=1e-6, atol=0)
@@ -105,11 +108,12 @@ def test_many_chunks_lose_nothing_of_the_weights_gradient_in_bf16():
 
 def test_nothing_to_predict_is_no_loss_and_no_gradient():
     hidden, weight, labels = problem()
-    objective, cross_entropy = linear_loss_sum(
+    objective, cross_entropy, z = linear_loss_sum(
         hidden, weight, torch.full_like(labels, IGNORE_INDEX), chunk_tokens=5, z_loss=0.1
     )
     objective.backward()
-    assert (objective.item(), cross_entropy.item()) == (0, 0)
+    assert z is not None
+    assert (objective.item(), cross_entropy.item(), z.item()) == (0, 0, 0)
     assert hidden.grad is not None
     assert weight.grad is not None
     assert hidden.grad.abs().max() == weight.grad.abs().max() == 0

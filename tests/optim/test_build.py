@@ -4,10 +4,15 @@ import pytest
 import torch
 
 from tests.models.shapes import real_model
-from titan_exp.config.groups.optimizer import OptimizerConfig
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.optimizer import AdamWConfig
+from titan_exp.config.hydra.compose import compose
+from titan_exp.config.schema.typed_config import to_dict, to_experiment
+from titan_exp.models.blocks.grouped_linear import GroupedLinear
 from titan_exp.optim.build import build_optimizer
+from titan_exp.optim.parameter_groups import named_parameters
 
-ADAMW = OptimizerConfig(
+ADAMW = AdamWConfig(
     name="adamw",
     lr=1e-2,
     weight_decay=0.1,
@@ -21,7 +26,7 @@ ADAMW = OptimizerConfig(
 
 def test_vectors_are_not_decayed():
     model = real_model()
-    decayed, kept = build_optimizer(ADAMW, model.parameters()).param_groups
+    decayed, kept = build_optimizer([model], ADAMW).param_groups
     assert (decayed["weight_decay"], kept["weight_decay"]) == (0.1, 0.0)
     assert all(parameter.dim() == 2 for parameter in decayed["params"])
     assert len(kept["params"]) == 2 * 2 + 1
@@ -34,7 +39,7 @@ def test_adamw_is_the_published_update(implementation):
     """One parameter, two steps, against Loshchilov and Hutter's formula written out in fp64."""
     module = torch.nn.Linear(3, 2, bias=False)
     start = module.weight.detach().double().clone()
-    optimizer = build_optimizer(replace(ADAMW, implementation=implementation), module.parameters())
+    optimizer = build_optimizer([module], replace(ADAMW, implementation=implementation))
     gradients = [torch.randn(2, 3), torch.randn(2, 3)]
     for gradient in gradients:
         module.weight.grad = gradient.clone()
@@ -49,7 +54,48 @@ def test_adamw_is_the_published_update(implementation):
 
 def test_an_optimizer_of_the_users_own():
     config = replace(ADAMW, name="torch.optim.SGD", options={"momentum": 0.5})
-    optimizer = build_optimizer(config, real_model().parameters())
+    optimizer = build_optimizer([real_model()], config)
     assert isinstance(optimizer, torch.optim.SGD)
+    roles = [group["role"] for group in optimizer.param_groups]
+    assert sorted(roles) == ["embedding", "head", "matrix", "vector"]
     assert optimizer.param_groups[0]["momentum"] == 0.5
     assert optimizer.param_groups[0]["weight_decay"] == 0.1
+
+
+def test_sgd_is_one_file_whose_fields_are_its_own():
+    """AdamW's fields are neither accepted nor part of its run id."""
+    config = to_experiment(compose(["optimizer=sgd", "optimizer.momentum=0.5"]))
+    assert set(to_dict(config)["optimizer"]) == {
+        *("name", "lr", "weight_decay", "decay_vectors", "options"),
+        *("momentum", "nesterov"),
+    }
+    optimizer = build_optimizer([real_model()], config.optimizer)
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert optimizer.param_groups[0]["momentum"] == 0.5
+    with pytest.raises(UserError, match=r"optimizer\.betas"):
+        to_experiment(compose(["optimizer=sgd", "optimizer.betas=[0.9,0.95]"]))
+
+
+def test_roles_are_those_of_the_modules():
+    roles = {named.name: named.role for named in named_parameters([real_model()])}
+    assert (roles["embedding.weight"], roles["head.weight"]) == ("embedding", "head")
+    assert {role for name, role in roles.items() if "norm" in name} == {"vector"}
+    assert {role for name, role in roles.items() if name.endswith(("qkv.weight", "down.weight"))} == {"matrix"}
+    assert named_parameters([GroupedLinear(2, 4, 8, 0.02)])[0].role == "expert"
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("adam", "did you mean adamw?"),
+        ("shampoo", "give its import path"),
+        ("torch.optim.SGDD", "SGD"),
+        ("nowhere.Lion", "PYTHONPATH"),
+    ],
+)
+def test_an_unknown_optimizer_is_refused(name: str, remedy: str):
+    with pytest.raises(UserError) as refused:
+        to_experiment(compose([f"optimizer.name={name}"]))
+    (violation,) = refused.value.violations
+    assert violation.field == "optimizer.name"
+    assert remedy in violation.remedy

@@ -42,7 +42,7 @@ def one_step(optimizer: torch.optim.Optimizer, parameters: list[torch.nn.Paramet
         parameter.grad = distribute_like(parameter, value) if isinstance(parameter, DTensor) else value
     norm = global_grad_norm(parameters)
     if isinstance(optimizer, FusedClipAdamW):
-        optimizer.factor = clip_factor(norm, MAX_NORM)
+        optimizer.set_grad_scale(clip_factor(norm, MAX_NORM))
     else:
         scale_gradients(parameters, norm, MAX_NORM)
     optimizer.step()

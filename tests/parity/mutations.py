@@ -37,8 +37,8 @@ def the_loss_is_divided_by_local_tokens() -> None:
 
     original = model.normalize_by_tokens
 
-    def normalize_by_tokens(token_loss: Any, module: Any, batch: Any, tokens: Any, *rest: Any) -> Any:
-        return original(token_loss, module, batch, (batch.labels >= 0).sum() * 8, *rest)
+    def normalize_by_tokens(objective: Any, module: Any, batch: Any, tokens: Any, *rest: Any) -> Any:
+        return original(objective, module, batch, (batch.labels >= 0).sum() * 8, *rest)
 
     _replace("titan_exp.trainer.forward_backward.normalize_by_tokens", normalize_by_tokens)
 
@@ -68,7 +68,7 @@ def ranks_clip_by_their_own_norm() -> None:
         original(parameters, own, max_norm)
 
     original = clip.scale_gradients
-    _replace("titan_exp.trainer.train_step.scale_gradients", scale)
+    _replace("titan_exp.optim.grad_clip.scale_gradients", scale)
 
 
 def only_the_last_micro_batch_counts() -> None:
@@ -77,8 +77,8 @@ def only_the_last_micro_batch_counts() -> None:
     original, calls = model.normalize_by_tokens, itertools.count()
 
     def normalize_by_tokens(*args: Any) -> Any:
-        objective, cross_entropy = original(*args)
-        return (objective, cross_entropy) if next(calls) % 2 else (objective * 0, cross_entropy)
+        loss, metrics = original(*args)
+        return (loss, metrics) if next(calls) % 2 else (loss * 0, metrics)
 
     _replace("titan_exp.trainer.forward_backward.normalize_by_tokens", normalize_by_tokens)
 
@@ -225,8 +225,8 @@ def gradients_are_scaled_by_micro_batches() -> None:
     original = pipelined.normalize_by_tokens
 
     def normalize_by_tokens(*args: Any) -> Any:
-        objective, cross_entropy = original(*args)
-        return objective / 4, cross_entropy
+        loss, metrics = original(*args)
+        return loss / 4, metrics
 
     _replace("titan_exp.trainer.pipeline_forward_backward.normalize_by_tokens", normalize_by_tokens)
 

@@ -226,7 +226,7 @@ def _on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, Any]:
         trainer = Trainer(experiment, folder, device)
 
         batches = [next(trainer.loader) for _ in range(trainer.accumulation)]
-        tokens, _, _ = sync_step_flags(batches, trainer.mesh, stop=False, save=False)
+        tokens, _, _ = sync_step_flags(trainer.model.objective, batches, trainer.mesh, stop=False, save=False)
 
         def step() -> None:
             lr, clip = trainer.schedule(1), experiment.training.max_grad_norm

@@ -30,7 +30,7 @@ from titan_exp.parallel.fsdp.single_rank_precision import SingleRankPrecision
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.cuda_graphs.graphed_model import GraphedModel
-from titan_exp.trainer.loss import TokenLoss
+from titan_exp.trainer.objective.language_modeling import LanguageModeling
 
 CHANGING = [*LINES, "lr_schedule.warmup_steps=4", "lr_schedule.decay_steps=4", "training.max_grad_norm=0.3"]
 """Every micro-batch has positions and documents, and predicts another number of tokens; rates change, and it clips."""
@@ -183,10 +183,12 @@ def rows(count: int, length: int = 16, *, seed: int = 0) -> Batch:
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), places % 7, places // 7)
 
 
-def replayed(model: torch.nn.Module, recorder: Any, loss: TokenLoss | None = None, **options: Any) -> GraphedModel:
+def replayed(
+    model: torch.nn.Module, recorder: Any, loss: LanguageModeling | None = None, **options: Any
+) -> GraphedModel:
     """Of the mesh it is only asked on which device it is."""
     mesh: Any = SimpleNamespace(device=next(model.parameters()).device)
-    return GraphedModel(model, loss or TokenLoss(), mesh, recorder, **{"dtype": torch.float32, **options})
+    return GraphedModel(model, loss or LanguageModeling(), mesh, recorder, **{"dtype": torch.float32, **options})
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -207,9 +209,9 @@ def test_other_shapes_are_computed_without_the_recording():
     loss = model.forward_backward(mixed, 100)
     found = gradients(module)
     assert (recorder.rehearsals, len(recorder.tapes)) == (5, 1)
-    expected = torch.stack([TokenLoss()(module, batch).objective / 100 for batch in mixed]).sum()
+    expected = torch.stack([LanguageModeling()(module, batch).total / 100 for batch in mixed]).sum()
     expected.backward()
-    assert float(loss) == pytest.approx(expected.item(), rel=1e-6)
+    assert float(loss["loss"]) == pytest.approx(expected.item(), rel=1e-6)
     for name, gradient in gradients(module).items():
         torch.testing.assert_close(found[name], gradient, atol=1e-7, rtol=1e-4)
 
@@ -217,7 +219,7 @@ def test_other_shapes_are_computed_without_the_recording():
 def test_the_loss_of_a_step_outlives_the_next():
     model = replayed(real_model(vocab_size=64), TapeRecorder(torch.device("cpu")))
     losses = [model.forward_backward([rows(2, seed=seed)] * 4, 128) for seed in range(3)]
-    assert len({float(loss) for loss in losses}) == 3
+    assert len({float(loss["loss"]) for loss in losses}) == 3
 
 
 def test_weights_that_were_put_elsewhere_are_an_error():
@@ -237,8 +239,8 @@ def test_a_pass_takes_nothing_from_the_host(chunk: int | None, dtype: torch.dtyp
         module = build_model(replace(TINY, vocab_size=64), seq_len=16, attention_backend="math")
     recompute = ActivationCheckpointConfig("full", 1, [], 0.5)
     apply_activation_checkpointing(module, recompute, random=False)
-    model = replayed(module, HostWatch(), TokenLoss(chunk, 1e-4), dtype=dtype)
-    assert model.forward_backward([rows(2)] * 5, 128).is_meta
+    model = replayed(module, HostWatch(), LanguageModeling(chunk, 1e-4), dtype=dtype)
+    assert model.forward_backward([rows(2)] * 5, 128)["loss"].is_meta
 
 
 @pytest.mark.parametrize("chunk", [None, 7])
@@ -246,12 +248,19 @@ def test_a_pass_takes_nothing_from_the_host(chunk: int | None, dtype: torch.dtyp
 def test_a_recording_takes_nothing_that_somebody_else_may_free(chunk: int | None, dtype: torch.dtype):
     """A graph knows addresses: those of weights, gradients, buffers, inputs, count and loss, which the model keeps."""
     recorder = TapeRecorder(torch.device("cpu"))
-    model = replayed(real_model(vocab_size=64), recorder, TokenLoss(chunk, 1e-4), dtype=dtype)
+    model = replayed(real_model(vocab_size=64), recorder, LanguageModeling(chunk, 1e-4), dtype=dtype)
     model.forward_backward([rows(2)] * 4, 128)
     inputs, (module,) = model._inputs, model.parts
     assert inputs is not None
     kept = [*module.parameters(), *module.buffers(), *(gradient for _, gradient in model._gradients)]
-    kept += [inputs.tokens, inputs.labels, inputs.positions, inputs.documents, model._tokens, model._loss]
+    kept += [
+        inputs.tokens,
+        inputs.labels,
+        inputs.positions,
+        inputs.documents,
+        model._tokens,
+        *model._sums.values.values(),
+    ]
     assert recorder.tapes[0].taken() == {place(it) for it in kept}
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.optimizer import keeps_fp32_moments
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.machine.devices import device_type, offered_devices
 
@@ -162,7 +163,7 @@ def _nothing_fits(result: "SearchResult", device: "Device", gpus: int) -> str:
     helps = ["more GPUs (--gpus)"]
     if smallest.training.loss_chunk_tokens is None:
         helps.append("training.loss_chunk_tokens=2048")
-    if smallest.optimizer.state_precision == "fp32":
+    if keeps_fp32_moments(smallest.optimizer):
         helps.append("optimizer.state_precision=bf16")
     return (
         f"plan search: nothing fits on {gpus} x {device.name} with {room}. The smallest of {result.looked_at} layouts "

@@ -3,8 +3,8 @@
 import json
 import re
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from titan_exp.launch.sweep.sweep_table import plain_console
 from titan_exp.plan.gate.predicted import read_predicted_metrics
 from titan_exp.tracking.run_folder.metrics_jsonl import read_last_values
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.tracking.sinks.sink import Value
+from titan_exp.tracking.sinks.sink import REPORTED, Value
 
 HELP = """\
 titan-exp status: how runs stand. Nothing is changed.
@@ -81,6 +81,8 @@ class StatusRow:
     """The same, predicted before the start; None where it was not."""
     tokens_per_second_predicted: Value = None
     """Of the whole job, predicted before the start; None where it was not."""
+    reported: Mapping[str, Value] = field(default_factory=dict)
+    """Newest metrics reported by the objective, the model and the optimizer, by name."""
 
 
 def status_command(words: list[str]) -> int:
@@ -146,6 +148,7 @@ def _row(one: RunEntry, status: RunStatus) -> StatusRow:
         memory=values.get("memory"),
         memory_predicted=predicted.memory,
         tokens_per_second_predicted=predicted.tokens_per_second,
+        reported={name: value for name, value in values.items() if name.startswith(REPORTED)},
     )
 
 
@@ -225,6 +228,9 @@ def _table(rows: Sequence[StatusRow], *, in_full: bool) -> Table:
         "GPU-hours": with_hours,
         "reason": any(row.reason for row in rows),
     }
+    for metric in sorted({metric for row in rows for metric in row.reported}):
+        headings[metric] = lambda row, metric=metric: _number(row.reported.get(metric), ".4g")
+    headings["reason"] = headings.pop("reason")
     shown = [name for name in headings if hidden.get(name, True)]
     table = Table(box=None, pad_edge=False)
     for name in shown:

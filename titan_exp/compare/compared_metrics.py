@@ -11,6 +11,7 @@ from titan_exp.compare.stats.moving_average import moving_average
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.plan.gate.predicted import PredictedMetrics
+from titan_exp.tracking.sinks.sink import REPORTED
 
 Direction = Literal["min", "max"]
 
@@ -62,7 +63,9 @@ def choose_metrics(names: Sequence[tuple[str, str | None]], runs: Sequence[Run],
     logged = {key for run in runs for row in run.rows[-200:] for key, value in row.items() if value is not None}
     added = [target_metric(target)] if target is not None else []
     if not names:
-        return [metric for metric in DEFAULT if metric.name != "best_validation_loss" or _worsens(runs)] + added
+        reported = [_logged(name) for name in sorted(logged) if name.startswith(REPORTED)]
+        built_in = [metric for metric in DEFAULT if metric.name != "best_validation_loss" or _worsens(runs)]
+        return built_in + added + reported
     known = {metric.name: metric for metric in [*METRICS, *added]}
     unknown = [name for name, _ in names if name not in known and name not in logged]
     if unknown:

@@ -17,7 +17,7 @@ from titan_exp.data.batch import Batch
 from titan_exp.models.blocks.grouped_linear import GroupedLinear
 from titan_exp.models.blocks.transformer import Linear
 from titan_exp.quantization.quantize import quantize
-from titan_exp.trainer.loss import TokenLoss
+from titan_exp.trainer.objective.language_modeling import LanguageModeling
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,10 @@ def decibels(exact: Tensor, found: Tensor) -> float:
 def _run(model: nn.Module, names: Mapping[str, Linear | GroupedLinear], batch: Batch) -> _Pass:
     found = _Pass({}, {}, {})
     with _recorded(names, found):
-        objective, cross_entropy = TokenLoss()(model, batch)
+        loss = LanguageModeling()(model, batch)
         tokens = max(int((batch.labels >= 0).sum()), 1)
-        (objective / tokens).backward()
-    found.loss = float(cross_entropy) / tokens
+        (loss.total / tokens).backward()
+    found.loss = float(loss.metrics["loss"]) / tokens
     for name, projection in names.items():
         gradient = projection.weight.grad
         assert gradient is not None, "every projection takes part"

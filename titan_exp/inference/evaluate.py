@@ -35,7 +35,7 @@ from titan_exp.rules.rule import ask
 from titan_exp.trainer.distributed import joined_process_group
 from titan_exp.trainer.forward_backward import EagerModel
 from titan_exp.trainer.load_model import Rows, describe, load_source
-from titan_exp.trainer.loss import TokenLoss
+from titan_exp.trainer.objective.language_modeling import LanguageModeling
 from titan_exp.trainer.rank_call import RunOnRanks, answer
 from titan_exp.trainer.validate import ValidationResult, evaluate_sources
 
@@ -121,7 +121,7 @@ def evaluate_source(
         parts=parallelism.cp > 1 and parallelism.cp_method != "ulysses",
     )
     words = vocab_shard(mesh, source.model.vocab_size) if parallelism.loss_parallel else None
-    whole = EagerModel(model, TokenLoss(experiment.training.loss_chunk_tokens, part=words), mesh)
+    whole = EagerModel(model, LanguageModeling(experiment.training.loss_chunk_tokens, vocab_shard=words), mesh)
     row = evaluate_sources(whole, loader.sources, mesh)
     return ValidationResult(row["validation_loss"], int(row["validation_tokens"]))
 

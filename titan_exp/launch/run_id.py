@@ -11,6 +11,7 @@ from typing import Any
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.optimizer import AdamWConfig
 from titan_exp.config.schema.identity_keys import IN_RUN_ID_WHEN_SET, LAYOUT, NOT_IN_RUN_ID
 from titan_exp.config.schema.typed_config import to_dict
 
@@ -53,8 +54,10 @@ def _digest(experiment: Experiment, without: Iterable[str]) -> str:
         config["quantization"] = {"recipe": "none"}
     elif not experiment.quantization.stochastic_rounding:
         del config["quantization"]["stochastic_rounding"]
-    if experiment.optimizer.state_precision == "fp32":
+    if isinstance(experiment.optimizer, AdamWConfig) and experiment.optimizer.state_precision == "fp32":
         del config["optimizer"]["state_precision"]
+    if experiment.training.objective == "language_modeling":
+        del config["training"]["objective"], config["training"]["objective_options"]
     if not experiment.compile.cuda_graphs:
         del config["compile"]["cuda_graphs"]
     begins_with = {key: _get(config, key.split(".")) for key in IN_RUN_ID_WHEN_SET}

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
+from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.ops.optim.adamw import adamw_update, bias_rates
 
 
@@ -34,9 +34,12 @@ class FusedClipAdamW(torch.optim.Optimizer):
         moments: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self.factor: Tensor | None = None
-        """A scalar on the device that the gradients of the next step are multiplied by; that step forgets it."""
+        self._grad_scale: Tensor | None = None
         self._moments = moments
+
+    def set_grad_scale(self, factor: Tensor) -> None:
+        """Multiply the gradients of the next step, and of no later one, by a scalar on the device."""
+        self._grad_scale = factor
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -44,7 +47,7 @@ class FusedClipAdamW(torch.optim.Optimizer):
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             self._update([parameter for parameter in group["params"] if parameter.grad is not None], group)
-        self.factor = None
+        self._grad_scale = None
         return loss
 
     def _update(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
@@ -58,25 +61,21 @@ class FusedClipAdamW(torch.optim.Optimizer):
             gradient = parameter.grad
             assert gradient is not None, "asked above"
             adamw_update(
-                _local(parameter),
-                _local(gradient),
-                _local(state["exp_avg"]),
-                _local(state["exp_avg_sq"]),
+                local_tensor(parameter),
+                local_tensor(gradient),
+                local_tensor(state["exp_avg"]),
+                local_tensor(state["exp_avg_sq"]),
                 rates=its_rates,
                 decay=group["lr"] * group["weight_decay"],
                 betas=group["betas"],
                 eps=group["eps"],
-                factor=self.factor,
+                factor=self._grad_scale,
             )
 
     def _state_of(self, parameter: Tensor) -> dict[str, Tensor]:
         state = self.state[parameter]
         if not state:
-            state["step"] = torch.zeros((), device=_local(parameter).device)
+            state["step"] = torch.zeros((), device=local_tensor(parameter).device)
             for name in ("exp_avg", "exp_avg_sq"):
                 state[name] = torch.zeros_like(parameter, dtype=self._moments, memory_format=torch.preserve_format)
         return state
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

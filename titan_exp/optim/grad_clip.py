@@ -1,25 +1,28 @@
-"""The one global gradient norm, and clipping by it.
+"""Global gradient norm and gradient clipping.
 
-Squared sums are taken per mesh and placement and added over the axes that shard them, so parameters may live on any
+Squared norms are summed per mesh and placement and reduced over the axes that shard them, so parameters may live on any
 mixture of meshes; a replicated tensor counts once.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from titan_exp.ops.local_tensor import local_tensor
+
 
 @torch.no_grad()
-def global_grad_norm(parameters: Iterable[Tensor], stages: dist.ProcessGroup | None = None) -> Tensor:
+def global_grad_norm(parameters: Iterable[Tensor], pp_group: dist.ProcessGroup | None = None) -> Tensor:
     """L2 norm of all gradients of the whole model, an fp32 scalar that is the same on every rank.
 
     Args:
-        parameters: this rank's, each once: of a weight that two pipeline stages have copies of, one.
-        stages: ranks that hold the other parts of the model; None where this one holds all.
+        parameters: parameters on this rank, without the copy of a tied weight that another pipeline stage counts.
+        pp_group: ranks of the pipeline; None without one.
     """
     groups: dict[object, list[Tensor]] = defaultdict(list)
     meshes = {}
@@ -29,7 +32,7 @@ def global_grad_norm(parameters: Iterable[Tensor], stages: dist.ProcessGroup | N
             continue
         key = (gradient.device_mesh, gradient.placements) if isinstance(gradient, DTensor) else None
         meshes[key] = gradient if isinstance(gradient, DTensor) else None
-        groups[key].append(_local(gradient))
+        groups[key].append(local_tensor(gradient))
     squares = []
     for key, gradients in groups.items():
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
@@ -43,24 +46,39 @@ def global_grad_norm(parameters: Iterable[Tensor], stages: dist.ProcessGroup | N
                     dist.all_reduce(square, group=sample.device_mesh.get_group(axis))
         squares.append(square)
     total = torch.stack(squares).sum() if squares else torch.zeros(())
-    if stages is not None:
-        dist.all_reduce(total, group=stages)
+    if pp_group is not None:
+        dist.all_reduce(total, group=pp_group)
     return total.sqrt()
 
 
+@runtime_checkable
+class ScalesGradients(Protocol):
+    """An optimizer that scales gradients inside its own `step`, as a fused clip-and-update kernel does."""
+
+    def set_grad_scale(self, factor: Tensor) -> None:
+        """Scale the gradients of the next step by a scalar on the device."""
+        ...
+
+
+def clip_gradients(
+    optimizer: torch.optim.Optimizer, parameters: Iterable[Tensor], norm: Tensor, max_norm: float
+) -> None:
+    """Clip gradients of the global norm `norm` to `max_norm`: by the optimizer if it can, else in place."""
+    if isinstance(optimizer, ScalesGradients):
+        optimizer.set_grad_scale(clip_factor(norm, max_norm))
+    else:
+        scale_gradients(parameters, norm, max_norm)
+
+
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """min(1, max_norm / norm), a scalar that stays on the device."""
+    """min(1, max_norm / norm), a scalar on the device."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 @torch.no_grad()
 def scale_gradients(parameters: Iterable[Tensor], norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients by `clip_factor`, in place and without asking the device for the norm."""
+    """Scale all gradients by `clip_factor` in place, without a device sync."""
     factor = clip_factor(norm, max_norm)
-    gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
+    gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.optimizer import MOMENT_BLOCK
+from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.optim.state_quantization import MomentFormat, Rounded, formats_of
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -55,15 +56,15 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
         if not state:
             state["step"] = torch.tensor(0.0)
             for name, moment in zip(MOMENTS, formats, strict=True):
-                empty = moment.empty(_local(parameter))
+                empty = moment.empty(local_tensor(parameter))
                 state[name] = _placed_as(parameter, empty[0], parameter.shape)
                 for scales in empty[1:]:
                     shape = torch.Size((*parameter.shape[:-1], parameter.shape[-1] // MOMENT_BLOCK))
                     state[f"{name}_scale"] = _placed_as(parameter, scales, shape)
         state["step"] += 1
         step, (beta1, beta2) = float(state["step"]), group["betas"]
-        weight, gradient = _local(parameter), _local(parameter.grad).float()  # type: ignore[arg-type]  # asked above
-        kept = [[_local(state[key]) for key in (name, f"{name}_scale") if key in state] for name in MOMENTS]
+        weight, gradient = local_tensor(parameter), local_tensor(parameter.grad).float()  # type: ignore[arg-type]  # asked above
+        kept = [[local_tensor(state[key]) for key in (name, f"{name}_scale") if key in state] for name in MOMENTS]
         # The update takes the moments before they are rounded.
         first = formats[0].read(kept[0]).lerp(gradient, 1 - beta1)
         second = formats[1].read(kept[1]).lerp(gradient.square(), 1 - beta2)
@@ -85,7 +86,7 @@ def _has_blocks(parameter: Tensor) -> bool:
 
 
 def _require_whole_blocks(parameter: Tensor, precision: str) -> None:
-    columns = _local(parameter).shape[-1] if parameter.dim() else 0
+    columns = local_tensor(parameter).shape[-1] if parameter.dim() else 0
     if _has_blocks(parameter) and columns % MOMENT_BLOCK:
         reason = (
             f"moments are kept in blocks of {MOMENT_BLOCK} numbers of a row, and a rank has {columns} of a row's "
@@ -104,7 +105,3 @@ def _placed_as(parameter: Tensor, local: Tensor, shape: torch.Size) -> Tensor:
     return DTensor.from_local(
         local, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
     )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

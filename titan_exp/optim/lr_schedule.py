@@ -1,10 +1,12 @@
-"""The learning rate as a pure function of the step: linear warm-up, a stable peak, decay to a floor.
+"""Learning-rate schedule: linear warmup, constant peak, decay to a floor.
 
-Having no state, it needs no place in a checkpoint, and a changed configuration takes effect on resume.
+A pure function of the step: it has no state to checkpoint, and a changed configuration takes effect on resume.
 """
 
 import math
 from collections.abc import Callable
+
+import torch
 
 from titan_exp.config.groups.optimizer import LRScheduleConfig
 from titan_exp.config.schema.import_path import import_dotted, is_dotted
@@ -18,20 +20,14 @@ DECAYS: dict[str, Callable[[float], float]] = {
 
 
 class LRSchedule:
-    """Learning rate of step 1, 2, … steps.
-
-    Args:
-        config: lengths and shape.
-        peak: learning rate between warm-up and decay.
-        steps: steps of the run.
-    """
+    """Learning rate of steps 1 to `steps`; `peak` between warmup and decay."""
 
     def __init__(self, config: LRScheduleConfig, *, peak: float, steps: int) -> None:
         self.config, self.peak, self.steps = config, peak, steps
         self._decay = _decay(config)
 
     def __call__(self, step: int) -> float:
-        """Rate of a step, counted from 1. The peak is reached exactly at `warmup_steps`, the floor at the last step."""
+        """Learning rate of a step, counted from 1. Peak at `warmup_steps` exactly, floor at the last step."""
         config = self.config
         if step < config.warmup_steps:
             return self.peak * step / config.warmup_steps
@@ -40,6 +36,12 @@ class LRSchedule:
             return self.peak
         factor = self._decay(min(1.0, into_decay / config.decay_steps))
         return self.peak * (config.min_lr_ratio + (1 - config.min_lr_ratio) * factor)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of every parameter group, times the group's `lr_scale` if it has one."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
 def _decay(config: LRScheduleConfig) -> Callable[[float], float]:

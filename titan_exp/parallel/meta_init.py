@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from titan_exp.models.blocks.initialization import InitSpec, ShardSpec, init_slice
+from titan_exp.ops.local_tensor import local_tensor
 
 
 def materialize_parameters(model: nn.Module, device: torch.device, *, cpu_offload: bool = False) -> None:
@@ -31,7 +32,7 @@ def materialize_parameters(model: nn.Module, device: torch.device, *, cpu_offloa
 def init_weights(model: nn.Module, table: Mapping[str, InitSpec], seed: int) -> None:
     """Fill parameters from their declared distributions; the same values in every layout, without communication."""
     for name, parameter in model.named_parameters():
-        local(parameter).copy_(init_slice(seed, name, table[name], local_shard(parameter)))
+        local_tensor(parameter).copy_(init_slice(seed, name, table[name], local_shard(parameter)))
 
 
 @torch.no_grad()
@@ -49,7 +50,7 @@ def copy_initial_weights(model: nn.Module, build: Callable[[], nn.Module], seed:
             continue
         part = local_shard(target)
         window = tuple(slice(first, first + size) for first, size in zip(part.start, part.size, strict=True))
-        local(target).copy_(whole[name][window])
+        local_tensor(target).copy_(whole[name][window])
 
 
 def local_shard(tensor: Tensor) -> ShardSpec:
@@ -58,8 +59,3 @@ def local_shard(tensor: Tensor) -> ShardSpec:
         return ShardSpec.whole(tuple(tensor.shape))
     size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return ShardSpec(tuple(tensor.shape), tuple(start), tuple(size))
-
-
-def local(tensor: Tensor) -> Tensor:
-    """This rank's own memory of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 
+from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.quantization.recipes import ScaledLinearImpl
 
 
@@ -35,7 +35,7 @@ class WeightScales:
             return
         first = self._weights[0][1]
         # A rank may hold nothing of a weight that is divided unevenly.
-        shards = (_local(weight) for weight, _ in self._weights)
+        shards = (local_tensor(weight) for weight, _ in self._weights)
         largest = [it.abs().amax() if it.numel() else it.new_zeros(()) for it in shards]
         amax = torch.stack(largest).to(self._scales[0].device)
         for group in self._groups:
@@ -50,7 +50,3 @@ def _weights(parts: Sequence[nn.Module]) -> Iterator[tuple[nn.Parameter, ScaledL
             product = getattr(module, "linear_impl", None)
             if isinstance(product, ScaledLinearImpl) and product.weight_scale is not None:
                 yield module.get_parameter("weight"), product
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

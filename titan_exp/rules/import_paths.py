@@ -7,14 +7,21 @@ from typing import Any
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.activation_checkpoint import CompileConfig
-from titan_exp.config.groups.builtins import COMPILE_BACKENDS, DECAYS, OPTIMIZERS, SOURCES
+from titan_exp.config.groups.builtins import COMPILE_BACKENDS, DECAYS, OBJECTIVES, OPTIMIZERS, SOURCES
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
+from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.schema.import_path import find_dotted, is_dotted
 from titan_exp.rules.rule import rules
 
 CPP_COMPILERS = ("g++", "clang++", "c++")
 """Commands that inductor can compile C++ with."""
+
+
+def objective_is_known(training: TrainingConfig) -> Iterator[Violation]:
+    """The objective is built in or can be imported."""
+    example = "my_package.objectives.Distillation"
+    yield from _known("training.objective", training.objective, OBJECTIVES, training.objective_options, example)
 
 
 def optimizer_is_known(optimizer: OptimizerConfig) -> Iterator[Violation]:
@@ -54,7 +61,7 @@ def _known(
     if name in builtin:
         if options:
             yield Violation(
-                f"{group}.options",
+                f"{group}.objective_options" if key == "objective" else f"{group}.options",
                 options,
                 f"{field}={name} is built in and takes no options",
                 f"its settings are keys of {group}; options are for your own code, by the import path in {field}",
@@ -69,4 +76,4 @@ def _known(
         yield Violation(field, name, f"unknown {group if key == 'name' else key} '{name}'", remedy)
 
 
-RULES = rules(optimizer_is_known, decay_is_known, source_is_known, compiler_exists)
+RULES = rules(objective_is_known, optimizer_is_known, decay_is_known, source_is_known, compiler_exists)

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from titan_exp.config.errors.did_you_mean import did_you_mean
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.model import ModelConfig
-from titan_exp.config.groups.optimizer import MOMENT_BLOCK, OptimizerConfig
+from titan_exp.config.groups.optimizer import MOMENT_BLOCK, AdamWConfig, OptimizerConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.quantization import BLOCK, NVFP4_TILE, QuantizationConfig
 from titan_exp.config.groups.training import TrainingConfig
@@ -186,7 +186,11 @@ def fp32_modules_are_not_quantized(
             )
 
 
-def moments_are_adamws(optimizer: OptimizerConfig) -> Iterator[Violation]:
+def _has_low_precision_moments(optimizer: OptimizerConfig) -> bool:
+    return isinstance(optimizer, AdamWConfig) and optimizer.state_precision != "fp32"
+
+
+def moments_are_adamws(optimizer: AdamWConfig) -> Iterator[Violation]:
     """The optimizer is AdamW, whose moments are known, and torchao is there for 8 bits."""
     field, precision = "optimizer.state_precision", optimizer.state_precision
     if optimizer.name != "adamw":
@@ -197,7 +201,7 @@ def moments_are_adamws(optimizer: OptimizerConfig) -> Iterator[Violation]:
 
 
 def moment_blocks_divide(
-    spec: ModelSpec, optimizer: OptimizerConfig, parallelism: ParallelismConfig
+    spec: ModelSpec, optimizer: AdamWConfig, parallelism: ParallelismConfig
 ) -> Iterator[Violation]:
     """Every rank's part of a row has whole blocks of 8-bit moments."""
     field, precision, degree = "optimizer.state_precision", optimizer.state_precision, parallelism.tp
@@ -254,6 +258,6 @@ RULES = (
         fp32_modules_are_not_quantized,
         when=_has_recipe,
     ),
-    *rules(moments_are_adamws, moment_blocks_divide, when=lambda optimizer: optimizer.state_precision != "fp32"),
+    *rules(moments_are_adamws, moment_blocks_divide, when=_has_low_precision_moments),
 )
 LAYOUT_RULES = rules(tokens_divide, when=_has_recipe)

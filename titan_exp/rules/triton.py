@@ -4,7 +4,7 @@ import importlib.util
 from collections.abc import Iterator
 
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.optimizer import OptimizerConfig
+from titan_exp.config.groups.optimizer import AdamWConfig, OptimizerConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.quantization import QuantizationConfig
 from titan_exp.rules.rule import rules
@@ -18,7 +18,7 @@ def fused_adamw_is_supported(
 ) -> Iterator[Violation]:
     """The kernel that clips and updates in one pass has what it needs."""
     field = "optimizer.implementation"
-    if optimizer.implementation != "triton":
+    if not isinstance(optimizer, AdamWConfig) or optimizer.implementation != "triton":
         return
     if optimizer.name != "adamw":
         reason, remedy = f"it is a kernel of AdamW, and optimizer.name is {optimizer.name}", "optimizer.name=adamw"

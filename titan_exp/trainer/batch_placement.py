@@ -1,4 +1,4 @@
-"""A batch on its way into the model: on the device, and cut to this rank's part of every sequence."""
+"""Move a batch to the device and take this rank's context-parallel shard."""
 
 from dataclasses import replace
 
@@ -7,13 +7,14 @@ from titan_exp.parallel.mesh import Mesh
 
 
 def shard_batch(batch: Batch, mesh: Mesh) -> Batch:
-    """The tokens of a CPU batch that this rank computes, on its device.
+    """Take this rank's tokens of a CPU batch of whole rows, on the device.
 
-    Everything about a token is cut together, and where sequences are shared or hidden states come from another stage
-    its position is always given: its index in what is there no longer says it.
+    Under context or pipeline parallelism positions are explicit: a token's index in the shard is not its position.
     """
     whole = batch.to(mesh.device)
     if mesh.sequence_shard.degree == 1 and mesh.pp_group is None:
         return whole
-    part = whole.map(mesh.sequence_shard.take)
-    return part if part.positions is not None else replace(part, positions=mesh.sequence_shard.positions(whole.tokens))
+    shard = whole.map(mesh.sequence_shard.take)
+    if shard.positions is not None:
+        return shard
+    return replace(shard, positions=mesh.sequence_shard.positions(whole.tokens))

@@ -15,7 +15,8 @@ from titan_exp.data.tokenizers.byte_tokenizer import ByteTokenizer
 from titan_exp.models.build import build_model, choose_attention_backend
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.ops.attention.flash_attention import runs_here
-from titan_exp.parallel.meta_init import local, local_shard, materialize_parameters
+from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.parallel.meta_init import local_shard, materialize_parameters
 
 Rows = Mapping[str, Sequence[slice]]
 """Rows of a parameter of the source that, one after the other, are this rank's parameter of that name."""
@@ -67,7 +68,7 @@ def load_source(
         if 0 not in part.size:
             window = [slice(start, start + size) for start, size in zip(part.start, part.size, strict=True)]
             # Of stacked matrices a store cuts the first two dims.
-            local(tensor).copy_(source.parameters.read(name, *window[:2])[(..., *window[2:])])
+            local_tensor(tensor).copy_(source.parameters.read(name, *window[:2])[(..., *window[2:])])
     return model.eval()
 
 

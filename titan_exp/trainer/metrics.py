@@ -1,4 +1,4 @@
-"""What a run says of itself while it trains: rows of metrics, heartbeat, speed and memory."""
+"""Training report: rows of metrics, heartbeat, throughput and memory."""
 
 import dataclasses
 import statistics
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
@@ -16,6 +17,7 @@ from titan_exp.tracking.memory_stats import PeakMemory
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.sinks.build_sinks import build_sinks
 from titan_exp.tracking.throughput import Throughput
+from titan_exp.trainer.metric_reduction import MetricReducer
 from titan_exp.trainer.profiling.compile_cache import cache_of
 from titan_exp.trainer.profiling.compile_report import CompileReport
 from titan_exp.trainer.profiling.slow_option_warnings import MemoryToSpare
@@ -25,20 +27,28 @@ from titan_exp.trainer.train_step import StepResult
 
 
 class Report:
-    """Collects numbers over the ranks and hands them to the sinks on rank 0.
+    """Reduces metrics over the ranks and hands rows to the sinks on rank 0.
 
     Args:
         experiment: the run.
-        folder: its folder.
-        mesh: whose ranks take part.
-        flops_per_token: operations of a training step per token.
+        folder: the run folder.
+        mesh: ranks that take part.
+        reducer: reduces reported metrics over these ranks.
+        flops_per_token: FLOPs of a training step per token.
         first_step: step that this attempt continues after.
     """
 
     def __init__(
-        self, experiment: Experiment, folder: RunFolder, mesh: Mesh, *, flops_per_token: float, first_step: int
+        self,
+        experiment: Experiment,
+        folder: RunFolder,
+        mesh: Mesh,
+        reducer: MetricReducer,
+        *,
+        flops_per_token: float,
+        first_step: int,
     ) -> None:
-        self.folder, self.mesh = folder, mesh
+        self.folder, self.mesh, self._reducer = folder, mesh, reducer
         self.last_step = first_step
         """The last finished step."""
         self.leader = dist.get_rank() == 0
@@ -73,46 +83,37 @@ class Report:
         step: int,
         tokens: int,
         result: StepResult,
+        parts: Sequence[nn.Module],
         *,
         lr: float,
         also: Mapping[str, float | int | None],
     ) -> float:
-        """Write the row of a step; all ranks call it together. Returns the mean loss over the global batch."""
+        """Reduce the metrics of a step and write its row; all ranks call it. Returns the mean loss."""
         if "validation_loss" in also:
             self.compilation.after("evaluation", step)
-        # Over the CPU, in fp64: the order of ranks does not show in the last digits that are logged.
-        loss, times = self._gather(result.loss.double().cpu())
-        loss /= self.mesh.loss_replicas
+        own = dataclasses.astuple(self.times.take())
+        reported, rows = self._reducer.reduce(result.metrics, parts, result.tokens, own)
+        loss, times = reported.pop("loss"), [OwnTimes(*row) for row in rows]
         if self.leader:
             memory = self.memory.read()
             row = {
                 "step": step,
                 "tokens": tokens,
-                "loss": float(loss),
+                "loss": loss,
                 "grad_norm": float(result.grad_norm),
                 "lr": lr,
                 **self.throughput.read(),
                 **memory,
                 **self._step_times(step, times),
                 **also,
+                **reported,
                 "attempt": self.attempt,
             }
             for sink in self.sinks:
                 sink.log(row)
             self._to_spare.see(memory["memory_reserved"])
             self.memory.reset()
-        return float(loss)
-
-    def _gather(self, loss: torch.Tensor) -> tuple[torch.Tensor, list[OwnTimes]]:
-        """The sum of the ranks' losses, and the times of each of them, in one message: every rank fills in its own
-        place, and adds zeros to the others'."""
-        rank, size, fields = dist.get_rank(), dist.get_world_size(), len(dataclasses.fields(OwnTimes))
-        message = torch.zeros(1 + size * fields, dtype=torch.float64)
-        message[0] = loss
-        message[1 + rank * fields :][:fields] = torch.tensor(dataclasses.astuple(self.times.take()))
-        if size > 1:
-            dist.all_reduce(message, group=self.mesh.cpu_group)
-        return message[0], [OwnTimes(*times) for times in message[1:].view(size, fields).tolist()]
+        return loss
 
     def _step_times(self, step: int, times: Sequence[OwnTimes]) -> dict[str, float]:
         """Keys of a row: seconds of a step over the ranks, waiting included, and of what a rank does by itself."""

@@ -16,7 +16,8 @@ from titan_exp.trainer.build_model import BuiltModel
 from titan_exp.trainer.cuda_graphs.capture import CudaRecorder
 from titan_exp.trainer.cuda_graphs.graphed_model import GraphedModel
 from titan_exp.trainer.forward_backward import EagerModel, Model
-from titan_exp.trainer.loss import TokenLoss
+from titan_exp.trainer.objective.base import Objective
+from titan_exp.trainer.objective.build import build_objective
 from titan_exp.trainer.pipeline_forward_backward import PipelineModel
 
 
@@ -51,17 +52,15 @@ def assemble(
     """
     mesh = build_mesh(layout.parallelism, device)
     built = BuiltModel(experiment, layout, mesh, fake_mode=fake_mode)
-    divided = experiment.parallelism.loss_parallel
-    words = vocab_shard(mesh, experiment.model.vocab_size) if divided else None
-    token_loss = TokenLoss.of(experiment.training, experiment.compile, words)
-    model = _model(experiment, built, token_loss, mesh)
-    return TrainState(mesh, built, model, build_optimizer(experiment.optimizer, model.parameters()))
+    shard = vocab_shard(mesh, experiment.model.vocab_size) if experiment.parallelism.loss_parallel else None
+    model = _model(experiment, built, build_objective(experiment.training, experiment.compile, shard), mesh)
+    return TrainState(mesh, built, model, build_optimizer(model.parts, experiment.optimizer))
 
 
-def _model(experiment: Experiment, built: BuiltModel, token_loss: TokenLoss, mesh: Mesh) -> Model:
+def _model(experiment: Experiment, built: BuiltModel, objective: Objective, mesh: Mesh) -> Model:
     if built.pipeline is not None:
-        return PipelineModel(built.pipeline, token_loss, mesh)
+        return PipelineModel(built.pipeline, objective, mesh)
     if experiment.compile.cuda_graphs:
         dtype = torch.bfloat16 if experiment.training.mixed_precision == "bf16" else torch.float32
-        return GraphedModel(built.module, token_loss, mesh, CudaRecorder(mesh.device), dtype=dtype)
-    return EagerModel(built.module, token_loss, mesh)
+        return GraphedModel(built.module, objective, mesh, CudaRecorder(mesh.device), dtype=dtype)
+    return EagerModel(built.module, objective, mesh)

@@ -1,6 +1,6 @@
 """One optimizer step: the recipe of the algorithm."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,22 +8,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titan_exp.data.batch import Batch
-from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
-from titan_exp.optim.fused_clip_adamw import FusedClipAdamW
-from titan_exp.optim.grad_clip import clip_factor, global_grad_norm, scale_gradients
+from titan_exp.optim.grad_clip import clip_gradients, global_grad_norm
+from titan_exp.optim.lr_schedule import set_lr
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.step_observer import step_observer
 from titan_exp.parallel.tensor_parallel.apply import reduce_partial_gradients
 from titan_exp.trainer.forward_backward import Model
+from titan_exp.trainer.objective.base import Objective
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step leaves behind, still on the device: nothing here has waited for it."""
+    """Result of a step, still on the device: nothing here has waited for it."""
 
-    loss: Tensor
-    """This rank's share of the mean cross-entropy over the global batch; the sum over data and context ranks is the
-    mean. 0 where another rank has the last stage of a pipeline."""
+    metrics: Mapping[str, Tensor]
+    """This rank's share of the mean `loss` over the global batch, and of the objective's metrics, before reduction over
+    ranks."""
     grad_norm: Tensor
     """Global gradient norm before clipping."""
     tokens: int
@@ -40,42 +40,41 @@ def train_step(
     max_grad_norm: float | None,
     mesh: Mesh,
 ) -> StepResult:
-    """Train on one global batch, of which `batches` are this rank's micro-batches.
+    """Train on one global batch.
 
     Args:
         model: its gradients are zero.
         optimizer: over the model's parameters.
-        batches: micro-batches on the CPU.
-        tokens: predicted tokens of the whole global batch, over all ranks.
+        batches: this rank's micro-batches, on the CPU.
+        tokens: predicted tokens of the global batch, over all ranks.
         lr: learning rate of this step.
         max_grad_norm: clip above this global norm; None never clips.
-        mesh: which ranks hold other parts of the model.
+        mesh: holds the groups over which gradients are reduced.
     """
-    loss = model.forward_backward(batches, tokens)
+    metrics = model.forward_backward(batches, tokens)
 
     step_observer().gradients_ready(model.parts)
     reduce_partial_gradients(model.parts, mesh)
     grad_norm = global_grad_norm(model.unique_parameters(), mesh.pp_group)
-    if max_grad_norm is not None and isinstance(optimizer, FusedClipAdamW):
-        optimizer.factor = clip_factor(grad_norm, max_grad_norm)
-    elif max_grad_norm is not None:
-        scale_gradients(list(model.parameters()), grad_norm, max_grad_norm)
+    if max_grad_norm is not None:
+        clip_gradients(optimizer, model.parameters(), grad_norm, max_grad_norm)
 
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+    set_lr(optimizer, lr)
     optimizer.step()
     optimizer.zero_grad()
-    return StepResult(loss, grad_norm, tokens)
+    return StepResult(metrics, grad_norm, tokens)
 
 
-def sync_step_flags(batches: Sequence[Batch], mesh: Mesh, *, stop: bool, save: bool) -> tuple[int, bool, bool]:
-    """Predicted tokens of the global batch, whether any rank was asked to stop, and whether rank 0 has it time to save.
+def sync_step_flags(
+    objective: Objective, batches: Sequence[Batch], mesh: Mesh, *, stop: bool, save: bool
+) -> tuple[int, bool, bool]:
+    """Sum the predicted tokens of the global batch, and share the flags of the step, in one message over the CPU.
 
-    One message over the CPU.
+    Returns the tokens, True if any rank was asked to stop, and True if rank 0's clock asks for a checkpoint.
     """
-    predicted = sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
-    message = torch.tensor([predicted, int(stop), int(save and dist.get_rank() == 0)])
+    tokens = sum(objective.count(batch) for batch in batches)
+    message = torch.tensor([tokens, int(stop), int(save and dist.get_rank() == 0)])
     if dist.get_world_size(mesh.cpu_group) > 1:
         dist.all_reduce(message, group=mesh.cpu_group)
-    # Rows are counted whole, before they are cut, by every rank that is handed them.
+    # Every rank counts whole rows, also of those that it shares with other ranks.
     return int(message[0]) // mesh.batch_replicas, bool(message[1]), bool(message[2])

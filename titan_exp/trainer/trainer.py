@@ -29,6 +29,7 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.determinism import seed_step, set_deterministic
 from titan_exp.trainer.forward_backward import Model
 from titan_exp.trainer.gc import GarbageCollection
+from titan_exp.trainer.metric_reduction import MetricReducer
 from titan_exp.trainer.metrics import Report
 from titan_exp.trainer.profiling.compile_cache import cache_of
 from titan_exp.trainer.profiling.memory_snapshot import MemorySnapshot
@@ -92,7 +93,9 @@ class Trainer:
         self.refresh_scales = self._weight_scales()
         self.refresh_scales()
         self.flops_per_token = built.flops_per_token
-        self.report = Report(experiment, folder, self.mesh, flops_per_token=self.flops_per_token, first_step=self.step)
+        reducer = MetricReducer(self.model.objective, built.module, self.optimizer, self.mesh)
+        counts: dict[str, Any] = {"flops_per_token": self.flops_per_token, "first_step": self.step}
+        self.report = Report(experiment, folder, self.mesh, reducer, **counts)
         self.profile = ProfileWindow(experiment.profiling, folder.traces, first_step=self.step, **watched)
 
     def run(self) -> bool:
@@ -137,9 +140,8 @@ class Trainer:
         seed_step(experiment.experiment.seed, step, self.mesh.dp_rank, self.mesh.device)
         with times.loading():
             batches = [next(self.loader) for _ in range(self.accumulation)]
-        tokens, stop, save = sync_step_flags(
-            batches, self.mesh, stop=self.folder.stop_requested(), save=self.checkpointer.interval_elapsed()
-        )
+        stop, save = self.folder.stop_requested(), self.checkpointer.interval_elapsed()
+        tokens, stop, save = sync_step_flags(self.model.objective, batches, self.mesh, stop=stop, save=save)
         with times.computing():
             result = train_step(
                 self.model,
@@ -170,7 +172,7 @@ class Trainer:
                 numbers |= evaluate_sources(self.model, self.validation.sources, self.mesh)
         if numbers or last or stop or save or step % self.experiment.tracking.log_every == 0:
             numbers |= {**self.loader.epoch_metrics(), **self.checkpointer.pop_timings()}
-            loss = self.report.log(step, self.tokens, result, lr=self.schedule(step), also=numbers)
+            loss = self.report.log(step, self.tokens, result, self.model.parts, lr=self.schedule(step), also=numbers)
             self._check_finite(loss, float(result.grad_norm))
         self.checkpointer.poll()
         if save:

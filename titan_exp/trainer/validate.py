@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from titan_exp.data.batch import Batch
-from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.progress_tracker import PROGRESS
 from titan_exp.trainer.forward_backward import Model
@@ -70,8 +69,8 @@ def evaluate(model: Model, batches: Iterable[Batch], mesh: Mesh) -> ValidationRe
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
     tokens, rest = 0, iter(batches)
     while group := list(islice(rest, model.eval_microbatches)):
-        tokens += sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in group)
-        total += model.cross_entropy(group)
+        tokens += sum(model.objective.count(batch) for batch in group)
+        total += model.loss_sum(group)
         PROGRESS.keep_alive()
     for part in model.parts:
         part.train()

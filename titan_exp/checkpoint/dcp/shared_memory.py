@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from titan_exp.ops.local_tensor import local_tensor
 
 SHARED_MEMORY = Path("/dev/shm")
 """Linux's file system for shared memory."""
@@ -35,7 +36,7 @@ def shared_memory_shortage(state: Mapping[str, Tensor], group: dist.ProcessGroup
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of distinct storages, which torch stages whole, rounded up to pages."""
-    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+    local = [local_tensor(tensor) for tensor in tensors]
     storages = [tensor.untyped_storage() for tensor in local]
     return sum({storage.data_ptr(): -(-storage.nbytes() // 4096) * 4096 for storage in storages}.values())
 

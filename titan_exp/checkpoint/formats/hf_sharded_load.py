@@ -15,7 +15,8 @@ from titan_exp.config.hydra.presets import model_overrides
 from titan_exp.models.convert.checkpoint_formats import checkpoint_formats
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
-from titan_exp.parallel.meta_init import local, local_shard
+from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.parallel.meta_init import local_shard
 
 
 @torch.no_grad()
@@ -42,7 +43,7 @@ def load_hf_sharded(model: nn.Module, config: ModelConfig, folder: Path, exclude
         part = local_shard(parameter)
         if 0 not in part.size:
             window = [slice(start, start + size) for start, size in zip(part.start, part.size, strict=True)]
-            local(parameter).copy_(source.parameters.read(name, *window))
+            local_tensor(parameter).copy_(source.parameters.read(name, *window))
 
 
 def _check_shape(config: ModelConfig, found: ModelConfig, folder: Path) -> None:

@@ -29,8 +29,9 @@ from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.models.convert.checkpoint_formats import state_dict_map
 from titan_exp.models.convert.state_dict_map import StateDictMap
+from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.mesh import Mesh
-from titan_exp.parallel.meta_init import local, local_shard
+from titan_exp.parallel.meta_init import local_shard
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.atomic_write import sync_all, sync_folder
 
@@ -192,7 +193,7 @@ class _RowWriter:
         part = local_shard(tensor)
         if 0 in part.size:
             return
-        held = local(tensor).detach().to("cpu", self._dtype).reshape(part.size[0], -1).contiguous()
+        held = local_tensor(tensor).detach().to("cpu", self._dtype).reshape(part.size[0], -1).contiguous()
         width, columns, column = (part.shape[1], part.size[1], part.start[1]) if len(part.shape) > 1 else (1, 1, 0)
         data, item, first = held.view(torch.uint8).numpy(), self._dtype.itemsize, part.start[0]
         for run in self._map.of(name, first, first + part.size[0]):

@@ -1,7 +1,10 @@
 """The names that come with the package; any other name in their places is a dotted one, of the user's own code."""
 
-OPTIMIZERS = ("adamw",)
+OPTIMIZERS = ("adamw", "sgd")
 """What `optimizer.name` may name."""
+
+OBJECTIVES = ("language_modeling",)
+"""Built-in values of `training.objective`."""
 
 DECAYS = ("linear", "cosine", "sqrt")
 """What `lr_schedule.decay` may name."""

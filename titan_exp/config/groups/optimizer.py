@@ -13,32 +13,43 @@ MOMENT_BLOCK = 32
 
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """What turns gradients into updates."""
+    """Fields of every optimizer. Each adds its own in `titan_exp/optim/<name>.py`."""
 
     name: str
-    """`adamw`, or the dotted name of a `torch.optim.Optimizer` class in your own package, called with parameter
-    groups, `lr` and `options`."""
+    """Optimizer (`adamw`, `sgd`), or the import path of your own: a module with the same public names, or a
+    `torch.optim.Optimizer` class, called with parameter groups, `lr` and `options`."""
     lr: PositiveFloat
     """Peak learning rate."""
     weight_decay: NonNegativeFloat
-    """Decoupled weight decay per step, times the learning rate."""
+    """Weight decay per step; in AdamW decoupled, times the learning rate."""
+    decay_vectors: bool
+    """Apply weight decay to one-dimensional parameters (norms, biases) as well."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Extra keyword arguments for an optimizer class of your own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWConfig(OptimizerConfig):
+    """Fields of AdamW, which rules and the planner read."""
+
     betas: Annotated[tuple[Annotated[float, Interval(ge=0, lt=1)], ...], Len(2, 2)]
     """AdamW's decay rates of the first and second moment."""
     eps: PositiveFloat
     """Added to AdamW's denominator."""
-    decay_vectors: bool
-    """Apply weight decay to one-dimensional parameters (norms, biases) as well."""
     implementation: Literal["fused", "foreach", "for_loop", "triton"]
-    """Kernel of AdamW: torch's `fused`, the fastest of torch's own on CPU and CUDA, `foreach` or `for_loop`; or ours,
-    `triton`, for CUDA, which clips and updates in one pass over memory. What that gains has not been measured."""
+    """AdamW kernel: torch's `fused`, the fastest of torch's own on CPU and CUDA, `foreach` or `for_loop`; or ours,
+    `triton`, for CUDA, which clips and updates in one pass over memory. Its gain has not been measured."""
     state_precision: Literal["fp32", "bf16", "int8", "fp8"]
-    """How AdamW's moments are kept; it computes in fp32 all the same. 4 bytes each in `fp32`; 2 in `bf16`, which loses
-    changes of the second moment below 2^-9 of it, so that betas near 1 learn it late; 1.125 in `int8` (256 values
-    denser around zero) and in `fp8` (e4m3; of the second moment its root), with a scale for every 32 numbers of a row,
-    norms staying in fp32. Other than `fp32` goes one parameter after the other, whatever `implementation` says, but for
-    `bf16` with `triton`."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Extra keyword arguments for the optimizer class."""
+    """Precision of AdamW's moments; it computes in fp32. 4 bytes each in `fp32`; 2 in `bf16`, which loses changes of
+    the second moment below 2^-9 of it, so that betas near 1 learn it late; 1.125 in `int8` (256 values denser around
+    zero) and in `fp8` (e4m3; the root of the second moment), with a scale for every 32 numbers of a row, norms staying
+    in fp32. Other than `fp32` updates one parameter at a time, whatever `implementation` is, except `bf16` with
+    `triton`."""
+
+
+def keeps_fp32_moments(config: OptimizerConfig) -> bool:
+    """True if the optimizer is AdamW with fp32 moments, which `optimizer.state_precision` can shrink."""
+    return isinstance(config, AdamWConfig) and config.name == "adamw" and config.state_precision == "fp32"
 
 
 @dataclass(frozen=True)

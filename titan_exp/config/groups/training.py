@@ -1,14 +1,14 @@
 """Group `training`: how long, how large, how precise."""
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat, PositiveInt
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """What one optimizer step sees, and how many there are."""
+    """Length, batch size, precision and objective of training."""
 
     steps: Count
     """Optimizer steps of the whole run; 0 saves what training begins with, as `step-00000000`, and trains nothing."""
@@ -43,3 +43,8 @@ class TrainingConfig:
     0 leaves Python's own collection on."""
     stop_on_nonfinite: bool
     """End the run as failed when the loss or the gradient norm is not finite, instead of training on."""
+    objective: str = "language_modeling"
+    """`language_modeling`, or the import path of an objective class in your own package, a subclass of
+    `titan_exp.trainer.objective.language_modeling.LanguageModeling` or with the same methods."""
+    objective_options: dict[str, Any] = field(default_factory=dict)
+    """Extra keyword arguments for an objective of your own."""

@@ -38,6 +38,7 @@ KINDS = {
     "model": ComponentKind(
         "titan_exp.models", "architecture", ("Config", "spec", "block"), "plain", aliases={"decoder": "llama"}
     ),
+    "optimizer": ComponentKind("titan_exp.optim", "name", ("Config", "build"), "torch_optimizer"),
 }
 """Component kinds by config group."""
 
@@ -76,10 +77,11 @@ def component(group: str, name: str) -> ModuleType:
 @cache
 def builtin_components(group: str) -> tuple[str, ...]:
     """Names of the components that come with the package, in alphabetical order. Imports none of them."""
-    spec = find_spec(KINDS[group].package)
+    kind, spec = KINDS[group], find_spec(KINDS[group].package)
     assert spec is not None, "the package is installed"
     files = sorted(file for folder in spec.submodule_search_locations or () for file in Path(folder).glob("*.py"))
-    return tuple(file.stem for file in files if names_bound_by(file) >= {*KINDS[group].public})
+    modules = (file for file in files if file.stem != kind.plain)
+    return tuple(file.stem for file in modules if names_bound_by(file) >= {*kind.public})
 
 
 def config_class(group: str, values: object) -> Any:

@@ -18,6 +18,8 @@ class GroupedLinear(nn.Module):
         std: initial standard deviation.
     """
 
+    parameter_role = "expert"
+
     def __init__(self, experts: int, fan_in: int, fan_out: int, std: float) -> None:
         super().__init__()
         self.experts, self.in_features, self.out_features, self.std = experts, fan_in, fan_out, std

@@ -67,6 +67,7 @@ class Embedding(nn.Module):
     """Token embedding."""
 
     tp_style = VocabEmbedding()
+    parameter_role = "embedding"
 
     def __init__(self, vocab: int, dim: int, std: float) -> None:
         super().__init__()
@@ -91,6 +92,8 @@ class Head(nn.Module):
         std: initial standard deviation.
         tied: True if the weight is the embedding's, passed to `forward`; the head then has no parameter.
     """
+
+    parameter_role = "head"
 
     def __init__(self, dim: int, vocab: int, std: float, *, tied: bool) -> None:
         super().__init__()

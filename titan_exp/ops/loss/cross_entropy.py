@@ -14,12 +14,14 @@ IGNORE_INDEX = -100
 
 
 class LossSum(NamedTuple):
-    """What a loss says of a batch; both are sums over its tokens, fp32, in nats."""
+    """Loss of a batch, summed over its tokens, fp32, in nats."""
 
     objective: Tensor
-    """What is differentiated: cross-entropy, and z-loss where its coefficient is not 0."""
+    """The differentiated loss: cross-entropy plus z-loss."""
     cross_entropy: Tensor
-    """Cross-entropy alone, detached: what is logged, so that curves with and without z-loss compare."""
+    """Cross-entropy alone, detached; logged, so that curves with and without z-loss compare."""
+    z_loss: Tensor | None = None
+    """Z-loss alone, detached; None where its coefficient is 0."""
 
 
 def cross_entropy_sum(logits: Float[Tensor, "batch seq vocab"], labels: Int[Tensor, "batch seq"]) -> Float[Tensor, ""]:
@@ -44,12 +46,14 @@ def loss_sum(
         part: which words' logits these are; None where they are all. All ranks that hold parts call this together.
     """
     if part is not None:
-        return LossSum(*_PartedLoss.apply(logits.flatten(0, 1), labels.flatten(), z_loss, part))
+        objective, cross_entropy, z = _VocabParallelLoss.apply(logits.flatten(0, 1), labels.flatten(), z_loss, part)
+        return LossSum(objective, cross_entropy, z if z_loss else None)
     cross_entropy = cross_entropy_sum(logits, labels)
     if z_loss == 0:
         return LossSum(cross_entropy, cross_entropy.detach())
     log_z = torch.where(labels == IGNORE_INDEX, 0.0, logits.float().logsumexp(-1))
-    return LossSum(cross_entropy + z_loss * log_z.square().sum(), cross_entropy.detach())
+    z = z_loss * log_z.square().sum()
+    return LossSum(cross_entropy + z, cross_entropy.detach(), z.detach())
 
 
 def logits_gradient(
@@ -69,7 +73,7 @@ def logits_gradient(
     return gradient * predicted[:, None]
 
 
-class _PartedLoss(torch.autograd.Function):
+class _VocabParallelLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor, z_loss: float, part: VocabShard) -> Any:
         predicted = labels != IGNORE_INDEX
@@ -77,8 +81,9 @@ class _PartedLoss(torch.autograd.Function):
         ctx.save_for_backward(logits, log_z, labels)
         ctx.of = (z_loss, part)
         cross_entropy = ((log_z - chosen) * predicted).sum()
-        ctx.mark_non_differentiable(cross_entropy)
-        return cross_entropy + z_loss * (log_z.square() * predicted).sum(), cross_entropy
+        z = z_loss * (log_z.square() * predicted).sum()
+        ctx.mark_non_differentiable(cross_entropy, z)
+        return cross_entropy + z, cross_entropy, z
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

@@ -34,9 +34,10 @@ def linear_loss_sum(
     hidden, labels = hidden.flatten(0, 1), labels.flatten()
     of_chunk = of_chunk or chunk_loss
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        return LossSum(*_LinearLoss.apply(hidden, weight, of_chunk, labels, chunk_tokens, z_loss, part))
+        objective, cross_entropy, z = _LinearLoss.apply(hidden, weight, of_chunk, labels, chunk_tokens, z_loss, part)
+        return LossSum(objective, cross_entropy, z if z_loss else None)
     sums = _over_chunks(hidden, weight, labels, chunk_tokens, z_loss, part, of_chunk=of_chunk, gradients=False)
-    return LossSum(sums.cross_entropy + sums.z, sums.cross_entropy)
+    return LossSum(sums.cross_entropy + sums.z, sums.cross_entropy, sums.z if z_loss else None)
 
 
 class ChunkLoss(NamedTuple):
@@ -82,8 +83,8 @@ class _LinearLoss(torch.autograd.Function):
         sums = _over_chunks(hidden, weight, *of, of_chunk=of_chunk, gradients=True)
         ctx.save_for_backward(sums.hidden_grad, sums.weight_grad)
         ctx.weight_type = weight.dtype
-        ctx.mark_non_differentiable(sums.cross_entropy)
-        return sums.cross_entropy + sums.z, sums.cross_entropy
+        ctx.mark_non_differentiable(sums.cross_entropy, sums.z)
+        return sums.cross_entropy + sums.z, sums.cross_entropy, sums.z
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:

@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.pipeline_parallel.stage import Stage
 from titan_exp.parallel.pipeline_parallel.transport import P2PTransport
 
@@ -53,4 +53,4 @@ class TiedWeights:
 def _gradient(parameter: nn.Parameter) -> Tensor:
     gradient = parameter.grad
     assert gradient is not None, "a shared weight is used by both of its stages"
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return local_tensor(gradient)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from titan_exp.models.spec.tp_plan import (
     Colwise,
@@ -18,6 +18,7 @@ from titan_exp.models.spec.tp_plan import (
     VocabEmbedding,
     VocabLogits,
 )
+from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.ops.loss.vocab_parallel import VocabShard
 from titan_exp.parallel.functional_collectives import all_reduce
 from titan_exp.parallel.mesh import Mesh
@@ -103,7 +104,7 @@ def reduce_partial_gradients(parts: Iterable[nn.Module], mesh: Mesh) -> None:
     if mesh.tp_group is None:
         return
     gradients = [
-        gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        local_tensor(gradient)
         for part in parts
         for module in part.modules()
         if getattr(module, "gradients_are_partial", False)

@@ -4,15 +4,13 @@ Weights are DTensors over the tensor-parallel axis, so that checkpoints and shar
 are computed with as the plain tensors that a rank holds.
 """
 
-from typing import cast
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from titan_exp.models.blocks.linear_impl import LinearImpl
 from titan_exp.models.blocks.transformer import LogitsLoss
+from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.ops.loss.cross_entropy import LossSum
 from titan_exp.parallel.tensor_parallel.collectives import TensorParallelGroup
 
@@ -39,7 +37,7 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, seq of this rank, dim] to [batch, seq, outputs of this rank]."""
-        weight = local(self.weight)
+        weight = local_tensor(self.weight)
         if self.rows is not None:
             weight = torch.cat([weight[rows] for rows in self.rows])
         return self.linear_impl(self.region.gather_input(x), weight)
@@ -60,7 +58,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, seq, inputs of this rank] to [batch, seq of this rank, dim]."""
-        return self.region.reduce_output(self.linear_impl(x, local(self.weight)))
+        return self.region.reduce_output(self.linear_impl(x, local_tensor(self.weight)))
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -72,13 +70,15 @@ class VocabParallelEmbedding(nn.Module):
         first: the first word that is here.
     """
 
+    parameter_role = "embedding"
+
     def __init__(self, weight: nn.Parameter, region: TensorParallelGroup, first: int) -> None:
         super().__init__()
         self.weight, self.region, self.first = weight, region, first
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Rows of `tokens` [batch, seq], as [batch, seq of this rank, dim]."""
-        weight = local(self.weight)
+        weight = local_tensor(self.weight)
         row = tokens - self.first
         here = (row >= 0) & (row < weight.shape[0])
         found = F.embedding(row.where(here, 0), weight) * here[..., None]
@@ -94,6 +94,8 @@ class VocabParallelHead(nn.Module):
         vocabulary: words of all ranks where each needs all logits; None where this rank's logits are left apart.
     """
 
+    parameter_role = "head"
+
     def __init__(self, weight: nn.Parameter | None, region: TensorParallelGroup, vocabulary: int | None) -> None:
         super().__init__()
         self.weight, self.region, self.vocabulary = weight, region, vocabulary
@@ -102,13 +104,8 @@ class VocabParallelHead(nn.Module):
         """Logits [batch, seq, words], or what `loss` makes of all tokens' hidden states and this rank's weight."""
         weight = self.weight if tied is None else tied
         assert weight is not None, "a tied head is handed the embedding's weight"
-        x, weight = self.region.gather_input(x), local(weight)
+        x, weight = self.region.gather_input(x), local_tensor(weight)
         if loss is not None:
             return loss(x, weight)
         logits = F.linear(x, weight)
         return logits if self.vocabulary is None else self.region.whole_logits(logits, self.vocabulary)
-
-
-def local(weight: Tensor) -> Tensor:
-    """What this rank holds of a weight, as a plain tensor whose gradient is that of the part."""
-    return cast("Tensor", weight.to_local()) if isinstance(weight, DTensor) else weight

@@ -14,6 +14,7 @@ from pathlib import Path
 from titan_exp.config.errors.did_you_mean import divisors
 from titan_exp.config.errors.user_error import UserError, shown
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.optimizer import keeps_fp32_moments
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
 from titan_exp.plan.gate.gate import MemoryCheck, check_memory
@@ -146,7 +147,7 @@ def _micro_batches(experiment: Experiment) -> list[Choice]:
 
 
 def _moments(experiment: Experiment) -> list[Choice]:
-    if experiment.optimizer.state_precision != "fp32":
+    if not keeps_fp32_moments(experiment.optimizer):
         return [Choice()]
     return [Choice(), Choice((("optimizer.state_precision", "int8"),), 4.0, _of(("optimizer",), 0.28))]
 

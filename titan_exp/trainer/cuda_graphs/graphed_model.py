@@ -4,7 +4,7 @@ Small models spend their time launching kernels. What varies between micro-batch
 labels, the number of predicted tokens, the loss, and gradients, which are therefore zeroed and not dropped.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,8 @@ from titan_exp.parallel.fsdp.single_rank_precision import SingleRankPrecision
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.cuda_graphs.capture import Recorder, Recording
-from titan_exp.trainer.forward_backward import EagerModel, normalize_by_tokens, predicted
-from titan_exp.trainer.loss import TokenLoss
+from titan_exp.trainer.forward_backward import EagerModel
+from titan_exp.trainer.objective.base import MetricSums, Objective, normalize_by_tokens, token_count
 
 WARMUP_STEPS = 3
 """Passes before the one that is recorded: compilation, tuning and libraries' set-up happen in them."""
@@ -29,25 +29,25 @@ class GraphedModel(EagerModel):
 
     Args:
         module: what computes; the same for every micro-batch of a shape, whatever the values.
-        token_loss: its loss.
+        objective: computes the loss.
         mesh: of one rank.
         recorder: of its device.
         dtype: what it computes in.
     """
 
     def __init__(
-        self, module: nn.Module, token_loss: TokenLoss, mesh: Mesh, recorder: Recorder, *, dtype: torch.dtype
+        self, module: nn.Module, objective: Objective, mesh: Mesh, recorder: Recorder, *, dtype: torch.dtype
     ) -> None:
-        super().__init__(module, token_loss, mesh)
+        super().__init__(module, objective, mesh)
         self._recorder, self._weights = recorder, SingleRankPrecision(module, dtype)
-        self._tokens, self._loss = predicted(1, mesh.device), torch.zeros((), device=mesh.device)
+        self._tokens, self._sums = token_count(1, mesh.device), MetricSums(objective, mesh.device)
         self._inputs: Batch | None = None
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
         self._rehearsed = 0
         self._recording: Recording | None = None
         self._addresses: list[int] = []
 
-    def forward_backward(self, batches: Sequence[Batch], tokens: int) -> Tensor:
+    def forward_backward(self, batches: Sequence[Batch], tokens: int) -> Mapping[str, Tensor]:
         """Micro-batches one after the other, each a replay once there is a recording.
 
         Raises:
@@ -55,17 +55,17 @@ class GraphedModel(EagerModel):
         """
         self._take_gradients_back()
         self._require_same_places()
-        self._tokens.copy_(predicted(tokens, self._mesh.device))
-        self._loss.zero_()
+        self._tokens.copy_(token_count(tokens, self._mesh.device))
+        self._sums.reset()
         for batch in batches:
             self._one_pass(batch)
         # The next step's replays write to the same address.
-        return self._loss.clone()
+        return {name: value.clone() for name, value in self._sums.values.items()}
 
-    def cross_entropy(self, batches: Sequence[Batch]) -> Tensor:
+    def loss_sum(self, batches: Sequence[Batch]) -> Tensor:
         """Summed over the micro-batches, one after the other, none of them replayed."""
         with self._weights.in_use():
-            return super().cross_entropy(batches)
+            return super().loss_sum(batches)
 
     def _one_pass(self, batch: Batch) -> None:
         if self._inputs is None:
@@ -95,9 +95,9 @@ class GraphedModel(EagerModel):
     def _compute(self, inputs: Batch) -> None:
         """What is recorded: gradients and loss are added to what is there."""
         with self._weights.in_use():
-            objective, cross_entropy = normalize_by_tokens(self._token_loss, self._module, inputs, self._tokens)
-            objective.backward()
-        self._loss += cross_entropy
+            loss, metrics = normalize_by_tokens(self.objective, self._module, inputs, self._tokens)
+            loss.backward()
+        self._sums.add(metrics)
 
     def _take_gradients_back(self) -> None:
         """The optimizer has dropped gradients; their memory is kept here."""

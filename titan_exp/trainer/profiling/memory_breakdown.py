@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import psutil
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+
+from titan_exp.ops.local_tensor import local_tensor
 
 GIB = 1024**3
 LARGEST = 5
@@ -92,7 +93,7 @@ def gib(size: float) -> str:
 
 
 def _consumer(name: str, tensors: dict[str, Tensor], device: torch.device) -> Consumer:
-    sizes = {key: _bytes(tensor) for key, tensor in tensors.items() if _local(tensor).device.type == device.type}
+    sizes = {key: _bytes(tensor) for key, tensor in tensors.items() if local_tensor(tensor).device.type == device.type}
     largest = sorted(sizes.items(), key=lambda item: -item[1])[:LARGEST]
     return Consumer(name, sum(sizes.values()), tuple(largest))
 
@@ -125,13 +126,9 @@ def _place(frames: Iterable[dict[str, object]]) -> str:
 
 
 def _bytes(tensor: Tensor) -> int:
-    local = _local(tensor)
+    local = local_tensor(tensor)
     # Low-precision moments are tensor subclasses around several plain ones.
     if hasattr(local, "__tensor_flatten__"):
         names, _ = local.__tensor_flatten__()  # type: ignore[operator]  # the subclass's own
         return sum(_bytes(getattr(local, name)) for name in names)
     return local.untyped_storage().nbytes() if local.device.type != "meta" else 0
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

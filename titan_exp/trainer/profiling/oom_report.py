@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.optimizer import keeps_fp32_moments
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.profiling.memory_breakdown import Consumer, MemoryAccount, gib, memory_account
@@ -87,8 +88,7 @@ def remedies(consumer: Consumer, experiment: Experiment, device: str) -> list[st
         return [more, *_offload(experiment, device)]
     if consumer.name == "optimizer state":
         lower = [f"optimizer.state_precision={name}" for name in ("bf16", "int8")]
-        plain = experiment.optimizer.name == "adamw" and experiment.optimizer.state_precision == "fp32"
-        return [*(lower if plain else []), more, *_offload(experiment, device)]
+        return [*(lower if keeps_fp32_moments(experiment.optimizer) else []), more, *_offload(experiment, device)]
     found = []
     rows = ResolvedLayout.of(experiment).micro_batch_size
     if training.loss_chunk_tokens is None:

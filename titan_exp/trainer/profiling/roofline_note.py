@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.optim.fused_clip_adamw import FusedClipAdamW
+from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.optim.grad_clip import ScalesGradients
 from titan_exp.tracking.device_rates import PeakRate, device_name, matmul_rate, read_rates
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
@@ -102,7 +102,7 @@ def note_roofline(
         peak_source=None if peak is None else peak.source,
         optimizer_bytes=optimizer_traffic(
             optimizer,
-            clipped=experiment.training.max_grad_norm is not None and not isinstance(optimizer, FusedClipAdamW),
+            clipped=experiment.training.max_grad_norm is not None and not isinstance(optimizer, ScalesGradients),
         ),
         copy_rate=None if measured is None else measured.copy,
     )
@@ -139,5 +139,5 @@ def _flops(tflops: float) -> str:
 
 
 def _bytes(tensor: Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_tensor(tensor)
     return local.numel() * local.element_size()

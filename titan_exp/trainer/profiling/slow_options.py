@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.optimizer import AdamWConfig
 from titan_exp.config.layout.linear_shapes import is_quantized
 from titan_exp.config.layout.resolved_layout import SMALLEST_GEMM
 from titan_exp.config.machine.attention_backends import HEAD_SIZES
@@ -24,7 +25,7 @@ def slower_options(experiment: Experiment) -> Iterator[str]:
 
 def _optimizer(experiment: Experiment) -> Iterator[str]:
     optimizer = experiment.optimizer
-    if optimizer.name != "adamw" or optimizer.implementation == "triton":
+    if not isinstance(optimizer, AdamWConfig) or optimizer.name != "adamw" or optimizer.implementation == "triton":
         return
     if optimizer.state_precision != "fp32":
         faster = "optimizer.state_precision=fp32 takes a fused kernel"

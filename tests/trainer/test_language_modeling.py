@@ -13,7 +13,7 @@ from tests.ranks import run_ranks
 from titan_exp.data.batch import Batch
 from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
 from titan_exp.ops.loss.linear_cross_entropy import linear_loss_sum
-from titan_exp.trainer.loss import TokenLoss
+from titan_exp.trainer.objective.language_modeling import LanguageModeling
 
 VOCAB, SEQ = 4001, 64
 
@@ -35,20 +35,20 @@ class Largest(TorchDispatchMode):
         return out
 
 
-def trained(token_loss: TokenLoss, tied: bool) -> tuple[float, int, dict[str, Tensor]]:
+def trained(objective: LanguageModeling, tied: bool) -> tuple[float, int, dict[str, Tensor]]:
     model = real_model(vocab_size=VOCAB, tied_embeddings=tied)
     with Largest() as largest:
-        objective, cross_entropy = token_loss(model, batch())
-        (objective / 128).backward()
+        loss = objective(model, batch())
+        (loss.total / 128).backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert len(gradients) == len(list(model.parameters()))
-    return float(cross_entropy), largest.elements, gradients
+    return float(loss.metrics["loss"]), largest.elements, gradients
 
 
 def test_the_model_never_holds_all_logits():
     for tied in (False, True):
-        whole_loss, whole_largest, whole = trained(TokenLoss(z_loss=0.01), tied)
-        loss, largest, chunked = trained(TokenLoss(chunk_tokens=16, z_loss=0.01), tied)
+        whole_loss, whole_largest, whole = trained(LanguageModeling(z_loss=0.01), tied)
+        loss, largest, chunked = trained(LanguageModeling(chunk_tokens=16, z_loss=0.01), tied)
         assert whole_largest == 2 * SEQ * VOCAB
         assert largest == VOCAB * 64  # the embedding's gradient
         assert abs(loss / whole_loss - 1) < 1e-6
@@ -59,7 +59,7 @@ def test_the_model_never_holds_all_logits():
 def test_evaluation_holds_nothing_larger_than_the_head():
     model = real_model(vocab_size=VOCAB).eval()
     with torch.no_grad(), Largest() as largest:
-        TokenLoss(chunk_tokens=16)(model, batch())
+        LanguageModeling(chunk_tokens=16)(model, batch())
     assert largest.elements == max(16 * VOCAB, VOCAB * 64)
 
 
@@ -71,13 +71,17 @@ def graphs(compute: Callable[[], Any]) -> tuple[Any, int]:
     return result, counters["unique_graphs"] - before
 
 
-def trained_on(loss: TokenLoss, hidden: Tensor, weight: Tensor, labels: Tensor) -> list[Tensor]:
+def trained_on(loss: LanguageModeling, hidden: Tensor, weight: Tensor, labels: Tensor) -> list[Tensor]:
     """Objective, cross-entropy and gradients."""
     hidden, weight = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
     if loss.chunk_tokens is None:
-        found = loss.whole(hidden @ weight.T, labels, loss.z_loss)
+        found = loss.loss_sum(hidden @ weight.T, labels, loss.z_loss)
     else:
-        options: dict[str, Any] = {"chunk_tokens": loss.chunk_tokens, "z_loss": loss.z_loss, "of_chunk": loss.of_chunk}
+        options: dict[str, Any] = {
+            "chunk_tokens": loss.chunk_tokens,
+            "z_loss": loss.z_loss,
+            "of_chunk": loss.chunk_loss,
+        }
         found = linear_loss_sum(hidden, weight, labels, **options)
     (found.objective * 0.1).backward()
     assert hidden.grad is not None
@@ -89,7 +93,7 @@ def compare_compiled(chunk_tokens: int | None, z_loss: float, dtype: torch.dtype
     """Graphs compiled for each of two batches of 40 tokens, whose losses are found equal to the uncompiled ones."""
     torch._dynamo.reset()
     generator = torch.Generator().manual_seed(0)
-    plain = TokenLoss(chunk_tokens, z_loss)
+    plain = LanguageModeling(chunk_tokens, z_loss)
     compiled, compilations = plain.compiled("aot_eager"), []
     for _ in range(2):
         hidden, weight = torch.randn(2, 20, 8, generator=generator), torch.randn(53, 8, generator=generator)

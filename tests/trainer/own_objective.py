@@ -1,0 +1,28 @@
+"""A user's objective: next-token cross-entropy that reports two statistics of the logits."""
+
+from collections.abc import Mapping
+
+import torch
+
+from titan_exp.data.batch import Batch
+from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
+from titan_exp.trainer.objective.base import Loss, Reduction
+from titan_exp.trainer.objective.language_modeling import LanguageModeling
+
+
+class LogitStatistics(LanguageModeling):
+    """Reports the mean squared norm of a token's logits, and the largest logit."""
+
+    @property
+    def metrics(self) -> Mapping[str, Reduction]:
+        """Beside those of language modeling."""
+        return {**super().metrics, "logit_square": "mean", "logit_max": "max"}
+
+    def loss(self, logits: torch.Tensor, batch: Batch) -> Loss:
+        """Logits are this rank's shard of the vocabulary under loss parallelism."""
+        loss, predicted = super().loss(logits, batch), batch.labels != IGNORE_INDEX
+        square = logits.detach().float().square().sum(-1)
+        if self.vocab_shard is not None:
+            square = self.vocab_shard.all_reduce_sum(square)
+        statistics = {"logit_square": (square * predicted).sum(), "logit_max": logits.detach().float().amax()}
+        return Loss(loss.total, {**loss.metrics, **statistics})

@@ -1,0 +1,59 @@
+"""Metrics of an objective, a model and an optimizer: the same in every layout, and seen by status and compare."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.parity.runs import LINES, Curve, train
+from titan_exp.cli.status import status_command
+from titan_exp.compare.compared_metrics import choose_metrics
+from titan_exp.compare.run_record import read_run
+
+OBJECTIVE = [
+    "training.objective=tests.trainer.own_objective.LogitStatistics",
+    *("training.steps=4", "training.z_loss=0.01", "training.global_batch_size=8", *LINES),
+]
+NAMES = ["objective/z_loss", "objective/logit_square", "objective/logit_max"]
+
+
+@pytest.fixture(scope="module")
+def one_device(tmp_path_factory: pytest.TempPathFactory) -> Curve:
+    return train(tmp_path_factory.mktemp("one"), *OBJECTIVE, "training.micro_batch_size=2")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "parallelism.dp_shard=2 training.micro_batch_size=2",
+        "parallelism.tp=2",
+        "parallelism.tp=2 parallelism.loss_parallel=false",
+        "parallelism.pp=2",
+        "parallelism.cp=2 training.micro_batch_size=4",
+    ],
+)
+def test_an_objectives_metrics_are_the_same_in_every_layout(tmp_path: Path, one_device: Curve, layout: str):
+    curve = train(tmp_path, *OBJECTIVE, *layout.split())
+    for name in ["loss", *NAMES]:
+        expected = [row[name] for row in one_device.rows]
+        assert len(set(expected)) == 4
+        assert [row[name] for row in curve.rows] == pytest.approx(expected, rel=2e-6)
+
+
+def test_status_and_compare_show_reported_metrics(tmp_path: Path, capsys: pytest.CaptureFixture):
+    train(tmp_path, *OBJECTIVE)
+    run = read_run(tmp_path)
+    assert status_command([str(tmp_path)]) == 0
+    assert set(NAMES) <= set(capsys.readouterr().out.split())
+    assert [metric.name for metric in choose_metrics([], [run], None)][-3:] == sorted(NAMES)
+    (chosen,) = choose_metrics([("objective/logit_max", None)], [run], None)
+    assert chosen.read(run, float("inf")) == run.rows[-1]["objective/logit_max"]
+
+
+def test_the_z_loss_term_is_reported_alone(tmp_path: Path):
+    plain = train(tmp_path / "plain", "training.steps=2")
+    assert not any(name.startswith("objective/") for name in plain.rows[0])
+    pulled = train(tmp_path / "pulled", "training.steps=2", "training.z_loss=0.01", "training.loss_chunk_tokens=37")
+    assert pulled.rows[0]["loss"] == pytest.approx(plain.rows[0]["loss"], rel=1e-6)
+    whole = train(tmp_path / "whole", "training.steps=2", "training.z_loss=0.01")
+    assert pulled.rows[0]["objective/z_loss"] == pytest.approx(whole.rows[0]["objective/z_loss"], rel=1e-6)
+    assert whole.rows[0]["objective/z_loss"] > 0.1

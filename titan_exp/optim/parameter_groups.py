@@ -1,0 +1,66 @@
+"""Parameters with their names and roles, and their groups for torch optimizers."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from titan_exp.config.groups.optimizer import OptimizerConfig
+
+Role = Literal["embedding", "head", "matrix", "vector", "expert"]
+"""Kind of a parameter: token embedding, LM head, weight of a linear layer, one-dimensional (norm, bias), or stacked
+weights of experts."""
+
+
+@dataclass(frozen=True)
+class NamedParameter:
+    """A parameter to optimize."""
+
+    name: str
+    """Full name in the whole model."""
+    parameter: nn.Parameter
+    """Plain tensor or DTensor."""
+    role: Role
+    """Kind of parameter: the `parameter_role` of its module, else by its dimensions."""
+
+
+def named_parameters(parts: Iterable[nn.Module]) -> list[NamedParameter]:
+    """Trainable parameters of this rank's modules, in the modules' order; a tied weight once."""
+    found = []
+    for part in parts:
+        modules = dict(part.named_modules())
+        for name, parameter in part.named_parameters():
+            if parameter.requires_grad:
+                found.append(NamedParameter(name, parameter, _role(modules[name.rpartition(".")[0]], parameter)))
+    return found
+
+
+def parameter_groups(
+    parameters: Sequence[NamedParameter], config: OptimizerConfig, *, by_role: bool = False
+) -> list[dict[str, Any]]:
+    """Parameter groups with and without weight decay, for every mesh, and for every `role` if `by_role`."""
+    # Fused and foreach kernels take tensors of one mesh at a time.
+    groups: dict[tuple[bool, object, str], list[nn.Parameter]] = defaultdict(list)
+    for named in parameters:
+        parameter = named.parameter
+        decayed = parameter.dim() >= 2 or config.decay_vectors
+        mesh = parameter.device_mesh if isinstance(parameter, DTensor) else None
+        groups[decayed, mesh, named.role if by_role else ""].append(parameter)
+    return [
+        {"params": group, "weight_decay": config.weight_decay if decayed else 0.0, **({"role": role} if role else {})}
+        for (decayed, _, role), group in sorted(groups.items(), key=lambda item: not item[0][0])
+    ]
+
+
+def _role(module: nn.Module, parameter: nn.Parameter) -> Role:
+    declared: Role | None = getattr(module, "parameter_role", None)
+    if parameter.dim() < 2:
+        return "vector"
+    if declared is not None:
+        return declared
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    return "expert" if parameter.dim() > 2 else "matrix"

@@ -1,0 +1,1 @@
+"""Objectives: the loss of a batch and the metrics reported with it."""

@@ -1,0 +1,33 @@
+"""Build the objective that `training.objective` names."""
+
+from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.activation_checkpoint import CompileConfig
+from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.config.schema.import_path import import_dotted, is_dotted
+from titan_exp.ops.loss.vocab_parallel import VocabShard
+from titan_exp.trainer.objective.base import Objective
+from titan_exp.trainer.objective.language_modeling import LanguageModeling
+
+
+def build_objective(training: TrainingConfig, compile_: CompileConfig, vocab_shard: VocabShard | None) -> Objective:
+    """Build `language_modeling`, or a class of the user's by its import path.
+
+    That class has a classmethod `build(training, vocab_shard, *, compile_backend, **options)`, as `LanguageModeling`.
+
+    Raises:
+        UserError: the import path cannot be imported, or a subclass with its own `loss` cannot compute it in chunks.
+    """
+    name, backend = training.objective, compile_.backend if compile_.compiles("loss") else None
+    kind = import_dotted(name, "training.objective") if is_dotted(name) else LanguageModeling
+    objective = kind.build(training, vocab_shard, compile_backend=backend, **training.objective_options)
+    if training.loss_chunk_tokens is not None and _overrides_loss(kind):
+        raise UserError(
+            f"training.loss_chunk_tokens={training.loss_chunk_tokens}: {name} overrides `loss`, which takes whole "
+            "logits. Use training.loss_chunk_tokens=null, or override `__call__` as well."
+        )
+    return objective
+
+
+def _overrides_loss(kind: type) -> bool:
+    base = LanguageModeling
+    return issubclass(kind, base) and kind.loss is not base.loss and kind.__call__ is base.__call__

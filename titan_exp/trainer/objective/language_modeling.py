@@ -1,0 +1,89 @@
+"""Language modeling: token cross-entropy plus z-loss, on whole logits or in chunks of tokens."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.data.batch import Batch
+from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX, LossSum, loss_sum
+from titan_exp.ops.loss.linear_cross_entropy import ChunkLoss, chunk_loss, linear_loss_sum
+from titan_exp.ops.loss.vocab_parallel import VocabShard
+from titan_exp.trainer.objective.base import Loss, Reduction
+
+
+@dataclass(frozen=True)
+class LanguageModeling:
+    """Cross-entropy of the next token. Subclasses override `loss`, and `metrics` for what it reports."""
+
+    chunk_tokens: int | None = None
+    """Tokens per chunk of logits; None computes all logits at once."""
+    z_loss: float = 0.0
+    """Coefficient of log(Z)²."""
+    vocab_shard: VocabShard | None = None
+    """This rank's shard of the logits under loss parallelism."""
+    loss_sum: Callable[..., LossSum] = loss_sum
+    """Loss of whole logits, compiled or eager."""
+    chunk_loss: Callable[..., ChunkLoss] = chunk_loss
+    """Loss and gradient of a chunk's logits, compiled or eager."""
+
+    @classmethod
+    def build(
+        cls,
+        config: TrainingConfig,
+        vocab_shard: VocabShard | None = None,
+        *,
+        compile_backend: str | None = None,
+        **options: Any,
+    ) -> Self:
+        """Build from the training group; `options` are fields of a subclass."""
+        objective = cls(config.loss_chunk_tokens, config.z_loss, vocab_shard, **options)
+        return objective if compile_backend is None else objective.compiled(compile_backend)
+
+    def compiled(self, backend: str) -> Self:
+        """The same objective with compiled loss functions.
+
+        Shapes are static, one graph per chunk length: a dynamic graph would serve full chunks too, and slower.
+        """
+        compile_ = partial(torch.compile, backend=backend, fullgraph=True, dynamic=False)
+        return replace(self, loss_sum=compile_(self.loss_sum), chunk_loss=compile_(self.chunk_loss))
+
+    @property
+    def metrics(self) -> Mapping[str, Reduction]:
+        """Reports the z-loss term where it has a coefficient: the differentiated mean is `loss` plus it."""
+        return {"z_loss": "mean"} if self.z_loss else {}
+
+    def count(self, batch: Batch) -> int:
+        """Predicted tokens."""
+        return int((batch.labels != IGNORE_INDEX).sum())
+
+    def __call__(self, model: nn.Module, batch: Batch, hidden: Tensor | None = None) -> Loss:
+        """Compute the loss of a batch. Chunks run inside the model's forward, where FSDP has gathered the LM head."""
+        inputs = (batch.tokens if hidden is None else hidden, batch.positions, batch.documents)
+        if self.chunk_tokens is None:
+            return self.loss(model(*inputs), batch)
+        return self._with_metrics(
+            model(
+                *inputs,
+                loss=partial(
+                    linear_loss_sum,
+                    labels=batch.labels,
+                    chunk_tokens=self.chunk_tokens,
+                    z_loss=self.z_loss,
+                    part=self.vocab_shard,
+                    of_chunk=self.chunk_loss,
+                ),
+            )
+        )
+
+    def loss(self, logits: Tensor, batch: Batch) -> Loss:
+        """Loss of logits [batch, seq, vocab]; of this rank's vocabulary shard under loss parallelism."""
+        return self._with_metrics(self.loss_sum(logits, batch.labels, self.z_loss, self.vocab_shard))
+
+    def _with_metrics(self, found: LossSum) -> Loss:
+        z_loss = {} if found.z_loss is None else {"z_loss": found.z_loss}
+        return Loss(found.objective, {"loss": found.cross_entropy, **z_loss})

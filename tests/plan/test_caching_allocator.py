@@ -1,4 +1,4 @@
-"""The caching allocator's rules: cases small enough to be worked out by hand, and what holds in every story."""
+"""Caching allocator: small cases worked out by hand, and invariants of random allocations."""
 
 import itertools
 import random
@@ -71,13 +71,13 @@ def test_sizes_of_blocks_and_segments(sizes: Sequence[int], allocated: int, rese
         ("a12 b18 -a c8 d12", 12 + 18 + 12, 60),
     ],
 )
-def test_stories_by_hand(words: str, segments: int, expandable: int):
+def test_cases_by_hand(words: str, segments: int, expandable: int):
     events = story(*words.split())
     assert replay(events, expandable=False).reserved == segments * MIB
     assert replay(events, expandable=True).reserved == expandable * MIB
 
 
-def test_a_full_device_gives_back_what_is_unused_and_then_is_out_of_memory():
+def test_full_device_releases_cached_segments_then_runs_out_of_memory():
     events = story("a12", "b14", "-a", "c16")
     assert replay(events, expandable=False).reserved == 42 * MIB
     found = replay(events, expandable=False, capacity=32 * MIB)
@@ -91,7 +91,7 @@ def test_a_full_device_gives_back_what_is_unused_and_then_is_out_of_memory():
 
 @pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("capacity", [None, 600 * MIB])
-def test_what_holds_in_every_story(expandable: bool, capacity: int | None):
+def test_invariants_of_random_allocations(expandable: bool, capacity: int | None):
     for seed in range(20):
         chance, allocator, held = random.Random(seed), CachingAllocator(expandable=expandable, capacity=capacity), []
         for _ in range(400):
@@ -113,7 +113,7 @@ def test_what_holds_in_every_story(expandable: bool, capacity: int | None):
 
 
 def assert_sound(allocator: CachingAllocator, held: list[Block]) -> None:
-    """No byte is lost, handed out twice, or free next to another that is free."""
+    """No byte is lost or allocated twice, and free neighbours are merged."""
     every = sorted([*held, *allocator.blocks()], key=lambda block: block.address)
     assert sum(block.size for block in every) == allocator.reserved <= allocator.peak_reserved
     assert sum(block.size for block in held) == allocator.allocated <= allocator.peak_allocated
@@ -126,7 +126,7 @@ def assert_sound(allocator: CachingAllocator, held: list[Block]) -> None:
         assert after is None or after.pool is block.pool
 
 
-def test_steps_follow_on_each_other():
+def test_steps_repeat():
     # Each step takes what the step before has left (gradients, say) and leaves its own.
     before, step = story("a4", "g12"), story("t16", "-g", "h12", "-t")
     found = repeated(before, step, 3)
@@ -143,6 +143,6 @@ def test_steps_follow_on_each_other():
     assert reservations(before, step).segments.reserved == (20 + 16) * MIB
 
 
-def test_a_step_that_leaves_something_for_ever_is_not_repeated():
+def test_leaking_step_is_not_repeated():
     before, step = story("a4"), story("b4", "c4", "-c")
     assert repeated(before, step, 3) == [*before, *step]

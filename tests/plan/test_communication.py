@@ -1,4 +1,4 @@
-"""How long a pipeline's rank holds what it has sent: until it knows that it has left."""
+"""Lifetime of sent hidden states in a pipeline: until the send is seen to be complete."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +43,7 @@ def planned(microbatches: int) -> Plan:
 
 
 @pytest.mark.parametrize(("sends_complete", "expected"), [(False, MICROBATCHES), (True, 1)])
-def test_the_first_rank_holds_what_it_has_sent(sends_complete: bool, expected: int):
+def test_first_rank_holds_sent_activations(sends_complete: bool, expected: int):
     orders = build_schedule("1F1B", 2, 2, MICROBATCHES)
     simulation = simulate_schedule(orders, [0, 1], 0, passes=1, sends_complete=sends_complete)
     # When the last backward pass begins, its own forward pass is the only one that is still needed.
@@ -53,7 +53,7 @@ def test_the_first_rank_holds_what_it_has_sent(sends_complete: bool, expected: i
     assert last.before[made] == expected
 
 
-def test_a_plan_counts_all_of_a_pass(capsys: pytest.CaptureFixture[str]):
+def test_plan_counts_all_sends_of_a_pass(capsys: pytest.CaptureFixture[str]):
     few, many = planned(4), planned(MICROBATCHES)
     rank, other = many.ranks[0], few.ranks[0]
     assert rank.sent == MICROBATCHES * HIDDEN
@@ -67,8 +67,8 @@ def test_a_plan_counts_all_of_a_pass(capsys: pytest.CaptureFixture[str]):
     assert "256 KiB" in said
 
 
-def test_what_has_left_is_waited_for_at_once(monkeypatch: pytest.MonkeyPatch):
-    """NCCL's work lets go of the tensor when it is waited for: a send that is known to have left must not keep it."""
+def test_complete_sends_are_waited_for_at_once(monkeypatch: pytest.MonkeyPatch):
+    """NCCL's work releases the tensor when it is waited for, so a complete send must not keep it."""
     waited: list[int] = []
 
     def send(*_: Any, **__: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A step put together from those of small runs is the step that is traced as a whole, in all that is told of it."""
+"""Extrapolated step totals equal those of the full trace."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -52,13 +52,13 @@ PIPELINES = {
 """Overrides with one, by name."""
 
 QUICK = ("hsdp, every third recomputed, bf16", "fsdp x tp on CUDA, full", "1F1B x fsdp, full, bf16")
-"""What is compared each time; the others by `make night`."""
+"""Compared each time; the others by `make night`."""
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.night]) for name in {**WHOLE, **PIPELINES}]
 )
-def test_shortcut_is_the_whole_trace(name: str, tmp_path: Path):
+def test_extrapolated_totals_equal_the_full_trace(name: str, tmp_path: Path):
     experiment = experiment_of({**WHOLE, **PIPELINES}[name])
     (tmp_path / "config.yaml").write_text(to_yaml(experiment))
     (found,) = run_ranks(1, both_ways, str(tmp_path / "config.yaml"))
@@ -67,7 +67,7 @@ def test_shortcut_is_the_whole_trace(name: str, tmp_path: Path):
 
 
 def both_ways(path: str) -> list[tuple[dict[str, object], dict[str, object]]]:
-    """Of the first, second and last pipeline rank: what its trace tells, and what small ones do."""
+    """Totals of the first, second and last pipeline rank, traced in full and extrapolated."""
     from titan_exp.plan.extrapolate.eligibility import unsupported_reason
     from titan_exp.plan.extrapolate.step_cost import step_cost, trace_parts
     from titan_exp.plan.search.layout_cost import extreme_ranks
@@ -119,14 +119,14 @@ def told(kept: dict[str, int], step: object) -> dict[str, object]:
         ("parallelism.pp=2 parallelism.pp_microbatches=2 training.micro_batch_size=1", "several passes"),
     ],
 )
-def test_where_it_is_not_known_to_be_equal_there_is_no_shortcut(overrides: str, reason: str):
+def test_unsupported_runs_have_a_reason(overrides: str, reason: str):
     from titan_exp.plan.extrapolate.eligibility import unsupported_reason
 
     assert reason in (unsupported_reason(experiment_of(overrides)) or "")
     assert unsupported_reason(experiment_of("")) is None
 
 
-def test_axes_are_the_meshs(tmp_path: Path):
+def test_axes_equal_those_of_the_mesh(tmp_path: Path):
     experiment = experiment_of(
         "parallelism.dp_replicate=2 parallelism.dp_shard=2 parallelism.tp=2 parallelism.cp=4 parallelism.pp=2 "
         "parallelism.cp_ulysses=2 parallelism.pp_microbatches=2 model.kv_heads=4"

@@ -1,4 +1,4 @@
-"""A rank's trace put together from small runs is that of the whole: every birth and death, and what is reserved."""
+"""Extrapolated traces equal full traces in every allocation and in reserved memory."""
 
 import json
 from dataclasses import replace
@@ -35,14 +35,14 @@ QUICK = (
     "interleaved, every third recomputed",
     "more micro-batches than are told",
 )
-"""What is compared each time; the others by `make night`."""
+"""Compared each time; the others by `make night`."""
 EVERY = {**WHOLE, **PIPELINES, **MANY}
 
 
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.night]) for name in EVERY]
 )
-def test_allocations_are_those_of_the_whole_trace(name: str, tmp_path: Path):
+def test_extrapolated_allocations_equal_the_full_trace(name: str, tmp_path: Path):
     experiment = experiment_of(EVERY[name])
     assert unsupported_reason(experiment) is None
     (tmp_path / "config.yaml").write_text(to_yaml(experiment))
@@ -54,7 +54,7 @@ def test_allocations_are_those_of_the_whole_trace(name: str, tmp_path: Path):
 
 
 def both_ways(path: str, left_out: bool) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Of each pipeline rank: what its trace on CUDA tells, and the one that is put together."""
+    """Full and extrapolated trace of each pipeline rank on CUDA."""
     from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
     from titan_exp.plan.trace.fake_world import fake_rank, pipeline_ranks
     from titan_exp.plan.trace.trace_step import trace_step
@@ -101,7 +101,7 @@ def told(trace: Any, left_out: bool) -> dict[str, Any]:
 
 
 def named(events: list[Event]) -> list[tuple[int, int, int]]:
-    """Events by the order of births and of streams, whatever numbers those have."""
+    """Events with storages and streams renumbered in order of first use."""
     births: dict[int, int] = {}
     streams: dict[int, int] = {0: 0}
     found = []
@@ -113,7 +113,7 @@ def named(events: list[Event]) -> list[tuple[int, int, int]]:
     return found
 
 
-def test_a_plan_is_the_same_put_together_and_in_full(tmp_path: Path):
+def test_extrapolated_plan_equals_the_full_plan(tmp_path: Path):
     experiment = experiment_of(
         CUDA + "model.layers=13 parallelism.pp=4 parallelism.dp_shard=2 "
         "training.global_batch_size=16 parallelism.pp_microbatches=8"
@@ -131,7 +131,7 @@ def test_a_plan_is_the_same_put_together_and_in_full(tmp_path: Path):
 
 
 def plans(path: str) -> list[dict[str, Any]]:
-    """The same run planned from small runs; in full; and where small runs turn out not to tell."""
+    """The same run planned by extrapolation, in full, and after a failed extrapolation."""
     from titan_exp.plan.cuda.devices import DEVICES
     from titan_exp.plan.extrapolate.allocation_events import EventComposer, ExtrapolationError
     from titan_exp.plan.plan_table import plan_to_json
@@ -148,7 +148,7 @@ def plans(path: str) -> list[dict[str, Any]]:
     return [json.loads(json.dumps(plan_to_json(plan))) for plan in found]
 
 
-def test_small_runs_are_traced_as_they_are():
+def test_small_runs_are_traced_in_full():
     small = experiment_of("")
     assert not is_worthwhile(small, 1)
     deep = replace(small, model=replace(small.model, layers=64))

@@ -1,4 +1,4 @@
-"""Products of experts are counted: each row once, however many experts there are."""
+"""FLOPs of grouped matmuls: each row counts once, whatever the number of experts."""
 
 from pathlib import Path
 
@@ -21,7 +21,7 @@ ONE = 2 * TOKENS * INPUTS * OUTPUTS
 
 
 class Count(TorchDispatchMode):
-    """Operations of every operator that has any."""
+    """Records the FLOPs of every operator that has any."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Count(TorchDispatchMode):
 
 @pytest.mark.parametrize("experts", [1, 4])
 @pytest.mark.parametrize("cuda", [False, True])
-def test_a_row_is_counted_once(cuda: bool, experts: int):
+def test_each_row_counts_once(cuda: bool, experts: int):
     def empty(*size: int) -> Tensor:
         return torch.empty(*size, dtype=torch.bfloat16, requires_grad=True)
 
@@ -53,7 +53,7 @@ def test_a_row_is_counted_once(cuda: bool, experts: int):
     assert count.found == [(name, ONE) for name in names]
 
 
-def test_other_products_of_groups():
+def test_other_grouped_matmuls():
     meta = torch.device("meta")
     float8 = torch.empty(TOKENS, INPUTS, dtype=torch.float8_e4m3fn, device=meta)
     right = torch.empty(4, INPUTS, OUTPUTS, dtype=torch.float8_e4m3fn, device=meta)
@@ -63,7 +63,7 @@ def test_other_products_of_groups():
         count_flops(torch.ops.aten._grouped_mm.default, (right, float8.t()), {}, None)
 
 
-def test_torch_itself_counts_as_many_where_it_does():
+def test_flops_equal_torchs_counter():
     x, weight = torch.randn(TOKENS, INPUTS), torch.randn(4, OUTPUTS, INPUTS)
     rows = x.unflatten(0, (4, -1))
     with Count() as count:
@@ -72,7 +72,7 @@ def test_torch_itself_counts_as_many_where_it_does():
     assert [flops for _, flops in count.found] == [ONE, ONE]
 
 
-def test_a_model_with_experts_is_predicted_as_ranks_do(tmp_path: Path):
+def test_experts_are_predicted_as_measured(tmp_path: Path):
     experiment = experiment_of(
         "model.architecture=tests.models.own_experts.Mixture parallelism.dp_shard=2 quantization=mxfp8 "
         "activation_checkpoint=full"
@@ -84,7 +84,7 @@ def test_a_model_with_experts_is_predicted_as_ranks_do(tmp_path: Path):
     assert guess.passing <= fact.passing <= 1.02 * guess.passing
 
 
-def test_kernels_that_are_not_there_are_not_planned():
+def test_missing_grouped_kernels_are_refused():
     config = experiment_of("quantization=float8_rowwise").quantization
     gpu = torch.device("cuda")
     with fake_cuda_capability((9, 0)), pytest.raises(UserError, match="Triton kernels of torchao's"):

@@ -1,4 +1,4 @@
-"""The efficient attention kernel on CUDA, which no CPU has: what it keeps, and what it takes for a moment."""
+"""Memory-efficient attention on CUDA: saved tensors and workspace."""
 
 from collections import Counter
 from pathlib import Path
@@ -78,14 +78,14 @@ def test_workspace_by_hand(kernel: Kernel, shape: tuple[int, int, int, int], key
 @pytest.mark.parametrize("width", [64, 96, 128, 192])
 @pytest.mark.parametrize("half", [True, False])
 def test_the_bound_is_close(width: int, half: bool):
-    """Of a long sequence nearly all of it is the queries' gradient in fp32, its columns filled up."""
+    """For long sequences it is nearly the padded fp32 gradient of the queries."""
     shape = (1, 32, 8192, width)
     columns = -(-width // 64) * 64
     gradient = 32 * 8192 * columns * 4
     assert gradient <= largest_workspace(shape, 8192, half=half) <= 1.13 * gradient
 
 
-def test_what_a_call_takes_for_a_moment():
+def test_workspace_of_a_call():
     with FakeTensorMode():
         query, key, value = (torch.empty(2, 256, 4, 64).transpose(1, 2) for _ in range(3))
         out, lse, seed, offset = FORWARD(query, key, value, None, True, 0.0, True)
@@ -105,8 +105,8 @@ def test_what_a_call_takes_for_a_moment():
         assert workspace_bytes(FORWARD, (wide, wide, wide)) == 4 * wide.numel()
 
 
-def test_what_is_kept_of_a_document_mask():
-    """A mask becomes numbers to add in every layer, and lives until the layer's backward pass."""
+def test_document_mask_is_kept_as_a_bias():
+    """The mask becomes an additive bias in every layer, allocated until the layer's backward pass."""
     experiment = experiment_of("data.document_mask=true", "training.mixed_precision=bf16")
     spec = model_spec(experiment.model)
     assert spec is not None
@@ -133,7 +133,7 @@ def test_what_is_kept_of_a_document_mask():
     assert kept - before == layers * (bias + 2 * heads * head - own + 2 * 512)
 
 
-def test_a_mask_whose_rows_the_kernel_cannot_load_is_filled_up():
+def test_unaligned_mask_rows_are_padded():
     plan = planned("data.document_mask=true", "training.mixed_precision=bf16", "training.seq_len=100")
     assert plan.ranks[0].trace.peak.bytes > 0
     sizes = Counter(event.size for event in plan.ranks[0].trace.step_events)
@@ -156,25 +156,25 @@ def test_fp32_is_planned(options: str):
         assert rank.trace.costs.flops < plain.ranks[0].trace.costs.flops
 
 
-def test_the_choice_is_what_cuda_makes():
+def test_kernel_choice_equals_cudas():
     assert attention_kernel(experiment_of("training.mixed_precision=bf16")) == "flash"
     assert attention_kernel(experiment_of("training.mixed_precision=fp32")) == "efficient"
     assert attention_kernel(experiment_of("training.mixed_precision=bf16", "model.attention_backend=math")) == "math"
 
 
-def test_elsewhere_it_is_refused():
+def test_other_devices_are_refused():
     with pytest.raises(UserError, match="MI300X"):
         predict(experiment_of("training.mixed_precision=fp32"), device_named("mi300x"))
 
 
-def test_an_upper_bound_is_called_one(capsys: pytest.CaptureFixture[str]):
+def test_upper_bound_is_stated(capsys: pytest.CaptureFixture[str]):
     print_plan(planned("training.mixed_precision=fp32"))
     assert "tensors take at most that" in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 2.11
-def test_a_softmax_of_several_operators_takes_what_torch_allocates(tmp_path: Path):
-    """What plain attention's softmax takes inside, of which a trace sees the whole alone."""
+def test_softmax_temporaries_equal_torchs(tmp_path: Path):
+    """Temporaries inside plain attention's softmax, which a trace sees as one operator."""
     scores = torch.randn(2, 4, 256, 256)
     operator = torch.ops.aten._safe_softmax.default
     largest = allocated_by(lambda: operator(scores, -1), tmp_path)

@@ -1,4 +1,4 @@
-"""MXFP8 planned for GPUs that have its instructions, and for those that have not."""
+"""Plans with MXFP8 for GPUs with native support, and with emulation."""
 
 from collections import Counter
 from typing import Any
@@ -29,8 +29,8 @@ def planned(device: str, *words: str) -> Plan:
 
 
 @pytest.mark.parametrize("shape", [(96, 64), (2, 128, 320), (32, 32)])
-def test_the_stand_in_makes_what_torchao_makes(shape: tuple[int, ...]):
-    """Its own function by plain operators makes the numbers and scales that its kernel makes."""
+def test_fake_cast_equals_torchaos(shape: tuple[int, ...]):
+    """torchao's reference cast has the shapes and strides of its kernel."""
     from titan_exp.quantization.torchao import (
         KernelPreference,
         MXFP8Dim0CastKernelChoice,
@@ -55,8 +55,8 @@ def test_the_stand_in_makes_what_torchao_makes(shape: tuple[int, ...]):
         assert cast(torch.empty(shape, dtype=torch.bfloat16), MXFP8Dim0CastKernelChoice.TRITON) == real
 
 
-def test_scales_are_laid_out_in_blocks_of_128_rows():
-    """The matmul wants them so, and torchao fills them up: 96 rows are 128, and 64 columns' two scales are four."""
+def test_scales_are_padded_to_128_rows():
+    """As the matmul requires: 96 rows become 128, and the two scales of 64 columns four."""
     with_it, without = (
         Counter(event.size for event in planned("b200", *words).ranks[0].trace.step_events if event.size)
         for words in (RECIPE, ["quantization=none"])
@@ -69,21 +69,21 @@ def test_scales_are_laid_out_in_blocks_of_128_rows():
     assert with_it[numbers] > without[numbers]
 
 
-def test_every_product_is_there_and_reads_bytes_for_halves():
+def test_matmuls_read_bytes_instead_of_halves():
     instructed, emulated, plain = planned("b200", *RECIPE), planned("h100", *RECIPE), planned("b200")
     works = [plan.ranks[0].trace.costs for plan in (instructed, emulated, plain)]
     assert len({work.flops for work in works}) == 1
     assert works[2].bytes_moved < works[0].bytes_moved < works[1].bytes_moved
 
 
-def test_where_there_are_no_instructions_it_is_emulated(capsys: pytest.CaptureFixture[str]):
+def test_emulated_without_native_support(capsys: pytest.CaptureFixture[str]):
     print_plan(planned("h100", *RECIPE))
     assert "mxfp8 is emulated, as the trainer does it on H100" in capsys.readouterr().out
     print_plan(planned("b200", *RECIPE))
     assert "emulated" not in capsys.readouterr().out
 
 
-def test_nvfp4s_kernels_are_refused_where_they_would_run():
+def test_native_nvfp4_is_refused():
     wide = ["quantization=nvfp4", "quantization.smallest_gemm=0", "model.dim=128", "model.ffn_dim=256"]
     with pytest.raises(UserError, match="quantization=mxfp8"):
         planned("b200", *wide, "training.seq_len=128")

@@ -1,4 +1,4 @@
-"""Offloaded parameters on CUDA: what lies in the GPU's memory, what in the host's, and what is copied between."""
+"""CPU offload on CUDA: memory of GPU and host, and copies between them."""
 
 import json
 import subprocess
@@ -81,7 +81,7 @@ def offloaded() -> Trace:
     return traced(OFFLOADED, f"parallelism.dp_shard={SHARDS}")
 
 
-def test_the_state_is_on_the_host(offloaded: Trace):
+def test_state_is_on_the_host(offloaded: Trace):
     host, shards = offloaded.host, all_shards()
     assert host is not None
     assert offloaded.persistent["parameters"] == offloaded.persistent["optimizer"] == 0
@@ -95,7 +95,7 @@ def test_the_state_is_on_the_host(offloaded: Trace):
     assert host.peak.by_category["optimizer"] >= host.persistent["optimizer"]
 
 
-def test_what_is_copied_is_counted(offloaded: Trace):
+def test_copies_are_counted(offloaded: Trace):
     shards, layers = all_shards(), to_experiment(compose(SMALL)).model.layers
     # Of a step, every parameter is gathered once, and those of all blocks but the last again to go back.
     gathered = 4 * sum(shards) + 4 * sum(block_shards()) * (layers - 1)
@@ -105,8 +105,8 @@ def test_what_is_copied_is_counted(offloaded: Trace):
     assert offloaded.costs.messages["host", "to the GPU, waited for"] == 2 * 4 * 128 * 8
 
 
-def test_each_copy_lies_on_the_gpu_until_it_is_cast(offloaded: Trace):
-    """`FSDPParam.all_gather_inputs` copies a parameter in fp32, casts it, and lets the copy go before the next."""
+def test_copies_are_freed_after_the_cast(offloaded: Trace):
+    """`FSDPParam.all_gather_inputs` copies a parameter in fp32, casts it, and frees the copy before the next."""
     shards, births = block_shards(), {event.storage: event for event in offloaded.step_events if event.size}
     expected = []
     for numbers in shards:
@@ -123,7 +123,7 @@ def test_each_copy_lies_on_the_gpu_until_it_is_cast(offloaded: Trace):
     assert len(found) == 2 * layers - 1
 
 
-def test_gradients_leave_the_gpu_as_they_come(offloaded: Trace):
+def test_gradients_are_freed_on_the_gpu_when_copied(offloaded: Trace):
     """`foreach_reduce` keeps no reference to what it has reduced, since the stream's next use comes after the copy."""
     births = {event.storage: event for event in offloaded.step_events if event.size}
     reduced = blocks(4 * sum(block_shards()))
@@ -148,7 +148,7 @@ def test_gradients_leave_the_gpu_as_they_come(offloaded: Trace):
         pytest.param("parallelism.dp_shard=2 optimizer.state_precision=bf16", marks=pytest.mark.night),
     ],
 )
-def test_offloading_saves_the_state_and_nothing_else(layout: str):
+def test_offload_saves_exactly_the_state(layout: str):
     here, there = traced(*layout.split()), traced(*layout.split(), OFFLOADED)
     state = sum(here.persistent[name] for name in ("parameters", "optimizer"))
     assert state > 0
@@ -164,7 +164,7 @@ def test_offloading_saves_the_state_and_nothing_else(layout: str):
 
 @pytest.mark.night
 @pytest.mark.parametrize("backend", ["inductor", "aot_eager"])
-def test_compiled_code_finds_the_gpu_under_its_other_name(backend: str):
+def test_compiled_code_runs_on_the_fake_gpu(backend: str):
     words = [*SMALL, "parallelism.dp_shard=2", "compile=blocks", f"compile.backend={backend}"]
     here, there = (as_typed(*words, it) for it in ("parallelism.cpu_offload=false", OFFLOADED))
     state = sum(here["peak_by_category"][name] for name in ("parameters", "optimizer"))
@@ -173,13 +173,13 @@ def test_compiled_code_finds_the_gpu_under_its_other_name(backend: str):
 
 
 def as_typed(*words: str) -> dict[str, Any]:
-    """Of one rank, planned in a process of its own: what checks types in tests cannot be compiled."""
+    """Plan of one rank in its own process, since jaxtyping's checks in tests cannot be compiled."""
     command = [sys.executable, "-m", "titan_exp", "plan", *words, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
     return json.loads(done.stdout)["ranks"][0]
 
 
-def test_the_pipelines_ranks_share_a_nodes_memory():
+def test_pipeline_ranks_share_the_nodes_memory():
     plan = planned(OFFLOADED, "parallelism.pp=2", "parallelism.dp_shard=8", "parallelism.pp_microbatches=1")
     first, second = (rank.trace.host for rank in plan.ranks)
     assert first is not None
@@ -189,7 +189,7 @@ def test_the_pipelines_ranks_share_a_nodes_memory():
     assert plan_to_json(plan)["ranks"][1]["host"]["peak_bytes"] == second.peak.bytes
 
 
-def test_copies_take_time_and_the_hosts_own_work_does_not(capsys: pytest.CaptureFixture[str]):
+def test_copies_take_time_and_host_operators_do_not(capsys: pytest.CaptureFixture[str]):
     plan, before = (planned("parallelism.dp_shard=2", word) for word in (OFFLOADED, "parallelism.cpu_offload=false"))
     (rank,), (its,) = plan.ranks, before.ranks
     assert rank.time is not None

@@ -25,9 +25,10 @@ def objective_is_known(training: TrainingConfig) -> Iterator[Violation]:
     yield from _known("training.objective", training.objective, OBJECTIVES, training.objective_options, example)
 
 
-def optimizer_is_known(optimizer: OptimizerConfig) -> Iterator[Violation]:
-    """The optimizer is built in or can be imported."""
-    yield from _known("optimizer.name", optimizer.name, OPTIMIZERS, optimizer.options, "my_package.optim.Muon")
+def optimizer_takes_options(optimizer: OptimizerConfig) -> Iterator[Violation]:
+    """A built-in optimizer has no options. That the name exists, `component` has checked."""
+    if optimizer.name in OPTIMIZERS:
+        yield from _known("optimizer.name", optimizer.name, OPTIMIZERS, optimizer.options, "")
 
 
 def decay_is_known(lr_schedule: LRScheduleConfig) -> Iterator[Violation]:
@@ -83,5 +84,5 @@ def _known(
 
 
 RULES = rules(
-    objective_is_known, optimizer_is_known, decay_is_known, source_is_known, executor_is_known, compiler_exists
+    objective_is_known, optimizer_takes_options, decay_is_known, source_is_known, executor_is_known, compiler_exists
 )

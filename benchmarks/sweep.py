@@ -19,7 +19,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION, standing_overrides
+from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION, default_overrides
 from titan_exp.config.hydra.resolvers import register_resolvers
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.config.study.points import study_points
@@ -67,7 +67,7 @@ def time_planning(folder: Path, count: int) -> None:
     register_resolvers()
     with initialize_config_dir(str(CONF_DIR), **HYDRA_VERSION):
         composer = FastCompose(
-            lambda overrides: hydra_compose(CONFIG_NAME, [*standing_overrides(), *overrides]), OverridesParser.create()
+            lambda overrides: hydra_compose(CONFIG_NAME, [*default_overrides(), *overrides]), OverridesParser.create()
         )
         with timed(f"{count:4d} points: plan"):
             made = planned(file, composer)

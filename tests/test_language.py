@@ -10,10 +10,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGE = REPOSITORY / "titan_exp"
 OPENING = re.compile(r"(What|Which|Whether|How|Where|Of|As|That)\b")
 BANNED = re.compile(
-    r"(?<![a-zA-Z])(greatest|rubble|nobody|in (our|plain)? ?words|goes on|gone on|told|born|births?|dies|died|woven|"
-    r"weaves?|"
-    r"story|stories|seats?|standings?|foretells?|foretold|foreseen|rehearse[ds]?|rehearsals?|tidies|pretend(s|ed|ing)?|"
-    r"whereabouts|coy|beforehand|hitherto|thereof|wherein)(?![a-zA-Z])",
+    r"(?<![a-zA-Z])(greatest|rubble|nobody|in (our|plain) words|(said|refused|answered|known|given|longer) in words|"
+    r"goes on|gone on|told|born|dies|woven|weaves?|story|stories|seats?|standings?|foretells?|foretold|foreseen|"
+    r"rehearse[ds]?|rehearsals?|pretend(s|ed|ing)?|whereabouts|beforehand)(?![a-zA-Z])",
     re.I,
 )
 TEXTS = sorted(
@@ -51,6 +50,6 @@ def test_no_banned_word_comes_back(path: Path):
 def test_the_language_test_notices_what_it_should():
     assert OPENING.match("Which ranks hold what.")
     assert not OPENING.match("Ranks that hold a shard.")
-    for text in ("the greatest value", "def rehearse(", "a storage dies", "what nobody knows", "weights_told"):
+    for text in ("the greatest value", "def rehearse(", "a storage dies", "what nobody knows", "refused in words"):
         assert BANNED.search(text), text
     assert not BANNED.search("a history of studies, standard; bidirectional")

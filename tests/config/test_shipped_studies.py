@@ -7,7 +7,7 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION, standing_overrides
+from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION, default_overrides
 from titan_exp.config.hydra.resolvers import register_resolvers
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.config.study.points import baseline_of, study_points
@@ -25,7 +25,7 @@ def test_every_point_can_run_at_every_size(path: Path, tmp_path: Path):
     register_resolvers()
     with initialize_config_dir(str(CONF_DIR), **HYDRA_VERSION):
         compose = FastCompose(
-            lambda overrides: hydra_compose(CONFIG_NAME, [*standing_overrides(), *overrides]), OverridesParser.create()
+            lambda overrides: hydra_compose(CONFIG_NAME, [*default_overrides(), *overrides]), OverridesParser.create()
         )
         for size in study.sizes:
             # A machine without GPUs is a laptop; what SLURM's nodes have is in the study.

@@ -38,7 +38,7 @@ def test_a_missing_rank_is_named() -> None:
 def test_rank_0_missing_at_an_address() -> None:
     (port,) = free_ports(1)
     said = run_ranks(2, meet, 0, "127.0.0.1", port)
-    assert str(said[1]).startswith(f"rank 1: nobody answers at MASTER_ADDR:MASTER_PORT = 127.0.0.1:{port}")
+    assert str(said[1]).startswith(f"rank 1: no answer at MASTER_ADDR:MASTER_PORT = 127.0.0.1:{port}")
 
 
 @pytest.mark.parametrize("address", [None, "127.0.0.1"])

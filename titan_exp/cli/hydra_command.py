@@ -31,12 +31,12 @@ def run_with_hydra(words: Sequence[str], task: Task, *, nested: Sequence[str] = 
 
     from titan_exp.config.command_line.help import train_help
     from titan_exp.config.errors.explain_hydra import MESSAGE, explain, is_about_words, misspelt
-    from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION, OWN_FILE, standing_overrides
+    from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION, OWN_FILE, default_overrides
     from titan_exp.config.hydra.resolvers import register_resolvers
     from titan_exp.config.schema.import_path import search_current_directory
 
     own_file = arguments.has("--config-path", "-cp", "--config-name", "-cn")
-    always = OWN_FILE if own_file else standing_overrides()
+    always = OWN_FILE if own_file else default_overrides()
     codes: list[int] = []
     failures: list[Exception] = []
 

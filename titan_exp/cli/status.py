@@ -26,8 +26,8 @@ titan-exp status: how runs stand. Nothing is changed.
   titan-exp status NAME --json        for programs
   titan-exp status paths.runs=FOLDER  runs that lie elsewhere
 
-A run is new, queued, running, done, failed, preempted (it saved and stopped, and may go on), or lost (it died and
-nobody lived to say so). GPU-hours are those that its starts took so far. Where a run was planned before it started,
+A run is new, queued, running, done, failed, preempted (it saved and stopped, and may continue), or lost (its process
+is gone without a record). GPU-hours are those that its starts took so far. Where a run was planned before it started,
 "/predicted" is its speed over the predicted one, and "GiB/predicted" the memory of rank 0 (tensors on a GPU, the whole
 process on a CPU) beside the predicted peak of the same.
 """

@@ -15,7 +15,7 @@ DEBOUNCE = 0.5
 class Interrupts:
     """Counts Ctrl-C (SIGINT), SIGTERM and a closed terminal (SIGHUP) inside the block.
 
-    A process that ignores SIGHUP, as under nohup, goes on ignoring it. Outside the main thread nothing is caught.
+    A process that ignores SIGHUP, as under nohup, keeps ignoring it. Outside the main thread nothing is caught.
     """
 
     def __init__(self) -> None:

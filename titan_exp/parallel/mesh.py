@@ -70,7 +70,7 @@ class Mesh:
 
     @cached_property
     def tp_group(self) -> dist.ProcessGroup | None:
-        """The ranks that share this rank's matrices; None where nobody does."""
+        """Ranks that share this rank's matrices; None without tensor parallelism."""
         return self.sharding.get_group("tp") if self.sharding["tp"].size() > 1 else None
 
     @cached_property
@@ -105,7 +105,7 @@ def build_mesh(config: ParallelismConfig, device: torch.device) -> Mesh:
 
 def new_cpu_group() -> dist.ProcessGroup:
     """A group of all ranks over gloo, apart from every other, so that its messages cannot meet theirs."""
-    # In a world that is pretended, nobody answers over gloo.
+    # A fake process group does not answer over gloo.
     group = dist.new_group(backend="fake" if dist.get_backend() == "fake" else "gloo")
     assert isinstance(group, dist.ProcessGroup), "every rank belongs to a group of all"
     return group

@@ -12,7 +12,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.cluster import ClusterConfig
 
 TIMEOUT = timedelta(minutes=20)
-"""How long a collective waits for the other ranks before the run fails, where nobody looks for hangs."""
+"""How long a collective waits for the other ranks before the run fails, without the hang watchdog."""
 JOIN_LIMIT = timedelta(minutes=10)
 """How long ranks wait for each other at the start: imports from a network disk may take minutes."""
 
@@ -69,7 +69,7 @@ def _meet(rank: int, world: int, meeting: str | None) -> dist.Store:
         store, *_ = next(dist.rendezvous(where, rank, world, timeout=JOIN_LIMIT))
     except dist.DistError as error:
         raise RanksMissing(
-            f"{name}: nobody answers at MASTER_ADDR:MASTER_PORT = {address}, where rank 0 should be ({error}). "
+            f"{name}: no answer at MASTER_ADDR:MASTER_PORT = {address}, where rank 0 should be ({error}). "
             "Did rank 0 start, and does its machine accept connections there?"
         ) from error
     store.set(f"here/{rank}", "yes")

@@ -1,6 +1,6 @@
 """Sharded Hugging Face export: all ranks write their own shards of the weights in parallel.
 
-The location of every tensor is known beforehand: rank 0 preallocates the files and each rank writes its rows at their
+The location of every tensor is known in advance: rank 0 preallocates the files and each rank writes its rows at their
 offsets. Nothing is communicated, and a rank holds one extra copy of one of its parameters.
 """
 

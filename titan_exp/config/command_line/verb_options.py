@@ -20,7 +20,7 @@ class GenerateOptions:
     runs: str = "runs"
     """Folder that holds every run folder, searched where `run` is not given."""
     prompt: str = ""
-    """Text to go on from; empty begins a new document. Given several times, each is gone on from by itself."""
+    """Text to continue; empty begins a new document. Given several times, each prompt is completed separately."""
     prompts: str = ""
     """File with a prompt on each line, besides those given by `prompt`."""
     tokens: PositiveInt = 400

@@ -43,10 +43,10 @@ def compose(overrides: Sequence[str] = ()) -> DictConfig:
     """
     register_resolvers()
     with initialize_config_dir(str(CONF_DIR), **HYDRA_VERSION):
-        return hydra_compose(CONFIG_NAME, [*standing_overrides(), *overrides])
+        return hydra_compose(CONFIG_NAME, [*default_overrides(), *overrides])
 
 
-def standing_overrides() -> list[str]:
+def default_overrides() -> list[str]:
     """Overrides that the environment asks for: `TITAN_EXP_LOCAL=none` leaves `conf/local/default.yaml` out."""
     leave_out = os.environ.get("TITAN_EXP_LOCAL") == "none" and (CONF_DIR / "local").is_dir()
     return ["~local@_global_"] if leave_out else []

@@ -1,6 +1,6 @@
 """Typed configuration: a composed configuration in, an `Experiment` out, and back to YAML.
 
-Types and bounds are pydantic's work, over plain dataclasses; every error is collected and said in our words.
+Types and bounds are pydantic's work, over plain dataclasses; every error is collected and explained.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""A run that hangs, in files: a flag by the rank that noticed, stacks and standing of every rank, and what they say.
+"""Hang report: a flag by the rank that noticed, stack and progress of every rank, and the diagnosis.
 
 All are in the folder of the attempt's logs. Ranks need nothing but that folder to tell each other.
 """
@@ -120,7 +120,7 @@ def diagnose_hang(known: Iterable[RankStack], *, native: Sequence[int], world_si
     """Find the ranks that block the others.
 
     Args:
-        known: standings of the ranks that answered.
+        known: progress of the ranks that answered.
         stuck: ranks that could write no more than their stacks.
         world_size: ranks in all.
         logs: where the stacks are.

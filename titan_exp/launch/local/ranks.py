@@ -64,7 +64,7 @@ class LocalRanks:
         self._last_seen: dict[int, float] = {}
         self._records: dict[int, RankRecord] = {}
         self._failures: dict[int, RankFailure] = {}
-        # By the clock that nobody sets.
+        # The monotonic clock cannot be set back.
         self._first_seen: float | None = None
         self._first_death: float | None = None
         self._all_ended: float | None = None
@@ -126,7 +126,7 @@ class LocalRanks:
             self._wait_until_over()
 
     def close(self) -> None:
-        """Remove what only running ranks need, and first the ranks, should any be left: none goes on unseen."""
+        """Remove what only running ranks need, and first the ranks, should any be left: none continues unseen."""
         if self._job is not None and (not self._over() or self._any_alive()):
             self.kill()
         self._hang.remove_empty()
@@ -181,7 +181,7 @@ class LocalRanks:
         elif alive or self._killed:
             self._last_seen[rank] = now
         elif rank in self._processes or over:
-            # Its process was there and is not any more; or nobody is left who could start or hold it.
+            # Its process was there and is not any more; or no process is left that could start it.
             seen = self._last_seen.get(rank, now)
             kind = exit_status.failure_at_start if record is None else exit_status.failure_from_signal
             self._failures[rank] = kind(rank, seen, self.log(rank))

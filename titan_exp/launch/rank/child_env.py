@@ -46,7 +46,7 @@ def rank_environment(experiment: Experiment, attempt: int, rendezvous_folder: Pa
         # Python's own.
         "PYTHONSAFEPATH": "1",
         IMPORT_PATH: os.pathsep.join(os.path.abspath(entry) for entry in [*sys.path, os.getcwd()]),
-        # A rank that dies of a fault in native code says where.
+        # A rank that crashes in native code dumps its stack.
         "PYTHONFAULTHANDLER": "1",
         "SUBMITIT_LOG_LEVEL": "WARNING",
     }

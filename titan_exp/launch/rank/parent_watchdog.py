@@ -1,6 +1,6 @@
 """A rank's watch over those who would otherwise look after it: its launcher, and submitit's controller, its parent.
 
-Without the launcher nobody shows or stops the run, so the rank saves and stops. Without the controller it ends.
+Without the launcher nothing shows or stops the run, so the rank saves and stops. Without the controller it ends.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ POLL_INTERVAL = 0.25
 GRACE = 3.0
 """Seconds that an orphan waits for itself to fail after another rank died, before it gives up."""
 SAVE_LIMIT = 600.0
-"""Seconds that an orphan has for saving, since nobody is left to press Ctrl-C twice."""
+"""Seconds that an orphan has for saving, since no user is left to press Ctrl-C twice."""
 
 
 class ParentWatchdog(threading.Thread):
@@ -70,7 +70,7 @@ class ParentWatchdog(threading.Thread):
             return False  # the controller is gone, which is looked at next
 
     def _end_as_orphan(self) -> None:
-        """Saving goes on; but a rank whose peers died waits for them for ever, and nobody is left to end it."""
+        """Saving continues; but a rank whose peers died would wait for them for ever, and no launcher is left to end it."""
         began, peer_died = time.monotonic(), None
         while True:
             now = time.monotonic()

@@ -63,7 +63,7 @@ def _verdict(folder: RunFolder, row: Attempt, job: str) -> AttemptResult:
     if len(ends) == row.world_size:
         return exit_status.ended(ends, folder.stop_reason())
     stop = folder.stop_reason()
-    # A rank that dies makes srun send SIGTERM to the others, who take it for a request to stop.
+    # A failed rank makes srun send SIGTERM to the others, who take it for a request to stop.
     if stop is not None and not re.fullmatch(r"rank \d+ received SIGTERM", stop):
         return AttemptResult("preempted", STOPPED, f"{stop}; killed before all ranks had saved")
     return _vanished(folder, row, job, records)
@@ -133,7 +133,7 @@ def _go_on(folder: RunFolder, row: Attempt, job: str, result: AttemptResult, clu
         token=row.token,
         requeues=row.requeues + 1,
     )
-    print(f"{said}; it goes on by itself, {row.requeues + 1} of {cluster.max_requeues} times.")
+    print(f"{said}; it continues by itself, {row.requeues + 1} of {cluster.max_requeues} times.")
     return STOPPED
 
 

@@ -66,7 +66,7 @@ def listed_jobs(owners: Sequence[int]) -> list[Job]:
         job_id, state, reason, comment = line.split("|", 3)
         token = comment.removeprefix(MARK) if comment.startswith(MARK) else ""
         _, _, task = job_id.partition("_")
-        # The script that one run of an array goes on with carries the name of its task already.
+        # The script that continues one run of an array carries the name of its task already.
         jobs.append(Job(job_id, state, reason, f"{token}_{task}" if token and task else token))
     return jobs
 
@@ -92,9 +92,9 @@ def ended_as(state: str, code: str) -> str:
         with contextlib.suppress(KeyError):  # a user whom this machine does not know keeps the number
             words = by[1] + pwd.getpwuid(int(by[2])).pw_name
     exit_code, _, signal = code.partition(":")
-    told = [f"exit code {exit_code}"] if exit_code not in ("", "0") else []
-    told += [f"signal {signal}"] if signal not in ("", "0") else []
-    return f"{words} ({', '.join(told)})" if told else words
+    details = [f"exit code {exit_code}"] if exit_code not in ("", "0") else []
+    details += [f"signal {signal}"] if signal not in ("", "0") else []
+    return f"{words} ({', '.join(details)})" if details else words
 
 
 def ask(*command: str, timeout: float = TIMEOUT) -> str:

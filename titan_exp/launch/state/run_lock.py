@@ -20,7 +20,7 @@ def acquire_run(folder: RunFolder, role: str, echo: Callable[[str], None]) -> Fi
         say: shows a line, where it has to wait.
 
     Raises:
-        UserError: the run goes on elsewhere.
+        UserError: the run continues elsewhere.
     """
     try:
         lock = folder.claim(role)

@@ -8,7 +8,7 @@ from pathlib import Path
 from hydra.core.override_parser.types import Override
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.hydra.compose import standing_overrides
+from titan_exp.config.hydra.compose import default_overrides
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.study.points import baseline_of, chosen_size, narrowed, study_points
 from titan_exp.config.study.study import Study
@@ -38,7 +38,7 @@ class StudySweep:
         """The file's content."""
         self.size = chosen_size(study, size)
         """The size that was chosen; empty where there is none."""
-        leave_out = standing_overrides()
+        leave_out = default_overrides()
         texts = (str(override.input_line) for override in typed)
         self._typed = tuple(text for text in texts if text not in leave_out)
         varied, fixed = narrowed(study, typed)
@@ -130,7 +130,7 @@ class StudySweep:
             ask: have it confirmed first.
 
         Raises:
-            UserError: nobody can be asked.
+            UserError: the scheduler does not answer.
         """
         removed = self._still_active()
         if not removed:

@@ -76,7 +76,7 @@ def show_plan(sweep_plan: SweepPlan, study: StudySweep | None) -> None:
 
 def show_outcomes(sweep_plan: SweepPlan, found: Mapping[Path, Submission], study: StudySweep | None) -> None:
     """Print the outcome of every run, and the next commands."""
-    rows, told = [], []
+    rows, jobs = [], []
     for one in sweep_plan.planned:
         submission = found.get(one.plan.folder.path)
         loss = validation = None
@@ -85,10 +85,10 @@ def show_outcomes(sweep_plan: SweepPlan, found: Mapping[Path, Submission], study
             summary = summarize(one.plan.folder)
             loss, validation = summary.loss, summary.validation_loss
         rows.append([one.point.label, one.plan.run_id, state, _number(loss), _number(validation)])
-        told.append("-" if submission is None or submission.job_id is None else submission.job_id)
+        jobs.append("-" if submission is None or submission.job_id is None else submission.job_id)
     print()
-    if any(job != "-" for job in told):
-        with_jobs = [[*row[:3], job, *row[3:]] for row, job in zip(rows, told, strict=True)]
+    if any(job != "-" for job in jobs):
+        with_jobs = [[*row[:3], job, *row[3:]] for row, job in zip(rows, jobs, strict=True)]
         plain_table(["point", "run", "state", "job", "loss", "validation loss"], with_jobs, left=4)
     else:
         plain_table(["point", "run", "state", "loss", "validation loss"], rows, left=3)
@@ -115,7 +115,7 @@ def _next(states: Sequence[str], sweep_plan: SweepPlan, study: StudySweep | None
     if study is not None and ("failed" in states or "refused" in states):
         return [f"Why: titan-exp logs {name}. The same command starts again what is missing or failed."]
     if study is not None and ("not started" in states or "preempted" in states):
-        return ["The same command goes on where this one stopped."]
+        return ["The same command continues where this one stopped."]
     return []
 
 

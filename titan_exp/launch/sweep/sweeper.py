@@ -1,6 +1,6 @@
 """A sweep: every point is composed and checked before any is started, then they are carried out, each by its backend.
 
-A point that is done already is not run again, so a sweep that was interrupted goes on where it was.
+A point that is done already is not run again, so a sweep that was interrupted continues.
 """
 
 import contextlib

@@ -20,7 +20,7 @@ class LinearImpl(nn.Module):
 
         Args:
             inputs: whether it is inputs that are divided; the ranks' products are summed afterwards.
-            greatest: the largest of the ranks' values, element by element.
+            amax_reduce: the largest of the ranks' values, element by element.
         """
 
 

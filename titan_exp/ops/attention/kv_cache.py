@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 
 class CachedAttention(nn.Module):
-    """Stands in for `CausalAttention` while one sequence grows: each call goes on where the last one ended.
+    """Stands in for `CausalAttention` while one sequence grows: each call continues where the last one ended.
 
     Args:
         core: what computes the first call of a sequence.

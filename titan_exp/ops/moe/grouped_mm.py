@@ -30,7 +30,7 @@ def grouped_linear(
         x: rows sorted by expert.
         weight: the experts' weights, of the type of `x`.
         ends: where the rows of each expert end and the next one's begin, ascending and at most `tokens`. An expert may
-            have none. Rows from the last end on are nobody's, whatever is in them: they give zeros and no gradient.
+            have none. Rows from the last end on belong to no expert: they give zeros and no gradient.
 
     Raises:
         ValueError: ends do not ascend, or are beyond the rows; only where the host reads them.

@@ -18,7 +18,7 @@ class TokenPadding:
     ends: Tensor
     """Where each expert's rows end after the move, int32 [experts]: every expert has some, if only zeros."""
     expert: Tensor
-    """Whose each row is after the move, [room]; the number of experts where it is nobody's."""
+    """Expert of each padded row, [room]; the number of experts for padding."""
     place: Tensor
     """Where each row is moved to, [tokens]."""
     moved: Tensor
@@ -63,12 +63,12 @@ class TokenPadding:
         return _Move.apply(rows, self.source, self.filled, self.place, self.moved)  # type: ignore[return-value]
 
     def collect(self, rows: Tensor) -> Tensor:
-        """Rows moved back, [room, columns] to [tokens, columns]; zeros for those that are nobody's; differentiable."""
+        """Rows moved back, [room, columns] to [tokens, columns]; zeros for rows of no expert; differentiable."""
         return _Move.apply(rows, self.place, self.moved, self.source, self.filled)  # type: ignore[return-value]
 
 
 def experts_of_rows(ends: Tensor, rows: int) -> Tensor:
-    """Whose each row is, int64 [rows]; the number of experts where it is nobody's."""
+    """Expert of each row, int64 [rows]; the number of experts for rows of none."""
     return torch.searchsorted(ends, torch.arange(rows, device=ends.device, dtype=ends.dtype), right=True)
 
 

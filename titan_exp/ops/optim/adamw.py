@@ -58,7 +58,7 @@ def adamw_update(
     if weight.numel() == 0:  # of a parameter that is divided unevenly a rank may hold nothing
         return
     if isinstance(weight, FakeTensor):
-        # What only pretends has no numbers; whoever watches sees the memory that the kernel goes through.
+        # Fake tensors have no values; the planner sees the memory that the kernel reads and writes.
         torch._foreach_add_([weight, first, second], [gradient] * 3)
         return
     from titan_exp.ops.optim.adamw_kernel import adamw_kernel

@@ -44,7 +44,7 @@ class _Transfer:
 
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
         rank, degree = group.rank(), group.size()
-        # Held until the transfer is over: nobody else may hold what is still being sent.
+        # Kept until the transfer is over: nothing else keeps the buffer alive.
         self._sent, self._received = tensor, torch.empty_like(tensor)
         after, before = ((rank + step) % degree for step in (1, -1))
         self._work = dist.batch_isend_irecv(

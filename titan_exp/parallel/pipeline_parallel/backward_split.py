@@ -1,7 +1,7 @@
 """A backward pass in two: the gradient of a stage's input at once, those of its weights later.
 
 Where a branch to a weight leaves the way to the input, the first part keeps the gradient that arrives there; the
-second part goes on from it (Qi et al. 2024, "Zero Bubble Pipeline Parallelism"). Torch's own is private, and that of
+second part continues from it (Qi et al. 2024, "Zero Bubble Pipeline Parallelism"). Torch's own is private, and that of
 2.11 adds up the gradients of an operator's several outputs and cannot start from operators written in Python.
 """
 

@@ -64,7 +64,7 @@ def insert_p2p(orders: Schedule, placement: list[int], rank: int) -> list[Step]:
 
     All ranks derive their steps from one order of all actions, that in which they end where communication is free, and
     a message stands right behind the action that makes it, on both sides. So any two ranks meet in their messages in
-    the same order, as NCCL asks for, and nobody can wait in a circle.
+    the same order, as NCCL asks for, so ranks cannot deadlock.
     """
     last = len(placement) - 1
     steps: list[Step] = []

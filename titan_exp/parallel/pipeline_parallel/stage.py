@@ -78,7 +78,7 @@ class Stage:
         kept = self._passes[microbatch]
         kept.gradient = gradient
         if kept.input is None:
-            return None  # Nobody waits for it: all of the first stage's backward pass is done with the weights.
+            return None  # No stage waits for it: all of the first stage's backward pass is done with the weights.
         kept.rest = BackwardSplit(kept.output, gradient, kept.input, self.module.parameters())
         return kept.rest.input_gradient
 

@@ -126,7 +126,7 @@ class LayoutSearch:
         """Layouts whose traces bound all others.
 
         For every mode of activation checkpointing the smallest and the largest micro-batch; the smallest context
-        parallelism beside sharding, whose messages are told apart; and one layout without a pipeline.
+        parallelism beside sharding, whose messages are counted apart; and one layout without a pipeline.
         """
         seeds: dict[Key, Candidate] = {}
 

@@ -56,7 +56,7 @@ class Float8:
         Args:
             tensor: [tokens, channels].
             dtype: the float8 type.
-            greatest: where other ranks have other channels of the same tokens.
+            amax_reduce: where other ranks have other channels of the same tokens.
         """
         tensor = tensor.contiguous()
         of_rows, of_columns = dual_amax(tensor)

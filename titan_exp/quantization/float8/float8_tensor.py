@@ -27,7 +27,7 @@ def scale_of(
         dtype: the float8 type.
         over: the dim whose numbers share a scale, which is 1 long in the result; None for one scale, a scalar.
         power_of_two: round down to a power of two.
-        greatest: where other ranks have other numbers that share these scales.
+        amax_reduce: where other ranks have other numbers that share these scales.
     """
     amax = tensor.abs().amax() if over is None else tensor.abs().amax(over, keepdim=True)
     return scale_of_amax(amax if amax_reduce is None else amax_reduce(amax), dtype, power_of_two=power_of_two)

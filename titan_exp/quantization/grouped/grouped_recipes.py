@@ -179,5 +179,5 @@ def _largest(sizes: Tensor, expert: Tensor, experts: int) -> Tensor:
 
 
 def _of_rows(values: Tensor, expert: Tensor) -> Tensor:
-    """Each row's expert's: [experts, ...] to [tokens, ...]; one where it is nobody's."""
+    """Values of each row's expert: [experts, ...] to [tokens, ...]; one for rows of no expert."""
     return torch.cat([values, values.new_ones(1, *values.shape[1:])]).index_select(0, expert)

@@ -1,4 +1,4 @@
-"""Advisory file locks (flock) that the kernel releases when their process dies."""
+"""Advisory file locks (flock) that the kernel releases when their process exits."""
 
 import contextlib
 import fcntl

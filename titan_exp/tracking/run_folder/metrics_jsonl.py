@@ -46,7 +46,7 @@ class JsonlSink:
             if not self._failed:
                 get_logger().error(
                     "%s cannot be written (%s). Training continues; rows are kept in memory until it can, and are lost "
-                    "if the run dies before.",
+                    "if the run is killed before.",
                     self._path,
                     error.strerror or error,
                 )

@@ -124,7 +124,7 @@ class RunFolder:
         return self._attempt_log.update(number, **fields)
 
     def claim(self, role: str, *, timeout: float = 0.5) -> FileLock:
-        """Take the exclusive right to start this run, until the lock is released or the process dies.
+        """Take the exclusive right to start this run, until the lock is released or the process exits.
 
         A process that queries the holder takes the lock for an instant, hence the timeout in seconds.
 

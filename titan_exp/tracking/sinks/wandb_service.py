@@ -13,7 +13,7 @@ SECONDS = 15.0
 def stop_wandb_service(seconds: float = SECONDS) -> None:
     """End this process's use of wandb and its service within `seconds`.
 
-    The service is a child process that may keep retrying a lost network after it was told to stop; if so, it is
+    The service is a child process that may keep retrying a lost network after it was asked to stop; if so, it is
     killed. Call it after the last use of wandb: finishing a run has sent its data, which also stays in its folder. An
     open run of the caller (in a notebook) keeps the service.
     """

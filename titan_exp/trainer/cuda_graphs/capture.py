@@ -26,14 +26,14 @@ class Recorder(Protocol):
         ...
 
     def record(self, work: Callable[[], None]) -> Recording:
-        """Record the work, which has been rehearsed; it has been done once when this returns."""
+        """Record the work after its warm-up; it has run once when this returns."""
         ...
 
 
 class CudaRecorder:
     """Records into a CUDA graph with a memory pool of its own. Never run on a GPU so far.
 
-    One stream of its own is for rehearsals and recording, as torch asks for: nodes of autograd that wait for the stream
+    One stream of its own is for warm-up and recording, as torch asks for: nodes of autograd that wait for the stream
     they were made on then wait for this one.
 
     Args:

@@ -43,7 +43,7 @@ class GraphedModel(EagerModel):
         self._tokens, self._sums = token_count(1, mesh.device), MetricSums(objective, mesh.device)
         self._inputs: Batch | None = None
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
-        self._rehearsed = 0
+        self._warmup_passes = 0
         self._recording: Recording | None = None
         self._addresses: list[int] = []
 
@@ -79,9 +79,9 @@ class GraphedModel(EagerModel):
             target.copy_(source, non_blocking=True)
         if self._recording is not None:
             self._recording.replay()
-        elif self._rehearsed < WARMUP_STEPS:
+        elif self._warmup_passes < WARMUP_STEPS:
             self._recorder.warmup(lambda: self._compute(inputs))
-            self._rehearsed += 1
+            self._warmup_passes += 1
             self._gradients = [(it, it.grad) for it in self.parameters() if it.grad is not None]
         else:
             self._addresses = self._places()

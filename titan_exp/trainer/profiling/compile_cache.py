@@ -1,6 +1,6 @@
 """Compiled code kept on disk beside the runs, for the next attempt and the next run of a sweep.
 
-torch keeps it in the machine's temporary folder unless told otherwise, which a new container or node begins without.
+torch keeps it in the machine's temporary folder by default, which a new container or node begins without.
 """
 
 import os

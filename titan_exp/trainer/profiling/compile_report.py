@@ -9,14 +9,14 @@ from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.profiling.compile_cache import VARIABLE
 
 MOST_WARNINGS = 3
-"""Warnings of a run; whoever has not acted on three is not told for ever."""
+"""Maximum number of warnings per run."""
 
 
 class CompileReport:
     """Watches torch's own account of compilation, that of this process.
 
     Compiling is expected in the first step and the first evaluation of an attempt. Later it means that shapes or
-    settings change while the run goes on.
+    settings change while the run continues.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class _Account(NamedTuple):
 
     @staticmethod
     def read() -> "_Account":
-        # Importing the compiler takes seconds: where nobody has, nothing was compiled.
+        # Importing the compiler takes seconds: if it is not imported, nothing was compiled.
         if "torch._dynamo.utils" not in sys.modules:
             return _Account()
         from torch._dynamo.utils import calculate_time_spent, counters

@@ -1,4 +1,4 @@
-"""Memory at a chosen step: an account in words and, on CUDA, a snapshot for torch's viewer."""
+"""Memory at a chosen step: a text breakdown and, on CUDA, a snapshot for torch's viewer."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 LITTLE = 0.02
-"""Share of what is in use below which lowering a consumer helps nobody."""
+"""Share of the memory in use below which lowering a consumer does not help."""
 
 
 class OutOfMemory(RuntimeError):

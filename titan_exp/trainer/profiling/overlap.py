@@ -1,4 +1,4 @@
-"""From spans of time to shares of it: each instant belongs to what runs then, and waits that are hidden are told apart.
+"""Time shares of overlapping spans: each instant counts for what runs then, with hidden communication apart.
 
 Pure arithmetic on intervals, in any unit of time; what the spans are is `trainer.profile_summary`'s business.
 """

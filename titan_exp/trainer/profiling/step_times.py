@@ -82,7 +82,7 @@ class StepTimes:
 
     @torch.no_grad()
     def _probe(self) -> float:
-        """Seconds of the matmul; on a GPU those of the call before, so that nobody waits for it."""
+        """Seconds of the matmul; on a GPU those of the call before, so that no rank waits for it."""
         size = PROBE_SIZE[self._device.type]
         if self._device.type == "cpu":
             matrix, seconds = torch.ones(size, size), []

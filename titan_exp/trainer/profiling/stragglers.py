@@ -11,7 +11,7 @@ SLOWER = 1.3
 SLOWER_PROBE = {"cpu": 1.5, "cuda": 1.2}
 """Of the small matmul, by device; on a CPU it is so short that other processes show in it."""
 LEAST = 2e-3
-"""Seconds per step that a rank's own part must be longer, too: less holds up nobody."""
+"""Seconds per step that a rank's own part must be longer, too: less delays no rank."""
 ROWS = 3
 """Rows in a row in which a rank must be slow before it is named."""
 
@@ -23,7 +23,7 @@ class Straggler:
     rank: int
     """Its number."""
     reason: str
-    """What it takes longer for, in words."""
+    """Cause of the delay, as logged."""
 
 
 class Stragglers:

@@ -40,7 +40,7 @@ class CheckpointFolder:
         replaced = target.with_name(target.name + _REPLACED)
         sync_folder(partial)
         if target.exists():
-            # The checkpoint of an earlier attempt is moved away, and restored if this process is killed before the rename.
+            # An earlier attempt's checkpoint is moved away, and restored if this process is killed before the rename.
             shutil.rmtree(replaced, ignore_errors=True)
             os.rename(target, replaced)
         os.rename(partial, target)

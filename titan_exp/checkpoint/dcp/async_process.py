@@ -1,7 +1,7 @@
 """Checkpoint save process beside each rank: torch's, silenced, and restarted after it died.
 
-The save processes of all ranks communicate. If one is killed, the others would block for half an hour: each rank notifies
-the others through the store, kills its own, and the next save starts new ones.
+The save processes of all ranks communicate. If one is killed, the others would block for half an hour: each rank
+notifies the others through the store, kills its own, and the next save starts new ones.
 """
 
 import contextlib

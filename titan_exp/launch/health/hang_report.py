@@ -53,7 +53,7 @@ class HangFiles:
 
     def rank_stack(self, rank: int) -> Path:
         """File of a rank's own stack record."""
-        return self.logs / f"standing-rank-{rank:05d}.json"
+        return self.logs / f"stack-rank-{rank:05d}.json"
 
     def declare(self) -> bool:
         """Declare the hang; returns True if this process is the first."""

@@ -70,7 +70,7 @@ class ParentWatchdog(threading.Thread):
             return False  # the controller is gone, which is looked at next
 
     def _end_as_orphan(self) -> None:
-        """Saving continues; but a rank whose peers died would wait for them for ever, and no launcher is left to end it."""
+        """Let saving continue, but end a rank whose peers died: it would wait for ever, and no launcher is left."""
         began, peer_died = time.monotonic(), None
         while True:
             now = time.monotonic()

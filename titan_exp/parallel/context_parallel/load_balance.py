@@ -22,7 +22,7 @@ class SequenceShard:
     """Whether the part is a chunk from the head and one from the tail, else it is contiguous."""
 
     def take(self, whole: Tensor) -> Tensor:
-        """This rank's tokens of a tensor [rows, seq, ...], in order of position; all of them without context parallelism."""
+        """This rank's tokens of a tensor [rows, seq, ...], by position; all of them without context parallelism."""
         if self.degree == 1:
             return whole
         if not self.zigzag:
@@ -48,7 +48,7 @@ class ShardedSequence:
         return self.across.degree * self.within.degree
 
     def take(self, whole: Tensor) -> Tensor:
-        """This rank's tokens of a tensor [rows, seq, ...], in order of position; all of them without context parallelism."""
+        """This rank's tokens of a tensor [rows, seq, ...], by position; all of them without context parallelism."""
         return self.within.take(self.across.take(whole))
 
     def positions(self, tokens: Tensor) -> Tensor:

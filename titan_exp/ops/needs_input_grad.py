@@ -1,4 +1,4 @@
-"""Which gradients a backward pass is after: where it is split in two, a projection's are computed one at a time."""
+"""Input gradients that autograd needs now. Zero-bubble schedules ask for dX and dW separately."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 
 
 def needs_input_grad(context: Any) -> tuple[bool, bool]:
-    """Of the first two inputs of an operator, whether their gradients are used now; asked inside its backward pass.
+    """True for each of an operator's first two inputs whose gradient is used now; call it inside backward.
 
     `needs_input_grad` says only whether they ever are. A compiled graph computes both.
     """

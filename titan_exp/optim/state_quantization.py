@@ -1,4 +1,4 @@
-"""How AdamW's moments are kept: as they are, rounded to bf16, or in blocks of 8-bit numbers with a scale each.
+"""Storage formats of AdamW's moments: fp32, rounded to bf16, or in blocks of 8-bit numbers with a scale each.
 
 Blocks lie within rows, so they are whole on one rank however rows are divided, and a checkpoint fits every layout;
 torchao's own optimizers block what a rank happens to hold.
@@ -41,7 +41,7 @@ class Rounded:
         return [torch.zeros_like(like, dtype=self.dtype)]
 
     def read(self, kept: list[Tensor]) -> Tensor:
-        """As it is kept."""
+        """Stored form of a moment."""
         return kept[0].float()
 
     def write(self, kept: list[Tensor], moment: Tensor) -> None:

@@ -53,7 +53,7 @@ def apply_activation_checkpointing(
 
 
 def needs_compiler(config: ActivationCheckpointConfig) -> bool:
-    """Whether the compiler has to see the recomputation, because it chooses among a block's operators."""
+    """True if the compiler must see the recomputation, because it chooses among a block's operators."""
     return config.mode == "selective"
 
 
@@ -77,7 +77,7 @@ def _selective_contexts(kept: Mapping[Any, int]) -> Any:
 
 
 def _kept_operators(entries: Sequence[str]) -> dict[Any, int]:
-    """Of each operator to keep, every how manyeth call."""
+    """Operators to keep, each with its period: 2 keeps every second call."""
     kept: dict[Any, int] = {}
     for entry in entries:
         read = read_entry(entry)

@@ -17,7 +17,7 @@ from titan_exp.parallel.context_parallel.load_balance import SequenceShard, Shar
 
 @dataclass(frozen=True)
 class Mesh:
-    """Where this process stands among all of them.
+    """Device mesh: this process's coordinates and groups.
 
     What every step asks is found out once: taking an axis out of a mesh makes a new one, in a tenth of a millisecond.
     """
@@ -36,7 +36,7 @@ class Mesh:
 
     @cached_property
     def dp_rank(self) -> int:
-        """Which share of every global batch this rank computes."""
+        """Index of this rank's share of the global batch."""
         shard = self.world["dp_shard"]
         return self.world["dp_replicate"].get_local_rank() * shard.size() + shard.get_local_rank()
 
@@ -47,12 +47,12 @@ class Mesh:
 
     @cached_property
     def batch_replicas(self) -> int:
-        """How many ranks are handed the same rows: a count of whole rows, summed over ranks, is so many times it."""
+        """Number of ranks that load the same rows: a sum of row counts over ranks is too large by it."""
         return self.world.size() // self.dp_degree
 
     @cached_property
     def loss_replicas(self) -> int:
-        """How many ranks have the loss of the same tokens: a sum of losses over ranks is so many times the loss."""
+        """Number of ranks that compute the loss of the same tokens: a sum over ranks is too large by it."""
         # Of a pipeline's ranks only one has the last stage; the others have no loss.
         return self.batch_replicas // self.sequence_shard.degree // self.world["pp"].size()
 

@@ -54,7 +54,7 @@ def copy_initial_weights(model: nn.Module, build: Callable[[], nn.Module], seed:
 
 
 def local_shard(tensor: Tensor) -> ShardSpec:
-    """What this rank holds of a tensor."""
+    """Local shard of a tensor."""
     if not isinstance(tensor, DTensor):
         return ShardSpec.whole(tuple(tensor.shape))
     size, start = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

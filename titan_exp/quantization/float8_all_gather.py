@@ -17,7 +17,7 @@ Form = tuple[Callable[[Tensor, torch.dtype], Tensor], Callable[[Tensor, torch.dt
 
 
 def float8_all_gather_format(module: nn.Module) -> Form | None:
-    """How the weight of a module is sent in float8, and made of what arrives; None where it is not quantized as a
+    """All-gather format of a module's weight in float8; None if the weight is not quantized as a
     whole, or by a scale that a shard does not know."""
     product = getattr(module, "linear_impl", None)
     if not isinstance(product, Float8LinearImpl) or product.recipe.rowwise or product.weight_scale is None:

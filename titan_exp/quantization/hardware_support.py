@@ -1,4 +1,4 @@
-"""Whether a device has a recipe's instructions, and torchao the kernels of experts, or it is emulated."""
+"""Hardware support of recipes: device instructions, torchao's grouped kernels, or emulation."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -61,7 +61,7 @@ def assume_hardware(hardware: Hardware) -> Iterator[None]:
 
 
 def needs_emulation(config: QuantizationConfig, device: torch.device) -> bool:
-    """Whether the recipe is emulated on this device.
+    """True if the recipe is emulated on this device.
 
     Raises:
         UserError: it must not be, and the device lacks the instructions.
@@ -77,7 +77,7 @@ def needs_emulation(config: QuantizationConfig, device: torch.device) -> bool:
 
 
 def needs_grouped_emulation(config: QuantizationConfig, device: torch.device) -> bool:
-    """Whether the recipe's product of experts is emulated on this device, of which `needs_emulation` has been asked.
+    """True if the recipe's grouped matmul is emulated on this device.
 
     torchao's kernels have scales that are powers of two alone.
     """

@@ -51,7 +51,7 @@ def quantize(model: nn.Module, config: QuantizationConfig, *, layers: int, devic
 
 
 def describe(model: nn.Module, config: QuantizationConfig, *, layers: int, device: torch.device) -> str | None:
-    """What a recipe does to a whole model, in a line; None where there is none.
+    """One-line summary of a recipe applied to a model; None without a recipe.
 
     Raises:
         UserError: it takes no projection, or `filter` names one that is not there; or as of `quantize`.
@@ -86,7 +86,7 @@ def describe(model: nn.Module, config: QuantizationConfig, *, layers: int, devic
 def _experts_are_emulated(
     name: str, projection: GroupedLinear, config: QuantizationConfig, device: torch.device
 ) -> bool:
-    """Whether they are, which must be allowed, as their dims must."""
+    """True if a grouped linear must be emulated; refuses it if the configuration forbids that."""
     emulated, pattern = needs_grouped_emulation(config, device), re.sub(r"^blocks\.\d+\.", "*.", name)
     if emulated and config.emulate is False:
         scales = "" if config.power_of_two_scales else " with scales that are no powers of two"

@@ -59,7 +59,7 @@ class Float8LinearImpl(ScaledLinearImpl):
         return str(self.recipe)
 
     def scales_of(self, amax: Tensor) -> Tensor:
-        """What brings them to the largest of e4m3."""
+        """Scale that maps the amax to the largest e4m3 value."""
         return scale_of_amax(amax, E4M3, power_of_two=self.recipe.power_of_two)
 
 
@@ -108,7 +108,7 @@ class NVFP4LinearImpl(ScaledLinearImpl):
         return str(self.recipe)
 
     def scales_of(self, amax: Tensor) -> Tensor:
-        """What lets the scales of blocks use all of e4m3."""
+        """Tensor scale that lets block scales use the whole e4m3 range."""
         return self.recipe.scale_of_amax(amax)
 
 

@@ -1,4 +1,4 @@
-"""What is used of torchao, imported here alone: its casts and matmuls are the engine of every recipe. (NVFP4's kernels,
+"""Torchao's casts and matmuls, the engine of every recipe, imported in this file only. (NVFP4's kernels,
 which only Blackwell has the instructions of, are imported where they are used.)
 
 Importing it takes a second, so only who has a recipe imports this.

@@ -1,4 +1,4 @@
-"""What every rank process runs: a path in, an exit code out. Nothing is composed here."""
+"""Rank process: from a run folder's path to an exit code. Composes nothing."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""What a step needs, put together: mesh, parallel model, loss, optimizer. The trainer and the planner share it, so that
+"""Train state: mesh, parallel model, objective, optimizer. The trainer and the planner share it, so that
 what is predicted is what runs."""
 
 from contextlib import AbstractContextManager

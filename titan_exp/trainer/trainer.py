@@ -219,7 +219,7 @@ class Trainer:
             get_logger().info("changed since that checkpoint; what holds is the new one:%s", "".join(changed))
 
     def _weight_scales(self) -> Callable[[], None]:
-        """What computes the scales of quantized weights anew once those have changed."""
+        """Function that recomputes the scales of quantized weights after an optimizer step."""
         if not self.experiment.quantization.precomputed_scales:
             return _nothing
         from titan_exp.quantization.weight_scales import WeightScales
@@ -228,7 +228,7 @@ class Trainer:
         return WeightScales(self.model.parts, self.mesh.shard_groups, low).refresh
 
     def _begin_with_weights(self) -> None:
-        """Where the configuration says so, replace the weights that were drawn by those of another run or tool."""
+        """Load `checkpoint.initial`, if given, over the initialized weights."""
         config = self.experiment.checkpoint
         if config.initial is None:
             return

@@ -16,7 +16,7 @@ from titan_exp.trainer.forward_backward import Model
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """What the validation split says."""
+    """Validation loss of one source."""
 
     loss: float
     """Mean over its tokens, in nats."""
@@ -30,7 +30,7 @@ class ValidationResult:
 
 
 def evaluate_sources(model: Model, sources: Mapping[str, Iterable[Batch]], mesh: Mesh) -> dict[str, float | int]:
-    """What a row of metrics says of an evaluation: `validation_loss` over the tokens of all sources together, and of a
+    """Validation metrics: `validation_loss` over the tokens of all sources together, and of a
     mixture also `validation_loss/NAME` of each.
 
     Args:

@@ -7,7 +7,7 @@ from titan_exp.config.groups.quantization import QuantizationConfig
 
 
 def is_quantized(config: QuantizationConfig, layers: int, name: str, inputs: int, outputs: int) -> bool:
-    """Whether the recipe takes a projection.
+    """True if the recipe quantizes a linear layer.
 
     Args:
         config: recipe and choice, `smallest_gemm` resolved.

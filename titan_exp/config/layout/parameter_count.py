@@ -4,5 +4,5 @@ from titan_exp.config.groups.builtins import OPTIMIZERS
 
 
 def has_known_state(optimizer: str) -> bool:
-    """Whether an optimizer keeps at most three numbers for each parameter: ours, and torch's but for LBFGS."""
+    """True if an optimizer keeps at most three numbers per parameter: ours, and torch's except LBFGS."""
     return optimizer in OPTIMIZERS or (optimizer.startswith("torch.optim.") and not optimizer.endswith("LBFGS"))

@@ -1,4 +1,4 @@
-"""What a token store says of itself: `manifest.json`, which `titan-exp tokenize` writes last, so that a store that has
+"""Manifest of a token store: `manifest.json`, which `titan-exp tokenize` writes last, so that a store that has
 one is complete. Read by rules before a run and by the loaders, without numpy.
 
 A store is a folder. A split (`train`, `validation`) is a list of shards; a shard is two files without headers:

@@ -46,7 +46,7 @@ class RankStack:
 def rank_stack(
     position: ProgressSnapshot, *, rank: int, host: str, pid: int, recorder: dict[str, Any] | None
 ) -> RankStack:
-    """Where the main thread of this process stands now.
+    """Stack of this process's main thread now.
 
     Args:
         position: what it last reported.

@@ -90,7 +90,7 @@ class Watchdog(threading.Thread):
             self._over.wait(self._every)
 
     def _is_declared(self, position: ProgressSnapshot) -> bool:
-        """Whether another rank has noticed. Looked at by those only that stand still, which is soon the case of all."""
+        """True if another rank has declared a hang. Only ranks without progress look, soon all of them."""
         assert self._kill is not None
         return position.seconds > self._kill / 4 and self._files.is_declared()
 
@@ -140,7 +140,7 @@ class Watchdog(threading.Thread):
 
 
 def limit(seconds: float, position: ProgressSnapshot) -> float:
-    """How long a rank may report nothing where it is.
+    """Limit in seconds without a report, by phase.
 
     Args:
         seconds: for an ordinary step, as configured.

@@ -1,4 +1,4 @@
-"""What is known of one rank of one attempt: a small file that the rank writes when it starts and when it ends.
+"""Rank status: a small file per rank and attempt, written when the rank starts and when it ends.
 
 A rank whose record has no end, and which is gone, did not end by itself.
 """

@@ -98,7 +98,7 @@ def ended_as(state: str, code: str) -> str:
 
 
 def ask(*command: str, timeout: float = TIMEOUT) -> str:
-    """What a command of SLURM prints.
+    """Output of a SLURM command.
 
     Raises:
         UnreachableError: it is not installed, it failed, or it did not answer in time.

@@ -1,4 +1,4 @@
-"""What a study leaves in the folder of its runs: the file as it was, and its points with their runs.
+"""Study folder: the study file as launched, and its points with their runs.
 
 `runs/NAME/study.yaml` and `study.json`; earlier versions of both lie in `history/`.
 """
@@ -89,7 +89,7 @@ class StudyFolder:
         return RunFolder(self.path / of.run_id)
 
     def read(self) -> StudyRecord | None:
-        """What study.json says; None where there is none.
+        """Content of study.json; None if there is none.
 
         Raises:
             UserError: the file holds something else.

@@ -12,7 +12,7 @@ WAITING = 16
 
 
 def thread_map(do: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """What `do` returns for each item, in their order; it mostly waits, and touches nothing of other items.
+    """Results of `do` for each item, in order; `do` mostly waits, and items share nothing.
 
     Raises:
         Exception: what `do` raised first, in the order of the items, when all are done.

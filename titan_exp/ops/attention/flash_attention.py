@@ -13,7 +13,7 @@ from titan_exp.config.machine.attention_backends import FLASH_PACKAGES
 
 
 def runs_here(backend: str, device: torch.device) -> bool:
-    """Whether a package's kernel is installed and runs on this device; True of every other backend's name."""
+    """True if the package of a backend is installed and runs on this device; True for every other backend."""
     package = FLASH_PACKAGES.get(backend)
     if package is None:
         return True

@@ -76,7 +76,7 @@ class CausalAttention(nn.Module):
         self.backend: AttentionBackend = backend
 
     def mask(self, documents: Int[Tensor, "batch seq"] | None) -> Any:
-        """What `forward` takes as `mask`, made once per forward pass of the model; None is plainly causal."""
+        """Argument `mask` of `forward`, made once per forward pass of the model; None is causal."""
         if documents is None:
             return None
         if self.backend == "flex":

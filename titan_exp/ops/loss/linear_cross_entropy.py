@@ -41,7 +41,7 @@ def linear_loss_sum(
 
 
 class ChunkLoss(NamedTuple):
-    """What the logits of a chunk give."""
+    """Loss and gradient of a chunk's logits."""
 
     cross_entropy: Tensor
     """Sum over its tokens, fp32."""

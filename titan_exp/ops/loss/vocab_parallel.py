@@ -25,7 +25,7 @@ class VocabShard:
 def log_normalizer_and_target(
     logits: Float[Tensor, "tokens words"], target: Int[Tensor, " tokens"], part: VocabShard | None
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
-    """Of fp32 logits: log of softmax's denominator over the whole vocabulary, and the target word's logit.
+    """Log of softmax's denominator over the whole vocabulary, and the target's logit, from fp32 logits.
 
     Args:
         logits: those of this part of the vocabulary; of all of it where `part` is None.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenPadding:
-    """Where rows are moved to, and back from."""
+    """Padded positions of rows, and the way back."""
 
     ends: Tensor
     """Where each expert's rows end after the move, int32 [experts]: every expert has some, if only zeros."""

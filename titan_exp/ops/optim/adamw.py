@@ -15,7 +15,7 @@ BLOCK = 1024
 
 
 def bias_rates(steps: Tensor, *, lr: float, betas: tuple[float, float]) -> Tensor:
-    """What an update takes of the number of its step, [parameters, 2] in fp32 from fp64: lr / (1 - beta1^step), and
+    """Bias corrections by step, [parameters, 2] in fp32 from fp64: lr / (1 - beta1^step), and
     sqrt(1 - beta2^step).
 
     Args:

@@ -45,7 +45,7 @@ class ContextAttention(nn.Module):
         """The kernel that runs."""
 
     def mask(self, documents: Tensor | None) -> Tensor | None:
-        """What `forward` takes as `mask`: documents [degree, batch, part] of all ranks; None is plainly causal."""
+        """Argument `mask` of `forward`: documents [degree, batch, part] of all ranks; None is causal."""
         return None if documents is None else gather_documents(documents, self.group)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
@@ -145,7 +145,7 @@ def _exchange(method: str, group: str) -> RingKV | AllGatherKV:
 
 
 def _visible(rank: int, other: int, length: int) -> tuple[slice, slice, bool]:
-    """Which of a rank's rows see which keys of another's block, each `length` long; and whether causally."""
+    """Rows of a rank and keys of another's block that attend, each block `length` long, and True if causal."""
     everything, tail = slice(0, length), slice(length // 2, length)
     if other == rank:
         return everything, everything, True
@@ -154,7 +154,7 @@ def _visible(rank: int, other: int, length: int) -> tuple[slice, slice, bool]:
 
 
 def _bias(documents: Tensor | None, rank: int, other: int, dtype: torch.dtype) -> Tensor | None:
-    """What hides other documents, [batch, 1, rows, keys], and within the own block later tokens."""
+    """Mask of other documents, [batch, 1, rows, keys], and of later tokens within the own block."""
     if documents is None:
         return None
     rows, keys, causal = _visible(rank, other, documents.shape[2])

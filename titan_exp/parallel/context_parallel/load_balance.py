@@ -1,4 +1,4 @@
-"""Which tokens of every sequence a context-parallel rank computes.
+"""Context-parallel sequence sharding with head-tail (zigzag) load balancing.
 
 Later tokens see more keys, so contiguous parts of a causal sequence are unequal work. Cut into 2 · degree chunks, of
 which rank r takes the r-th from the head and the r-th from the tail, all ranks have the same.

@@ -55,7 +55,7 @@ class _Transfer:
         )
 
     def wait(self) -> Tensor:
-        """What the rank before has sent."""
+        """Buffer received from the previous rank."""
         for work in self._work:
             work.wait()
         return self._received

@@ -29,7 +29,7 @@ class UlyssesAttention(nn.Module):
         self.degree, self.group = group.size(), group.group_name
 
     def mask(self, documents: Tensor | None) -> Any:
-        """What `forward` takes as `mask`: the mask of what the ranks have together; None is plainly causal."""
+        """Argument `mask` of `forward`: the mask of the ranks' joint sequence; None is causal."""
         if documents is None:
             return None
         return self.whole.mask(gather_documents(documents, self.group).movedim(0, 1).flatten(1, 2))

@@ -23,7 +23,7 @@ from titan_exp.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class FSDPOptions:
-    """How parameters are kept and gathered."""
+    """Options of FSDP."""
 
     bf16: bool
     """Compute in bf16: parameters stay fp32, are cast when gathered, and their gradients are reduced in fp32."""

@@ -60,7 +60,7 @@ def forward_schedule(placement: list[int], microbatches: int) -> Schedule:
 
 
 def insert_p2p(orders: Schedule, placement: list[int], rank: int) -> list[Step]:
-    """What one rank does: its actions, and between them the messages that it sends and receives.
+    """Steps of one rank: its actions, with the P2P operations between them.
 
     All ranks derive their steps from one order of all actions, that in which they end where communication is free, and
     a message stands right behind the action that makes it, on both sides. So any two ranks meet in their messages in
@@ -85,7 +85,7 @@ def insert_p2p(orders: Schedule, placement: list[int], rank: int) -> list[Step]:
 
 
 def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[Action]:
-    """As many micro-batches forward as fit before the first comes back, then one forward for each backward."""
+    """1F1B: forward until the first gradient returns, then one forward for each backward."""
     ahead = min(ranks - 1 - rank, microbatches)
     order = [Action(rank, "F", number) for number in range(ahead)]
     for number in range(ahead, microbatches):
@@ -94,7 +94,7 @@ def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[
 
 
 def _by_torch(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> Schedule:
-    """What torch's schedule of this name would do, asked of it over stages that only have numbers."""
+    """Actions of torch's schedule of this name, read from it over stages without modules."""
     assert SCHEDULES[name].takes(microbatches, ranks), "checked by the rules"
     stages: list[Any] = [
         SimpleNamespace(

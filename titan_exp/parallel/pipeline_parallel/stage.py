@@ -22,7 +22,7 @@ def keep_compiled_buffers() -> None:
 
 @dataclass
 class _Pass:
-    """What a stage keeps of a micro-batch between its forward and its backward pass."""
+    """State of a micro-batch between a stage's forward and backward pass."""
 
     input: Tensor | None
     output: Tensor

@@ -59,7 +59,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bo
 
 
 def drop_unused_kv_rows(model: nn.Module) -> dict[str, tuple[slice, ...]]:
-    """Of weights that every rank holds whole because each uses rows that others use too, keep this rank's, in place.
+    """Drop the replicated KV rows that this rank does not use, in place (inference only).
 
     For a model on the meta device that is not trained: what is left is no longer known as a part of the whole. Returns
     which rows those are, by the weight's name.

@@ -1,4 +1,4 @@
-"""Where tensor parallelism divides the channels of a block: what its ranks exchange on the way in and on the way out.
+"""Tensor-parallel collectives (f and g of Megatron): gather or copy a block's input, reduce its output.
 
 Outside, a token's hidden state is whole: on every rank, or, under sequence parallelism, on the one rank that holds the
 token (Korthikanti et al. 2022). Entering, each rank gets all tokens; leaving, the ranks' partial outputs are summed.

@@ -1,4 +1,4 @@
-"""What takes the place of a block's projections and tables, each rank holding a part of the weight.
+"""Sharded layers that replace a block's linears and embeddings; each rank holds a shard of the weight.
 
 Weights are DTensors over the tensor-parallel axis, so that checkpoints and sharding know what they are part of; they
 are computed with as the plain tensors that a rank holds.

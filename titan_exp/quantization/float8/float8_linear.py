@@ -37,7 +37,7 @@ class Float8:
 
     @property
     def gradient_type(self) -> torch.dtype:
-        """What gradients of outputs are cast to: a wide range where all of them share a scale."""
+        """Dtype of output gradients: e5m2's wide range if they share one scale."""
         return E4M3 if self.rowwise else E5M2
 
     def quantize(
@@ -136,7 +136,7 @@ def _gradient_of_input(
 def _gradient_of_weight(
     gradient: Tensor, by_columns: tuple[Tensor, Tensor] | None, x: Tensor, x_scale: list[Tensor], recipe: Float8
 ) -> Tensor:
-    """What is contracted are tokens, which every rank has all of here."""
+    """Weight gradient. Contracts tokens, all of which this rank has."""
     if recipe.high_precision_weight_gradient:
         return torch.mm(gradient.t(), x)
     left, left_scale = by_columns or recipe.quantize(gradient, recipe.gradient_type, 0, None)

@@ -1,5 +1,5 @@
-"""What the product of experts is of under each recipe: of every expert's rows and weight the same rounded numbers as
-the recipe's product of one projection is. Nothing of it is read by the host.
+"""Grouped matmul of experts under each recipe: every expert's rows and weight are rounded as the recipe rounds one
+linear layer. The host reads nothing.
 
 A scale of a whole matrix, or of a column of tokens, is one expert's.
 """
@@ -40,15 +40,15 @@ class GroupedRecipe(ABC):
 
     @abstractmethod
     def output(self, x: Tensor, weight: Tensor, ends: Tensor) -> Operands:
-        """Of x · weight[expert]ᵀ: [tokens, inputs], [experts, outputs, inputs]."""
+        """Operands of x · weight[expert]ᵀ: [tokens, inputs], [experts, outputs, inputs]."""
 
     @abstractmethod
     def of_input(self, gradient: Tensor, weight: Tensor, ends: Tensor) -> Operands:
-        """Of gradient · weight[expert]: [tokens, outputs], [experts, outputs, inputs]."""
+        """Operands of gradient · weight[expert]: [tokens, outputs], [experts, outputs, inputs]."""
 
     @abstractmethod
     def of_weight(self, gradient: Tensor, x: Tensor, ends: Tensor) -> Operands:
-        """Of gradientᵀ · x of each expert's rows: [tokens, outputs], [tokens, inputs]."""
+        """Operands of gradientᵀ · x per expert: [tokens, outputs], [tokens, inputs]."""
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def _multiply(left: Tensor, right: Tensor, emulated: bool) -> Tensor:
 
 
 def rounded(tensor: Tensor) -> Tensor:
-    """What is left of numbers, in their own type, which holds all that e4m3 and a power of two do.
+    """Values rounded to MXFP8 in their own dtype, which represents e4m3 times a power of two exactly.
 
     torchao's own function for this cannot be compiled within a memory budget.
     """

@@ -34,7 +34,7 @@ def tensor_scale(amax: Tensor, *, power_of_two: bool) -> Tensor:
 
 
 def rounded(matrix: Tensor, scale: Tensor, *, square: bool = False, stochastic: bool = False) -> Tensor:
-    """What is left of matrix / scale: e2m1 times the block's e4m3 scale, exact in fp32.
+    """Matrix / scale rounded to NVFP4: e2m1 times the block's e4m3 scale, exact in fp32.
 
     Args:
         matrix: [rows, columns], columns a multiple of 16.

@@ -93,7 +93,7 @@ class GraphedModel(EagerModel):
             )
 
     def _compute(self, inputs: Batch) -> None:
-        """What is recorded: gradients and loss are added to what is there."""
+        """Recorded work: adds gradients and loss to the buffers."""
         with self._weights.in_use():
             loss, metrics = normalize_by_tokens(self.objective, self._module, inputs, self._tokens)
             loss.backward()

@@ -1,4 +1,4 @@
-"""What compilation costs: how long it took at first, and what was compiled again when nothing should have been."""
+"""Compile report: time of the first compilation, and unexpected recompilations."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""What a kernel or an operator does, by its name: the one table behind summaries of traces."""
+"""Kernel categories by name: the one table behind trace summaries."""
 
 import re
 from functools import cache

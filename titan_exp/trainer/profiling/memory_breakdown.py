@@ -1,4 +1,4 @@
-"""What a rank's memory holds, by what it is for: weights, gradients, optimizer states by name, and the rest."""
+"""Memory breakdown of a rank: weights, gradients, optimizer states by name, and the rest."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ class Consumer:
 
 @dataclass(frozen=True)
 class MemoryAccount:
-    """What is in use on one rank, now."""
+    """Memory in use on one rank now."""
 
     device: str
     """`cuda`: the allocator's memory; `cpu`: the resident set of the process."""

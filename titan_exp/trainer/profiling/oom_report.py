@@ -63,7 +63,7 @@ def memory_explained(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is no memory left, on whichever device."""
+    """True if an error means out of memory, on any device."""
     # The CPU's allocator has no error of its own.
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)
 
@@ -110,5 +110,5 @@ def _offload(experiment: Experiment, device: str) -> list[str]:
 
 
 def _words(error: BaseException) -> str:
-    """What torch said, without its paragraph about environment variables."""
+    """Torch's message without its paragraph about environment variables."""
     return str(error).partition(" If reserved")[0].partition(" (when allocating")[0].strip() or type(error).__name__

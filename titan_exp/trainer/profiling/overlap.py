@@ -31,7 +31,7 @@ class Span:
 
 @dataclass(frozen=True)
 class TimeShares:
-    """Where the time of a window went; the five kinds and `idle` add up to it."""
+    """Time shares of a window; the five kinds and `idle` add up to it."""
 
     window: float
     """Length of the window."""
@@ -99,7 +99,7 @@ def innermost(spans: Iterable[Span]) -> list[_Segment]:
 
 
 def _flat(lane: Sequence[Span]) -> list[_Segment]:
-    """What runs in a lane, without gaps between a span and what lies within it."""
+    """Spans of a lane without nesting: the innermost span at each instant."""
     segments: list[_Segment] = []
     open_spans: list[tuple[float, Kind, bool]] = []  # end, kind, runs
     now = 0.0

@@ -1,4 +1,4 @@
-"""What a run achieved of what its device can do: measured, computed from shapes, or unknown, and said which."""
+"""Roofline of a finished run: achieved FLOP/s against the device's peak, with the source of each number."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from titan_exp.trainer.profiling.compile_cache import cache_of
 
 @dataclass(frozen=True)
 class Roofline:
-    """Of one attempt, per device. None is unknown."""
+    """Figures of one attempt, per device. None is unknown."""
 
     device: str
     """Name of rank 0's device."""
@@ -126,7 +126,7 @@ def optimizer_traffic(optimizer: torch.optim.Optimizer, *, clipped: bool) -> int
 
 
 def _share_of_cores(peak: PeakRate | None, device: torch.device) -> PeakRate | None:
-    """Of a CPU this rank has some threads only."""
+    """A rank has only some threads of a CPU."""
     if peak is None or device.type != "cpu":
         return peak
     cores, threads = os.cpu_count() or 1, torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""What a rank does by itself in a step, apart from waiting for other ranks: cheap clocks, and no message of their own.
+"""Step times of a rank without waiting for other ranks: cheap clocks, no message of their own.
 
 In a step all ranks wait for each other, so that steps take all of them equally long. Measured is therefore what no
 other rank can make longer: waiting for data and the main thread's processor time in the step (on a CPU that is the

@@ -1,4 +1,4 @@
-"""Which rank holds up the others: each is held against the ranks that do the same work, row by row."""
+"""Straggler detection: compares each rank with the ranks that do the same work, row by row."""
 
 import statistics
 from collections.abc import Sequence

@@ -24,7 +24,7 @@ IDLE = {"cuda": "idle: no kernel ran", "cpu": "outside operators: Python, waitin
 
 @dataclass(frozen=True)
 class NamedTime:
-    """What one kernel or operator took in a window, over all its calls."""
+    """Total time of one kernel or operator in a window."""
 
     name: str
     """As the profiler has it."""
@@ -38,7 +38,7 @@ class NamedTime:
 
 @dataclass(frozen=True)
 class ProfileSummary:
-    """What a window of steps spent its time on, on one rank."""
+    """Time shares of a window of steps on one rank."""
 
     device: str
     """`cuda` or `cpu`: whose time it is."""
@@ -90,7 +90,7 @@ class ProfileSummary:
 
 
 def summarize_profile(profiler: profile, *, device: str, first_step: int, last_step: int) -> ProfileSummary:
-    """What a stopped profiler recorded of some steps.
+    """Summary of a stopped profiler's steps.
 
     Args:
         profiler: with CUDA's activities, where `device` is `cuda`.

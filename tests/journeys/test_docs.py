@@ -80,7 +80,15 @@ def test_the_pages_hold_commands():
     assert len(COMMANDS) > 60
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+def by_day(command: str) -> object:
+    """The command as a case, by night if it takes many seconds."""
+    slow = ("doctor", "plan ", "evaluate", "format=", "sweep parallelism_degrees")
+    verb_and_words = command.removeprefix("titan-exp ")
+    marks = [pytest.mark.night] if any(part in verb_and_words for part in slow) else []
+    return pytest.param(command, marks=marks, id=verb_and_words)
+
+
+@pytest.mark.parametrize("command", map(by_day, COMMANDS))
 def test_a_command_of_the_guides_works(
     command: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -73,7 +73,7 @@ def test_sgd_is_one_file_whose_fields_are_its_own():
     assert isinstance(optimizer, torch.optim.SGD)
     assert optimizer.param_groups[0]["momentum"] == 0.5
     with pytest.raises(UserError, match=r"optimizer\.betas"):
-        to_experiment(compose(["optimizer=sgd", "optimizer.betas=[0.9,0.95]"]))
+        to_experiment(compose(["optimizer=sgd", "+optimizer.betas=[0.9,0.95]"]))
 
 
 def test_roles_are_those_of_the_modules():

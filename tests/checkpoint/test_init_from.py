@@ -71,7 +71,7 @@ def test_all_mismatches_are_listed(tmp_path):
     assert names[3] in text.split("not in the model: ")[1]
     assert f"of another shape: {mixed.reshaped} (saved " in text
     assert "here 3×" in text
-    assert "that fit nothing: nothing.*" in text
+    assert "that match nothing: nothing.*" in text
     assert "adapter.*" in text.split("leave these out: ")[1]
 
 

@@ -112,9 +112,12 @@ def told(kept: dict[str, int], step: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        ("parallelism.pp=2 parallelism.pp_schedule=ZBVZeroBubble parallelism.pp_microbatches=4", "weights later"),
+        (
+            "parallelism.pp=2 parallelism.pp_schedule=ZBVZeroBubble parallelism.pp_microbatches=4",
+            "weight gradients of a whole stage",
+        ),
         ("training.fp32_modules=[blocks.0] training.mixed_precision=bf16", "single layers"),
-        ("quantization=float8_rowwise training.mixed_precision=bf16", "layers apart"),
+        ("quantization=float8_rowwise training.mixed_precision=bf16", "treat layers differently"),
         ("parallelism.pp=2 model.tied_embeddings=true parallelism.pp_microbatches=2", "share the tied embedding"),
         ("parallelism.pp=2 parallelism.pp_microbatches=2 training.micro_batch_size=1", "several passes"),
     ],

@@ -27,7 +27,7 @@ def unsupported_reason(experiment: Experiment) -> str | None:
             not pattern.startswith("blocks.*") and ("*" in pattern or "?" in pattern or "blocks" in pattern)
             for pattern in fp32
         ),
-        "an optimizer of your own may treat layers differently": experiment.optimizer.name != "adamw",
+        "an optimizer other than adamw may treat layers differently": experiment.optimizer.name != "adamw",
         "parallelism.prefetch_blocks spans several layers": parallelism.prefetch_blocks > 1,
         "parallelism.cpu_offload": parallelism.cpu_offload,
     }

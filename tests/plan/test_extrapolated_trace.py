@@ -123,7 +123,7 @@ def test_extrapolated_plan_equals_the_full_plan(tmp_path: Path):
     ((short, full, fallen_back),) = run_ranks(1, plans, str(tmp_path / "config.yaml"), limit=240)
     assert short.pop("traced_in_full_because") is None
     assert full.pop("traced_in_full_because") is None
-    assert fallen_back.pop("traced_in_full_because") == "small runs do not tell: a storage is released twice"
+    assert fallen_back.pop("traced_in_full_because") == "it cannot be extrapolated: a storage is released twice"
     for plan in (short, full, fallen_back):
         assert plan.pop("planning_seconds") > 0
     assert short == full == fallen_back

@@ -194,7 +194,7 @@ def test_equal_runs_are_predicted_once(tmp_path: Path):
         resolved("model=llama_debug", "training.seq_len=64", "cluster.device=cpu", f"optimizer.lr={rate}")
         for rate in (1e-3, 2e-3, 3e-3)
     ]
-    broken = replace(rates[0], model=replace(rates[0].model, architecture="nowhere.Model"))
+    broken = replace(rates[0], optimizer=replace(rates[0].optimizer, name="nowhere.Lion"))
     said: list[str] = []
     found = predict_many([PredictionRequest(one, None) for one in (*rates, broken)], tmp_path, said.append)
     assert said == ["Predicting the memory of 2 runs ..."]

@@ -49,9 +49,10 @@ COMMANDS = sorted({command for page in PAGES for command in commands(page) if co
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with the files that the guides name and one finished run."""
     folder = tmp_path_factory.mktemp("home")
-    for name in ("notes/a.txt", "notes/b.txt", "books/c.txt", "input.txt"):
+    notes = [f"notes/{number}.txt" for number in range(200)]  # enough documents that some are held out
+    for name in (*notes, "books/a.txt", "input.txt"):
         (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text("\n\n".join(f"{name}: paragraph {number} of many." for number in range(2000)))
+        (folder / name).write_text("\n\n".join(f"{name}: paragraph {number} of many." for number in range(100)))
     (folder / "corpus.jsonl").write_text('{"body": "a text"}\n' * 2000)
     (folder / "my_package.py").write_text(
         "import torch\n\nLion = torch.optim.SGD\n\n\ndef quadratic(progress):\n    return (1 - progress) ** 2\n"
@@ -88,7 +89,7 @@ def by_day(command: str) -> object:
     return pytest.param(command, marks=marks, id=verb_and_words)
 
 
-@pytest.mark.parametrize("command", map(by_day, COMMANDS))
+@pytest.mark.parametrize("command", [by_day(command) for command in COMMANDS])
 def test_a_command_of_the_guides_works(
     command: str, home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

@@ -41,7 +41,8 @@ def test_its_ranks_meet_and_train(train, capsys: pytest.CaptureFixture[str]):
     short = ["training.steps=2", "training.seq_len=64", "training.evaluate_every=0", "training.global_batch_size=4"]
     folder = train(*short)
     assert "submitted job" in capsys.readouterr().out
-    wait_until(lambda: not run_status(folder).active, 200)
+    # The attempt is closed after the state is written.
+    wait_until(lambda: not run_status(folder).active and folder.read_attempts()[-1].exit is not None, 200)
     status = run_status(folder)
     assert (status.state, status.step, status.reason) == ("done", 2, None)
     (row,) = folder.read_attempts()

@@ -72,7 +72,7 @@ def test_all_mismatches_are_listed(tmp_path):
     assert f"of another shape: {mixed.reshaped} (saved " in text
     assert "here 3×" in text
     assert "that match nothing: nothing.*" in text
-    assert "adapter.*" in text.split("leave these out: ")[1]
+    assert "adapter.*" in text.split("exclude these: ")[1]
 
 
 def test_excluded_mismatches_are_ignored(tmp_path):

@@ -14,10 +14,10 @@ CLIPPED = ("training.max_grad_norm=0.3", "training.steps=4")
 def use_it() -> None:
     """Triton's interpreter in the place of a GPU, which the configuration's rules ask for."""
     interpret()
-    from titan_exp.trainer import train_state as assemble
+    from titan_exp.trainer import train_state
 
-    build = assemble.build_optimizer
-    assemble.build_optimizer = lambda config, parameters: build(replace(config, implementation="triton"), parameters)
+    build = train_state.build_optimizer
+    train_state.build_optimizer = lambda model, config: build(model, replace(config, implementation="triton"))
 
 
 @needs_triton

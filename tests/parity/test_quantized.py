@@ -79,13 +79,13 @@ def test_every_recipe_is_another_curve(one_device):
 def scales_are_of_a_rank_s_part() -> None:
     from titan_exp.quantization.recipes import Float8LinearImpl
 
-    Float8LinearImpl.divide = lambda self, **_: None  # type: ignore[method-assign]
+    Float8LinearImpl.shard = lambda self, **_: None  # type: ignore[method-assign]
 
 
 def scales_are_of_a_rank_s_part_of_a_tensor() -> None:
     from titan_exp.quantization.recipes import NVFP4LinearImpl
 
-    NVFP4LinearImpl.divide = lambda self, **_: None  # type: ignore[method-assign]
+    NVFP4LinearImpl.shard = lambda self, **_: None  # type: ignore[method-assign]
 
 
 def weights_have_scales_of_their_shards() -> None:

@@ -4,6 +4,7 @@ import typing
 from dataclasses import fields
 
 from titan_exp.config.command_line.verb_options import (
+    CompareOptions,
     ConvertOptions,
     DownloadOptions,
     EvaluateOptions,
@@ -12,6 +13,7 @@ from titan_exp.config.command_line.verb_options import (
 )
 
 OPTIONS: dict[str, type] = {
+    "compare": CompareOptions,
     "generate": GenerateOptions,
     "convert": ConvertOptions,
     "download": DownloadOptions,

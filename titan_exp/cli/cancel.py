@@ -19,11 +19,7 @@ Nothing is deleted: the command that started them continues them.
 
 
 def run(words: Sequence[str]) -> int:
-    """Run the verb; returns the exit code.
-
-    Raises:
-        UserError: a name matches nothing.
-    """
+    """Run the verb; returns the exit code."""
     _, rest = take_flags(words, (), verb="cancel")
     runs, named = split_runs_folder(rest)
     if not named:

@@ -32,11 +32,7 @@ PAGE = "compare.html"
 
 
 def run(words: Sequence[str]) -> int:
-    """Run the verb; returns the exit code.
-
-    Raises:
-        UserError: a word selects no run, or a file cannot be read or written.
-    """
+    """Run the verb; returns the exit code."""
     if set(words) & set(HELP):
         from titan_exp.compare.compared_metrics import METRICS
 

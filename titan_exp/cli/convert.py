@@ -27,11 +27,7 @@ titan-exp convert SOURCE TARGET [format=...] [dtype=...]
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the verb; returns the exit code.
-
-    Raises:
-        UserError: an option is wrong, the source cannot be read, or the target cannot be written.
-    """
+    """Run the verb; returns the exit code."""
     if set(arguments) & set(HELP):
         print(options_help(USAGE, ConvertOptions), end="")
         return 0

@@ -29,11 +29,7 @@ TROUBLED = ("failed", "lost", "unreadable")
 
 
 def run(words: Sequence[str]) -> int:
-    """Run the verb; returns the exit code.
-
-    Raises:
-        UserError: a word names nothing, or there is no such log.
-    """
+    """Run the verb; returns the exit code."""
     flags, rest = take_flags(words, ("-f", "--follow"), {"--rank": int, "--attempt": int}, verb="logs")
     runs, named = split_runs_folder(rest)
     if not named:

@@ -22,11 +22,7 @@ RETRIED = ("failed", "lost")
 
 
 def run(words: Sequence[str]) -> int:
-    """Run the verb; returns the exit code.
-
-    Raises:
-        UserError: a name matches nothing, or a run cannot be started again.
-    """
+    """Run the verb; returns the exit code."""
     _, rest = take_flags(words, (), verb="retry")
     runs, named = split_runs_folder(rest)
     if not named:

@@ -36,11 +36,7 @@ WATCH_EVERY = 2.0
 
 
 def run(words: Sequence[str]) -> int:
-    """Run the verb; returns the exit code.
-
-    Raises:
-        UserError: a word names nothing.
-    """
+    """Run the verb; returns the exit code."""
     flags, rest = take_flags(words, ("--watch", "--json"), verb="status")
     runs, named = split_runs_folder(rest)
     if "--json" in flags:

@@ -1,4 +1,4 @@
-"""Violations of types and bounds: unknown, missing and invalid keys, with a remedy."""
+"""Type and bound errors: violations for unknown, missing and invalid keys."""
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
@@ -36,8 +36,8 @@ def _unknown_keys(
         if name not in fields:
             candidates = fields if isinstance(values[name], Mapping) else _reachable(prefix, fields)
             offer = did_you_mean(f"{prefix}{name}", candidates)
-            there = f"{prefix[:-1] or 'the configuration'} has {listed(fields, 'and')}"
-            yield Violation(f"{prefix}{name}", values[name], "there is no such key", offer or there)
+            known = f"{prefix[:-1] or 'the configuration'} has {listed(fields, 'and')}"
+            yield Violation(f"{prefix}{name}", values[name], "there is no such key", offer or known)
     for name, annotation in fields.items():
         field = f"{prefix}{name}"
         if name not in values:

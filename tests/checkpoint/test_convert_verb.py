@@ -59,7 +59,7 @@ def test_convert_roundtrip(folder: Path, tmp_path: Path, capsys: pytest.CaptureF
         assert convert_command([str(source), str(tmp_path / name), *words]) == 0
         source = tmp_path / name
     assert_holds(open_checkpoint(source), "llama3")
-    assert "the model that fits: model=" in capsys.readouterr().out
+    assert "matching overrides: model=" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b.pt", "c", "d", "e"]
 
 

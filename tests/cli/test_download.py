@@ -119,7 +119,7 @@ def test_what_is_there_is_not_fetched_again(tmp_path: Path, hub: str):
         ("some/gated", "", "gated. Put a token into the environment variable HF_TOKEN"),
         ("some/gated", "hf_wrong", "The token in HF_TOKEN does not open it"),
         ("some/nowhere", "", "not on the hub, or is private"),
-        ("model", "", "model is no OWNER/NAME"),
+        ("model", "", "model is not OWNER/NAME"),
     ],
 )
 def test_what_cannot_be_had_is_said(repo: str, token: str, says: str, tmp_path: Path, hub: str):

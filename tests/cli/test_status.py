@@ -171,6 +171,6 @@ def test_logs_are_those_of_the_rank_and_start_that_are_meant(make, capsys: pytes
         assert says in capsys.readouterr().err
     make(1, "done")
     assert main(["logs", "x", "-f"]) == 2
-    assert "2 runs are meant" in capsys.readouterr().err
+    assert "2 runs match" in capsys.readouterr().err
     assert main(["logs", "x"]) == 0
     assert "out of luck" in capsys.readouterr().out

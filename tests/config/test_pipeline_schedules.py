@@ -62,7 +62,7 @@ def test_what_is_left_out_or_twice(text: str, says: str):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("0B0 0F0\n1F0 1B0", "rank 0 waits for ever in 0B0: 0F0 never"),
+        ("0B0 0F0\n1F0 1B0", "rank 0 deadlocks in 0B0: 0F0 never"),
         ("0F0 0W0 0I0\n1F0 1B0", "0W0: 0I0 never"),
         ("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1", "0B0: 1B0 never"),
     ],

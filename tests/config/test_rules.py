@@ -743,7 +743,7 @@ def test_compiling_for_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch):
         ("0F0,0B0\n1F0,1I0", [], "pp_schedule", "1F0, 1I0"),
         ("0F0,0B0,1F0,1B0\n,,", [], "pp_schedule", "row 2 holds no action"),
         ("0F0,zero\n1F0,1B0", [], "pp_schedule", "cell 2 of row 1 is 'zero'"),
-        ("0B0,0F0\n1F0,1B0", [], "pp_schedule", "waits for ever"),
+        ("0B0,0F0\n1F0,1B0", [], "pp_schedule", "deadlocks"),
         ("0F0,0I0,0W0\n1F0,1I0,1W0", ["activation_checkpoint=selective"], "mode", "twice"),
     ],
 )

@@ -67,7 +67,7 @@ def broken(*overrides: str) -> list[Violation]:
         (["data.paths=[a,b]", "data.weights=[1,2.5]"], "", ""),
         ([], "data.paths", "data.paths='[stores/mine]'"),
         (["data.paths=[nowhere]"], "data.paths", "titan-exp tokenize"),
-        (["data.paths=[begun]"], "data.paths", "which continues it"),
+        (["data.paths=[begun]"], "data.paths", "rerun the titan-exp tokenize command"),
         (["data.paths=[cut]"], "data.paths", "titan-exp tokenize check=cut"),
         (["data.paths=[a,llama]", "model.vocab_size=128256"], "data.paths", "stores of one"),
         (["data.paths=[llama]"], "model.vocab_size", "model.vocab_size=128256"),

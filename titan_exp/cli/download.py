@@ -39,13 +39,11 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     options = parse_options(DownloadOptions, arguments, positional=["repo"])
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", options.repo):
-        raise UserError(f"{USAGE}\n  {options.repo} is no OWNER/NAME" if options.repo else USAGE)
+        raise UserError(f"{USAGE}\n  {options.repo} is not OWNER/NAME" if options.repo else USAGE)
     target = Path(options.target or f"downloads/{options.repo.partition('/')[2]}").expanduser()
     download(options.repo, target, FILES[options.files], options.revision or None)
     found = sorted(path for path in target.rglob("*") if path.is_file() and ".cache" not in path.parts)
     if not found:
-        raise UserError(
-            f"{options.repo} has no files of the kind files={options.files}; files=all fetches what it has."
-        )
+        raise UserError(f"{options.repo} has no files of files={options.files}; files=all downloads all files.")
     print(f"{target}: {len(found)} files, {sum(path.stat().st_size for path in found) / 1e9:.2f} GB")
     return 0

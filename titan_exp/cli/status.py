@@ -17,22 +17,22 @@ from titan_exp.launch.sweep.sweep_table import plain_console
 from titan_exp.tracking.sinks.sink import Value
 
 HELP_TEXT = """\
-titan-exp status: how runs stand. Nothing is changed.
+titan-exp status: state, step, loss, speed and time left of runs. Changes nothing.
 
   titan-exp status                    every run under runs/, newest first
   titan-exp status NAME               the runs of a study, or of an experiment.name, in the study's order
-  titan-exp status RUN ...            runs, by path, by the beginning of their id, or by STUDY/LABEL
-  titan-exp status NAME --watch       again and again, until nothing waits or runs, or Ctrl-C
-  titan-exp status NAME --json        for programs
-  titan-exp status paths.runs=FOLDER  runs that lie elsewhere
+  titan-exp status RUN ...            runs, by path, id prefix or STUDY/LABEL
+  titan-exp status NAME --watch       refresh until no run waits or runs, or Ctrl-C
+  titan-exp status NAME --json        print JSON
+  titan-exp status paths.runs=FOLDER  runs of another folder
 
-A run is new, queued, running, done, failed, preempted (it saved and stopped, and may continue), or lost (its process
-is gone without a record). GPU-hours are those that its starts took so far. Where a run was planned before it started,
-"/predicted" is its speed over the predicted one, and "GiB/predicted" the memory of rank 0 (tensors on a GPU, the whole
-process on a CPU) beside the predicted peak of the same.
+A run is new, queued, running, done, failed, preempted (it saved, stopped and can continue), or lost (its process ended
+without a record). GPU-hours are those of all its starts. For a planned run, "/predicted" is its speed over the
+predicted one, and "GiB/predicted" the memory of rank 0 (tensors on a GPU, the process on a CPU) beside the predicted
+peak.
 """
 WATCH_EVERY = 2.0
-"""Seconds between looks."""
+"""Refresh interval in seconds."""
 
 
 def run(words: Sequence[str]) -> int:

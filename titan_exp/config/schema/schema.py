@@ -1,4 +1,4 @@
-"""The dataclasses read as a schema: which keys there are, of which type, and what each of them means."""
+"""Schema of the configuration, read from its dataclasses: keys, types and docstrings."""
 
 import ast
 import dataclasses
@@ -16,7 +16,7 @@ from titan_exp.config.schema.component import config_classes
 
 
 def keys() -> Iterator[str]:
-    """Every key of the configuration, dotted: the groups, and the values in them."""
+    """Dotted keys of the configuration: groups and the values in them."""
     found: dict[str, None] = {}
     for group in hints(Experiment):
         found[group] = None
@@ -33,26 +33,26 @@ def _keys_in(kind: Any, prefix: str) -> Iterator[str]:
 
 
 def value_keys() -> list[str]:
-    """Every key that takes a value, dotted: the keys less the groups."""
+    """Dotted keys that take a value: all but the groups."""
     return [key for key in keys() if not dataclasses.is_dataclass(annotation_of(key))]
 
 
 def annotation_of(key: str) -> Any:
-    """The type of a key, with its bounds; None where there is no such key."""
+    """Type of a key, with its bounds; None if there is no such key."""
     group, _, below = key.rpartition(".")
     found = (hints(kind).get(below) for kind in _dataclasses_of(group))
     return next((annotation for annotation in found if annotation is not None), None)
 
 
 def meaning_of(key: str) -> str:
-    """The docstring below a field, on one line; empty where there is no such key."""
+    """Docstring of a key, on one line; empty if there is no such key."""
     group, _, below = key.rpartition(".")
     found = (docstrings(kind).get(below, "") for kind in _dataclasses_of(group))
     return next(filter(None, found), "")
 
 
 def _dataclasses_of(group: str) -> Iterator[Any]:
-    """Dataclasses that may type a group, dotted where it is inside of another one; the whole for an empty name."""
+    """Dataclasses that may type a group, which may be nested (`a.b`); `Experiment` for an empty name."""
     if not group:
         yield Experiment
     elif "." not in group:
@@ -67,7 +67,7 @@ def _dataclasses_of(group: str) -> Iterator[Any]:
 
 @cache
 def docstrings(kind: Any) -> dict[str, str]:
-    """The docstring below each field of a dataclass and its base classes, read from their source."""
+    """Docstrings of the fields of a dataclass and its bases, read from their source."""
     found = {}
     for base in reversed(kind.__mro__):
         if dataclasses.is_dataclass(base):
@@ -88,12 +88,12 @@ def _own_docstrings(kind: Any) -> dict[str, str]:
 
 @cache
 def hints(kind: Any) -> dict[str, Any]:
-    """The fields of a dataclass with their types, bounds included."""
+    """Types of the fields of a dataclass, bounds included."""
     return typing.get_type_hints(kind, include_extras=True)
 
 
 def optional_fields(kind: Any) -> set[str]:
-    """The fields of a dataclass that have a default."""
+    """Fields of a dataclass that have a default."""
     return {
         field.name
         for field in dataclasses.fields(kind)
@@ -122,7 +122,7 @@ def takes_null(annotation: Any) -> bool:
 
 
 def choices_of(annotation: Any) -> list[str]:
-    """The words that a type, or a list's every entry, allows; empty where it allows others."""
+    """Values of a Literal type, or of a list of them; empty for other types."""
     if typing.get_origin(annotation) is list:
         return choices_of(typing.get_args(annotation)[0])
     return list(typing.get_args(annotation)) if typing.get_origin(annotation) is typing.Literal else []

@@ -47,9 +47,11 @@ def parse_options(kind: type[Options], words: Sequence[str], *, positional: Sequ
 
 
 def take_options(
-    kind: type[Options], words: Sequence[str], *, positional: Sequence[str] = ()
+    kind: type[Options], words: Sequence[str], *, positional: Sequence[str] = (), others: Sequence[str] = ()
 ) -> tuple[Options, list[str]]:
     """Read the words that are options into a dataclass, named after its verb; returns it, and the other words.
+
+    `others` are flags of another parser, which stay among the words.
 
     Raises:
         UserError: a flag is unknown, or an option has no value or an invalid one.
@@ -61,10 +63,12 @@ def take_options(
     fields = hints(kind)
     switches = [_flag(name) for name, annotation in fields.items() if takes_switch(annotation)]
     valued = {_flag(name): str for name, annotation in fields.items() if annotation is not bool}
-    found, others = take_flags(words, switches, valued, verb=kind.__name__.removesuffix("Options").lower())
+    found, unread = take_flags(
+        words, switches, valued, others=others, verb=kind.__name__.removesuffix("Options").lower()
+    )
     values: dict[str, Any] = {flag[2:].replace("-", "_"): value for flag, value in found.items()}
     places, rest = list(positional), list[str]()
-    for word in others:
+    for word in unread:
         key, equals, value = word.partition("=")
         name = key.replace("-", "_")
         if equals and name in fields:

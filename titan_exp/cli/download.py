@@ -27,13 +27,7 @@ USAGE = "titan-exp download OWNER/NAME [files=tokenizer|config|weights|original|
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the verb; returns the exit code.
-
-    A token for gated repositories is taken from the environment variable HF_TOKEN and kept nowhere.
-
-    Raises:
-        UserError: an option is wrong, the repository or the network is not there, or access is refused.
-    """
+    """Run the verb; returns the exit code. The token for gated repositories is that of the variable HF_TOKEN."""
     if set(arguments) & set(HELP):
         print(options_help(USAGE, DownloadOptions), end="")
         return 0

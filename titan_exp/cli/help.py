@@ -10,11 +10,7 @@ from titan_exp.config.errors.user_error import UserError
 
 
 def run(words: Sequence[str]) -> int:
-    """Print the guide of a topic, formatted on a terminal; returns the exit code.
-
-    Raises:
-        UserError: there is no such guide.
-    """
+    """Print the guide of a topic, formatted on a terminal; returns the exit code."""
     topic = words[0] if len(words) == 1 else " ".join(words)
     found = guides()
     if topic not in found:

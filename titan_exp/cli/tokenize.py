@@ -41,11 +41,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def options_among(words: Sequence[str]) -> tuple[TokenizeOptions, list[str]]:
-    """Split the arguments into `tokenize` options and overrides of the `data` group.
-
-    Raises:
-        UserError: an option's value is invalid, or an override sets a key that `tokenize` does not read.
-    """
+    """Split the arguments into `tokenize` options and overrides of the `data` group."""
     options, overrides = take_options(TokenizeOptions, words, others=(*SWITCHES, *VALUED))
     names, groups = list(hints(TokenizeOptions)), list(hints(Experiment))
     wrong = []
@@ -86,11 +82,7 @@ The same command resumes after an interruption. Every key of data: titan-exp tra
 
 
 def check_store(folder: str) -> int:
-    """Verify a store's checksums, print the result, and return the exit code.
-
-    Raises:
-        UserError: there is no such store, or it is damaged.
-    """
+    """Verify a store's checksums, print the result, and return the exit code."""
     manifest = read_manifest(folder)
     found = list(find_damage(manifest))
     if found:
@@ -103,11 +95,7 @@ def check_store(folder: str) -> int:
 
 
 def make_store(options: TokenizeOptions, experiment: Experiment) -> int:
-    """Make or resume the token store of the options and the `data` group; returns the exit code.
-
-    Raises:
-        UserError: a file cannot be read or written, or the folder holds something else.
-    """
+    """Make or resume the token store of the options and the `data` group; returns the exit code."""
     violations = unreadable_source(experiment)
     if experiment.data.source == "tokens":
         violations = [Violation("data.source", "tokens", "it is tokenized already", "a text source, such as data=text")]

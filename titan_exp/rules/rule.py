@@ -77,11 +77,7 @@ class Values(dict[str, Any]):
 
 
 class Rule:
-    """A check, skipped where `when` is false.
-
-    Raises:
-        TypeError: a parameter is named neither in `GROUPS` nor in `DERIVED`.
-    """
+    """A check, skipped where `when` is false."""
 
     def __init__(self, check: Check, when: Condition | None = None) -> None:
         self.check, self.when = check, when

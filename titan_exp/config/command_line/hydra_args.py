@@ -40,11 +40,7 @@ class Arguments:
 
 
 def read_arguments(words: Sequence[str]) -> Arguments:
-    """Separate Hydra's flags from overrides.
-
-    Raises:
-        UserError: Hydra has no such flag, or a flag lacks its value.
-    """
+    """Separate Hydra's flags from overrides."""
     pairs = zip(words, [*words[1:], ""], strict=False)
     complete = [f"{word}=all" if word in ("--info", "-i") and after not in TOPICS else word for word, after in pairs]
     found, overrides = take_flags(complete, SWITCHES, dict.fromkeys(VALUED, str), verb="train")

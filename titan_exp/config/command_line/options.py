@@ -28,11 +28,7 @@ def options_help(usage: str, kind: type) -> str:
 
 
 def parse_options(kind: type[Options], words: Sequence[str], *, positional: Sequence[str] = ()) -> Options:
-    """Read words into a dataclass; the first words without a name are those of the `positional` fields.
-
-    Raises:
-        UserError: with a violation for every word that is no option, or whose value is none.
-    """
+    """Read words into a dataclass; the first words without a name are those of the `positional` fields."""
     options, rest = take_options(kind, words, positional=positional)
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]  # a dataclass
     if rest:
@@ -52,9 +48,6 @@ def take_options(
     """Read the words that are options into a dataclass, named after its verb; returns it, and the other words.
 
     `others` are flags of another parser, which stay among the words.
-
-    Raises:
-        UserError: a flag is unknown, or an option has no value or an invalid one.
     """
     from pydantic import TypeAdapter, ValidationError
 
@@ -99,9 +92,6 @@ def take_flags(
 
     `switches` stand without a value; `valued` have one, `--jobs 4` or `--jobs=4`, of type `str`, or `int` from 0. A
     flag among both may have one after `=`. `others` belong to another parser and stay among the words.
-
-    Raises:
-        UserError: a flag is unknown, lacks its value or has an invalid one.
     """
     alone, with_value, foreign = set(switches), dict(valued or {}), set(others or ())
     found: dict[str, str | int | bool] = {}

@@ -95,11 +95,7 @@ def wrong_size(path: Path, size: int) -> str:
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """Read the manifest of the store in `folder`.
-
-    Raises:
-        UserError: there is no complete store of this format.
-    """
+    """Read the manifest of the store in `folder`."""
     path = Path(folder).expanduser()
     try:
         values = json.loads((path / MANIFEST).read_text(encoding="utf-8"))

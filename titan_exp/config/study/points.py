@@ -51,11 +51,7 @@ def values_of(override: Override) -> list[str]:
 
 
 def chosen_size(study: Study, size: str | None) -> str:
-    """Requested size, or the first; empty if the study has none.
-
-    Raises:
-        UserError: the study has no such size.
-    """
+    """Requested size, or the first; empty if the study has none."""
     if size is None:
         return next(iter(study.sizes), "")
     if size in study.sizes:

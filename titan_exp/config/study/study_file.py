@@ -34,11 +34,7 @@ def study_files() -> dict[str, Path]:
 
 
 def find_study(name: str) -> Path:
-    """File of a study, by its name or path.
-
-    Raises:
-        UserError: there is none.
-    """
+    """File of a study, by its name or path."""
     if name.endswith((".yaml", ".yml")) or os.sep in name:
         path = Path(name).expanduser()
         if path.is_file():

@@ -14,7 +14,7 @@ from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.model_spec import LinearSpec, ModelSpec
 from titan_exp.models.spec.tp_plan import Colwise, Rowwise
-from titan_exp.rules.rule import Refuse, not_a_multiple, rules
+from titan_exp.rules.rule import Refuse, check_multiple, rules
 
 RECIPE = "quantization.recipe"
 
@@ -90,11 +90,11 @@ def tokens_divide(
     if recipe == "nvfp4" and rest == 0 and run % BLOCK[recipe]:
         among = f", of which a rank of parallelism.cp={cp} has runs of {run}" if cp > 1 else ""
         reason = f"nvfp4 transforms {BLOCK[recipe]} consecutive tokens of a sequence together{among}"
-        yield not_a_multiple("training.seq_len", training.seq_len, BLOCK[recipe] * chunks, reason)
+        yield from check_multiple("training.seq_len", training.seq_len, BLOCK[recipe] * chunks, reason)
     elif tokens and tokens % cp == 0 and tokens // cp % block:
         among = f" on each of parallelism.cp={cp} ranks" if cp > 1 else ""
         reason = f"{recipe} quantizes blocks of {block} tokens, and a micro-batch has {tokens // cp}{among}"
-        yield not_a_multiple("training.seq_len", training.seq_len, block * cp, reason)
+        yield from check_multiple("training.seq_len", training.seq_len, block * cp, reason)
 
 
 def kv_heads_are_whole(

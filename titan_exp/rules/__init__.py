@@ -27,33 +27,13 @@ from titan_exp.rules import (
 )
 from titan_exp.rules.rule import Rule, ask
 
-RULES: tuple[Rule, ...] = (
-    *paths.RULES,
-    *training.RULES,
-    *model.RULES,
-    *quantization.RULES,
-    *triton.RULES,
-    *recompute.RULES,
-    *cuda_graphs.RULES,
-    *tensor_parallel.RULES,
-    *context_parallel.RULES,
-    *pipeline_parallel.RULES,
-    *import_paths.RULES,
-    *data.RULES,
-    *token_store.RULES,
-    *checkpoint.RULES,
-    *degrees.RULES,
-    *cluster.RULES,
-)
+_MODULES = (paths, training, model, quantization, triton, recompute, cuda_graphs, tensor_parallel, context_parallel)
+_MODULES += (pipeline_parallel, import_paths, data, token_store, checkpoint, degrees, cluster)
+
+RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
 """Rules that are checked even if the layout cannot be resolved; `dp_shard` is 1 then."""
 
-LAYOUT_RULES: tuple[Rule, ...] = (
-    *training.LAYOUT_RULES,
-    *pipeline_parallel.LAYOUT_RULES,
-    *cluster.LAYOUT_RULES,
-    *quantization.LAYOUT_RULES,
-    *cuda_graphs.LAYOUT_RULES,
-)
+LAYOUT_RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in getattr(module, "LAYOUT_RULES", ()))
 """Rules that need the resolved layout."""
 
 

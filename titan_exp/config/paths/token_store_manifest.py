@@ -101,10 +101,9 @@ def read_manifest(folder: str | Path) -> Manifest:
         values = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise _refusal(folder, *_absent(path)) from None
-    except OSError as error:
-        raise _refusal(folder, f"its {MANIFEST} cannot be read: {error.strerror}", "permission to read it") from error
-    except ValueError as error:
-        raise _refusal(folder, f"its {MANIFEST} is not JSON: {error}", "tokenize into a new store") from error
+    except (OSError, ValueError) as error:
+        reason = f"its {MANIFEST} cannot be read as JSON: {error}"
+        raise _refusal(folder, reason, "permission to read it, or a new store") from error
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise _refusal(folder, f"its {MANIFEST} is not that of a token store", "a folder that titan-exp tokenize wrote")
     if values.get("version") != VERSION:

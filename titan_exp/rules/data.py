@@ -53,12 +53,9 @@ def one_file_has_documents(data: DataConfig, training: TrainingConfig) -> Iterat
         return
     found = {match.resolve() for path in data.paths for match in _matches(path)}
     if training.evaluate_every and len(found) == 1 and found.pop().is_file():
-        yield Violation(
-            "data.document",
-            data.document,
-            "the one file is the one document, which cannot be both trained and evaluated on",
-            "data.document=paragraph (or line) makes documents of its parts; or training.evaluate_every=0",
-        )
+        reason = "the one file is the one document, which cannot be both trained and evaluated on"
+        remedy = "data.document=paragraph (or line) makes documents of its parts; or training.evaluate_every=0"
+        yield Violation("data.document", data.document, reason, remedy)
 
 
 def streamed_validation_is_limited(data: DataConfig, training: TrainingConfig) -> Iterator[Violation]:
@@ -84,12 +81,9 @@ def vocabulary_fits(data: DataConfig, model: ModelConfig) -> Iterator[Violation]
         yield Violation("data.tokenizer", name, reason, remedy)
         return
     if tokens is not None and tokens > rows:
-        yield Violation(
-            "model.vocab_size",
-            rows,
-            f"the tokenizer {name} has {tokens} tokens, and each needs a row of the embedding",
-            f"at least model.vocab_size={tokens}; a multiple of 64 is faster: {-(-tokens // 64) * 64}",
-        )
+        reason = f"the tokenizer {name} has {tokens} tokens, and each needs a row of the embedding"
+        remedy = f"at least model.vocab_size={tokens}; a multiple of 64 is faster: {-(-tokens // 64) * 64}"
+        yield Violation("model.vocab_size", rows, reason, remedy)
 
 
 def unreadable_source(experiment: Experiment) -> list[Violation]:

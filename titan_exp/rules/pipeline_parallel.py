@@ -33,12 +33,9 @@ def keys_have_an_effect(parallelism: ParallelismConfig) -> Iterator[Violation]:
     for key in ("pp_microbatches", "pp_layers", "pp_layers_per_stage", "pp_first_stage_less", "pp_last_stage_less"):
         value = getattr(parallelism, key)
         if value:
-            yield Violation(
-                f"parallelism.{key}",
-                value,
-                "there is no pipeline (parallelism.pp=1), so that it would change nothing",
-                f"parallelism.pp=2, or leave {key} out",
-            )
+            reason = "there is no pipeline (parallelism.pp=1), so that it would change nothing"
+            remedy = f"parallelism.pp=2, or leave {key} out"
+            yield Violation(f"parallelism.{key}", value, reason, remedy)
 
 
 def schedule_is_known(parallelism: ParallelismConfig) -> Iterator[Violation]:
@@ -172,12 +169,9 @@ def _stage_layers(parallelism: ParallelismConfig, layout: ResolvedLayout) -> Ite
         return
     elif first or last:
         key = "pp_first_stage_less" if first else "pp_last_stage_less"
-        yield Violation(
-            f"parallelism.{key}",
-            getattr(parallelism, key),
-            f"{layers} layers cannot be divided so over {len(counts)} stages: a stage would be left without any",
-            f"a smaller {key}, fewer stages, or parallelism.pp_layers, the layers of each stage",
-        )
+        reason = f"{layers} layers cannot be divided so over {len(counts)} stages: a stage would be left without any"
+        remedy = f"a smaller {key}, fewer stages, or parallelism.pp_layers, the layers of each stage"
+        yield Violation(f"parallelism.{key}", getattr(parallelism, key), reason, remedy)
     else:
         per_rank = len(counts) // parallelism.pp
         reason = f"{parallelism.pp_schedule} cuts the model into {len(counts)} stages, and it has {layers} layers"

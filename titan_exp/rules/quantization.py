@@ -140,12 +140,9 @@ def fp32_modules_are_not_quantized(
         modules = (module for name, _ in _quantized(spec, quantization) for module in _enclosing(name))
         inside = next((module for module in modules if fnmatchcase(module, pattern)), None)
         if inside is not None:
-            yield Violation(
-                "training.fp32_modules",
-                pattern,
-                f"{quantization.recipe} quantizes linear layers in {inside}",
-                "leave it out, or keep them in high precision with quantization.filter or high_precision_first",
-            )
+            reason = f"{quantization.recipe} quantizes linear layers in {inside}"
+            remedy = "leave it out, or keep them in high precision with quantization.filter or high_precision_first"
+            yield Violation("training.fp32_modules", pattern, reason, remedy)
 
 
 def moment_blocks_divide(

@@ -54,12 +54,9 @@ def trace_fits(profiling: ProfilingConfig, training: TrainingConfig) -> Iterator
     """The profiler's window closes before the run ends; an open one writes no trace."""
     steps = training.steps
     if profiling.enabled and profiling.start + profiling.steps > steps:
-        yield Violation(
-            "profiling.start",
-            profiling.start,
-            f"a window of {profiling.steps} steps after it does not end within the run of {steps}",
-            f"at most profiling.start={max(0, steps - profiling.steps)}, with profiling.steps at most {steps}",
-        )
+        reason = f"a window of {profiling.steps} steps after it does not end within the run of {steps}"
+        remedy = f"at most profiling.start={max(0, steps - profiling.steps)}, with profiling.steps at most {steps}"
+        yield Violation("profiling.start", profiling.start, reason, remedy)
 
 
 def tied_embedding_has_the_heads_precision(spec: ModelSpec, training: TrainingConfig) -> Iterator[Violation]:

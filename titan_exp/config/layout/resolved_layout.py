@@ -200,12 +200,9 @@ def resolve_layout(experiment: Experiment, offered: int) -> Experiment:
         return experiment
     others = world_size(replace(parallelism, dp_shard=1))
     if offered > others and offered % others:
-        violation = Violation(
-            "parallelism.dp_shard",
-            -1,
-            f"the other degrees multiply to {others}, which does not divide the {offered} devices offered",
-            f"make them multiply to {listed(divisors(offered))}, or give parallelism.dp_shard a number",
-        )
+        reason = f"the other degrees multiply to {others}, which does not divide the {offered} devices offered"
+        remedy = f"make them multiply to {listed(divisors(offered))}, or give parallelism.dp_shard a number"
+        violation = Violation("parallelism.dp_shard", -1, reason, remedy)
         raise UserError("The layout does not fit.", [violation])
     return replace(experiment, parallelism=replace(parallelism, dp_shard=max(1, offered // others)))
 

@@ -127,7 +127,7 @@ def _attempt(folder: RunFolder, attempt: int | None) -> int:
         raise UserError(
             f"--attempt {attempt}: this run was started {last} time(s): --attempt 1{f' to {last}' if last > 1 else ''}."
         )
-    return asked
+    return attempt
 
 
 def _last_attempt(folder: RunFolder) -> int:

@@ -104,7 +104,7 @@ def read_schedule(path: str | Path) -> Schedule:
 
 
 def placement_of(orders: Schedule) -> dict[int, int]:
-    """The rank of each stage.
+    """Rank of each stage.
 
     Raises:
         MalformedSchedule: a stage is on two ranks, or a number is left out.
@@ -123,14 +123,14 @@ def placement_of(orders: Schedule) -> dict[int, int]:
 
 
 def placement(schedule: ScheduleTraits, ranks: int, stages: int) -> list[int]:
-    """The rank of each stage of a named schedule."""
+    """Rank of each stage of a named schedule."""
     if schedule.v_shaped:
         return [*range(ranks), *reversed(range(ranks))]
     return [stage % ranks for stage in range(stages)]
 
 
 def takes(parallelism: ParallelismConfig, microbatches: int) -> bool:
-    """True if the configured schedule can be laid out for this number of micro-batches in one pass."""
+    """True if the configured schedule exists for this number of micro-batches in one pass."""
     if is_file(parallelism.pp_schedule):
         return microbatches == microbatches_of(read_schedule(parallelism.pp_schedule))
     return SCHEDULES[parallelism.pp_schedule].takes(microbatches, parallelism.pp)
@@ -147,10 +147,10 @@ def microbatches_of(orders: Schedule) -> int:
 
 
 def check_complete(orders: Schedule) -> None:
-    """Every stage does every micro-batch once forward and once backward, whole or in two.
+    """Check that every stage runs every micro-batch once forward and once backward, whole or split.
 
     Raises:
-        MalformedSchedule: it does not.
+        MalformedSchedule: a stage does not.
     """
     seen: set[Action] = set()
     for action in (action for order in orders for action in order):
@@ -169,8 +169,8 @@ def check_complete(orders: Schedule) -> None:
 
 
 def _read_cell(cell: str, where: str) -> Sequence[Action]:
-    thread_map = _OVERLAPPED.fullmatch(cell)
-    texts = [part.strip() for part in thread_map[1].split(";")] if thread_map else [cell] if cell else []
+    overlapped = _OVERLAPPED.fullmatch(cell)
+    texts = [part.strip() for part in overlapped[1].split(";")] if overlapped else [cell] if cell else []
     actions = []
     for text in texts:
         found = _ACTION.fullmatch(text)

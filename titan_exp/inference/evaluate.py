@@ -20,6 +20,7 @@ from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import CONF_DIR, compose
+from titan_exp.config.layout.axes import ONE_DEVICE
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.schema import value_keys
 from titan_exp.config.schema.typed_config import load_experiment, to_dict, to_experiment
@@ -176,9 +177,8 @@ def evaluation_experiment(
 
 def _on_one_device(config: DictConfig) -> DictConfig:
     """Reset the layout to one device and disable training-only options."""
-    degrees = dict.fromkeys(("dp_replicate", "dp_shard", "tp", "pp", "cp", "cp_ulysses", "ep", "etp"), 1)
     single = {
-        "parallelism": {**degrees, "async_tp": False, "cpu_offload": False},
+        "parallelism": {**ONE_DEVICE, "async_tp": False, "cpu_offload": False},
         "activation_checkpoint": {"mode": "none"},
         "compile": {"enabled": False, "cuda_graphs": False},
         "training": {"mixed_precision": "fp32"},

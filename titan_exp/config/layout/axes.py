@@ -66,6 +66,9 @@ will regroup these ranks and starts no processes."""
 DEGREES = tuple(dict.fromkeys(axis.key for axis in AXES))
 """Keys whose product is the world size."""
 
+ONE_DEVICE = dict.fromkeys((*DEGREES, "cp_ulysses", "ep", "etp"), 1)
+"""Degrees of a run on one device, by key."""
+
 BLOCK_DEGREES = ("cp", "tp")
 """Keys of the axes whose collectives run inside a block."""
 

@@ -12,10 +12,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
-from titan_exp.config.errors.did_you_mean import did_you_mean, listed
+from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.schema.import_path import find_dotted, is_dotted, locate, names_bound_by, search_current_directory
+from titan_exp.config.schema.import_path import (
+    find_dotted,
+    is_dotted,
+    locate,
+    names_bound_by,
+    search_current_directory,
+    unknown_name,
+)
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,10 @@ def component(group: str, name: str) -> ModuleType:
     name, key = kind.aliases.get(name, name), f"{group}.{kind.key}"
     if not is_dotted(name):
         if name not in builtin_components(group):
-            raise UserError("This configuration cannot be read.", [_unknown(group, key, name)])
+            raise UserError(
+                "This configuration cannot be read.",
+                [unknown_name(key, name, builtin_components(group), f"my_package.my_{group}")],
+            )
         return importlib.import_module(f"{kind.package}.{name}")
     search_current_directory()
     module, attributes, _ = locate(name)
@@ -109,13 +119,3 @@ def current_names(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
     if not current.get("options"):  # older versions wrote it for every component; only plain classes have it
         current.pop("options", None)
     return current
-
-
-def _unknown(group: str, key: str, name: str) -> Violation:
-    names = builtin_components(group)
-    offer = did_you_mean(name, names)
-    example = "my_package.my_model" if group == "model" else f"my_package.my_{group}"
-    remedy = (
-        f"{offer + ' ' if offer else ''}Built in: {listed(names, 'and')}. For your own class give its import path, "
-    )
-    return Violation(key, name, "there is no such component", f"{remedy}e.g. {key}={example}")

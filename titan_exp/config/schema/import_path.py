@@ -7,12 +7,12 @@ import ast
 import importlib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-from titan_exp.config.errors.did_you_mean import did_you_mean
+from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError, Violation
 
 
@@ -64,6 +64,14 @@ def find_dotted(name: str, field: str) -> Violation | None:
     if bound is None or attributes[0] in bound:
         return None
     return _missing(name, field, module, did_you_mean(attributes[0], bound))
+
+
+def unknown_name(field: str, name: str, builtin: Sequence[str], example: str) -> Violation:
+    """Violation of a name that is neither built in nor an import path."""
+    group, _, key = field.partition(".")
+    offer = did_you_mean(name, builtin)
+    remedy = f"{offer + ' ' if offer else ''}Built in: {listed(builtin, 'and')}. For your own give its import path, "
+    return Violation(field, name, f"unknown {group if key == 'name' else key}", f"{remedy}e.g. {field}={example}")
 
 
 def find_module(name: str) -> Path | None:

@@ -81,7 +81,7 @@ def test_wrong_arguments(folder: Path, tmp_path: Path):
     assert "titan-exp convert SOURCE TARGET" in refused()
     assert "titan-exp convert SOURCE TARGET" in refused(str(folder))
     assert "did you mean dtype?" in refused(str(folder), str(tmp_path / "x"), "dytpe=bf16")
-    assert "'huggingface'" in refused(str(folder), str(tmp_path / "x"), "format=huggingfase")
+    assert "huggingface" in refused(str(folder), str(tmp_path / "x"), "format=huggingfase")
     assert "exists" in refused(str(folder), str(tmp_path))
     assert "does not exist" in refused(str(tmp_path / "nowhere"), str(tmp_path / "x"))
     assert "no checkpoint" in refused(str(tmp_path), str(tmp_path / "x"))

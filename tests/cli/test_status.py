@@ -108,10 +108,10 @@ def test_then_the_scheduler_is_asked(
 def test_runs_are_named_in_many_ways(make, home: Path):
     first, second = make(0, "done"), make(1, "failed")
     runs = home / "runs"
-    assert {one.folder.path for one in find_runs(["x"], runs)} == {first.path, second.path}
-    assert [one.folder.path for one in find_runs([first.path.name[:6]], runs)] == [first.path]
-    assert [one.folder.path for one in find_runs([f"x/{first.path.name}"], runs)] == [first.path]
-    assert [one.folder.path for one in find_runs([str(second.path), second.path.name], runs)] == [second.path]
+    assert {entry.folder.path for entry in find_runs(["x"], runs)} == {first.path, second.path}
+    assert [entry.folder.path for entry in find_runs([first.path.name[:6]], runs)] == [first.path]
+    assert [entry.folder.path for entry in find_runs([f"x/{first.path.name}"], runs)] == [first.path]
+    assert [entry.folder.path for entry in find_runs([str(second.path), second.path.name], runs)] == [second.path]
     assert split_runs_folder(["paths.runs=there", "x"]) == (Path("there"), ["x"])
     for word, says in {
         "y": "Under",

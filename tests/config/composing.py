@@ -22,7 +22,7 @@ def experiment(*overrides: str) -> Experiment:
     """
     options = tuple(override for override in overrides if "." not in override.partition("=")[0])
     cfg = copy.deepcopy(composed(options))
-    for override in OverridesParser.create().parse_overrides([it for it in overrides if it not in options]):
+    for override in OverridesParser.create().parse_overrides([text for text in overrides if text not in options]):
         key, value = override.key_or_group, override.value()
         if override.is_delete():
             group, _, name = key.rpartition(".")

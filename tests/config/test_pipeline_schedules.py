@@ -18,7 +18,7 @@ from titan_exp.config.layout.schedule_timeline import timeline
 
 def orders(text: str) -> list[list[Action]]:
     """One rank a line, actions apart by spaces."""
-    return [[Action(int(it[0]), it[1], int(it[2:])) for it in line.split()] for line in text.splitlines()]
+    return [[Action(int(cell[0]), cell[1], int(cell[2:])) for cell in line.split()] for line in text.splitlines()]
 
 
 GOOD = orders("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")

@@ -631,7 +631,7 @@ def test_on_a_machine_without_gpus(overrides: list[str], field: str, remedy: str
         (["parallelism.cp=2", "model.head_dim=36"], "model.head_dim", "32 or 40"),
         (["parallelism.cp=2", "parallelism.cp_method=ulysses", "model.head_dim=36"], "", ""),
         (["parallelism.cp=2", "parallelism.cp_method=ulysses", "model.attention_backend=flex"], "", ""),
-        # torchao's kernels of NVFP4 want more than its format
+        # torchao's NVFP4 kernels need larger multiples than the format
         (
             [
                 "quantization=nvfp4",
@@ -806,7 +806,7 @@ def test_all_violations_come_at_once():
 
 def test_other_rules_are_asked_where_the_layout_does_not_fit(monkeypatch: pytest.MonkeyPatch):
     give_gpus(monkeypatch, 8)
-    assert [it.field for it in broken("parallelism.dp_replicate=3", "model.kv_heads=4")] == [
+    assert [violation.field for violation in broken("parallelism.dp_replicate=3", "model.kv_heads=4")] == [
         "parallelism.dp_shard",
         "model.kv_heads",
     ]

@@ -90,7 +90,9 @@ def broken(*overrides: str) -> list[Violation]:
 )
 def test_rules(overrides: list[str], field: str, remedy: str):
     found = broken(*overrides)
-    assert [violation.field for violation in found] == ([field] if field else []), [str(each) for each in found]
+    assert [violation.field for violation in found] == ([field] if field else []), [
+        str(violation) for violation in found
+    ]
     assert all(remedy in violation.remedy for violation in found)
 
 

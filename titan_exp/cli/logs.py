@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from titan_exp.config.command_line.options import take_flags
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.rank.rank_status import RankRecord, read_record
+from titan_exp.launch.rank.rank_status import read_record
 from titan_exp.launch.state.exit_status import TAIL
 from titan_exp.launch.state.run_lookup import RunEntry, find_runs, split_runs_folder
 from titan_exp.launch.state.run_status import run_status, run_statuses
@@ -140,8 +140,4 @@ def _first_to_fail(folder: RunFolder, attempt: int) -> int | None:
     ranks = [int(path.stem[5:]) for path in folder.attempt_logs(attempt).glob("rank-*.json")]
     records = [record for rank in ranks if (record := read_record(folder, attempt, rank)) is not None]
     failed = [record for record in records if record.failed]
-    return min(failed, key=_end).rank if failed else None
-
-
-def _end(record: RankRecord) -> float:
-    return record.end or 0.0
+    return min(failed, key=lambda record: record.end or 0.0).rank if failed else None

@@ -84,7 +84,10 @@ def _build(values: Mapping[str, Any], uncomputed: Sequence[Uncomputed], message:
             for violation in error.violations:
                 add(violation)
     known = {name: group for name, group in values.items() if name in classes or name not in hints(Experiment)}
-    for violation in (*(failure.violation for failure in uncomputed), *unknown_keys(known, classes)):
+    for violation in (
+        *(failure.violation for failure in uncomputed),
+        *unknown_keys(known, classes, optional_fields(Experiment)),
+    ):
         add(violation)
     built: dict[str, Any] = {}
     try:

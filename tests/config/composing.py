@@ -1,4 +1,4 @@
-"""Shorthands: an experiment from overrides, and a machine with as many GPUs as a test wants."""
+"""Test helpers: an experiment from overrides, and a machine with a number of GPUs."""
 
 import copy
 from functools import cache
@@ -16,7 +16,7 @@ from titan_exp.models.llama import Config
 
 
 def experiment(*overrides: str) -> Experiment:
-    """What `to_experiment(compose(overrides))` gives; options are composed once, and values laid over them.
+    """Equal to `to_experiment(compose(overrides))`; options are composed once, and values set afterwards.
 
     Composing takes a tenth of a second, and there are hundreds of these.
     """
@@ -46,7 +46,7 @@ def composed(options: tuple[str, ...]) -> DictConfig:
 
 
 def refused(*overrides: str) -> tuple[Violation, ...]:
-    """What a conversion that must fail complains of."""
+    """Violations of a conversion that must fail."""
     with pytest.raises(UserError) as caught:
         experiment(*overrides)
     return caught.value.violations

@@ -1,4 +1,4 @@
-"""Every rule: something that breaks it and only it, and what keeps it."""
+"""Every rule: overrides that violate it alone, and overrides that satisfy it."""
 
 import importlib.util
 import json
@@ -20,7 +20,7 @@ BASE = (
     "training.mixed_precision=fp32",
     "model.layers=6",
 )
-"""What the cases below start from, whatever the shipped defaults are."""
+"""Base of the cases below, independent of shipped defaults."""
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ TILES = [
     *("quantization=nvfp4", "quantization.smallest_gemm=0", "model.dim=256", "model.heads=4", "model.kv_heads=2"),
     *("model.head_dim=64", "model.ffn_dim=512"),
 ]
-"""Every dim a multiple of 128, as torchao's NVFP4 kernels want it."""
+"""Dims that are multiples of 128, as torchao's NVFP4 kernels need."""
 
 
 @pytest.mark.parametrize(
@@ -683,8 +683,8 @@ def test_on_a_machine_with_eight_gpus(overrides: list[str], field: str, remedy: 
         (["training.mixed_precision=bf16", "training.fp32_modules=[norm]"], "training.fp32_modules=[]"),
     ],
 )
-def test_what_can_be_recorded(overrides: list[str], remedy: str, monkeypatch: pytest.MonkeyPatch):
-    """Graphs are of one GPU, and of passes that are known to do the same for all tokens at the same places."""
+def test_options_of_captured_cuda_graphs(overrides: list[str], remedy: str, monkeypatch: pytest.MonkeyPatch):
+    """CUDA graphs need one GPU, and passes that do the same for all tokens at the same addresses."""
     give_gpus(monkeypatch, 8)
     words = ["parallelism.dp_shard=1", *overrides]
     assert broken(*words) == []
@@ -776,13 +776,13 @@ def test_a_file_that_is_no_tokenizer(tmp_path: Path, text: str):
     assert "is not a tokenizer.json" in only("data.tokenizer=tokenizer.json").reason
 
 
-def test_a_model_of_ones_own_has_its_own_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_user_model_has_its_own_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "own_model.py").write_text("class Mamba: ...\n")
     shape = ("model.head_dim=33", "model.ffn_dim=7", "training.seq_len=5000", "+model.options.state=4")
     assert broken("model.architecture=own_model.Mamba", *shape) == []
 
 
-def test_all_violations_come_at_once():
+def test_all_violations_are_reported():
     with pytest.raises(UserError) as caught:
         check(
             experiment(
@@ -804,7 +804,7 @@ def test_all_violations_come_at_once():
     assert "model.kv_heads=4: 6 query heads" in str(caught.value)
 
 
-def test_other_rules_are_asked_where_the_layout_does_not_fit(monkeypatch: pytest.MonkeyPatch):
+def test_rules_are_checked_if_the_layout_cannot_be_resolved(monkeypatch: pytest.MonkeyPatch):
     give_gpus(monkeypatch, 8)
     assert [violation.field for violation in broken("parallelism.dp_replicate=3", "model.kv_heads=4")] == [
         "parallelism.dp_shard",

@@ -3,7 +3,8 @@
 import time
 from collections.abc import Sequence
 
-from titan_exp.config.command_line.options import take_flags
+from titan_exp.config.command_line.options import options_help, take_options
+from titan_exp.config.command_line.verb_options import LogsOptions
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.rank.rank_status import read_record
 from titan_exp.launch.state.exit_status import TAIL
@@ -12,17 +13,15 @@ from titan_exp.launch.state.run_status import run_status, run_statuses
 from titan_exp.launch.state.tail import FileTail
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
-HELP_TEXT = """\
-titan-exp logs: show the log of a run.
+USAGE = """\
+titan-exp logs: show the log of a run; for a study, the errors of failed runs.
 
-  titan-exp logs RUN                 the last start: rank 0, or the first rank to fail
-  titan-exp logs -f RUN              follow it through later starts until the run ends
-  titan-exp logs RUN --rank 3        another rank
-  titan-exp logs RUN --attempt 1     an earlier start
-  titan-exp logs NAME                of a study: the errors of failed runs
+  titan-exp logs RUN       the last attempt: the first rank to fail, or rank 0
+  titan-exp logs -f RUN    follow it
+  titan-exp logs NAME      the errors of a study's failed runs
 
-RUN is a path, an id prefix or STUDY/LABEL.
-"""
+RUN is a path, an id prefix or STUDY/LABEL."""
+HELP_TEXT = options_help(USAGE, LogsOptions)
 EVERY = 0.25
 """Poll interval of -f in seconds."""
 FAILED = ("failed", "lost", "unreadable")
@@ -30,14 +29,12 @@ FAILED = ("failed", "lost", "unreadable")
 
 def run(words: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    flags, rest = take_flags(words, ("-f", "--follow"), {"--rank": int, "--attempt": int}, verb="logs")
+    options, rest = take_options(LogsOptions, ["--follow" if word == "-f" else word for word in words])
     runs, named = split_runs_folder(rest)
     if not named:
         raise UserError("No run is named: titan-exp logs RUN; titan-exp status lists runs.")
     found = find_runs(named, runs)
-    follow = "-f" in flags or "--follow" in flags
-    rank = int(flags["--rank"]) if "--rank" in flags else None
-    attempt = int(flags["--attempt"]) if "--attempt" in flags else None
+    follow, rank, attempt = options.follow, options.rank, options.attempt
     if len(found) > 1:
         if follow or rank is not None or attempt is not None:
             labels = "\n".join(f"  {entry.label}  {entry.folder.path.name}" for entry in found[:8])

@@ -9,27 +9,26 @@ from pathlib import Path
 from rich.live import Live
 from rich.table import Table
 
-from titan_exp.config.command_line.options import take_flags
+from titan_exp.config.command_line.options import options_help, take_options
+from titan_exp.config.command_line.verb_options import StatusOptions
 from titan_exp.launch.state.run_lookup import find_runs, find_study_folder, split_runs_folder
 from titan_exp.launch.state.status_rows import StatusRow, status_rows
 from titan_exp.launch.sweep.sweep_table import plain_console
 from titan_exp.tracking.sinks.sink import Value
 
-HELP_TEXT = """\
+USAGE = """\
 titan-exp status: state, step, loss, speed and time left of runs. Changes nothing.
 
   titan-exp status                    every run under runs/, newest first
   titan-exp status NAME               the runs of a study, or of an experiment.name, in the study's order
   titan-exp status RUN ...            runs, by path, id prefix or STUDY/LABEL
-  titan-exp status NAME --watch       refresh until no run waits or runs, or Ctrl-C
-  titan-exp status NAME --json        print JSON
   titan-exp status paths.runs=FOLDER  runs of another folder
 
 A run is new, queued, running, done, failed, preempted (it saved, stopped and can continue), or lost (its process ended
 without a record). GPU-hours are those of all its starts. For a planned run, "/predicted" is its speed over the
 predicted one, and "GiB/predicted" the memory of rank 0 (tensors on a GPU, the process on a CPU) beside the predicted
-peak.
-"""
+peak."""
+HELP_TEXT = options_help(USAGE, StatusOptions)
 COLUMNS = ("run", "id", "state", "step", "loss", "tokens/s", "/predicted", "MFU", "GiB/predicted", "left", "GPU-hours")
 OPTIONAL = ("/predicted", "MFU", "GiB/predicted", "GPU-hours")
 WATCH_EVERY = 2.0
@@ -38,12 +37,12 @@ WATCH_EVERY = 2.0
 
 def run(words: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    flags, rest = take_flags(words, ("--watch", "--json"), verb="status")
+    options, rest = take_options(StatusOptions, words)
     runs, named = split_runs_folder(rest)
-    if "--json" in flags:
+    if options.json:
         print(json.dumps([asdict(row) for row in status_rows(find_runs(named, runs))], indent=1))
         return 0
-    if "--watch" in flags:
+    if options.watch:
         _watch(named, runs)
         return 0
     rows = status_rows(find_runs(named, runs))

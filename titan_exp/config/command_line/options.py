@@ -19,12 +19,17 @@ def options_help(usage: str, kind: type) -> str:
     """Help of a verb: its usage, and every option with default and meaning."""
     lines = [usage, ""]
     for field in dataclasses.fields(kind):
-        is_switch = field.default is False and takes_switch(hints(kind)[field.name])
-        default = "" if field.default in ("", None) else shown(field.default)
-        lines.append(f"  {_flag(field.name)}" if is_switch else f"  {field.name}={default}")
+        default = "" if field.default in ("", None, False) else shown(field.default)
+        lines.append(f"  {option_name(kind, field)}{default}")
         meaning = " ".join(docstrings(kind).get(field.name, "").split())
         lines += textwrap.wrap(meaning, 112, initial_indent="      ", subsequent_indent="      ")
     return "\n".join([*lines, "", "An option may also be written --name value or --name=value.", ""])
+
+
+def option_name(kind: type, field: dataclasses.Field[Any]) -> str:
+    """Usual spelling of an option: `--watch` for a switch that is off, else `name=`."""
+    is_switch = field.default is False and takes_switch(hints(kind)[field.name])
+    return _flag(field.name) if is_switch else f"{field.name}="
 
 
 def parse_options(kind: type[Options], words: Sequence[str], *, positional: Sequence[str] = ()) -> Options:

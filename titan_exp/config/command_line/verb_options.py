@@ -149,3 +149,25 @@ class CompareOptions:
         """Requested formats: True prints, a string is the file."""
         values = {name: getattr(self, name) for name in ("markdown", "csv", "latex", "json")}
         return {name: target == "true" or target for name, target in values.items() if target not in (False, "false")}
+
+
+@dataclass(frozen=True)
+class StatusOptions:
+    """Options of `titan-exp status`."""
+
+    watch: bool = False
+    """Refresh until no run waits or runs, or Ctrl-C."""
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True)
+class LogsOptions:
+    """Options of `titan-exp logs`."""
+
+    follow: bool = False
+    """Follow the log through later attempts until the run ends; also -f."""
+    rank: Count | None = None
+    """Rank; by default the first to fail, or 0."""
+    attempt: Count | None = None
+    """Attempt, from 1; by default the last."""

@@ -18,9 +18,9 @@ Nothing is deleted: the command that started them continues them.
 """
 
 
-def run(words: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    _, rest = take_flags(words, (), verb="cancel")
+    _, rest = take_flags(argv, (), verb="cancel")
     runs, named = split_runs_folder(rest)
     if not named:
         raise UserError("No run is named: titan-exp cancel NAME or RUN; titan-exp status lists runs.")

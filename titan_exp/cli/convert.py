@@ -26,12 +26,12 @@ titan-exp convert SOURCE TARGET [format=...] [dtype=...]
   for example: titan-exp convert runs/first/6ec54c999fca export/first dtype=bf16"""
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    if set(arguments) & set(HELP):
+    if set(argv) & set(HELP):
         print(options_help(USAGE, ConvertOptions), end="")
         return 0
-    options = parse_options(ConvertOptions, arguments, positional=["source", "target"])
+    options = parse_options(ConvertOptions, argv, positional=["source", "target"])
     if not options.source or not options.target:
         raise UserError(USAGE)
     with staged_upload(options.target) as target:

@@ -26,12 +26,12 @@ FILES: dict[str, tuple[str, ...]] = {
 USAGE = "titan-exp download OWNER/NAME [files=tokenizer|config|weights|original|all] [target=FOLDER]"
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code. The token for gated repositories is that of the variable HF_TOKEN."""
-    if set(arguments) & set(HELP):
+    if set(argv) & set(HELP):
         print(options_help(USAGE, DownloadOptions), end="")
         return 0
-    options = parse_options(DownloadOptions, arguments, positional=["repo"])
+    options = parse_options(DownloadOptions, argv, positional=["repo"])
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", options.repo):
         raise UserError(f"{USAGE}\n  {options.repo} is not OWNER/NAME" if options.repo else USAGE)
     target = Path(options.target or f"downloads/{options.repo.partition('/')[2]}").expanduser()

@@ -27,9 +27,9 @@ EVERY = 0.25
 FAILED = ("failed", "lost", "unreadable")
 
 
-def run(words: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    options, rest = take_options(LogsOptions, ["--follow" if word == "-f" else word for word in words])
+    options, rest = take_options(LogsOptions, ["--follow" if word == "-f" else word for word in argv])
     runs, named = split_runs_folder(rest)
     if not named:
         raise UserError("No run is named: titan-exp logs RUN; titan-exp status lists runs.")

@@ -21,9 +21,9 @@ RETRIED = ("failed", "lost")
 """States of restarted runs."""
 
 
-def run(words: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    _, rest = take_flags(words, (), verb="retry")
+    _, rest = take_flags(argv, (), verb="retry")
     runs, named = split_runs_folder(rest)
     if not named:
         raise UserError("No run is named: titan-exp retry NAME or RUN; titan-exp status lists failed ones.")

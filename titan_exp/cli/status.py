@@ -35,9 +35,9 @@ WATCH_EVERY = 2.0
 """Refresh interval in seconds."""
 
 
-def run(words: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    options, rest = take_options(StatusOptions, words)
+    options, rest = take_options(StatusOptions, argv)
     runs, named = split_runs_folder(rest)
     if options.json:
         print(json.dumps([asdict(row) for row in status_rows(find_runs(named, runs))], indent=1))

@@ -30,9 +30,9 @@ Launched again, it starts only what is missing, stopped or failed. Then:
 """
 
 
-def run(words: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    args = sweep_args(words)
+    args = sweep_args(argv)
     if args is None:
         _list_studies()
         return 0

@@ -23,12 +23,12 @@ from titan_exp.rules.data import unreadable_source
 _MAX_LISTED = 5
 
 
-def run(words: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    if set(words) & set(HELP):
+    if set(argv) & set(HELP):
         print(tokenize_help(), end="")
         return 0
-    options, overrides = options_among(words)
+    options, overrides = options_among(argv)
     if options.check:
         return check_store(options.check)
 
@@ -40,9 +40,9 @@ def run(words: Sequence[str]) -> int:
     return run_with_hydra(overrides, make)
 
 
-def options_among(words: Sequence[str]) -> tuple[TokenizeOptions, list[str]]:
+def options_among(argv: Sequence[str]) -> tuple[TokenizeOptions, list[str]]:
     """Split the arguments into `tokenize` options and overrides of the `data` group."""
-    options, overrides = take_options(TokenizeOptions, words, others=(*SWITCHES, *VALUED))
+    options, overrides = take_options(TokenizeOptions, argv, others=(*SWITCHES, *VALUED))
     names, groups = list(hints(TokenizeOptions)), list(hints(Experiment))
     wrong = []
     for key, equals, value in (word.partition("=") for word in overrides):
@@ -52,8 +52,8 @@ def options_among(words: Sequence[str]) -> tuple[TokenizeOptions, list[str]]:
             wrong.append(Violation(key, value, "tokenize does not read it", remedy))
         elif equals and "." not in key and group not in groups and nearest(key, names, 1):
             wrong.append(Violation(key, value, "there is no such option", did_you_mean(key, names)))
-    if options.check and len(words) > 1 and not wrong:
-        others = listed([f"{word.partition('=')[0]}=" for word in words if not word.startswith("check=")], "and")
+    if options.check and len(argv) > 1 and not wrong:
+        others = listed([f"{word.partition('=')[0]}=" for word in argv if not word.startswith("check=")], "and")
         wrong.append(Violation("check", options.check, "it takes no other arguments", f"leave {others} out"))
     if wrong:
         raise UserError("The options cannot be read.", wrong)

@@ -32,7 +32,7 @@ from titan_exp.rules import context_parallel as context
 from titan_exp.rules import data
 from titan_exp.rules import degrees as layout
 from titan_exp.rules import tensor_parallel as tensor
-from titan_exp.rules.rule import ask
+from titan_exp.rules.rule import find_violations
 from titan_exp.trainer.distributed import joined_process_group
 from titan_exp.trainer.forward_backward import EagerModel
 from titan_exp.trainer.load_model import Rows, describe, load_source
@@ -162,7 +162,7 @@ def evaluation_experiment(
     experiment = to_experiment(base)
     every = 0 if all_documents else experiment.training.evaluate_every
     checked = dataclasses.replace(experiment, training=dataclasses.replace(experiment.training, evaluate_every=every))
-    violations = ask((*data.RULES, *tensor.RULES, *context.RULES, *layout.RULES), checked)
+    violations = find_violations((*data.RULES, *tensor.RULES, *context.RULES, *layout.RULES), checked)
     if experiment.parallelism.pp > 1:
         reason = "evaluation runs no pipeline; it shards a model by tensor parallelism and FSDP"
         remedy = f"parallelism.tp or parallelism.dp_shard={experiment.parallelism.pp}"

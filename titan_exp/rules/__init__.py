@@ -25,7 +25,7 @@ from titan_exp.rules import (
     training,
     triton,
 )
-from titan_exp.rules.rule import Rule, ask
+from titan_exp.rules.rule import Rule, find_violations
 
 _MODULES = (paths, training, model, quantization, triton, recompute, cuda_graphs, tensor_parallel, context_parallel)
 _MODULES += (pipeline_parallel, import_paths, data, token_store, checkpoint, degrees, cluster)
@@ -62,7 +62,7 @@ def violations(experiment: Experiment, has_begun: Callable[[Experiment], bool] =
         resolved = resolve_layout(experiment, offered_devices(experiment.cluster))
     except UserError as error:
         single = resolve_layout(replace(experiment, parallelism=replace(experiment.parallelism, dp_shard=1)), 1)
-        return [*error.violations, *ask((*RULES, *checkpoint.BEGINNING_RULES), single)]
-    found = ask((*RULES, *LAYOUT_RULES), resolved)
-    missing = ask(checkpoint.BEGINNING_RULES, resolved)
+        return [*error.violations, *find_violations((*RULES, *checkpoint.BEGINNING_RULES), single)]
+    found = find_violations((*RULES, *LAYOUT_RULES), resolved)
+    missing = find_violations(checkpoint.BEGINNING_RULES, resolved)
     return [*found, *missing] if missing and not has_begun(resolved) else found

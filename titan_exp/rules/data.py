@@ -13,7 +13,7 @@ from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.paths.data_files import LOADERS, tokenizer_file, unlimited_split
 from titan_exp.rules.import_paths import source_is_known
-from titan_exp.rules.rule import ask, rules
+from titan_exp.rules.rule import find_violations, rules
 from titan_exp.rules.token_store import STORE_OPTIONS, store_vocabulary
 
 
@@ -90,7 +90,9 @@ def unreadable_source(experiment: Experiment) -> list[Violation]:
     """Violations in the source and its tokenizer, for `titan-exp tokenize`."""
     checks = rules(source_is_known, source_has_input, no_input_is_ignored, vocabulary_fits)
     return [
-        violation for violation in ask((*checks, *STORE_OPTIONS), experiment) if violation.field.startswith("data.")
+        violation
+        for violation in find_violations((*checks, *STORE_OPTIONS), experiment)
+        if violation.field.startswith("data.")
     ]
 
 

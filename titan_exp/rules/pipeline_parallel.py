@@ -39,7 +39,7 @@ def keys_have_an_effect(parallelism: ParallelismConfig) -> Iterator[Violation]:
 
 
 def schedule_is_known(parallelism: ParallelismConfig) -> Iterator[Violation]:
-    """The schedule has one of torch's names, or is a file that holds one for so many ranks."""
+    """The schedule has one of torch's names, or is a file with a row per pipeline rank."""
     name, ranks = parallelism.pp_schedule, parallelism.pp
     if not is_file(name):
         if name not in SCHEDULES:
@@ -184,7 +184,7 @@ def _stage_layers(parallelism: ParallelismConfig, layout: ResolvedLayout) -> Ite
 
 
 def _fits(parallelism: ParallelismConfig, total: int) -> bool:
-    """True if a step of so many micro-batches is a number of passes; a file says how many one pass has."""
+    """True if a step of `total` micro-batches is a whole number of passes."""
     name = parallelism.pp_schedule
     return total % microbatches_of(read_schedule(name)) == 0 if is_file(name) else takes(parallelism, total)
 

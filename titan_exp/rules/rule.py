@@ -86,7 +86,7 @@ class Rule:
         if when is not None:
             parameters(when)
 
-    def ask(self, values: Values) -> Iterator[Violation]:
+    def violations(self, values: Values) -> Iterator[Violation]:
         """Violations of the rule."""
         if (self.when is None or values.call(self.when)) and not (self._needs_spec and values["spec"] is None):
             yield from self.check.violations(values) if isinstance(self.check, Refuse) else values.call(self.check)
@@ -97,10 +97,10 @@ def rules(*checks: Check, when: Condition | None = None) -> tuple[Rule, ...]:
     return tuple(Rule(check, when) for check in checks)
 
 
-def ask(asked: Iterable[Rule], experiment: Experiment) -> list[Violation]:
+def find_violations(checked: Iterable[Rule], experiment: Experiment) -> list[Violation]:
     """Violations of an experiment whose layout is resolved."""
     values = Values(experiment)
-    return [violation for rule in asked for violation in rule.ask(values)]
+    return [violation for rule in checked for violation in rule.violations(values)]
 
 
 def check_number(

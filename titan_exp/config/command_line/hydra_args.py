@@ -25,7 +25,7 @@ class Arguments:
     flags: tuple[str, ...]
     """Hydra's flags, each followed by its value."""
     overrides: tuple[str, ...]
-    """Other words, in their order."""
+    """Other arguments, in their order."""
 
     def value_of(self, *names: str) -> str | None:
         """Value of a flag, under any of its names; None if it was not given."""
@@ -39,9 +39,9 @@ class Arguments:
         return any(name in self.flags for name in names)
 
 
-def read_arguments(words: Sequence[str]) -> Arguments:
+def read_arguments(argv: Sequence[str]) -> Arguments:
     """Separate Hydra's flags from overrides."""
-    pairs = zip(words, [*words[1:], ""], strict=False)
+    pairs = zip(argv, [*argv[1:], ""], strict=False)
     complete = [f"{word}=all" if word in ("--info", "-i") and after not in TOPICS else word for word, after in pairs]
     found, overrides = take_flags(complete, SWITCHES, dict.fromkeys(VALUED, str), verb="train")
     flags: list[str] = []

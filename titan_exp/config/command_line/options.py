@@ -1,4 +1,4 @@
-"""Option parser of every verb: `--name value`, `--name=value` and `name=value` words, read into a dataclass."""
+"""Option parser of every verb: `--name value`, `--name=value` and `name=value`, read into a dataclass."""
 
 import dataclasses
 import textwrap
@@ -32,9 +32,9 @@ def option_name(kind: type, field: dataclasses.Field[Any]) -> str:
     return _flag(field.name) if is_switch else f"{field.name}="
 
 
-def parse_options(kind: type[Options], words: Sequence[str], *, positional: Sequence[str] = ()) -> Options:
+def parse_options(kind: type[Options], argv: Sequence[str], *, positional: Sequence[str] = ()) -> Options:
     """Read words into a dataclass; the first words without a name are those of the `positional` fields."""
-    options, rest = take_options(kind, words, positional=positional)
+    options, rest = take_options(kind, argv, positional=positional)
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]  # a dataclass
     if rest:
         known, pairs = f"the options are {listed(names, 'and')}", [word.partition("=") for word in rest]
@@ -48,7 +48,7 @@ def parse_options(kind: type[Options], words: Sequence[str], *, positional: Sequ
 
 
 def take_options(
-    kind: type[Options], words: Sequence[str], *, positional: Sequence[str] = (), others: Sequence[str] = ()
+    kind: type[Options], argv: Sequence[str], *, positional: Sequence[str] = (), others: Sequence[str] = ()
 ) -> tuple[Options, list[str]]:
     """Read the words that are options into a dataclass, named after its verb; returns it, and the other words.
 
@@ -62,7 +62,7 @@ def take_options(
     switches = [_flag(name) for name, annotation in fields.items() if takes_switch(annotation)]
     valued = {_flag(name): str for name, annotation in fields.items() if annotation is not bool}
     found, unread = take_flags(
-        words, switches, valued, others=others, verb=kind.__name__.removesuffix("Options").lower()
+        argv, switches, valued, others=others, verb=kind.__name__.removesuffix("Options").lower()
     )
     values: dict[str, Any] = {flag[2:].replace("-", "_"): value for flag, value in found.items()}
     places, rest = list(positional), list[str]()
@@ -86,7 +86,7 @@ def take_options(
 
 
 def take_flags(
-    words: Sequence[str],
+    argv: Sequence[str],
     switches: Iterable[str],
     valued: Mapping[str, type] | None = None,
     *,
@@ -101,7 +101,7 @@ def take_flags(
     alone, with_value, foreign = set(switches), dict(valued or {}), set(others or ())
     found: dict[str, str | int | bool] = {}
     rest: list[str] = []
-    queue = list(words)
+    queue = list(argv)
     while queue:
         word = queue.pop(0)
         name, equals, value = word.partition("=")

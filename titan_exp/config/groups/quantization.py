@@ -64,7 +64,7 @@ class QuantizationConfig:
         return self.recipe in ("float8_tensorwise", "float8_rowwise_gw_hp", "nvfp4")
 
     def quantizes(self, name: str, inputs: int, outputs: int, *, layers: int) -> bool:
-        """True if the recipe quantizes a linear layer, by its name and whole shape in a model of so many blocks.
+        """True if the recipe quantizes a linear layer, by its name, its unsharded shape and the number of blocks.
 
         `smallest_gemm` must be resolved.
         """

@@ -101,7 +101,7 @@ def _build(values: Mapping[str, Any], uncomputed: Sequence[Uncomputed], message:
     if not found:
         return Experiment(**built)
     _drop_consequences(found, uncomputed)
-    order = {name: place for place, name in enumerate(keys())}
+    order = {name: index for index, name in enumerate(keys())}
     raise UserError(message, sorted(found.values(), key=lambda violation: order.get(violation.field, len(order))))
 
 

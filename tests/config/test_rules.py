@@ -9,7 +9,10 @@ import pytest
 from tests.config.composing import experiment, give_gpus
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.layout.pipeline_schedules import SCHEDULES
-from titan_exp.rules import check, violations
+from titan_exp.config.layout.resolved_layout import resolve_layout
+from titan_exp.config.schema.schema import annotation_of
+from titan_exp.rules import LAYOUT_RULES, RULES, check, violations
+from titan_exp.rules.rule import Refuse, Values
 
 HERE = Path(__file__).parent
 SCHEDULE = "parallelism.pp_schedule"
@@ -815,3 +818,11 @@ def test_rules_are_checked_if_the_layout_cannot_be_resolved(monkeypatch: pytest.
 def test_check_returns_what_it_was_given():
     run = experiment()
     assert check(run) is run
+
+
+def test_refusals_name_existing_keys_and_values():
+    """Format strings of the table are filled in only where a rule is violated."""
+    values = Values(resolve_layout(experiment(*BASE), 1))
+    for refusal in [rule.check for rule in (*RULES, *LAYOUT_RULES) if isinstance(rule.check, Refuse)]:
+        assert annotation_of(refusal.field) is not None, refusal
+        assert "{" not in refusal.reason.format_map(values) + refusal.remedy.format_map(values), refusal

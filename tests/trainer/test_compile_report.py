@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_exp.trainer.profiling.compile_report import MOST_WARNINGS, CompileReport
+from titan_exp.trainer.profiling.compile_report import MAX_WARNINGS, CompileReport
 
 
 @pytest.fixture(autouse=True)
@@ -68,20 +68,20 @@ def test_a_later_shape_is_warned_of(said):
     report.after("step", 3)
     ((level, text),) = said()
     assert level == logging.WARNING
-    assert text.startswith("compiled again in the step at step 3")
+    assert text.startswith("recompiled in the step at step 3")
     assert "expected 3, actual 5" in text
     assert "compile=none" in text
 
 
 def test_after_a_few_warnings_it_is_silent(said):
     report, function = CompileReport(), compiled()
-    for step in range(1, MOST_WARNINGS + 3):
+    for step in range(1, MAX_WARNINGS + 3):
         function(torch.ones(step))
         report.after("step", step)
     lines = said()
-    assert len(lines) == 1 + MOST_WARNINGS
-    assert "not said again" in lines[-1][1]
-    assert all("not said again" not in text for _, text in lines[:-1])
+    assert len(lines) == 1 + MAX_WARNINGS
+    assert "not logged" in lines[-1][1]
+    assert all("not logged" not in text for _, text in lines[:-1])
 
 
 def test_what_another_run_of_this_process_compiled_is_not_counted(said):

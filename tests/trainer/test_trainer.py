@@ -30,6 +30,7 @@ def run(path: Path, *overrides: str) -> tuple[bool, RunFolder]:
     with joined_process_group(CPU):
         trainer = Trainer(experiment(*overrides), folder, CPU)
         try:
+            trainer.restore()
             finished = trainer.run()
         finally:
             trainer.report.close("done")

@@ -16,7 +16,7 @@ from titan_exp.launch.rank.main import RANK_MAIN
 from titan_exp.launch.signals import Interrupts
 from titan_exp.launch.state.exit_status import AttemptResult
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, write_atomically
-from titan_exp.trainer.rank_call import ANSWER, QUESTION
+from titan_exp.trainer.rank_call import REQUEST, RESPONSE
 
 POLL_INTERVAL = 0.05
 """Seconds between looks at the ranks."""
@@ -38,7 +38,7 @@ def run_on_ranks(main: str, experiment: Experiment, question: Any) -> Any:
     with tempfile.TemporaryDirectory(prefix="titan_exp-") as scratch:
         folder = RunFolder(scratch)
         write_atomically(folder.config, to_yaml(experiment), durable=False)
-        write_atomically(folder.path / QUESTION, json.dumps(question), durable=False)
+        write_atomically(folder.path / REQUEST, json.dumps(question), durable=False)
         attempt = folder.add_attempt(
             world_size=ResolvedLayout.of(experiment).world_size, hosts=[socket.gethostname()]
         ).attempt
@@ -48,7 +48,7 @@ def run_on_ranks(main: str, experiment: Experiment, question: Any) -> Any:
             raise UserError(result.detail.strip())
         if result.exit_code:
             raise RuntimeError(f"{result.detail.strip()}\n{result.reason}")
-        return json.loads((folder.path / ANSWER).read_text(encoding="utf-8"))
+        return json.loads((folder.path / RESPONSE).read_text(encoding="utf-8"))
 
 
 def _run(main: str, experiment: Experiment, folder: RunFolder, attempt: int) -> AttemptResult:

@@ -32,8 +32,9 @@ class Config(TransformerConfig):
 
 
 def spec(config: Config) -> ModelSpec:
-    """Layers of one kind; residual outputs start smaller by sqrt(2 · layers), which keeps the stream's variance
-    (Radford et al. 2019)."""
+    """Layers of one kind; residual outputs start smaller by sqrt(2 · layers), which preserves the variance (Radford
+    et al. 2019).
+    """
     layer = transformer_layer(config, out_std=config.init_std / math.sqrt(2 * config.layers))
     return transformer_spec(config, (layer,) * config.layers)
 
@@ -46,7 +47,7 @@ def block(config: Config, layer: int, backend: "AttentionBackend") -> "Transform
 
 
 def violations(config: Config) -> Iterator[Violation]:
-    """Shapes that a Llama cannot have."""
+    """Shape violations of a Llama."""
     yield from shape_violations(config)
     rope = config.rope
     if rope.scaling == "none" and rope.factor != 1:
@@ -70,7 +71,7 @@ STATE_DICTS = {"huggingface": HUGGINGFACE, "llama": META, "torchtune": TORCHTUNE
 
 
 def state_dict_map(config: Config, form: str) -> StateDictMap:
-    """Our parameters in terms of another tool's tensors."""
+    """State-dict map from another tool's tensors to our parameters."""
     return decoder_map(spec(config), STATE_DICTS[form])
 
 

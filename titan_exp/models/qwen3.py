@@ -44,7 +44,7 @@ def block(config: Config, layer: int, backend: "AttentionBackend") -> "Transform
 
 
 def violations(config: Config) -> Iterator[Violation]:
-    """Shapes that a Qwen3 cannot have."""
+    """Shape violations of a Qwen3."""
     yield from shape_violations(config)
 
 
@@ -53,7 +53,7 @@ STATE_DICTS = {"huggingface": HUGGINGFACE}
 
 
 def state_dict_map(config: Config, form: str) -> StateDictMap:
-    """Our parameters in terms of another tool's tensors."""
+    """State-dict map from another tool's tensors to our parameters."""
     return decoder_map(spec(config), STATE_DICTS[form])
 
 

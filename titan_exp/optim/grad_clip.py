@@ -18,11 +18,9 @@ from titan_exp.ops.local_tensor import local_tensor
 
 @torch.no_grad()
 def global_grad_norm(parameters: Iterable[Tensor], pp_group: dist.ProcessGroup | None = None) -> Tensor:
-    """L2 norm of all gradients of the whole model, an fp32 scalar that is the same on every rank.
+    """L2 norm of all gradients of the model, an fp32 scalar equal on every rank.
 
-    Args:
-        parameters: parameters on this rank, without the copy of a tied weight that another pipeline stage counts.
-        pp_group: ranks of the pipeline; None without one.
+    `parameters` are this rank's, without copies of tied weights that another pipeline stage counts.
     """
     groups: dict[object, list[Tensor]] = defaultdict(list)
     meshes = {}

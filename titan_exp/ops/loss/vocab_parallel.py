@@ -1,5 +1,4 @@
-"""Softmax over a vocabulary that is divided among ranks: each computes from its own logits, and two numbers a token
-are exchanged."""
+"""Vocabulary-parallel softmax: ranks compute from their own logits and exchange two numbers per token."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,26 +10,23 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The words whose logits are here."""
+    """Vocabulary shard whose logits this rank holds."""
 
     first: int
-    """Number of the first of them."""
+    """First token id of the shard."""
     all_reduce_sum: Callable[[Tensor], Tensor]
-    """The sum over all parts of a tensor, as a new tensor."""
+    """Sum of a tensor over all shards, as a new tensor."""
     all_reduce_max: Callable[[Tensor], Tensor]
-    """The elementwise maximum over all parts of a tensor, as a new tensor."""
+    """Elementwise maximum of a tensor over all shards, as a new tensor."""
 
 
 @torch.no_grad()
 def log_normalizer_and_target(
     logits: Float[Tensor, "tokens words"], target: Int[Tensor, " tokens"], part: VocabShard | None
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
-    """Log of softmax's denominator over the whole vocabulary, and the target's logit, from fp32 logits.
+    """Log of the softmax denominator over the whole vocabulary, and the target's logit, from fp32 logits.
 
-    Args:
-        logits: those of this part of the vocabulary; of all of it where `part` is None.
-        target: a word of the whole vocabulary for each token.
-        part: which words are here.
+    `logits` are those of `part`, or of the whole vocabulary if it is None; `target` are ids of the whole vocabulary.
     """
     if part is None:
         return logits.logsumexp(-1), logits.gather(1, target[:, None])[:, 0]
@@ -44,7 +40,7 @@ def log_normalizer_and_target(
 def locate(
     target: Int[Tensor, " tokens"], part: VocabShard | None, words: int
 ) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " tokens"]]:
-    """Column of each target among the `words` of this part, and whether it is there (1) or the column is any (0)."""
+    """Column of each target in this shard of `words` columns, and 1; any column and 0 for targets in other shards."""
     if part is None:
         return target, torch.ones_like(target)
     column = target - part.first

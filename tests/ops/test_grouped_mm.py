@@ -131,8 +131,8 @@ def test_operators_keep_what_they_promise_the_compiler():
     x, weight, gradient = operands(torch.float32)
     ends = ends_of(*ENDS["none at the end, and nobody's"])
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(module._rows_in_a_loop, (x, weight.mT, ends), test_utils=checks)
-    torch.library.opcheck(module._outer_in_a_loop, (gradient, x, ends), test_utils=checks)
+    torch.library.opcheck(module._loop_rows, (x, weight.mT, ends), test_utils=checks)
+    torch.library.opcheck(module._loop_outer, (gradient, x, ends), test_utils=checks)
 
 
 @pytest.mark.parametrize("device", ["meta", "fake"])

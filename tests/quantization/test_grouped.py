@@ -200,8 +200,8 @@ def test_names_layers_and_sizes_are_left_out_as_of_projections():
 def test_what_is_written_of_it_says_experts():
     said = describe(mixture(), config_of("quantization=mxfp8"), layers=4, device=CPU)
     assert said is not None
-    assert said.startswith("mxfp8, emulated on cpu: 8 of 8 projections, ")
-    with pytest.raises(UserError, match="no such projection"):
+    assert said.startswith("mxfp8, emulated on cpu: 8 of 8 linear layers, ")
+    with pytest.raises(UserError, match="no such linear layer"):
         describe(mixture(), config_of("quantization=mxfp8", "quantization.filter=['*.gate']"), layers=4, device=CPU)
     assert "experts=4, in_features=64" in str(mixture())
     table = init_specs(mixture())
@@ -217,7 +217,7 @@ def test_dims_that_no_recipe_takes_are_refused_by_name(recipe: str, multiple: in
             quantize(model, config_of(f"quantization={recipe}"), layers=1, device=CPU)
         [violation] = refused.value.violations
         size = outputs if dim == "outputs" else inputs
-        assert violation.reason == f"its dims are multiples of {multiple}, and the experts of experts have {size} {dim}"
+        assert violation.reason == f"it needs multiples of {multiple}, and the experts of experts have {size} {dim}"
         assert "quantization.filter=['experts']" in violation.remedy
         left = config_of(f"quantization={recipe}", "quantization.filter=['experts']")
         quantize(model, left, layers=1, device=CPU)
@@ -276,7 +276,7 @@ def test_what_is_emulated_beside_instructions_is_said(monkeypatch: pytest.Monkey
     said = describe(Both(), config, layers=1, device=hopper(monkeypatch, 9, 0))
     assert said is not None
     assert "by the instructions of cuda" in said
-    assert "those of experts (1) emulated, for which torchao has no kernel here: 2 of 2 projections" in said
+    assert "experts (1) emulated, because torchao has no kernel for them here: 2 of 2 linear layers" in said
 
 
 def test_torchao_s_functions_are_those_that_are_called():
@@ -305,7 +305,7 @@ def test_torchao_s_functions_are_those_that_are_called():
     for name, arguments in expected.items():
         found = inspect.signature(getattr(grouped_instructions, name)).parameters
         assert {key: getattr(it.default, "value", it.default) for key, it in found.items()} == arguments
-    assert grouped_instructions.PRODUCTS.keys() == instructions.GROUPED_MULTIPLE.keys()
+    assert grouped_instructions.KERNELS.keys() == instructions.GROUPED_MULTIPLE.keys()
 
 
 def test_mxfp8_is_torchao_s():

@@ -29,7 +29,7 @@ class Decoder(nn.Module):
         self.embedding = Embedding(spec.vocab_size, spec.dim, spec.embedding_std)
         self.blocks = nn.ModuleDict({str(layer): block for layer, block in blocks.items()})
         self.norm = RMSNorm(spec.dim, spec.norm_eps)
-        # A tied head borrows the embedding's weight in `forward`: one parameter, not two names for one.
+        # A tied head gets the embedding's weight in `forward`, so that the parameter has one name.
         self.head = Head(spec.dim, spec.vocab_size, spec.embedding_std, tied=spec.tied)
         self.rope = None
         if spec.rope is not None:
@@ -51,7 +51,7 @@ class Decoder(nn.Module):
         """
         rope = None if self.rope is None else self.rope(x.shape[1], positions)
         mask = self._mask(documents)
-        # Of a tied model the last stage has the embedding as well, for its head.
+        # The last stage of a tied model holds the embedding too, for its head.
         if not x.is_floating_point():
             x = self.embed(x)
         for block in self.blocks.values():

@@ -90,8 +90,8 @@ def _to_config_json(config: Config) -> dict[str, Any]:
 
 
 def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
-    said = rope_values(values)
-    theta, kind = float(said["rope_theta"]), said["rope_type"]
+    rope_keys = rope_values(values)
+    theta, kind = float(rope_keys["rope_theta"]), rope_keys["rope_type"]
     context = int(values.get("max_position_embeddings", 2048))
     if kind not in ("default", "llama3"):
         raise UserError(f"config.json: rope scaling {kind!r} is not supported; default and llama3 are.")
@@ -100,10 +100,10 @@ def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
         rope = RopeConfig(
             theta,
             "llama3",
-            float(said["factor"]),
-            float(said["low_freq_factor"]),
-            float(said["high_freq_factor"]),
-            int(said["original_max_position_embeddings"]),
+            float(rope_keys["factor"]),
+            float(rope_keys["low_freq_factor"]),
+            float(rope_keys["high_freq_factor"]),
+            int(rope_keys["original_max_position_embeddings"]),
         )
     return Config(name=name, architecture="llama", context=context, rope=rope, **common_fields(values))
 

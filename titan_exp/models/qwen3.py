@@ -63,10 +63,10 @@ def _to_config_json(config: Config) -> dict[str, Any]:
 
 
 def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
-    said, context = rope_values(values), int(values["max_position_embeddings"])
-    if said["rope_type"] != "default":
-        raise UserError(f"config.json: rope scaling {said['rope_type']!r} is not supported for qwen3.")
-    rope, fields = PlainRope(float(said["rope_theta"])), common_fields(values)
+    rope_keys, context = rope_values(values), int(values["max_position_embeddings"])
+    if rope_keys["rope_type"] != "default":
+        raise UserError(f"config.json: rope scaling {rope_keys['rope_type']!r} is not supported for qwen3.")
+    rope, fields = PlainRope(float(rope_keys["rope_theta"])), common_fields(values)
     return Config(name=name, architecture="qwen3", context=context, rope=rope, **fields)
 
 

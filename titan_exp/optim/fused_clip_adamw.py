@@ -50,15 +50,15 @@ class FusedClipAdamW(torch.optim.Optimizer):
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1)
         rates = bias_rates(torch.stack(steps), lr=group["lr"], betas=group["betas"])
-        for parameter, state, its_rates in zip(parameters, states, rates.unbind(), strict=True):
+        for parameter, state, step_rates in zip(parameters, states, rates.unbind(), strict=True):
             gradient = parameter.grad
-            assert gradient is not None, "asked above"
+            assert gradient is not None
             adamw_update(
                 local_tensor(parameter),
                 local_tensor(gradient),
                 local_tensor(state["exp_avg"]),
                 local_tensor(state["exp_avg_sq"]),
-                rates=its_rates,
+                rates=step_rates,
                 decay=group["lr"] * group["weight_decay"],
                 betas=group["betas"],
                 eps=group["eps"],

@@ -38,8 +38,8 @@ def global_grad_norm(parameters: Iterable[Tensor], pp_group: dist.ProcessGroup |
         sample = meshes[key]
         if sample is not None:
             for axis, placement in enumerate(sample.placements):
-                assert not placement.is_partial(), "a gradient must be reduced before it is measured"
-                # Not only Shard: dim 0 sharded twice is a class of its own.
+                assert not placement.is_partial(), "gradients are reduced before their norm"
+                # Not only Shard: a dim sharded twice has its own placement class.
                 if not placement.is_replicate():
                     dist.all_reduce(square, group=sample.device_mesh.get_group(axis))
         squares.append(square)

@@ -56,9 +56,9 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
                     state[f"{name}_scale"] = _placed_as(parameter, scales, shape)
         state["step"] += 1
         step, (beta1, beta2) = float(state["step"]), group["betas"]
-        weight, gradient = local_tensor(parameter), local_tensor(parameter.grad).float()  # type: ignore[arg-type]  # asked above
+        weight, gradient = local_tensor(parameter), local_tensor(parameter.grad).float()  # type: ignore[arg-type]  # not None
         kept = [[local_tensor(state[key]) for key in (name, f"{name}_scale") if key in state] for name in MOMENTS]
-        # The update takes the moments before they are rounded.
+        # The update uses the moments before they are rounded for storage.
         first = formats[0].read(kept[0]).lerp(gradient, 1 - beta1)
         second = formats[1].read(kept[1]).lerp(gradient.square(), 1 - beta2)
         for moment, tensors, value in zip(formats, kept, (first, second), strict=True):
@@ -82,7 +82,7 @@ def _require_whole_blocks(parameter: Tensor, precision: str) -> None:
     columns = local_tensor(parameter).shape[-1] if parameter.dim() else 0
     if _has_blocks(parameter) and columns % MOMENT_BLOCK:
         reason = (
-            f"moments are kept in blocks of {MOMENT_BLOCK} numbers of a row, and a rank has {columns} of a row's "
+            f"moments are stored in blocks of {MOMENT_BLOCK} numbers of a row, and a rank has {columns} of "
             f"{parameter.shape[-1]}"
         )
         remedy = "optimizer.state_precision=bf16, or a smaller parallelism.tp or parallelism.dp_shard"

@@ -113,7 +113,7 @@ def formats_of(precision: str) -> tuple[MomentFormat, MomentFormat]:
         rounded = Rounded(torch.float32 if precision == "fp32" else torch.bfloat16)
         return rounded, rounded
     with import_torchao():
-        import torchao.optim  # noqa: F401  # what is used of it is imported where it is
+        import torchao.optim  # noqa: F401  # its functions are imported where used
     if precision == "fp8":
         return Float8Blocks(), Float8Blocks(root=True)
     return DynamicBlocks(signed=True), DynamicBlocks(signed=False)

@@ -31,7 +31,7 @@ def quantize(model: nn.Module, config: QuantizationConfig, *, layers: int, devic
 
     emulated = needs_emulation(config, device)
     if config.recipe.startswith("float8_row") or (config.recipe == "nvfp4" and emulated):
-        # Else inductor keeps what eager rounds to bf16 between operators, and a row's scale is of other numbers.
+        # Else inductor skips eager's rounding to bf16 between operators, and row scales differ.
         import torch._inductor.config as inductor
 
         inductor.emulate_precision_casts = True
@@ -57,24 +57,25 @@ def describe(model: nn.Module, config: QuantizationConfig, *, layers: int, devic
     for pattern in config.filter:
         if not any(fnmatchcase(name, pattern) for name in found):
             offer = did_you_mean(pattern, found) or "patterns look like blocks.*.attention.*"
-            violation = Violation("quantization.filter", pattern, "the model has no such projection", offer)
+            violation = Violation("quantization.filter", pattern, "the model has no such linear layer", offer)
             raise UserError("This run cannot be started.", [violation])
-    taken = dict(_quantized_linears(model, config, layers))
-    if not taken:
-        violation = Violation("quantization.recipe", config.recipe, "it takes no projection", "quantization=none")
+    quantized = dict(_quantized_linears(model, config, layers))
+    if not quantized:
+        violation = Violation("quantization.recipe", config.recipe, "it selects no linear layer", "quantization=none")
         raise UserError("This run cannot be started.", [violation])
-    experts = {name: it for name, it in taken.items() if isinstance(it, GroupedLinear)}
-    alone = [_is_grouped_emulated(name, it, config, device) for name, it in experts.items()]
-    share = sum(it.weight.numel() for it in taken.values()) / sum(it.numel() for it in model.parameters())
+    experts = {name: linear for name, linear in quantized.items() if isinstance(linear, GroupedLinear)}
+    emulated_experts = [_is_grouped_emulated(name, linear, config, device) for name, linear in experts.items()]
+    weights = sum(linear.weight.numel() for linear in quantized.values())
+    share = weights / sum(parameter.numel() for parameter in model.parameters())
     emulated = needs_emulation(config, device)
-    how = f"emulated on {device.type}" if emulated else f"by the instructions of {device.type}"
+    kernels = f"emulated on {device.type}" if emulated else f"by the instructions of {device.type}"
     if config.fused_casts:
-        how += ", torch's casts" if emulated else ", casts both ways in one pass"
-    if any(alone) and not emulated:
-        how += f", those of experts ({len(experts)}) emulated, for which torchao has no kernel here"
+        kernels += ", torch's casts" if emulated else ", dual casts"
+    if any(emulated_experts) and not emulated:
+        kernels += f", experts ({len(experts)}) emulated, because torchao has no kernel for them here"
     return (
-        f"{config.recipe}, {how}: {len(taken)} of {len(found)} projections, {100 * share:.0f} % of the parameters; "
-        "embedding and head stay in high precision, and MFU is of the bf16 peak"
+        f"{config.recipe}, {kernels}: {len(quantized)} of {len(found)} linear layers, {100 * share:.0f} % of the "
+        "parameters; embedding and head stay in high precision, and MFU refers to the bf16 peak"
     )
 
 
@@ -82,15 +83,15 @@ def _is_grouped_emulated(name: str, linear: GroupedLinear, config: QuantizationC
     """True if a grouped linear must be emulated; refuses it if the configuration forbids that."""
     emulated, pattern = needs_grouped_emulation(config, device), re.sub(r"^blocks\.\d+\.", "*.", name)
     if emulated and config.emulate is False:
-        scales = "" if config.power_of_two_scales else " with scales that are no powers of two"
+        scales = "" if config.power_of_two_scales else " without power-of-two scales"
         reason = f"torchao has no kernel here for the experts of {name} in {config.recipe}{scales}"
-        offer = f"quantization.emulate=auto emulates those alone, or quantization.filter=['{pattern}']"
+        offer = f"quantization.emulate=auto emulates only those; or quantization.filter=['{pattern}']"
         raise UserError("This run cannot be started.", [Violation("quantization.emulate", False, reason, offer)])
     multiple = BLOCK[config.recipe] if emulated else GROUPED_MULTIPLE[config.recipe]
     for size, dim in ((linear.in_features, "inputs"), (linear.out_features, "outputs")):
         if size % multiple:
-            reason = f"its dims are multiples of {multiple}, and the experts of {name} have {size} {dim}"
-            offer = f"quantization.filter=['{pattern}'] leaves them in high precision; or another shape"
+            reason = f"it needs multiples of {multiple}, and the experts of {name} have {size} {dim}"
+            offer = f"quantization.filter=['{pattern}'] keeps them in high precision; or another shape"
             if multiple > BLOCK[config.recipe]:
                 offer += f"; or quantization.emulate=true, with multiples of {BLOCK[config.recipe]}"
             raise UserError(

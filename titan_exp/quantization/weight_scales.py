@@ -21,7 +21,7 @@ class WeightScales:
 
     def __init__(self, parts: Sequence[nn.Module], groups: Sequence[dist.ProcessGroup], dtype: torch.dtype) -> None:
         self._weights = list(_weights(parts))
-        self._scales = [it.weight_scale for _, it in self._weights if it.weight_scale is not None]
+        self._scales = [linear.weight_scale for _, linear in self._weights if linear.weight_scale is not None]
         self._groups, self._dtype = groups, dtype
 
     @torch.no_grad()
@@ -30,10 +30,10 @@ class WeightScales:
         if not self._weights:
             return
         first = self._weights[0][1]
-        # A rank may hold nothing of a weight that is divided unevenly.
+        # Uneven shards may be empty.
         shards = (local_tensor(weight) for weight, _ in self._weights)
-        largest = [it.abs().amax() if it.numel() else it.new_zeros(()) for it in shards]
-        amax = torch.stack(largest).to(self._scales[0].device)
+        maxima = [shard.abs().amax() if shard.numel() else shard.new_zeros(()) for shard in shards]
+        amax = torch.stack(maxima).to(self._scales[0].device)
         for group in self._groups:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
         scales = first.scales_of(amax.to(self._dtype))

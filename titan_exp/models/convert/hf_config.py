@@ -52,11 +52,11 @@ def from_huggingface(values: Mapping[str, Any], name: str, architecture: str | N
         if values.get(key, wanted) != wanted:
             raise UserError(f"config.json: {key}={values[key]!r}, but {family.model_type} here has {key}={wanted!r}.")
     if values.get("quantization_config"):
-        raise UserError("config.json: the weights are quantized; only plain ones in fp32, bf16 or fp16 can be read.")
+        raise UserError("config.json: quantized weights cannot be read; supported are fp32, bf16 and fp16.")
     try:
         return family.from_config(values, name)
     except KeyError as error:
-        raise UserError(f"config.json does not say {error.args[0]}; a {family.model_type}'s does.") from error
+        raise UserError(f"config.json has no {error.args[0]}, which a {family.model_type}'s has.") from error
 
 
 def common_keys(config: TransformerConfig, *, rope_scaling: object, extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -100,20 +100,15 @@ def common_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def rope_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """RoPE keys with `rope_theta` and `rope_type`: transformers 5 nests them, 4 does not."""
-    said = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
-    said["rope_theta"] = said.get("rope_theta") or values.get("rope_theta") or 10000.0
-    said["rope_type"] = said.get("rope_type") or said.get("type") or "default"
-    return said
+    rope = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
+    rope["rope_theta"] = rope.get("rope_theta") or values.get("rope_theta") or 10000.0
+    rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
+    return rope
 
 
 def generation_config(special_tokens: Mapping[str, Any]) -> dict[str, Any]:
     """Content of `generation_config.json`."""
-    return {
-        **special_tokens,
-        "do_sample": True,
-        "temperature": 0.8,
-        "top_p": 0.95,
-    }
+    return {**special_tokens, "do_sample": True, "temperature": 0.8, "top_p": 0.95}
 
 
 def special_tokens_of(values: Mapping[str, Any]) -> dict[str, Any]:

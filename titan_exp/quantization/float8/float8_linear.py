@@ -80,7 +80,7 @@ class _Float8Linear(torch.autograd.Function):
         ctx.recipe = recipe
         rows = x.reshape(-1, x.shape[-1])
         over = -1 if recipe.rowwise else None
-        # A matrix that one scale holds for is divided by tensor parallelism if the dim that is contracted is.
+        # Tensor parallelism shards the scope of an input scale if it shards the contracted dim.
         kept: tuple[Tensor, ...] = (x,)
         if recipe.dual_cast:
             (left, left_scale), kept = recipe.quantize_dual(rows, E4M3, recipe.input_amax_reduce)

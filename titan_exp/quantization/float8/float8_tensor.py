@@ -59,7 +59,7 @@ def multiply(
         left_scale = left_scale.expand(left.shape[0], 1).contiguous()
     if right_scale.dim() == 0 and left_scale.dim() > 0:
         right_scale = right_scale.expand(1, right.shape[1]).contiguous()
-    # The instructions want rows of the one and columns of the other to be contiguous.
+    # Float8 instructions require row-major left and column-major right matrices.
     columns = right.t().contiguous().t()
     return addmm_float8_unwrapped(left.contiguous(), left_scale, columns, right_scale, dtype, use_fast_accum=fast)
 

@@ -68,7 +68,7 @@ def rounded(tensor: Tensor) -> Tensor:
     """
     blocks = tensor.float().unflatten(-1, (-1, BLOCK))
     exponent = (blocks.abs().amax(-1, keepdim=True) / LARGEST).log2().ceil().clamp(-127, 127)
-    # Of a block of zeros, or nearly so, the scale is 1.
+    # The scale of a (nearly) zero block is 1.
     scale = exponent.exp2().where(exponent > -127, 1.0)
     rounded = (blocks / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float() * scale
     return rounded.flatten(-2).to(tensor.dtype)

@@ -40,7 +40,7 @@ class _NVFP4Native(torch.autograd.Function):
         scale = recipe.scale_of_weight(weight) if scale is None else scale
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         by_row, by_token = _tokens(rows, recipe, recipe.input_amax_reduce)
-        # The input is kept in four bits. The weight is rounded anew: sharded, it is gathered anew as well.
+        # Keeps the input in four bits; rounds the weight again in backward, where FSDP gathers it again.
         ctx.save_for_backward(weight, scale, *by_token)
         output = _multiply(by_row, _weight(weight, scale)[0])
         return output.unflatten(0, x.shape[:-1]) if x.dim() != 2 else output
@@ -70,7 +70,7 @@ def _tokens(
     by_token, by_row = recipe.scale_of_amax(amax, amax_reduce).unbind()
     keys: list[Tensor | None] = [None] * 4
     if stochastic:
-        # Keys and counters of the kernel's generator, from the device's, which every step seeds.
+        # Seeds and offsets of the kernel's RNG, drawn from the device's generator, which every step seeds.
         keys = list(torch.randint(0, 2**32, (4, 1), dtype=torch.int64, device=rows.device).unbind())
     columns, column_scales, codes, scales = triton_rht_quantize_row_col(
         rows,

@@ -72,7 +72,7 @@ class _NVFP4Linear(torch.autograd.Function):
             x_grad = _multiply(left, (rounded(weight, scale, square=True).t(), scale), gradient.dtype)
             x_grad = x_grad.unflatten(0, gradients[0].shape[:-1]) if gradients[0].dim() != 2 else x_grad
         if needs_weight_grad:
-            # What is contracted are tokens, which every rank has all of here; it has some of the rows, and columns.
+            # Contracts tokens, all of which this rank has; rows or columns are sharded.
             left = _quantized(transformed(gradient), recipe, recipe.output_amax_reduce, stochastic=recipe.stochastic)
             right = _quantized(transformed(x.reshape(-1, x.shape[-1])), recipe, recipe.input_amax_reduce)
             weight_grad = _multiply(left, right, gradient.dtype)

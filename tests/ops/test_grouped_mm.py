@@ -62,7 +62,7 @@ def test_gradients_are_finite_differences(name: str):
     assert torch.autograd.gradcheck(lambda x, weight: grouped_linear(x, weight, ends_of(*ENDS[name])), (x, weight))
 
 
-def test_what_is_nobody_s_is_neither_read_nor_written():
+def test_rows_of_no_expert_are_neither_read_nor_written():
     x, weight, gradient = operands(torch.float32)
     ends = ends_of(3, 3, 9, 14)
     clean = passes(grouped_linear, x, weight, ends, gradient)
@@ -82,7 +82,7 @@ def test_no_rows_at_all():
 
 
 @pytest.mark.parametrize("ends", [(5, 4, 17, 20), (5, 6, 17, 21), (-1, 6, 17, 20)])
-def test_ends_that_cannot_be_are_said_so(ends: tuple[int, ...]):
+def test_invalid_ends_are_an_error(ends: tuple[int, ...]):
     x, weight, _ = operands(torch.float32)
     with pytest.raises(ValueError, match="ends ascend, to at most 20"):
         grouped_linear(x, weight, ends_of(*ends))

@@ -1,4 +1,4 @@
-"""Runs of the real trainer in any layout, and what came out of them."""
+"""Train with the real trainer in any layout, and read back curve and weights."""
 
 import logging
 import sysconfig
@@ -54,7 +54,7 @@ LINES = [
 
 @dataclass(frozen=True)
 class Curve:
-    """What a run leaves behind."""
+    """Curve and final weights of a run."""
 
     loss: list[float]
     """Loss of each step."""

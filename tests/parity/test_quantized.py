@@ -134,7 +134,7 @@ def test_gathered_in_float8_it_is_the_same_to_the_bit(tmp_path: Path):
     assert {weight.dtype for weight in bytes_sent.weights.values()} == {torch.float32}
 
 
-def test_a_run_goes_on_in_another_recipe(tmp_path: Path):
+def test_resumes_in_another_recipe(tmp_path: Path):
     before = ["quantization=float8_tensorwise", "optimizer.lr=5e-4", *FSDP2.split()]
     whole, changed = continued(tmp_path, before, ["quantization=mxfp8", "optimizer.lr=5e-4", *TP2.split()])
     assert [row["step"] for row in changed.rows] == [6, 7, 8, 9, 10]

@@ -101,7 +101,7 @@ def test_it_is_the_product_of_one_projection(name: str, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_what_is_nobody_s_is_neither_read_nor_written(name: str):
+def test_rows_of_no_expert_are_neither_read_nor_written(name: str):
     product = grouped_linear_impl_for(config_of(*RECIPES[name]), emulated=True)
     x, weight, gradient = operands(torch.float32)
     ends = torch.tensor(RAGGED, dtype=torch.int32)
@@ -197,7 +197,7 @@ def test_names_layers_and_sizes_are_left_out_as_of_projections():
     assert {type(it) for it in taken("quantization=none").values()} == {GroupedLinearImpl}
 
 
-def test_what_is_written_of_it_says_experts():
+def test_the_summary_counts_experts():
     said = describe(mixture(), config_of("quantization=mxfp8"), layers=4, device=CPU)
     assert said is not None
     assert said.startswith("mxfp8, emulated on cpu: 8 of 8 linear layers, ")
@@ -210,7 +210,7 @@ def test_what_is_written_of_it_says_experts():
 
 
 @pytest.mark.parametrize(("recipe", "multiple"), BLOCK.items())
-def test_dims_that_no_recipe_takes_are_refused_by_name(recipe: str, multiple: int):
+def test_dims_that_do_not_fit_are_refused(recipe: str, multiple: int):
     for inputs, outputs, dim in ((multiple, 3 * multiple + 8, "outputs"), (multiple + 8, multiple, "inputs")):
         model = nn.ModuleDict({"experts": GroupedLinear(2, inputs, outputs, 0.02)})
         with pytest.raises(UserError) as refused:
@@ -266,7 +266,7 @@ def test_what_must_not_be_emulated_is_refused_by_name(monkeypatch: pytest.Monkey
     assert len(taken("quantization=float8_tensorwise", *never, "quantization.filter=['*.experts.*']", device=gpu)) == 8
 
 
-def test_what_is_emulated_beside_instructions_is_said(monkeypatch: pytest.MonkeyPatch):
+def test_emulated_experts_are_named_beside_native_linears(monkeypatch: pytest.MonkeyPatch):
     class Both(nn.Module):
         def __init__(self) -> None:
             super().__init__()

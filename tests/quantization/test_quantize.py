@@ -1,4 +1,4 @@
-"""Which projections a recipe takes, on which device, and the scales of whole weights."""
+"""Selected linear layers of a recipe by device, and scales of whole weights."""
 
 import dataclasses
 

@@ -25,7 +25,7 @@ def made_run(runs: Path, *overrides: str) -> Path:
 
 
 def train_rank(path: str) -> str | None:
-    """What a rank process runs, in the environment of a user who names no cache; returns where its cache was."""
+    """Run a rank process without a cache set by the user; returns the cache that it used."""
     from titan_exp.trainer.rank_main import main
 
     os.environ.pop(VARIABLE, None)
@@ -52,7 +52,7 @@ def test_a_rank_keeps_its_compiled_code_beside_the_runs(tmp_path: Path):
     assert run_ranks(1, train_rank, str(path)) == [str(tmp_path / "runs/.cache/compile")]
 
 
-def test_of_a_run_that_was_moved_it_stays_inside(tmp_path: Path):
+def test_a_moved_run_keeps_its_cache_inside(tmp_path: Path):
     path = made_run(tmp_path / "runs")
     (tmp_path / "elsewhere").mkdir()
     moved = path.rename(tmp_path / "elsewhere" / "copy")

@@ -1,4 +1,4 @@
-"""What happens to a whole run where its disk fills up, or where what it begins with is damaged or gone."""
+"""Whole runs on full disks, and with damaged or missing initial weights."""
 
 import os
 import shutil
@@ -89,7 +89,7 @@ def test_any_layout_begins_bitwise_with_a_seed_checkpoint(tmp_path: Path, way: s
 
 
 @pytest.mark.skipif(not can_mount(), reason=NO_MOUNTS)
-def test_a_disk_that_stays_full_ends_the_run_in_words_and_room_continues_it(tmp_path):
+def test_a_disk_that_stays_full_ends_the_run_with_an_error_and_it_resumes(tmp_path):
     undisturbed = train(tmp_path / "undisturbed", *SAVING)
     with small_disk(tmp_path / "disk", 20 * 2**20) as disk:
         with pytest.raises(AssertionError, match="UserError: The state after step 8 could not be saved"):

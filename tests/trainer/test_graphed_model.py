@@ -135,7 +135,7 @@ def assert_same(found: Trained, expected: Trained) -> None:
         ),
     ],
 )
-def test_replays_train_the_same(tmp_path: Path, steps: int, overrides: str):
+def test_replay_trains_bitwise_the_same(tmp_path: Path, steps: int, overrides: str):
     words = [*CHANGING, *overrides.split(), f"training.steps={steps}"]
     plain = train(tmp_path / "plain", *words, graphs=False)
     found = train(tmp_path / "graphs", *words)
@@ -169,7 +169,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 @pytest.mark.parametrize("mutate", ["the_count_is_a_number_of_pythons", "gradients_are_dropped", "inputs_stay"])
-def test_what_would_be_frozen_is_noticed(tmp_path: Path, unbroken: Trained, mutate: str):
+def test_values_frozen_in_a_capture_are_noticed(tmp_path: Path, unbroken: Trained, mutate: str):
     found = train(tmp_path, *CHANGING, "training.stop_on_nonfinite=false", mutate=globals()[mutate])
     assert found.passes["replayed"] == 6
     assert found.rows[0] == unbroken.rows[0]
@@ -246,7 +246,7 @@ def test_a_pass_takes_nothing_from_the_host(chunk: int | None, dtype: torch.dtyp
 
 @pytest.mark.parametrize("chunk", [None, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_recording_takes_nothing_that_somebody_else_may_free(chunk: int | None, dtype: torch.dtype):
+def test_a_capture_uses_only_memory_that_the_model_keeps(chunk: int | None, dtype: torch.dtype):
     """A graph knows addresses: those of weights, gradients, buffers, inputs, count and loss, which the model keeps."""
     recorder = TapeRecorder(torch.device("cpu"))
     model = replayed(real_model(vocab_size=64), recorder, LanguageModeling(chunk, 1e-4), dtype=dtype)

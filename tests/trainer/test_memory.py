@@ -1,4 +1,4 @@
-"""What memory holds: at a step, and when there is no more of it."""
+"""Memory breakdown of a step, and the out-of-memory report."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ SMALL = [
 HUNGRY = ["model.architecture=tests.trainer.hungry_model.Hungry", "parallelism.dp_shard=1"]
 
 
-def test_every_tensor_is_counted_once_by_what_it_is_for():
+def test_every_tensor_is_counted_once():
     model = nn.Linear(64, 32)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(4, 64)).sum().backward()
@@ -44,7 +44,7 @@ def test_every_tensor_is_counted_once_by_what_it_is_for():
     assert "weight: exp_avg" in memory.text()
 
 
-def test_a_run_that_is_out_of_memory_says_who_had_it_and_where(tmp_path: Path):
+def test_an_out_of_memory_error_names_consumers_and_remedies(tmp_path: Path):
     folder = committed(tmp_path / "run", [*SMALL, *HUNGRY, "profiling.memory_step=2"])
     with pytest.raises(OutOfMemory) as caught:
         main(str(folder.path))
@@ -78,7 +78,7 @@ def test_errors_of_every_allocator_are_known():
     assert not is_out_of_memory(RuntimeError("memory format"))
 
 
-def test_what_is_in_use_already_is_not_advised():
+def test_options_in_use_are_no_remedies():
     plain = resolve_layout(experiment("model=llama_debug"), 1)
     lowered = resolve_layout(
         experiment(

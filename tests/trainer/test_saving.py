@@ -1,4 +1,4 @@
-"""What the trainer saves, when, and what it says of it."""
+"""Checkpoints of the trainer: when they are saved, and the log."""
 
 import json
 import logging
@@ -57,7 +57,7 @@ def broken_clocks() -> None:
     patch("titan_exp.checkpoint.checkpointer.Checkpointer.interval_elapsed", lambda _: interval_elapsed)
 
 
-def test_from_weights_alone_nothing_goes_on(tmp_path):
+def test_a_weights_only_checkpoint_cannot_be_resumed(tmp_path):
     settings = ["checkpoint.mode=sync", "checkpoint.last=weights", "checkpoint.every=2", "checkpoint.keep=1"]
     run(tmp_path, *settings, "training.steps=4")
     assert steps(tmp_path) == [4]
@@ -80,7 +80,7 @@ def test_a_stopped_run_with_weights_alone_at_its_end_is_saved_whole(tmp_path):
     assert steps(tmp_path) == [1, 4]
 
 
-def test_what_changed_since_the_checkpoint_is_said_and_holds(tmp_path, caplog):
+def test_changed_options_are_logged_on_resume_and_apply(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="titan_exp")
     settings = ["checkpoint.mode=sync", "checkpoint.every=2"]
     run(tmp_path, *settings, "training.steps=2", "lr_schedule=constant", "lr_schedule.warmup_steps=0")

@@ -20,7 +20,7 @@ def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
     return caplog.messages
 
 
-def test_memory_that_nobody_used_is_spoken_of_once(lines: list[str], caplog: pytest.LogCaptureFixture):
+def test_spare_memory_is_logged_once(lines: list[str], caplog: pytest.LogCaptureFixture):
     spare = SpareMemory(saving_options(experiment("activation_checkpoint=full")), torch.device("cuda", 0))
     spare.check(31.0)
     spare.check(31.0)
@@ -37,7 +37,7 @@ def test_memory_that_nobody_used_is_spoken_of_once(lines: list[str], caplog: pyt
         ("activation_checkpoint=full", "cpu", None),
     ],
 )
-def test_else_nothing_is_said(
+def test_without_spare_memory_nothing_is_logged(
     lines: list[str], caplog: pytest.LogCaptureFixture, override: str, device: str, reserved: float | None
 ):
     SpareMemory(saving_options(experiment(override)), torch.device(device, 0)).check(reserved)

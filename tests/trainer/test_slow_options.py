@@ -1,4 +1,4 @@
-"""What a run's log says of options that cost speed."""
+"""Log lines about options that cost speed."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def said(*overrides: str) -> list[str]:
 
 
 @pytest.mark.parametrize("gpus", [0, 8])
-def test_of_the_default_run_nothing_is_said(gpus: int, monkeypatch: pytest.MonkeyPatch):
+def test_defaults_have_no_slow_option(gpus: int, monkeypatch: pytest.MonkeyPatch):
     give_gpus(monkeypatch, gpus)
     assert said() == []
     assert said("compile=all", "quantization=none", "training.mixed_precision=bf16") == []

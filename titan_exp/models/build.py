@@ -48,7 +48,7 @@ def choose_attention_backend(
 
 
 def init_specs(model: nn.Module) -> dict[str, InitSpec] | None:
-    """Initialization of every parameter by full name; None where a model does not declare all of them."""
+    """Initialization of every parameter by full name; None if the model does not declare all of them."""
     table = {
         f"{path}.{name}" if path else name: init
         for path, module in model.named_modules()

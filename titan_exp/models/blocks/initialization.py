@@ -38,7 +38,7 @@ class ShardSpec:
     start: tuple[int, ...]
     """First index of the shard in each dim."""
     size: tuple[int, ...]
-    """Extent of the shard in each dim; zero where a rank holds nothing."""
+    """Extent of the shard in each dim; zero if this rank holds nothing."""
 
     @staticmethod
     def whole(shape: tuple[int, ...]) -> "ShardSpec":

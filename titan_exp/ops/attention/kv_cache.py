@@ -39,7 +39,7 @@ class CachedAttention(nn.Module):
         """Attend to all tokens so far. The first call takes several tokens, later ones take one each."""
         first, self.filled = self.filled, self.filled + key.shape[2]
         assert self.filled <= self.length, "the sequence is longer than the cache"
-        keys, values = self._buffers(key)
+        keys, values = self._allocate(key)
         keys[:, :, first : self.filled], values[:, :, first : self.filled] = key, value
         if first == 0:
             return self.core(query, key, value, mask)
@@ -48,7 +48,7 @@ class CachedAttention(nn.Module):
         past = keys[:, :, : self.filled], values[:, :, : self.filled]
         return F.scaled_dot_product_attention(query, *past, enable_gqa=grouped)
 
-    def _buffers(self, key: Tensor) -> tuple[Tensor, Tensor]:
+    def _allocate(self, key: Tensor) -> tuple[Tensor, Tensor]:
         if self._keys is None or self._values is None:
             batch, heads, _, width = key.shape
             self._keys = torch.empty(batch, heads, self.length, width, dtype=key.dtype, device=key.device)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from titan_exp.models.blocks.transformer import TransformerBlock
+from titan_exp.ops.is_recomputing import is_recomputing
 
 
 class ReportingBlock(TransformerBlock):
@@ -24,7 +25,7 @@ class ReportingBlock(TransformerBlock):
     def forward(self, x: Tensor, rope: Any, mask: Any) -> Tensor:
         """One layer; statistics are of training alone."""
         out = super().forward(x, rope, mask)
-        if self.training:
+        if self.training and not is_recomputing():
             hidden = out.detach().float()
             self._square = self._square + hidden.square().mean(-1).sum()
             self._max = torch.maximum(self._max, hidden.amax())

@@ -54,7 +54,7 @@ def model_on_one_device(tmp_path_factory: pytest.TempPathFactory) -> Curve:
     [
         "parallelism.dp_shard=2 training.micro_batch_size=2",
         "parallelism.pp=2",
-        "parallelism.pp=2 parallelism.dp_shard=2 training.micro_batch_size=1",
+        "parallelism.pp=2 parallelism.dp_shard=2 training.micro_batch_size=1 activation_checkpoint=full",
         "parallelism.tp=2 parallelism.sequence_parallel=false",
         "tracking.log_every=2",
     ],

@@ -17,8 +17,8 @@ class MetricReducer:
     Metrics are logged as `loss`, `objective/NAME`, `model/NAME` and `optimizer/NAME`. Modules and optimizers report
     them by `metric_reductions`, a mapping from name to `mean`, `sum` or `max`, and `metrics()`, which returns these
     scalars as tensors. Modules also have `reset_metrics()`, called before each step. A module's `mean` and `sum` take
-    the sum over the tokens of this rank's micro-batches, and modules with the same name add up; an optimizer's are
-    over ranks.
+    the sum over the tokens of this rank's micro-batches, recomputation excluded (`is_recomputing`), and modules with
+    the same name add up; an optimizer's are over ranks.
 
     `model` is the whole model, so that all ranks know all names; `parts` are the modules of this rank.
     """

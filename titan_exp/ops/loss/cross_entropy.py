@@ -30,18 +30,18 @@ def cross_entropy_sum(logits: Float[Tensor, "batch seq vocab"], labels: Int[Tens
 
 
 def loss_sum(
-    logits: Float[Tensor, "batch seq words"],
+    logits: Float[Tensor, "batch seq vocab"],
     labels: Int[Tensor, "batch seq"],
     z_loss: float = 0.0,
-    part: VocabShard | None = None,
+    shard: VocabShard | None = None,
 ) -> LossSum:
     """Cross-entropy plus `z_loss` · log(Z)², Z being the softmax denominator (Chowdhery et al. 2022).
 
-    The z-loss keeps logits close to normalized in bf16. `part` is the vocabulary shard of these logits; None means all.
-    Labels are ids of the whole vocabulary. All ranks with shards call this together.
+    The z-loss keeps logits close to normalized in bf16. Labels are ids of the whole vocabulary, the logits those of
+    `shard`, or of all ids if it is None. All ranks with shards call this together.
     """
-    if part is not None:
-        objective, cross_entropy, z = _VocabParallelLoss.apply(logits.flatten(0, 1), labels.flatten(), z_loss, part)
+    if shard is not None:
+        objective, cross_entropy, z = _VocabParallelLoss.apply(logits.flatten(0, 1), labels.flatten(), z_loss, shard)
         return LossSum(objective, cross_entropy, z if z_loss else None)
     cross_entropy = cross_entropy_sum(logits, labels)
     if z_loss == 0:
@@ -52,29 +52,29 @@ def loss_sum(
 
 
 def logits_gradient(
-    logits: Float[Tensor, "tokens words"],
+    logits: Float[Tensor, "tokens vocab"],
     log_z: Float[Tensor, " tokens"],
     labels: Int[Tensor, " tokens"],
     z_loss: float,
-    part: VocabShard | None,
-) -> Float[Tensor, "tokens words"]:
+    shard: VocabShard | None,
+) -> Float[Tensor, "tokens vocab"]:
     """Gradient of the summed loss with respect to fp32 logits, in place: p - onehot, plus 2 · z_loss · log Z · p."""
     gradient = logits.sub_(log_z[:, None]).exp_()
     if z_loss:
         gradient *= (1 + 2 * z_loss * log_z)[:, None]
     predicted = labels != IGNORE_INDEX
-    column, here = locate(labels.where(predicted, 0), part, logits.shape[1])
+    column, here = locate(labels.where(predicted, 0), shard, logits.shape[1])
     gradient.scatter_add_(1, column[:, None], -here.to(gradient.dtype)[:, None])
     return gradient * predicted[:, None]
 
 
 class _VocabParallelLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, z_loss: float, part: VocabShard) -> Any:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, z_loss: float, shard: VocabShard) -> Any:
         predicted = labels != IGNORE_INDEX
-        log_z, chosen = log_normalizer_and_target(logits.float(), labels.where(predicted, 0), part)
+        log_z, chosen = log_normalizer_and_target(logits.float(), labels.where(predicted, 0), shard)
         ctx.save_for_backward(logits, log_z, labels)
-        ctx.options = (z_loss, part)
+        ctx.options = (z_loss, shard)
         cross_entropy = ((log_z - chosen) * predicted).sum()
         z = z_loss * (log_z.square() * predicted).sum()
         ctx.mark_non_differentiable(cross_entropy, z)

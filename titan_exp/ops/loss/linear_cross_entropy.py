@@ -16,25 +16,25 @@ from titan_exp.ops.loss.vocab_parallel import VocabShard, log_normalizer_and_tar
 
 def linear_loss_sum(
     hidden: Float[Tensor, "batch seq dim"],
-    weight: Float[Tensor, "words dim"],
+    weight: Float[Tensor, "vocab dim"],
     labels: Int[Tensor, "batch seq"],
     *,
     chunk_tokens: int,
     z_loss: float = 0.0,
-    part: VocabShard | None = None,
-    of_chunk: Callable[..., Any] | None = None,
+    shard: VocabShard | None = None,
+    chunk_fn: Callable[..., Any] | None = None,
 ) -> LossSum:
-    """`loss_sum(hidden @ weight.T, labels, z_loss, part)` with logits of at most `chunk_tokens` tokens in memory.
+    """`loss_sum(hidden @ weight.T, labels, z_loss, shard)` with logits of at most `chunk_tokens` tokens in memory.
 
     Matmuls are in the input dtype; softmax and sums over chunks (also of the weight's gradient) in fp32. With a
-    vocabulary shard, the hidden states' gradient is partial over tp. `of_chunk` is `chunk_loss`, maybe compiled.
+    vocabulary shard, the hidden states' gradient is partial over tp. `chunk_fn` is `chunk_loss`, maybe compiled.
     """
     hidden, labels = hidden.flatten(0, 1), labels.flatten()
-    of_chunk = of_chunk or chunk_loss
+    chunk_fn = chunk_fn or chunk_loss
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        objective, cross_entropy, z = _LinearLoss.apply(hidden, weight, of_chunk, labels, chunk_tokens, z_loss, part)
+        objective, cross_entropy, z = _LinearLoss.apply(hidden, weight, chunk_fn, labels, chunk_tokens, z_loss, shard)
         return LossSum(objective, cross_entropy, z if z_loss else None)
-    sums = _over_chunks(hidden, weight, labels, chunk_tokens, z_loss, part, of_chunk=of_chunk, gradients=False)
+    sums = _over_chunks(hidden, weight, labels, chunk_tokens, z_loss, shard, chunk_fn=chunk_fn, gradients=False)
     return LossSum(sums.cross_entropy + sums.z, sums.cross_entropy, sums.z if z_loss else None)
 
 
@@ -50,22 +50,22 @@ class ChunkLoss(NamedTuple):
 
 
 def chunk_loss(  # compiled functions take positional arguments
-    logits: Float[Tensor, "tokens words"],
+    logits: Float[Tensor, "tokens vocab"],
     labels: Int[Tensor, " tokens"],
     z_loss: float,
-    part: VocabShard | None,
+    shard: VocabShard | None,
     gradients: bool,
 ) -> ChunkLoss:
     """Loss and gradient of a chunk of logits, which may be overwritten: everything between the head's matmuls."""
     dtype, logits = logits.dtype, logits.float()
     predicted = labels != IGNORE_INDEX
     # Ignored tokens look up any column; their contribution is multiplied by 0.
-    log_z, chosen = log_normalizer_and_target(logits, labels.where(predicted, 0), part)
+    log_z, chosen = log_normalizer_and_target(logits, labels.where(predicted, 0), shard)
     cross_entropy = ((log_z - chosen) * predicted).sum()
     z = z_loss * (log_z.square() * predicted).sum() if z_loss else None
     if not gradients:
         return ChunkLoss(cross_entropy, z, None)
-    return ChunkLoss(cross_entropy, z, logits_gradient(logits, log_z, labels, z_loss, part).to(dtype))
+    return ChunkLoss(cross_entropy, z, logits_gradient(logits, log_z, labels, z_loss, shard).to(dtype))
 
 
 class _Sums(NamedTuple):
@@ -77,8 +77,8 @@ class _Sums(NamedTuple):
 
 class _LinearLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, of_chunk: Callable[..., ChunkLoss], *options: Any) -> Any:
-        sums = _over_chunks(hidden, weight, *options, of_chunk=of_chunk, gradients=True)
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, chunk_fn: Callable[..., ChunkLoss], *options: Any) -> Any:
+        sums = _over_chunks(hidden, weight, *options, chunk_fn=chunk_fn, gradients=True)
         ctx.save_for_backward(sums.hidden_grad, sums.weight_grad)
         ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(sums.cross_entropy, sums.z)
@@ -100,9 +100,9 @@ def _over_chunks(  # noqa: PLR0917  # autograd functions take positional argumen
     labels: Tensor,
     chunk_tokens: int,
     z_loss: float,
-    part: VocabShard | None,
+    shard: VocabShard | None,
     *,
-    of_chunk: Callable[..., ChunkLoss],
+    chunk_fn: Callable[..., ChunkLoss],
     gradients: bool,
 ) -> _Sums:
     cross_entropy, z = hidden.new_zeros((), dtype=torch.float32), hidden.new_zeros((), dtype=torch.float32)
@@ -110,7 +110,7 @@ def _over_chunks(  # noqa: PLR0917  # autograd functions take positional argumen
     weight_grad = torch.zeros_like(weight, dtype=torch.float32) if gradients else None
     for start in range(0, hidden.shape[0], chunk_tokens):
         chunk = slice(start, start + chunk_tokens)
-        found = of_chunk(hidden[chunk] @ weight.T, labels[chunk], z_loss, part, gradients)
+        found = chunk_fn(hidden[chunk] @ weight.T, labels[chunk], z_loss, shard, gradients)
         cross_entropy += found.cross_entropy
         if found.z is not None:
             z += found.z

@@ -74,8 +74,8 @@ class LanguageModeling:
                     labels=batch.labels,
                     chunk_tokens=self.chunk_tokens,
                     z_loss=self.z_loss,
-                    part=self.vocab_shard,
-                    of_chunk=self.chunk_loss,
+                    shard=self.vocab_shard,
+                    chunk_fn=self.chunk_loss,
                 ),
             )
         )

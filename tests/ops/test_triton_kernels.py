@@ -42,7 +42,7 @@ def variants() -> dict[str, tuple[Any, dict[str, str], dict[str, Any]]]:
         constants = {"has_factor": True, "has_copy": True, "block": 1024}
         found[f"adamw, moments in {moments}"] = (adamw_kernel, types, constants)
     size = dict.fromkeys(("height", "width"), "i32")
-    bits = {"matrix": "*bf16", "of_rows": "*i32", "of_columns": "*i32"}
+    bits = {"matrix": "*bf16", "row_amax": "*i32", "column_amax": "*i32"}
     found["largest"] = (amax_kernel, bits | size, {"side": 64})
     for float8 in ("fp8e4nv", "fp8e5"):
         for whole in (True, False):

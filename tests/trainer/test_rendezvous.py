@@ -32,7 +32,7 @@ def meet(missing: int | None, address: str | None, port: int | None) -> str | in
 def test_a_missing_rank_is_named() -> None:
     said = run_ranks(3, meet, 2, None, None)
     assert said[0] == ("rank 0: 2 of 3 ranks joined within 2 s; missing: 2. See their logs")
-    assert str(said[1]).startswith("rank 1: 2 of 3 ranks came")
+    assert str(said[1]).startswith("rank 1: 2 of 3 ranks joined")
 
 
 def test_rank_0_missing_at_an_address() -> None:

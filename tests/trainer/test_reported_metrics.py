@@ -39,7 +39,7 @@ def test_an_objectives_metrics_are_the_same_in_every_layout(tmp_path: Path, one_
         assert [row[name] for row in curve.rows] == pytest.approx(expected, rel=2e-6)
 
 
-VALIDATION = ["training.evaluate_every=1", "data.validation_fraction=0.1", "data.validation_documents=40"]
+VALIDATION = ["training.evaluate_every=2", "data.validation_fraction=0.1", "data.validation_documents=40"]
 MODEL = ["model.architecture=tests.trainer.own_statistics", *VALIDATION, *OBJECTIVE[1:]]
 MODEL_NAMES = ["model/hidden_square", "model/hidden_max", "model/block_tokens"]
 

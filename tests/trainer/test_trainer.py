@@ -29,8 +29,8 @@ def run(path: Path, *overrides: str) -> tuple[bool, RunFolder]:
     folder = RunFolder(path)
     with joined_process_group(CPU):
         trainer = Trainer(experiment(*overrides), folder, CPU)
+        trainer.restore()
         try:
-            trainer.restore()
             finished = trainer.run()
         finally:
             trainer.report.close("done")

@@ -6,7 +6,6 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.optimizer import AdamWConfig, OptimizerConfig
 from titan_exp.config.groups.quantization import QuantizationConfig
-from titan_exp.config.layout.linear_shapes import is_quantized
 from titan_exp.config.layout.resolved_layout import SMALLEST_GEMM
 from titan_exp.config.machine.attention_backends import HEAD_SIZES
 from titan_exp.config.machine.devices import device_type, node_size
@@ -75,7 +74,7 @@ def _quantization(config: QuantizationConfig, model: ModelConfig, *, cuda: bool)
     small = [
         name
         for name, linear in (() if spec is None else spec.linears())
-        if is_quantized(config, model.layers, name, linear.inputs, linear.outputs)
+        if config.quantizes(name, linear.inputs, linear.outputs, layers=model.layers)
         and min(linear.inputs, linear.outputs) < SMALLEST_GEMM
     ]
     if small:

@@ -172,7 +172,7 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
             "varies optimizer.state_precision together with others",
         ),
         (["sweep", "optimizers", "experiment.seed=one"], "must be a whole number"),
-        (["sweep", "optimizers", "experiment.name=a,b"], "lie in one folder"),
+        (["sweep", "optimizers", "experiment.name=a,b"], "share one folder"),
         (["sweep", "optimizers", "parallelism.ep=2"], "None of the 24 points"),
         (["status", "nowhere"], "there is no such run or study"),
         (["status", "--wach"], "did you mean --watch?"),

@@ -39,7 +39,7 @@ def test_a_rank_that_vanishes(cluster: Submitting, stand_in: StandIn):
     stand_in("killed_on_rank_1")
     folder, job = cluster.submitted(*TWO_NODES)
     reason = cluster.ended(folder, "failed") or ""
-    assert reason.startswith("rank 1 vanished without a word")
+    assert reason.startswith("rank 1 was killed by a signal")
     assert reason.endswith("(srun: Killed)")
     assert cluster.slurm.job(job)["JobState"] == "FAILED"
 

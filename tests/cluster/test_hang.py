@@ -22,7 +22,7 @@ def test_a_hung_rank_is_named_and_the_run_is_queued_again(cluster: Submitting, m
     cluster.wait_until(lambda: len(ends(folder)) == 2, lambda: cluster.story(folder))
     assert ends(folder)[0] == 86
     reason = folder.read_attempts()[0].reason or ""
-    assert reason.startswith("hung at step 3 in the training step: rank 1 stands at ")
+    assert reason.startswith("hung at step 3 in the training step: rank 1 is at ")
     assert reason.endswith("in _await_a_batch while the others wait in a collective")
     assert "_await_a_batch" in files.stacks(1).read_text()
     assert "sync_step_flags" in files.stacks(0).read_text()

@@ -64,8 +64,8 @@ def test_the_rank_that_holds_up_the_others_is_named(tmp_path: Path, main: str, s
 @pytest.mark.parametrize(
     ("main", "says", "line"),
     [
-        ("stopped", "rank 1 did not answer", "rank 1: no answer: stopped, dead, or its machine is gone"),
-        ("in_native_code", "rank 1 stood in native code", "rank 1: in native code that does not let Python go on"),
+        ("stopped", "rank 1 did not answer", "rank 1: no answer: stopped, dead, or its machine is down"),
+        ("in_native_code", "rank 1 is stuck in native code", "rank 1: in native code that blocks Python"),
     ],
 )
 def test_a_rank_that_runs_no_python_is_named_and_ended(tmp_path: Path, main: str, says: str, line: str) -> None:
@@ -85,7 +85,7 @@ def test_a_single_rank_in_native_code_is_ended_too(tmp_path: Path) -> None:
     run = start(tmp_path, "in_native_code", ranks=1, rank=0)
     code, _, err = run.finish()
     assert code == 86, err
-    assert err.startswith("hung: rank 0 stood in native code")
+    assert err.startswith("hung: rank 0 is stuck in native code")
     assert "hanging_ranks.py" in HangFiles(run.folder.attempt_logs(1), 1).stacks(0).read_text()
 
 

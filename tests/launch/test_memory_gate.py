@@ -115,7 +115,7 @@ def test_a_folder_that_is_there_says_what_was_predicted_last(home: Path, foretol
 def test_what_cannot_be_predicted_is_one_line(home: Path, foretold):
     said: list[str] = []
     found = gate_run(planned("training.seq_len=32"), said.append)
-    assert said == ["Its memory is not checked: its kernels are not modelled."]
+    assert said == ["Memory is not checked: its kernels are not modelled."]
     create_run_folder(found)
     assert json.loads(found.folder.plan.read_text())["why_not_predicted"] == "its kernels are not modelled"
     assert read_predicted_metrics(found.folder).memory is None

@@ -87,7 +87,7 @@ def test_a_killed_rank_is_said_to_have_been_killed(tmp_path: Path) -> None:
     run = Launch(tmp_path, "killed_on_rank_1", "parallelism.dp_shard=2")
     code, _, err = run.finish()
     assert code == 1
-    assert "rank 1 vanished without a word" in err
+    assert "rank 1 was killed by a signal" in err
     assert "memory" in err
     assert "about to allocate a lot" in err  # the end of its log
     assert ranks_of(tmp_path) == []

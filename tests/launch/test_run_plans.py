@@ -128,7 +128,7 @@ def test_of_launchers_that_race_one_runs(tmp_path: Path) -> None:
     winner.wait_for("seen-0.json").request_stop("enough")
     ends = [run.finish() for run in runs]
     assert sorted(code for code, _, _ in ends) == [2, 2, 85]
-    assert all("going on already" in err for code, _, err in ends if code == 2)
+    assert all("running already" in err for code, _, err in ends if code == 2)
     assert len(winner.folder.read_attempts()) == 1
 
 

@@ -111,7 +111,7 @@ def test_cancelling_stops_what_runs_and_starts_nothing_more(home: Path, capsys: 
     wait_until(lambda: any(home.glob("runs/mine/*/seen-0.json")))
     assert states() == ["running", "new", "new", "new"]
     assert main(["sweep", "mine"]) == 2
-    assert "being run already, by sweep, process" in capsys.readouterr().err
+    assert "running already (sweep, process" in capsys.readouterr().err
 
     # The study changes while it is run.
     write(seeds="[1]")
@@ -142,7 +142,7 @@ def test_a_removed_point_is_pruned(home: Path) -> None:
     write(seeds="[1]")
     code, out, err = finish(start("obey_stop", "sweep", "mine", "--prune", "--yes"))
     assert (code, "steps=2 seed=0: asked to save and stop" in out) == (2, True)
-    assert "being run already" in err
+    assert "running already" in err
     wait_until(lambda: len(list(home.glob("runs/mine/*/saved-0"))) == 1)
     os.killpg(sweep.pid, signal.SIGINT)
     code, out, _ = finish(sweep)

@@ -16,21 +16,21 @@ NAME = "experiment.name"
 
 
 @dataclass(frozen=True)
-class StudyPoint:
-    """One run of a study, before it is composed."""
+class Point:
+    """One point of a study or sweep, before it is composed."""
 
     overrides: tuple[str, ...]
-    """Everything that it sets."""
+    """All overrides, one per key."""
     label: str
-    """Overrides of the axes, the seed included: the point's name in the study."""
-    variant: str
-    """Overrides of the axes less the seed: runs of one variant are repetitions."""
-    seed: int | None
-    """The seed, where the study gives seeds."""
-    facts: dict[str, str] = field(hash=False)
-    """The values it has, by key, of all that is held fixed or varies."""
-    excluded: str | None
-    """Why the study leaves it out; None where it does not."""
+    """Varied overrides, the seed included: the point's name."""
+    variant: str = ""
+    """In a study, varied overrides without the seed: runs of one variant are repetitions."""
+    seed: int | None = None
+    """Seed, if the study gives seeds."""
+    facts: dict[str, str] = field(default_factory=dict, hash=False)
+    """Values by key of everything that the study fixes or varies."""
+    excluded: str | None = None
+    """Reason for which the study excludes the point; None if it does not."""
 
 
 def values_of(override: Override) -> list[str]:
@@ -99,7 +99,7 @@ def narrowed(study: Study, typed: Sequence[Override]) -> tuple[Study, tuple[str,
     return study, tuple(fixed)
 
 
-def study_points(study: Study, size: str, fixed: Sequence[str] = ()) -> list[StudyPoint]:
+def study_points(study: Study, size: str, fixed: Sequence[str] = ()) -> list[Point]:
     """Every point, the last axis varying fastest and the seed faster still; the excluded ones too, with the reason.
 
     Args:
@@ -131,12 +131,12 @@ def study_points(study: Study, size: str, fixed: Sequence[str] = ()) -> list[Stu
             seeded = [] if seed is None else [f"{SEED}={seed}"]
             overrides = _last_wins([*base, *varied, *seeded, *fixed])
             label = variant if seed is None else f"{variant} seed={seed}"
-            found.append(StudyPoint(overrides, label, variant, seed, known, excluded))
+            found.append(Point(overrides, label, variant, seed, known, excluded))
     _require_different(study, found)
     return found
 
 
-def baseline_of(study: Study, points: Sequence[StudyPoint]) -> str | None:
+def baseline_of(study: Study, points: Sequence[Point]) -> str | None:
     """Variant that the study names as its baseline; None if it names none.
 
     Raises:
@@ -199,7 +199,7 @@ def _last_wins(overrides: Sequence[str]) -> tuple[str, ...]:
     return tuple(text for place, text in enumerate(overrides) if last[text.partition("=")[0].lstrip("+")] == place)
 
 
-def _require_different(study: Study, points: Sequence[StudyPoint]) -> None:
+def _require_different(study: Study, points: Sequence[Point]) -> None:
     seen: set[str] = set()
     for point in points:
         if point.label in seen:

@@ -5,7 +5,7 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
-from titan_exp.compare.output.plot import draw, summary
+from titan_exp.compare.output.plot import draw
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.run_folder.metrics_jsonl import JsonlSink
 
@@ -100,23 +100,6 @@ def test_a_run_without_rows_is_an_error_of_the_user(tmp_path: Path, there: str) 
         (folder / "metrics.jsonl").touch()
     with pytest.raises(UserError, match=r"is missing or empty"):
         draw(folder)
-    with pytest.raises(UserError, match="empty"):
-        summary(folder)
-
-
-def test_the_summary_says_last_and_best(tmp_path: Path) -> None:
-    rows = [row(step, loss=float(step), validation_loss=None, tokens_per_second=None) for step in range(1, 101)]
-    rows[49]["validation_loss"], rows[79]["validation_loss"], rows[89]["validation_loss"] = 1.5, math.nan, 2.0
-    rows[98]["tokens_per_second"], rows[99]["tokens_per_second"] = 10.0, 30.0
-    rows[97]["tokens_per_second"] = 20.0
-    assert summary(run(tmp_path, *rows)) == {
-        "step": 100,
-        "tokens": 100_000,
-        "loss": 99.5,
-        "validation_loss": 2.0,
-        "best_validation_loss": 1.5,
-        "tokens_per_second": 20.0,
-    }
 
 
 def test_no_display_and_no_global_state_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,8 +20,7 @@ def test_the_odd_one_out_is_named() -> None:
     waiting = [at(rank, "step.py:74 in agree", "all_reduce") for rank in (0, 1, 3)]
     hang = concluded(*waiting, at(2, "loader.py:5 in read"))
     assert hang.headline == (
-        "hung at step 13 in the training step: "
-        "rank 2 is at loader.py:5 in read while the others wait in a collective"
+        "hung at step 13 in the training step: rank 2 is at loader.py:5 in read while the others wait in a collective"
     )
     lines = hang.text.splitlines()
     assert lines[2] == "rank 2: step 13, the training step, at loader.py:5 in read, for 901 s"

@@ -56,7 +56,7 @@ def test_a_plain_line_says_the_numbers_and_is_not_wrapped_or_coloured() -> None:
     screen.log(row(7, mfu=0.412, validation_loss=1.5))
     assert screen.lines() == [
         "step   7/100  loss 2.0000  grad norm 0.5000  lr 3.00e-03  12.35k tokens/s   0.41 GiB  MFU 41.2 %  "
-        "validation loss 1.5000  00:08 left"
+        "validation loss 1.5000  8.1s left"
     ]
 
 
@@ -95,8 +95,8 @@ def test_notes_are_lines_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("seconds", "left"),
     [
-        (10.0, "01:40 left"),  # the wall clock: evaluations and saves make it longer than throughput says
-        (0.0, "00:20 left"),  # all rows at once, as when joining a run: only throughput knows
+        (10.0, "1m 40s left"),  # the wall clock: evaluations and saves make it longer than throughput says
+        (0.0, "20s left"),  # all rows at once, as when joining a run: only throughput knows
     ],
 )
 def test_time_left(seconds: float, left: str) -> None:

@@ -12,6 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from titan_exp.config.command_line.flags import take_flags
 from titan_exp.config.command_line.parse_options import HELP
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
@@ -43,11 +44,7 @@ LOW_SHARE = 0.6
 
 
 def machine_command(arguments: Sequence[str], run_on_ranks: RunOnRanks) -> int:
-    """Run `titan-exp doctor`; returns the exit code.
-
-    Raises:
-        UserError: an argument is wrong, or the device does not exist.
-    """
+    """Run `titan-exp doctor`; returns the exit code. Raises UserError about a wrong argument or missing device."""
     if set(arguments) & set(HELP):
         print(USAGE, end="")
         return 0
@@ -107,25 +104,17 @@ def measure(
 
 
 def _parse_arguments(arguments: Sequence[str]) -> tuple[list[str], float, bool]:
-    overrides, seconds, as_json = [], DEFAULT_SECONDS, False
-    rest = iter(arguments)
-    for argument in rest:
-        flag, equals, value = argument.partition("=")
-        if flag == "--seconds":
-            given = value if equals else next(rest, "")
-            try:
-                seconds = float(given)
-            except ValueError:
-                seconds = 0.0
-            if not MIN_SECONDS <= seconds < float("inf"):
-                raise UserError(f"--seconds {given}: give a number of seconds, at least {MIN_SECONDS:g}\n{USAGE}")
-        elif argument == "--json":
-            as_json = True
-        elif equals and not argument.startswith("-"):
-            overrides.append(argument)
-        else:
-            raise UserError(f"{argument}: unknown argument.\n{USAGE}")
-    return overrides, seconds, as_json
+    flags, overrides = take_flags(arguments, ["--json"], {"--seconds": str}, verb="doctor")
+    if wrong := [word for word in overrides if "=" not in word]:
+        raise UserError(f"{wrong[0]}: unknown argument.\n{USAGE}")
+    given = str(flags.get("--seconds", DEFAULT_SECONDS))
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = 0.0
+    if not MIN_SECONDS <= seconds < float("inf"):
+        raise UserError(f"--seconds {given}: must be a number of seconds, at least {MIN_SECONDS:g}.\n{USAGE}")
+    return overrides, seconds, "--json" in flags
 
 
 def _best(rates: Iterable[Measurement], kind: str, prefix: str) -> float | None:

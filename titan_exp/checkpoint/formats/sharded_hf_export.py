@@ -27,6 +27,7 @@ from titan_exp.checkpoint.state_dict import MODEL_PREFIX, model_state_dict
 from titan_exp.config.groups.checkpoint import CheckpointConfig
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.paths.checkpoint_paths import step_name
 from titan_exp.models.convert.checkpoint_formats import state_dict_map
 from titan_exp.models.convert.state_dict_map import StateDictMap
 from titan_exp.ops.local_tensor import local_tensor
@@ -68,7 +69,7 @@ class ShardedHFExporter:
 
     def path_of(self, step: int) -> Path:
         """Folder of a step; it exists only once complete."""
-        return self._path / f"step-{step:08d}"
+        return self._path / step_name(step)
 
     def write(self, step: int, parts: Sequence[nn.Module]) -> bool:
         """Export the weights after a step, unless it exists; returns True if the export exists or is turned off.

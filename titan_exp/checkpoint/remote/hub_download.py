@@ -9,11 +9,8 @@ from titan_exp.config.errors.user_error import UserError
 
 
 def download(repo: str, target: Path, patterns: Sequence[str], revision: str | None = None) -> None:
-    """Download the files of a repository that match the patterns, or resume.
-
-    Raises:
-        UserError: the repository or the hub cannot be reached, or access is refused.
-    """
+    """Download the files of a repository that match the patterns, or resume. Raises UserError if the repository or the
+    hub cannot be reached, or access is refused."""
     from huggingface_hub import HfApi, errors, snapshot_download
 
     token = os.environ.get("HF_TOKEN") or False

@@ -41,16 +41,11 @@ class WandbApiRun(Protocol):
 
 
 def select_from_wandb(place: str, group: str | None, ids: Sequence[str], runs: Path) -> Selection:
-    """Select runs of a W&B project.
+    """Select runs of the W&B project `place` (`ENTITY/PROJECT`), by group (None is all) and prefixes of W&B's or our
+    ids.
 
-    Args:
-        place: `ENTITY/PROJECT`.
-        group: group of the runs, which is a study; None selects all.
-        ids: prefixes of W&B's or our run ids; empty selects all.
-        runs: folder for the comparison's files.
-
-    Raises:
-        UserError: wandb or its server cannot be used, or there are no such runs.
+    The comparison's files go into `runs`. Raises UserError if wandb or its server cannot be used, or there are no such
+    runs.
     """
     with explain_wandb_errors(place):
         import wandb
@@ -96,12 +91,9 @@ def from_wandb(run: WandbApiRun) -> Run:
 
 @contextmanager
 def explain_wandb_errors(place: str) -> Iterator[None]:
-    """Turn wandb's errors into user errors: no package, no account, no network, no such project.
+    """Turn wandb's errors into UserErrors: no package, no account, no network, no such project.
 
     Ends the service that wandb started, in bounded time.
-
-    Raises:
-        UserError: wandb raised an error.
     """
     try:
         yield
@@ -135,7 +127,7 @@ def _is_named(run: WandbApiRun, ids: Sequence[str]) -> bool:
 
 
 def _rows(history: Any) -> list[Row]:
-    """Rows by step; where a resumed run has logged a step again, the later row counts."""
+    """Rows by step; if a resumed run has logged a step again, the later row counts."""
     rows: dict[int, dict[str, Value]] = {}
     for entry in history:
         step = entry.get("step")

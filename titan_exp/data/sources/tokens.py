@@ -15,11 +15,8 @@ build_sampler = WindowSampler
 
 
 def validation_splits(config: DataConfig, all_documents: bool) -> dict[str, Callable[[], TokenSequence]]:
-    """Openers of each store's validation split, or of both splits, by store name (empty for a single store).
-
-    Raises:
-        UserError: a store has no validation documents.
-    """
+    """Openers of each store's validation split, or of both splits, by store name (empty for a single store). Raises
+    UserError if a store has no validation documents."""
     names = store_names(config.paths) if len(config.paths) > 1 else [""]
     found: dict[str, Callable[[], TokenSequence]] = {}
     for name, path in zip(names, config.paths, strict=True):

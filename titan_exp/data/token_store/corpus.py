@@ -21,7 +21,7 @@ class CorpusPart:
     """One part of the corpus; parts are ordered."""
 
     split: str
-    """`train` for the training documents, held-out ones included; `validation` for a split of its own."""
+    """`train` (held-out documents included), or `validation` for a split of its own."""
     number: int
     """From 0, in source order."""
 
@@ -45,10 +45,8 @@ class Corpus:
     """Text of a `data` group, divided into at most `max_parts` parts (a stream has parts of its own).
 
     Held-out documents are those of `TrainLoader` and `ValidationLoader`. A non-zero `shuffle` seed permutes the
-    training documents (held-out ones included), as a function of seed and number of documents.
-
-    Raises:
-        UserError: the text cannot be read, or cannot be shuffled.
+    training documents (held-out ones included), as a function of seed and number of documents. Raises UserError if the
+    text cannot be read or shuffled.
     """
 
     def __init__(self, data: DataConfig, max_parts: int, shuffle: int = 0) -> None:

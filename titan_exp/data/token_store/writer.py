@@ -31,7 +31,6 @@ class TokenizeJob:
     """Token store to make."""
 
     folder: Path
-    """Folder of the store."""
     data: DataConfig
     """Text and tokenizer."""
     parts: int

@@ -32,7 +32,6 @@ class WandbRun:
     name: str
     """Typed overrides, else the run id."""
     group: str
-    """`experiment.name`."""
     project: str
     entity: str | None
     mode: str

@@ -96,9 +96,9 @@ def test_uploads_follow_retention_and_are_restored(tmp_path, url, caplog):
     assert elsewhere.folder.complete_steps() == [50]
     for file in saver.folder.path_of(50).iterdir():
         assert (elsewhere.folder.path_of(50) / file.name).read_bytes() == file.read_bytes()
-    assert f"fetching the checkpoint of step 50 from {remote.url}" in caplog.text
+    assert f"downloading the checkpoint of step 50 from {remote.url}" in caplog.text
     assert started(tmp_path / "here", url).latest() == 50, "and nothing is fetched that is here"
-    assert caplog.text.count("fetching") == 1
+    assert caplog.text.count("downloading") == 1
 
 
 def test_partial_upload_is_ignored(tmp_path, url):

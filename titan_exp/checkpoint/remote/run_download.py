@@ -45,7 +45,7 @@ def download_newer(
             return _continue_without(checksums, than)
         if checksums is None:
             continue
-        get_logger().info("fetching the checkpoint of step %d from %s", step, run.url)
+        get_logger().info("downloading the checkpoint of step %d from %s", step, run.url)
         target = folder.path_of(step).with_name(step_name(step) + DOWNLOADING)
         damage = _download_files(run, step, checksums, target, group)
         if damage is None:

@@ -176,7 +176,7 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
         (["sweep", "optimizers", "parallelism.ep=2"], "None of the 24 points"),
         (["status", "nowhere"], "there is no such run or study"),
         (["status", "--wach"], "did you mean --watch?"),
-        (["status", "training.steps=3"], "but for paths.runs=FOLDER"),
+        (["status", "training.steps=3"], "no overrides but paths.runs=FOLDER"),
         (["logs"], "The logs of what?"),
         (["logs", "x", "--rank"], "--rank needs a value"),
         (["cancel"], "Cancel what?"),

@@ -41,7 +41,12 @@ def write_checksums(path: Path, checksums: Mapping[str, FileChecksum]) -> None:
 def parse_checksums(text: str) -> dict[str, FileChecksum]:
     """Parse `checksums.json` into checksums by file name. Raises ValueError, KeyError, TypeError or AttributeError."""
     files = json.loads(text)["files"]
-    return {name: FileChecksum(entry["size"], int(entry["crc32"], 16)) for name, entry in files.items()}
+    checksums = {name: FileChecksum(entry["size"], int(entry["crc32"], 16)) for name, entry in files.items()}
+    for name, checksum in checksums.items():
+        # int() accepts capitals too: a flipped bit that makes one is damage like any other.
+        if files[name]["crc32"] != f"{checksum.crc32:08x}":
+            raise ValueError(f"{files[name]['crc32']!r} is not a checksum as it is written")
+    return checksums
 
 
 def has_checksums(path: Path) -> bool:

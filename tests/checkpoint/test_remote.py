@@ -35,7 +35,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def ended(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No test leaves a thread behind."""
+    """Assert that no test leaves a thread behind."""
     made: list[Checkpointer] = []
     original = Checkpointer.__init__
 
@@ -62,7 +62,7 @@ def started(tmp_path: Path, url: str, **settings: Any) -> Checkpointer:
 
 
 def save(saver: Checkpointer, *steps: int) -> None:
-    """Each is uploaded before the next is saved."""
+    """Save steps, each uploaded before the next."""
     model, optimizer = trained()
     for step in steps:
         saver.save(step, [model], optimizer, {}, {"step": step})

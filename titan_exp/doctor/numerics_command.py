@@ -74,7 +74,9 @@ def _first_batch(data: DataConfig, training: TrainingConfig, seed: int) -> Batch
         return next(loader)
 
 
-def _build_initial(config: ModelConfig, seq_len: int, seed: int, device: torch.device, documents: bool) -> nn.Module:
+def _build_initial(
+    config: ModelConfig, seq_len: int, seed: int, device: torch.device, documents: bool = False
+) -> nn.Module:
     # The model is in fp32, which few GPU attention kernels support.
     backend = choose_attention_backend(config, device, bf16=False, documents=documents, auto=device.type == "cuda")
 

@@ -56,7 +56,7 @@ def test_plain_line_is_not_wrapped_or_coloured() -> None:
     screen.log(row(7, mfu=0.412, validation_loss=1.5))
     assert screen.lines() == [
         "step   7/100  loss 2.0000  grad norm 0.5000  lr 3.00e-03  12.35k tokens/s   0.41 GiB  MFU 41.2 %  "
-        "validation loss 1.5000  8.1s left"
+        "validation loss 1.5000  8s left"
     ]
 
 

@@ -83,7 +83,7 @@ class ConsoleSink:
         width = len(str(self._total))
         fields = [f"step {row['step']:>{width}}/{self._total}", *_fields(row)]
         if (eta := self._eta.seconds()) is not None:
-            fields.append(f"{format_duration(eta)} left")
+            fields.append(f"{format_duration(round(eta))} left")
         self._write("  ".join(fields))
 
     def _write(self, line: str) -> None:
@@ -99,7 +99,7 @@ class ConsoleSink:
         head.add_column(ratio=1)
         head.add_column(no_wrap=True, justify="right")
         bar = ProgressBar(total=self._total, completed=step, pulse=self._row is None and self._live is not None)
-        left = "" if eta is None else f"  {format_duration(eta)} left"
+        left = "" if eta is None else f"  {format_duration(round(eta))} left"
         head.add_row(Text(self._title, style="bold"), bar, Text(f"{step}/{self._total}{left}"))
         newest = {**(self._row or {}), "validation_loss": self._validation_loss}
         numbers = "  ".join(_fields(newest)) if self._row else "waiting for the first row"

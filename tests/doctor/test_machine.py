@@ -62,8 +62,9 @@ def test_json_prints_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[
     [
         (["--sconds", "3"], "--sconds: there is no such flag"),
         (["runs/first"], "runs/first: unknown argument"),
-        (["--seconds", "soon"], "--seconds soon: must be a number of seconds"),
+        (["--seconds", "soon"], "seconds=soon: must be a number"),
         (["--seconds=0"], "at least 1"),
+        (["--seconds=inf"], "at most 86400"),
         (["--seconds"], "--seconds needs a value"),
     ],
 )

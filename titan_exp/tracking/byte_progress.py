@@ -1,9 +1,8 @@
 """Progress bar for work counted in bytes; occasional lines if the output is no terminal."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -15,12 +14,8 @@ INTERVAL = 5.0
 """Minimum seconds between two lines."""
 
 
-class ProgressCallback(Protocol):
-    """Callback with bytes done and total bytes."""
-
-    def __call__(self, done: int, total: int, /) -> None:
-        """Show the progress."""
-        ...
+ProgressCallback = Callable[[int, int], None]
+"""Shows bytes done and total bytes."""
 
 
 @contextmanager

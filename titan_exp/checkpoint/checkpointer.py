@@ -358,7 +358,6 @@ class _PendingSave:
     wait: Callable[[], object] = lambda: None
     """Returns once the checkpoint is durable, or raises."""
     future: Future[Any] | None = None
-    """Future of a background save."""
     pause_seconds: float = -1.0
     """Length of the pause of training; below 0 until it ends."""
     durable_at: float = -1.0

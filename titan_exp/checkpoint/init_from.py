@@ -14,7 +14,6 @@ from titan_exp.config.errors.user_error import UserError, shown
 from titan_exp.tracking.logging import get_logger
 
 MAX_LISTED = 12
-"""Names of weights listed in an error message."""
 
 
 def load_initial_weights(

@@ -30,11 +30,9 @@ class Run:
     state: str
     """`pending`, `running`, `done`, `failed`, `preempted` or `lost`: recorded as running, without a heartbeat."""
     reason: str | None
-    """Why it failed or stopped."""
     config: Mapping[str, Any]
     """Resolved configuration, nested."""
     rows: Sequence[Row]
-    """Rows of metrics by step."""
     world_size: int | None
     seconds: float | None
     """Wall-clock time of all attempts."""
@@ -46,7 +44,6 @@ class Run:
     dirty: bool | None
     """True if the code differed from the commit."""
     overrides: tuple[str, ...]
-    """Overrides as typed."""
     source: str
     """Folder or URL."""
     predicted: PredictedMetrics = field(default_factory=PredictedMetrics)

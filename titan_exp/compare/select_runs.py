@@ -23,7 +23,6 @@ class Selection:
     study: StudyRecord | None
     """Study record, if exactly one study was selected."""
     name: str
-    """Name of the comparison."""
     folder: Path
     """Folder for its files."""
     notes: tuple[str, ...] = ()

@@ -19,7 +19,6 @@ GEMMS = {
 ATTENTIONS = {"cuda": (1, 32, 8, 8192, 128), "cpu": (1, 4, 2, 512, 64)}
 """Batch, query heads, KV heads, sequence length, head dimension."""
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
-"""Bytes per copy."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 """Matmul dtypes; fp8 with tensorwise scales."""
 

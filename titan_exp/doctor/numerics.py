@@ -24,7 +24,6 @@ class ProjectionError:
     """Signal-to-noise ratios of a linear layer in dB: 20 · log10(|x| / |x - y|); 20 dB is an error of 10 %."""
 
     name: str
-    """Module name."""
     quantized: bool
     """True if the recipe's filter includes the layer."""
     own: float

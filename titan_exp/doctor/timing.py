@@ -24,7 +24,6 @@ class Measurement:
     unit: str
     """`TFLOP/s` or `GB/s`, with 10⁹ bytes."""
     seconds: float | None = None
-    """Median seconds per call."""
     expected: float | None = None
     """Rate of the device's data sheet in `unit`, if known."""
     note: str = ""

@@ -33,7 +33,6 @@ titan-exp generate [RUN|FOLDER] [prompt=...]
   for example: titan-exp generate runs/first/6ec54c999fca prompt="def " prompt="import " temperature=0"""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Values of `dtype`."""
 
 
 def generate_command(arguments: Sequence[str], run_on_ranks: RunOnRanks | None = None) -> int:

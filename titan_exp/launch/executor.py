@@ -41,9 +41,8 @@ class SubmitOptions:
     """Options of `Executor.submit`."""
 
     echo: Callable[[str], None] = print
-    """Shows a line to the user."""
     title: Callable[[RunPlan], str] = lambda plan: str(plan.folder.path)
-    """A run's name in those lines."""
+    """A run's name in lines for the user."""
     jobs: int = 1
     """Runs at a time, for executors that wait."""
     stop_requested: Callable[[], bool] = lambda: False

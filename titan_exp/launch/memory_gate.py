@@ -13,7 +13,6 @@ from titan_exp.plan.gate.suggestions import Suggestion, suggestions
 from titan_exp.tracking.number_format import format_bytes
 
 Echo = Callable[[str], None]
-"""Shows a line to the user."""
 
 GATE_HINT = "  plan.gate=warn starts it anyway, plan.gate=off without a check."
 

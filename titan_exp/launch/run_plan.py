@@ -32,7 +32,6 @@ class RunPlan:
     """A checked and named run that may start."""
 
     experiment: Experiment
-    """Configuration with a resolved layout."""
     overrides: tuple[str, ...]
     run_id: str
     experiment_id: str

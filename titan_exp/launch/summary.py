@@ -17,7 +17,6 @@ class Summary:
     state: str
     """`done`, `failed`, `preempted`, ..."""
     step: int
-    """Finished optimizer steps."""
     loss: Value
     """Last logged, in nats per token."""
     validation_loss: Value

@@ -57,7 +57,6 @@ class DeviceRates:
     when: str
     """Date and time, in UTC."""
     torch: str
-    """torch version."""
     tflops: dict[str, float] = field(default_factory=dict)
     """Best matmul rate in TFLOP/s by dtype: `bf16`, `fp32`, `fp8`."""
     copy: float | None = None

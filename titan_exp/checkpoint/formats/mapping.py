@@ -17,7 +17,6 @@ class ImportReader:
     def __init__(self, store: TensorReader, row_map: StateDictMap) -> None:
         self._store, self._map = store, row_map
         self.shapes = row_map.shapes
-        """Shape by full parameter name."""
 
     def dtype(self, name: str) -> torch.dtype:
         """Promoted dtype of a parameter's source tensors."""

@@ -30,7 +30,6 @@ class ConsolidatedReader:
         self._pieces = pieces
         present = {name for piece in pieces for name in piece if name != IGNORED}
         self.shapes = {name: self._whole_shape(name, shapes.get(name)) for name in sorted(present)}
-        """Full shape by tensor name."""
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of a tensor."""

@@ -39,7 +39,6 @@ class OpenCheckpoint:
 
     path: Path
     format: str
-    """One of `FORMATS`."""
     model: ModelConfig
     parameters: TensorReader
     """Reader of our parameters by full name."""

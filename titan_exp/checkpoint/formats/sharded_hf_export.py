@@ -37,7 +37,6 @@ from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.atomic_write import sync_all, sync_folder
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-"""Dtypes of `checkpoint.export`."""
 FILE_BYTES = 5e9
 """Maximum size of a file; a larger tensor has a file to itself."""
 

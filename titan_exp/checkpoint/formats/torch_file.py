@@ -22,7 +22,6 @@ class TorchFileReader:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
         self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        """Shape by tensor name."""
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of a tensor."""

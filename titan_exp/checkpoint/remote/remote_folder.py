@@ -19,7 +19,6 @@ from titan_exp.config.paths.remote_url import problem_of_url
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
 
 CONNECT_SECONDS = 10
-"""Connect timeout of S3."""
 READ_SECONDS = 60
 """Read timeout of S3. Other protocols use the timeouts of their own packages."""
 ATTEMPTS = 3

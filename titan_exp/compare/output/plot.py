@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 INK, TRAIN, VALIDATION, QUIET, ALARM = "#222222", "#2b6cb0", "#dd6b20", "#718096", "#c53030"
 
 Series = tuple[list[float], list[float]]
-"""Steps and values."""
 
 
 def draw(run_folder: Path) -> Path:

@@ -22,7 +22,6 @@ class Cell:
     """Difference to the baseline; empty in the baseline's row."""
     verdict: str
     mark: str
-    """Short verdict."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,6 @@ class TextRow:
     keys: tuple[str, ...]
     """Values of the columns that differ."""
     n: int
-    """Number of seeds."""
     state: str
     cells: tuple[Cell, ...]
     """One per metric."""

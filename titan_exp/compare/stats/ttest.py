@@ -24,7 +24,6 @@ class Estimate:
     """Ends of the confidence interval; None with one seed."""
     high: float | None
     n: int
-    """Number of seeds."""
 
 
 @dataclass(frozen=True)

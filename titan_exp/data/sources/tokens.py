@@ -11,7 +11,6 @@ from titan_exp.data.token_store.reader import TokenSplit
 from titan_exp.data.token_store.window_sampler import WindowSampler
 
 build_sampler = WindowSampler
-"""Sampler of the training windows."""
 
 
 def validation_splits(config: DataConfig, all_documents: bool) -> dict[str, Callable[[], TokenSequence]]:

@@ -36,7 +36,6 @@ class Document:
     text: str
     """May be empty."""
     split: str
-    """`train` or `validation`."""
     next_position: Callable[[], Any]
     """JSON-serializable position after this document; only for the latest document."""
 
@@ -68,7 +67,6 @@ class Corpus:
             for split, source in self._sources.items()
         }
         self.fingerprint = "; ".join(fingerprint(source, data) for source in self._sources.values())
-        """Identity of the text."""
         self.held_out = f"split {data.validation_split}" if own is not None else self._fraction
         """Validation documents: a share of the documents, or a split of its own."""
 

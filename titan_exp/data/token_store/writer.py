@@ -32,7 +32,6 @@ class TokenizeJob:
 
     folder: Path
     data: DataConfig
-    """Text and tokenizer."""
     parts: int
     """Maximum number of parts of a random-access source."""
     shard_tokens: int

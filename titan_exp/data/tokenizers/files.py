@@ -16,7 +16,6 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "tokenizer.model",
 )
-"""Possible files of a tokenizer."""
 
 END_OF_TEXT = "<|endoftext|>"
 """Name of the byte tokenizer's end-of-text token in its file."""

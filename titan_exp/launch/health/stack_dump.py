@@ -14,7 +14,6 @@ from titan_exp.tracking.progress_tracker import ProgressSnapshot
 RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"
 """Environment variable of torch: entries of the flight recorder, read when the process group is created."""
 COLLECTIVES = "torch/distributed/distributed_c10d.py"
-"""Source file of torch's collectives."""
 WAITING = frozenset({"wait", "wait_tensor", "synchronize", "item"})
 """Functions of torch that wait for other ranks, or for a device that does."""
 

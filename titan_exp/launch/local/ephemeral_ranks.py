@@ -19,7 +19,6 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, write_
 from titan_exp.trainer.rank_call import ANSWER, QUESTION
 
 POLL_INTERVAL = 0.05
-"""Seconds between polls of the ranks."""
 
 
 def run_on_ranks(main: str, experiment: Experiment, request: Any) -> Any:

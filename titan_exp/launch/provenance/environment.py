@@ -19,7 +19,6 @@ VARIABLES = re.compile(
     r"|LD_PRELOAD|PYTHONHASHSEED|PYTHONPATH|CONDA_DEFAULT_ENV|VIRTUAL_ENV"
     r"|HF_HOME|HF_HUB_OFFLINE|HF_DATASETS_CACHE|WANDB_MODE|SLURM_JOB_ID|SLURM_JOB_NODELIST)"
 )
-"""Recorded environment variables."""
 
 _FIELD = re.compile(r"^(Name|Version):[ \t]*(\S+)[ \t\r]*$", re.MULTILINE)
 

@@ -15,7 +15,6 @@ from titan_exp.launch.rank.rank_status import read_record
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 POLL_INTERVAL = 0.25
-"""Seconds between polls."""
 GRACE = 3.0
 """Seconds for an orphan to fail by itself after another rank died."""
 SAVE_LIMIT = 600.0

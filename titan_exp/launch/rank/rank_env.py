@@ -39,9 +39,8 @@ class RankInfo:
     by_hand: str = "torchrun --nproc-per-node {}"
     """Command that starts this many ranks by hand, for error messages."""
     launcher: int | None = None
-    """Pid of the launcher on this machine; None without one."""
+    """Pid of the launcher on this machine; None without one. `controller` is that of submitit's controller."""
     controller: int | None = None
-    """Pid of submitit's controller."""
     attempt: int | None = None
     """Attempt number; None until the rank has joined the attempt."""
     claim: FileLock | None = None

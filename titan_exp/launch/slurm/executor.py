@@ -34,7 +34,6 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 from titan_exp.tracking.run_folder.state import STOPPED
 
 SCANCEL_JOBS = 500
-"""Jobs per scancel call."""
 SUBMITTER_LIMIT = 120.0
 """Seconds to wait for another submitter to the same folder of runs."""
 

@@ -40,7 +40,6 @@ class Script:
     runs: str
     """Folder of all runs, mounted in a container."""
     array: int | None = None
-    """Runs in the array; None for a single run."""
 
 
 def render(script: Script) -> str:

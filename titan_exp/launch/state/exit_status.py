@@ -36,7 +36,6 @@ class RankFailure:
     exit_code: int
     """1 if unknown."""
     reason: str
-    """One line."""
     detail: str
     """Traceback or end of the log."""
 

@@ -28,9 +28,7 @@ class RunStatus:
 
     state: StatusName
     step: int
-    """Optimizer steps done."""
     reason: str | None
-    """Why it failed, stopped, waits or was lost."""
     attempt: int
     """Number of the last attempt; 0 before the first."""
     job_id: str | None = None

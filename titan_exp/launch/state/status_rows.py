@@ -28,7 +28,6 @@ class StatusRow:
     folder: str
     state: str
     step: int
-    """Finished optimizer steps."""
     steps: int | None
     """Optimizer steps of the whole run."""
     loss: Value
@@ -43,7 +42,6 @@ class StatusRow:
     """GPU-hours of all attempts; None on CPU."""
     job_id: str | None
     reason: str | None
-    """Why it failed, stopped, waits or was lost."""
     removed: bool
     """True if the study no longer has this point."""
     memory: Value = None

@@ -33,9 +33,7 @@ class StudyRun:
     processes: int
     steps: int
     kind: str
-    """`cluster.kind`."""
     overrides: tuple[str, ...]
-    """All overrides of the point."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,6 @@ class StudyRecord:
     size: str
     """Chosen size; empty if the study has none."""
     typed: tuple[str, ...]
-    """Overrides as typed."""
     baseline: str | None
     """Variant with which the others are compared."""
     metrics: Mapping[str, str]
@@ -70,7 +67,6 @@ class StudyFolder:
         self.yaml = path / "study.yaml"
         """Study file at the last launch."""
         self.json = path / "study.json"
-        """Study record."""
         self.history = path / "history"
         """Earlier versions of both."""
         self.stop = path / "stop"

@@ -8,7 +8,6 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 WAITING = 16
-"""Concurrent folders."""
 
 
 def thread_map(do: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:

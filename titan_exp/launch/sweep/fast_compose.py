@@ -12,7 +12,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 Compose = Callable[[list[str]], DictConfig]
-"""Hydra's composition of overrides."""
 
 
 class FastCompose:

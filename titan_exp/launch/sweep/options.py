@@ -22,7 +22,6 @@ class SweepOptions:
     skip: bool = False
     """Skip points that cannot run; studies always do."""
     jobs: int = 1
-    """Runs at a time on this machine."""
     prune: bool = False
     """Cancel runs that the study no longer has."""
     yes: bool = False

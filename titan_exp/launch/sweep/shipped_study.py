@@ -28,7 +28,6 @@ class StudySweep:
 
     def __init__(self, study: Study, size: str | None, typed: Sequence[Override]) -> None:
         self.study = study
-        """The file's content."""
         self.size = chosen_size(study, size)
         """Chosen size; empty if the study has none."""
         leave_out = default_overrides()

@@ -130,7 +130,6 @@ PREDICTED = (
     "GiB is the predicted peak of a process' memory, < an upper bound that decides without planning "
     "(plan.predict=always plans); s/step and tokens/s are predicted where the rates of the device are known."
 )
-"""Note below a table with predictions."""
 
 
 def _predicted(memory_check: MemoryCheck | None) -> dict[str, str]:

@@ -50,7 +50,6 @@ class RunFolder:
         self.roofline = self.path / "roofline.json"
         """Achieved rates of the newest attempt against the peaks of its devices."""
         self.traces = self.path / "traces"
-        """Profiler traces."""
         self.checkpoints = self.path / "checkpoints"
         self.export = self.path / "export"
         """Weights as Hugging Face folders, by step."""

@@ -20,7 +20,6 @@ VOLATILE = ("paths", "cluster", "tracking", "profiling", "plan")
 """Groups that do not affect the result."""
 
 NAME_LENGTH = 128
-"""Longest name that W&B accepts."""
 
 
 @dataclass(frozen=True)

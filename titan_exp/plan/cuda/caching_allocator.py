@@ -203,9 +203,7 @@ class _Pool:
 class CachingAllocator:
     """Torch's caching allocator of one device: best fit, splitting and merging, per stream and pool.
 
-    Args:
-        expandable: True for `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
-        capacity: device memory in bytes; None is unlimited.
+    `expandable` is `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. A `capacity` of None is unlimited.
     """
 
     def __init__(self, *, expandable: bool = False, capacity: int | None = None) -> None:

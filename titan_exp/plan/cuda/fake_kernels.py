@@ -31,8 +31,7 @@ _PLAIN_RMS_NORM = F.rms_norm
 def fake_cuda_kernels(*, beside: bool = False) -> Iterator[None]:
     """Replace torch functions that have their own CUDA kernel in the `with` block.
 
-    Args:
-        beside: True if there are host tensors besides those of the fake GPU.
+    `beside` is True if there are host tensors besides those of the fake GPU.
     """
     replacements: list[tuple[Any, str, Any]] = [
         (F, "rms_norm", _rms_norm),

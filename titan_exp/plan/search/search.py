@@ -64,12 +64,9 @@ class SearchResult:
 
 
 class LayoutSearch:
-    """A search in as many processes as there are cores.
+    """A search for the fastest `limit` layouts, in as many processes as there are cores.
 
-    Args:
-        limit: number of rows to find.
-        show: takes progress lines.
-        bounded: False looks at every layout instead of leaving some out by their bounds.
+    `show` takes progress lines. Unless `bounded`, every layout is looked at, and none is left out by its bounds.
     """
 
     def __init__(

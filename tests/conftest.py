@@ -19,6 +19,9 @@ os.environ["TITAN_EXP_LOCAL"] = "none"
 install_import_hook(["titan_exp.ops", "titan_exp.models"], "beartype.beartype")
 
 
+SHARE_FIXTURES = ("tests/parity/", "tests/journeys/test_docs", "tests/checkpoint/test_convert_verb")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--layouts", type=int, default=3, help="layouts that tests/parity draws; hundreds for a night")
     parser.addoption("--layout-seed", type=int, default=None, help="draw the same layouts again (in the test's name)")
@@ -32,6 +35,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if item.get_closest_marker("slow") is not None:
                 item.add_marker(pytest.mark.skip(reason="slow: pytest -m slow runs it, and make test does"))
     for item in items:
+        # Curves and exports that a module's cases share are made once, not once in every worker.
+        if item.nodeid.startswith(SHARE_FIXTURES) and "test_drawn" not in item.nodeid:
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
         # Every layout is trained by night; by day about a third, the same each time.
         fixed = item.nodeid.startswith("tests/parity/") and item.name.endswith("]") and "test_drawn" not in item.nodeid
         if fixed and crc32(item.name.encode()) % 3 and item.get_closest_marker("day") is None:

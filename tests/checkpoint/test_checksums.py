@@ -64,9 +64,12 @@ def test_any_single_bit_flip_is_detected(tmp_path):
     print(f"seed of the flips: {seed}")
     chance = random.Random(seed)
     meant = json.loads((path / CHECKSUMS_FILE).read_text())
-    for name in [DATA_FILE, METADATA_FILE, CHECKSUMS_FILE] * 25:
+    drawn = [(name, None) for name in [DATA_FILE, METADATA_FILE, CHECKSUMS_FILE] * 25]
+    # Bit 5 makes capitals of letters, which other readers of hexadecimal numbers take for the same.
+    capitals = [(CHECKSUMS_FILE, (position, 5)) for position in range((path / CHECKSUMS_FILE).stat().st_size)]
+    for name, given in [*drawn, *capitals]:
         content = (path / name).read_bytes()
-        position, bit = chance.randrange(len(content)), chance.randrange(8)
+        position, bit = given or (chance.randrange(len(content)), chance.randrange(8))
         changed = bytearray(content)
         changed[position] ^= 1 << bit
         (path / name).write_bytes(changed)

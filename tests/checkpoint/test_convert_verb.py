@@ -279,7 +279,15 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-@pytest.mark.parametrize("chain", [["dcp", "huggingface"], ["llama", "dcp"], ["torch"]], ids="-".join)
+@pytest.mark.parametrize(
+    "chain",
+    [
+        ["dcp", "huggingface"],
+        pytest.param(["llama", "dcp"], marks=pytest.mark.night),
+        pytest.param(["torch"], marks=pytest.mark.night),
+    ],
+    ids="-".join,
+)
 def test_a_model_is_never_in_memory(chain: list[str], large: Path, folder: Path, tmp_path: Path):
     """At most a few of its largest tensors are: the one written, and those it is made of."""
     total = sum(file.stat().st_size for file in large.glob("*.safetensors"))

@@ -67,9 +67,9 @@ def test_a_pipe_is_written_to_and_not_replaced(runs: Path, capsys: pytest.Captur
     [
         ([], "compare takes a study"),
         (["mde"], "did you mean made"),
-        (["made", "--metric", "loss"], "--metric is not an option. did you mean metrics?"),
-        (["made", "--target", "low"], "--target low: must be a number"),
-        (["made", "--baseline"], "expected one argument"),
+        (["made", "--metric", "loss"], "--metric: there is no such flag; did you mean --metrics?"),
+        (["made", "--target", "low"], "target=low: must be a number"),
+        (["made", "--baseline"], "--baseline needs a value"),
         (["made", "--baseline", "lr=7"], "matches no row"),
         (["made", "--group", "g"], "needs --from-wandb"),
         (["made", "--from-wandb", "x"], "must be ENTITY/PROJECT"),
@@ -85,5 +85,5 @@ def test_help_names_every_option(capsys: pytest.CaptureFixture[str]):
     assert main(["compare", "--help"]) == 0
     out = capsys.readouterr().out
     for option in ("baseline", "metrics", "at", "target", "html", "from-wandb", "group", "to-wandb", "json", "latex"):
-        assert f"--{option}" in out
+        assert f"  {option.replace('-', '_')}=" in out or f"  --{option}" in out
     assert "validation_loss" in out

@@ -146,7 +146,7 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
         (["train", "training.steps", "100"], "an override is key=value"),
         (["train", "data.paths=[a"], "quote it"),
         (["train", "training.steps="], "training.steps: must be a whole number"),
-        (["train", "training.steps=1,2"], "add -m"),
+        (["train", "training.steps=1,2"], "add --multirun"),
         (["train", "training.steps=-1"], "must be at least 0"),
         (["train", "--training.steps=5"], "without dashes: training.steps=5"),
         (["train", "--mutlirun"], "did you mean --multirun?"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_exp.config.command_line.completion import own_words
+from titan_exp.config.command_line.completion import complete_option
 
 HEAVY = ("torch", "wandb", "datasets", "tensorboard", "transformers", "pydantic", "matplotlib", "numpy")
 
@@ -99,7 +99,7 @@ def test_completion_answers(line: str, words: list[str]):
     ],
 )
 def test_a_verbs_own_options(verb: str, word: str, offers: list[str]):
-    assert own_words(verb, word) == offers
+    assert complete_option(verb, word) == offers
 
 
 def test_info_stands_alone_or_with_a_topic():

@@ -23,7 +23,7 @@ def test_tasks_know_their_places_and_gpus(slurm: Slurm):
 def test_gpus_are_counted(slurm: Slurm):
     jobs = [slurm.sbatch("sleep 100", "--nodes=2", "--gpus-per-node=8", "--ntasks-per-node=8") for _ in range(3)]
     slurm.wait_until(lambda: sorted(slurm.queue().values()) == ["PENDING", "RUNNING", "RUNNING"], "two of three jobs")
-    assert slurm.job(jobs[2])["Reason"] in ("Resources", "Priority")
+    slurm.wait_until(lambda: slurm.job(jobs[2])["Reason"] in ("Resources", "Priority"), "the reason of the third")
     asked = slurm.run("sbatch", f"--gpus-per-node={GPUS_PER_NODE + 1}", "--wrap=true", check=False)
     assert "Submitted" not in asked
 

@@ -22,7 +22,7 @@ SLURM = ["cluster=slurm", "model=llama_debug", "+experiment=smoke", "training.gl
         (["+cluster.environment={A-B:1}"], "cluster.environment", "letters"),
         (["cluster.srun_args=['mpi pmix']"], "cluster.srun_args", "--nice"),
         (["cluster.sbatch_args=['--nice=1']"], "", ""),
-        (["cluster.stop_limit=300"], "cluster.stop_limit", "stop_limit=299"),
+        (["cluster.stop_limit=300"], "cluster.stop_limit", "cluster.stop_limit below 300"),
         (["parallelism.dp_shard=4"], "", ""),
         (["parallelism.dp_shard=16"], "", ""),
         (["parallelism.tp=3", "parallelism.dp_shard=4"], "cluster.gpus_per_node", "8 or 16"),

@@ -14,7 +14,7 @@ from tests.journeys.command import REPOSITORY, run
 SHORT = "model=llama_debug training.seq_len=64 training.evaluate_every=0 cluster.device=cpu"
 
 
-@pytest.mark.slow
+@pytest.mark.night  # two minutes of installing, which `make test` in a fresh clone does too
 @pytest.mark.timeout(900)
 def test_make_train_in_a_fresh_clone(tmp_path):
     clone = tmp_path / "clone"

@@ -20,11 +20,13 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.trainer.rank_main import main
 
 STEPS = 30
-MODES = [
-    "sync",
-    "async",
-    "async_process",
-    pytest.param("async_pinned", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")),
+NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+KILLED = [
+    ("sync", 1),
+    ("async", 2),
+    ("async_process", 2),
+    *(pytest.param(*case, marks=pytest.mark.night) for case in [("sync", 2), ("async", 1), ("async_process", 1)]),
+    *(pytest.param("async_pinned", world, marks=NEEDS_CUDA) for world in (1, 2)),
 ]
 
 
@@ -114,8 +116,7 @@ def await_moment(moment: str, folder: RunFolder, ranks: Ranks, chance: random.Ra
         time.sleep(0.001)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "world"), KILLED)
 def test_killed_at_random_moments(tmp_path, undisturbed, mode, world):
     if mode == "async_pinned" and torch.cuda.device_count() < world:
         pytest.skip("a GPU for each rank")

@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from titan_exp.config.command_line.flags import take_flags
+from titan_exp.config.command_line.options import take_flags
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.state.run_lookup import find_runs, find_study_folder, split_runs_folder
 from titan_exp.launch.state.run_status import count_states, run_statuses
 from titan_exp.launch.sweep.shipped_study import cancel_runs
 
-HELP = """\
+HELP_TEXT = """\
 titan-exp cancel: have runs save and stop, and take waiting ones out of the queue.
 
   titan-exp cancel NAME        every run of a study that waits or runs; of a local sweep nothing more is started
@@ -19,14 +19,7 @@ Nothing is deleted: the command that started them continues them.
 
 
 def run(words: Sequence[str]) -> int:
-    """Run the verb; returns the exit code.
-
-    Raises:
-        UserError: a name matches nothing.
-    """
-    if {"--help", "-h"} & set(words):
-        print(HELP, end="")
-        return 0
+    """Run the verb; returns the exit code."""
     _, rest = take_flags(words, (), verb="cancel")
     runs, named = split_runs_folder(rest)
     if not named:

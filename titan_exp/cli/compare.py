@@ -1,42 +1,62 @@
 """Compare runs: what differs and by how much, as a table, plots and a page."""
 
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from titan_exp.cli.compare_args import PRINTED, CompareOptions, parse_words, usage, wants_help
+from titan_exp.config.command_line.options import HELP, options_help, take_options
+from titan_exp.config.command_line.verb_options import CompareOptions
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.launch.state.run_lookup import split_runs_folder
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
 
 if TYPE_CHECKING:
     from titan_exp.compare.comparison import Comparison
+
+USAGE = """\
+titan-exp compare STUDY|RUN... [options]
+
+  STUDY is a name under paths.runs, or a folder of runs; RUN is a run folder, a run id or its prefix, or a pattern of
+  either ('runs/lr-*/*'). Unfinished and failed runs are included with their state. Prints a table and writes a
+  self-contained page, compare.html, beside the runs.
+
+{metrics}
+
+  paths.runs=FOLDER
+      Folder of studies and run ids."""
 
 PAGE = "compare.html"
 """File name of the page beside the runs of a study."""
 
 
 def run(words: Sequence[str]) -> int:
-    """Run the verb; returns the exit code.
+    """Run the verb; returns the exit code."""
+    if set(words) & set(HELP):
+        from titan_exp.compare.compared_metrics import METRICS
 
-    Raises:
-        UserError: a word selects no run, or a file cannot be read or written.
-    """
-    if wants_help(words):
-        print(usage(), end="")
+        metrics = f"Metrics: {', '.join(metric.name for metric in METRICS)}."
+        metrics = textwrap.fill(metrics, 118, initial_indent="  ", subsequent_indent="  ")
+        print(options_help(USAGE.format(metrics=metrics), CompareOptions), end="")
         return 0
-    options = parse_words(words)
+    words = [word.removeprefix("--") if word.startswith("--paths.runs=") else word for word in words]
+    options, rest = take_options(CompareOptions, words)
+    if options.group and not options.from_wandb:
+        raise UserError(f"group={options.group}: it selects W&B runs and needs --from-wandb ENTITY/PROJECT.")
+    runs, named = split_runs_folder(rest)
     from titan_exp.compare.comparison import compare
     from titan_exp.compare.select_runs import select
 
-    if options.from_wandb is not None:
+    if options.from_wandb:
         from titan_exp.compare.sources.wandb import select_from_wandb
 
-        selection = select_from_wandb(options.from_wandb, options.group, options.runs, options.runs_folder)
+        selection = select_from_wandb(options.from_wandb, options.group or None, named, runs)
     else:
-        selection = select(options.runs, options.runs_folder)
+        selection = select(named, runs)
+    metrics = tuple(filter(None, options.metrics.split(",")))
     comparison = compare(
-        selection, at=options.at, baseline=options.baseline, metrics=options.metrics, target=options.target
+        selection, at=options.at, baseline=options.baseline or None, metrics=metrics, target=options.target
     )
     page = None
     if options.html != "none":
@@ -47,8 +67,8 @@ def run(words: Sequence[str]) -> int:
         _write(page, to_html(comparison))
     _print_or_write(comparison, options)
     if page is not None:
-        print(f"page: {page}", file=sys.stderr if PRINTED in options.formats.values() else sys.stdout)
-    if options.to_wandb is not None:
+        print(f"page: {page}", file=sys.stderr if True in options.formats.values() else sys.stdout)
+    if options.to_wandb:
         from titan_exp.compare.output.wandb_report import publish
 
         print(f"W&B report: {publish(comparison, options.to_wandb)}", file=sys.stderr)
@@ -66,11 +86,11 @@ def _print_or_write(comparison: "Comparison", options: CompareOptions) -> None:
     }
     for name, target in options.formats.items():
         text = texts[name](comparison)
-        if target == PRINTED:
+        if target is True:
             print(text, end="")
         else:
-            _write(Path(target).expanduser(), text)
-    if PRINTED not in options.formats.values():
+            _write(Path(str(target)).expanduser(), text)
+    if True not in options.formats.values():
         from rich.console import Console
 
         from titan_exp.compare.output.terminal import show

@@ -14,29 +14,28 @@ _LINE = re.compile(r"\s*(?P<command>(?:\S*python\S*\s+-m\s+)?\S+)\s+(?P<verb>\S*
 
 
 def complete(words: Sequence[str], verbs: Iterable[str]) -> int:
-    """Print completions of the line in COMP_LINE, none on any error; returns 0."""
+    """Print completions of the line in COMP_LINE, none after an error; returns 0."""
     line = os.environ.get("COMP_LINE", "")
     typed = _LINE.match(line)
     if typed is None or not typed["space"]:
         print(" ".join(f"{verb} " for verb in verbs if verb.startswith(typed["verb"] if typed else "")))
         return 0
     verb, rest = typed["verb"], typed["rest"]
-    name, space, overrides = rest.partition(" ")
+    _, space, overrides = rest.partition(" ")
     if verb == "sweep" and space:
         print("\n".join(_composed(overrides, words)))
         return 0
-    names = _names(verb)
-    if names is not None:
-        print(" ".join(f"{found} " for found in names if found.startswith(name)))
-        return 0
-    from titan_exp.config.command_line.completion import GROUPS, composes, fits, own_words
+    from titan_exp.config.command_line.completion import GROUPS, complete_option, is_override, takes_override
 
     *before, word = rest.split(" ")
-    found = own_words(verb, word)
+    names, options = _names(verb), complete_option(verb, word)
+    if names is not None:
+        print(" ".join([*(f"{name} " for name in names if name.startswith(word)), *options]))
+        return 0
     if verb in GROUPS:
-        line = " ".join([*(each for each in before if composes(verb, each)), word])
-        found += [offer for offer in _composed(line, words) if fits(verb, offer)]
-    print("\n".join(found))
+        line = " ".join([*(typed for typed in before if is_override(verb, typed)), word])
+        options += [offer for offer in _composed(line, words) if takes_override(verb, offer)]
+    print("\n".join(options))
     return 0
 
 

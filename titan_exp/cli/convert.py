@@ -9,7 +9,7 @@ from rich.filesize import decimal
 from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_weights
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
 from titan_exp.checkpoint.remote.checkpoint_cache import local_copy, staged_upload
-from titan_exp.config.command_line.parse_options import HELP, options_help, parse_options
+from titan_exp.config.command_line.options import HELP, options_help, parse_options
 from titan_exp.config.command_line.verb_options import ConvertOptions
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.presets import model_overrides
@@ -27,18 +27,16 @@ titan-exp convert SOURCE TARGET [format=...] [dtype=...]
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the verb; returns the exit code.
-
-    Raises:
-        UserError: an option is wrong, the source cannot be read, or the target cannot be written.
-    """
+    """Run the verb; returns the exit code."""
     if set(arguments) & set(HELP):
         print(options_help(USAGE, ConvertOptions), end="")
         return 0
-    options = _options(arguments)
+    options = parse_options(ConvertOptions, arguments, positional=["source", "target"])
+    if not options.source or not options.target:
+        raise UserError(USAGE)
     with staged_upload(options.target) as target:
         if target.exists():
-            raise UserError(f"{target} exists. Name another place, or remove it first.")
+            raise UserError(f"{target} exists. Use another target, or remove it first.")
         source = open_checkpoint(local_copy(options.source, step=options.step), options.step)
         form = _format(options, source)
         print(f"{source.path}: {source.model.name} ({source.format})")
@@ -52,17 +50,6 @@ def run(arguments: Sequence[str]) -> int:
     print(f"{options.target}: {form}, {decimal(written)} of weights")
     print(f"titan-exp generate {options.target}" if is_url(options.target) else following)
     return 0
-
-
-def _options(arguments: Sequence[str]) -> ConvertOptions:
-    places = [word for word in arguments if "=" not in word]
-    rest = [word for word in arguments if "=" in word]
-    for name, place in zip(("source", "target"), places, strict=False):
-        rest.append(f"{name}={place}")
-    options = parse_options(ConvertOptions, [*rest, *places[2:]])
-    if not options.source or not options.target:
-        raise UserError(USAGE)
-    return options
 
 
 def _format(options: ConvertOptions, source: OpenCheckpoint) -> str:

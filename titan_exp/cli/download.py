@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_exp.checkpoint.remote.hub_download import download
-from titan_exp.config.command_line.parse_options import HELP, options_help, parse_options
+from titan_exp.config.command_line.options import HELP, options_help, parse_options
 from titan_exp.config.command_line.verb_options import DownloadOptions
 from titan_exp.config.errors.user_error import UserError
 
@@ -37,7 +37,7 @@ def run(arguments: Sequence[str]) -> int:
     if set(arguments) & set(HELP):
         print(options_help(USAGE, DownloadOptions), end="")
         return 0
-    options = parse_options(DownloadOptions, arguments, positional="repo")
+    options = parse_options(DownloadOptions, arguments, positional=["repo"])
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", options.repo):
         raise UserError(f"{USAGE}\n  {options.repo} is no OWNER/NAME" if options.repo else USAGE)
     target = Path(options.target or f"downloads/{options.repo.partition('/')[2]}").expanduser()

@@ -30,7 +30,7 @@ def run_with_hydra(words: Sequence[str], task: Task, *, nested: Sequence[str] = 
     from hydra.core.hydra_config import HydraConfig
 
     from titan_exp.config.command_line.help import train_help
-    from titan_exp.config.errors.explain_hydra import MESSAGE, explain, is_about_words, misspelt
+    from titan_exp.config.errors.explain_hydra import MESSAGE, explain, is_composition_error, unknown_names
     from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION, OWN_FILE, default_overrides
     from titan_exp.config.hydra.resolvers import register_resolvers
     from titan_exp.config.schema.import_path import search_current_directory
@@ -59,14 +59,14 @@ def run_with_hydra(words: Sequence[str], task: Task, *, nested: Sequence[str] = 
             print(train_help(arguments), end="")
             return 0
         everything = replace(arguments, overrides=(*nested, *arguments.overrides))
-        if arguments.has("--multirun", "-m") and (found := misspelt(everything)):
+        if arguments.has("--multirun", "-m") and (found := unknown_names(everything)):
             # Once, instead of for every point of the sweep.
             raise UserError(f"{MESSAGE} They were typed, or are in {where}." if where else MESSAGE, found)
         with _hydra_raises(), warnings.catch_warnings():
             warnings.filterwarnings("error", "provider=.* is not available", UserWarning)
             hydra.main(config_path=str(CONF_DIR), config_name=CONFIG_NAME, **HYDRA_VERSION)(job)()
     except Exception as error:
-        if not is_about_words(error):
+        if not is_composition_error(error):
             raise
         raise explain(error, arguments) from error
     finally:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from titan_exp.config.command_line.flags import take_flags
+from titan_exp.config.command_line.options import take_flags
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.rank.rank_status import RankRecord, read_record
 from titan_exp.launch.state.exit_status import TAIL
@@ -12,7 +12,7 @@ from titan_exp.launch.state.run_status import run_status, run_statuses
 from titan_exp.launch.state.tail import FileTail
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
-HELP = """\
+HELP_TEXT = """\
 titan-exp logs: what a run printed.
 
   titan-exp logs RUN                 the last start: rank 0, or the first rank to fail
@@ -29,14 +29,7 @@ TROUBLED = ("failed", "lost", "unreadable")
 
 
 def run(words: Sequence[str]) -> int:
-    """Run the verb; returns the exit code.
-
-    Raises:
-        UserError: a word names nothing, or there is no such log.
-    """
-    if {"--help", "-h"} & set(words):
-        print(HELP, end="")
-        return 0
+    """Run the verb; returns the exit code."""
     flags, rest = take_flags(words, ("-f", "--follow"), {"--rank": int, "--attempt": int}, verb="logs")
     runs, named = split_runs_folder(rest)
     if not named:

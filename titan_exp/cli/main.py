@@ -1,7 +1,7 @@
 """Command line `titan-exp VERB ...`: dispatch to the module of the verb.
 
-A verb is a module beside this one with a function `run(words) -> int`; its docstring's first line is its help. Nothing
-heavy is imported here: help, completion and `--cfg` answer at once.
+A verb is a module beside this one with a function `run(words) -> int`; its docstring's first line is its line in the
+list of verbs. Nothing heavy is imported here: help, completion and `--cfg` answer at once.
 """
 
 import ast
@@ -68,8 +68,12 @@ def verbs() -> dict[str, str]:
 
 
 def run_verb(verb: str, words: Sequence[str]) -> int:
-    """Run a verb; returns its exit code."""
-    return importlib.import_module(f"titan_exp.cli.{verb}").run(list(words))
+    """Run a verb, or print its `HELP_TEXT`; returns its exit code."""
+    module = importlib.import_module(f"titan_exp.cli.{verb}")
+    if {"--help", "-h"} & set(words) and hasattr(module, "HELP_TEXT"):
+        print(module.HELP_TEXT, end="")
+        return 0
+    return module.run(list(words))
 
 
 def _dispatch(words: Sequence[str]) -> int:

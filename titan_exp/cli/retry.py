@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 
-from titan_exp.config.command_line.flags import take_flags
+from titan_exp.config.command_line.options import take_flags
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.retry import retry_runs
 from titan_exp.launch.state.run_lookup import find_runs, split_runs_folder
 from titan_exp.launch.state.run_status import count_states, run_statuses
 
-HELP = """\
+HELP_TEXT = """\
 titan-exp retry: start runs again that failed or were lost, each in its folder and from its last checkpoint.
 
   titan-exp retry NAME         those of a study
@@ -22,14 +22,7 @@ RETRIED = ("failed", "lost")
 
 
 def run(words: Sequence[str]) -> int:
-    """Run the verb; returns the exit code.
-
-    Raises:
-        UserError: a name matches nothing, or a run cannot be started again.
-    """
-    if {"--help", "-h"} & set(words):
-        print(HELP, end="")
-        return 0
+    """Run the verb; returns the exit code."""
     _, rest = take_flags(words, (), verb="retry")
     runs, named = split_runs_folder(rest)
     if not named:

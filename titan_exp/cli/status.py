@@ -10,13 +10,13 @@ from typing import Any
 from rich.live import Live
 from rich.table import Table
 
-from titan_exp.config.command_line.flags import take_flags
+from titan_exp.config.command_line.options import take_flags
 from titan_exp.launch.state.run_lookup import find_runs, find_study_folder, split_runs_folder
 from titan_exp.launch.state.status_rows import StatusRow, status_rows
 from titan_exp.launch.sweep.sweep_table import plain_console
 from titan_exp.tracking.sinks.sink import Value
 
-HELP = """\
+HELP_TEXT = """\
 titan-exp status: how runs stand. Nothing is changed.
 
   titan-exp status                    every run under runs/, newest first
@@ -36,14 +36,7 @@ WATCH_EVERY = 2.0
 
 
 def run(words: Sequence[str]) -> int:
-    """Run the verb; returns the exit code.
-
-    Raises:
-        UserError: a word names nothing.
-    """
-    if {"--help", "-h"} & set(words):
-        print(HELP, end="")
-        return 0
+    """Run the verb; returns the exit code."""
     flags, rest = take_flags(words, ("--watch", "--json"), verb="status")
     runs, named = split_runs_folder(rest)
     if "--json" in flags:

@@ -8,7 +8,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.study.study_file import read_study, study_files
 from titan_exp.launch.sweep.sweep_args import sweep_args
 
-HELP = """\
+HELP_TEXT = """\
 titan-exp sweep: run a study, sweeps/NAME.yaml, or what is missing of it.
 
   titan-exp sweep                              the studies there are, and what each asks
@@ -32,9 +32,6 @@ Launched again, it starts only what is missing, stopped or failed. Then:
 
 def run(words: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    if {"--help", "-h"} & set(words):
-        print(HELP, end="")
-        return 0
     args = sweep_args(words)
     if args is None:
         _list_studies()

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from titan_exp.cli.hydra_command import run_with_hydra
-from titan_exp.config.command_line.parse_options import options_help, parse_options
+from titan_exp.config.command_line.options import options_help, parse_options
 from titan_exp.config.command_line.verb_options import TokenizeOptions
 from titan_exp.config.errors.did_you_mean import listed, nearest
 from titan_exp.config.errors.user_error import UserError, Violation

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from titan_exp.config.errors.user_error import shown
+from titan_exp.config.schema.config_diff import flatten
 from titan_exp.config.schema.identity_keys import has_effect
 
 SEED = "experiment.seed"
@@ -42,17 +43,6 @@ class DifferingKeys:
         return " ".join(
             f"{self.short[key]}={value_text(values.get(key))}" for key in (self.keys if keys is None else keys)
         )
-
-
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values of a nested configuration by dotted key."""
-    found: dict[str, Any] = {}
-    for name, value in config.items():
-        if isinstance(value, Mapping) and value:
-            found |= flatten(value, f"{prefix}{name}.")
-        else:
-            found[f"{prefix}{name}"] = value
-    return found
 
 
 def differing_keys(configs: Sequence[Mapping[str, Any]]) -> DifferingKeys:

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titan_exp.compare.differing_keys import differing_keys, flatten
+from titan_exp.compare.differing_keys import differing_keys
 from titan_exp.compare.run_record import Run
+from titan_exp.config.schema.config_diff import flatten
 
 STEPS = 10
 """Steps with a tolerance: as many as the parity tests train."""

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from titan_exp.config.command_line.parse_options import HELP
+from titan_exp.config.command_line.options import HELP
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment

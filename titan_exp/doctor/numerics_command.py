@@ -12,7 +12,7 @@ from rich.table import Table
 from torch import nn
 
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
-from titan_exp.config.command_line.parse_options import HELP
+from titan_exp.config.command_line.options import HELP
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.model import ModelConfig

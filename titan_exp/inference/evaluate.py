@@ -14,7 +14,7 @@ from torch import nn
 
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
 from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
-from titan_exp.config.command_line.parse_options import HELP, parse_options
+from titan_exp.config.command_line.options import HELP, parse_options
 from titan_exp.config.command_line.verb_options import EvaluateOptions
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError, Violation

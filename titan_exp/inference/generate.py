@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
 from titan_exp.checkpoint.remote.checkpoint_cache import local_copy
 from titan_exp.checkpoint.retention import CheckpointFolder
-from titan_exp.config.command_line.parse_options import HELP, options_help, parse_options
+from titan_exp.config.command_line.options import HELP, options_help, parse_options
 from titan_exp.config.command_line.verb_options import GenerateOptions
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
@@ -45,7 +45,7 @@ def generate_command(arguments: Sequence[str], run_on_ranks: RunOnRanks | None =
     if set(arguments) & set(HELP):
         print(options_help(USAGE, GenerateOptions), end="")
         return 0
-    options = parse_options(GenerateOptions, arguments, positional="run")
+    options = parse_options(GenerateOptions, arguments, positional=["run"])
     prompts = _prompts(options, arguments)
     path = local_copy(options.run, step=options.step) if options.run else _latest_run(Path(options.runs))
     source = open_checkpoint(path, options.step)

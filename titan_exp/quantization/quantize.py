@@ -10,7 +10,6 @@ from torch import nn
 from titan_exp.config.errors.did_you_mean import did_you_mean
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.quantization import BLOCK, QuantizationConfig
-from titan_exp.config.layout.linear_shapes import is_quantized
 from titan_exp.models.blocks.grouped_linear import GroupedLinear
 from titan_exp.models.blocks.transformer import Linear
 from titan_exp.quantization.hardware_support import GROUPED_MULTIPLE, needs_emulation, needs_grouped_emulation
@@ -108,7 +107,7 @@ def _experts_are_emulated(
 
 def _taken(model: nn.Module, config: QuantizationConfig, layers: int) -> Iterator[tuple[str, Linear | GroupedLinear]]:
     for name, module in _projections(model):
-        if is_quantized(config, layers, name, module.in_features, module.out_features):
+        if config.quantizes(name, module.in_features, module.out_features, layers=layers):
             yield name, module
 
 

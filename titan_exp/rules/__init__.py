@@ -8,7 +8,6 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.machine.devices import offered_devices
 from titan_exp.rules import (
-    batch,
     checkpoint,
     cluster,
     context_parallel,
@@ -19,21 +18,19 @@ from titan_exp.rules import (
     model,
     paths,
     pipeline_parallel,
-    precision,
     quantization,
     recompute,
-    schedule,
     tensor_parallel,
     token_store,
+    training,
     triton,
 )
 from titan_exp.rules.rule import Rule, ask
 
 RULES: tuple[Rule, ...] = (
     *paths.RULES,
-    *schedule.RULES,
+    *training.RULES,
     *model.RULES,
-    *precision.RULES,
     *quantization.RULES,
     *triton.RULES,
     *recompute.RULES,
@@ -51,7 +48,7 @@ RULES: tuple[Rule, ...] = (
 """Rules that are checked even if the layout cannot be resolved; `dp_shard` is 1 then."""
 
 LAYOUT_RULES: tuple[Rule, ...] = (
-    *batch.RULES,
+    *training.LAYOUT_RULES,
     *pipeline_parallel.LAYOUT_RULES,
     *cluster.LAYOUT_RULES,
     *quantization.LAYOUT_RULES,
@@ -67,9 +64,8 @@ def _never(_: Experiment) -> bool:
 def check(experiment: Experiment, has_begun: Callable[[Experiment], bool] = _never) -> Experiment:
     """Return the experiment unchanged if no rule is violated.
 
-    Args:
-        experiment: the configuration; its layout may be unresolved.
-        has_begun: True for an experiment, its layout resolved, whose run has a checkpoint to continue from.
+    The layout may be unresolved. `has_begun`, called with a resolved one, is True if the run has a checkpoint to
+    continue from.
 
     Raises:
         UserError: with every violation.

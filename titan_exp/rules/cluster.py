@@ -7,30 +7,13 @@ from titan_exp.config.errors.did_you_mean import divisors, listed
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.rules.rule import rules
+from titan_exp.rules.rule import Refuse, rules
 
 _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
 
 
-def slurm_device_is_given(cluster: ClusterConfig) -> Iterator[Violation]:
-    """The machine that submits need not have the devices of the nodes."""
-    if cluster.device == "auto":
-        yield Violation(
-            "cluster.device",
-            "auto",
-            "this machine does not know which devices SLURM's nodes have",
-            "cluster.device=cuda or cluster.device=cpu",
-        )
-    if cluster.device == "cuda" and not cluster.gpus_per_node:
-        reason = "the GPUs of SLURM's nodes cannot be counted from here"
-        yield Violation("cluster.gpus_per_node", None, reason, "cluster.gpus_per_node=8")
-
-
-def slurm_options_are_well_formed(cluster: ClusterConfig) -> Iterator[Violation]:
-    """Values of the batch script have the form that SLURM and the shell expect."""
-    if cluster.time_limit is not None and not _TIME.fullmatch(cluster.time_limit):
-        reason = "SLURM takes minutes, M:S, H:M:S, D-H or D-H:M:S"
-        yield Violation("cluster.time_limit", cluster.time_limit, reason, "cluster.time_limit=24:00:00")
+def arguments_are_well_formed(cluster: ClusterConfig) -> Iterator[Violation]:
+    """Names of environment variables and arguments of sbatch and srun have the form that they expect."""
     for name in cluster.environment:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             reason = "this is no name of an environment variable"
@@ -40,13 +23,6 @@ def slurm_options_are_well_formed(cluster: ClusterConfig) -> Iterator[Violation]
             if not argument.startswith("-") or "\n" in argument:
                 reason = f"{argument!r} is not a single argument, which begins with a dash and includes its value"
                 yield Violation(f"cluster.{field}", argument, reason, f"cluster.{field}='[\"--nice=100\"]'")
-    if cluster.stop_limit >= cluster.signal_lead:
-        yield Violation(
-            "cluster.stop_limit",
-            cluster.stop_limit,
-            f"the time limit comes {cluster.signal_lead} s after the stop request, which leaves no time to requeue",
-            f"at most cluster.stop_limit={max(1, cluster.signal_lead - 1)}, or a longer cluster.signal_lead",
-        )
 
 
 def nodes_are_full(cluster: ClusterConfig, layout: ResolvedLayout, device: str) -> Iterator[Violation]:
@@ -78,5 +54,32 @@ def _is_remote(cluster: ClusterConfig) -> bool:
     return cluster.is_remote
 
 
-RULES = rules(slurm_device_is_given, slurm_options_are_well_formed, when=_is_remote)
+RULES = rules(
+    Refuse(
+        "cluster.device",
+        lambda cluster: cluster.device == "auto",
+        "this machine does not know which devices SLURM's nodes have",
+        "cluster.device=cuda or cluster.device=cpu",
+    ),
+    Refuse(
+        "cluster.gpus_per_node",
+        lambda cluster: cluster.device == "cuda" and cluster.gpus_per_node is None,
+        "the GPUs of SLURM's nodes cannot be counted from here",
+        "cluster.gpus_per_node=8",
+    ),
+    Refuse(
+        "cluster.time_limit",
+        lambda cluster: cluster.time_limit is not None and not _TIME.fullmatch(cluster.time_limit),
+        "SLURM takes minutes, M:S, H:M:S, D-H or D-H:M:S",
+        "cluster.time_limit=24:00:00",
+    ),
+    Refuse(
+        "cluster.stop_limit",
+        lambda cluster: cluster.stop_limit >= cluster.signal_lead,
+        "the time limit comes {cluster.signal_lead} s after the stop request, which leaves no time to requeue",
+        "cluster.stop_limit below {cluster.signal_lead}, or a longer cluster.signal_lead",
+    ),
+    arguments_are_well_formed,
+    when=_is_remote,
+)
 LAYOUT_RULES = rules(nodes_are_full, when=_is_remote)

@@ -5,12 +5,11 @@ from collections.abc import Iterator
 
 from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbers
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
-from titan_exp.rules.rule import not_a_multiple, rules
+from titan_exp.rules.rule import Refuse, not_a_divisor, not_a_multiple, rules
 
 MERGING = ("auto", "flash", "efficient")
 """Kernels that return the log-sum-exp by which ring and all-gather merge, where the device has them."""
@@ -26,32 +25,15 @@ def groups_divide(parallelism: ParallelismConfig) -> Iterator[Violation]:
         reason = "with parallelism.cp_method=ulysses all ranks exchange heads"
         yield Violation(field, degree, reason, "cp_ulysses=1, or cp_method=ring or allgather")
     elif cp % degree:
-        works = listed(nearest_numbers(degree, divisors(cp)))
-        yield Violation(
-            field, degree, f"parallelism.cp={cp} ranks are not divided into equal groups by it", f"{field}={works}"
-        )
-
-
-def model_has_attention(model: ModelConfig, parallelism: ParallelismConfig) -> Iterator[Violation]:
-    """Attention alone mixes tokens, and its module can be replaced."""
-    spec = model_spec(model)
-    if spec is None or spec.attention is None:
-        yield Violation(
-            "parallelism.cp",
-            parallelism.cp,
-            "context parallelism exchanges keys and values in the attention of the built-in blocks, which "
-            f"{model.architecture} does not describe",
-            f"parallelism.cp=1, spread over ranks with parallelism.dp_shard={parallelism.cp}; or "
-            "model.architecture=llama",
-        )
+        yield not_a_divisor(field, degree, cp, f"parallelism.cp={cp} ranks are not divided into equal groups by it")
 
 
 def sequence_divides(parallelism: ParallelismConfig, training: TrainingConfig) -> Iterator[Violation]:
     """Every rank has the same number of tokens, and the same amount of causal attention."""
-    chunks, cp = sequence_chunks(parallelism), parallelism.cp
+    chunks, cp = parallelism.sequence_chunks, parallelism.cp
     if training.seq_len % chunks:
-        each = f"{chunks} equal parts" if chunks == cp else f"{chunks} equal chunks, two for each of {cp} ranks"
-        reason = f"parallelism.cp={cp} by {parallelism.cp_method} cuts a sequence into {each}"
+        per_rank = "" if chunks == cp else f", two for each of {cp} ranks"
+        reason = f"parallelism.cp={cp} by {parallelism.cp_method} cuts a sequence into {chunks} equal chunks{per_rank}"
         yield not_a_multiple("training.seq_len", training.seq_len, chunks, reason)
 
 
@@ -101,16 +83,24 @@ def kernel_merges(spec: ModelSpec, parallelism: ParallelismConfig, device: str) 
         )
 
 
-def sequence_chunks(parallelism: ParallelismConfig) -> int:
-    """Equal chunks that context parallelism cuts a sequence into; 1 without it."""
-    return parallelism.cp * (1 if parallelism.cp == 1 or parallelism.cp_method == "ulysses" else 2)
-
-
 def _is_used(parallelism: ParallelismConfig) -> bool:
     return parallelism.cp > 1 and parallelism.cp % parallelism.cp_ulysses == 0
 
 
 RULES = (
     *rules(groups_divide),
-    *rules(model_has_attention, sequence_divides, heads_divide, kernel_merges, when=_is_used),
+    *rules(
+        Refuse(
+            "parallelism.cp",
+            lambda model: (spec := model_spec(model)) is None or spec.attention is None,
+            "context parallelism exchanges keys and values in the attention of the built-in blocks, which "
+            "{model.architecture} does not describe",
+            "parallelism.cp=1, spread over ranks with parallelism.dp_shard={parallelism.cp}; or "
+            "model.architecture=llama",
+        ),
+        sequence_divides,
+        heads_divide,
+        kernel_merges,
+        when=_is_used,
+    ),
 )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titan_exp.config.errors.user_error import Violation, shown
-from titan_exp.config.groups.builtins import BYTES_VOCABULARY, SOURCES
+from titan_exp.config.groups.builtins import BYTES_VOCABULARY, SOURCES, TOKENIZERS
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.model import ModelConfig
@@ -14,21 +14,20 @@ from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.paths.data_files import LOADERS, tokenizer_file, unlimited_split
 from titan_exp.rules.import_paths import source_is_known
 from titan_exp.rules.rule import ask, rules
-from titan_exp.rules.token_store import store_decides, store_vocabulary
+from titan_exp.rules.token_store import STORE_OPTIONS, store_vocabulary
 
 
 def source_has_input(data: DataConfig) -> Iterator[Violation]:
     """The files or the data set that a source reads are given and exist."""
     if data.source == "text":
         if not data.paths:
-            yield Violation(
-                "data.paths", (), "source text reads files, and none is given", "data.paths='[notes,books/*.txt]'"
-            )
+            reason = "source text reads files, and none is given"
+            yield Violation("data.paths", (), reason, "data.paths='[notes,books/*.txt]'")
         for path in data.paths:
             if not _matches(path):
                 yield Violation("data.paths", path, "no such file or folder", _nearby(path))
             elif not _holds_files(path):
-                yield Violation("data.paths", path, "there is no file in it", "name a folder with files, or files")
+                yield Violation("data.paths", path, "there is no file in it", "a folder with files, or files")
     if data.source == "huggingface":
         yield from _dataset_is_named(data)
 
@@ -72,32 +71,19 @@ def streamed_validation_is_limited(data: DataConfig, training: TrainingConfig) -
 
 def vocabulary_fits(data: DataConfig, model: ModelConfig) -> Iterator[Violation]:
     """The embedding has a row for every token."""
-    name, rows = data.tokenizer, model.vocab_size
-    if name == "bytes":
-        tokens = BYTES_VOCABULARY
-    elif name == "store":
-        tokens = store_vocabulary(data) or 0
-    else:
-        path = tokenizer_file(name)
-        if not path.is_file():
-            yield Violation(
-                "data.tokenizer",
-                name,
-                f"there is no file {path}",
-                "name a tokenizer.json, its folder, or data.tokenizer=bytes",
-            )
-            return
-        try:
-            tokens = _vocabulary(path)
-        except (ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError):
-            yield Violation(
-                "data.tokenizer",
-                name,
-                f"{path} is not a tokenizer.json of Hugging Face's tokenizers",
-                "save one with tokenizer.save('tokenizer.json'), or data.tokenizer=bytes",
-            )
-            return
-    if tokens > rows:
+    name, rows, path = data.tokenizer, model.vocab_size, tokenizer_file(data.tokenizer)
+    if name not in TOKENIZERS and not path.is_file():
+        remedy = "a tokenizer.json, its folder, or data.tokenizer=bytes"
+        yield Violation("data.tokenizer", name, f"there is no file {path}", remedy)
+        return
+    try:
+        tokens = BYTES_VOCABULARY if name == "bytes" else store_vocabulary(data) if name == "store" else _tokens(path)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        reason = f"{path} is not a tokenizer.json of Hugging Face's tokenizers"
+        remedy = "save one with tokenizer.save('tokenizer.json'), or data.tokenizer=bytes"
+        yield Violation("data.tokenizer", name, reason, remedy)
+        return
+    if tokens is not None and tokens > rows:
         yield Violation(
             "model.vocab_size",
             rows,
@@ -108,26 +94,20 @@ def vocabulary_fits(data: DataConfig, model: ModelConfig) -> Iterator[Violation]
 
 def unreadable_source(experiment: Experiment) -> list[Violation]:
     """Violations in the source and its tokenizer, for `titan-exp tokenize`."""
-    asked = rules(source_is_known, source_has_input, no_input_is_ignored, vocabulary_fits, store_decides)
-    return [violation for violation in ask(asked, experiment) if violation.field.startswith("data.")]
+    checks = rules(source_is_known, source_has_input, no_input_is_ignored, vocabulary_fits)
+    return [
+        violation for violation in ask((*checks, *STORE_OPTIONS), experiment) if violation.field.startswith("data.")
+    ]
 
 
 def _dataset_is_named(data: DataConfig) -> Iterator[Violation]:
+    files = "data.data_files='[corpus.jsonl]'"
     if data.dataset is None:
-        yield Violation(
-            "data.dataset",
-            None,
-            "source huggingface needs a data set",
-            "data.dataset=NAME on the hub, or data.dataset=json data.data_files='[corpus.jsonl]'",
-        )
+        remedy = f"data.dataset=NAME on the hub, or data.dataset=json {files}"
+        yield Violation("data.dataset", None, "source huggingface needs a data set", remedy)
         return
     if data.dataset in LOADERS and not data.data_files:
-        yield Violation(
-            "data.data_files",
-            (),
-            f"the loader {data.dataset} reads files, and none is named",
-            "data.data_files='[corpus.jsonl]'",
-        )
+        yield Violation("data.data_files", (), f"the loader {data.dataset} reads files, and none is named", files)
     local = data.dataset.startswith((".", "/", "~"))
     if local and not Path(data.dataset).expanduser().exists():
         yield Violation("data.dataset", data.dataset, "no such file or folder", _nearby(data.dataset))
@@ -137,12 +117,8 @@ def _dataset_is_named(data: DataConfig) -> Iterator[Violation]:
 
 
 def _ignored(key: str, value: object, source: str, reader: str) -> Violation:
-    return Violation(
-        f"data.{key}",
-        value,
-        f"source {source} does not read it",
-        f"data={reader} data.{key}={_quoted(value)}, or leave it out",
-    )
+    remedy = f"data={reader} data.{key}={_quoted(value)}, or leave it out"
+    return Violation(f"data.{key}", value, f"source {source} does not read it", remedy)
 
 
 def _quoted(value: object) -> str:
@@ -166,7 +142,7 @@ def _nearby(path: str) -> str:
     return f"paths are relative to the current folder; the deepest folder that exists is {folder}"
 
 
-def _vocabulary(path: Path) -> int:
+def _tokens(path: Path) -> int:
     described = json.loads(path.read_text(encoding="utf-8"))
     vocabulary = described["model"]["vocab"]
     own = vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))

@@ -10,8 +10,7 @@ from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.layout.axes import BLOCK_DEGREES
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import offered_devices
-from titan_exp.config.machine.local_machine import visible_gpus
-from titan_exp.rules.rule import rules
+from titan_exp.rules.rule import Refuse, rules
 
 
 def expert_degrees_are_one(parallelism: ParallelismConfig) -> Iterator[Violation]:
@@ -25,31 +24,6 @@ def expert_degrees_are_one(parallelism: ParallelismConfig) -> Iterator[Violation
                 "this version trains without expert parallelism",
                 f"parallelism.{key}=1; spread over ranks with parallelism.dp_shard={degree}",
             )
-
-
-def devices_exist(cluster: ClusterConfig) -> Iterator[Violation]:
-    """This machine has enough devices of the requested type."""
-    present = visible_gpus()
-    if cluster.device == "cuda" and not present:
-        yield Violation(
-            "cluster.device",
-            cluster.device,
-            "this machine shows no GPU (CUDA_VISIBLE_DEVICES may hide them)",
-            "cluster.device=cpu, or auto, which takes the device that exists",
-        )
-    elif cluster.gpus_per_node is not None and cluster.gpus_per_node > present:
-        gpus = f"{present} GPU{'s' * (present != 1)}" if present else "no GPU"
-        yield Violation(
-            "cluster.gpus_per_node",
-            cluster.gpus_per_node,
-            f"this machine shows {gpus}",
-            f"at most cluster.gpus_per_node={present}"
-            if present
-            else "cluster.gpus_per_node=null; on CPU the degrees ask for processes: parallelism.dp_shard="
-            f"{cluster.gpus_per_node}",
-        )
-    if cluster.nodes != 1:
-        yield Violation("cluster.nodes", cluster.nodes, "cluster=local is this machine alone", "cluster.nodes=1")
 
 
 def ranks_have_gpus(
@@ -83,12 +57,36 @@ def collectives_are_not_captured(compile: CompileConfig, parallelism: Parallelis
         )
 
 
-def _is_local(cluster: ClusterConfig) -> bool:
-    return not cluster.is_remote
-
-
 RULES = (
     *rules(expert_degrees_are_one),
-    *rules(devices_exist, ranks_have_gpus, when=_is_local),
+    *rules(
+        Refuse(
+            "cluster.device",
+            lambda cluster, gpus: cluster.device == "cuda" and not gpus,
+            "this machine shows no GPU (CUDA_VISIBLE_DEVICES may hide them)",
+            "cluster.device=cpu, or auto, which takes the device that exists",
+        ),
+        Refuse(
+            "cluster.gpus_per_node",
+            lambda cluster, gpus: 0 < gpus < (cluster.gpus_per_node or 0),
+            "this machine shows {gpus} GPU(s)",
+            "at most cluster.gpus_per_node={gpus}",
+        ),
+        Refuse(
+            "cluster.gpus_per_node",
+            lambda cluster, gpus: not gpus and cluster.gpus_per_node is not None and cluster.device != "cuda",
+            "this machine shows no GPU",
+            "cluster.gpus_per_node=null; on CPU the degrees ask for processes: "
+            "parallelism.dp_shard={cluster.gpus_per_node}",
+        ),
+        Refuse(
+            "cluster.nodes",
+            lambda cluster: cluster.nodes != 1,
+            "cluster=local is this machine alone",
+            "cluster.nodes=1",
+        ),
+        ranks_have_gpus,
+        when=lambda cluster: not cluster.is_remote,
+    ),
     *rules(collectives_are_not_captured),
 )

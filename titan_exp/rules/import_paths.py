@@ -19,31 +19,21 @@ CPP_COMPILERS = ("g++", "clang++", "c++")
 """Commands that inductor can compile C++ with."""
 
 
-def objective_is_known(training: TrainingConfig) -> Iterator[Violation]:
-    """The objective is built in or can be imported."""
-    example = "my_package.objectives.Distillation"
-    yield from _known("training.objective", training.objective, OBJECTIVES, training.objective_options, example)
-
-
-def optimizer_takes_options(optimizer: OptimizerConfig) -> Iterator[Violation]:
-    """A built-in optimizer has no options. That the name exists, `component` has checked."""
-    if optimizer.name in OPTIMIZERS:
-        yield from _known("optimizer.name", optimizer.name, OPTIMIZERS, optimizer.options, "")
-
-
-def decay_is_known(lr_schedule: LRScheduleConfig) -> Iterator[Violation]:
-    """The decay function is built in or can be imported."""
-    example = "my_package.schedules.exponential"
-    yield from _known("lr_schedule.decay", lr_schedule.decay, DECAYS, lr_schedule.options, example)
-
-
 def source_is_known(data: DataConfig) -> Iterator[Violation]:
     """The data source is built in or can be imported."""
     yield from _known("data.source", data.source, SOURCES, data.options, "my_package.data.Corpus")
 
 
-def executor_is_known(cluster: ClusterConfig) -> Iterator[Violation]:
-    """The executor is built in or can be imported."""
+def components_are_known(
+    training: TrainingConfig, optimizer: OptimizerConfig, lr_schedule: LRScheduleConfig, cluster: ClusterConfig
+) -> Iterator[Violation]:
+    """Objective, decay and executor are built in or can be imported; built-in ones have no options."""
+    objective = "my_package.objectives.Distillation"
+    yield from _known("training.objective", training.objective, OBJECTIVES, training.objective_options, objective)
+    if optimizer.name in OPTIMIZERS:  # `component` has found the others
+        yield from _known("optimizer.name", optimizer.name, OPTIMIZERS, optimizer.options)
+    decay = "my_package.schedules.exponential"
+    yield from _known("lr_schedule.decay", lr_schedule.decay, DECAYS, lr_schedule.options, decay)
     yield from _known("cluster.kind", cluster.kind, executor_names(), {}, "my_package.launch.MyExecutor")
 
 
@@ -61,7 +51,7 @@ def compiler_exists(compile: CompileConfig, device: str) -> Iterator[Violation]:
 
 
 def _known(
-    field: str, name: str, builtin: tuple[str, ...], options: dict[str, Any], example: str
+    field: str, name: str, builtin: tuple[str, ...], options: dict[str, Any], example: str = ""
 ) -> Iterator[Violation]:
     """A name is built in, without options, or an import path that exists."""
     group, _, key = field.partition(".")
@@ -83,6 +73,4 @@ def _known(
         yield Violation(field, name, f"unknown {group if key == 'name' else key} '{name}'", remedy)
 
 
-RULES = rules(
-    objective_is_known, optimizer_takes_options, decay_is_known, source_is_known, executor_is_known, compiler_exists
-)
+RULES = rules(components_are_known, source_is_known, compiler_exists)

@@ -4,13 +4,11 @@ from collections.abc import Iterator
 
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.model import ModelConfig
-from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.machine.attention_backends import FLASH_PACKAGES, HEAD_SIZES, ON_CPU
 from titan_exp.models.spec.lookup import family_violations
 from titan_exp.models.spec.model_spec import ModelSpec
-from titan_exp.rules.rule import rules
+from titan_exp.rules.rule import Refuse, rules
 
 FIELD = "model.attention_backend"
 
@@ -18,44 +16,6 @@ FIELD = "model.attention_backend"
 def family_supports_the_shape(model: ModelConfig) -> Iterator[Violation]:
     """The family's own rules hold."""
     yield from family_violations(model)
-
-
-def sequence_within_context(spec: ModelSpec, model: ModelConfig, training: TrainingConfig) -> Iterator[Violation]:
-    """Positions stay within the context that the model was made for; a plain class has no such bound."""
-    if training.seq_len > model.context:
-        yield Violation(
-            "training.seq_len",
-            training.seq_len,
-            f"it is longer than the context of {model.name}, {model.context} tokens",
-            f"at most training.seq_len={model.context}, or a longer context: model.context={training.seq_len}",
-        )
-
-
-def kernel_runs_on_cpu(spec: ModelSpec) -> Iterator[Violation]:
-    """A CPU has the kernel."""
-    backend = spec.attention_backend
-    if backend not in ON_CPU:
-        reason = "FlexAttention has no backward on CPU" if backend == "flex" else "it runs on GPUs, and this is a CPU"
-        yield Violation(FIELD, backend, reason, "on CPU: auto, flash or math")
-
-
-def kernel_supports_inputs(spec: ModelSpec, training: TrainingConfig, data: DataConfig) -> Iterator[Violation]:
-    """The CUDA kernel supports the precision and the mask."""
-    backend = spec.attention_backend
-    if backend in HEAD_SIZES and training.mixed_precision == "fp32":
-        yield Violation(
-            FIELD,
-            backend,
-            "it computes in bf16 only, and training.mixed_precision is fp32",
-            "training.mixed_precision=bf16, or model.attention_backend=auto",
-        )
-    if backend in ("flash", *FLASH_PACKAGES) and data.document_mask:
-        yield Violation(
-            FIELD,
-            backend,
-            "on CUDA it takes no mask, and data.document_mask is true",
-            "model.attention_backend=auto, cudnn or flex; or data.document_mask=false",
-        )
 
 
 def kernel_is_installed(spec: ModelSpec) -> Iterator[Violation]:
@@ -83,9 +43,46 @@ def kernel_supports_head_size(spec: ModelSpec) -> Iterator[Violation]:
 
 
 RULES = (
-    *rules(family_supports_the_shape, sequence_within_context),
-    *rules(kernel_runs_on_cpu, when=lambda device: device == "cpu"),
     *rules(
-        kernel_is_installed, kernel_supports_inputs, kernel_supports_head_size, when=lambda device: device == "cuda"
+        family_supports_the_shape,
+        # A plain class has no spec, and no such bound.
+        Refuse(
+            "training.seq_len",
+            lambda spec, model, training: spec and training.seq_len > model.context,
+            "it is longer than the context of {model.name}, {model.context} tokens",
+            "at most training.seq_len={model.context}, or a longer context: model.context={training.seq_len}",
+        ),
+    ),
+    *rules(
+        Refuse(
+            FIELD,
+            lambda spec: spec.attention_backend == "flex",
+            "FlexAttention has no backward on CPU",
+            "on CPU: auto, flash or math",
+        ),
+        Refuse(
+            FIELD,
+            lambda spec: spec.attention_backend not in ("flex", *ON_CPU),
+            "it runs on GPUs, and this is a CPU",
+            "on CPU: auto, flash or math",
+        ),
+        when=lambda device: device == "cpu",
+    ),
+    *rules(
+        kernel_is_installed,
+        Refuse(
+            FIELD,
+            lambda spec, training: spec.attention_backend in HEAD_SIZES and training.mixed_precision == "fp32",
+            "it computes in bf16 only, and training.mixed_precision is fp32",
+            "training.mixed_precision=bf16, or model.attention_backend=auto",
+        ),
+        Refuse(
+            FIELD,
+            lambda spec, data: spec.attention_backend in ("flash", *FLASH_PACKAGES) and data.document_mask,
+            "on CUDA it takes no mask, and data.document_mask is true",
+            "model.attention_backend=auto, cudnn or flex; or data.document_mask=false",
+        ),
+        kernel_supports_head_size,
+        when=lambda device: device == "cuda",
     ),
 )

@@ -14,12 +14,10 @@ def name_is_a_folder_name(run: RunConfig) -> Iterator[Violation]:
     """The experiment's name is safe as a folder name everywhere."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", run.name) or len(run.name) > 128:
         cleaned = re.sub(r"[^A-Za-z0-9._-]+", "_", run.name).lstrip(".-")[:128] or "my_idea"
-        yield Violation(
-            "experiment.name",
-            run.name,
-            "it names a folder: letters, digits, `.`, `_` and `-`, beginning with a letter, digit or `_`, at most 128",
-            f"experiment.name={cleaned}",
+        reason = (
+            "it names a folder: letters, digits, `.`, `_` and `-`, beginning with a letter, digit or `_`, at most 128"
         )
+        yield Violation("experiment.name", run.name, reason, f"experiment.name={cleaned}")
 
 
 def runs_folder_is_writable(paths: PathsConfig) -> Iterator[Violation]:
@@ -29,9 +27,9 @@ def runs_folder_is_writable(paths: PathsConfig) -> Iterator[Violation]:
     if not paths.runs:
         yield Violation("paths.runs", "''", "it is empty", "paths.runs=runs")
     elif not nearest.is_dir():
-        yield Violation("paths.runs", paths.runs, f"{nearest} is a file", "name a folder")
+        yield Violation("paths.runs", paths.runs, f"{nearest} is a file", "the path of a folder")
     elif not os.access(nearest, os.W_OK | os.X_OK):
-        yield Violation("paths.runs", paths.runs, f"{nearest} cannot be written to", "name a folder of your own")
+        yield Violation("paths.runs", paths.runs, f"{nearest} cannot be written to", "a folder that you may write to")
 
 
 RULES = rules(name_is_a_folder_name, runs_folder_is_writable)

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from titan_exp.config.errors.did_you_mean import did_you_mean, divisors, listed, multiples_near, nearest_numbers
 from titan_exp.config.errors.user_error import Violation
-from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig, CompileConfig
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.training import TrainingConfig
@@ -22,7 +21,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import timeline
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.rules.recompute import PARTITIONING_BACKENDS
-from titan_exp.rules.rule import rules
+from titan_exp.rules.rule import Refuse, rules
 
 SCHEDULE = "parallelism.pp_schedule"
 WHOLE_BACKWARD = "GPipe, 1F1B, Interleaved1F1B or LoopedBFS"
@@ -74,59 +73,6 @@ def schedule_is_known(parallelism: ParallelismConfig) -> Iterator[Violation]:
         yield Violation(SCHEDULE, name, str(error), f"{remedy}micro-batch 0)")
 
 
-def model_can_be_split(model: ModelConfig, parallelism: ParallelismConfig) -> Iterator[Violation]:
-    """The model describes the modules that a stage may lack."""
-    if model_spec(model) is None:
-        yield Violation(
-            "parallelism.pp",
-            parallelism.pp,
-            f"stages are parts of a model with a spec, and the plain class {model.architecture} has none",
-            f"parallelism.pp=1, spread over ranks with parallelism.dp_shard={parallelism.pp}; or "
-            "model.architecture=llama",
-        )
-
-
-def backward_can_be_split(
-    parallelism: ParallelismConfig,
-    activation_checkpoint: ActivationCheckpointConfig,
-    compile: CompileConfig,
-    layout: ResolvedLayout,
-) -> Iterator[Violation]:
-    """Gradients of weights, which a split backward computes later, still have what they need."""
-    name, policy = parallelism.pp_schedule, parallelism.reshard_after_forward
-    if not _can_be_read(parallelism) or not layout.splits_backward:
-        return
-    if policy not in ("auto", "never"):
-        yield Violation(
-            "parallelism.reshard_after_forward",
-            policy,
-            f"{name} computes weight gradients after input gradients, when resharded parameters would be freed: "
-            "silently wrong gradients",
-            f"parallelism.reshard_after_forward=auto or never; or parallelism.pp_schedule={WHOLE_BACKWARD}",
-        )
-    # A compiler that partitions graphs chose earlier what to save, for both parts.
-    in_graph = compile.enabled and compile.backend in PARTITIONING_BACKENDS
-    if activation_checkpoint.mode == "selective" and not in_graph:
-        yield Violation(
-            "activation_checkpoint.mode",
-            "selective",
-            f"{name} runs backward through a block twice, and the saved outputs of operators are freed by then",
-            "compile=blocks, whose graphs keep them; activation_checkpoint=full, every_n or none; "
-            f"or parallelism.pp_schedule={WHOLE_BACKWARD}",
-        )
-
-
-def microbatches_do_not_overlap_graphs(compile: CompileConfig) -> Iterator[Violation]:
-    """A CUDA graph writes every micro-batch's activations to the same address."""
-    if compile.enabled and compile.backend == "cudagraphs":
-        yield Violation(
-            "compile.backend",
-            compile.backend,
-            "a pipeline holds the activations of several micro-batches, and a CUDA graph those of one",
-            "compile.backend=inductor or aot_eager",
-        )
-
-
 def stages_fit(model: ModelConfig, parallelism: ParallelismConfig, layout: ResolvedLayout) -> Iterator[Violation]:
     """Stages are as many as the schedule takes, and their layers add up."""
     if not _can_be_read(parallelism) or model_spec(model) is None:
@@ -141,7 +87,7 @@ def microbatches_fit(
     """A data-parallel rank's share of the batch divides into passes of as many micro-batches as the schedule takes."""
     micro, share = training.micro_batch_size, layout.sequences_per_dp_rank
     if not _can_be_read(parallelism) or training.global_batch_size % (layout.dp_degree * (micro or 1)):
-        return  # The latter is reported by the rules about the batch.
+        return  # The batch is refused by the rules about training.
     if parallelism.pp_microbatches is not None:
         yield from _passes_divide(parallelism, training, layout, parallelism.pp_microbatches)
         return
@@ -299,9 +245,51 @@ def _is_used(parallelism: ParallelismConfig) -> bool:
     return parallelism.pp > 1
 
 
+def _backward_is_split(parallelism: ParallelismConfig, layout: ResolvedLayout) -> bool:
+    return _is_used(parallelism) and _can_be_read(parallelism) and layout.splits_backward
+
+
 RULES = (
     *rules(schedule_is_known),
     *rules(keys_have_an_effect, when=lambda parallelism: parallelism.pp == 1),
-    *rules(model_can_be_split, microbatches_do_not_overlap_graphs, backward_can_be_split, stages_fit, when=_is_used),
+    *rules(
+        Refuse(
+            "parallelism.pp",
+            lambda model: model_spec(model) is None,
+            "stages are parts of a model with a spec, and the plain class {model.architecture} has none",
+            "parallelism.pp=1, spread over ranks with parallelism.dp_shard={parallelism.pp}; or "
+            "model.architecture=llama",
+        ),
+        Refuse(
+            "compile.backend",
+            lambda compile: compile.enabled and compile.backend == "cudagraphs",
+            "a pipeline holds the activations of several micro-batches, and a CUDA graph those of one",
+            "compile.backend=inductor or aot_eager",
+        ),
+        stages_fit,
+        when=_is_used,
+    ),
+    *rules(
+        Refuse(
+            "parallelism.reshard_after_forward",
+            lambda parallelism: parallelism.reshard_after_forward not in ("auto", "never"),
+            "{parallelism.pp_schedule} computes weight gradients after input gradients, when resharded parameters "
+            "would be freed: silently wrong gradients",
+            f"parallelism.reshard_after_forward=auto or never; or parallelism.pp_schedule={WHOLE_BACKWARD}",
+        ),
+        # A compiler that partitions graphs chose earlier what to save, for both parts.
+        Refuse(
+            "activation_checkpoint.mode",
+            lambda activation_checkpoint, compile: (
+                activation_checkpoint.mode == "selective"
+                and not (compile.enabled and compile.backend in PARTITIONING_BACKENDS)
+            ),
+            "{parallelism.pp_schedule} runs backward through a block twice, and the saved outputs of operators are "
+            "freed by then",
+            "compile=blocks, whose graphs keep them; activation_checkpoint=full, every_n or none; "
+            f"or parallelism.pp_schedule={WHOLE_BACKWARD}",
+        ),
+        when=_backward_is_split,
+    ),
 )
 LAYOUT_RULES = rules(microbatches_fit, when=_is_used)

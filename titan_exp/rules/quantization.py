@@ -11,21 +11,12 @@ from titan_exp.config.groups.optimizer import MOMENT_BLOCK, AdamWConfig, Optimiz
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.quantization import BLOCK, NVFP4_TILE, QuantizationConfig
 from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.config.layout.linear_shapes import is_quantized
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.model_spec import LinearSpec, ModelSpec
 from titan_exp.models.spec.tp_plan import Colwise, Rowwise
-from titan_exp.rules.context_parallel import sequence_chunks
-from titan_exp.rules.rule import not_a_multiple, rules
+from titan_exp.rules.rule import Refuse, not_a_multiple, rules
 
 RECIPE = "quantization.recipe"
-
-
-def torchao_is_installed(quantization: QuantizationConfig) -> Iterator[Violation]:
-    """torchao casts and multiplies."""
-    if importlib.util.find_spec("torchao") is None:
-        remedy = "pip install torchao, or quantization=none"
-        yield Violation(RECIPE, quantization.recipe, "torchao is not installed", remedy)
 
 
 def filter_matches(spec: ModelSpec, quantization: QuantizationConfig) -> Iterator[Violation]:
@@ -91,7 +82,7 @@ def tokens_divide(
     device: str,
 ) -> Iterator[Violation]:
     """Weight gradients sum over a micro-batch's tokens, which are quantized in whole blocks too."""
-    recipe, cp, chunks = quantization.recipe, parallelism.cp, sequence_chunks(parallelism)
+    recipe, cp, chunks = quantization.recipe, parallelism.cp, parallelism.sequence_chunks
     if recipe == "float8_rowwise_gw_hp":
         return
     block, tokens = _block(quantization, device), layout.micro_batch_size * training.seq_len
@@ -124,20 +115,9 @@ def kv_heads_are_whole(
             return
 
 
-def options_match_the_recipe(quantization: QuantizationConfig, parallelism: ParallelismConfig) -> Iterator[Violation]:
-    """Options of one recipe are used with that one."""
-    recipe = quantization.recipe
-    if recipe == "mxfp8" and not quantization.power_of_two_scales:
-        field = "quantization.power_of_two_scales"
-        yield Violation(field, False, "a scale of the MX format is a power of two", f"{field}=true")
-    if quantization.stochastic_rounding and recipe != "nvfp4":
-        field = "quantization.stochastic_rounding"
-        yield Violation(field, True, f"{recipe} rounds to nearest", f"{field}=false, or quantization=nvfp4")
-    if quantization.precomputed_scales and not quantization.whole_weight_scales:
-        field = "quantization.precomputed_scales"
-        reason = f"{recipe} has no scale for a whole weight"
-        yield Violation(field, True, reason, f"{field}=false, or quantization=float8_tensorwise")
-    field = "quantization.float8_all_gather"
+def all_gather_in_float8(quantization: QuantizationConfig, parallelism: ParallelismConfig) -> Iterator[Violation]:
+    """FSDP can all-gather weights in float8."""
+    recipe, field = quantization.recipe, "quantization.float8_all_gather"
     if not quantization.float8_all_gather:
         return
     if recipe != "float8_tensorwise":
@@ -150,24 +130,6 @@ def options_match_the_recipe(quantization: QuantizationConfig, parallelism: Para
     elif parallelism.cpu_offload:
         reason = "offloaded weights are quantized after the copy to the GPU (parallelism.cpu_offload=true)"
         yield Violation(field, True, reason, f"{field}=false")
-
-
-def emulation_is_possible(
-    quantization: QuantizationConfig, training: TrainingConfig, device: str
-) -> Iterator[Violation]:
-    """The device type has the recipe's instructions; the ranks ask the GPU itself."""
-    recipe, precision = quantization.recipe, training.mixed_precision
-    if quantization.emulate is False and device == "cpu":
-        reason = f"a CPU has no instructions for {recipe}"
-        yield Violation("quantization.emulate", False, reason, "quantization.emulate=auto")
-    native = quantization.emulate is not True and device == "cuda"
-    if recipe in ("mxfp8", "nvfp4") and native and precision != "bf16":
-        yield Violation(
-            "training.mixed_precision",
-            precision,
-            f"the matmuls of {recipe} have results in bf16",
-            "training.mixed_precision=bf16, or quantization.emulate=true",
-        )
 
 
 def fp32_modules_are_not_quantized(
@@ -184,20 +146,6 @@ def fp32_modules_are_not_quantized(
                 f"{quantization.recipe} quantizes linear layers in {inside}",
                 "leave it out, or keep them in high precision with quantization.filter or high_precision_first",
             )
-
-
-def _has_low_precision_moments(optimizer: OptimizerConfig) -> bool:
-    return isinstance(optimizer, AdamWConfig) and optimizer.state_precision != "fp32"
-
-
-def moments_are_adamws(optimizer: AdamWConfig) -> Iterator[Violation]:
-    """The optimizer is AdamW, whose moments are known, and torchao is there for 8 bits."""
-    field, precision = "optimizer.state_precision", optimizer.state_precision
-    if optimizer.name != "adamw":
-        reason = f"it is about AdamW's moments, and optimizer.name is {optimizer.name}"
-        yield Violation(field, precision, reason, f"{field}=fp32, or optimizer.name=adamw")
-    elif precision != "bf16" and importlib.util.find_spec("torchao") is None:
-        yield Violation(field, precision, "torchao is not installed", f"pip install torchao, or {field}=bf16")
 
 
 def moment_blocks_divide(
@@ -220,7 +168,7 @@ def moment_blocks_divide(
 
 def _quantized(spec: ModelSpec, config: QuantizationConfig) -> Iterator[tuple[str, LinearSpec]]:
     for name, linear in spec.linears():
-        if is_quantized(config, len(spec.layers), name, linear.inputs, linear.outputs):
+        if config.quantizes(name, linear.inputs, linear.outputs, layers=len(spec.layers)):
             yield name, linear
 
 
@@ -246,18 +194,83 @@ def _has_recipe(quantization: QuantizationConfig) -> bool:
     return quantization.recipe != "none"
 
 
+def _has_low_precision_moments(optimizer: OptimizerConfig) -> bool:
+    return isinstance(optimizer, AdamWConfig) and optimizer.state_precision != "fp32"
+
+
+def _torchao_is_missing() -> bool:
+    return importlib.util.find_spec("torchao") is None
+
+
 RULES = (
     *rules(
-        torchao_is_installed,
+        Refuse(
+            RECIPE,
+            _torchao_is_missing,
+            "torchao is not installed",
+            "pip install torchao, or quantization=none",
+        ),
         filter_matches,
         some_linear_is_quantized,
         dims_divide,
         kv_heads_are_whole,
-        options_match_the_recipe,
-        emulation_is_possible,
+        Refuse(
+            "quantization.power_of_two_scales",
+            lambda quantization: quantization.recipe == "mxfp8" and not quantization.power_of_two_scales,
+            "a scale of the MX format is a power of two",
+            "quantization.power_of_two_scales=true",
+        ),
+        Refuse(
+            "quantization.stochastic_rounding",
+            lambda quantization: quantization.stochastic_rounding and quantization.recipe != "nvfp4",
+            "{quantization.recipe} rounds to nearest",
+            "quantization.stochastic_rounding=false, or quantization=nvfp4",
+        ),
+        Refuse(
+            "quantization.precomputed_scales",
+            lambda quantization: quantization.precomputed_scales and not quantization.whole_weight_scales,
+            "{quantization.recipe} has no scale for a whole weight",
+            "quantization.precomputed_scales=false, or quantization=float8_tensorwise",
+        ),
+        all_gather_in_float8,
+        # The ranks check that the GPU has the recipe's instructions.
+        Refuse(
+            "quantization.emulate",
+            lambda quantization, device: quantization.emulate is False and device == "cpu",
+            "a CPU has no instructions for {quantization.recipe}",
+            "quantization.emulate=auto",
+        ),
+        Refuse(
+            "training.mixed_precision",
+            lambda quantization, training, device: (
+                quantization.recipe in ("mxfp8", "nvfp4")
+                and quantization.emulate is not True
+                and device == "cuda"
+                and training.mixed_precision != "bf16"
+            ),
+            "the matmuls of {quantization.recipe} have results in bf16",
+            "training.mixed_precision=bf16, or quantization.emulate=true",
+        ),
         fp32_modules_are_not_quantized,
         when=_has_recipe,
     ),
-    *rules(moments_are_adamws, moment_blocks_divide, when=_has_low_precision_moments),
+    *rules(
+        Refuse(
+            "optimizer.state_precision",
+            lambda optimizer: optimizer.name != "adamw",
+            "it is about AdamW's moments, and optimizer.name is {optimizer.name}",
+            "optimizer.state_precision=fp32, or optimizer.name=adamw",
+        ),
+        Refuse(
+            "optimizer.state_precision",
+            lambda optimizer: (
+                optimizer.name == "adamw" and optimizer.state_precision != "bf16" and _torchao_is_missing()
+            ),
+            "torchao is not installed",
+            "pip install torchao, or optimizer.state_precision=bf16",
+        ),
+        moment_blocks_divide,
+        when=_has_low_precision_moments,
+    ),
 )
 LAYOUT_RULES = rules(tokens_divide, when=_has_recipe)

@@ -1,8 +1,14 @@
-"""Rules called with what their parameters name: a group, the layout, the device type, the model's spec."""
+"""Rules: refused values as a table, generator functions for rules that loop or compute a remedy.
+
+Both take groups and derived values by parameter name; the texts of `Refuse` are format strings over the same names, as
+in `{training.steps}`.
+"""
 
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from operator import attrgetter
 from typing import Any
 
 from titan_exp.config.errors.did_you_mean import divisors, listed, multiples_near, nearest_numbers
@@ -10,6 +16,7 @@ from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
+from titan_exp.config.machine.local_machine import visible_gpus
 from titan_exp.models.spec.lookup import model_spec
 
 GROUPS = {"run" if field.name == "experiment" else field.name: field.name for field in dataclasses.fields(Experiment)}
@@ -18,50 +25,80 @@ GROUPS = {"run" if field.name == "experiment" else field.name: field.name for fi
 DERIVED: dict[str, Callable[[Experiment], Any]] = {
     "layout": ResolvedLayout.of,
     "device": lambda experiment: device_type(experiment.cluster),
+    "gpus": lambda _: visible_gpus(),
     "spec": lambda experiment: model_spec(experiment.model),
 }
-"""Other parameters that a rule may have. A rule about the `spec` is skipped for a model without one."""
+"""Derived values by parameter name. A rule about the `spec` is skipped for a model without one; `gpus` counts those of
+this machine."""
+
+Condition = Callable[..., object]
+"""Function of groups and derived values, such as `lambda parallelism: parallelism.tp > 1`."""
 
 
-class Rule:
-    """A check of some groups, which yields violations.
+@dataclasses.dataclass(frozen=True)
+class Refuse:
+    """Rule that refuses a key's value under a condition."""
 
-    Args:
-        function: generator function whose parameters are named as in `GROUPS` and `DERIVED`.
-        when: predicate with such parameters; the rule is skipped where it is false.
+    field: str
+    """Key of the configuration."""
+    condition: Condition
+    """True if the value is refused."""
+    reason: str
+    """Why it cannot be."""
+    remedy: str
+    """Values that work."""
 
-    Raises:
-        TypeError: a parameter has another name.
-    """
+    def violations(self, values: "Values") -> Iterator[Violation]:
+        """The violation, if the condition holds."""
+        if values.call(self.condition):
+            value = attrgetter(self.field)(values.experiment)
+            yield Violation(self.field, value, self.reason.format_map(values), self.remedy.format_map(values))
 
-    def __init__(self, function: Callable[..., Iterator[Violation]], when: Callable[..., bool] | None = None) -> None:
-        self._function, self._parameters = function, _parameters(function)
-        self._when = None if when is None else (when, _parameters(when))
 
-    def ask(self, values: "Values") -> Iterator[Violation]:
-        """Violations of the rule."""
-        if self._when is not None and not self._when[0](*map(values.__getitem__, self._when[1])):
-            return
-        if "spec" not in self._parameters or values["spec"] is not None:
-            yield from self._function(*map(values.__getitem__, self._parameters))
+Check = Refuse | Callable[..., Iterator[Violation]]
+"""A refused value, or a generator function of groups and derived values."""
 
 
 class Values(dict[str, Any]):
-    """Arguments of rules, each computed when the first rule asks for it; the layout of the experiment is resolved."""
+    """Groups and derived values of an experiment whose layout is resolved, each computed at first use."""
 
     def __init__(self, experiment: Experiment) -> None:
         super().__init__()
-        self._experiment = experiment
+        self.experiment = experiment
 
     def __missing__(self, name: str) -> Any:
         derive = DERIVED.get(name)
-        self[name] = derive(self._experiment) if derive else getattr(self._experiment, GROUPS[name])
+        self[name] = derive(self.experiment) if derive else getattr(self.experiment, GROUPS[name])
         return self[name]
 
+    def call(self, function: Callable[..., Any]) -> Any:
+        """Call a function with the values that its parameters name."""
+        return function(*map(self.__getitem__, parameters(function)))
 
-def rules(*functions: Callable[..., Iterator[Violation]], when: Callable[..., bool] | None = None) -> tuple[Rule, ...]:
-    """Rules of generator functions, all skipped where `when` is false."""
-    return tuple(Rule(function, when) for function in functions)
+
+class Rule:
+    """A check, skipped where `when` is false.
+
+    Raises:
+        TypeError: a parameter is named neither in `GROUPS` nor in `DERIVED`.
+    """
+
+    def __init__(self, check: Check, when: Condition | None = None) -> None:
+        self.check, self.when = check, when
+        named = parameters(check.condition if isinstance(check, Refuse) else check)
+        self._needs_spec = "spec" in named
+        if when is not None:
+            parameters(when)
+
+    def ask(self, values: Values) -> Iterator[Violation]:
+        """Violations of the rule."""
+        if (self.when is None or values.call(self.when)) and not (self._needs_spec and values["spec"] is None):
+            yield from self.check.violations(values) if isinstance(self.check, Refuse) else values.call(self.check)
+
+
+def rules(*checks: Check, when: Condition | None = None) -> tuple[Rule, ...]:
+    """Rules, all skipped where `when` is false."""
+    return tuple(Rule(check, when) for check in checks)
 
 
 def ask(asked: Iterable[Rule], experiment: Experiment) -> list[Violation]:
@@ -80,10 +117,16 @@ def not_a_multiple(field: str, value: int, of: int, reason: str, more: str = "")
     return Violation(field, value, reason, f"nearest: {field}={listed(multiples_near(value, of))}{more}")
 
 
-def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+@cache
+def parameters(function: Callable[..., object]) -> tuple[str, ...]:
+    """Names of a function's parameters.
+
+    Raises:
+        TypeError: one is named neither in `GROUPS` nor in `DERIVED`.
+    """
     names = tuple(inspect.signature(function).parameters)
     unknown = [name for name in names if name not in GROUPS and name not in DERIVED]
     if unknown:
         known = listed([*GROUPS, *DERIVED], "and")
-        raise TypeError(f"{function.__qualname__} asks for {listed(unknown, 'and')}; rules are given {known}")
+        raise TypeError(f"{function.__qualname__} takes {listed(unknown, 'and')}; rules take {known}")
     return names

@@ -6,14 +6,12 @@ from collections.abc import Iterator
 from titan_exp.config.errors.did_you_mean import listed, multiples_near, nearest_numbers
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.activation_checkpoint import CompileConfig
-from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import LinearSpec, ModelSpec
 from titan_exp.models.spec.tp_plan import Colwise
-from titan_exp.rules.context_parallel import sequence_chunks
-from titan_exp.rules.rule import not_a_multiple, rules
+from titan_exp.rules.rule import Refuse, not_a_multiple, rules
 
 FIELD = "parallelism.tp"
 
@@ -36,18 +34,6 @@ def async_tp_is_supported(parallelism: ParallelismConfig, compile: CompileConfig
     else:
         return
     yield Violation(field, True, reason, f"{remedy}{field}=false")
-
-
-def model_describes_sharding(model: ModelConfig, parallelism: ParallelismConfig) -> Iterator[Violation]:
-    """The model describes how its linears are sharded."""
-    if model_spec(model) is None:
-        yield Violation(
-            FIELD,
-            parallelism.tp,
-            f"the plain class {model.architecture} does not describe how its linear layers are sharded",
-            f"parallelism.tp=1, spread over ranks with parallelism.dp_shard={parallelism.tp}; or a module with a spec, "
-            "as model.architecture=llama is",
-        )
 
 
 def units_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
@@ -82,19 +68,13 @@ def vocabulary_divides(spec: ModelSpec, parallelism: ParallelismConfig) -> Itera
 
 def tokens_divide(spec: ModelSpec, parallelism: ParallelismConfig, training: TrainingConfig) -> Iterator[Violation]:
     """With sequence parallelism every rank has as many tokens of each sequence."""
-    cp, tp, seq_len = parallelism.cp, parallelism.tp, training.seq_len
-    chunks = sequence_chunks(parallelism)
+    cp, tp, chunks, seq_len = parallelism.cp, parallelism.tp, parallelism.sequence_chunks, training.seq_len
     # Indivisible chunks are reported by the rules about context parallelism.
-    if not parallelism.sequence_parallel or seq_len % chunks or seq_len % (cp * tp) == 0:
-        return
-    among = f" and parallelism.cp={cp}" if cp > 1 else ""
-    yield not_a_multiple(
-        "training.seq_len",
-        seq_len,
-        math.lcm(chunks, cp * tp),
-        f"sequence parallelism cuts it into equal parts for parallelism.tp={tp}{among}",
-        "; or parallelism.sequence_parallel=false",
-    )
+    if parallelism.sequence_parallel and seq_len % chunks == 0 and seq_len % (cp * tp):
+        among = f" and parallelism.cp={cp}" if cp > 1 else ""
+        reason = f"sequence parallelism cuts it into equal parts for parallelism.tp={tp}{among}"
+        more = "; or parallelism.sequence_parallel=false"
+        yield not_a_multiple("training.seq_len", seq_len, math.lcm(chunks, cp * tp), reason, more)
 
 
 def shards_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
@@ -123,18 +103,6 @@ def shards_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[V
         )
 
 
-def chunked_loss_is_parallel(parallelism: ParallelismConfig, training: TrainingConfig) -> Iterator[Violation]:
-    """The chunked loss takes each rank's own part of the vocabulary."""
-    if training.loss_chunk_tokens is not None and not parallelism.loss_parallel:
-        yield Violation(
-            "training.loss_chunk_tokens",
-            training.loss_chunk_tokens,
-            "in chunks, tensor-parallel ranks compute the loss from their own parts of the vocabulary, and "
-            "parallelism.loss_parallel is false",
-            "parallelism.loss_parallel=true, or training.loss_chunk_tokens=null",
-        )
-
-
 def _colwise(spec: ModelSpec) -> list[tuple[LinearSpec, Colwise]]:
     """Distinct column-parallel linears, with their sharding."""
     linears = dict.fromkeys(linear for layer in spec.layers for linear in layer.linears)
@@ -144,12 +112,24 @@ def _colwise(spec: ModelSpec) -> list[tuple[LinearSpec, Colwise]]:
 RULES = (
     *rules(async_tp_is_supported),
     *rules(
-        model_describes_sharding,
+        Refuse(
+            FIELD,
+            lambda model: model_spec(model) is None,
+            "the plain class {model.architecture} does not describe how its linear layers are sharded",
+            "parallelism.tp=1, spread over ranks with parallelism.dp_shard={parallelism.tp}; or a module with a spec, "
+            "as model.architecture=llama is",
+        ),
         units_divide,
         vocabulary_divides,
         tokens_divide,
         shards_divide,
-        chunked_loss_is_parallel,
+        Refuse(
+            "training.loss_chunk_tokens",
+            lambda parallelism, training: training.loss_chunk_tokens is not None and not parallelism.loss_parallel,
+            "in chunks, tensor-parallel ranks compute the loss from their own parts of the vocabulary, and "
+            "parallelism.loss_parallel is false",
+            "parallelism.loss_parallel=true, or training.loss_chunk_tokens=null",
+        ),
         when=lambda parallelism: parallelism.tp > 1,
     ),
 )

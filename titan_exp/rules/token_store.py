@@ -11,7 +11,7 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.paths.token_store_manifest import Manifest, read_manifest
-from titan_exp.rules.rule import rules
+from titan_exp.rules.rule import Refuse, rules
 
 _NAMED = 3
 
@@ -29,9 +29,9 @@ def stores_are_complete(data: DataConfig) -> Iterator[Violation]:
             continue
         damaged = list(islice(manifests[-1].damaged(), _NAMED))
         if damaged:
-            words = "; ".join(f"{name}: {trouble}" for name, trouble in damaged)
+            problems = "; ".join(f"{name}: {trouble}" for name, trouble in damaged)
             remedy = f"titan-exp tokenize check={path} checks all of it; then copy it, or make it, again"
-            yield Violation("data.paths", path, f"this store is damaged: {words}", remedy)
+            yield Violation("data.paths", path, f"this store is damaged: {problems}", remedy)
     tokenizers = {manifest.tokenizer: manifest.path for manifest in manifests}
     if len(tokenizers) > 1:
         made = listed([f"{path} by {name}" for name, path in tokenizers.items()], "and")
@@ -63,44 +63,12 @@ def stores_are_large_enough(data: DataConfig, training: TrainingConfig) -> Itera
 def weights_fit(data: DataConfig) -> Iterator[Violation]:
     """Each store has a weight, and is named once."""
     if data.weights and len(data.weights) != len(data.paths):
-        yield Violation(
-            "data.weights",
-            data.weights,
-            f"there are {len(data.weights)} weights for {len(data.paths)} stores",
-            f"one for each of data.paths: data.weights='[{','.join('1' for _ in data.paths)}]', or none: by size",
-        )
+        reason = f"there are {len(data.weights)} weights for {len(data.paths)} stores"
+        example = ",".join("1" for _ in data.paths)
+        remedy = f"one for each of data.paths: data.weights='[{example}]', or none: by size"
+        yield Violation("data.weights", data.weights, reason, remedy)
     if len(set(data.paths)) < len(data.paths):
         yield Violation("data.paths", data.paths, "a store is named twice", "name it once, with a larger weight")
-
-
-def store_decides(data: DataConfig) -> Iterator[Violation]:
-    """A store fixes its tokenizer and its validation split."""
-    if data.source == "tokens":
-        if data.tokenizer != "store":
-            reason = "the tokens in a store are those of the tokenizer that it was made with"
-            yield Violation("data.tokenizer", data.tokenizer, reason, "data.tokenizer=store, or tokenize anew")
-        if data.validation_fraction:
-            yield Violation(
-                "data.validation_fraction",
-                data.validation_fraction,
-                "the validation split was fixed when the store was made",
-                "data.validation_fraction=0 takes that; or titan-exp tokenize with this fraction, into a new store",
-            )
-        return
-    if data.tokenizer == "store":
-        reason = f"source {data.source} has no store to take it from"
-        yield Violation("data.tokenizer", "store", reason, "data.tokenizer=bytes, or the path of a tokenizer.json")
-    if data.weights:
-        reason = f"source {data.source} does not read it"
-        remedy = "titan-exp tokenize each source, and mix the stores: data=tokens data.paths='[a,b]' data.weights=..."
-        yield Violation("data.weights", data.weights, reason, remedy)
-
-
-def preview_is_a_step(data: DataConfig, training: TrainingConfig) -> Iterator[Violation]:
-    """The step to print is one of the run's."""
-    step, steps = data.preview, training.steps
-    if step is not None and step > steps:
-        yield Violation("data.preview", step, f"the run has {steps} steps", f"data.preview={steps}")
 
 
 def store_vocabulary(data: DataConfig) -> int | None:
@@ -120,7 +88,43 @@ def _reads_stores(data: DataConfig) -> bool:
     return data.source == "tokens"
 
 
+STORE_OPTIONS = rules(
+    Refuse(
+        "data.tokenizer",
+        lambda data: _reads_stores(data) and data.tokenizer != "store",
+        "the tokens in a store are those of the tokenizer that it was made with",
+        "data.tokenizer=store, or tokenize anew",
+    ),
+    Refuse(
+        "data.validation_fraction",
+        lambda data: _reads_stores(data) and data.validation_fraction,
+        "the validation split was fixed when the store was made",
+        "data.validation_fraction=0 takes that; or titan-exp tokenize with this fraction, into a new store",
+    ),
+    Refuse(
+        "data.tokenizer",
+        lambda data: not _reads_stores(data) and data.tokenizer == "store",
+        "source {data.source} has no store to take it from",
+        "data.tokenizer=bytes, or the path of a tokenizer.json",
+    ),
+    Refuse(
+        "data.weights",
+        lambda data: not _reads_stores(data) and data.weights,
+        "source {data.source} does not read it",
+        "titan-exp tokenize each source, and mix the stores: data=tokens data.paths='[a,b]' data.weights=...",
+    ),
+)
+"""A store fixes its tokenizer and its validation split."""
+
 RULES = (
     *rules(stores_are_complete, stores_are_large_enough, weights_fit, when=_reads_stores),
-    *rules(store_decides, preview_is_a_step),
+    *STORE_OPTIONS,
+    *rules(
+        Refuse(
+            "data.preview",
+            lambda data, training: (data.preview or 0) > training.steps,
+            "the run has {training.steps} steps",
+            "data.preview={training.steps}",
+        ),
+    ),
 )

@@ -47,7 +47,12 @@ def parse_checksums(text: str) -> dict[str, FileChecksum]:
         ValueError, KeyError, TypeError, AttributeError: the text has another form.
     """
     files = json.loads(text)["files"]
-    return {name: FileChecksum(entry["size"], int(entry["crc32"], 16)) for name, entry in files.items()}
+    checksums = {name: FileChecksum(entry["size"], int(entry["crc32"], 16)) for name, entry in files.items()}
+    for name, checksum in checksums.items():
+        # int() accepts capitals too: a flipped bit that makes one is damage like any other.
+        if files[name]["crc32"] != f"{checksum.crc32:08x}":
+            raise ValueError(f"{files[name]['crc32']!r} is not a checksum as it is written")
+    return checksums
 
 
 def has_checksums(path: Path) -> bool:

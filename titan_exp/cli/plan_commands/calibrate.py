@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
-from titan_exp.config.command_line.flags import take_flags
+from titan_exp.config.command_line.options import take_flags
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment

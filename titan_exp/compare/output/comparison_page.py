@@ -9,7 +9,7 @@ from typing import Any
 
 from titan_exp.compare.compared_metrics import Metric
 from titan_exp.compare.comparison import Comparison
-from titan_exp.compare.differing_keys import ABSENT, flatten, value_text
+from titan_exp.compare.differing_keys import ABSENT, value_text
 from titan_exp.compare.findings import findings, remarks, stands_for, token_budget_text, verdict
 from titan_exp.compare.layout_check import layout_checks
 from titan_exp.compare.output.downsample import downsampled_curves
@@ -17,6 +17,7 @@ from titan_exp.compare.output.formats import plain
 from titan_exp.compare.output.table import MARKS, text_table, title
 from titan_exp.compare.stats.pareto import COST, loss_metric, pareto
 from titan_exp.compare.stats.scaling_efficiency import scaling
+from titan_exp.config.schema.config_diff import flatten
 from titan_exp.tracking.html import render_page
 from titan_exp.tracking.number_format import format_count
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_exp.config.command_line.flags import take_flags
+from titan_exp.config.command_line.options import take_flags
 
 SWITCHES = ("--help", "-h", "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m")
 SWITCHES += ("--shell-completion", "-sc")

@@ -3,9 +3,18 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from annotated_types import Interval
+from annotated_types import Interval, Predicate
 
 from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat, PositiveInt
+
+
+def entity_and_project(place: str) -> bool:
+    """ENTITY/PROJECT, as in W&B's URLs."""
+    return not place or (place.count("/") == 1 and all(place.split("/")))
+
+
+WandbPlace = Annotated[str, Predicate(entity_and_project)]
+"""ENTITY/PROJECT, or empty."""
 
 
 @dataclass(frozen=True)
@@ -103,3 +112,40 @@ class EvaluateOptions:
     """Step of the run's checkpoint; 0 is the newest."""
     split: Literal["held_out", "all"] = "held_out"
     """`held_out` is the documents that training holds out; `all` is every document of the source."""
+
+
+@dataclass(frozen=True)
+class CompareOptions:
+    """Options of `titan-exp compare`."""
+
+    baseline: str = ""
+    """Baseline row: its label, such as lr=0.003 tp=1, or a run id."""
+    metrics: str = ""
+    """Metrics with commas between, the main one first; also any key of metrics.jsonl."""
+    at: str = "least"
+    """Token budget: least (the least advanced run), done (the least advanced finished run), end (each run's own end),
+    or a number of tokens (30720, 1e9, 2.5B)."""
+    target: float | None = None
+    """Also compare the tokens until the smoothed training loss reaches this loss."""
+    markdown: bool | str = False
+    """Print Markdown instead of the table; markdown=FILE writes it as well, likewise for the next formats."""
+    csv: bool | str = False
+    """Print CSV."""
+    latex: bool | str = False
+    """Print LaTeX."""
+    json: bool | str = False
+    """Print JSON."""
+    html: str = ""
+    """File of the page; empty is compare.html beside the runs, none writes no page."""
+    from_wandb: WandbPlace = ""
+    """ENTITY/PROJECT of W&B to read runs from; the words are W&B run ids, none selects all."""
+    group: str = ""
+    """W&B group, which is a study; with from_wandb."""
+    to_wandb: WandbPlace = ""
+    """ENTITY/PROJECT of W&B to write the table and a report to."""
+
+    @property
+    def formats(self) -> dict[str, bool | str]:
+        """Requested formats: True prints, a string is the file."""
+        values = {name: getattr(self, name) for name in ("markdown", "csv", "latex", "json")}
+        return {name: target == "true" or target for name, target in values.items() if target not in (False, "false")}

@@ -11,7 +11,6 @@ from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import Violation, shown
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.schema.schema import (
-    annotation_of,
     choices_of,
     hints,
     is_number,
@@ -22,17 +21,15 @@ from titan_exp.config.schema.schema import (
 )
 
 
-def misplaced(values: Mapping[str, Any], classes: Mapping[str, Any]) -> Iterator[Violation]:
-    """Keys that are unknown or missing, values in place of a group, and booleans in place of a number.
+def unknown_keys(values: Mapping[str, Any], classes: Mapping[str, Any]) -> Iterator[Violation]:
+    """Unknown and missing keys, values in place of a group, and booleans in place of a number.
 
-    Args:
-        values: the whole configuration.
-        classes: dataclass of each group.
+    `values` is the whole configuration, `classes` has the dataclass of each group.
     """
-    yield from _misplaced(values, classes, optional_fields(Experiment), "")
+    yield from _unknown_keys(values, classes, optional_fields(Experiment), "")
 
 
-def _misplaced(
+def _unknown_keys(
     values: Mapping[str, Any], fields: Mapping[str, Any], optional: Collection[str], prefix: str
 ) -> Iterator[Violation]:
     for name in values:
@@ -50,14 +47,13 @@ def _misplaced(
                 yield Violation(field, "", reason, f"give it {'an option' if group else 'one'}: {field}=...")
         elif dataclasses.is_dataclass(annotation):
             if isinstance(values[name], Mapping):
-                yield from _misplaced(values[name], hints(annotation), optional_fields(annotation), f"{field}.")
+                yield from _unknown_keys(values[name], hints(annotation), optional_fields(annotation), f"{field}.")
             else:
-                inside = f"{field}.{next(iter(hints(annotation)))}"
-                yield Violation(
-                    field, values[name], "this is a group of keys, not a value", f"set a key in it: {inside}=..."
-                )
+                remedy = f"set a key in it: {field}.{next(iter(hints(annotation)))}=..."
+                yield Violation(field, values[name], "this is a group of keys, not a value", remedy)
         elif isinstance(values[name], bool) and is_number(annotation):
-            yield Violation(field, values[name], "must be a number, not true or false", _about(field))
+            remedy = _about(field, meaning_of(field))
+            yield Violation(field, values[name], "must be a number, not true or false", remedy)
 
 
 def _reachable(prefix: str, fields: Mapping[str, Any]) -> list[str]:
@@ -65,31 +61,28 @@ def _reachable(prefix: str, fields: Mapping[str, Any]) -> list[str]:
     return [key for key in value_keys() if not key.startswith(prefix) or key[len(prefix) :].partition(".")[0] in fields]
 
 
-def in_our_words(error: Mapping[str, Any]) -> Violation:
-    """One of pydantic's errors about the value of a key."""
-    # Numbers in the place are indices of a list.
-    field = ".".join(part for part in error["loc"] if isinstance(part, str))
-    value = error["input"]
-    reason, remedy = _reason(error["type"], error.get("ctx", {}), field, value, error["msg"])
-    return Violation(field, value, reason, remedy or _about(field))
+def from_pydantic(error: Mapping[str, Any], field: str, annotation: Any, meaning: str) -> Violation:
+    """Violation of a key's type or bounds, from one of pydantic's errors."""
+    reason, remedy = _reason(error, field, annotation)
+    return Violation(field, error["input"], reason, remedy or _about(field, meaning))
 
 
-def _reason(kind: str, context: Mapping[str, Any], field: str, value: Any, message: str) -> tuple[str, str]:
-    annotation = annotation_of(field)
+def _reason(error: Mapping[str, Any], field: str, annotation: Any) -> tuple[str, str]:
+    kind, value, message = error["type"], error["input"], error["msg"]
     if value is None and not takes_null(annotation):
         return "null is not a value of this key", ""
     if kind == "literal_error":
-        return _choice(field, value)
+        return _choice(value, annotation)
     if kind == "predicate_failed":
         tests = [part.func for part in get_args(annotation) if isinstance(part, Predicate)]
         return f"must be {' and '.join((test.__doc__ or test.__name__).rstrip('.') for test in tests)}", ""
-    reason, remedy = _WORDS.get(kind, (message[:1].lower() + message[1:], ""))
+    reason, remedy = _REASONS.get(kind, (message[:1].lower() + message[1:], ""))
     rounded = round(value) if isinstance(value, float) and isfinite(value) else value
-    known = {**context, "field": field, "value": shown(value), "rounded": rounded}
+    known = {**error.get("ctx", {}), "field": field, "value": shown(value), "rounded": rounded}
     return reason.format_map(known), remedy.format_map(known)
 
 
-_WORDS = {
+_REASONS = {
     "greater_than_equal": ("must be at least {ge:g}", "nearest: {field}={ge:g}"),
     "less_than_equal": ("must be at most {le:g}", "nearest: {field}={le:g}"),
     "greater_than": ("must be above {gt:g}", ""),
@@ -112,15 +105,12 @@ _WORDS = {
 """Reason and remedy by pydantic's error type; an empty remedy stands for the key's meaning."""
 
 
-def _choice(field: str, value: Any) -> tuple[str, str]:
-    options = [shown(option) for option in choices_of(annotation_of(field))]
+def _choice(value: Any, annotation: Any) -> tuple[str, str]:
+    options = [shown(option) for option in choices_of(annotation)]
     offer = did_you_mean(str(value), options)
-    return (
-        "there is no such choice",
-        f"{offer} The choices are {listed(options, 'and')}." if offer else f"choose {listed(options)}",
-    )
+    remedy = f"{offer} The choices are {listed(options, 'and')}." if offer else f"choose {listed(options)}"
+    return "there is no such choice", remedy
 
 
-def _about(field: str) -> str:
-    meaning = meaning_of(field)
+def _about(field: str, meaning: str) -> str:
     return f"it means: {meaning}" if meaning else f"give {field} another value"

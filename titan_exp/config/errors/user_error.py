@@ -1,6 +1,6 @@
 """The one exception type for what a user can put right, and the violations it carries."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -33,16 +33,18 @@ class UserError(Exception):
         super().__init__("\n".join(lines))
 
 
-def shown(value: object) -> str:
-    """A value as it is typed on the command line."""
+def shown(value: object, text: Callable[[str], str] = str) -> str:
+    """A value as it is typed on the command line, its strings through `text`."""
     match value:
         case None:
             return "null"
         case bool():
             return str(value).lower()
         case list() | tuple():
-            return f"[{','.join(shown(part) for part in value)}]"
+            return f"[{','.join(shown(part, text) for part in value)}]"
         case dict():
-            return f"{{{','.join(f'{key}:{shown(part)}' for key, part in value.items())}}}"
+            return f"{{{','.join(f'{key}:{shown(part, text)}' for key, part in value.items())}}}"
+        case str():
+            return text(value)
         case _:
             return str(value)

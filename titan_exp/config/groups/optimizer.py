@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval, Len
 
+from titan_exp.config.groups.builtins import OPTIMIZERS
 from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat, Ratio
 
 MOMENT_BLOCK = 32
@@ -60,6 +61,11 @@ class AdamWConfig(OptimizerConfig):
 def keeps_fp32_moments(config: OptimizerConfig) -> bool:
     """True if the optimizer is AdamW with fp32 moments, which `optimizer.state_precision` can shrink."""
     return isinstance(config, AdamWConfig) and config.name == "adamw" and config.state_precision == "fp32"
+
+
+def has_known_state(optimizer: str) -> bool:
+    """True if an optimizer keeps at most three numbers per parameter: ours, and torch's except LBFGS."""
+    return optimizer in OPTIMIZERS or (optimizer.startswith("torch.optim.") and not optimizer.endswith("LBFGS"))
 
 
 @dataclass(frozen=True)

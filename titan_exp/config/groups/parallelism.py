@@ -90,3 +90,8 @@ class ParallelismConfig:
     def ulysses_degree(self) -> int:
         """Neighbours among the ranks of a sequence that exchange heads for sequence."""
         return self.cp if self.cp_method == "ulysses" else self.cp_ulysses
+
+    @property
+    def sequence_chunks(self) -> int:
+        """Equal chunks that context parallelism cuts a sequence into; 1 without it."""
+        return self.cp * (1 if self.cp == 1 or self.cp_method == "ulysses" else 2)

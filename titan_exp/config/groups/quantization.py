@@ -1,6 +1,8 @@
 """Group `quantization`: low-precision matmuls."""
 
+import re
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Literal
 
 from titan_exp.config.groups.types import Count
@@ -60,3 +62,18 @@ class QuantizationConfig:
     def whole_weight_scales(self) -> bool:
         """True if the recipe has one scale per weight."""
         return self.recipe in ("float8_tensorwise", "float8_rowwise_gw_hp", "nvfp4")
+
+    def quantizes(self, name: str, inputs: int, outputs: int, *, layers: int) -> bool:
+        """True if the recipe quantizes a linear layer, by its name and whole shape in a model of so many blocks.
+
+        `smallest_gemm` must be resolved.
+        """
+        assert self.smallest_gemm is not None, "the recipe is not resolved"
+        numbered = re.match(r"blocks\.(\d+)\.", name)
+        layer = int(numbered[1]) if numbered else None
+        return (
+            self.recipe != "none"
+            and min(inputs, outputs) >= self.smallest_gemm
+            and (layer is None or self.high_precision_first <= layer < layers - self.high_precision_last)
+            and not any(fnmatchcase(name, pattern) for pattern in self.filter)
+        )

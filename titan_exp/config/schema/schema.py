@@ -111,6 +111,11 @@ def is_number(annotation: Any) -> bool:
     return annotation in (int, float)
 
 
+def takes_switch(annotation: Any) -> bool:
+    """True if true and false are values of this type."""
+    return annotation is bool or bool in typing.get_args(annotation)
+
+
 def takes_null(annotation: Any) -> bool:
     """True if null is a value of this type."""
     return types.NoneType in typing.get_args(annotation)

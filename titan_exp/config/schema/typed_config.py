@@ -11,12 +11,12 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from titan_exp.config.errors.explain_values import in_our_words, misplaced
+from titan_exp.config.errors.explain_values import from_pydantic, unknown_keys
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.resolve import Uncomputed, resolve
 from titan_exp.config.schema.component import config_class, current_names
-from titan_exp.config.schema.schema import hints, keys, optional_fields
+from titan_exp.config.schema.schema import annotation_of, hints, keys, meaning_of, optional_fields
 
 
 def to_experiment(cfg: DictConfig) -> Experiment:
@@ -84,7 +84,7 @@ def _build(values: Mapping[str, Any], uncomputed: Sequence[Uncomputed], message:
             for violation in error.violations:
                 add(violation)
     known = {name: group for name, group in values.items() if name in classes or name not in hints(Experiment)}
-    for violation in (*(failure.violation for failure in uncomputed), *misplaced(known, classes)):
+    for violation in (*(failure.violation for failure in uncomputed), *unknown_keys(known, classes)):
         add(violation)
     built: dict[str, Any] = {}
     try:
@@ -92,7 +92,9 @@ def _build(values: Mapping[str, Any], uncomputed: Sequence[Uncomputed], message:
         built = {name: getattr(read, name) for name in classes}
     except ValidationError as error:
         for detail in error.errors(include_url=False):
-            add(in_our_words(detail))
+            # Numbers in the location are indices of a list.
+            field = ".".join(part for part in detail["loc"] if isinstance(part, str))
+            add(from_pydantic(detail, field, annotation_of(field), meaning_of(field)))
     if not found:
         return Experiment(**built)
     _drop_consequences(found, uncomputed)
@@ -104,7 +106,7 @@ def _build(values: Mapping[str, Any], uncomputed: Sequence[Uncomputed], message:
 def _reader(classes: tuple[tuple[str, Any], ...]) -> Any:
     from pydantic import ConfigDict, Field, create_model
 
-    # A dataclass takes the settings of the model it stands in. Unknown keys have been found before, by `misplaced`.
+    # A dataclass takes the settings of the model it stands in. Unknown keys have been found before, by `unknown_keys`.
     settings = ConfigDict(coerce_numbers_to_str=True, allow_inf_nan=False, extra="ignore", protected_namespaces=())
     optional = optional_fields(Experiment)
     fields: dict[str, Any] = {

@@ -88,10 +88,14 @@ class Study:
     """Metrics to compare, and the better direction of each."""
 
 
-def _same(one: str, other: str) -> bool:
-    if one == other:
-        return True
+def split_override(text: str) -> tuple[str, str]:
+    """Key and value of an override; the key without `+` or `~`."""
+    key, _, value = text.partition("=")
+    return key.lstrip("+~"), value
+
+
+def _same(value: str, other: str) -> bool:
     try:
-        return float(one) == float(other)
+        return value == other or float(value) == float(other)
     except ValueError:
         return False

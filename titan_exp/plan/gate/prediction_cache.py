@@ -13,7 +13,7 @@ from typing import Any
 
 import titan_exp
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.parameter_count import has_known_state
+from titan_exp.config.groups.optimizer import has_known_state
 from titan_exp.config.layout.pipeline_schedules import is_file
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.import_path import is_dotted

@@ -5,7 +5,7 @@ kept, every micro-batch of a pipeline in flight.
 """
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.parameter_count import has_known_state
+from titan_exp.config.groups.optimizer import has_known_state
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import LayerSpec

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.optimizer import AdamWConfig
-from titan_exp.config.layout.linear_shapes import is_quantized
 from titan_exp.config.layout.resolved_layout import SMALLEST_GEMM
 from titan_exp.config.machine.attention_backends import HEAD_SIZES
 from titan_exp.config.machine.devices import device_type, node_size
@@ -55,7 +54,7 @@ def _quantization(experiment: Experiment) -> Iterator[str]:
     small = [
         name
         for name, linear in (() if spec is None else spec.linears())
-        if is_quantized(config, experiment.model.layers, name, linear.inputs, linear.outputs)
+        if config.quantizes(name, linear.inputs, linear.outputs, layers=experiment.model.layers)
         and min(linear.inputs, linear.outputs) < SMALLEST_GEMM
     ]
     if small:

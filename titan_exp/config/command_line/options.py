@@ -1,0 +1,147 @@
+"""Option parser of every verb: `--name value`, `--name=value` and `name=value` words, read into a dataclass."""
+
+import dataclasses
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from titan_exp.config.errors.did_you_mean import did_you_mean, listed
+from titan_exp.config.errors.user_error import UserError, Violation, shown
+from titan_exp.config.schema.schema import docstrings, hints, takes_switch
+
+Options = TypeVar("Options")
+
+HELP = ("--help", "-h", "help")
+"""Words that ask for a verb's help."""
+
+
+def options_help(usage: str, kind: type) -> str:
+    """Help of a verb: its usage, and every option with default and meaning."""
+    lines = [usage, ""]
+    for field in dataclasses.fields(kind):
+        is_switch = field.default is False and takes_switch(hints(kind)[field.name])
+        default = "" if field.default in ("", None) else shown(field.default)
+        lines.append(f"  {_flag(field.name)}" if is_switch else f"  {field.name}={default}")
+        meaning = " ".join(docstrings(kind).get(field.name, "").split())
+        lines += textwrap.wrap(meaning, 112, initial_indent="      ", subsequent_indent="      ")
+    return "\n".join([*lines, "", "An option may also be written --name value or --name=value.", ""])
+
+
+def parse_options(kind: type[Options], words: Sequence[str], *, positional: Sequence[str] = ()) -> Options:
+    """Read words into a dataclass; the first words without a name are those of the `positional` fields.
+
+    Raises:
+        UserError: with a violation for every word that is no option, or whose value is none.
+    """
+    options, rest = take_options(kind, words, positional=positional)
+    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]  # a dataclass
+    if rest:
+        known, pairs = f"the options are {listed(names, 'and')}", [word.partition("=") for word in rest]
+        raise _refused(
+            [
+                Violation(key, value, "there is no such option", did_you_mean(key, names) or known)
+                for key, _, value in pairs
+            ]
+        )
+    return options
+
+
+def take_options(
+    kind: type[Options], words: Sequence[str], *, positional: Sequence[str] = ()
+) -> tuple[Options, list[str]]:
+    """Read the words that are options into a dataclass, named after its verb; returns it, and the other words.
+
+    Raises:
+        UserError: a flag is unknown, or an option has no value or an invalid one.
+    """
+    from pydantic import TypeAdapter, ValidationError
+
+    from titan_exp.config.errors.explain_values import from_pydantic
+
+    fields = hints(kind)
+    switches = [_flag(name) for name, annotation in fields.items() if takes_switch(annotation)]
+    valued = {_flag(name): str for name, annotation in fields.items() if annotation is not bool}
+    found, others = take_flags(words, switches, valued, verb=kind.__name__.removesuffix("Options").lower())
+    values: dict[str, Any] = {flag[2:].replace("-", "_"): value for flag, value in found.items()}
+    places, rest = list(positional), list[str]()
+    for word in others:
+        key, equals, value = word.partition("=")
+        name = key.replace("-", "_")
+        if equals and name in fields:
+            values[name] = value
+        elif not equals and places:
+            values[places.pop(0)] = word
+        else:
+            rest.append(word)
+    try:
+        return TypeAdapter(kind).validate_python(values), rest
+    except ValidationError as error:
+        violations = []
+        for detail in error.errors(include_url=False):
+            field = str(detail["loc"][0])
+            violations.append(from_pydantic(detail, field, fields[field], docstrings(kind).get(field, "")))
+        raise _refused(violations) from error
+
+
+def take_flags(
+    words: Sequence[str],
+    switches: Iterable[str],
+    valued: Mapping[str, type] | None = None,
+    *,
+    others: Iterable[str] | None = None,
+    verb: str = "",
+) -> tuple[dict[str, str | int | bool], list[str]]:
+    """Flags with their values, and the words that are none.
+
+    `switches` stand without a value; `valued` have one, `--jobs 4` or `--jobs=4`, of type `str`, or `int` from 0. A
+    flag among both may have one after `=`. `others` belong to another parser and stay among the words.
+
+    Raises:
+        UserError: a flag is unknown, lacks its value or has an invalid one.
+    """
+    alone, with_value, foreign = set(switches), dict(valued or {}), set(others or ())
+    found: dict[str, str | int | bool] = {}
+    rest: list[str] = []
+    queue = list(words)
+    while queue:
+        word = queue.pop(0)
+        name, equals, value = word.partition("=")
+        if word in alone:
+            found[word] = True
+        elif name in with_value:
+            if not equals:
+                if not queue:
+                    raise UserError(f"{name} needs a value after it. See titan-exp {verb} --help.")
+                value = queue.pop(0)
+            found[name] = _read(name, value, with_value[name])
+        elif word.startswith("-") and word != "-" and name not in foreign:
+            raise UserError(_unknown(word, [*alone, *with_value], foreign, verb))
+        else:
+            rest.append(word)
+    return found, rest
+
+
+def _refused(violations: Sequence[Violation]) -> UserError:
+    return UserError("The options cannot be read.", violations)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _unknown(word: str, own: Sequence[str], foreign: Iterable[str], verb: str) -> str:
+    key = word.lstrip("-")
+    offer = did_you_mean(word.partition("=")[0], [*own, *foreign])
+    if not offer and ("=" in key or "." in key):
+        return f"{word}: keys are set without dashes: {key if '=' in key else key + '=...'}"
+    flags = sorted({flag for flag in own if flag.startswith("--")})
+    known = f"titan-exp {verb} has {listed(flags or ['none'], 'and')}"
+    return f"{word}: there is no such flag; {offer or known}"
+
+
+def _read(name: str, value: str, kind: type) -> str | int:
+    if kind is str:
+        return value
+    if not value.isdigit():
+        raise UserError(f"{name} {value}: must be a whole number, such as {name} 2.")
+    return int(value)

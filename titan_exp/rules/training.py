@@ -1,0 +1,137 @@
+"""Batch, steps and precision of training: divisible batches, lengths in steps, fp32 modules, chunked loss."""
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbers
+from titan_exp.config.errors.user_error import Violation
+from titan_exp.config.groups.activation_checkpoint import CompileConfig
+from titan_exp.config.groups.data import DataConfig
+from titan_exp.config.groups.optimizer import LRScheduleConfig
+from titan_exp.config.groups.tracking import ProfilingConfig
+from titan_exp.config.groups.training import TrainingConfig
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.models.spec.lookup import model_spec
+from titan_exp.models.spec.model_spec import ModelSpec
+from titan_exp.rules.rule import Refuse, not_a_multiple, rules
+
+
+def micro_batches_are_whole(training: TrainingConfig, layout: ResolvedLayout) -> Iterator[Violation]:
+    """Every data-parallel rank runs the same whole number of micro-batches."""
+    ranks, micro = layout.dp_degree, training.micro_batch_size or 1
+    if training.global_batch_size % (ranks * micro):
+        sizes = nearest_numbers(micro, divisors(training.global_batch_size // ranks))
+        yield not_a_multiple(
+            "training.global_batch_size",
+            training.global_batch_size,
+            ranks * micro,
+            f"it cannot be divided among {_ranks(ranks)}{f' in micro-batches of {micro}' if micro > 1 else ''}",
+            f"; or training.micro_batch_size={listed(sizes)}" if training.global_batch_size % ranks == 0 else "",
+        )
+
+
+def virtual_shards_divide(data: DataConfig, layout: ResolvedLayout) -> Iterator[Violation]:
+    """Every data-parallel rank reads the same number of virtual shards; token stores have none."""
+    shards, ranks = data.virtual_shards, layout.dp_degree
+    if data.source != "tokens" and shards % ranks:
+        more = f"dp_replicate × dp_shard {listed(nearest_numbers(ranks, divisors(shards)))}"
+        reason = f"it cannot be divided among {_ranks(ranks)}"
+        yield not_a_multiple("data.virtual_shards", shards, ranks, reason, f" (another order of data); or make {more}")
+
+
+def schedule_fits(lr_schedule: LRScheduleConfig, training: TrainingConfig) -> Iterator[Violation]:
+    """Warm-up and decay do not overlap."""
+    warmup, decay, steps = lr_schedule.warmup_steps, lr_schedule.decay_steps, training.steps
+    if warmup + decay <= steps or steps == 0:
+        return
+    if warmup > steps:
+        key, value, largest = "lr_schedule.warmup_steps", warmup, steps - min(decay, steps)
+        reason = f"warm-up is longer than the run of {steps} steps"
+    else:
+        key, value, largest = "lr_schedule.decay_steps", decay, steps - warmup
+        reason = f"with a warm-up of {warmup} it is longer than the run of {steps} steps"
+    yield Violation(key, value, reason, f"at most {key}={largest}, or training.steps={warmup + decay}")
+
+
+def trace_fits(profiling: ProfilingConfig, training: TrainingConfig) -> Iterator[Violation]:
+    """The profiler's window closes before the run ends; an open one writes no trace."""
+    steps = training.steps
+    if profiling.enabled and profiling.start + profiling.steps > steps:
+        yield Violation(
+            "profiling.start",
+            profiling.start,
+            f"a window of {profiling.steps} steps after it does not end within the run of {steps}",
+            f"at most profiling.start={max(0, steps - profiling.steps)}, with profiling.steps at most {steps}",
+        )
+
+
+def tied_embedding_has_the_heads_precision(spec: ModelSpec, training: TrainingConfig) -> Iterator[Violation]:
+    """A tied embedding is the head's weight too, and one weight has one precision."""
+    for pattern in training.fp32_modules if spec.tied else ():
+        if fnmatchcase("embedding", pattern):
+            reason = "the embedding is the head's weight as well (model.tied_embeddings=true)"
+            remedy = "model.tied_embeddings=false, or leave the embedding out"
+            yield Violation("training.fp32_modules", pattern, reason, remedy)
+
+
+def compiled_blocks_have_one_precision(compile: CompileConfig, training: TrainingConfig) -> Iterator[Violation]:
+    """A block that is compiled as one graph has one precision."""
+    for pattern in training.fp32_modules if compile.compiles("blocks") else ():
+        if fnmatchcase("blocks.0.part", pattern) or pattern.count(".") > 1:
+            reason = "it names modules inside blocks, and compile=blocks makes one graph of a block"
+            remedy = "whole blocks (blocks.0), modules outside of them (embedding), or compile=none"
+            yield Violation("training.fp32_modules", pattern, reason, remedy)
+
+
+def _ranks(count: int) -> str:
+    return f"{count} data-parallel rank{'s' * (count > 1)}"
+
+
+def _head_is_fp32(training: TrainingConfig) -> bool:
+    return any(fnmatchcase("head", pattern) for pattern in training.fp32_modules)
+
+
+RULES = rules(
+    schedule_fits,
+    trace_fits,
+    Refuse(
+        "profiling.memory_step",
+        lambda profiling, training: (profiling.memory_step or 0) > training.steps,
+        "the run has {training.steps} steps",
+        "at most profiling.memory_step={training.steps}",
+    ),
+    Refuse(
+        "training.evaluate_every",
+        lambda data, training: (
+            data.source != "tokens"
+            and training.evaluate_every
+            and data.validation_fraction == 0
+            and data.validation_split is None
+        ),
+        "there is no validation split: data.validation_fraction is 0",
+        "hold documents out (data.validation_fraction=0.02), or never evaluate (training.evaluate_every=0)",
+    ),
+    Refuse(
+        "training.fp32_modules",
+        lambda training: training.fp32_modules and training.mixed_precision == "fp32",
+        "everything computes in fp32 already",
+        "training.mixed_precision=bf16, or leave it out",
+    ),
+    tied_embedding_has_the_heads_precision,
+    compiled_blocks_have_one_precision,
+    Refuse(
+        "training.loss_chunk_tokens",
+        lambda training, model: training.loss_chunk_tokens is not None and model_spec(model) is None,
+        "model.architecture={model.architecture} returns all logits at once",
+        "training.loss_chunk_tokens=null",
+    ),
+    # The chunked loss takes the head's weight from FSDP's root group, whose precision it has.
+    Refuse(
+        "training.loss_chunk_tokens",
+        lambda training: training.loss_chunk_tokens is not None and _head_is_fp32(training),
+        "the head is one of the modules in fp32 (training.fp32_modules)",
+        "training.loss_chunk_tokens=null, or leave the head out of training.fp32_modules; softmax and the loss are "
+        "computed in fp32 anyway",
+    ),
+)
+LAYOUT_RULES = rules(micro_batches_are_whole, virtual_shards_divide)

@@ -57,11 +57,11 @@ def run(words: Sequence[str]) -> int:
         from titan_exp.cli.plan_commands.search import HELP as SEARCH_HELP
         from titan_exp.cli.plan_commands.search import search_command, search_options
 
-        sought, rest = search_options(words[1:])
-        if sought.help:
+        search, rest = search_options(words[1:])
+        if search.help:
             print(SEARCH_HELP)
             return 0
-        return run_with_hydra(rest, lambda cfg, typed: search_command(cfg, sought, typed))
+        return run_with_hydra(rest, lambda cfg, typed: search_command(cfg, search, typed))
     if words[:1] == ["calibrate"]:
         from titan_exp.cli.plan_commands.calibrate import calibrate_command
 

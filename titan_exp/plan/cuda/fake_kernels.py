@@ -36,7 +36,7 @@ def fake_cuda_kernels(*, beside: bool = False) -> Iterator[None]:
     replacements: list[tuple[Any, str, Any]] = [
         (F, "rms_norm", _rms_norm),
         # Selects code paths with CUDA-only kernels.
-        (FakeTensor, "is_cuda", property(lambda it: not beside or it.device == GPU)),
+        (FakeTensor, "is_cuda", property(lambda tensor: not beside or tensor.device == GPU)),
     ]
     # torchao's cast kernel needs Triton; the rest of its MX matmuls runs as it is.
     if (torchao := sys.modules.get("torchao.prototype.mx_formats.mx_tensor")) is not None:

@@ -12,7 +12,7 @@ from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepTrace, trace_
 from titan_exp.plan.extrapolate.rank_events import compose_rank
 from titan_exp.plan.extrapolate.schedule_simulation import microbatch_loop
 from titan_exp.plan.extrapolate.stages import StageShape, stages_of
-from titan_exp.plan.extrapolate.step_cost import Samples, simulate_rank, step_segments, trace_samples
+from titan_exp.plan.extrapolate.step_cost import Samples, simulate_rank, sum_passes, trace_samples
 from titan_exp.plan.time.roofline import axis_ranks
 from titan_exp.plan.trace.fake_world import pipeline_ranks
 from titan_exp.plan.trace.segments import sum_costs
@@ -51,8 +51,7 @@ class TraceExtrapolator:
         tracker, gradients = compose_rank(
             samples, stages, schedules, optimizer_step, batches=batches, workspace=self.matmul_workspace
         )
-        passes = step_segments(samples, stages, simulation)
-        costs = sum_costs([*(segment.costs for segment in passes), optimizer_step.totals.costs])
+        costs = sum_costs([sum_passes(samples, stages, simulation).costs, optimizer_step.totals.costs])
         events = tracker.events[: tracker.begun], tracker.events[tracker.begun :]
         axes = axis_ranks(layout.parallelism, pipeline_rank, costs)
         return Trace(tracker.peak(), tracker.allocated(), gradients, costs, axes, tracker.timeline(), *events)

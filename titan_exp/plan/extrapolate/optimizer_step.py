@@ -13,7 +13,7 @@ import torch
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.plan.extrapolate.small_run import small_run
-from titan_exp.plan.extrapolate.stages import FIRST, LAST, StageShape
+from titan_exp.plan.extrapolate.stages import FIRST, LAST
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.fake_world import FakeRank, fake_rank
 from titan_exp.plan.trace.segments import (
@@ -80,14 +80,10 @@ class OptimizerStepsByStage:
     last: OptimizerStepTotals
     """Added by its head."""
 
-    def of(self, stages: Sequence[StageShape]) -> OptimizerStepTotals:
-        """Optimizer step of a rank with these stages."""
-        kinds = [stage.kind for stage in stages]
-        return self.of_blocks(sum(len(stage.modes) for stage in stages), kinds.count(FIRST), kinds.count(LAST))
-
-    def of_blocks(self, blocks: int, first: int, last: int) -> OptimizerStepTotals:
-        """Optimizer step of a rank with so many blocks, first stages and last stages."""
-        return _sum([(blocks, self.block), (first, self.first), (last, self.last), (1, self.constant)])
+    def of(self, blocks: Mapping[str, int]) -> OptimizerStepTotals:
+        """Optimizer step of a rank with so many blocks by kind of stage."""
+        ends = [(int(FIRST in blocks), self.first), (int(LAST in blocks), self.last)]
+        return _sum([(sum(blocks.values()), self.block), *ends, (1, self.constant)])
 
 
 def trace_optimizer_steps(experiment: Experiment, *, cuda: bool) -> OptimizerStepsByStage:

@@ -3,7 +3,8 @@
 The segments of a sample are summed along the rank's schedule.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -77,21 +78,24 @@ def step_cost(
     layout: ResolvedLayout, stages: Sequence[StageShape], parts: TracedParts, simulation: ScheduleSimulation
 ) -> StepCost:
     """Peak memory and costs of the step of a rank with these stages and this schedule."""
-    segments = step_segments(parts.samples, stages, simulation)
-    optimizer_step = parts.optimizer_steps.of(stages)
-    base = _bytes_before_step(samples_of(parts.samples, stages[0])[0], parts.optimizer_steps, stages, layout)
-    peak, held = _peak(base, segments)
-    assert held.sum() + optimizer_step.peak < peak.bytes, "the optimizer step never has the peak"
+    passes, blocks = sum_passes(parts.samples, stages, simulation), Counter[str]()
+    for stage in stages:
+        blocks[stage.kind] += len(stage.modes)
+    sample, optimizer_step = samples_of(parts.samples, stages[0])[0], parts.optimizer_steps.of(blocks)
+    kept = optimizer_step.persistent - parts.optimizer_steps.of(sample.layers).persistent
+    base = sample.base + kept + len(stages) * sample.buffers + _batch_bytes(sample, blocks, layout)
+    peak, held = base + passes.peak, base + passes.net
+    assert held.sum() + optimizer_step.peak < peak.sum(), "the optimizer step never has the peak"
     return StepCost(
-        peak,
+        Moment(int(peak.sum()), _by_category(peak), passes.where),
         _by_category(optimizer_step.persistent),
         _by_category(held)["gradients"],
-        sum_costs([*(segment.costs for segment in segments), optimizer_step.costs]),
+        sum_costs([passes.costs, optimizer_step.costs]),
     )
 
 
-def step_segments(samples: Samples, stages: Sequence[StageShape], simulation: ScheduleSimulation) -> list[Segment]:
-    """Segments of a rank's step before the optimizer step: prologue, all actions, gradient reductions."""
+def sum_passes(samples: Samples, stages: Sequence[StageShape], simulation: ScheduleSimulation) -> Segment:
+    """A rank's step before the optimizer step as one segment: prologue, all actions, gradient reductions."""
     own = {stage.number: stage for stage in stages}
     of_stage = {stage.number: samples_of(samples, stage) for stage in stages}
     keys = {(scheduled.action.stage, scheduled.action.kind, scheduled.sampled) for scheduled in simulation.actions}
@@ -103,8 +107,8 @@ def step_segments(samples: Samples, stages: Sequence[StageShape], simulation: Sc
         for part in reduction_parts(stage, of_stage[stage.number][0].blocks)
         for segment in _segments(of_stage[stage.number], part, None)
     ]
-    prologue = join_segments("prologue", sample.segments[PROLOGUES[1]])
-    return [prologue, _schedule_segment(sample, simulation, actions), *reductions]
+    prologue = sample.segments[PROLOGUES[1]]
+    return join_segments("passes", [*prologue, _schedule_segment(sample, simulation, actions), *reductions])
 
 
 def samples_of(samples: Samples, stage: StageShape) -> Sequence[Sample]:
@@ -162,34 +166,15 @@ def _schedule_segment(
     )
 
 
-def _bytes_before_step(
-    sample: Sample, optimizer_steps: OptimizerStepsByStage, stages: Sequence[StageShape], layout: ResolvedLayout
-) -> CategoryBytes:
-    """Bytes allocated before a step. With context parallelism every stage of a pipeline reads all batch fields."""
-    kinds = {stage.kind for stage in stages}
+def _batch_bytes(sample: Sample, kinds: Collection[str], layout: ResolvedLayout) -> CategoryBytes:
+    """Bytes of a step's batches. With context parallelism every stage of a pipeline reads all their fields."""
     reads = {"tokens": FIRST, "labels": LAST}
-    batch = [
+    fields = [
         size
         for name, size in sample.batch.items()
         if layout.parallelism.cp > 1 or WHOLE in kinds or reads.get(name) in {*kinds, None}
     ]
-    sampled = optimizer_steps.of_blocks(
-        sum(sample.layers.values()), int(FIRST in sample.layers), int(LAST in sample.layers)
-    )
-    kept = optimizer_steps.of(stages).persistent - sampled.persistent
-    batches = layout.gradient_accumulation * sum(batch, category_bytes({}))
-    return sample.base + kept + len(stages) * sample.buffers + batches
-
-
-def _peak(base: CategoryBytes, segments: Iterable[Segment]) -> tuple[Moment, CategoryBytes]:
-    """The first moment with the most allocated memory, and bytes allocated at the end."""
-    held, peak, height, where = base, base, int(base.sum()), "before the step"
-    for segment in segments:
-        total = int(held.sum() + segment.peak.sum())
-        if total > height:
-            peak, height, where = held + segment.peak, total, segment.where
-        held = held + segment.net
-    return Moment(height, _by_category(peak), where), held
+    return layout.gradient_accumulation * sum(fields, category_bytes({}))
 
 
 def _by_category(held: CategoryBytes) -> dict[str, int]:

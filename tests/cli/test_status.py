@@ -65,7 +65,7 @@ def test_a_run_stands_as_its_files_say(make):
     lost = run_status(make(3, "running", ago=600))
     assert lost.state == "lost"
     assert "died without a record" in (lost.reason or "")
-    assert "10 min ago" in (lost.reason or "")
+    assert "10m 00s ago" in (lost.reason or "")
     held = make(4, "running", ago=600)
     with held.claim("launcher"):
         assert run_status(held).state == "running"

@@ -53,11 +53,7 @@ DEFAULT_BATCH = 8
 
 
 def evaluate_command(arguments: Sequence[str], run_on_ranks: RunOnRanks | None = None) -> int:
-    """Run `titan-exp evaluate`; returns the exit code.
-
-    Raises:
-        UserError: an override is wrong, the weights cannot be read, or there is nothing to evaluate on.
-    """
+    """Run `titan-exp evaluate`; returns the exit code. Raises UserError about wrong overrides, weights or data."""
     if set(arguments) & set(HELP):
         print(USAGE)
         return 0
@@ -138,9 +134,7 @@ def evaluation_experiment(
     """Apply overrides to the run's configuration, or to the defaults for weights from elsewhere.
 
     The tokenizer stays that of the weights unless overridden. With `all_documents`, no documents need be held out.
-
-    Raises:
-        UserError: an override sets an unknown key, or a value cannot be evaluated.
+    Raises UserError about an unknown key, or a value that cannot be evaluated.
     """
     groups = [override for override in overrides if "." not in override.partition("=")[0]]
     values = [override for override in overrides if override not in groups]

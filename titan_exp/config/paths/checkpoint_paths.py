@@ -9,6 +9,11 @@ METADATA_FILE = ".metadata"
 """The file in it that says what it holds."""
 
 
+def step_name(step: int) -> str:
+    """Folder name of a complete checkpoint."""
+    return f"step-{step:08d}"
+
+
 def saved_state(asked: str) -> Path | None:
     """Checkpoint at a path: the folder itself, or the newest complete one of a run; None if there is none.
 

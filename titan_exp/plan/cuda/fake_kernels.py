@@ -31,13 +31,12 @@ _PLAIN_RMS_NORM = F.rms_norm
 def fake_cuda_kernels(*, beside: bool = False) -> Iterator[None]:
     """Replace torch functions that have their own CUDA kernel in the `with` block.
 
-    Args:
-        beside: True if there are host tensors besides those of the fake GPU.
+    `beside` is True if there are host tensors besides those of the fake GPU.
     """
     replacements: list[tuple[Any, str, Any]] = [
         (F, "rms_norm", _rms_norm),
         # Selects code paths with CUDA-only kernels.
-        (FakeTensor, "is_cuda", property(lambda it: not beside or it.device == GPU)),
+        (FakeTensor, "is_cuda", property(lambda tensor: not beside or tensor.device == GPU)),
     ]
     # torchao's cast kernel needs Triton; the rest of its MX matmuls runs as it is.
     if (torchao := sys.modules.get("torchao.prototype.mx_formats.mx_tensor")) is not None:

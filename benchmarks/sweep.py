@@ -30,7 +30,7 @@ from titan_exp.launch.state.run_lookup import find_runs
 from titan_exp.launch.state.status_rows import status_rows
 from titan_exp.launch.sweep.fast_compose import FastCompose
 from titan_exp.launch.sweep.sweep_memory import predict_sweep_memory
-from titan_exp.launch.sweep.sweep_plan import Point, SweepPlan, plan_sweep
+from titan_exp.launch.sweep.sweep_plan import SweepPlan, plan_sweep
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
 STUDY = """\
@@ -83,7 +83,7 @@ def time_planning(folder: Path, count: int) -> None:
 
 def planned(file: Path, composer: FastCompose) -> SweepPlan:
     """Run the sweeper on a study."""
-    points = [Point(point.overrides, point.label) for point in study_points(read_study(file), "")]
+    points = study_points(read_study(file), "")
     return plan_sweep(points, lambda point: to_experiment(composer(point.overrides)), skip=True)
 
 

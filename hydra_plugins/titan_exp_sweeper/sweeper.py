@@ -43,11 +43,12 @@ class TitanExpSweeper(Sweeper):
         from titan_exp.config.errors.user_error import UserError
         from titan_exp.config.groups.experiment import Experiment
         from titan_exp.config.schema.typed_config import to_experiment
+        from titan_exp.config.study.points import Point
         from titan_exp.config.study.study_file import read_study
         from titan_exp.launch.sweep.fast_compose import FastCompose
         from titan_exp.launch.sweep.options import current_sweep_options
         from titan_exp.launch.sweep.shipped_study import StudySweep
-        from titan_exp.launch.sweep.sweeper import Point, points, sweep
+        from titan_exp.launch.sweep.sweeper import points, sweep
 
         assert self.hydra_context is not None
         assert self.config is not None

@@ -161,7 +161,7 @@ def test_damaged_weights_are_not_loaded(tmp_path):
 
 
 def test_lost_writes_are_detected(tmp_path, monkeypatch):
-    """The sums are those of what was meant to be written, not of what can be read back."""
+    """The checksums are of the bytes passed to the disk, not of those read back."""
     fsync = os.fsync
 
     def lossy(descriptor: int) -> None:

@@ -217,7 +217,7 @@ def test_overrides_compose_the_shape(name: str):
     )
 
 
-def test_the_byte_tokenizer_travels(tmp_path: Path):
+def test_byte_tokenizer_is_exported(tmp_path: Path):
     transformers = pytest.importorskip("transformers")
     export_weights.export_weights(
         in_memory("llama3", tokenizer="bytes"), tmp_path / "x", export_weights.ExportOptions("huggingface")
@@ -288,8 +288,8 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
     ids="-".join,
 )
-def test_a_model_is_never_in_memory(chain: list[str], large: Path, folder: Path, tmp_path: Path):
-    """At most a few of its largest tensors are: the one written, and those it is made of."""
+def test_memory_of_a_conversion(chain: list[str], large: Path, folder: Path, tmp_path: Path):
+    """Only the written tensor and those it is made of are in memory, never the model."""
     total = sum(file.stat().st_size for file in large.glob("*.safetensors"))
     assert total > 150e6
     source = large

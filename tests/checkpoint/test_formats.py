@@ -83,7 +83,7 @@ def test_every_format_roundtrips_bitwise(name: str, form: str, tmp_path: Path):
     assert_holds(source, name)
 
 
-def test_a_journey_through_every_format_changes_no_bit(tmp_path: Path):
+def test_conversion_through_every_format_is_bitwise(tmp_path: Path):
     source = in_memory("llama3_2")
     for number, form in enumerate((*FORMATS, *reversed(FORMATS))):
         target = tmp_path / f"{number}-{form}"
@@ -101,7 +101,7 @@ def test_bf16(form: str, tmp_path: Path):
 @pytest.mark.parametrize("by_words", [True, False], ids=["llama3", "llama2"])
 @pytest.mark.parametrize("name", ["llama2", "llama3_1"])
 def test_all_model_parallel_files_are_read(name: str, by_words: bool, tmp_path: Path):
-    """The embedding is divided by words in Llama 3's files, by columns in Llama 2's."""
+    """The embedding is sharded over the vocabulary in Llama 3's files, by columns in Llama 2's."""
     folder = exported(name, "llama", tmp_path / "one")
     whole = torch.load(folder / "consolidated.00.pth", weights_only=True)
     parallel = tmp_path / "parallel"

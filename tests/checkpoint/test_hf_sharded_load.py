@@ -49,7 +49,7 @@ def read_sharded(name: str, folder: str, layout: list[str]) -> tuple[dict[str, t
     ],
 )
 def test_ranks_hold_bitwise_what_one_device_reads(name: str, layout: list[str], tmp_path: Path):
-    """97 words and widths of 64 divide unevenly; a single key-value head is shared by tensor-parallel ranks."""
+    """A vocabulary of 97 and widths of 64 divide unevenly; tensor-parallel ranks share a single KV head."""
     folder = exported(name, "huggingface", tmp_path / "export", file_bytes=1e5)
     expected = weights(name)
     world = 1

@@ -14,7 +14,7 @@ SAVED = ("checkpoint.mode=sync", "checkpoint.every=5", "training.steps=10")
 
 
 @pytest.mark.parametrize("layout", [(), ("parallelism.dp_shard=2", "parallelism.tp=2")], ids=["one", "four"])
-def test_what_a_run_saved_is_exported_bitwise(layout: tuple[str, ...], tmp_path: Path):
+def test_export_is_bitwise(layout: tuple[str, ...], tmp_path: Path):
     trained = train(tmp_path / "run", *SAVED, *layout)
     source = open_checkpoint(tmp_path / "run")
     assert (source.format, source.path.name, source.tokenizer) == ("dcp", "step-00000010", "bytes")

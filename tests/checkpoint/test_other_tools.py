@@ -1,4 +1,4 @@
-"""Other tools on an export, opened for real: torchtune and the lm-evaluation-harness, where they are installed."""
+"""Exports opened by other tools, if installed: torchtune and the lm-evaluation-harness."""
 
 import json
 import math

@@ -35,7 +35,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def ended(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No test leaves a thread behind."""
+    """Assert that no test leaves a thread behind."""
     made: list[Checkpointer] = []
     original = Checkpointer.__init__
 
@@ -62,7 +62,7 @@ def started(tmp_path: Path, url: str, **settings: Any) -> Checkpointer:
 
 
 def save(saver: Checkpointer, *steps: int) -> None:
-    """Each is uploaded before the next is saved."""
+    """Save steps, each uploaded before the next."""
     model, optimizer = trained()
     for step in steps:
         saver.save(step, [model], optimizer, {}, {"step": step})
@@ -96,9 +96,9 @@ def test_uploads_follow_retention_and_are_restored(tmp_path, url, caplog):
     assert elsewhere.folder.complete_steps() == [50]
     for file in saver.folder.path_of(50).iterdir():
         assert (elsewhere.folder.path_of(50) / file.name).read_bytes() == file.read_bytes()
-    assert f"fetching the checkpoint of step 50 from {remote.url}" in caplog.text
+    assert f"downloading the checkpoint of step 50 from {remote.url}" in caplog.text
     assert started(tmp_path / "here", url).latest() == 50, "and nothing is fetched that is here"
-    assert caplog.text.count("fetching") == 1
+    assert caplog.text.count("downloading") == 1
 
 
 def test_partial_upload_is_ignored(tmp_path, url):

@@ -70,7 +70,7 @@ def test_quarantined_checkpoints_are_ignored(tmp_path):
 
 
 class Killed(BaseException):
-    """Stands for kill -9: nothing after it runs."""
+    """Simulates kill -9: nothing after it runs."""
 
 
 def operations(folder: CheckpointFolder, monkeypatch, survives: int) -> None:

@@ -59,7 +59,7 @@ def small_files_and_counted_bytes() -> None:
         ("parallelism=hsdp training.micro_batch_size=1 parallelism.cpu_offload=true", "fp32"),
     ],
 )
-def test_it_is_what_convert_makes_of_the_checkpoint(tmp_path: Path, layout: str, dtype: str, capsys):
+def test_equals_convert(tmp_path: Path, layout: str, dtype: str, capsys):
     path = tmp_path / "run"
     trained = train(path, *SAVING, *layout.split(), f"checkpoint.export={dtype}", mutate=small_files_and_counted_bytes)
     assert convert_command([str(path), str(tmp_path / "converted"), f"dtype={dtype}"]) == 0
@@ -148,7 +148,7 @@ def test_slices_of_sharded_checkpoints(tmp_path: Path):
             assert torch.equal(store.read(name, slice(None), columns), whole[:, columns]), name
 
 
-def test_the_tokenizer_of_a_token_store_goes_along(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_tokenizer_of_a_token_store_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     store = make(tmp_path / "store")
     words = ["data=tokens", f"data.paths=[{store.path}]", "training.evaluate_every=0", "checkpoint.export=bf16"]
     train(tmp_path / "run", *SAVING, *words)

@@ -37,7 +37,7 @@ def weights(name: str, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def in_memory(name: str, **changes: Any) -> OpenCheckpoint:
-    """A source that is no file."""
+    """A source in memory, without a file."""
     special = {"bos_token_id": 1, "eos_token_id": 1}
     source = OpenCheckpoint(Path("memory"), "torch", kind(name), TorchFileReader(weights(name)), None, special)
     return replace(source, **changes)
@@ -49,7 +49,7 @@ def exported(name: str, form: str, target: Path, **settings: Any) -> Path:
 
 
 def assert_holds(source: OpenCheckpoint, name: str, dtype: torch.dtype = torch.float32) -> None:
-    """Bitwise the weights of a kind."""
+    """Assert that the weights are bitwise those of a kind."""
     expected = weights(name)
     assert set(source.parameters.shapes) == set(expected)
     for key, value in expected.items():

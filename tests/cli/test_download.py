@@ -116,8 +116,8 @@ def test_existing_files_are_not_downloaded_again(tmp_path: Path, hub: str):
 @pytest.mark.parametrize(
     ("repo", "token", "says"),
     [
-        ("some/gated", "", "gated. Put a token into the environment variable HF_TOKEN"),
-        ("some/gated", "hf_wrong", "The token in HF_TOKEN does not open it"),
+        ("some/gated", "", "gated. Set the environment variable HF_TOKEN"),
+        ("some/gated", "hf_wrong", "The token in HF_TOKEN has no access"),
         ("some/nowhere", "", "not on the hub, or is private"),
         ("model", "", "model is not OWNER/NAME"),
     ],

@@ -65,7 +65,7 @@ def test_run_state_from_its_files(make):
     lost = run_status(make(3, "running", ago=600))
     assert lost.state == "lost"
     assert "died without a record" in (lost.reason or "")
-    assert "10 min ago" in (lost.reason or "")
+    assert "10m 00s ago" in (lost.reason or "")
     held = make(4, "running", ago=600)
     with held.claim("launcher"):
         assert run_status(held).state == "running"

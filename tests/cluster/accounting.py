@@ -1,4 +1,4 @@
-"""MariaDB and slurmdbd for a test's SLURM, so that it keeps accounts: in its folder, on ports of their own."""
+"""MariaDB and slurmdbd for a test's SLURM, in its folder and on their own ports."""
 
 import getpass
 import subprocess

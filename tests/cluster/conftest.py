@@ -1,4 +1,4 @@
-"""One real SLURM for all tests of this folder, which therefore run in one pytest worker, one after the other."""
+"""One real SLURM for all tests of this folder, which therefore run in one pytest worker."""
 
 from collections.abc import Iterator
 from pathlib import Path

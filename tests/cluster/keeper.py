@@ -1,7 +1,6 @@
-"""Ends a test's SLURM when the test process does, however that ended: its end closes this process's input.
+"""Stops a test's SLURM when the test process exits, which closes this process's input.
 
-`python keeper.py FOLDER`. Every process that belongs to this SLURM, jobs too, has its folder in the environment or in
-the command line.
+`python keeper.py FOLDER`. Every process of this SLURM, jobs too, has its folder in the environment or the command line.
 """
 
 import contextlib
@@ -35,7 +34,7 @@ def main(folder: str) -> None:
 
 
 def belonging_to(folder: str) -> list[psutil.Process]:
-    """The living processes of the SLURM in a folder, without this one."""
+    """Live processes of the SLURM in a folder, without this one."""
     found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

@@ -1,6 +1,6 @@
-"""A real SLURM on this machine: four nodes of eight pretended GPUs, with a munge, ports and a folder of its own.
+"""A real SLURM on this machine: four nodes with eight fake GPUs each, with its own munge, ports and folder.
 
-It needs Debian's `slurm-wlm` and `munge`, and no rights: daemons and jobs run as whoever runs the tests.
+It needs Debian's `slurm-wlm` and `munge`, and no rights: daemons and jobs run as the user who runs the tests.
 """
 
 import getpass
@@ -158,7 +158,7 @@ class Slurm:
         self.run("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=test")
 
     def fail(self, node: str) -> None:
-        """Declare a node dead: its jobs end as NODE_FAIL, or are requeued."""
+        """Declare a node down: its jobs end as NODE_FAIL, or are requeued."""
         self.run("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=test")
 
     def resume(self, node: str) -> None:
@@ -185,7 +185,7 @@ class Slurm:
         self.start_controller()
 
     def stop_controller(self) -> None:
-        """Stop slurmctld; jobs that run go on."""
+        """Stop slurmctld; running jobs continue."""
         assert self._controller is not None
         self._controller.terminate()
         self._controller.wait(timeout=60)
@@ -199,7 +199,7 @@ class Slurm:
             self.wait_until(lambda: "*" not in "".join(self.nodes().values()), "every node's answer")
 
     def state(self) -> str:
-        """What the queue and the nodes look like, for messages."""
+        """Queue and nodes, for messages."""
         return self.run("squeue", "--all", check=False) + self.run("sinfo", "-N", "--long", check=False)
 
     def _start(self, accounting: bool) -> None:
@@ -242,7 +242,7 @@ class Slurm:
             (self.folder / node).mkdir(mode=0o755)
 
     def _daemon(self, program: str, *words: str, log: str | None = None) -> subprocess.Popen[bytes]:
-        """Start a daemon in the foreground, in a session of its own: Ctrl-C in the tests is the keeper's business."""
+        """Start a daemon in the foreground in its own session, so that Ctrl-C does not reach it."""
         path = shutil.which(program, path=f"{os.environ['PATH']}:{SYSTEM_PATH}")
         assert path is not None, program
         with (self.folder / f"{log or program}.out").open("ab") as output:
@@ -274,12 +274,12 @@ class Slurm:
 
 
 def missing_programs(names: Sequence[str] = PROGRAMS) -> list[str]:
-    """Those programs that this machine does not have."""
+    """Programs that this machine lacks."""
     return [name for name in names if shutil.which(name, path=f"{os.environ['PATH']}:{SYSTEM_PATH}") is None]
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of this machine that nobody listens on, all different."""
+    """Distinct free ports of this machine."""
     sockets = [socket.socket() for _ in range(count)]
     try:
         for one in sockets:
@@ -291,5 +291,5 @@ def free_ports(count: int) -> list[int]:
 
 
 def _outside_of_jobs() -> dict[str, str]:
-    """This process's environment without what a surrounding SLURM job has put there."""
+    """This process's environment without variables of a surrounding SLURM job."""
     return {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_", "SRUN_"))}

@@ -1,4 +1,4 @@
-"""More stand-ins for the trainer, beside those of tests/launch/fake_ranks.py."""
+"""More fake trainers, beside tests/launch/fake_ranks.py."""
 
 import signal
 import sys
@@ -6,7 +6,7 @@ import time
 
 
 def stop_always(path: str) -> None:
-    """Saves and stops whenever it is started."""
+    """Save and stop at every start."""
     sys.exit(85)
 
 
@@ -28,7 +28,7 @@ def train_slowly(path: str) -> None:
 
 
 def hang(path: str) -> None:
-    """Hangs where no handler of Python's runs."""
+    """Hang where no Python signal handler runs."""
     open(f"{path}/hanging", "w").close()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     time.sleep(120)

@@ -1,4 +1,4 @@
-"""Runs as jobs of the tests' SLURM, submitted from here, with a stand-in for the trainer unless a test trains."""
+"""Runs as jobs of the tests' SLURM, with a fake trainer unless a test trains."""
 
 import time
 from collections.abc import Callable

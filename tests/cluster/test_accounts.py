@@ -1,4 +1,4 @@
-"""What accounts say of jobs that ended without a word and that slurmctld has forgotten."""
+"""sacct's end of jobs that were killed without a record and that slurmctld has forgotten."""
 
 import getpass
 import json
@@ -13,7 +13,7 @@ from titan_exp.launch.slurm.squeue import ended_as
 StandIn = Callable[[str], None]
 
 
-def test_accounts_name_the_end_that_no_file_tells(
+def test_sacct_gives_the_end_of_forgotten_jobs(
     accounted: Submitting, stand_in: StandIn, capsys: pytest.CaptureFixture[str]
 ):
     """Nobody lived to close the attempt: not of an array's tasks, nor of a job over two nodes."""
@@ -57,5 +57,5 @@ def test_accounts_name_the_end_that_no_file_tells(
         ("CANCELLED by 4000000000", "0:0", "cancelled by 4000000000"),
     ],
 )
-def test_the_words_of_accounts(state: str, code: str, words: str):
+def test_text_of_sacct_states(state: str, code: str, words: str):
     assert ended_as(state, code) == words

@@ -1,4 +1,4 @@
-"""How jobs end on a real SLURM, and how runs go on: failures, cancellation, preemption, limits, nodes that go away."""
+"""Ends of jobs on a real SLURM, and resumption: failures, cancellation, preemption, time limits, failed nodes."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +25,7 @@ TRAINING = [
 ]
 
 
-def test_a_rank_that_fails_takes_the_others_with_it(cluster: Submitting, stand_in: StandIn):
+def test_failed_rank_ends_its_peers(cluster: Submitting, stand_in: StandIn):
     stand_in("raise_on_rank_1")
     folder, job = cluster.submitted(*TWO_NODES)
     assert cluster.ended(folder, "failed") == "rank 1: ValueError: the loss went for a walk"
@@ -35,11 +35,11 @@ def test_a_rank_that_fails_takes_the_others_with_it(cluster: Submitting, stand_i
     assert "the loss went for a walk" in (folder.attempt_logs(1) / "rank-00001.log").read_text()
 
 
-def test_a_rank_that_vanishes(cluster: Submitting, stand_in: StandIn):
+def test_killed_rank(cluster: Submitting, stand_in: StandIn):
     stand_in("killed_on_rank_1")
     folder, job = cluster.submitted(*TWO_NODES)
     reason = cluster.ended(folder, "failed") or ""
-    assert reason.startswith("rank 1 vanished without a word")
+    assert reason.startswith("rank 1 was killed by a signal")
     assert reason.endswith("(srun: Killed)")
     assert cluster.slurm.job(job)["JobState"] == "FAILED"
 
@@ -50,7 +50,7 @@ def test_ranks_that_do_not_start(cluster: Submitting):
     assert cluster.slurm.job(job)["JobState"] == "FAILED"
 
 
-def test_a_budget_of_going_on(cluster: Submitting, stand_in: StandIn):
+def test_max_requeues(cluster: Submitting, stand_in: StandIn):
     stand_in("stop_always")
     folder, job = cluster.submitted("cluster.max_requeues=1")
     cluster.wait_until(lambda: len(ends(folder)) == 2, lambda: cluster.story(folder))
@@ -62,7 +62,7 @@ def test_a_budget_of_going_on(cluster: Submitting, stand_in: StandIn):
     assert cluster.slurm.job(job)["JobState"] == "FAILED"
 
 
-def test_a_chain_where_the_same_job_may_not_be_queued_again(cluster: Submitting, stand_in: StandIn):
+def test_chained_job_if_requeueing_is_forbidden(cluster: Submitting, stand_in: StandIn):
     stand_in("obey_stop")
     folder, job = cluster.submitted("cluster.requeue=chain")
     cluster.running(folder, "seen-0.json")
@@ -73,7 +73,7 @@ def test_a_chain_where_the_same_job_may_not_be_queued_again(cluster: Submitting,
     assert cluster.slurm.job(job)["ExitCode"] == "85:0"
 
 
-def test_ranks_that_do_not_stop_are_killed_and_go_on(cluster: Submitting, stand_in: StandIn):
+def test_ranks_that_do_not_stop_are_killed_and_requeued(cluster: Submitting, stand_in: StandIn):
     stand_in("hang")
     folder, job = cluster.submitted("cluster.stop_limit=1", "cluster.max_requeues=1")
     cluster.running(folder, "hanging")
@@ -114,7 +114,7 @@ def test_scancel_by_hand_saves(cluster: Submitting, stand_in: StandIn):
     assert cluster.status(folder).reason == last(folder).reason
 
 
-def test_nodes_that_are_drained_and_nodes_that_die(cluster: Submitting, stand_in: StandIn):
+def test_drained_and_failed_nodes(cluster: Submitting, stand_in: StandIn):
     stand_in("obey_stop")
     for node in ("node1", "node2", "node3"):
         cluster.slurm.drain(node)
@@ -150,7 +150,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> RunFolder:
     return folder
 
 
-def test_queued_again_by_hand_in_the_middle_of_training(cluster: Submitting, undisturbed: RunFolder):
+def test_scontrol_requeue_during_training(cluster: Submitting, undisturbed: RunFolder):
     """`scontrol requeue`, as preemption does it: SIGTERM, a few seconds, SIGKILL. Two nodes, by gloo."""
     folder, job = cluster.submitted(*TRAINING)
     cluster.wait_until(lambda: len(read_metrics(folder.metrics)) > 2, lambda: cluster.story(folder))
@@ -163,7 +163,7 @@ def test_queued_again_by_hand_in_the_middle_of_training(cluster: Submitting, und
 
 
 @pytest.mark.slow
-def test_the_time_limit_in_the_middle_of_training(cluster: Submitting, stand_in: StandIn, undisturbed: RunFolder):
+def test_time_limit_during_training(cluster: Submitting, stand_in: StandIn, undisturbed: RunFolder):
     stand_in("train_slowly")
     folder, job = cluster.submitted(*TRAINING, "cluster.time_limit=600")
     cluster.wait_until(lambda: len(read_metrics(folder.metrics)) > 2, lambda: cluster.story(folder))

@@ -1,4 +1,4 @@
-"""A rank that hangs on a real SLURM: found, told apart, and the run goes on by itself."""
+"""A hung rank on a real SLURM: diagnosed, and the run requeued."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from titan_exp.launch.health.hang_report import HangFiles
 from titan_exp.tracking.run_folder.metrics_jsonl import read_metrics
 
 
-def test_a_hung_rank_is_named_and_the_run_is_queued_again(cluster: Submitting, monkeypatch: pytest.MonkeyPatch):
+def test_hung_rank_is_named_and_the_run_is_requeued(cluster: Submitting, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TITAN_EXP_RANK_MAIN", "tests.launch.hanging_ranks.once_in_the_loader")
     monkeypatch.setenv("HANGING_RANK", "1")
     folder, _ = cluster.submitted(
@@ -22,7 +22,7 @@ def test_a_hung_rank_is_named_and_the_run_is_queued_again(cluster: Submitting, m
     cluster.wait_until(lambda: len(ends(folder)) == 2, lambda: cluster.story(folder))
     assert ends(folder)[0] == 86
     reason = folder.read_attempts()[0].reason or ""
-    assert reason.startswith("hung at step 3 in the training step: rank 1 stands at ")
+    assert reason.startswith("hung at step 3 in the training step: rank 1 is at ")
     assert reason.endswith("in _await_a_batch while the others wait in a collective")
     assert "_await_a_batch" in files.stacks(1).read_text()
     assert "sync_step_flags" in files.stacks(0).read_text()

@@ -1,4 +1,4 @@
-"""The SLURM of these tests is one: nodes, tasks, GPUs, limits, requeueing, draining, and a controller that restarts."""
+"""SLURM of these tests: nodes, tasks, GPUs, limits, requeueing, draining, and a restarted controller."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ from tests.cluster.slurm import GPUS_PER_NODE, NODES, Slurm
 REPOSITORY = Path(__file__).parents[2]
 
 
-def test_tasks_know_their_places_and_gpus(slurm: Slurm):
+def test_ranks_and_gpus_of_tasks(slurm: Slurm):
     words = "$SLURM_PROCID $SLURM_LOCALID $SLURM_NODEID $SLURMD_NODENAME $CUDA_VISIBLE_DEVICES"
     printed = slurm.run("srun", "-N2", "-n4", "--ntasks-per-node=2", "--gpus-per-task=1", "sh", "-c", f"echo {words}")
     assert sorted(printed.splitlines()) == ["0 0 0 node1 0", "1 1 0 node1 1", "2 0 1 node2 0", "3 1 1 node2 1"]
@@ -57,7 +57,7 @@ def test_a_drained_node_gets_no_jobs_and_comes_back(slurm: Slurm):
     assert set(slurm.nodes().values()) <= {"idle", "mixed"}
 
 
-def test_a_job_goes_on_while_the_controller_is_away(slurm: Slurm):
+def test_job_runs_while_the_controller_is_down(slurm: Slurm):
     job = slurm.sbatch("sleep 3; echo done")
     slurm.wait_for(job, "RUNNING")
     slurm.stop_controller()
@@ -67,7 +67,7 @@ def test_a_job_goes_on_while_the_controller_is_away(slurm: Slurm):
     assert "done" in slurm.output(job)
 
 
-def test_accounts_are_kept_where_asked_for(accounted_slurm: Slurm):
+def test_accounting(accounted_slurm: Slurm):
     job = accounted_slurm.sbatch("exit 3", "--job-name=counted")
     accounted_slurm.wait_for(job, "FAILED")
 

@@ -1,4 +1,4 @@
-"""A study on a real SLURM as a user has it: launched, looked at, mended, changed, cancelled, compared."""
+"""A study on a real SLURM: launched, inspected, repaired, changed, cancelled, compared."""
 
 import json
 from collections.abc import Callable
@@ -70,7 +70,7 @@ def write(*rates: str) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_study_from_its_launch_to_its_table(cluster: Submitting, stand_in: Callable[[str], None], typed: Typed):
+def test_study_from_launch_to_table(cluster: Submitting, stand_in: Callable[[str], None], typed: Typed):
     stand_in("train_second_time")
 
     def over() -> bool:

@@ -1,4 +1,4 @@
-"""Submitting to a real SLURM: what is asked for, what is left alone, and what a death in the middle leaves behind."""
+"""Submission to a real SLURM: resources, idempotence, and kills in between."""
 
 import os
 import shutil
@@ -44,7 +44,7 @@ def test_a_sweep_over_tensor_parallelism_asks_for_the_nodes_of_each_run(cluster:
     assert cluster.slurm.queue() == {}
 
 
-def test_runs_that_ask_for_the_same_are_one_array(cluster: Submitting, stand_in: StandIn):
+def test_equal_resources_are_one_array(cluster: Submitting, stand_in: StandIn):
     stand_in("die_unless_lucky")
     plans = [cluster.plan(f"experiment.seed={seed}") for seed in (0, 1, 2)]
     submissions = cluster.submit(*plans)
@@ -84,7 +84,7 @@ def test_code_edited_while_a_job_waits_has_no_effect(cluster: Submitting, tmp_pa
 def test_the_submitting_process_is_killed_in_the_middle(
     cluster: Submitting, stand_in: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ):
-    """`kill -9` while sbatch has not yet made the job, and when it has but did not say so."""
+    """`kill -9` before sbatch has made the job, and after, before it has answered."""
     stand_in("succeed")
     real = subprocess.run(["which", "sbatch"], capture_output=True, text=True, check=True).stdout.strip()
     slow = tmp_path / "bin" / "sbatch"
@@ -133,7 +133,7 @@ def test_a_submission_that_died_before_sbatch_is_submitted(cluster: Submitting, 
     assert [row.reason for row in planned.folder.read_attempts()] == ["its job is gone and never started", None]
 
 
-def test_without_the_controller_nothing_is_said_to_be_gone(cluster: Submitting, stand_in: StandIn):
+def test_status_is_unknown_without_the_controller(cluster: Submitting, stand_in: StandIn):
     stand_in("obey_stop")
     folder, job = cluster.submitted()
     cluster.running(folder, "seen-0.json")
@@ -152,7 +152,7 @@ def test_without_the_controller_nothing_is_said_to_be_gone(cluster: Submitting, 
     cluster.ended(folder, "done")
 
 
-def test_what_sbatch_refuses_is_said_and_can_be_submitted_again(cluster: Submitting, stand_in: StandIn):
+def test_sbatch_rejection_is_reported_and_can_be_resubmitted(cluster: Submitting, stand_in: StandIn):
     stand_in("succeed")
     (refused,) = cluster.submit(cluster.plan("cluster.partition=nowhere"))
     assert refused.outcome == "refused"

@@ -32,7 +32,7 @@ def value(comparison: Comparison, row: int, metric: str) -> float | None:
     return None if found is None else found.mean
 
 
-def test_columns_are_what_differs_and_seeds_are_one_row(tmp_path: Path):
+def test_columns_are_differing_keys_and_seeds_share_a_row(tmp_path: Path):
     make_study(tmp_path, THREE)
     found = compared(tmp_path)
     assert found.differing_keys.keys == ("optimizer.lr",)
@@ -41,7 +41,7 @@ def test_columns_are_what_differs_and_seeds_are_one_row(tmp_path: Path):
     assert heading(found) == "3 rows, 9 runs · at 50,000 tokens, where every run ends"
 
 
-def test_verdicts_are_what_was_made_true(tmp_path: Path):
+def test_verdicts_match_the_synthetic_truth(tmp_path: Path):
     make_study(tmp_path, THREE)
     found = compared(tmp_path)
     assert found.main.name == "validation_loss"
@@ -58,14 +58,14 @@ def test_verdicts_are_what_was_made_true(tmp_path: Path):
     assert [verdict(other.main, row.deltas["loss"]) for row in other.rows] == ["worse", "", "worse"]
 
 
-def test_one_seed_says_that_nothing_is_certain(tmp_path: Path):
+def test_one_seed_gives_no_verdict(tmp_path: Path):
     make_study(tmp_path, {0.001: [3.0], 0.003: [2.5]})
     text = said(compared(tmp_path))
     assert "without an interval (one seed)" in text
     assert "Student" not in text
 
 
-def test_metrics_are_taken_at_the_least_advanced(tmp_path: Path):
+def test_metrics_at_the_least_advanced_run(tmp_path: Path):
     make_run(tmp_path, {"optimizer.lr": 0.1}, metrics=rows(2.0))
     make_run(tmp_path, {"optimizer.lr": 0.2}, metrics=rows(2.0)[:30], state="running")
     make_run(tmp_path, {"optimizer.lr": 0.3}, metrics=rows(2.0)[:7], state="failed", reason="Traceback\nBoom: it broke")
@@ -82,7 +82,7 @@ def test_metrics_are_taken_at_the_least_advanced(tmp_path: Path):
     assert value(found, 2, "tokens_per_second") == 5000.0
 
 
-def test_a_run_that_has_fallen_silent_is_lost(tmp_path: Path):
+def test_run_without_heartbeat_is_lost(tmp_path: Path):
     folder = make_run(tmp_path, {"optimizer.lr": 0.1}, metrics=rows(2.0)[:30], state="running")
     (folder / "heartbeat").write_text('{"step": 30, "time": 1.0}')
     make_run(tmp_path, {"optimizer.lr": 0.2}, metrics=rows(2.0))
@@ -93,7 +93,7 @@ def test_a_run_that_has_fallen_silent_is_lost(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("at", "tokens"), [("done", 50_000), ("end", math.inf), ("12k", 12_000), ("2e4", 20_000)])
-def test_another_point_may_be_chosen(tmp_path: Path, at: str, tokens: float):
+def test_token_budget_by_name_and_number(tmp_path: Path, at: str, tokens: float):
     make_run(tmp_path, {"optimizer.lr": 0.1}, metrics=rows(2.0))
     make_run(tmp_path, {"optimizer.lr": 0.2}, metrics=rows(2.0)[:30], state="preempted")
     found = compared(tmp_path, at=at)
@@ -104,13 +104,13 @@ def test_another_point_may_be_chosen(tmp_path: Path, at: str, tokens: float):
 @pytest.mark.parametrize(
     ("at", "words"), [("60k", "the longest has 50,000"), ("soon", "must be least"), ("-3", "must be")]
 )
-def test_a_point_that_is_none_is_refused(tmp_path: Path, at: str, words: str):
+def test_invalid_token_budget_is_refused(tmp_path: Path, at: str, words: str):
     make_study(tmp_path, {0.001: [3.0]})
     with pytest.raises(UserError, match=words):
         compared(tmp_path, at=at)
 
 
-def test_what_diverged_is_said_and_in_no_mean(tmp_path: Path):
+def test_diverged_runs_are_reported_and_left_out_of_means(tmp_path: Path):
     make_study(tmp_path, {0.001: [3.0, 3.1], 0.1: [2.5]})
     broken = [*rows(2.0)[:-1], {**rows(2.0)[-1], "loss": math.nan, "validation_loss": math.inf}]
     make_run(tmp_path, {"optimizer.lr": 0.1, "experiment.seed": 1}, metrics=broken)
@@ -127,7 +127,7 @@ def test_tokens_to_a_target(tmp_path: Path):
     assert value(found, 1, "tokens_to_target") is None
 
 
-def test_metrics_of_one_s_own(tmp_path: Path):
+def test_user_metrics(tmp_path: Path):
     make_run(tmp_path, {"optimizer.lr": 0.1}, metrics=rows(2.0, more={"validation_loss/code": 1.5}))
     make_run(tmp_path, {"optimizer.lr": 0.2}, metrics=rows(2.0, more={"validation_loss/code": 1.25}))
     found = compared(tmp_path, metrics=["validation_loss/code", "grad_norm"])
@@ -138,7 +138,7 @@ def test_metrics_of_one_s_own(tmp_path: Path):
         compared(tmp_path, metrics=["gradnorm"])
 
 
-def test_a_study_brings_question_baseline_and_metrics(tmp_path: Path):
+def test_study_gives_question_baseline_and_metrics(tmp_path: Path):
     folder = make_study(tmp_path, {0.001: [3.0, 3.1], 0.003: [2.5, 2.6]})
     ids = {path.name: json.loads((path / "code.json").read_text()) for path in folder.iterdir()}
     by_lr = sorted(ids, key=lambda name: "lr: 0.001" in (folder / name / "config.yaml").read_text())
@@ -163,7 +163,7 @@ def test_a_study_brings_question_baseline_and_metrics(tmp_path: Path):
     assert len(compared(tmp_path, "made", extra.name).runs) == 5
 
 
-def test_labels_say_what_the_study_varies_and_columns_what_differs(tmp_path: Path):
+def test_labels_have_varied_keys_and_columns_differing_keys(tmp_path: Path):
     paths = [
         make_run(tmp_path, {"training.steps": steps, "lr_schedule.decay_steps": steps - 10}, metrics=rows(3.0))
         for steps in (50, 60)
@@ -183,7 +183,7 @@ def test_labels_say_what_the_study_varies_and_columns_what_differs(tmp_path: Pat
 
 
 @pytest.mark.parametrize("metrics", [["loss"], [{"name": "loss", "direction": "min"}], {"loss": "min"}, None])
-def test_a_study_s_metrics_in_any_form(tmp_path: Path, metrics: Any):
+def test_forms_of_study_metrics(tmp_path: Path, metrics: Any):
     folder = make_study(tmp_path, {0.001: [3.0]})
     (folder / "study.json").write_text(json.dumps({"metrics": metrics, "baseline": {"optimizer.lr": 0.001}}))
     found = compared(tmp_path)
@@ -191,7 +191,7 @@ def test_a_study_s_metrics_in_any_form(tmp_path: Path, metrics: Any):
     assert found.baseline_why == "the study's"
 
 
-def test_runs_are_named_in_any_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_ways_to_name_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = make_study(tmp_path / "runs", {0.001: [3.0], 0.002: [3.0]})
     one, two = sorted(path.name for path in folder.iterdir())
     monkeypatch.chdir(tmp_path)
@@ -214,13 +214,13 @@ def test_runs_are_named_in_any_way(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ("words", "answer"),
     [(["mad"], "did you mean made"), (["nothing/*"], "is no study"), ([], "compare takes a study"), (["zz"], "made")],
 )
-def test_words_that_name_nothing_are_answered(tmp_path: Path, words: Sequence[str], answer: str):
+def test_unknown_names_are_refused_with_suggestions(tmp_path: Path, words: Sequence[str], answer: str):
     make_study(tmp_path, {0.001: [3.0]})
     with pytest.raises(UserError, match=answer):
         select(words, tmp_path)
 
 
-def test_a_damaged_run_is_said_and_the_others_are_compared(tmp_path: Path):
+def test_damaged_run_is_reported_and_left_out(tmp_path: Path):
     folder = make_study(tmp_path, {0.001: [3.0], 0.002: [3.0]})
     damaged = sorted(folder.iterdir())[0]
     (damaged / "metrics.jsonl").write_text('{"step": 1}\nrubbish\n{"step": 2}\n')
@@ -233,7 +233,7 @@ def test_a_damaged_run_is_said_and_the_others_are_compared(tmp_path: Path):
         compared(tmp_path)
 
 
-def test_the_same_run_twice_counts_once(tmp_path: Path):
+def test_duplicate_run_counts_once(tmp_path: Path):
     make_study(tmp_path / "one", {0.001: [3.0]})
     make_study(tmp_path / "two", {0.001: [3.0]})
     found = compared(tmp_path, str(tmp_path / "one/made"), str(tmp_path / "two/made"))
@@ -241,7 +241,7 @@ def test_the_same_run_twice_counts_once(tmp_path: Path):
     assert "with the same id" in found.notes[0]
 
 
-def test_the_same_experiment_in_two_layouts_is_checked(tmp_path: Path):
+def test_layout_check(tmp_path: Path):
     make_run(tmp_path, {}, metrics=rows(2.0))
     same = [{**row, "loss": row["loss"] * (1 + 1e-6)} for row in rows(2.0)]
     make_run(tmp_path, {"parallelism.tp": 2}, metrics=same, world_size=2)
@@ -265,7 +265,7 @@ def test_bf16_has_its_own_tolerance(tmp_path: Path):
     assert (check.tolerance, check.holds) == (2e-3, True)
 
 
-def test_efficiency_is_over_the_smallest_world_size(tmp_path: Path):
+def test_scaling_efficiency_over_the_smallest_world_size(tmp_path: Path):
     for tp, speed in ((1, 1000.0), (2, 1800.0), (4, 2400.0)):
         for seed in (0, 1):
             values = {"parallelism.tp": tp, "experiment.seed": seed, "optimizer.lr": 0.1}
@@ -279,7 +279,7 @@ def test_efficiency_is_over_the_smallest_world_size(tmp_path: Path):
     assert [it.efficiency for it in series.points] == pytest.approx([1.0, 0.9, 0.6])
 
 
-def test_a_batch_that_grows_with_the_processes_is_weak_scaling(tmp_path: Path):
+def test_growing_batch_is_weak_scaling(tmp_path: Path):
     for shards in (1, 2):
         values = {"parallelism.dp_shard": shards, "training.global_batch_size": 8 * shards}
         make_run(tmp_path, values, metrics=rows(2.0, speed=900.0 * shards), world_size=shards)
@@ -288,7 +288,7 @@ def test_a_batch_that_grows_with_the_processes_is_weak_scaling(tmp_path: Path):
     assert [it.efficiency for it in series.points] == pytest.approx([1.0, 1.0])
 
 
-def test_the_front_is_what_nothing_beats(tmp_path: Path):
+def test_pareto_front(tmp_path: Path):
     for lr, loss, seconds in ((0.1, 3.0, 10.0), (0.2, 2.5, 20.0), (0.3, 2.6, 30.0), (0.4, 2.0, 40.0)):
         make_run(tmp_path, {"optimizer.lr": lr}, metrics=rows(loss), seconds=seconds)
     points = pareto(compared(tmp_path))
@@ -296,7 +296,7 @@ def test_the_front_is_what_nothing_beats(tmp_path: Path):
     assert points[0].gpu_hours == pytest.approx(10 / 3600)
 
 
-def test_rounding_puts_no_layout_on_the_front(tmp_path: Path):
+def test_pareto_front_ignores_rounding(tmp_path: Path):
     for tp, loss in ((1, 2.0), (2, 2.0 - 1e-7)):
         make_run(tmp_path, {"parallelism.tp": tp}, metrics=rows(loss), seconds=10.0 * tp)
     assert [it.is_on_front for it in pareto(compared(tmp_path))] == [True, False]
@@ -330,14 +330,14 @@ def test_rounding_puts_no_layout_on_the_front(tmp_path: Path):
         ({"a": {"b": [1, 2]}}, {"a": {"b": [1, 3]}}, ["a.b"], ["b"]),
     ],
 )
-def test_what_differs(first: dict, second: dict, keys: list[str], short: list[str] | None):
+def test_differing_keys(first: dict, second: dict, keys: list[str], short: list[str] | None):
     found = differing_keys([first, second])
     assert list(found.keys) == keys
     if short is not None:
         assert [found.short[key] for key in keys] == short
 
 
-def test_a_model_s_name_stands_for_its_shape():
+def test_model_name_stands_for_its_shape():
     small = {"model": {"name": "s", "dim": 1, "layers": 1, "heads": 1}, "optimizer": {"lr": 1}}
     large = {"model": {"name": "l", "dim": 2, "layers": 2, "heads": 2}, "optimizer": {"lr": 2}}
     found = differing_keys([small, large])
@@ -348,7 +348,7 @@ def test_a_model_s_name_stands_for_its_shape():
     assert "model.name" not in differing_keys([small, large, other]).keys
 
 
-def test_predicted_is_shown_against_measured_where_something_was_predicted(tmp_path: Path):
+def test_measured_over_predicted(tmp_path: Path):
     one = make_run(tmp_path, {"optimizer.lr": 1e-3}, metrics=rows(3.0, speed=5000.0))
     make_run(tmp_path, {"optimizer.lr": 2e-3}, metrics=rows(3.0))
     names = [metric.name for metric in compared(tmp_path).metrics]

@@ -41,7 +41,7 @@ class Tags(HTMLParser):
         self.found.append((tag, dict(attrs)))
 
 
-def test_the_page_loads_nothing_and_runs_nothing_of_a_run_s_text(tmp_path: Path):
+def test_page_loads_nothing_and_escapes_text(tmp_path: Path):
     full_study(tmp_path / "runs")
     text = page(tmp_path / "runs", tmp_path).read_text()
     tags = Tags()
@@ -57,7 +57,7 @@ def test_the_page_loads_nothing_and_runs_nothing_of_a_run_s_text(tmp_path: Path)
     assert "{{7*7}}" in text
 
 
-def test_the_numbers_in_the_page_are_those_of_the_runs(tmp_path: Path):
+def test_numbers_in_the_page(tmp_path: Path):
     full_study(tmp_path / "runs")
     text = page(tmp_path / "runs", tmp_path).read_text()
     numbers = json.loads(text.split('id="numbers">')[1].split("</script>")[0])
@@ -66,7 +66,7 @@ def test_the_numbers_in_the_page_are_those_of_the_runs(tmp_path: Path):
     assert {point["label"] for point in numbers["scaling"][0]["points"]} == {"tp=1", "tp=2", "tp=4"}
 
 
-def test_very_long_runs_are_thinned_and_a_gap_stays_a_gap(tmp_path: Path):
+def test_long_runs_are_downsampled_with_their_gaps(tmp_path: Path):
     many = [{"step": step, "tokens": step, "loss": float(step)} for step in range(1, 1001)]
     many[500]["loss"] = float("nan")
     tokens, steps, values = downsample(read_run(make_run(tmp_path, {}, metrics=many)), "loss", 100)
@@ -76,7 +76,7 @@ def test_very_long_runs_are_thinned_and_a_gap_stays_a_gap(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("width", "scheme"), [(1360, "light"), (390, "dark")])
-def test_a_browser_draws_it(tmp_path: Path, browser, width: int, scheme: str):
+def test_browser_draws_the_page(tmp_path: Path, browser, width: int, scheme: str):
     full_study(tmp_path / "runs")
     path = page(tmp_path / "runs", tmp_path)
     trouble: list[str] = []

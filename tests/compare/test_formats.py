@@ -42,13 +42,13 @@ def test_csv_has_exact_numbers(made: Comparison):
     assert lines[3]["parallelism.tp"] == "2"
 
 
-def test_records_make_a_data_frame(made: Comparison):
+def test_records_fit_a_data_frame(made: Comparison):
     frame = pandas.DataFrame(records(made))
     assert min(frame["validation_loss"].dropna().tolist()) == pytest.approx(2.6)
     assert list(frame["baseline"]) == [True, False, False, False]
 
 
-def test_json_holds_everything(made: Comparison):
+def test_json_is_complete(made: Comparison):
     found = json.loads(to_json(made))
     assert found["keys"] == ["parallelism.tp", "optimizer.lr"]
     assert found["rows"][0]["runs"][0]["loss"] == 3.0
@@ -58,7 +58,7 @@ def test_json_holds_everything(made: Comparison):
     assert any("it broke" in sentence for sentence in found["remarks"])
 
 
-def test_json_has_no_number_that_is_none(tmp_path: Path):
+def test_json_has_no_non_finite_numbers(tmp_path: Path):
     broken = [*rows(2.0)[:-1], {**rows(2.0)[-1], "loss": math.nan}]
     make_run(tmp_path, {}, metrics=broken)
     text = to_json(compare(select(["made"], tmp_path), at="end"))
@@ -77,7 +77,7 @@ def test_markdown_is_one_table(made: Comparison):
     assert "−0.5000 [−0.5248, −0.4752], better" in table[3]
 
 
-def test_markdown_and_latex_say_what_would_be_markup(tmp_path: Path):
+def test_markdown_and_latex_escape_markup(tmp_path: Path):
     found = nasty(tmp_path)
     row = next(line for line in to_markdown(found).splitlines() if "50%" in line)
     assert r"a\|b\_c & 50% of {x} &lt;i> \\y" in row
@@ -103,7 +103,7 @@ def test_the_terminal_wraps_no_number(made: Comparison, width: int):
     assert "1.80" in text
 
 
-def test_markup_in_a_value_is_text_on_the_terminal(tmp_path: Path):
+def test_terminal_escapes_markup(tmp_path: Path):
     for text in ("[bold]x[/bold]", "y"):
         make_run(tmp_path, {"data.subset": text}, metrics=rows(3.0))
     out = io.StringIO()

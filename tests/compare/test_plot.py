@@ -5,7 +5,7 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 
-from titan_exp.compare.output.plot import draw, summary
+from titan_exp.compare.output.plot import draw
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.run_folder.metrics_jsonl import JsonlSink
 
@@ -35,7 +35,7 @@ BLUE, ORANGE = (1, 3, 5), (6, 3, 1)
 """Colours of training and validation in `colors`."""
 
 
-def test_a_run_with_validation_is_drawn_into_its_folder(tmp_path: Path) -> None:
+def test_plot_with_validation(tmp_path: Path) -> None:
     rows = [row(step, validation_loss=1.6 if step % 20 == 0 else None) for step in range(1, 101)]
     folder = run(tmp_path, *rows)
     path = draw(folder)
@@ -46,7 +46,7 @@ def test_a_run_with_validation_is_drawn_into_its_folder(tmp_path: Path) -> None:
     assert sorted(entry.name for entry in folder.iterdir()) == ["loss.png", "metrics.jsonl"]
 
 
-def test_without_validation_there_is_no_such_line(tmp_path: Path) -> None:
+def test_plot_without_validation(tmp_path: Path) -> None:
     found = colors(draw(run(tmp_path, *(row(step) for step in range(1, 31)))))
     assert BLUE in found
     assert ORANGE not in found
@@ -67,7 +67,7 @@ def test_without_validation_there_is_no_such_line(tmp_path: Path) -> None:
     ],
     ids=["one row", "only evaluated", "only a step", "step 0", "NaN", "all NaN", "all unknown", "resumed", "extreme"],
 )
-def test_odd_runs_are_drawn(tmp_path: Path, rows: list[dict]) -> None:
+def test_unusual_runs_are_drawn(tmp_path: Path, rows: list[dict]) -> None:
     assert draw(run(tmp_path, *rows)).stat().st_size > 1000
 
 
@@ -92,7 +92,7 @@ def test_the_folder_may_be_named_in_any_way(tmp_path: Path, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("there", ["nothing", "a folder", "an empty file"])
-def test_a_run_without_rows_is_an_error_of_the_user(tmp_path: Path, there: str) -> None:
+def test_run_without_rows_is_refused(tmp_path: Path, there: str) -> None:
     folder = tmp_path / "empty"
     if there != "nothing":
         folder.mkdir()
@@ -100,23 +100,6 @@ def test_a_run_without_rows_is_an_error_of_the_user(tmp_path: Path, there: str) 
         (folder / "metrics.jsonl").touch()
     with pytest.raises(UserError, match=r"is missing or empty"):
         draw(folder)
-    with pytest.raises(UserError, match="empty"):
-        summary(folder)
-
-
-def test_the_summary_says_last_and_best(tmp_path: Path) -> None:
-    rows = [row(step, loss=float(step), validation_loss=None, tokens_per_second=None) for step in range(1, 101)]
-    rows[49]["validation_loss"], rows[79]["validation_loss"], rows[89]["validation_loss"] = 1.5, math.nan, 2.0
-    rows[98]["tokens_per_second"], rows[99]["tokens_per_second"] = 10.0, 30.0
-    rows[97]["tokens_per_second"] = 20.0
-    assert summary(run(tmp_path, *rows)) == {
-        "step": 100,
-        "tokens": 100_000,
-        "loss": 99.5,
-        "validation_loss": 2.0,
-        "best_validation_loss": 1.5,
-        "tokens_per_second": 20.0,
-    }
 
 
 def test_no_display_and_no_global_state_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

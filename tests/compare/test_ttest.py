@@ -16,7 +16,7 @@ def by_seed(values: np.ndarray | list[float]) -> dict[object, float]:
     return {seed: float(value) for seed, value in enumerate(values)}
 
 
-def test_paired_differences_are_those_of_scipy():
+def test_paired_differences_equal_scipy():
     draw = np.random.default_rng(0)
     for n in (2, 3, 7):
         one, two = draw.normal(3, 1, n), draw.normal(3.1, 2, n)
@@ -28,7 +28,7 @@ def test_paired_differences_are_those_of_scipy():
         assert (found.low, found.high, found.p) == pytest.approx((interval.low, interval.high, expected.pvalue))
 
 
-def test_means_without_common_seeds_are_compared_as_scipy_does():
+def test_unpaired_differences_equal_scipy():
     draw = np.random.default_rng(1)
     one, two = draw.normal(3, 1, 4), draw.normal(3.1, 3, 6)
     expected: Any = stats.ttest_ind(one, two, equal_var=False)
@@ -39,7 +39,7 @@ def test_means_without_common_seeds_are_compared_as_scipy_does():
     assert (found.low, found.high, found.p) == pytest.approx((interval.low, interval.high, expected.pvalue))
 
 
-def test_an_estimate_is_student_s():
+def test_estimate_equals_scipy():
     values = [3.0, 3.5, 3.1, 2.9]
     found = estimate(values)
     assert found is not None
@@ -52,7 +52,7 @@ def test_an_estimate_is_student_s():
 
 
 @pytest.mark.parametrize("seeds", [2, 3, 5])
-def test_intervals_cover_the_truth_as_often_as_they_say(seeds: int):
+def test_coverage_of_intervals(seeds: int):
     draw = np.random.default_rng(seeds)
     truth, covered = 0.02, 0
     for _ in range(ROUNDS):
@@ -68,7 +68,7 @@ def test_intervals_cover_the_truth_as_often_as_they_say(seeds: int):
     assert covered / ROUNDS == pytest.approx(0.95, abs=3 * math.sqrt(0.95 * 0.05 / ROUNDS))
 
 
-def test_pairing_finds_what_means_alone_do_not():
+def test_pairing_is_more_powerful():
     draw = np.random.default_rng(9)
     shared = draw.normal(0, 0.5, 4)
     one, two = by_seed(3.05 + shared + draw.normal(0, 0.005, 4)), by_seed(3 + shared + draw.normal(0, 0.005, 4))
@@ -81,7 +81,7 @@ def test_pairing_finds_what_means_alone_do_not():
     assert means.holds_zero
 
 
-def test_without_correction_chance_finds_something_and_with_holm_it_does_not():
+def test_holm_controls_false_positives():
     draw = np.random.default_rng(4)
     alone = corrected = 0
     for _ in range(ROUNDS // 2):
@@ -118,7 +118,7 @@ def test_seeds_that_one_side_lacks_are_left_out():
     assert (found.difference, found.n, found.pairing) == (0.75, 2, "paired")
 
 
-def test_equal_numbers_differ_by_nothing_and_a_constant_shift_is_certain():
+def test_constant_differences():
     same = difference({0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0})
     assert same is not None
     assert (same.low, same.high, same.p, same.is_distinguishable) == (0.0, 0.0, 1.0, False)
@@ -127,7 +127,7 @@ def test_equal_numbers_differ_by_nothing_and_a_constant_shift_is_certain():
     assert (shifted.low, shifted.high, shifted.is_distinguishable) == (1.0, 1.0, True)
 
 
-def test_numbers_equal_but_for_rounding_are_no_trouble():
+def test_differences_of_rounding_size():
     found = difference({0: 3.1, 1: 4.1, 2: 5.1}, {0: 2.1, 1: 3.1, 2: 4.1})
     assert found is not None
     assert (found.low, found.high) == pytest.approx((1.0, 1.0))

@@ -90,7 +90,7 @@ def test_a_report_is_written_back(server: WandbServer, tmp_path: Path):
     assert any(block["type"] == "panel-grid" for block in spec["blocks"])
 
 
-def test_without_a_server_it_is_said(tmp_path: Path):
+def test_unreachable_server(tmp_path: Path):
     make_study(tmp_path / "runs", {0.001: [3.0]}, study="abl")
     done = titan_exp("http://127.0.0.1:9", tmp_path, "abl", "--to-wandb", "me/proj", "--html=none")
     assert done.returncode == 2, done.stderr
@@ -106,7 +106,7 @@ def test_without_a_server_it_is_said(tmp_path: Path):
         (["abl", "--to-wandb", "me/other", "--html=none"], "me/other"),
     ],
 )
-def test_what_is_not_there_is_said(server: WandbServer, tmp_path: Path, words: list[str], answer: str):
+def test_missing_runs(server: WandbServer, tmp_path: Path, words: list[str], answer: str):
     make_study(tmp_path / "runs", {0.001: [3.0]}, study="abl")
     done = titan_exp(server.address, tmp_path, *words)
     assert done.returncode == 2, done.stderr
@@ -114,7 +114,7 @@ def test_what_is_not_there_is_said(server: WandbServer, tmp_path: Path, words: l
     assert "Traceback" not in done.stderr
 
 
-def test_an_unknown_account_is_said(server: WandbServer, tmp_path: Path):
+def test_unknown_account(server: WandbServer, tmp_path: Path):
     server.knows_account = False
     done = titan_exp(server.address, tmp_path, "--from-wandb", "me/proj")
     assert done.returncode == 2

@@ -7,7 +7,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.machine.time_limit import hours
-from titan_exp.config.study.points import StudyPoint, baseline_of, folder_name, narrowed, study_points
+from titan_exp.config.study.points import Point, baseline_of, folder_name, narrowed, study_points
 from titan_exp.config.study.study import Study
 from titan_exp.config.study.study_file import find_study, read_study, study_files
 
@@ -25,7 +25,7 @@ def study(tmp_path: Path):
     return read
 
 
-def labels(points: list[StudyPoint]) -> list[str]:
+def labels(points: list[Point]) -> list[str]:
     return [point.label for point in points if point.excluded is None]
 
 

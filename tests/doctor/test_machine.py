@@ -60,11 +60,12 @@ def test_json_prints_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--sconds", "3"], "--sconds: unknown argument"),
+        (["--sconds", "3"], "--sconds: there is no such flag"),
         (["runs/first"], "runs/first: unknown argument"),
-        (["--seconds", "soon"], "--seconds soon: give a number of seconds"),
+        (["--seconds", "soon"], "seconds=soon: must be a number"),
         (["--seconds=0"], "at least 1"),
-        (["--seconds"], "give a number"),
+        (["--seconds=inf"], "at most 86400"),
+        (["--seconds"], "--seconds needs a value"),
     ],
 )
 def test_invalid_arguments_are_refused(words: list[str], said: str):

@@ -115,7 +115,7 @@ def evaluate_on_rank(path: str, words: list[str]) -> dict[str, float]:
         (["step=3"], "checkpoints of steps"),
         (["training.seq_len=100000"], "longer than the model's context"),
         (["data=text"], "data.paths"),
-        (["split=some"], "'held_out' or 'all'"),
+        (["split=some"], "held_out or all"),
         (["parallelism.tp=3"], "parallelism.tp=1, 2 or 4"),
         (["parallelism.pp=2"], "parallelism.tp or parallelism.dp_shard=2"),
     ],

@@ -119,7 +119,7 @@ def test_a_run_is_not_started_twice_at_once(tmp_path):
         wait_for_row(tmp_path, 1)
         second = titan_exp("train", *LONG, folder=tmp_path)
         assert second.returncode == 2
-        assert "going on already" in second.stderr
+        assert "running already" in second.stderr
         assert "Traceback" not in second.stderr
     finally:
         launcher.send_signal(signal.SIGINT)

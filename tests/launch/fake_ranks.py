@@ -1,4 +1,4 @@
-"""Stand-ins for the trainer, chosen by TITAN_EXP_RANK_MAIN: ordinary rank mains that import no torch."""
+"""Fake trainers without torch, chosen by TITAN_EXP_RANK_MAIN."""
 
 import json
 import os
@@ -20,7 +20,7 @@ def rank() -> int:
 
 
 def log(folder: RunFolder, step: int) -> None:
-    """A row of metrics, as rank 0 of the trainer writes them."""
+    """Append a row of metrics, as rank 0 of the trainer does."""
     attempt = folder.read_attempts()[-1].attempt
     row = {"step": step, "loss": 3.0 / step, "tokens_per_second": 100.0 * step, "attempt": attempt}
     with folder.metrics.open("a") as file:
@@ -55,7 +55,7 @@ def raise_on_rank_1(path: str) -> None:
 
 
 def raise_everywhere_after_rank_1(path: str) -> None:
-    """As collectives do: the peers of a dead rank fail of its absence."""
+    """The peers of a failed rank fail after it, as collectives do."""
     folder = RunFolder(path)
     if rank() == 1:
         (folder.path / "rank-1-was-here").touch()
@@ -84,14 +84,14 @@ def user_error(path: str) -> None:
 
 
 def wait_for_ever(path: str) -> None:
-    """Hangs as in a collective whose peers are gone, and takes no notice of a request to stop."""
+    """Hang as in a collective whose peers are gone, ignoring stop requests."""
     folder = RunFolder(path)
     write_surroundings(folder)
     wait_until(lambda: False)
 
 
 def obey_stop(path: str) -> None:
-    """Trains until a stop is requested, saves and ends with 85; continues at the saved step; 3 steps are all."""
+    """Train until a stop is requested, save and exit with 85; resume at the saved step; 3 steps are all."""
     folder = RunFolder(path)
     write_surroundings(folder)
     saved = folder.path / f"saved-{rank()}"
@@ -107,7 +107,7 @@ def obey_stop(path: str) -> None:
 
 
 def fail_once(path: str) -> None:
-    """Fails at its first attempt only."""
+    """Fail at the first attempt only."""
     folder = RunFolder(path)
     if folder.read_attempts()[-1].attempt == 1:
         raise RuntimeError("out of luck")
@@ -115,7 +115,7 @@ def fail_once(path: str) -> None:
 
 
 def die_unless_lucky(path: str) -> None:
-    """Fails for one point of a sweep."""
+    """Fail for one point of a sweep."""
     text = RunFolder(path).config.read_text()
     if "seed: 1\n" in text:
         raise RuntimeError("seed 1 is unlucky")

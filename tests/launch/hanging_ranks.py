@@ -1,4 +1,4 @@
-"""The trainer with a rank that hangs, each in another way: chosen by TITAN_EXP_RANK_MAIN."""
+"""Trainers with a rank that hangs, chosen by TITAN_EXP_RANK_MAIN."""
 
 import ctypes
 import os
@@ -42,7 +42,7 @@ def in_a_collective(path: str) -> None:
 
 
 def in_native_code(path: str) -> None:
-    """Without letting go of the interpreter, so that no Python thread runs any more."""
+    """Hang without releasing the GIL, so that no Python thread runs."""
 
     def sleep() -> None:
         time.sleep(1.0)  # until the watch has looked once more, and knows that this is an ordinary step
@@ -52,7 +52,7 @@ def in_native_code(path: str) -> None:
 
 
 def slow_evaluation(path: str) -> None:
-    """Its first batch takes longer than a step may, and nothing hangs."""
+    """Evaluation whose first batch is slower than the limit of a step, without a hang."""
     original = evaluate.islice
     naps = [float(os.environ["SLOW_SECONDS"])]
 

@@ -1,4 +1,4 @@
-"""Launches in a process of their own, as a user's are, with a stand-in for the trainer."""
+"""Launches in their own process, as a user's are, with a fake trainer."""
 
 import contextlib
 import json
@@ -38,12 +38,12 @@ class Launch:
 
     @property
     def folder(self) -> RunFolder:
-        """The only run folder there is."""
+        """The only run folder."""
         (path,) = (path for path in (self.runs / "x").iterdir() if not path.name.startswith("."))
         return RunFolder(path)
 
     def wait_for(self, *names: str) -> RunFolder:
-        """Wait until the run folder holds these files."""
+        """Wait until the run folder has these files."""
         wait_until(lambda: any(all((path / name).exists() for name in names) for path in self.runs.glob("x/[!.]*")))
         return self.folder
 
@@ -56,7 +56,7 @@ class Launch:
         return self.process.returncode, out, err
 
     def kill(self) -> None:
-        """Leave nothing of it behind, ranks included."""
+        """Kill the launcher and all ranks."""
         for process in ranks_of(self.runs):
             with contextlib.suppress(psutil.NoSuchProcess):
                 if process.environ().get("TITAN_EXP_LAUNCHER") == str(self.process.pid):
@@ -78,7 +78,7 @@ def launch_environment(main: str, **changes: str) -> dict[str, str]:
 
 
 def ranks_of(runs: Path) -> list[psutil.Process]:
-    """The living controllers and ranks of every run below a folder."""
+    """Live controllers and ranks of all runs below a folder."""
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         line = " ".join(process.info["cmdline"] or [])

@@ -1,4 +1,4 @@
-"""A user's executor: ranks as detached processes, which meet at a port that rank 0 writes into the attempt's logs."""
+"""A user's executor: detached rank processes that meet at a port which rank 0 writes into the attempt's logs."""
 
 import os
 import socket

@@ -1,4 +1,4 @@
-"""Copies of the code: by content, whole, of what git knows and would take up."""
+"""Code snapshots: content-addressed, complete, of tracked and new files."""
 
 import subprocess
 from pathlib import Path
@@ -11,7 +11,7 @@ from titan_exp.launch.provenance.code_snapshot import FOLDER, take_code_snapshot
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A repository that holds a package of ours, with a file that git ignores and one it does not know yet."""
+    """Repository with a package of ours, an ignored file and a new one."""
     top = tmp_path / "checkout"
     for name, text in {
         "titan_exp/__init__.py": "",
@@ -80,7 +80,7 @@ def test_an_installed_package_has_no_repository(tmp_path: Path):
     assert names(Path(frozen.package)) == {"titan_exp/__init__.py", "titan_exp/conf/config.yaml"}
 
 
-def test_code_of_ones_own_in_the_current_folder(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_user_code_in_the_current_folder(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     own = tmp_path / "own"
     (own / "mine").mkdir(parents=True)
     (own / "mine" / "optim_of_mine.py").write_text("from mine import helper\nclass Lion: pass\n")
@@ -97,7 +97,7 @@ def test_code_of_ones_own_in_the_current_folder(checkout: Path, tmp_path: Path, 
     assert take_code_snapshot(tmp_path / "runs", [experiment()], checkout / "titan_exp").own is None
 
 
-def test_a_disk_that_fills_leaves_nothing_half(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_full_disk_leaves_no_partial_copy(checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def full(path: Path, content: bytes) -> None:
         raise OSError(28, "No space left on device")
 

@@ -1,4 +1,4 @@
-"""Composing many points quickly gives what Hydra gives, and says what Hydra says."""
+"""Fast composition equals Hydra's, errors included."""
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -31,7 +31,7 @@ def composer() -> tuple[FastCompose, list[list[str]]]:
         ["optimizer.lr=2", "~data.split"],
     ],
 )
-def test_it_is_hydras_composition(overrides: list[str], composer: tuple[FastCompose, list[list[str]]]):
+def test_equals_hydras_composition(overrides: list[str], composer: tuple[FastCompose, list[list[str]]]):
     assert composer[0](overrides) == compose(overrides)
 
 
@@ -45,6 +45,6 @@ def test_values_alone_are_not_composed_again(composer: tuple[FastCompose, list[l
 
 
 @pytest.mark.parametrize("override", ["optimizer.nonsense=3", "model=nonsense", "training.steps.x=3"])
-def test_hydra_says_what_is_wrong(override: str, composer: tuple[FastCompose, list[list[str]]]):
+def test_errors_are_hydras(override: str, composer: tuple[FastCompose, list[list[str]]]):
     with pytest.raises(HydraException):
         composer[0](["optimizer.lr=1", override])

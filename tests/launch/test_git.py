@@ -1,4 +1,4 @@
-"""The commit and everything that differs from it."""
+"""Commit and diff of the working tree."""
 
 import os
 import subprocess
@@ -43,7 +43,7 @@ def test_a_clean_repository(repository: Path) -> None:
     assert (code.branch, code.dirty, diff) == ("idea", False, "")
 
 
-def test_the_diff_brings_back_what_ran(repository: Path) -> None:
+def test_diff_restores_the_code(repository: Path) -> None:
     package = repository / "package"
     (package / "model.py").write_text("layers = 8\n")
     (package / "new.py").write_text("added = True\n")
@@ -75,7 +75,7 @@ def test_credentials_in_the_diff_are_masked(repository: Path) -> None:
     assert "WANDB_API_KEY=***" in diff
 
 
-def test_a_package_that_only_lies_in_a_repository_is_not_part_of_it(repository: Path) -> None:
+def test_untracked_package_in_a_repository(repository: Path) -> None:
     installed = repository / "ignored" / "site-packages" / "package"
     installed.mkdir(parents=True)
     (installed / "model.py").write_text("")

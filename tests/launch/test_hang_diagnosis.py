@@ -1,4 +1,4 @@
-"""Ranks that hang, in a real training on two ranks: found, told apart, and ended."""
+"""Hangs of real training on two ranks: diagnosed and ended."""
 
 import json
 from pathlib import Path
@@ -36,7 +36,7 @@ def start(runs: Path, main: str, *overrides: str, ranks: int = 2, rank: int = 1)
         ("in_a_collective", "rank 1 did not enter a collective that the others wait in, but waits in recv", "recv"),
     ],
 )
-def test_the_rank_that_holds_up_the_others_is_named(tmp_path: Path, main: str, says: str, stack: str) -> None:
+def test_blocking_rank_is_named(tmp_path: Path, main: str, says: str, stack: str) -> None:
     run = start(tmp_path, main)
     code, _, err = run.finish()
     files = HangFiles(run.folder.attempt_logs(1), 2)
@@ -64,11 +64,11 @@ def test_the_rank_that_holds_up_the_others_is_named(tmp_path: Path, main: str, s
 @pytest.mark.parametrize(
     ("main", "says", "line"),
     [
-        ("stopped", "rank 1 did not answer", "rank 1: no answer: stopped, dead, or its machine is gone"),
-        ("in_native_code", "rank 1 stood in native code", "rank 1: in native code that does not let Python go on"),
+        ("stopped", "rank 1 did not answer", "rank 1: no answer: stopped, dead, or its machine is down"),
+        ("in_native_code", "rank 1 is stuck in native code", "rank 1: in native code that blocks Python"),
     ],
 )
-def test_a_rank_that_runs_no_python_is_named_and_ended(tmp_path: Path, main: str, says: str, line: str) -> None:
+def test_rank_in_native_code_is_named_and_ended(tmp_path: Path, main: str, says: str, line: str) -> None:
     run = start(tmp_path, main)
     code, _, err = run.finish()
     files = HangFiles(run.folder.attempt_logs(1), 2)
@@ -81,15 +81,15 @@ def test_a_rank_that_runs_no_python_is_named_and_ended(tmp_path: Path, main: str
     assert ranks_of(tmp_path) == []
 
 
-def test_a_single_rank_in_native_code_is_ended_too(tmp_path: Path) -> None:
+def test_single_rank_in_native_code_is_ended(tmp_path: Path) -> None:
     run = start(tmp_path, "in_native_code", ranks=1, rank=0)
     code, _, err = run.finish()
     assert code == 86, err
-    assert err.startswith("hung: rank 0 stood in native code")
+    assert err.startswith("hung: rank 0 is stuck in native code")
     assert "hanging_ranks.py" in HangFiles(run.folder.attempt_logs(1), 1).stacks(0).read_text()
 
 
-def test_a_slow_evaluation_is_no_hang(tmp_path: Path) -> None:
+def test_slow_evaluation_is_no_hang(tmp_path: Path) -> None:
     run = start(tmp_path, "slow_evaluation", *EVALUATE.split(), "training.evaluate_every=4", ranks=1)
     code, _, err = run.finish()
     assert code == 0, err

@@ -1,4 +1,4 @@
-"""What the files of a hang say, without a hang: who holds up whom, and how long a rank may take."""
+"""Hang diagnosis from files without a hang, and limits by phase."""
 
 from pathlib import Path
 
@@ -16,19 +16,18 @@ def concluded(*rank_stacks: RankStack, native: tuple[int, ...] = (), world: int 
     return diagnose_hang(rank_stacks, native=native, world_size=world, logs=Path("logs"))
 
 
-def test_the_odd_one_out_is_named() -> None:
+def test_differing_rank_is_named() -> None:
     waiting = [at(rank, "step.py:74 in agree", "all_reduce") for rank in (0, 1, 3)]
     hang = concluded(*waiting, at(2, "loader.py:5 in read"))
     assert hang.headline == (
-        "hung at step 13 in the training step: "
-        "rank 2 stands at loader.py:5 in read while the others wait in a collective"
+        "hung at step 13 in the training step: rank 2 is at loader.py:5 in read while the others wait in a collective"
     )
     lines = hang.text.splitlines()
     assert lines[2] == "rank 2: step 13, the training step, at loader.py:5 in read, for 901 s"
     assert lines[3].startswith("ranks 0-1, 3: step 13, the training step, in all_reduce, called at step.py:74 in agree")
 
 
-def test_the_recorder_tells_where_the_stacks_do_not() -> None:
+def test_flight_recorder_finds_the_lagging_rank() -> None:
     ranks = [at(rank, "x.py:1 in f", "all_gather", world=8, tp=5 if rank < 2 else 2) for rank in range(3)]
     late = at(3, "x.py:1 in f", "all_gather", world=7, tp=2)
     assert "rank 3 did not enter" in concluded(*ranks[:2], at(2, "x.py:1 in f", "all_gather", world=8), late).headline
@@ -38,22 +37,21 @@ def test_the_recorder_tells_where_the_stacks_do_not() -> None:
     assert "different collectives; rank 3 at y.py:2 in g" in concluded(*everywhere[:3], other).headline
 
 
-def test_who_does_not_answer_is_named_first() -> None:
+def test_silent_rank_is_named_first() -> None:
     hang = concluded(at(0, "a", "all_reduce"), at(1, "b"), native=(2,))
     assert hang.headline == "hung at step 13 in the training step: rank 3 did not answer"
     assert "rank 2: in native code" in hang.text
-    assert (
-        "rank 2 stood in native code" in concluded(at(0, "a", "x"), at(1, "a", "x"), at(3, "a"), native=(2,)).headline
-    )
-    assert concluded(native=(0,), world=1).headline.startswith("hung: rank 0 stood in native code")
+    hang = concluded(at(0, "a", "x"), at(1, "a", "x"), at(3, "a"), native=(2,))
+    assert "rank 2 is stuck in native code" in hang.headline
+    assert concluded(native=(0,), world=1).headline.startswith("hung: rank 0 is stuck in native code")
 
 
 def test_a_single_rank_and_ranks_outside_of_collectives() -> None:
-    assert concluded(at(0, "a.py:1 in f"), world=1).headline.endswith("step: rank 0 stands at a.py:1 in f")
+    assert concluded(at(0, "a.py:1 in f"), world=1).headline.endswith("step: rank 0 is at a.py:1 in f")
     assert "no rank is in a collective" in concluded(at(0, "a"), at(1, "b"), world=2).headline
 
 
-def test_files_tell_the_first_and_the_stuck(tmp_path: Path) -> None:
+def test_files_of_a_hang(tmp_path: Path) -> None:
     files = HangFiles(tmp_path, 2)
     assert files.report_hang() is None
     files.stacks(0).touch()
@@ -76,14 +74,14 @@ def test_ranges_of_ranks() -> None:
     assert (format_ranks([3]), format_ranks([0, 1, 2, 5])) == ("rank 3", "ranks 0-2, 5")
 
 
-def test_what_is_slow_has_longer() -> None:
+def test_limit_by_phase() -> None:
     assert limit(60, ProgressSnapshot(9, STEP, 0, 1.0)) == 60
     assert limit(60, ProgressSnapshot(9, STEP, 0, 50.0)) == 500  # ten times its median
     for phase in (FIRST_STEP, "the evaluation", "the checkpoint"):
         assert limit(60, ProgressSnapshot(9, phase, 0, 1.0)) == 180
 
 
-def test_progress_is_counted_from_the_last_sign_of_it() -> None:
+def test_progress_counts_from_the_last_report() -> None:
     now = 0.0
     progress = ProgressTracker(lambda: now)
     now = 5.0

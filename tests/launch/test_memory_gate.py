@@ -60,7 +60,7 @@ def planned(*overrides: str) -> RunPlan:
     return plan_run(to_experiment(compose(words)), words)
 
 
-def test_what_does_not_fit_is_refused_with_what_would(home: Path, foretold, capsys: pytest.CaptureFixture[str]):
+def test_refusal_suggests_changes_that_fit(home: Path, foretold, capsys: pytest.CaptureFixture[str]):
     assert main(["train", *SMALL, "training.seq_len=256"]) == 2
     said = capsys.readouterr().err
     assert (
@@ -73,7 +73,7 @@ def test_what_does_not_fit_is_refused_with_what_would(home: Path, foretold, caps
     assert not (home / "runs").exists()
 
 
-def test_warned_of_and_written_down(home: Path, foretold):
+def test_warning_and_plan_json(home: Path, foretold):
     said: list[str] = []
     found = gate_run(planned("training.seq_len=256", "plan.gate=warn"), said.append)
     assert len(said) == 1
@@ -87,7 +87,7 @@ def test_warned_of_and_written_down(home: Path, foretold):
     assert prediction.tokens_per_second == 2048.0
 
 
-def test_the_gate_changes_no_name_and_is_not_passed_twice(home: Path, foretold):
+def test_gate_changes_no_id_and_is_passed_once(home: Path, foretold):
     first, off = planned("training.seq_len=64"), planned("training.seq_len=64", "plan.gate=off", "plan.predict=needed")
     assert (first.run_id, first.experiment_id) == (off.run_id, off.experiment_id)
     assert gate_run(off, print) == off
@@ -100,7 +100,7 @@ def test_the_gate_changes_no_name_and_is_not_passed_twice(home: Path, foretold):
     assert replace(first.experiment, plan=off.experiment.plan) == off.experiment
 
 
-def test_a_folder_that_is_there_says_what_was_predicted_last(home: Path, foretold, monkeypatch: pytest.MonkeyPatch):
+def test_existing_folder_gets_the_newest_prediction(home: Path, foretold, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TITAN_EXP_RANK_MAIN", "tests.launch.fake_ranks.succeed")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     first = [gate_run(planned("training.seq_len=64", f"experiment.seed={seed}"), print) for seed in (1, 2)]
@@ -112,16 +112,16 @@ def test_a_folder_that_is_there_says_what_was_predicted_last(home: Path, foretol
         assert read_predicted_metrics(one.folder).tokens_per_second == 2048.0
 
 
-def test_what_cannot_be_predicted_is_one_line(home: Path, foretold):
+def test_unpredictable_runs_share_one_line(home: Path, foretold):
     said: list[str] = []
     found = gate_run(planned("training.seq_len=32"), said.append)
-    assert said == ["Its memory is not checked: its kernels are not modelled."]
+    assert said == ["Memory is not checked: its kernels are not modelled."]
     create_run_folder(found)
     assert json.loads(found.folder.plan.read_text())["why_not_predicted"] == "its kernels are not modelled"
     assert read_predicted_metrics(found.folder).memory is None
 
 
-def test_a_damaged_note_hides_nothing(home: Path):
+def test_damaged_plan_json(home: Path):
     folder = RunFolder(home)
     assert read_predicted_metrics(folder).memory is None
     folder.plan.write_text("[1]")
@@ -159,7 +159,7 @@ def test_a_study_skips_what_does_not_fit(home: Path, foretold, capsys: pytest.Ca
     assert "no other is left" in capsys.readouterr().err
 
 
-def test_a_bound_is_shown_where_it_decides(home: Path, foretold, capsys: pytest.CaptureFixture[str]):
+def test_deciding_bound_is_shown(home: Path, foretold, capsys: pytest.CaptureFixture[str]):
     words = ["model=llama_debug", "cluster.device=cpu", "training.seq_len=64,128", "--dry-run"]
     assert main(["train", "-m", *words]) == 0
     out = capsys.readouterr().out

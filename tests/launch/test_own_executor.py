@@ -53,7 +53,7 @@ def test_its_ranks_meet_and_train(train, capsys: pytest.CaptureFixture[str]):
     ]
 
 
-def test_it_is_asked_for_status_and_cancels(train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_status_and_cancel(train, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     monkeypatch.setenv("TITAN_EXP_RANK_MAIN", "tests.launch.fake_ranks.obey_stop")
     folder = train()
     job_id = folder.read_attempts()[-1].token

@@ -1,4 +1,4 @@
-"""Ranks without a launcher: alone, or as torchrun starts them."""
+"""Ranks without a launcher: alone, or under torchrun."""
 
 import os
 import signal
@@ -46,7 +46,7 @@ def outcome(folder: RunFolder) -> tuple[str, str | None]:
     return state.state, state.reason
 
 
-def test_one_process_alone_and_done_is_done(tmp_path: Path) -> None:
+def test_single_process_and_finished_run(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     code, out, err = finish(start(folder, "succeed"))
     assert (code, err) == (0, "")
@@ -61,7 +61,7 @@ def test_one_process_alone_and_done_is_done(tmp_path: Path) -> None:
     assert len(folder.read_attempts()) == 1
 
 
-def test_two_ranks_by_environment_variables(tmp_path: Path) -> None:
+def test_two_ranks_from_the_environment(tmp_path: Path) -> None:
     folder = make_run(tmp_path, "parallelism.dp_shard=2")
     job = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29999"}
     ranks = [start(folder, "succeed", RANK=str(rank), LOCAL_RANK=str(rank), **job) for rank in (1, 0)]
@@ -90,7 +90,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path) -> None:
     assert "config.yaml" in err
 
 
-def test_a_failure_is_written_down(tmp_path: Path) -> None:
+def test_failure_is_recorded(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     code, _, err = finish(start(folder, "fail_once"))
     assert code == 1
@@ -101,7 +101,7 @@ def test_a_failure_is_written_down(tmp_path: Path) -> None:
     assert [row.exit for row in folder.read_attempts()] == [1, 0]
 
 
-def test_a_failure_of_another_rank_stands(tmp_path: Path) -> None:
+def test_first_failure_is_not_replaced(tmp_path: Path) -> None:
     folder = make_run(tmp_path, "parallelism.dp_shard=2")
     job = {"WORLD_SIZE": "2", "MASTER_PORT": "29998"}
     main = "raise_everywhere_after_rank_1"
@@ -111,7 +111,7 @@ def test_a_failure_of_another_rank_stands(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP])
-def test_a_signal_saves(tmp_path: Path, number: signal.Signals) -> None:
+def test_signal_saves(tmp_path: Path, number: signal.Signals) -> None:
     folder = make_run(tmp_path)
     process = start(folder, "obey_stop")
     wait_until((folder.path / "seen-0.json").exists)
@@ -144,7 +144,7 @@ def test_a_running_run_is_refused(tmp_path: Path) -> None:
     assert f"process {os.getpid()}" in err
 
 
-def test_a_rank_that_comes_after_the_next_start_ends(tmp_path: Path) -> None:
+def test_rank_of_an_older_attempt_exits(tmp_path: Path) -> None:
     folder = make_run(tmp_path)
     for _ in range(2):
         folder.add_attempt(world_size=1, hosts=["here"])
@@ -160,7 +160,7 @@ def test_a_rank_that_comes_after_the_next_start_ends(tmp_path: Path) -> None:
     assert not folder.stop_requested()
 
 
-def test_a_record_that_does_not_fit_on_the_disk_goes_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_goes_to_the_fallback_folder_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spare = tmp_path / "spare"
     spare.mkdir()
     folder = RunFolder(tmp_path / "run")

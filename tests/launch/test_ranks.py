@@ -1,4 +1,4 @@
-"""Real ranks through submitit: started right, and ended as one when one of them dies."""
+"""Real ranks through submitit: environment, and the end of all ranks after a failure."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from tests.launch.launching import Launch, launch, ranks_of, seen
 from titan_exp.launch.rank.rank_status import read_record
 
 
-def test_ranks_know_their_place(tmp_path: Path) -> None:
+def test_rank_environment_of_ranks(tmp_path: Path) -> None:
     run = Launch(tmp_path, "succeed", "parallelism.dp_shard=2", CUDA_VISIBLE_DEVICES="GPU-1234,3")
     code, _, err = run.finish()
     assert (code, err) == (0, "")
@@ -39,7 +39,7 @@ def test_threads_and_gpus_are_as_configured(tmp_path: Path) -> None:
     assert env["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_rank_0_and_metrics_are_shown_and_summed_up(tmp_path: Path) -> None:
+def test_output_of_rank_0_and_metrics_are_shown(tmp_path: Path) -> None:
     code, out, _ = launch(tmp_path, "succeed", "parallelism.dp_shard=2", "training.steps=2")
     assert code == 0
     assert "hello from rank 0" in out
@@ -51,7 +51,7 @@ def test_rank_0_and_metrics_are_shown_and_summed_up(tmp_path: Path) -> None:
     assert str(tmp_path / "x") in last
 
 
-def test_one_dead_rank_ends_all_with_its_traceback(tmp_path: Path) -> None:
+def test_failed_rank_ends_all_with_its_traceback(tmp_path: Path) -> None:
     run = Launch(tmp_path, "raise_on_rank_1", "parallelism.dp_shard=2")
     code, _, err = run.finish()
     assert code == 1
@@ -70,7 +70,7 @@ def test_one_dead_rank_ends_all_with_its_traceback(tmp_path: Path) -> None:
     assert row.intent <= row.start <= row.end
 
 
-def test_the_first_to_die_is_the_cause(tmp_path: Path) -> None:
+def test_first_failure_is_the_cause(tmp_path: Path) -> None:
     code, out, err = launch(
         tmp_path,
         "raise_everywhere_after_rank_1",
@@ -83,11 +83,11 @@ def test_the_first_to_die_is_the_cause(tmp_path: Path) -> None:
     assert "ConnectionError" not in err + out  # rank 0's own traceback is in its log only
 
 
-def test_a_killed_rank_is_said_to_have_been_killed(tmp_path: Path) -> None:
+def test_killed_rank_is_reported(tmp_path: Path) -> None:
     run = Launch(tmp_path, "killed_on_rank_1", "parallelism.dp_shard=2")
     code, _, err = run.finish()
     assert code == 1
-    assert "rank 1 vanished without a word" in err
+    assert "rank 1 was killed by a signal" in err
     assert "memory" in err
     assert "about to allocate a lot" in err  # the end of its log
     assert ranks_of(tmp_path) == []
@@ -102,7 +102,7 @@ def test_any_other_exit_code_is_a_failure(tmp_path: Path) -> None:
     assert "exit code 7" in err
 
 
-def test_what_a_user_can_put_right_comes_without_a_traceback(tmp_path: Path) -> None:
+def test_user_error_has_no_traceback(tmp_path: Path) -> None:
     run = Launch(tmp_path, "user_error")
     code, _, err = run.finish()
     assert (code, err) == (2, "data.paths: there is no such folder. Give one that exists.\n")
@@ -115,7 +115,7 @@ def test_a_rank_that_cannot_start_shows_its_log(tmp_path: Path) -> None:
     assert "no_such_function" in err
 
 
-def test_a_dead_controller_ends_the_ranks(tmp_path: Path) -> None:
+def test_killed_controller_ends_the_ranks(tmp_path: Path) -> None:
     run = Launch(tmp_path, "wait_for_ever", "parallelism.dp_shard=2")
     folder = run.wait_for("seen-0.json", "seen-1.json")
     (controller,) = (process for process in ranks_of(tmp_path) if "_local" in " ".join(process.cmdline()))

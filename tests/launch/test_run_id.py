@@ -97,25 +97,25 @@ def test_a_new_key_at_its_default_changes_no_id(overrides: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("overrides", "ids"), GOLDEN)
-def test_ids_stay(overrides: list[str], ids: tuple[str, str]) -> None:
-    """A change of these renames every run there is."""
+def test_ids_are_stable(overrides: list[str], ids: tuple[str, str]) -> None:
+    """Changing these ids renames every existing run."""
     run = experiment(*overrides)
     assert (run_id(run), experiment_id(run)) == ids
 
 
-def test_no_key_without_a_recipe() -> None:
+def test_quantization_keys_without_a_recipe_have_no_effect() -> None:
     assert not any(key.startswith("quantization") for key in identity(experiment("quantization.filter=[a]")))
 
 
 @pytest.mark.parametrize("key", ["emulate=true", "float8_all_gather=false", "precomputed_scales=false"])
-def test_where_and_when_the_same_numbers_are_rounded_is_layout(key: str) -> None:
+def test_rounding_options_belong_to_the_layout(key: str) -> None:
     recipe = "quantization=float8_tensorwise"
     assert run_id(experiment(recipe, f"quantization.{key}")) != run_id(experiment(recipe))
     assert experiment_id(experiment(recipe, f"quantization.{key}")) == experiment_id(experiment(recipe))
     assert experiment_id(experiment(recipe)) != experiment_id(experiment())
 
 
-def test_noise_is_another_experiment() -> None:
+def test_stochastic_options_change_the_experiment() -> None:
     key = "quantization.stochastic_rounding=true"
     assert experiment_id(experiment("quantization=nvfp4", key)) != experiment_id(experiment("quantization=nvfp4"))
 
@@ -141,12 +141,12 @@ def test_noise_is_another_experiment() -> None:
         "checkpoint.initial=some/run",
     ],
 )
-def test_what_is_computed_changes_both(override: str) -> None:
+def test_effective_keys_change_both_ids(override: str) -> None:
     assert run_id(experiment(override)) != run_id(experiment())
     assert experiment_id(experiment(override)) != experiment_id(experiment())
 
 
-def test_a_value_counts_and_not_how_it_is_written() -> None:
+def test_ids_depend_on_values_not_notation() -> None:
     assert run_id(experiment("optimizer.lr=3e-3")) == run_id(experiment("optimizer.lr=0.003"))
     default = experiment()
     warmup = default.lr_schedule.warmup_steps  # computed from the steps
@@ -160,7 +160,7 @@ def test_the_id_is_short_and_the_same_in_every_process() -> None:
     assert name == run_id(experiment("training.steps=3"))
 
 
-def test_what_is_left_out_of_initial_weights_counts() -> None:
+def test_excluded_initial_weights_change_the_ids() -> None:
     ids = {
         run_id(experiment("checkpoint.initial=some/run", *more))
         for more in ([], ["checkpoint.initial_exclude=[a]"], ["checkpoint.keep=9"])
@@ -168,7 +168,7 @@ def test_what_is_left_out_of_initial_weights_counts() -> None:
     assert len(ids) == 2
 
 
-def test_every_key_left_out_exists() -> None:
+def test_every_excluded_key_exists() -> None:
     config = to_dict(experiment())
     for key in (*NOT_IN_RUN_ID, *LAYOUT, *IN_RUN_ID, *COUNTS_BESIDE, *COUNTS_BESIDE.values()):
         part: Any = config
@@ -186,12 +186,12 @@ def test_canonical_text() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, object(), {1: 2}, {1, 2}, b"x"])
-def test_what_has_no_stable_text_is_refused_by_name(value: object) -> None:
+def test_value_without_stable_text_is_refused(value: object) -> None:
     with pytest.raises(UserError, match=r"options\.inner\[1\]"):
         canonical({"options": {"inner": [0, value]}})
 
 
-def test_options_of_ones_own_are_part_of_the_name() -> None:
+def test_user_options_change_the_ids() -> None:
     base = experiment()
     with_nan = dataclasses.replace(base, data=dataclasses.replace(base.data, options={"ratio": math.nan}))
     with pytest.raises(UserError, match=r"data\.options\.ratio"):

@@ -1,4 +1,4 @@
-"""The run folder appears whole or not at all, and holds what is needed to know the run again."""
+"""Run folder: published atomically, complete, without credentials."""
 
 import json
 import subprocess
@@ -38,7 +38,7 @@ def test_all_violations_are_named_at_once(tmp_path: Path) -> None:
     assert {"model.kv_heads", "data.virtual_shards", "training.global_batch_size"} <= fields
 
 
-def test_the_folder_tells_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_folder_is_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     made = planned(tmp_path, "experiment.tags=['a: b',\"ü\"]", "training.steps=7")
@@ -97,7 +97,7 @@ def test_committing_twice_changes_nothing(tmp_path: Path) -> None:
     assert {path.name: path.read_text() for path in made.folder.path.iterdir()} == before
 
 
-def test_of_commits_that_race_one_makes_the_folder(tmp_path: Path) -> None:
+def test_concurrent_commits_create_one_folder(tmp_path: Path) -> None:
     plans = [planned(tmp_path) for _ in range(4)]
     errors: list[BaseException] = []
 
@@ -160,7 +160,7 @@ except UserError as error:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_the_attempt_before_ran_with_is_kept(tmp_path: Path) -> None:
+def test_snapshot_of_the_previous_attempt_is_kept(tmp_path: Path) -> None:
     made = planned(tmp_path)
     create_run_folder(made)
     old = made.folder.config.read_text()
@@ -172,7 +172,7 @@ def test_what_the_attempt_before_ran_with_is_kept(tmp_path: Path) -> None:
     assert not (kept / "code.json").exists()  # it is the same
 
 
-def test_what_a_run_began_with_may_be_gone_once_it_has_a_checkpoint(tmp_path: Path) -> None:
+def test_initial_weights_need_not_exist_once_there_is_a_checkpoint(tmp_path: Path) -> None:
     source = tmp_path / "source" / "checkpoints" / "step-00000001"
     source.mkdir(parents=True)
     (source / ".metadata").touch()

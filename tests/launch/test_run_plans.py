@@ -1,4 +1,4 @@
-"""The life of a run as its user drives it: signals, deaths, and the same command again."""
+"""Runs as a user drives them: signals, kills, and the same command again."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.launch.local.run import run
 from titan_exp.launch.run_plan import create_run_folder, plan_run
-from titan_exp.launch.state import run_lock as holding
+from titan_exp.launch.state import run_lock
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
 TWO_RANKS = "parallelism.dp_shard=2"
@@ -64,7 +64,7 @@ def test_a_second_ctrl_c_ends_at_once(tmp_path: Path) -> None:
     assert state_of(folder).state == "preempted"
 
 
-def test_a_signal_that_comes_twice_at_once_is_one(tmp_path: Path) -> None:
+def test_duplicate_signal_counts_once(tmp_path: Path) -> None:
     run = Launch(tmp_path, "obey_stop", FAKE_SAVE_SECONDS="0.5")
     folder = run.wait_for("seen-0.json")
     for _ in range(2):
@@ -83,7 +83,7 @@ def test_a_closed_terminal_saves(tmp_path: Path) -> None:
     assert state_of(folder).state == "preempted"
 
 
-def test_a_stop_asked_for_in_the_folder(tmp_path: Path) -> None:
+def test_stop_requested_in_the_folder(tmp_path: Path) -> None:
     run = Launch(tmp_path, "obey_stop", TWO_RANKS)
     run.wait_for("seen-0.json").request_stop("enough")
     code, out, _ = run.finish()
@@ -114,25 +114,25 @@ def test_a_running_run_is_refused(tmp_path: Path) -> None:
     code, _, err = launch(tmp_path, "obey_stop")
     assert code == 2
     assert f"process {first.process.pid}" in err
-    assert "sign of life" in err
+    assert "last heartbeat" in err
     assert "Traceback" not in err
     os.kill(first.process.pid, signal.SIGINT)
     assert first.finish()[0] == 130
     assert len(folder.read_attempts()) == 1
 
 
-def test_of_launchers_that_race_one_runs(tmp_path: Path) -> None:
+def test_one_of_concurrent_launchers_runs(tmp_path: Path) -> None:
     runs = [Launch(tmp_path, "obey_stop") for _ in range(3)]
     wait_until(lambda: sum(run.process.poll() is None for run in runs) == 1)
     (winner,) = (run for run in runs if run.process.poll() is None)
     winner.wait_for("seen-0.json").request_stop("enough")
     ends = [run.finish() for run in runs]
     assert sorted(code for code, _, _ in ends) == [2, 2, 85]
-    assert all("going on already" in err for code, _, err in ends if code == 2)
+    assert all("running already" in err for code, _, err in ends if code == 2)
     assert len(winner.folder.read_attempts()) == 1
 
 
-def test_without_its_launcher_a_run_saves_stops_and_is_continued(tmp_path: Path) -> None:
+def test_orphaned_run_saves_stops_and_is_resumed(tmp_path: Path) -> None:
     first = Launch(tmp_path, "obey_stop", TWO_RANKS, FAKE_SAVE_SECONDS="1", TMPDIR=str(tmp_path))
     folder = first.wait_for("seen-0.json", "seen-1.json")
     first.process.kill()
@@ -175,18 +175,18 @@ def test_a_broken_pipe_does_not_end_a_run(tmp_path: Path) -> None:
     assert state_of(RunFolder(path)).state == "done"
 
 
-def test_orphans_that_do_not_end_are_refused_after_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(holding, "ORPHANS_LIMIT", 0.3)
+def test_start_is_refused_while_orphans_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_lock, "ORPHANS_LIMIT", 0.3)
     planned = plan_run(to_experiment(compose(["model=llama_debug", f"paths.runs={tmp_path}"])))
     create_run_folder(planned)
     with planned.folder.join(0), pytest.raises(UserError, match="rank 0, process"):
         run(planned)
     assert planned.folder.read_attempts() == []
-    with planned.folder.claim("launcher"):  # let go again
+    with planned.folder.claim("launcher"):  # released
         pass
 
 
-def test_the_folder_is_found_by_what_is_computed(tmp_path: Path) -> None:
+def test_run_folder_depends_on_effective_keys(tmp_path: Path) -> None:
     experiment = to_experiment(compose(["model=llama_debug", f"paths.runs={tmp_path}", "tracking.log_every=3"]))
     assert not plan_run(experiment, []).folder.path.exists()
     assert launch(tmp_path, "succeed", "experiment.name=first")[0] == 0

@@ -1,4 +1,4 @@
-"""What looks like a credential is written nowhere, and what does not is left as it is."""
+"""Credentials are masked everywhere, and other text is unchanged."""
 
 import pytest
 
@@ -54,7 +54,7 @@ def test_left_alone(text: str) -> None:
     assert mask(text, {}) == text
 
 
-def test_what_a_secret_variable_holds_is_masked_wherever_it_stands() -> None:
+def test_value_of_a_secret_variable_is_masked_anywhere() -> None:
     environment = {"MY_STORE_SECRET": "zanzibar77", "HOME": "/home/zanzibar78", "DEBUG_KEY": "1"}
     assert mask("print('zanzibar77')", environment) == "print('***')"
     assert mask("/home/zanzibar78 1", environment) == "/home/zanzibar78 1"

@@ -1,4 +1,4 @@
-"""A study in a process of its own, with stand-ins for the trainer: launched, failed, stopped, changed, run again."""
+"""A study in its own process with fake trainers: launched, failed, stopped, changed, run again."""
 
 import json
 import os
@@ -28,7 +28,7 @@ metrics: {{loss: min}}
 
 @pytest.fixture
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a study, where commands are typed."""
+    """Working folder with a study."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sweeps").mkdir()
     write()
@@ -67,7 +67,7 @@ def attempts() -> list[int]:
     return [len(one.folder.read_attempts()) for one in find_runs(["mine"], Path("runs"))]
 
 
-def test_a_study_from_its_question_to_the_last_run(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_study_from_start_to_end(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = finish(start("die_unless_lucky", "sweep", "mine"))
     assert code == 1
     assert "titan-exp logs mine" in out
@@ -106,12 +106,12 @@ def test_a_study_from_its_question_to_the_last_run(home: Path, capsys: pytest.Ca
     assert (attempts(), len(list((home / "runs" / "mine" / "history").iterdir()))) == ([1, 2, 1, 2, 1, 1], 2)
 
 
-def test_cancelling_stops_what_runs_and_starts_nothing_more(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cancel_stops_active_runs_and_starts_none(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sweep = start("obey_stop", "sweep", "mine")
     wait_until(lambda: any(home.glob("runs/mine/*/seen-0.json")))
     assert states() == ["running", "new", "new", "new"]
     assert main(["sweep", "mine"]) == 2
-    assert "being run already, by sweep, process" in capsys.readouterr().err
+    assert "running already (sweep, process" in capsys.readouterr().err
 
     # The study changes while it is run.
     write(seeds="[1]")
@@ -142,7 +142,7 @@ def test_a_removed_point_is_pruned(home: Path) -> None:
     write(seeds="[1]")
     code, out, err = finish(start("obey_stop", "sweep", "mine", "--prune", "--yes"))
     assert (code, "steps=2 seed=0: asked to save and stop" in out) == (2, True)
-    assert "being run already" in err
+    assert "running already" in err
     wait_until(lambda: len(list(home.glob("runs/mine/*/saved-0"))) == 1)
     os.killpg(sweep.pid, signal.SIGINT)
     code, out, _ = finish(sweep)
@@ -153,7 +153,7 @@ def test_a_removed_point_is_pruned(home: Path) -> None:
     assert ("steps=2 seed=0", True) in labels
 
 
-def test_a_sweep_that_is_killed_goes_on(home: Path) -> None:
+def test_killed_sweep_continues(home: Path) -> None:
     sweep = start("obey_stop", "sweep", "mine")
     wait_until(lambda: any(home.glob("runs/mine/*/seen-0.json")))
     sweep.kill()
@@ -165,7 +165,7 @@ def test_a_sweep_that_is_killed_goes_on(home: Path) -> None:
     assert (len(first.folder.read_attempts()), states()[0]) == (2, "done")
 
 
-def test_a_full_disk_is_said(home: Path) -> None:
+def test_full_disk_is_reported(home: Path) -> None:
     small = home / "small"
     small.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(small)]

@@ -1,4 +1,4 @@
-"""Sweeps from the command line: all points checked first, then run one after another, whatever becomes of each."""
+"""Sweeps from the command line: all points are checked first, then run one after another."""
 
 import os
 import signal
@@ -86,7 +86,7 @@ def test_a_scheduler_gets_all_points_at_once(
     assert "7 to start, 168.0 GPU-hours asked." in capsys.readouterr().out
 
 
-def test_impossible_points_are_skipped_where_that_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_skip_leaves_out_impossible_points(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "-m", "model=llama_debug", "cluster.device=cpu", "parallelism.tp=1,8", "--dry-run"]
     assert main(words) == 2
     assert "none was started" in capsys.readouterr().err
@@ -96,12 +96,12 @@ def test_impossible_points_are_skipped_where_that_is_asked(capsys: pytest.Captur
     assert "parallelism.tp=8: 4 query heads" in out
 
 
-def test_an_interval_is_refused_in_words() -> None:
+def test_interval_is_refused() -> None:
     with pytest.raises(UserError, match="range"):
         expand("a=interval(0,1)")
 
 
-def test_a_sweep_goes_on_after_a_failure_and_ends_with_a_table(tmp_path: Path) -> None:
+def test_sweep_continues_after_a_failure_and_ends_with_a_table(tmp_path: Path) -> None:
     code, out, err = finish(start(tmp_path, "die_unless_lucky", "training.steps=2,3,2", "experiment.seed=0,1"))
     assert code == 1
     assert "seed 1 is unlucky" in err
@@ -121,7 +121,7 @@ def test_a_sweep_goes_on_after_a_failure_and_ends_with_a_table(tmp_path: Path) -
     assert attempts == [1, 1, 2, 2]
 
 
-def test_nothing_is_started_where_one_point_cannot_run(tmp_path: Path) -> None:
+def test_nothing_starts_if_one_point_cannot_run(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     process = start(runs, "succeed", "training.steps=2", "parallelism.dp_shard=1,3", "optimizer.lr=1e-3,-1")
     code, _, err = finish(process)

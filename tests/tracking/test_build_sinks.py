@@ -12,7 +12,7 @@ def build(folder: Path, *overrides: str, attempt: int = 1) -> list:
     return build_sinks(to_experiment(compose(["model=llama_debug", *overrides])), folder, "3f2a", attempt)
 
 
-def test_metrics_jsonl_is_always_there_and_first(tmp_path: Path) -> None:
+def test_metrics_jsonl_is_the_first_sink(tmp_path: Path) -> None:
     sinks = build(tmp_path, attempt=3)
     assert [type(sink) for sink in sinks] == [JsonlSink]
     sinks[0].log({"step": 1})
@@ -20,7 +20,7 @@ def test_metrics_jsonl_is_always_there_and_first(tmp_path: Path) -> None:
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "attempt": 3}]
 
 
-def test_tensorboard_lies_in_the_run_folder(tmp_path: Path) -> None:
+def test_tensorboard_is_in_the_run_folder(tmp_path: Path) -> None:
     sinks = build(tmp_path, "tracking=tensorboard")
     for sink in sinks:
         sink.log({"step": 1, "loss": 2.0})

@@ -32,7 +32,7 @@ def row(step: int, **also: float | None) -> Row:
 
 
 class RunConsole:
-    """A console sink, what it wrote, and the clock it looks at."""
+    """A console sink, its output, and its clock."""
 
     def __init__(self, total: int = 100, *, terminal: bool = False) -> None:
         self.clock, self.text = Clock(), io.StringIO()
@@ -51,16 +51,16 @@ class RunConsole:
         return [int(found[1]) for line in self.lines() if (found := re.match(r"step +(\d+)/", line))]
 
 
-def test_a_plain_line_says_the_numbers_and_is_not_wrapped_or_coloured() -> None:
+def test_plain_line_is_not_wrapped_or_coloured() -> None:
     screen = RunConsole()
     screen.log(row(7, mfu=0.412, validation_loss=1.5))
     assert screen.lines() == [
         "step   7/100  loss 2.0000  grad norm 0.5000  lr 3.00e-03  12.35k tokens/s   0.41 GiB  MFU 41.2 %  "
-        "validation loss 1.5000  00:08 left"
+        "validation loss 1.5000  8s left"
     ]
 
 
-def test_plain_lines_align_whatever_is_unknown() -> None:
+def test_plain_lines_align_with_unknown_values() -> None:
     screen = RunConsole()
     unknown = dict.fromkeys(("loss", "grad_norm", "lr", "tokens_per_second"))
     screen.log(row(1, **unknown), row(10, tokens_per_second=9.5), row(100, tokens_per_second=1_234_567.0, loss=12.5))
@@ -69,7 +69,7 @@ def test_plain_lines_align_whatever_is_unknown() -> None:
     assert "loss    nan" in screen.lines()[-1]
 
 
-def test_quick_steps_do_not_flood_a_log_but_first_last_and_evaluations_are_there() -> None:
+def test_quick_steps_print_first_last_and_evaluations() -> None:
     screen = RunConsole()
     screen.log(*(row(step, validation_loss=1.0 if step == 13 else None) for step in range(1, 100)), seconds=0.1)
     screen.sink.close("done")
@@ -80,13 +80,13 @@ def test_quick_steps_do_not_flood_a_log_but_first_last_and_evaluations_are_there
     assert screen.lines()[-1] == "first: done"
 
 
-def test_slow_steps_are_all_there() -> None:
+def test_slow_steps_are_all_printed() -> None:
     screen = RunConsole()
     screen.log(*(row(step) for step in range(1, 6)), seconds=1.0)
     assert screen.steps() == [1, 2, 3, 4, 5]
 
 
-def test_notes_are_lines_as_they_are() -> None:
+def test_notes_are_not_formatted() -> None:
     screen = RunConsole()
     screen.sink.note("[bold]not markup[/bold] " + "x" * 200)
     assert screen.lines() == ["[bold]not markup[/bold] " + "x" * 200]
@@ -95,8 +95,8 @@ def test_notes_are_lines_as_they_are() -> None:
 @pytest.mark.parametrize(
     ("seconds", "left"),
     [
-        (10.0, "01:40 left"),  # the wall clock: evaluations and saves make it longer than throughput says
-        (0.0, "00:20 left"),  # all rows at once, as when joining a run: only throughput knows
+        (10.0, "1m 40s left"),  # the wall clock: evaluations and saves make it longer than throughput says
+        (0.0, "20s left"),  # all rows at once, as when joining a run: only throughput knows
     ],
 )
 def test_time_left(seconds: float, left: str) -> None:

@@ -17,7 +17,7 @@ HEAVY = ("torch", "wandb", "tensorboard", "matplotlib.pyplot")
         "compare.output.plot",
     ],
 )
-def test_the_launching_process_pays_for_nothing_heavy(module: str) -> None:
+def test_launching_imports_no_heavy_package(module: str) -> None:
     program = f"import sys, titan_exp.{module}; print([name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.strip() == "[]"

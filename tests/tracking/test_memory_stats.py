@@ -47,7 +47,7 @@ def test_known_devices(name: str, peak: float) -> None:
         "Frobnicator 9000",
     ],
 )
-def test_what_is_not_in_the_table_is_unknown(name: str) -> None:
+def test_unlisted_device_is_unknown(name: str) -> None:
     assert peak_by_name(name) is None
 
 
@@ -95,7 +95,7 @@ def _allocated(memory: PeakMemory) -> float:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
-def test_peak_memory_of_a_gpu_is_what_was_allocated_since_the_reset() -> None:
+def test_peak_memory_of_a_gpu_since_the_reset() -> None:
     device = torch.device("cuda", 0)
     memory = PeakMemory(device)
     block = torch.empty(2**28, dtype=torch.uint8, device=device)

@@ -61,7 +61,7 @@ def test_the_highest_attempt_is_kept_for_each_step_in_order(tmp_path: Path) -> N
     assert found == [(10, 1.0, 1), (20, 2.0, 2), (25, 3.0, 10), (30, 3.0, 10), (40, 2.0, 2)]
 
 
-def test_an_older_attempt_written_later_does_not_win(tmp_path: Path) -> None:
+def test_older_attempt_written_later_is_ignored(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write(path, {"step": 1, "loss": 2.0, "attempt": 2}, {"step": 1, "loss": 1.0, "attempt": 1})
     assert [row["loss"] for row in read_metrics(path)] == [2.0]
@@ -105,7 +105,7 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
         read_metrics(path)
 
 
-def test_a_process_that_is_killed_leaves_every_row_it_logged(tmp_path: Path) -> None:
+def test_killed_process_leaves_every_row(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     program = (
         "import os, signal, sys; from pathlib import Path\n"

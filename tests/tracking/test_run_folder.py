@@ -28,7 +28,7 @@ sys.stdin.read()
 
 @contextmanager
 def holding(path: Path, who: str) -> Iterator[subprocess.Popen[str]]:
-    """Another process that holds the folder's lock inside the block."""
+    """Another process that holds the run lock inside the block."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLD, str(path), who], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

@@ -27,7 +27,7 @@ def test_known_values_are_read_back(tmp_path: Path) -> None:
     assert scalars(tmp_path, "validation_loss") == [(20, 1.5)]
 
 
-def test_a_curve_does_not_double_back_after_a_resume(tmp_path: Path) -> None:
+def test_resume_purges_older_events(tmp_path: Path) -> None:
     first = TensorBoardSink(tmp_path)
     for step in (10, 20, 30, 40):
         first.log({"step": step, "loss": 1.0})
@@ -39,6 +39,6 @@ def test_a_curve_does_not_double_back_after_a_resume(tmp_path: Path) -> None:
     assert scalars(tmp_path, "loss") == [(10, 1.0), (20, 1.0), (30, 2.0), (40, 2.0), (50, 2.0)]
 
 
-def test_a_run_that_logs_nothing_leaves_nothing(tmp_path: Path) -> None:
+def test_no_rows_leave_no_files(tmp_path: Path) -> None:
     TensorBoardSink(tmp_path / "tensorboard").close("failed")
     assert not (tmp_path / "tensorboard").exists()

@@ -21,7 +21,7 @@ def run(clock: Clock, throughput: Throughput, seconds: list[float]) -> None:
         throughput.step(1000)
 
 
-def test_speed_is_of_the_whole_job_and_of_a_device() -> None:
+def test_throughput_of_job_and_device() -> None:
     clock = Clock()
     throughput = meter(clock, warmup_steps=0, flops_per_token=6e9, peak_tflops=10.0)
     run(clock, throughput, [0.5, 0.5])
@@ -41,7 +41,7 @@ def test_first_steps_are_left_out() -> None:
     assert throughput.spent.warmup == 90.0
 
 
-def test_a_window_of_nothing_but_warmup_is_unknown() -> None:
+def test_window_of_warmup_is_unknown() -> None:
     clock = Clock()
     throughput = meter(clock, flops_per_token=1.0, peak_tflops=1.0)
     run(clock, throughput, [60.0, 30.0])
@@ -91,7 +91,7 @@ def test_a_pause_that_fails_is_accounted_for() -> None:
     assert throughput.spent.paused == {"checkpoint": 2.0}
 
 
-def test_work_still_queued_on_the_device_counts_as_training() -> None:
+def test_queued_kernels_count_as_training() -> None:
     clock = Clock()
 
     def wait_for_device() -> None:
@@ -109,7 +109,7 @@ def test_work_still_queued_on_the_device_counts_as_training() -> None:
     assert throughput.spent.paused == {"evaluation": 15.0}
 
 
-def test_without_flops_or_peak_only_what_needs_them_is_unknown() -> None:
+def test_missing_flops_or_peak() -> None:
     clock = Clock()
     throughput = meter(clock, warmup_steps=0, flops_per_token=1e9)
     run(clock, throughput, [1.0])

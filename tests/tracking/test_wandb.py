@@ -145,7 +145,7 @@ def test_run_metadata_and_metrics(tmp_path: Path) -> None:
     assert history[0]["router/entropy"] == 1.5, "any further column is logged"
 
 
-def test_the_newest_directory_holds_the_whole_run_after_a_resume(tmp_path: Path) -> None:
+def test_newest_offline_directory_is_complete_after_a_resume(tmp_path: Path) -> None:
     train(tmp_path, steps=[1, 2, 3, 4], state="preempted")
     time.sleep(1)  # a directory is named by the second of its start
     train(tmp_path, steps=[3, 4, 5], attempt=2)
@@ -164,14 +164,14 @@ def test_final_state(tmp_path: Path, state: str, code: int) -> None:
     assert len(records(directory, "preempting")) == (state == "preempted")
 
 
-def test_death_of_wandb_is_one_warning(tmp_path: Path) -> None:
+def test_killed_wandb_is_one_warning(tmp_path: Path) -> None:
     text = train(tmp_path, steps=list(range(1, 30)), kill_at=3)
     assert text.count("warning: W&B gets no more metrics") == 1
     assert "tracking.wandb=false" in text
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == list(range(1, 30))
 
 
-def test_a_server_out_of_reach_leaves_the_run_offline_and_no_key_is_written(tmp_path: Path) -> None:
+def test_unreachable_server_leaves_the_run_offline_without_key(tmp_path: Path) -> None:
     env = {"WANDB_API_KEY": KEY, "WANDB_BASE_URL": NOWHERE, "WANDB_INIT_TIMEOUT": "2"}
     text = train(tmp_path, steps=[1, 2], env=env)
     assert text.count("warning: ") == 1
@@ -183,7 +183,7 @@ def test_a_server_out_of_reach_leaves_the_run_offline_and_no_key_is_written(tmp_
     assert not [path for path in files if KEY.encode() in path.read_bytes()]
 
 
-def test_online_asked_for_without_an_account_is_one_warning(tmp_path: Path) -> None:
+def test_online_without_account_is_one_warning(tmp_path: Path) -> None:
     text = train(tmp_path, steps=[1, 2], overrides=("tracking.wandb_mode=online",), env={"WANDB_BASE_URL": NOWHERE})
     assert text.count("warning: W&B gets no more metrics") == 1
     assert [row["step"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")] == [1, 2]
@@ -199,7 +199,7 @@ def test_online_asked_for_without_an_account_is_one_warning(tmp_path: Path) -> N
     ],
     ids=["nothing", "key", "netrc", "netrc of another server"],
 )
-def test_being_logged_in(tmp_path: Path, env: dict[str, str], machine: str | None, expected: bool) -> None:
+def test_logged_in(tmp_path: Path, env: dict[str, str], machine: str | None, expected: bool) -> None:
     if machine:
         (tmp_path / ".netrc").write_text(f"machine {machine}\n  login user\n  password {KEY}\n")
         (tmp_path / ".netrc").chmod(0o600)

@@ -55,7 +55,7 @@ def test_a_folder_keeps_its_id_and_another_folder_has_another(tmp_path: Path) ->
         (None, "3f2a"),
     ],
 )
-def test_the_name_is_what_differs(tmp_path: Path, overrides: list[str] | None, name: str) -> None:
+def test_name_has_typed_overrides(tmp_path: Path, overrides: list[str] | None, name: str) -> None:
     if overrides is not None:
         (tmp_path / "overrides.yaml").write_text(json.dumps(overrides))
     assert described(tmp_path).name == name
@@ -66,7 +66,7 @@ def test_a_long_name_is_cut(tmp_path: Path) -> None:
     assert len(described(tmp_path).name) == NAME_LENGTH
 
 
-def test_the_configuration_is_nested_and_holds_nothing_of_the_machine(tmp_path: Path) -> None:
+def test_configuration_without_machine(tmp_path: Path) -> None:
     (tmp_path / "code.json").write_text('{"commit": "abc", "dirty": true, "branch": "main", "experiment_id": "e1"}')
     (tmp_path / "overrides.yaml").write_text(
         '["optimizer.lr=1e-3", "experiment.seed=2", "tracking=wandb", "compile=all"]'
@@ -97,7 +97,7 @@ def test_the_configuration_is_nested_and_holds_nothing_of_the_machine(tmp_path: 
         ({"variant": ""}, "", ""),
     ],
 )
-def test_in_a_study_the_axis_is_what_it_varies(tmp_path: Path, point: dict, axis: str, value: str) -> None:
+def test_axis_of_a_study(tmp_path: Path, point: dict, axis: str, value: str) -> None:
     (tmp_path / "study.json").write_text(json.dumps({"points": [{"run_id": "3f2a", **point}]}))
     folder = tmp_path / "3f2a"
     folder.mkdir()
@@ -115,7 +115,7 @@ def test_unreadable_study_is_ignored(tmp_path: Path, text: str) -> None:
     assert described(folder).config["run"]["axis"] == "optimizer.lr"
 
 
-def test_two_runs_that_differ_in_one_value_differ_in_nothing_else(tmp_path: Path) -> None:
+def test_configurations_differ_only_in_the_changed_value(tmp_path: Path) -> None:
     one = described(tmp_path, "optimizer.lr=1e-3", "cluster.threads_per_process=1")
     two = described(tmp_path, "optimizer.lr=1e-4", "experiment.notes=later")
     one.config["optimizer"]["lr"] = two.config["optimizer"]["lr"]

@@ -23,7 +23,7 @@ print("ended")
 
 
 def run(home: Path, state: str, seconds: float) -> tuple[list[int], float]:
-    """The services' process ids, and the seconds that it all took until the pipes were closed."""
+    """Process ids of the services, and seconds until the pipes were closed."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB")}
     environment |= {"HOME": str(home), "WANDB_ERROR_REPORTING": "false", "WANDB_MODE": "offline"}
     started = time.monotonic()

@@ -47,22 +47,15 @@ class RestoredState:
     """Non-tensor state of a checkpoint."""
 
     progress: dict[str, Any]
-    """Counters of the run."""
     data: dict[str, Any]
     """Data-loader state of every virtual shard."""
 
 
 class Checkpointer:
-    """Saves and loads the training state of one run; all ranks call every method together.
+    """Saves and loads the training state of one run in `path`; all ranks call every method together.
 
-    Args:
-        config: mode, interval, retention.
-        path: the run's `checkpoints/` folder.
-        clock: in seconds, for `every_minutes` and save durations.
-        remote: remote folder that also gets every complete checkpoint.
-
-    Raises:
-        UserError: the local or the remote folder cannot be written to.
+    Complete checkpoints are also uploaded to `remote`. `clock` is in seconds. Raises UserError if a folder is not
+    writable.
     """
 
     def __init__(
@@ -215,10 +208,8 @@ class Checkpointer:
     def latest(self) -> int | None:
         """Step of the newest intact checkpoint, the same on all ranks.
 
-        Newer damaged ones are logged and quarantined. A newer intact remote checkpoint is downloaded first.
-
-        Raises:
-            UserError: all checkpoints are damaged; or the remote store is needed and does not answer.
+        Newer damaged ones are logged and quarantined. A newer intact remote checkpoint is downloaded first. Raises
+        UserError if all checkpoints are damaged, or the remote store is needed and does not answer.
         """
         step, damaged = self._newest_intact()
         if self._remote is not None:
@@ -289,10 +280,8 @@ class Checkpointer:
     def load_initial_weights(self, parts: Sequence[nn.Module], local_path: str | None = None) -> None:
         """Load the weights of `checkpoint.initial`, except those matching `initial_exclude`.
 
-        `local_path` is the download if `checkpoint.initial` is a URL.
-
-        Raises:
-            UserError: it is damaged, or does not fit the model: lists every missing, unexpected or reshaped weight.
+        `local_path` is the download if `checkpoint.initial` is a URL. Raises UserError if it is damaged or does not fit
+        the model, listing every missing, unexpected or reshaped weight.
         """
         assert self.config.initial is not None, "the caller checks"
         path = saved_state(local_path or self.config.initial)
@@ -369,7 +358,6 @@ class _PendingSave:
     wait: Callable[[], object] = lambda: None
     """Returns once the checkpoint is durable, or raises."""
     future: Future[Any] | None = None
-    """Future of a background save."""
     pause_seconds: float = -1.0
     """Length of the pause of training; below 0 until it ends."""
     durable_at: float = -1.0
@@ -399,10 +387,6 @@ def _first_failure(error: BaseException) -> str:
 
 
 def load_model(path: Path, model: nn.Module) -> None:
-    """Load only the weights of a checkpoint into a model.
-
-    Raises:
-        UserError: the checkpoint is damaged.
-    """
+    """Load only the weights of a checkpoint into a model. Raises UserError if it is damaged."""
     require_intact(path)
     load_into(path, model_state_dict([model]))

@@ -14,7 +14,6 @@ from titan_exp.config.errors.user_error import UserError, shown
 from titan_exp.tracking.logging import get_logger
 
 MAX_LISTED = 12
-"""Names of weights listed in an error message."""
 
 
 def load_initial_weights(
@@ -22,14 +21,8 @@ def load_initial_weights(
 ) -> None:
     """Load a checkpoint's weights into the model (or its parts on this rank); all ranks of the group together.
 
-    Args:
-        path: folder of the checkpoint, saved in any layout.
-        parts: the model's parts.
-        exclude: patterns of full names (`head.*`) that keep their values.
-        group: the ranks that hold the model's parts; None is all of them.
-
-    Raises:
-        UserError: lists every missing, unexpected or reshaped weight, and every pattern that matches no weight.
+    `exclude` are patterns of full names (`head.*`) that keep their values; group None is all ranks. Raises UserError
+    with every missing, unexpected or reshaped weight, and every pattern that matches no weight.
     """
     state = {name.removeprefix(MODEL_PREFIX): value for name, value in model_state_dict(parts).items()}
     shapes = {

@@ -6,7 +6,7 @@ from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
-from titan_exp.config.paths.checkpoint_paths import COMPLETE_NAME
+from titan_exp.config.paths.checkpoint_paths import COMPLETE_NAME, step_name
 from titan_exp.tracking.run_folder.atomic_write import sync_folder
 
 _REPLACED = ".replaced"
@@ -14,10 +14,9 @@ _REPLACED = ".replaced"
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """The `checkpoints/` folder of a run."""
+    """The `checkpoints/` folder of a run, which need not exist yet."""
 
     path: Path
-    """Path of the folder, which need not exist yet."""
 
     def complete_steps(self) -> list[int]:
         """Steps of all complete checkpoints, ascending."""
@@ -28,11 +27,11 @@ class CheckpointFolder:
 
     def path_of(self, step: int) -> Path:
         """Folder of a complete checkpoint."""
-        return self.path / f"step-{step:08d}"
+        return self.path / step_name(step)
 
     def partial_path(self, step: int) -> Path:
         """Folder of a checkpoint that is being written."""
-        return self.path / f"step-{step:08d}.partial"
+        return self.path / f"{step_name(step)}.partial"
 
     def publish(self, step: int) -> None:
         """Turn a partial checkpoint into a complete one by a durable rename."""
@@ -53,13 +52,8 @@ class CheckpointFolder:
         shutil.rmtree(self.partial_path(step), ignore_errors=True)
 
     def apply_retention(self, newest: int, every: int | None = None, in_use: Container[int] = ()) -> None:
-        """Delete complete checkpoints, the oldest first.
-
-        Args:
-            newest: number of newest checkpoints to keep.
-            every: checkpoints whose step is a multiple of it are kept as well; None keeps none of them.
-            in_use: steps kept for now because they are being read.
-        """
+        """Delete complete checkpoints, the oldest first, except the `newest` ones, multiples of `every`, and those in
+        use."""
         for step in self.complete_steps()[:-newest]:
             if (every is None or step % every) and step not in in_use:
                 self._remove(self.path_of(step))

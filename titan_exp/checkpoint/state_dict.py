@@ -20,11 +20,8 @@ def training_state_dict(
 ) -> dict[str, Tensor]:
     """Build the state dict of a full checkpoint.
 
-    Args:
-        parts: the model, or its parts on this rank; parameters and persistent buffers get keys `model.<full name>`.
-        optimizer: its state tensors get keys `optimizer.<full parameter name>.<state name>`.
-        data: JSON state of each virtual shard that this rank reads; keys `data.<shard>`.
-        progress: JSON counters of the whole run.
+    Keys are `model.<full name>` for parameters and persistent buffers, `optimizer.<full parameter name>.<state name>`,
+    `data.<shard>` for the JSON state of each virtual shard that this rank reads, and `progress` for JSON counters.
     """
     return {
         **model_state_dict(parts),

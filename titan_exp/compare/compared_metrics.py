@@ -19,7 +19,7 @@ from titan_exp.tracking.sinks.sink import REPORTED
 Direction = Literal["min", "max"]
 
 Reader = Callable[[Run, float], float | None]
-"""Reads a metric of a run at a number of tokens; None where it is unknown, NaN where the run has diverged."""
+"""Reads a metric of a run at a number of tokens; None if unknown, NaN if the run has diverged."""
 
 
 @dataclass(frozen=True)
@@ -27,17 +27,15 @@ class Metric:
     """A compared metric."""
 
     name: str
-    """Name as typed, and key of metrics.jsonl where it is logged."""
+    """Name as typed, and key of metrics.jsonl if it is logged."""
     title: str
-    """Heading."""
     unit: str
-    """Unit; empty for a ratio."""
+    """Empty for a ratio."""
     better: Direction | None
-    """Better direction; None where neither is better."""
+    """None if neither direction is better."""
     meaning: str
     """Definition, as a phrase."""
     read: Reader
-    """Reads the metric of a run."""
     is_loss: bool = False
     """True for a loss, False for a cost."""
     needs_point: bool = True
@@ -58,11 +56,8 @@ def target_metric(target: float) -> Metric:
 
 
 def choose_metrics(names: Sequence[tuple[str, str | None]], runs: Sequence[Run], target: float | None) -> list[Metric]:
-    """Choose metrics by name, each with an optional better direction; without names all of DEFAULT.
-
-    Raises:
-        UserError: a name is neither in METRICS nor a key that a run has logged.
-    """
+    """Choose metrics by name, each with an optional better direction; without names all of DEFAULT. Raises UserError if
+    no run has logged a name."""
     logged = {key for run in runs for row in run.rows[-200:] for key, number in row.items() if number is not None}
     added = [target_metric(target)] if target is not None else []
     if not names:
@@ -157,50 +152,40 @@ def _worsens(runs: Sequence[Run]) -> bool:
     return any(_best_validation(run, math.inf) != _last("validation_loss")(run, math.inf) for run in runs)
 
 
+def _loss(name: str, title: str, meaning: str, read: Reader) -> Metric:
+    return Metric(name, title, "nats", "min", meaning, read, is_loss=True)
+
+
+def _rate(name: str, title: str, unit: str, meaning: str) -> Metric:
+    """Metric of each row, whose median over the run does not depend on the budget."""
+    return Metric(name, title, unit, "max", meaning, _median(name), needs_point=False)
+
+
+def _over_predicted(name: str, title: str, meaning: str, read: Reader) -> Metric:
+    return Metric(name, title, "", None, meaning, read, needs_point=False)
+
+
+_SPEED = _median("tokens_per_second")
 METRICS = (
-    Metric("loss", "loss", "nats", "min", "training loss, mean of the last fiftieth of the rows", final_loss, True),
-    Metric("validation_loss", "validation loss", "nats", "min", "the last evaluation", _last("validation_loss"), True),
-    Metric(
-        "best_validation_loss", "best validation loss", "nats", "min", "the lowest evaluation", _best_validation, True
-    ),
-    Metric(
-        "tokens_per_second",
-        "tokens/s",
-        "tokens/s",
-        "max",
-        "median over rows, the first steps left out",
-        _median("tokens_per_second"),
-        needs_point=False,
-    ),
-    Metric(
-        "tokens_per_second_per_device",
-        "tokens/s per device",
-        "tokens/s",
-        "max",
-        "the same over the number of devices",
-        _median("tokens_per_second_per_device"),
-        needs_point=False,
-    ),
-    Metric("mfu", "MFU", "", "max", "median over rows", _median("mfu"), needs_point=False),
-    Metric("tflops", "TFLOP/s per device", "TFLOP/s", "max", "median over rows", _median("tflops"), needs_point=False),
+    _loss("loss", "loss", "training loss, mean of the last fiftieth of the rows", final_loss),
+    _loss("validation_loss", "validation loss", "the last evaluation", _last("validation_loss")),
+    _loss("best_validation_loss", "best validation loss", "the lowest evaluation", _best_validation),
+    _rate("tokens_per_second", "tokens/s", "tokens/s", "median over rows, the first steps left out"),
+    _rate("tokens_per_second_per_device", "tokens/s per device", "tokens/s", "the same over the number of devices"),
+    _rate("mfu", "MFU", "", "median over rows"),
+    _rate("tflops", "TFLOP/s per device", "TFLOP/s", "median over rows"),
     Metric("memory", "memory per device", "GiB", "min", "peak of rank 0", _memory, needs_point=False),
-    Metric(
+    _over_predicted(
         "speed_of_predicted",
         "tokens/s of predicted",
-        "",
-        None,
         "tokens/s over the prediction before the start",
-        _of_predicted(_median("tokens_per_second"), lambda prediction: prediction.tokens_per_second),
-        needs_point=False,
+        _of_predicted(_SPEED, lambda prediction: prediction.tokens_per_second),
     ),
-    Metric(
+    _over_predicted(
         "memory_of_predicted",
         "memory of predicted",
-        "",
-        None,
         "peak of rank 0 over the prediction: of allocated tensors on a GPU, of the process on a CPU",
         _of_predicted(_memory, lambda prediction: prediction.memory),
-        needs_point=False,
     ),
     Metric("time", "time", "h", "min", "wall clock of all starts, scaled to these tokens", _hours),
     Metric("gpu_hours", "GPU-hours", "h", "min", "wall clock times processes; on CPU a process is one", _device_hours),

@@ -23,9 +23,9 @@ class Row:
     """Runs that differ only in their seed."""
 
     label: str
-    """Short values of the keys that differ: `lr=0.003 tp=2`."""
+    """Short values of the differing keys: `lr=0.003 tp=2`."""
     values: Mapping[str, Any]
-    """Value of each key that differs; `ABSENT` where the configuration lacks it."""
+    """Value by differing key; `ABSENT` if the configuration lacks it."""
     runs: tuple[Run, ...]
     """One run per seed."""
     numbers: Mapping[str, Mapping[object, float]]
@@ -33,7 +33,7 @@ class Row:
     estimates: Mapping[str, Estimate | None]
     """Mean over seeds that have not diverged, by metric."""
     deltas: Mapping[str, Delta | None]
-    """Difference to the baseline by metric; None for the baseline itself."""
+    """Difference to the baseline by metric; None in the baseline's row."""
 
     @property
     def states(self) -> dict[str, int]:
@@ -47,20 +47,18 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Content of the table, the page and the files."""
+    """Runs compared at equal tokens: content of the table, the page and the files."""
 
     name: str
     """Name of the study or of the folders."""
     study: StudyRecord | None
-    """Study of the runs; None where they belong to none."""
+    """None if the runs belong to no study."""
     budget: TokenBudget
-    """Tokens at which metrics are taken."""
     differing_keys: DifferingKeys
     """Columns."""
     metrics: tuple[Metric, ...]
-    """Compared metrics, the main one first."""
+    """The main one first."""
     rows: tuple[Row, ...]
-    """Rows in the order of the runs."""
     baseline: int
     """Index of the baseline row."""
     baseline_why: str
@@ -87,16 +85,11 @@ def compare(
     metrics: Sequence[str] = (),
     target: float | None = None,
 ) -> Comparison:
-    """Compare runs.
+    """Compare runs at a token budget, as `choose_token_budget` takes it.
 
-    Args:
-        at: token budget, as for `choose_token_budget`.
-        baseline: label of a row, `key=value` pairs, or a run id; default: the study's, else the first row.
-        metrics: names of metrics; default: the study's, else all known ones.
-        target: loss for `tokens_to_target`.
-
-    Raises:
-        UserError: there is no such budget, baseline or metric.
+    `baseline` is the label of a row, `key=value` pairs, or a run id; by default the study's, else the first row.
+    `metrics` are by default the study's, else all known ones; `target` is the loss for `tokens_to_target`. Raises
+    UserError if there is no such budget, baseline or metric.
     """
     notes = list(selection.notes)
     runs = _without_duplicates(selection.runs, notes)
@@ -165,7 +158,7 @@ def _order(value: Any) -> tuple[int, float, str]:
 
 
 def _label_keys(columns: DifferingKeys, rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> Sequence[str]:
-    """Columns of a row's label: those that the study varies, where they tell all rows apart, else all.
+    """Columns of a row's label: those that the study varies if they tell all rows apart, else all.
 
     Other columns follow from these: decay steps from steps, keys of a group from its option.
     """

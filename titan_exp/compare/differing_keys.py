@@ -10,10 +10,10 @@ from titan_exp.config.schema.config_diff import flatten
 from titan_exp.config.schema.identity_keys import has_effect
 
 SEED = "experiment.seed"
-"""Runs that differ only in this key are repetitions of one experiment."""
+"""Runs that differ only in this key are repetitions."""
 
 LABEL_OF_MODEL = "model.name"
-"""Has no effect itself, and stands for the keys of a model's shape where equal names mean equal shapes."""
+"""Key without effect that stands for the keys of a model's shape if equal names mean equal shapes."""
 
 GENERIC = {"name", "mode", "enabled", "recipe"}
 """Last parts of keys that the group's name replaces in a short name."""
@@ -63,7 +63,7 @@ def value_text(value: Any) -> str:
 
 
 def _fold_model(keys: list[str], flat: Sequence[Mapping[str, Any]]) -> tuple[list[str], dict[str, tuple[str, ...]]]:
-    """Fold three or more keys of a model's shape into one column `model.name`, where equal names mean equal shapes."""
+    """Fold three or more keys of a model's shape into one column `model.name` if equal names mean equal shapes."""
     shape = tuple(key for key in keys if key.startswith("model."))
     names = [values.get(LABEL_OF_MODEL) for values in flat]
     shapes = [tuple(_hashable(values.get(key, ABSENT)) for key in shape) for values in flat]

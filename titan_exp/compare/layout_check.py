@@ -14,7 +14,7 @@ from titan_exp.compare.run_record import Run
 from titan_exp.config.schema.config_diff import flatten
 
 STEPS = 10
-"""Steps with a tolerance: as many as the parity tests train."""
+"""Steps with a tolerance, as many as the parity tests train."""
 
 TOLERANCE = {"fp32": 2e-6, "bf16": 2e-3}
 """Largest relative difference of the loss in the parity tests, by `training.mixed_precision`."""
@@ -25,19 +25,15 @@ class LayoutCheck:
     """One experiment with one seed in two layouts."""
 
     experiment_id: str
-    """Experiment id of both."""
     seed: int | None
-    """Seed of both."""
     layouts: tuple[str, str]
-    """Short layouts."""
     run_ids: tuple[str, str]
-    """Run ids."""
     steps: int
     """Number of the first STEPS steps that both runs have logged."""
     largest: float | None
     """Largest relative difference of the loss over these steps; None without any."""
     tolerance: float | None
-    """Largest accepted difference; None where the precision has none."""
+    """Largest accepted difference; None if the precision has none."""
     last_step: int | None
     """Last step that both have logged."""
     last: float | None
@@ -45,7 +41,7 @@ class LayoutCheck:
 
     @property
     def holds(self) -> bool | None:
-        """True if the difference is within the tolerance; None where that is not known."""
+        """True if the difference is within the tolerance; None if that is unknown."""
         return None if self.largest is None or self.tolerance is None else self.largest <= self.tolerance
 
 

@@ -16,7 +16,7 @@ from titan_exp.tracking.run_folder.state import read_json
 from titan_exp.tracking.sinks.sink import Row
 
 SILENCE = 120.0
-"""Seconds without a heartbeat after which a running run without a lock on this machine counts as lost."""
+"""Seconds without a heartbeat after which a running run without a lock visible here counts as lost."""
 
 
 @dataclass(frozen=True)
@@ -26,35 +26,28 @@ class Run:
     study: str
     """`experiment.name`: the folder above the run's, or the W&B group."""
     run_id: str
-    """Id of the run, which depends on its layout."""
     experiment_id: str | None
-    """Id of the experiment, which does not."""
     state: str
     """`pending`, `running`, `done`, `failed`, `preempted` or `lost`: recorded as running, without a heartbeat."""
     reason: str | None
-    """Reason why it failed or stopped."""
     config: Mapping[str, Any]
-    """The resolved configuration, nested."""
+    """Resolved configuration, nested."""
     rows: Sequence[Row]
-    """Rows of metrics in the order of steps."""
     world_size: int | None
-    """Processes."""
     seconds: float | None
     """Wall-clock time of all attempts."""
     device_seconds: float | None
-    """The same times the processes of each attempt."""
+    """Wall-clock time times processes, over all attempts."""
     device: str | None
     """GPU or CPU."""
     commit: str | None
-    """Commit of the code."""
     dirty: bool | None
     """True if the code differed from the commit."""
     overrides: tuple[str, ...]
-    """Overrides as typed."""
     source: str
-    """Folder or URL that it was read from."""
+    """Folder or URL."""
     predicted: PredictedMetrics = field(default_factory=PredictedMetrics)
-    """Predictions made before its start."""
+    """Predictions before its start."""
 
     @property
     def seed(self) -> int | None:
@@ -82,11 +75,8 @@ class Run:
 
 
 def read_run(path: str | Path) -> Run:
-    """Read the run of a folder, in any state.
-
-    Raises:
-        UserError: the folder holds no configuration, or a file is damaged.
-    """
+    """Read the run of a folder, in any state. Raises UserError if the folder holds no configuration, or a file is
+    damaged."""
     folder = RunFolder(path)
     config = _read_config(folder.config)
     code = read_json(folder.code) or {}

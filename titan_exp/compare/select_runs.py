@@ -21,9 +21,8 @@ class Selection:
     runs: tuple[Run, ...]
     """Runs in the order of the command line; within a study, of its points."""
     study: StudyRecord | None
-    """Study record, where exactly one study was selected."""
+    """Study record, if exactly one study was selected."""
     name: str
-    """Name of the comparison."""
     folder: Path
     """Folder for its files."""
     notes: tuple[str, ...] = ()
@@ -31,14 +30,10 @@ class Selection:
 
 
 def select(words: Sequence[str], runs: Path) -> Selection:
-    """Find and read runs.
+    """Find and read runs by study names, run folders, folders of runs, run ids or their prefixes, or patterns of these.
 
-    Args:
-        words: names of studies, run folders, folders of runs, run ids or their prefixes, or patterns of these.
-        runs: `paths.runs`, where names and ids are looked up.
-
-    Raises:
-        UserError: a word selects nothing, or no selected run can be read.
+    Names and ids are looked up in `runs`, the value of `paths.runs`. Raises UserError if a word selects nothing, or no
+    selected run can be read.
     """
     if not words:
         raise UserError(f"compare takes a study, or run folders, ids or patterns. {_offer(runs)}")
@@ -129,7 +124,7 @@ def _read(folders: Sequence[Path], notes: list[str]) -> Iterator[Run]:
 
 
 def _relative(folder: Path) -> Path:
-    """Path relative to the current folder, where it lies below."""
+    """Path relative to the current folder, if it is below."""
     here = Path.cwd()
     return folder.relative_to(here) if folder.is_relative_to(here) else folder
 

@@ -9,7 +9,6 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.run_folder.state import read_json
 
 STUDY_FILE = "study.json"
-"""File beside the run folders of a study."""
 
 
 @dataclass(frozen=True)
@@ -19,7 +18,6 @@ class StudyRecord:
     name: str
     """Name of the study: `experiment.name` of its runs."""
     question: str = ""
-    """Question that the study answers."""
     points: Mapping[str, str] = field(default_factory=dict)
     """Varied values of every point, without the seed, by run id."""
     baseline: str | None = None

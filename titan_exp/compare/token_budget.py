@@ -16,7 +16,7 @@ class TokenBudget:
     """A number of tokens at which metrics are taken."""
 
     tokens: float
-    """Tokens; infinite where every run is compared at its own end."""
+    """Infinite if every run is compared at its own end."""
     why: str
     """Reason, for the heading."""
 
@@ -28,14 +28,10 @@ class TokenBudget:
 
 
 def choose_token_budget(runs: Sequence[Run], at: str) -> TokenBudget:
-    """Choose the token budget.
+    """Choose the token budget: `least` for the least advanced run that has not failed, `done` for the least advanced
+    finished run, `end` for every run's own end, or a number of tokens (`30720`, `1e9`, `2.5B`).
 
-    Args:
-        at: `least` for the least advanced run that has not failed, `done` for the least advanced finished run, `end`
-            for every run's own end, or a number of tokens (`30720`, `1e9`, `2.5B`).
-
-    Raises:
-        UserError: `at` is none of these, or no run has seen so many tokens.
+    Raises UserError if `at` is none of these, or no run has seen so many tokens.
     """
     begun = [run for run in runs if run.tokens]
     if not begun:

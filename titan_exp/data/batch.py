@@ -15,7 +15,6 @@ class Batch:
     """Rows of packed documents. Every tensor is int64 of shape [rows, seq]."""
 
     tokens: Tensor
-    """Input token ids."""
     labels: Tensor
     """Next-token targets; `IGNORE_INDEX` excludes a position from the loss."""
     positions: Tensor | None

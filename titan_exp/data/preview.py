@@ -21,9 +21,6 @@ def preview(data: DataConfig, training: TrainingConfig, seed: int, step: int) ->
     Each row gives its number in the run and its source; each document in it gives its token range, its positions, its
     tokens without a label, and its text, shortened in the middle. Token stores are read at the step; other sources are
     read from the beginning.
-
-    Raises:
-        UserError: the data cannot be read.
     """
     rows = training.global_batch_size
     loader = TrainLoader(data, training, seed, dp_rank=0, dp_degree=1, micro_batch_size=rows, pin_memory=False)

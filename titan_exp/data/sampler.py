@@ -23,10 +23,7 @@ class Sampler(Protocol):
 
     def restrict(self, states: Mapping[str, dict[str, Any]]) -> SamplerState:
         """This rank's positions among those of all ranks, saved at the end of a global batch under any dp degree.
-
-        Raises:
-            UserError: positions are missing or belong to different rows.
-        """
+        Raises UserError if positions are missing or belong to different rows."""
         ...
 
     def open(self, state: SamplerState) -> NextRow:

@@ -77,10 +77,8 @@ class TrainLoader(Iterator[Batch]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume after the batches consumed by all ranks of a run, under any dp degree.
 
-        `state` is the union of their `state_dict()`s at the end of a global batch.
-
-        Raises:
-            UserError: the state belongs to another corpus, or ranks are missing.
+        `state` is the union of their `state_dict()`s at the end of a global batch. Raises UserError if it belongs to
+        another corpus, or ranks are missing.
         """
         _check_same_corpus(state.get("corpus"), self._sampler.corpus)
         self._seek(self._sampler.restrict({key: position for key, position in state.items() if key != "corpus"}))

@@ -29,10 +29,7 @@ class ValidationLoader:
 
     All ranks yield equally many batches, and each row of the split is on exactly one rank; padding rows have no labels.
     Text is tokenized once and its tokens stay in memory. With `all_documents`, the split is the whole source, training
-    documents included.
-
-    Raises:
-        UserError: the split is empty, or held out of a stream without a limit.
+    documents included. Raises UserError if the split is empty, or held out of a stream without a limit.
     """
 
     def __init__(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from titan_exp.doctor.datasheet import bandwidth, peak_of_type
-from titan_exp.doctor.timing import Measurement, measure_rate
+from titan_exp.doctor.timing import MIN_CALLS, Measurement, measure_rate
 from titan_exp.ops.attention.flash_attention import activate, runs_here
 from titan_exp.ops.attention.sdpa import SDPA_BACKENDS, CausalAttention
 from titan_exp.tracking.device_rates import peak_by_name
@@ -19,9 +19,6 @@ GEMMS = {
 ATTENTIONS = {"cuda": (1, 32, 8, 8192, 128), "cpu": (1, 4, 2, 512, 64)}
 """Batch, query heads, KV heads, sequence length, head dimension."""
 COPY_BYTES = {"cuda": 2**30, "cpu": 2**27}
-"""Bytes per copy."""
-MIN_CALLS = 4
-"""Minimum number of calls per measurement, warm-up included."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 """Matmul dtypes; fp8 with tensorwise scales."""
 
@@ -35,7 +32,7 @@ def gemm_rates(device: torch.device, limit: float) -> Iterator[Measurement]:
         for rows, inner, columns in shapes:
             name, work = f"{dtype} {rows}×{inner}×{columns}", 2.0 * rows * inner * columns
             # A larger shape is faster per operation, by an unknown factor.
-            if previous and MIN_CALLS * work / previous > 16 * call_limit:
+            if previous and (1 + MIN_CALLS) * work / previous > 16 * call_limit:
                 yield Measurement("gemm", name, None, "TFLOP/s", note="skipped: too slow")
                 continue
             rate = measure_rate(

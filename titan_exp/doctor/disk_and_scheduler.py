@@ -1,11 +1,10 @@
 """Disk write rate, and SLURM partitions."""
 
 import os
-import shutil
-import subprocess
 import time
 from pathlib import Path
 
+from titan_exp.config.machine.local_machine import command_lines
 from titan_exp.doctor.timing import Measurement
 
 BLOCK_BYTES, MAX_BYTES = 2**24, 2**32
@@ -36,12 +35,4 @@ def disk_rate(folder: Path, limit: float) -> Measurement:
 
 def scheduler() -> list[str]:
     """SLURM partitions as `name: state, nodes, generic resources`; empty without SLURM."""
-    tool = shutil.which("sinfo")
-    if tool is None:
-        return []
-    command = [tool, "--noheader", "--format=%P: %a, %D nodes, %G, at most %l"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    return result.stdout.splitlines() if result.returncode == 0 else []
+    return command_lines("sinfo", "--noheader", "--format=%P: %a, %D nodes, %G, at most %l")

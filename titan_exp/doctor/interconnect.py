@@ -1,8 +1,5 @@
 """Collective bandwidth between the devices of one machine: all-reduce and all-gather over NCCL or gloo."""
 
-import statistics
-import time
-from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -10,12 +7,11 @@ import torch
 import torch.distributed as dist
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.doctor.timing import MAX_CALLS, MIN_CALLS, Measurement, synchronize
-from titan_exp.trainer.rank_call import RunOnRanks, answer
+from titan_exp.doctor.timing import Measurement, median_seconds
+from titan_exp.trainer.rank_call import RunOnRanks, serve
 
 SIZES = {"cuda": (2**20, 2**24, 2**28), "cpu": (2**16, 2**20, 2**24)}
 """Message sizes in bytes: all-reduce input, all-gather output."""
@@ -36,11 +32,11 @@ def link_rates(run_on_ranks: RunOnRanks, *, ranks: int, device: str, limit: floa
 
 def rank_main(run_folder: str) -> None:
     """Entry point of one rank."""
-    answer(run_folder, _measure)
+    serve(run_folder, _measure)
 
 
-def _measure(experiment: Experiment, request: Any, device: torch.device) -> list[dict[str, Any]]:
-    """Measured rates, equal on all ranks."""
+def _measure(_: object, request: Any, device: torch.device) -> list[dict[str, Any]]:
+    """Rates, measured on all ranks together."""
     ranks, found = dist.get_world_size(), []
     backend = "NCCL" if device.type == "cuda" else "gloo"
     limit = float(request["limit"]) / len(SIZES[device.type]) / 2
@@ -53,25 +49,13 @@ def _measure(experiment: Experiment, request: Any, device: torch.device) -> list
             ("all-reduce", lambda whole=whole: dist.all_reduce(whole), 2),
             ("all-gather", lambda whole=whole, part=part: dist.all_gather_into_tensor(whole, part), 1),
         ):
-            seconds = _seconds(call, device, limit)
+            seconds = median_seconds(call, device, limit, _of_rank_0)
             full = f"{name} of {size / 2**20:g} MiB, {ranks} ranks, {backend}, bus bandwidth"
             found.append(asdict(Measurement("link", full, times * moved / seconds, "GB/s", seconds)))
     return found
 
 
-def _seconds(call: Callable[[], object], device: torch.device, limit: float) -> float:
-    """Median seconds per call; rank 0's first call sets the number of calls on all ranks."""
-    call()
-    synchronize(device)
-    begin = time.perf_counter()
-    call()
-    synchronize(device)
-    calls = torch.tensor([limit / max(time.perf_counter() - begin, 1e-6)])
-    dist.broadcast(calls, 0)
-    seconds = []
-    for _ in range(min(MAX_CALLS, max(MIN_CALLS, int(calls)))):
-        begin = time.perf_counter()
-        call()
-        synchronize(device)
-        seconds.append(time.perf_counter() - begin)
-    return statistics.median(seconds)
+def _of_rank_0(calls: int) -> int:
+    shared = torch.tensor(calls)
+    dist.broadcast(shared, 0)
+    return int(shared)

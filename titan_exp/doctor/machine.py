@@ -4,15 +4,17 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Annotated
 
 import torch
+from annotated_types import Interval
 from rich.console import Console
 from rich.table import Table
 
-from titan_exp.config.command_line.options import HELP
+from titan_exp.config.command_line.options import HELP, take_options
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.schema.typed_config import to_experiment
@@ -36,34 +38,40 @@ titan-exp doctor --numerics [RUN|FOLDER] quantization=RECIPE ...
 
 SHARES = {"gemm": 0.3, "attention": 0.25, "copy": 0.15, "link": 0.2, "disk": 0.1}
 """Share of the measuring time by kind."""
-DEFAULT_SECONDS, MIN_SECONDS = 60.0, 1.0
-"""Measuring time."""
 LOW_SHARE = 0.6
 """Share of the data sheet's rate below which a measurement is highlighted."""
 
 
-def machine_command(arguments: Sequence[str], run_on_ranks: RunOnRanks) -> int:
-    """Run `titan-exp doctor`; returns the exit code.
+@dataclass(frozen=True)
+class DoctorOptions:
+    """Options of `titan-exp doctor`."""
 
-    Raises:
-        UserError: an argument is wrong, or the device does not exist.
-    """
+    seconds: Annotated[float, Interval(ge=1, le=86400)] = 60.0
+    """Seconds to measure; starting processes takes extra time."""
+    json: bool = False
+    """Print only the saved results."""
+
+
+def machine_command(arguments: Sequence[str], run_on_ranks: RunOnRanks) -> int:
+    """Run `titan-exp doctor`; returns the exit code. Raises UserError about a wrong argument or missing device."""
     if set(arguments) & set(HELP):
         print(USAGE, end="")
         return 0
-    overrides, seconds, as_json = _parse_arguments(arguments)
+    options, overrides = take_options(DoctorOptions, arguments)
+    if wrong := [word for word in overrides if "=" not in word]:
+        raise UserError(f"{wrong[0]}: unknown argument.\n{USAGE}")
     experiment = to_experiment(compose(overrides))
     if experiment.cluster.device == "cuda" and not torch.cuda.is_available():
         raise UserError("cluster.device=cuda: torch finds no CUDA GPU on this machine")
     on_gpu = torch.cuda.is_available() and experiment.cluster.device != "cpu"
     device, runs = torch.device("cuda", 0) if on_gpu else torch.device("cpu"), Path(experiment.paths.runs).expanduser()
-    console = Console(highlight=False, stderr=as_json)
-    measured = measure(device, runs, seconds, run_on_ranks, console.print)
+    console = Console(highlight=False, stderr=options.json)
+    measured = measure(device, runs, options.seconds, run_on_ranks, console.print)
     try:
         saved = f"saved in {write_rates(runs / '.cache', measured)}"
     except OSError as error:
         saved = f"not saved: {runs} cannot be written ({error.strerror or error})"
-    if as_json:
+    if options.json:
         print(json.dumps(asdict(measured), indent=1))
     else:
         console.print(_table(measured))
@@ -104,28 +112,6 @@ def measure(
         rates=[asdict(rate) for rate in rates],
         scheduler=scheduler(),
     )
-
-
-def _parse_arguments(arguments: Sequence[str]) -> tuple[list[str], float, bool]:
-    overrides, seconds, as_json = [], DEFAULT_SECONDS, False
-    rest = iter(arguments)
-    for argument in rest:
-        flag, equals, value = argument.partition("=")
-        if flag == "--seconds":
-            given = value if equals else next(rest, "")
-            try:
-                seconds = float(given)
-            except ValueError:
-                seconds = 0.0
-            if not MIN_SECONDS <= seconds < float("inf"):
-                raise UserError(f"--seconds {given}: give a number of seconds, at least {MIN_SECONDS:g}\n{USAGE}")
-        elif argument == "--json":
-            as_json = True
-        elif equals and not argument.startswith("-"):
-            overrides.append(argument)
-        else:
-            raise UserError(f"{argument}: unknown argument.\n{USAGE}")
-    return overrides, seconds, as_json
 
 
 def _best(rates: Iterable[Measurement], kind: str, prefix: str) -> float | None:

@@ -24,7 +24,6 @@ class ProjectionError:
     """Signal-to-noise ratios of a linear layer in dB: 20 · log10(|x| / |x - y|); 20 dB is an error of 10 %."""
 
     name: str
-    """Module name."""
     quantized: bool
     """True if the recipe's filter includes the layer."""
     own: float
@@ -57,14 +56,8 @@ class _Pass:
 
 
 def report_numerics(model: nn.Module, recipe: QuantizationConfig, layers: int, batch: Batch) -> NumericsReport:
-    """Compare a recipe with fp32 on a model of `layers` blocks; the model is quantized afterwards.
-
-    Args:
-        model: unquantized, in fp32, on its device.
-        recipe: resolved quantization group.
-        layers: number of transformer blocks.
-        batch: on the model's device.
-    """
+    """Compare a recipe with fp32 on an fp32 model of `layers` blocks, which is quantized afterwards; all on one
+    device."""
     config = replace(recipe, emulate=True, precomputed_scales=False, float8_all_gather=False)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear | GroupedLinear)}
     plain = {name: linear.linear_impl for name, linear in linears.items()}

@@ -14,12 +14,15 @@ from torch import nn
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
 from titan_exp.config.command_line.options import HELP
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.axes import ONE_DEVICE
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment
+from titan_exp.data.batch import Batch
 from titan_exp.data.train_loader import TrainLoader
 from titan_exp.doctor.numerics import NumericsReport, report_numerics
 from titan_exp.models.build import build_model, choose_attention_backend, init_specs
@@ -40,11 +43,8 @@ DEFAULT_SEQUENCES = 4
 
 
 def doctor_command(arguments: Sequence[str]) -> int:
-    """Run `titan-exp doctor --numerics`; returns the exit code.
-
-    Raises:
-        UserError: an override is wrong, or the weights cannot be read.
-    """
+    """Run `titan-exp doctor --numerics`; returns the exit code. Raises UserError about a wrong override or unreadable
+    weights."""
     if set(arguments) & set(HELP):
         print(USAGE)
         return 0
@@ -55,36 +55,24 @@ def doctor_command(arguments: Sequence[str]) -> int:
     path = Path(paths[0]).expanduser() if paths else None
     source = None if path is None else open_checkpoint(path)
     experiment = _compose_single_device(path, source, [argument for argument in arguments if "=" in argument])
-    report = examine(experiment, source)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    batch = _first_batch(experiment.data, experiment.training, experiment.experiment.seed).to(device)
+    seq_len, documents = experiment.training.seq_len, experiment.data.document_mask
+    if source is not None:
+        model = load_source(source, device, seq_len=seq_len, documents=documents)
+    else:
+        model = _build_initial(experiment.model, seq_len, experiment.experiment.seed, device, documents)
+    report = report_numerics(model.train(), experiment.quantization, experiment.model.layers, batch)
     weights = "initial weights" if path is None or source is None else describe(path, source)
     _print_report(report, f"{experiment.quantization.recipe} against fp32, {experiment.model.name}, {weights}")
     return 0
 
 
-def examine(experiment: Experiment, source: OpenCheckpoint | None) -> NumericsReport:
-    """Report on the weights of a checkpoint, or on the experiment's initial weights, on the available device."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    training = experiment.training
+def _first_batch(data: DataConfig, training: TrainingConfig, seed: int) -> Batch:
     rows = training.micro_batch_size or DEFAULT_SEQUENCES
-    with contextlib.closing(
-        TrainLoader(
-            experiment.data,
-            training,
-            experiment.experiment.seed,
-            dp_rank=0,
-            dp_degree=1,
-            micro_batch_size=rows,
-            pin_memory=False,
-        )
-    ) as loader:
-        batch = next(loader).to(device)
-    if source is not None:
-        model = load_source(source, device, seq_len=training.seq_len, documents=experiment.data.document_mask)
-    else:
-        model = _build_initial(
-            experiment.model, training.seq_len, experiment.experiment.seed, device, experiment.data.document_mask
-        )
-    return report_numerics(model.train(), experiment.quantization, experiment.model.layers, batch)
+    loader = TrainLoader(data, training, seed, dp_rank=0, dp_degree=1, micro_batch_size=rows, pin_memory=False)
+    with contextlib.closing(loader):
+        return next(loader)
 
 
 def _build_initial(

@@ -24,7 +24,6 @@ class Measurement:
     unit: str
     """`TFLOP/s` or `GB/s`, with 10⁹ bytes."""
     seconds: float | None = None
-    """Median seconds per call."""
     expected: float | None = None
     """Rate of the device's data sheet in `unit`, if known."""
     note: str = ""
@@ -51,21 +50,23 @@ def measure_rate(
     return Measurement(kind, name, amount / seconds, unit, seconds, expected)
 
 
-def median_seconds(call: Callable[[], object], device: torch.device, limit: float) -> float:
-    """Median seconds per synchronized call, after one warm-up call."""
-    start = time.perf_counter()
-    call()
-    synchronize(device)
-    seconds: list[float] = []
-    while len(seconds) < MIN_CALLS or (len(seconds) < MAX_CALLS and time.perf_counter() - start < limit):
+def median_seconds(
+    call: Callable[[], object], device: torch.device, limit: float, agree: Callable[[int], int] = lambda calls: calls
+) -> float:
+    """Median seconds per synchronized call, after one warm-up call.
+
+    The first timed call sets the number of calls; `agree` makes it the same on all ranks of a collective.
+    """
+
+    def timed() -> float:
         begin = time.perf_counter()
         call()
-        synchronize(device)
-        seconds.append(time.perf_counter() - begin)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - begin
+
+    timed()
+    seconds = [timed()]
+    calls = agree(min(MAX_CALLS, max(MIN_CALLS, int(limit / max(seconds[0], 1e-6)))))
+    seconds += [timed() for _ in range(calls - 1)]
     return statistics.median(seconds)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device is idle."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -37,7 +37,7 @@ from titan_exp.trainer.distributed import joined_process_group
 from titan_exp.trainer.forward_backward import EagerModel
 from titan_exp.trainer.load_model import Rows, describe, load_source
 from titan_exp.trainer.objective.language_modeling import LanguageModeling
-from titan_exp.trainer.rank_call import RunOnRanks, answer
+from titan_exp.trainer.rank_call import RunOnRanks, serve
 from titan_exp.trainer.validate import ValidationResult, evaluate_sources
 
 USAGE = """\
@@ -54,11 +54,7 @@ DEFAULT_BATCH = 8
 
 
 def evaluate_command(arguments: Sequence[str], run_on_ranks: RunOnRanks | None = None) -> int:
-    """Run `titan-exp evaluate`; returns the exit code.
-
-    Raises:
-        UserError: an override is wrong, the weights cannot be read, or there is nothing to evaluate on.
-    """
+    """Run `titan-exp evaluate`; returns the exit code. Raises UserError about wrong overrides, weights or data."""
     if set(arguments) & set(HELP):
         print(USAGE)
         return 0
@@ -130,7 +126,7 @@ def rank_main(run_folder: str) -> None:
         source, mesh = open_checkpoint(Path(request["path"])), build_mesh(experiment.parallelism, device)
         return dataclasses.asdict(evaluate_source(source, experiment, mesh, request["all_documents"]))
 
-    answer(run_folder, evaluate)
+    serve(run_folder, evaluate)
 
 
 def evaluation_experiment(
@@ -139,9 +135,7 @@ def evaluation_experiment(
     """Apply overrides to the run's configuration, or to the defaults for weights from elsewhere.
 
     The tokenizer stays that of the weights unless overridden. With `all_documents`, no documents need be held out.
-
-    Raises:
-        UserError: an override sets an unknown key, or a value cannot be evaluated.
+    Raises UserError about an unknown key, or a value that cannot be evaluated.
     """
     groups = [override for override in overrides if "." not in override.partition("=")[0]]
     values = [override for override in overrides if override not in groups]

@@ -26,22 +26,17 @@ from titan_exp.rules import degrees as layout
 from titan_exp.rules import tensor_parallel as tensor
 from titan_exp.rules.rule import find_violations
 from titan_exp.trainer.load_model import Rows, describe, load_source, tokenizer_of, training_length
-from titan_exp.trainer.rank_call import RunOnRanks, answer
+from titan_exp.trainer.rank_call import RunOnRanks, serve
 
 USAGE = """\
 titan-exp generate [RUN|FOLDER] [prompt=...]
   for example: titan-exp generate runs/first/6ec54c999fca prompt="def " prompt="import " temperature=0"""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-"""Values of `dtype`."""
 
 
 def generate_command(arguments: Sequence[str], run_on_ranks: RunOnRanks | None = None) -> int:
-    """Run `titan-exp generate`; returns the exit code.
-
-    Raises:
-        UserError: an option is wrong, or there are no weights to generate from.
-    """
+    """Run `titan-exp generate`; returns the exit code. Raises UserError about a wrong option or missing weights."""
     if set(arguments) & set(HELP):
         print(options_help(USAGE, GenerateOptions), end="")
         return 0
@@ -67,15 +62,8 @@ def generate(
 ) -> list[str]:
     """Complete prompts one at a time; returns the completions without their prompts.
 
-    Args:
-        source: weights with a tokenizer.
-        options: sampling options.
-        prompts: texts to complete.
-        window: maximum sequence length in tokens.
-        mesh: tensor-parallel ranks, all of which call this; None is one device.
-
-    Raises:
-        UserError: the weights come without a tokenizer.
+    `window` is the maximum sequence length in tokens. All ranks of a tensor-parallel `mesh` call it; None is one
+    device. Raises UserError if the weights have no tokenizer.
     """
     tokenizer = tokenizer_of(source)
     # Published models have a beginning-of-text token. Ours only see a document after the previous one's end-of-text.
@@ -120,15 +108,12 @@ def rank_main(run_folder: str) -> None:
         source, mesh = open_checkpoint(path, options.step), build_mesh(experiment.parallelism, device)
         return generate(source, options, request["prompts"], window=training_length(path, source), mesh=mesh)
 
-    answer(run_folder, complete)
+    serve(run_folder, complete)
 
 
 def tensor_parallel_experiment(source: OpenCheckpoint, degree: int) -> Experiment:
-    """Experiment that shards a checkpoint's model over `degree` tensor-parallel ranks.
-
-    Raises:
-        UserError: the model cannot be sharded over that many ranks, or there are too few GPUs.
-    """
+    """Experiment that shards a checkpoint's model over `degree` tensor-parallel ranks. Raises UserError if it cannot
+    be, or there are too few GPUs."""
     # Decoding feeds one token at a time: there is no sequence to shard.
     overrides = [f"parallelism.tp={degree}", "parallelism.dp_shard=1", "parallelism.sequence_parallel=false"]
     experiment = dataclasses.replace(to_experiment(compose(overrides)), model=source.model)

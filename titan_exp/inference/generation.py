@@ -8,15 +8,10 @@ from titan_exp.ops.attention.kv_cache import CachedAttention
 
 
 class DecodeSession:
-    """Decoding state of one text.
+    """Decoding state of one text; `cache` keeps keys and values.
 
-    A full window drops its first half and is recomputed, because positions count from the window's start. A user's
-    model is decoded without a KV cache.
-
-    Args:
-        model: on its device, in evaluation mode.
-        window: maximum sequence length in tokens.
-        cache: True to keep keys and values.
+    A full window of `window` tokens drops its first half and is recomputed, because positions count from its start. A
+    user's model is decoded without a KV cache.
     """
 
     def __init__(self, model: nn.Module, window: int, *, cache: bool) -> None:

@@ -4,6 +4,8 @@ An executor is one folder with an `executor.py` (`launch/local`, `launch/slurm`)
 the folder's name or the class's import path, and nothing else knows an executor by name.
 """
 
+import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,12 +26,10 @@ class Submission:
     """Result of submitting one run."""
 
     plan: RunPlan
-    """The run."""
     outcome: Literal["submitted", "done", "queued", "running", "failed", "preempted", "refused", "not started"]
     """`submitted` now; `done`, `queued` or `running` already and left alone; the run's end if the executor waits for
     it; `refused` with a reason; or `not started` because of a signal or a stop request."""
     job_id: str | None = None
-    """The scheduler's job id."""
     reason: str | None = None
     """One line for the user."""
     exit_code: int = 0
@@ -41,9 +41,8 @@ class SubmitOptions:
     """Options of `Executor.submit`."""
 
     echo: Callable[[str], None] = print
-    """Shows a line to the user."""
     title: Callable[[RunPlan], str] = lambda plan: str(plan.folder.path)
-    """A run's name in those lines."""
+    """A run's name in lines for the user."""
     jobs: int = 1
     """Runs at a time, for executors that wait."""
     stop_requested: Callable[[], bool] = lambda: False
@@ -57,7 +56,6 @@ class JobStatus:
     state: Literal["queued", "running", "gone", "unknown"]
     """`gone`: the scheduler ended or forgot the job; `unknown`: the scheduler did not answer."""
     job_id: str | None = None
-    """The scheduler's job id."""
     reason: str | None = None
     """Why the job waits, or how it ended."""
 
@@ -85,8 +83,6 @@ class Executor(ABC):
 
     def launch(self, plan: RunPlan) -> int:
         """Submit one run for `titan-exp train`; returns the exit code."""
-        from titan_exp.launch.submission_report import print_submission
-
         (submission,) = self.submit([plan], SubmitOptions())
         print_submission(submission)
         return submission.exit_code
@@ -117,11 +113,7 @@ class Executor(ABC):
 
 
 def executor_for(kind: str) -> Executor:
-    """The executor of a `cluster.kind`, or of an attempt's `launched_by`.
-
-    Raises:
-        UserError: there is no such executor.
-    """
+    """Build the executor of a `cluster.kind`, or of an attempt's `launched_by`. Raises UserError if there is none."""
     if is_dotted(kind):
         return import_dotted(kind, "cluster.kind")(kind)
     kind = LOCAL if kind == BY_HAND else kind
@@ -135,6 +127,22 @@ def worst_exit_code(submissions: Sequence[Submission]) -> int:
     order = (0, 85, 1, 130)
     codes = [code if code in order else 1 for code in (submission.exit_code for submission in submissions)]
     return max(codes, key=order.index, default=0)
+
+
+def print_submission(submission: Submission) -> None:
+    """Print the outcome of one run, a refusal to stderr, and the next commands for an active run."""
+    layout, name = submission.plan.layout, os.path.relpath(submission.plan.folder.path)
+    if name.startswith(".."):
+        name = str(submission.plan.folder.path)
+    nodes, tasks = layout.nodes, min(layout.world_size, layout.node_size)
+    line = submission.outcome + (f" job {submission.job_id}" if submission.job_id else "")
+    if submission.outcome == "submitted":
+        line += f", {nodes} node{'s' * (nodes > 1)} with {tasks} process{'es' * (tasks > 1)} each"
+    if submission.reason:
+        line += f" ({submission.reason})"
+    print(f"{line}: {name}", file=sys.stderr if submission.outcome == "refused" else sys.stdout)
+    if submission.outcome in ("submitted", "queued", "running"):
+        print(f"  titan-exp status {name}\n  titan-exp logs -f {name}\n  titan-exp cancel {name}")
 
 
 def last_executor(folder: RunFolder) -> str:

@@ -1,6 +1,7 @@
-"""Before a launch: what is predicted of its memory, said, written into its folder, and refused where it cannot fit."""
+"""Memory gate of a launch: prints the prediction, writes it into the run folder, and refuses runs that cannot fit."""
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,19 +12,13 @@ from titan_exp.plan.gate.gate import MemoryCheck, check_memory, explain_oom, pla
 from titan_exp.plan.gate.suggestions import Suggestion, suggestions
 from titan_exp.tracking.number_format import format_bytes
 
-Say = Callable[[str], None]
+Echo = Callable[[str], None]
+
+GATE_HINT = "  plan.gate=warn starts it anyway, plan.gate=off without a check."
 
 
-def gate_run(plan: RunPlan, echo: Say) -> RunPlan:
-    """A plan that may be started, with what is predicted of it.
-
-    Args:
-        plan: of the run.
-        say: takes lines for the user.
-
-    Raises:
-        UserError: its predicted memory is more than there is, and plan.gate=refuse.
-    """
+def gate_run(plan: RunPlan, echo: Echo) -> RunPlan:
+    """The plan with its memory prediction. Raises UserError if it does not fit and plan.gate=refuse."""
     if is_done(plan):
         return plan
     (memory_check,) = check_memory([plan.experiment], _runs(plan), echo)
@@ -34,23 +29,19 @@ def gate_run(plan: RunPlan, echo: Say) -> RunPlan:
     return with_prediction(plan, memory_check)
 
 
-def gate_runs(plans: Sequence[RunPlan], echo: Say) -> list[RunPlan]:
-    """The same of several plans.
-
-    Raises:
-        UserError: one of them is refused; it names all of these.
-    """
-    memory_checks = check_open_runs(plans, echo)
-    refused = [(plan, it) for plan, it in zip(plans, memory_checks, strict=True) if it is not None and is_refused(it)]
+def gate_runs(plans: Sequence[RunPlan], echo: Echo) -> list[RunPlan]:
+    """Plans with their memory predictions. Raises UserError if any is refused, naming all of these."""
+    checked = list(zip(plans, check_open_runs(plans, echo), strict=True))
+    refused = [(plan, check) for plan, check in checked if check is not None and is_refused(check)]
     if refused:
-        lines = [f"{plan.folder.path}: {explain_oom(memory_check)}" for plan, memory_check in refused]
+        lines = [f"{plan.folder.path}: {explain_oom(check)}" for plan, check in refused]
         raise UserError("\n".join([*lines, GATE_HINT]))
-    for line in remarks([it for it in memory_checks if it is not None]):
+    for line in remarks([check for _, check in checked if check is not None]):
         echo(line)
-    return [plan if it is None else with_prediction(plan, it) for plan, it in zip(plans, memory_checks, strict=True)]
+    return [plan if check is None else with_prediction(plan, check) for plan, check in checked]
 
 
-def check_open_runs(plans: Sequence[RunPlan], echo: Say) -> list[MemoryCheck | None]:
+def check_open_runs(plans: Sequence[RunPlan], echo: Echo) -> list[MemoryCheck | None]:
     """Memory check of each plan; None for runs that are done."""
     found: dict[int, MemoryCheck] = {}
     open_plans = [number for number, plan in enumerate(plans) if not is_done(plan)]
@@ -66,19 +57,15 @@ def is_refused(memory_check: MemoryCheck) -> bool:
 
 
 def with_prediction(plan: RunPlan, memory_check: MemoryCheck) -> RunPlan:
-    """The plan with what plan.json will say."""
+    """The plan with its content of plan.json."""
     found = plan_record(memory_check)
     return plan if found is None else replace(plan, prediction=json.dumps(found, indent=1) + "\n")
 
 
 def remarks(memory_checks: Sequence[MemoryCheck]) -> list[str]:
-    """Warnings about runs that start, each once, with the number of runs."""
-    said: dict[str, int] = {}
-    for memory_check in memory_checks:
-        text = _remark(memory_check)
-        if text:
-            said[text] = said.get(text, 0) + 1
-    return [f"{text} ({count} runs)" if count > 1 else text for text, count in said.items()]
+    """Distinct warnings about runs that start, with the number of runs."""
+    counts = Counter(filter(None, map(_remark, memory_checks)))
+    return [f"{text} ({count} runs)" if count > 1 else text for text, count in counts.items()]
 
 
 def is_done(plan: RunPlan) -> bool:
@@ -87,22 +74,19 @@ def is_done(plan: RunPlan) -> bool:
     return state is not None and state.state == "done"
 
 
-GATE_HINT = "  plan.gate=warn starts it anyway, plan.gate=off without a check."
-
-
 def _remark(memory_check: MemoryCheck) -> str:
     if memory_check.fits is False:
         return f"This run is not expected to fit: {explain_oom(memory_check)}"
     if memory_check.why_not and memory_check.device_memory is not None:
-        return f"Its memory is not checked: {memory_check.why_not}."
+        return f"Memory is not checked: {memory_check.why_not}."
     return ""
 
 
-def _refusal(memory_check: MemoryCheck, runs: Path, echo: Say) -> str:
+def _refusal(memory_check: MemoryCheck, runs: Path, echo: Echo) -> str:
     found = suggestions(memory_check, runs, echo)
     lines = [f"This run does not fit: {explain_oom(memory_check)}"]
     if found:
-        lines.append("  These changes fit, as predicted:")
+        lines.append("  Predicted to fit:")
         width = max(len(_typed(suggestion)) for suggestion in found)
         lines += [f"    {_typed(suggestion):{width}}  {_outcome(suggestion)}" for suggestion in found]
     else:
@@ -119,10 +103,10 @@ def _outcome(suggestion: Suggestion) -> str:
     assert memory_check.device_memory is not None, "it was planned"
     if memory_check.prediction is None:
         return "fits by an upper bound"
-    words = [format_bytes(memory_check.prediction.largest.peak + memory_check.device_memory.overhead)]
-    if memory_check.device_memory.sharing > 1:
-        words.append(f"{format_bytes(memory_check.needed or 0)} together")
-    return ", ".join(words)
+    peak = format_bytes(memory_check.prediction.largest.peak + memory_check.device_memory.overhead)
+    if memory_check.device_memory.sharing == 1:
+        return peak
+    return f"{peak}, {format_bytes(memory_check.needed or 0)} together"
 
 
 def _runs(plan: RunPlan) -> Path:

@@ -1,4 +1,4 @@
-"""Retry of failed and lost runs in their own folders, by the executors that their configurations name."""
+"""Retry of failed and lost runs in their own folders, by the executors of their configurations."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,11 +12,8 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 
 def retry_runs(labels: Mapping[Path, str]) -> int:
-    """Start the runs in these folders again and print each result under its label; returns the exit code.
-
-    Raises:
-        UserError: a run can no longer start, or is not expected to fit.
-    """
+    """Restart the runs in these folders and print each result under its label; returns the exit code. Raises UserError
+    if a run cannot start or is not expected to fit."""
     by_kind: dict[str, list[RunPlan]] = {}
     for path in labels:
         plan = plan_relaunch(RunFolder(path))

@@ -10,7 +10,7 @@ from titan_exp.tracking.sinks.sink import Row
 
 
 class RunConsole:
-    """Progress and lines on standard output, errors on standard error."""
+    """Progress and permanent lines on stdout, errors on stderr."""
 
     def __init__(self) -> None:
         self._sink: ConsoleSink | None = None
@@ -18,23 +18,23 @@ class RunConsole:
         self._log_over = False
 
     def open(self, title: str, total_steps: int) -> None:
-        """Begin to show the progress of a run."""
+        """Show the progress of a run."""
         self._try(lambda: setattr(self, "_sink", ConsoleSink(total_steps, title=title)))
 
     def row(self, row: Row) -> None:
-        """Show the newest numbers."""
+        """Show a row of metrics."""
         if self._sink is not None:
             self._try(self._sink.log, row)
 
     def log_lines(self, lines: Iterator[str]) -> None:
-        """Show what rank 0 prints, up to its traceback: that of the first rank to die is shown at the end."""
+        """Show rank 0's output up to its traceback: that of the first failed rank is shown at the end."""
         for line in lines:
             self._log_over = self._log_over or line == FAILURE_MARK
             if not self._log_over:
                 self.echo(line)
 
     def echo(self, line: str) -> None:
-        """Show a line that stays."""
+        """Show a permanent line."""
         if self._sink is not None:
             self._try(self._sink.note, line)
         else:
@@ -45,7 +45,7 @@ class RunConsole:
         self._try(lambda: print(text, file=sys.stderr, flush=True))
 
     def close(self, state: str) -> None:
-        """End the progress, saying how the run ended."""
+        """End the progress with the run's final state."""
         sink, self._sink = self._sink, None
         if sink is not None:
             self._try(sink.close, state)
@@ -57,8 +57,8 @@ class RunConsole:
             action(*arguments)
         except OSError:
             self._gone = True
-            # Whatever is written from here on, by Python's own flush at the end too, goes nowhere instead of failing.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
+            # Later writes, also Python's flush at exit, go to /dev/null instead of failing.
+            devnull = os.open(os.devnull, os.O_WRONLY)
             for stream in (sys.stdout, sys.stderr):
-                os.dup2(nowhere, stream.fileno())
-            os.close(nowhere)
+                os.dup2(devnull, stream.fileno())
+            os.close(devnull)

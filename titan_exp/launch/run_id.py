@@ -1,7 +1,7 @@
-"""Run id and experiment id: hashes of the resolved configuration, without keys that change nothing.
+"""Run id and experiment id: hashes of the resolved configuration, without keys that have no effect.
 
 A key at its declared default (that of its dataclass) is left out, so a new key with a default renames no run. The same
-command finds the same folder, and a sweep launched twice starts only the missing runs.
+command finds the same folder, and a repeated sweep starts only missing runs.
 """
 
 import dataclasses
@@ -16,44 +16,30 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.schema.identity_keys import COUNTS_BESIDE, LAYOUT, has_effect, is_among
 
 ID_LENGTH = 12
-"""Hexadecimal digits of an id: 48 bits, so among a million runs two collide with a probability of 0.2 %."""
+"""Hexadecimal digits of an id: with 48 bits, two of a million runs collide with a probability of 0.2 %."""
 
 
 def run_id(experiment: Experiment) -> str:
-    """Hash of what is computed and of the layout, which must be resolved.
-
-    Raises:
-        UserError: a value has no stable text.
-    """
+    """Hash of all effective keys, layout included, which must be resolved. Raises UserError if a value has no stable
+    text."""
     return _digest(identity(experiment))
 
 
 def experiment_id(experiment: Experiment) -> str:
-    """Hash of what is computed, the same in every layout.
-
-    Raises:
-        UserError: a value has no stable text.
-    """
+    """Hash of all effective keys but the layout's. Raises UserError if a value has no stable text."""
     return _digest({key: value for key, value in identity(experiment).items() if not is_among(key, LAYOUT)})
 
 
 def identity(experiment: Experiment) -> dict[str, Any]:
-    """Values that name a run, by dotted key: keys with an effect that are not at their default."""
+    """Values that name a run, by dotted key: those with an effect that are not at their default."""
     changed = dict(_changed(experiment))
     inactive = [key for key, switch in COUNTS_BESIDE.items() if switch not in changed]
     return {key: value for key, value in changed.items() if has_effect(key) and not is_among(key, inactive)}
 
 
 def canonical(value: object, key: str = "") -> str:
-    """JSON text of a value, unique: keys sorted, no spaces, floats as Python's `repr`.
-
-    Args:
-        value: JSON values, nested.
-        key: its name, for the message.
-
-    Raises:
-        UserError: a part of it is no JSON value or not finite, so that it has no stable text.
-    """
+    """Canonical JSON of a value: sorted keys, no spaces, floats by `repr`. Raises UserError about `key` if it has
+    none."""
     _require_stable(value, key)
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
@@ -79,13 +65,13 @@ def _require_stable(value: object, key: str) -> None:
     if isinstance(value, dict):
         for name, item in value.items():
             if not isinstance(name, str):
-                raise UserError(f"{key}: its key {name!r} is not text, so the run has no stable name. Quote the key.")
+                raise UserError(f"{key}: the key {name!r} is not text, so the run has no stable name. Quote the key.")
             _require_stable(item, f"{key}.{name}" if key else name)
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             _require_stable(item, f"{key}[{index}]")
     elif isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"{key}={value}: a run cannot be named by a number that is not finite. Give a finite one.")
+        raise UserError(f"{key}={value}: a run cannot be named by a number that is not finite. Use a finite one.")
     elif not (value is None or isinstance(value, str | bool | int | float)):
         raise UserError(
             f"{key}={value!r}: a {type(value).__name__} has no stable text to name the run by. "

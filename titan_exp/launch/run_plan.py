@@ -1,6 +1,6 @@
-"""Plan, then commit: a plan says what would run and where and touches nothing; committing makes its run folder.
+"""Run plan and run folder: planning checks and names a run and writes nothing; committing creates its folder.
 
-The folder appears whole, by one rename, or not at all.
+The folder is published by one rename.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.resolved_layout import resolve_layout
+from titan_exp.config.layout.resolved_layout import ResolvedLayout, resolve_layout
 from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.paths.checkpoint_paths import saved_state
 from titan_exp.config.schema.typed_config import load_experiment, to_dict, to_yaml
@@ -29,41 +29,37 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, write_
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run that may be started: checked, its layout resolved, and named."""
+    """A checked and named run that may start."""
 
     experiment: Experiment
-    """Configuration, its layout resolved."""
     overrides: tuple[str, ...]
-    """Typed overrides."""
     run_id: str
-    """Name of what it computes, in its layout."""
     experiment_id: str
-    """Name of what it computes, in any layout."""
     folder: RunFolder
-    """Run folder, which may not exist yet."""
+    """Run folder, which need not exist yet."""
     prediction: str | None = None
     """Content of plan.json; None keeps the file."""
 
+    @property
+    def layout(self) -> ResolvedLayout:
+        """Layout of the experiment."""
+        return ResolvedLayout.of(self.experiment)
+
 
 def plan_run(experiment: Experiment, overrides: Sequence[str] = (), folder: RunFolder | None = None) -> RunPlan:
-    """Check an experiment and name it. Writes nothing.
+    """Check an experiment, resolve its layout and name it; writes nothing.
 
-    Args:
-        experiment: the configuration; its layout may be unresolved.
-        overrides: as typed.
-        folder: an existing folder of the run, which may have moved or have the name that an older version gave it.
-
-    Raises:
-        UserError: it cannot run, holds credentials, or has no stable name.
+    `folder` is an existing folder of the run, which may have been moved or named by an older version. Raises UserError
+    if the run cannot start, holds credentials, or has no stable name.
     """
-    # Credentials first: what the rules say of a value repeats it.
+    # Credentials first: messages of the rules quote values.
     require_none(to_dict(experiment))
 
     def path_of(resolved: Experiment) -> Path:
         return _path(resolved, run_id(resolved)) if folder is None else Path(os.path.abspath(folder.path))
 
     def has_begun(resolved: Experiment) -> bool:
-        # Then the initial weights (`checkpoint.initial`) may be gone.
+        # Then the initial weights (`checkpoint.initial`) need not exist any more.
         return saved_state(str(path_of(resolved))) is not None
 
     resolved = resolve_layout(check(experiment, has_begun), offered_devices(experiment.cluster))
@@ -71,31 +67,24 @@ def plan_run(experiment: Experiment, overrides: Sequence[str] = (), folder: RunF
 
 
 def create_run_folder(plan: RunPlan, provenance: Provenance | None = None) -> bool:
-    """Make the plan's run folder, unless it is there already. Returns whether it was.
+    """Create the plan's run folder unless it exists; returns True if it existed.
 
-    Args:
-        plan: of the run.
-        scene: what it is launched from; read anew where none is given.
-
-    Raises:
-        UserError: it cannot be written, and nothing of it is left; or what is there is not this run.
+    The provenance is read anew if none is given. Raises UserError if the folder cannot be written, which leaves nothing
+    of it, or is not of this run.
     """
     target = plan.folder.path
     with explain_write_errors(target):
-        there = target.exists() or _create(plan, provenance)
-        if there:
+        exists = target.exists() or _create(plan, provenance)
+        if exists:
             _require_same(plan)
-    return there
+    return exists
 
 
 def refresh_snapshot(plan: RunPlan, last_attempt: int, provenance: Provenance | None = None) -> None:
-    """Bring the snapshot in an existing folder up to date before another start; the caller has claimed the folder.
+    """Update the snapshot in an existing folder before another start; the caller holds the run lock.
 
-    The configuration may differ in keys without effect, and the code and the machine in anything. What the attempt
-    before ran with is kept beside its logs.
-
-    Raises:
-        UserError: the folder cannot be written.
+    Keys without effect, the code and the machine may differ; the files of the previous attempt are kept beside its
+    logs. Raises UserError if the folder cannot be written.
     """
     with explain_write_errors(plan.folder.path):
         for name, text in _snapshot(plan, provenance).items():
@@ -112,7 +101,7 @@ def refresh_snapshot(plan: RunPlan, last_attempt: int, provenance: Provenance | 
 
 @contextlib.contextmanager
 def explain_write_errors(path: Path) -> Iterator[None]:
-    """Turns what the system says about writing under `path` into words for the user."""
+    """Turn an OSError about writing under `path` into a UserError."""
     try:
         yield
     except OSError as error:
@@ -128,7 +117,7 @@ def _path(resolved: Experiment, name: str) -> Path:
 
 
 def _snapshot(plan: RunPlan, provenance: Provenance | None) -> dict[str, str]:
-    """Name and content of every file that describes the run before it starts."""
+    """Content by name of the files that describe the run before it starts."""
     provenance = provenance or read_provenance()
     ids = {"run_id": plan.run_id, "experiment_id": plan.experiment_id}
     typed = [f"- {json.dumps(mask_override(override), ensure_ascii=False)}\n" for override in plan.overrides]
@@ -144,7 +133,7 @@ def _snapshot(plan: RunPlan, provenance: Provenance | None) -> dict[str, str]:
 
 
 def _create(plan: RunPlan, provenance: Provenance | None) -> bool:
-    """Write the folder elsewhere and rename it; returns whether another process was first."""
+    """Write the folder elsewhere and rename it; returns True if another process was first."""
     target = plan.folder.path
     missing = [parent for parent in target.parents if not parent.exists()]
     try:
@@ -171,12 +160,12 @@ def _create(plan: RunPlan, provenance: Provenance | None) -> bool:
 
 
 def _require_same(plan: RunPlan) -> None:
-    """Refuse a folder whose configuration computes something else: it was changed by hand, or is no run."""
+    """Refuse a folder of another run: it was edited by hand, or is no run."""
     folder = plan.folder
     if not folder.config.exists():
         raise UserError(
-            f"{folder.path} is there but holds no config.yaml, so it is not a run. Move it away, "
-            "or choose another experiment.name."
+            f"{folder.path} exists without a config.yaml, so it is not a run. Move it away, or choose another "
+            "experiment.name."
         )
     found = run_id(load_experiment(folder.config))
     if found != plan.run_id:

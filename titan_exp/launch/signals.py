@@ -1,4 +1,4 @@
-"""Signals to the launcher: the first asks for a stop, a second one ends everything."""
+"""Signals to the launcher: the first requests a stop, a second one ends everything."""
 
 import contextlib
 import signal
@@ -49,7 +49,7 @@ class Interrupts:
 
 @contextlib.contextmanager
 def block_terminal_signals() -> Iterator[None]:
-    """Processes started in the block never see the terminal's signals; this process sees them after the block."""
+    """Hide the terminal's signals from processes started in the block; this process gets them after it."""
     terminal = {signal.SIGINT, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, terminal)
     try:

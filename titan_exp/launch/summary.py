@@ -1,4 +1,4 @@
-"""The few lines that stand at the end of a run."""
+"""Summary of a run, shown at its end."""
 
 import statistics
 from dataclasses import dataclass
@@ -12,18 +12,17 @@ from titan_exp.tracking.sinks.sink import Value
 
 @dataclass(frozen=True)
 class Summary:
-    """Summary of a run's files. None is unknown."""
+    """Summary of a run's files; None is unknown."""
 
     state: str
     """`done`, `failed`, `preempted`, ..."""
     step: int
-    """Optimizer steps done."""
     loss: Value
-    """The last one logged, in nats per token."""
+    """Last logged, in nats per token."""
     validation_loss: Value
-    """The last one found."""
+    """Last evaluated."""
     tokens_per_second: Value
-    """Median over the logged rows without each attempt's first, which holds compilation and warm-up."""
+    """Median over rows, without each attempt's first, which includes compilation and warm-up."""
     roofline: str | None = None
     """Roofline note of the newest finished attempt."""
 
@@ -48,7 +47,7 @@ def summarize(folder: RunFolder) -> Summary:
 
 
 def describe(summary: Summary, total_steps: int) -> str:
-    """One line of what a summary knows."""
+    """One line with everything known."""
     parts = [f"{summary.state} after step {summary.step} of {total_steps}"]
     if summary.loss is not None:
         parts.append(f"loss {summary.loss:.4f}")

@@ -1,25 +1,21 @@
 """Progress bar for work counted in bytes; occasional lines if the output is no terminal."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from typing import Protocol
 
 from rich.console import Console
 from rich.filesize import decimal
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from titan_exp.tracking.number_format import format_duration
+
 INTERVAL = 5.0
 """Minimum seconds between two lines."""
 
 
-class ProgressCallback(Protocol):
-    """Callback with bytes done and total bytes."""
-
-    def __call__(self, done: int, total: int, /) -> None:
-        """Show the progress."""
-        ...
+ProgressCallback = Callable[[int, int], None]
+"""Shows bytes done and total bytes."""
 
 
 @contextmanager
@@ -44,7 +40,7 @@ def _lines(title: str, console: Console) -> ProgressCallback:
         if now - shown >= INTERVAL:
             shown = now
             speed = done / (now - began)
-            left = timedelta(seconds=round((total - done) / max(speed, 1.0)))
+            left = format_duration((total - done) / max(speed, 1.0))
             console.print(f"{title}: {decimal(done)} of {decimal(total)}, {decimal(int(speed))}/s, {left} left")
 
     return report

@@ -54,11 +54,9 @@ class DeviceRates:
     """Measured rates of a device."""
 
     device: str
-    """Name of the device."""
     when: str
     """Date and time, in UTC."""
     torch: str
-    """torch version used to measure."""
     tflops: dict[str, float] = field(default_factory=dict)
     """Best matmul rate in TFLOP/s by dtype: `bf16`, `fp32`, `fp8`."""
     copy: float | None = None
@@ -73,23 +71,17 @@ class DeviceRates:
 
 @dataclass(frozen=True)
 class PeakRate:
-    """Peak rate of a device, the denominator of MFU."""
+    """Peak rate of one device in TFLOP/s, the denominator of MFU."""
 
     tflops: float
-    """TFLOP/s of one device."""
     source: str
-    """Origin of the number: a key, the data sheet or a measurement."""
+    """A key, the data sheet or a measurement."""
 
 
 def mfu_peak(device: "torch.device", configured: float | None, cache: Path) -> PeakRate | None:
-    """Dense bf16 peak for MFU: `cluster.peak_tflops`, else the data sheet's, else the best bf16 matmul measured by
-    `titan-exp doctor` on a GPU without a data sheet. None if all are unknown, with a warning on a GPU.
-
-    Args:
-        device: device of this process.
-        configured: `cluster.peak_tflops`.
-        cache: `.cache` of the runs.
-    """
+    """Dense bf16 peak for MFU: `configured` (`cluster.peak_tflops`), else the data sheet's, else the best bf16 matmul
+    measured by `titan-exp doctor` on a GPU without a data sheet, from `cache`, the `.cache` of the runs. None if all
+    are unknown, with a warning on a GPU."""
     if configured is not None:
         return PeakRate(configured, "cluster.peak_tflops")
     if device.type != "cuda":
@@ -118,11 +110,7 @@ def rates_file(cache: Path, device: str) -> Path:
 
 
 def write_rates(cache: Path, measured: DeviceRates) -> Path:
-    """Save measured rates; returns the file.
-
-    Raises:
-        OSError: the disk is full or read-only.
-    """
+    """Save measured rates; returns the file. Raises OSError if the disk is full or read-only."""
     path = rates_file(cache, measured.device)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(asdict(measured), indent=1) + "\n", durable=False)

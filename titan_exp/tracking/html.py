@@ -15,13 +15,10 @@ FOLDER = "page"
 
 
 def render_page(package: str, scripts: Sequence[str], numbers: Any, **words: Any) -> str:
-    """Render `page.html` and `page.css` of a package; the template extends our `base.html`.
+    """Render `page.html`, which extends our `base.html`, and `page.css` from the folder `page` of a package.
 
-    Args:
-        package: the package with a folder `page`.
-        scripts: files in that folder, in the order of their script elements.
-        numbers: data for the scripts, as finite JSON values.
-        words: variables of the template, which are escaped.
+    `scripts` are files in that folder, `numbers` their data (finite JSON values), `words` the escaped template
+    variables.
     """
     from jinja2 import Environment, FunctionLoader, StrictUndefined
     from markupsafe import Markup

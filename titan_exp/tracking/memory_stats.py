@@ -7,10 +7,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titan_exp.tracking.number_format import GIB
+
 if TYPE_CHECKING:
     import torch
-
-GIB = 1024**3
 
 
 class PeakMemory:

@@ -23,7 +23,6 @@ class ProgressSnapshot:
     step: int
     """Last finished step."""
     phase: str
-    """Name of the current phase."""
     seconds: float
     """Seconds since the last report."""
     median_step_seconds: float
@@ -80,4 +79,3 @@ class ProgressTracker:
 
 
 PROGRESS = ProgressTracker()
-"""Progress of this process."""

@@ -25,7 +25,7 @@ def step(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_a_step_that_a_user_started(step: pytest.MonkeyPatch):
+def test_step_started_by_hand(step: pytest.MonkeyPatch):
     rank = srun_rank()
     assert rank is not None
     assert (rank.rank, rank.world_size, rank.local_rank) == (5, 8, 1)
@@ -33,7 +33,7 @@ def test_a_step_that_a_user_started(step: pytest.MonkeyPatch):
     assert (rank.job_id, rank.token) == ("12.0", None)
 
 
-def test_a_task_of_an_array_is_named_by_both_numbers(step: pytest.MonkeyPatch):
+def test_array_task_is_named_by_array_and_task(step: pytest.MonkeyPatch):
     step.setenv("SLURM_ARRAY_JOB_ID", "12")
     step.setenv("SLURM_ARRAY_TASK_ID", "3")
     step.setenv(TOKEN, "feed_3")
@@ -52,7 +52,7 @@ def test_a_task_that_sees_one_gpu_takes_it(step: pytest.MonkeyPatch, shown: str,
 
 
 @pytest.mark.parametrize("change", [("RANK", "0"), ("SLURM_STEP_ID", None)])
-def test_torchrun_below_srun_and_a_batch_script_without_it(step: pytest.MonkeyPatch, change: tuple[str, str | None]):
+def test_torchrun_under_srun_and_batch_script_without_srun(step: pytest.MonkeyPatch, change: tuple[str, str | None]):
     name, value = change
     step.delenv(name) if value is None else step.setenv(name, value)
     assert srun_rank() is None

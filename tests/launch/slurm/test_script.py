@@ -1,4 +1,4 @@
-"""Batch scripts by golden text, read by bash, and what their loop does with signals."""
+"""Batch scripts: golden text, bash syntax, and signal handling."""
 
 import subprocess
 from collections.abc import Callable
@@ -73,7 +73,7 @@ def test_golden_text_of_an_array(golden: Callable[[Path, str], None]):
     golden(GOLDEN / "array.sh", render(replace(one, name="x", folder="/runs/.slurm/feedbeefcafe", array=16)))
 
 
-def test_no_golden_text_is_left_over():
+def test_no_stale_golden_text():
     assert {path.stem for path in GOLDEN.iterdir()} == {*CASES, "array"}
 
 
@@ -82,13 +82,13 @@ def test_bash_can_read_it(path: Path):
     assert subprocess.run(["bash", "-n", str(path)], capture_output=True, text=True, check=False).stderr == ""
 
 
-def test_runs_that_ask_for_the_same_go_together():
+def test_runs_with_equal_resources_share_an_array():
     plans = [planned("cluster=slurm", f"parallelism.tp={tp}") for tp in (1, 2, 1, 4)]
     assert [[plans.index(plan) for plan in group] for group in group_by_resources(plans)] == [[0, 2], [1], [3]]
 
 
 def fake_cluster(folder: Path, srun: str, after: int) -> dict[str, str]:
-    """A folder of programs that do what SLURM's would, for the script's own logic."""
+    """Folder of fake SLURM programs, for the script's own logic."""
     programs = {"srun": srun, "scontrol": f'echo "$@" >> {folder}/said', "python": f"exit {after}"}
     for name, text in programs.items():
         (folder / name).write_text(f"#!/bin/bash\n{text}\n")
@@ -97,8 +97,8 @@ def fake_cluster(folder: Path, srun: str, after: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("after", "code", "said"), [(0, 0, ""), (1, 1, ""), (130, 130, ""), (85, 0, "requeue 12\n")])
-def test_the_script_ends_as_the_run_did(tmp_path: Path, after: int, code: int, said: str):
-    """And a signal while srun runs is waited through: the flag is there, and srun's own end is awaited."""
+def test_exit_code_of_the_script(tmp_path: Path, after: int, code: int, said: str):
+    """A signal while srun runs writes the stop flag, and the script still waits for srun."""
     environment = fake_cluster(tmp_path, 'kill -USR2 "$PPID"; sleep 0.5; echo srun is over; exit 3', after)
     one = replace(script("cluster=slurm"), python=f"{tmp_path}/python", folder=str(tmp_path / "run"))
     (tmp_path / "run").mkdir()

@@ -48,12 +48,8 @@ class AsyncSaveProcess:
             self._generation += 1
 
     def wait(self, future: Future[Any]) -> None:
-        """Wait until the checkpoint is written.
-
-        Raises:
-            OSError: it could not be written, or the process died.
-            CheckpointException: the same, on any rank.
-        """
+        """Wait until the checkpoint is written. Raises OSError if it was not or the process died, or
+        CheckpointException if so on any rank."""
         while True:
             try:
                 future.result(timeout=POLL_SECONDS)

@@ -20,12 +20,7 @@ from titan_exp.tracking.logging import get_logger
 
 
 class AsyncSaver:
-    """Background saves of one run, one at a time.
-
-    Args:
-        mode: `async`, `async_pinned` (CUDA) or `async_process`.
-        group: CPU group of all ranks.
-    """
+    """Background saves of one run, one at a time, in mode `async`, `async_pinned` (CUDA) or `async_process`."""
 
     def __init__(self, mode: str, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -55,12 +50,7 @@ class AsyncSaver:
         return future
 
     def wait(self, future: Future[Any]) -> None:
-        """Wait until a save has ended.
-
-        Raises:
-            OSError: it could not be written, or the save process died.
-            CheckpointException: the same, on any rank.
-        """
+        """Wait until a save has ended; raises as `AsyncSaveProcess.wait` does."""
         if self._process is None:
             future.result()
         else:

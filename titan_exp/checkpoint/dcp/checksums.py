@@ -26,12 +26,10 @@ _THREADS = 4
 
 @dataclass(frozen=True)
 class FileChecksum:
-    """Size and checksum of a file."""
+    """Size in bytes, and CRC-32 of a whole file."""
 
     size: int
-    """Size in bytes."""
     crc32: int
-    """CRC-32 of the whole file."""
 
 
 def write_checksums(path: Path, checksums: Mapping[str, FileChecksum]) -> None:
@@ -41,11 +39,7 @@ def write_checksums(path: Path, checksums: Mapping[str, FileChecksum]) -> None:
 
 
 def parse_checksums(text: str) -> dict[str, FileChecksum]:
-    """Parse `checksums.json` into checksums by file name.
-
-    Raises:
-        ValueError, KeyError, TypeError, AttributeError: the text has another form.
-    """
+    """Parse `checksums.json` into checksums by file name. Raises ValueError, KeyError, TypeError or AttributeError."""
     files = json.loads(text)["files"]
     checksums = {name: FileChecksum(entry["size"], int(entry["crc32"], 16)) for name, entry in files.items()}
     for name, checksum in checksums.items():
@@ -63,10 +57,7 @@ def has_checksums(path: Path) -> bool:
 def find_damage(path: Path, shard: int = 0, shards: int = 1) -> str | None:
     """Verify a checkpoint's files; returns a description of the first damaged file, or None.
 
-    Args:
-        path: folder of the checkpoint.
-        shard: index of the shard of the files to read, so that each rank reads different ones.
-        shards: number of shards.
+    Only files of index `shard` modulo `shards` are read, so that each rank can read different ones.
     """
     try:
         if not has_checksums(path):
@@ -83,10 +74,7 @@ def find_damage(path: Path, shard: int = 0, shards: int = 1) -> str | None:
 
 
 def find_damage_on_ranks(path: Path, group: dist.ProcessGroup | None) -> str | None:
-    """`find_damage` with the files sharded over the ranks of the group; the same result on all of them.
-
-    Without a process group, this process reads all files.
-    """
+    """`find_damage` with the files sharded over the ranks of the group, or by this process alone without one."""
     if not dist.is_initialized():
         return find_damage(path)
     world = dist.get_world_size(group)
@@ -96,20 +84,12 @@ def find_damage_on_ranks(path: Path, group: dist.ProcessGroup | None) -> str | N
 
 
 def require_intact(path: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Verify a checkpoint that the user named; all ranks of the group together.
-
-    Raises:
-        UserError: it is damaged.
-    """
+    """Verify a checkpoint that the user named; all ranks of the group together. Raises UserError if it is damaged."""
     raise_if_damaged(path, find_damage_on_ranks(path, group))
 
 
 def raise_if_damaged(path: Path, damage: str | None) -> None:
-    """Refuse a damaged checkpoint.
-
-    Raises:
-        UserError: `damage` is not None.
-    """
+    """Raise UserError if `damage` is not None."""
     if damage is not None:
         raise UserError(f"The checkpoint {path} is damaged: {damage}. Use an older one, or another copy of it.")
 

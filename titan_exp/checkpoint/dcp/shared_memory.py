@@ -11,7 +11,6 @@ from torch import Tensor
 from titan_exp.ops.local_tensor import local_tensor
 
 SHARED_MEMORY = Path("/dev/shm")
-"""Linux's file system for shared memory."""
 
 
 def shared_memory_shortage(state: Mapping[str, Tensor], group: dist.ProcessGroup) -> str | None:

@@ -45,11 +45,7 @@ class SafeStorageReader(dcp.FileSystemReader):
     """torch's file system reader with safe unpickling of the metadata."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the checkpoint's metadata.
-
-        Raises:
-            pickle.UnpicklingError: it holds anything but checkpoint metadata.
-        """
+        """Read the metadata. Raises pickle.UnpicklingError if it holds anything but checkpoint metadata."""
         with (Path(self.path) / METADATA_FILE).open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
         if getattr(metadata, "storage_meta", None) is None:

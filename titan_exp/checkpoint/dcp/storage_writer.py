@@ -23,12 +23,8 @@ from titan_exp.checkpoint.retention import CheckpointFolder
 
 
 class ChecksumWriter(dcp.FileSystemWriter):
-    """torch's file system writer, which also writes `checksums.json` last.
-
-    Args:
-        path: folder to write.
-        single_file_per_rank: True for one file per rank, False for one per tensor.
-    """
+    """torch's file system writer, which also writes `checksums.json` last. It writes one file per rank or per
+    tensor."""
 
     def __init__(self, path: Path, *, single_file_per_rank: bool) -> None:
         super().__init__(path, single_file_per_rank=single_file_per_rank, sync_files=True)

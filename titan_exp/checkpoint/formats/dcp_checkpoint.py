@@ -27,7 +27,6 @@ class DCPTensorReader:
         self._path = path
         self._metadata = SafeStorageReader(path).read_metadata()
         self.shapes = {name: tuple(entry.size) for name, entry in self._entries.items()}
-        """Shape by tensor name."""
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of a tensor."""

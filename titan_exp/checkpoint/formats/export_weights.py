@@ -48,10 +48,8 @@ class ExportOptions:
 def export_weights(source: OpenCheckpoint, target: Path, export: ExportOptions) -> int:
     """Write the weights of a checkpoint to a new path; returns the bytes of weights.
 
-    Only the written tensor and those it is made of are in memory, never the model.
-
-    Raises:
-        UserError: the target exists, the disk has no room, or the format cannot hold the model.
+    Only the written tensor and those it is made of are in memory, never the model. Raises UserError if the target
+    exists, the disk has no room, or the format cannot hold the model.
     """
     if target.exists():
         raise UserError(f"{target} exists. Use another path, or remove it first.")

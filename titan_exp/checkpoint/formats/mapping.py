@@ -17,7 +17,6 @@ class ImportReader:
     def __init__(self, store: TensorReader, row_map: StateDictMap) -> None:
         self._store, self._map = store, row_map
         self.shapes = row_map.shapes
-        """Shape by full parameter name."""
 
     def dtype(self, name: str) -> torch.dtype:
         """Promoted dtype of a parameter's source tensors."""
@@ -86,16 +85,9 @@ def check_tensors(
     where: str,
     optional: frozenset[str] = frozenset(),
 ) -> None:
-    """Refuse a checkpoint whose tensors are not exactly those of the model.
+    """Refuse a checkpoint whose tensors, shapes by name, are not exactly those of the model, and list the differences.
 
-    Args:
-        found: shapes in the checkpoint, by name.
-        wanted: shapes of the model, by name.
-        where: name of the checkpoint in the message.
-        optional: names that may be present and are ignored.
-
-    Raises:
-        UserError: lists missing, unexpected and reshaped tensors.
+    `where` names the checkpoint in the message; tensors named in `optional` may be present and are ignored.
     """
     lines = [
         *(f"missing: {name} {_shape(wanted[name])}" for name in wanted if name not in found),

@@ -23,16 +23,13 @@ IGNORED = "rope.freqs"
 class ConsolidatedReader:
     """Reads tensors sharded over files by rows, by columns, or replicated.
 
-    Args:
-        pieces: tensors of each file, in rank order.
-        shapes: full shapes by name.
+    `pieces` are the tensors of each file in rank order, `shapes` the full shapes by name.
     """
 
     def __init__(self, pieces: list[dict[str, Tensor]], shapes: Mapping[str, tuple[int, ...]]) -> None:
         self._pieces = pieces
         present = {name for piece in pieces for name in piece if name != IGNORED}
         self.shapes = {name: self._whole_shape(name, shapes.get(name)) for name in sorted(present)}
-        """Full shape by tensor name."""
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of a tensor."""
@@ -75,14 +72,10 @@ class ConsolidatedReader:
 
 
 def open_consolidated(folder: Path, known: ModelConfig | None = None) -> tuple[ModelConfig, ConsolidatedReader]:
-    """Open a folder; returns its model configuration and tensors.
+    """Open a folder with `params.json` and `consolidated.*.pth`; returns its model configuration and tensors.
 
-    Args:
-        folder: with `params.json` and at least one `consolidated.*.pth`.
-        known: the configuration, if known from elsewhere than `params.json`.
-
-    Raises:
-        UserError: a file is missing or damaged, or the files do not belong together.
+    `known` replaces the configuration of `params.json`. Raises UserError if a file is missing or damaged, or the files
+    do not belong together.
     """
     try:
         params: dict[str, Any] = json.loads((folder / "params.json").read_text(encoding="utf-8"))

@@ -27,7 +27,7 @@ from titan_exp.models.convert.model_json import FILE, from_json
 from titan_exp.models.spec.lookup import family_violations, model_spec
 
 FORMATS = ("dcp", "huggingface", "llama", "torch", "torchtune")
-"""Formats that can be read and written."""
+"""Readable and writable formats."""
 
 TORCHTUNE_FILE = "model.pt"
 """Weights in a torchtune folder, beside `model.json`."""
@@ -38,11 +38,8 @@ class OpenCheckpoint:
     """An opened checkpoint: its weights as our parameters, its model and tokenizer."""
 
     path: Path
-    """Path of the checkpoint itself."""
     format: str
-    """One of `FORMATS`."""
     model: ModelConfig
-    """The model group."""
     parameters: TensorReader
     """Reader of our parameters by full name."""
     tokenizer: str | None = None
@@ -52,14 +49,9 @@ class OpenCheckpoint:
 
 
 def open_checkpoint(path: Path, step: int = 0) -> OpenCheckpoint:
-    """Detect the format of a path and open it.
+    """Detect the format of a path and open it; of a run folder, the checkpoint of `step` (0 is the newest).
 
-    Args:
-        path: a run folder, one of its checkpoints, or weights in another format.
-        step: checkpoint of a run; 0 is the newest.
-
-    Raises:
-        UserError: it is no checkpoint, or is incomplete or damaged.
+    Raises UserError if the path is no checkpoint, or it is incomplete or damaged.
     """
     if not path.exists():
         raise UserError(f"{path} does not exist. Runs are listed by: ls -d runs/*/*/")
@@ -81,11 +73,8 @@ def open_checkpoint(path: Path, step: int = 0) -> OpenCheckpoint:
 
 
 def open_huggingface(folder: Path, architecture: str | None = None) -> OpenCheckpoint:
-    """Open a Hugging Face folder as an architecture; None is the one named in config.json.
-
-    Raises:
-        UserError: the architecture is unknown, or a file is missing or damaged.
-    """
+    """Open a Hugging Face folder as an architecture; None is the one named in config.json. Raises UserError if the
+    architecture is unknown, or a file is missing or damaged."""
     try:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

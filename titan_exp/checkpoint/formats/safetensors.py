@@ -24,11 +24,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class SafetensorsReader:
-    """Reads the `*.safetensors` of a folder through memory maps.
-
-    Raises:
-        UserError: a file is missing or damaged.
-    """
+    """Reads the `*.safetensors` of a folder through memory maps. Raises UserError if a file is missing or damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -89,14 +85,11 @@ class SafetensorsReader:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name, shape and dtype of a tensor to be written."""
+    """Name, full shape and dtype of a tensor to be written."""
 
     name: str
-    """Name in the file."""
     shape: tuple[int, ...]
-    """Full shape."""
     dtype: torch.dtype
-    """Dtype in the file."""
 
     @property
     def bytes(self) -> int:
@@ -121,14 +114,11 @@ def write_safetensors(folder: Path, specs: Sequence[TensorSpec], produce: Tensor
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Location of a tensor in the files of a folder."""
+    """File of a tensor in a folder, and the offset of its first byte."""
 
     file: str
-    """File name."""
     begin: int
-    """Offset of its first byte."""
     spec: TensorSpec
-    """Spec of the tensor."""
 
 
 def tensor_locations(specs: Sequence[TensorSpec], *, file_bytes: float) -> dict[str, TensorLocation]:
@@ -142,11 +132,8 @@ def tensor_locations(specs: Sequence[TensorSpec], *, file_bytes: float) -> dict[
 
 
 def preallocate_safetensors(folder: Path, specs: Sequence[TensorSpec], *, file_bytes: float) -> None:
-    """Write headers and the index, and preallocate the tensor data for other ranks to fill in.
-
-    Raises:
-        OSError: the disk has no room.
-    """
+    """Write headers and the index, and preallocate the tensor data for other ranks. Raises OSError if the disk has no
+    room."""
     parts = _files(specs, file_bytes)
     for name, part in parts.items():
         header, _ = _header(part)

@@ -27,6 +27,7 @@ from titan_exp.checkpoint.state_dict import MODEL_PREFIX, model_state_dict
 from titan_exp.config.groups.checkpoint import CheckpointConfig
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.paths.checkpoint_paths import step_name
 from titan_exp.models.convert.checkpoint_formats import state_dict_map
 from titan_exp.models.convert.state_dict_map import StateDictMap
 from titan_exp.ops.local_tensor import local_tensor
@@ -36,7 +37,6 @@ from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.run_folder.atomic_write import sync_all, sync_folder
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-"""Dtypes of `checkpoint.export`."""
 FILE_BYTES = 5e9
 """Maximum size of a file; a larger tensor has a file to itself."""
 
@@ -68,7 +68,7 @@ class ShardedHFExporter:
 
     def path_of(self, step: int) -> Path:
         """Folder of a step; it exists only once complete."""
-        return self._path / f"step-{step:08d}"
+        return self._path / step_name(step)
 
     def write(self, step: int, parts: Sequence[nn.Module]) -> bool:
         """Export the weights after a step, unless it exists; returns True if the export exists or is turned off.

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 FULL_SLICE = slice(None)
-"""All rows or columns."""
 
 
 class TensorReader(Protocol):

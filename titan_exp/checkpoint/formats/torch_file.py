@@ -22,7 +22,6 @@ class TorchFileReader:
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = tensors
         self.shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        """Shape by tensor name."""
 
     def dtype(self, name: str) -> torch.dtype:
         """Dtype of a tensor."""
@@ -34,11 +33,8 @@ class TorchFileReader:
 
 
 def torch_load_safely(path: Path) -> dict[str, Any]:
-    """Load a file with memory-mapped tensors, without executing code in it.
-
-    Raises:
-        UserError: it is no torch file, is damaged, or holds more than tensors and plain values.
-    """
+    """Load a file with memory-mapped tensors, without executing code in it. Raises UserError if it is no torch file, is
+    damaged, or holds more than tensors and plain values."""
     try:
         found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
@@ -54,15 +50,10 @@ def torch_load_safely(path: Path) -> dict[str, Any]:
 
 
 def write_torch_file(path: Path, state: Mapping[str, Any], produce: TensorProducer) -> None:
-    """Write a file for `torch.load(..., weights_only=True)`.
+    """Write nested dictionaries of plain values and `TensorSpec`s for `torch.load(..., weights_only=True)`.
 
-    The file is laid out first and filled through a memory map, so that one tensor is in memory at a time. The
-    archive's checksums, which torch does not read, stay empty.
-
-    Args:
-        path: file to write.
-        state: nested dictionaries of plain values, with a `TensorSpec` for each tensor.
-        produce: producer of the tensors.
+    The file is laid out first and filled through a memory map, so that one tensor is in memory at a time. The archive's
+    checksums, which torch does not read, stay empty.
     """
     specs: list[tuple[tuple[str, ...], TensorSpec]] = []
     with tempfile.NamedTemporaryFile(dir=path.parent) as file:

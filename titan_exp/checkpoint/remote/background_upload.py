@@ -216,11 +216,8 @@ def _failure_of(action: Callable[[], None]) -> str | None:
 
 
 def steps_to_upload(run: RemoteRun, folder: CheckpointFolder, keep_every: int | None) -> list[int]:
-    """Local complete steps that are not uploaded, ascending: the newest, and those that `keep_every` retains.
-
-    Raises:
-        RemoteError: the store cannot be asked.
-    """
+    """Local complete steps that are not uploaded, ascending: the newest, and those that `keep_every` retains. Raises
+    RemoteError."""
     local = [step for step in folder.complete_steps() if has_checksums(folder.path_of(step))]
     wanted = [step for step in local if step == local[-1] or (keep_every is not None and step % keep_every == 0)]
     listed = run.listed_steps()

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from rich.filesize import decimal
 
 from titan_exp.checkpoint.dcp.checksums import CHECKSUMS_FILE, FileChecksum, find_file_damage, parse_checksums
+from titan_exp.checkpoint.formats.safetensors import INDEX
 from titan_exp.checkpoint.remote.remote_folder import RemoteError, RemoteFile, RemoteFolder
-from titan_exp.checkpoint.remote.remote_run import CONFIG, step_name
+from titan_exp.checkpoint.remote.remote_run import CONFIG
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.paths.checkpoint_paths import COMPLETE_NAME
+from titan_exp.config.paths.checkpoint_paths import COMPLETE_NAME, step_name
 from titan_exp.config.paths.remote_url import is_url, joined
 from titan_exp.models.convert.model_json import FILE
 from titan_exp.parallel.mesh import new_cpu_group
@@ -31,23 +32,16 @@ from titan_exp.tracking.progress_tracker import PROGRESS
 CACHE = Path("runs/.cache/remote")
 """Cache of commands that belong to no run; it may be deleted while none of them is running."""
 _HUGGINGFACE_SUFFIXES = (".safetensors", ".json", ".model", ".txt", ".jinja")
-_INDEX = "model.safetensors.index.json"
 _UPLOADED_LAST = ("config.json", "params.json", "model.json", ".metadata", CHECKSUMS_FILE)
 """Files without which a folder is no checkpoint, in the order in which they are uploaded."""
 
 
 def local_copy(path_or_url: str, *, cache: Path = CACHE, step: int = 0) -> Path:
-    """Return a local path: `path_or_url` itself if it is a path, else a cached download of the URL.
+    """Local path of a run, a checkpoint, or weights: `path_or_url` itself if it is a path, else a cached download.
 
-    In a job of several ranks, all ranks call it together.
-
-    Args:
-        path_or_url: path or URL of a run, a checkpoint, or weights in another format.
-        cache: download folder, visible to all ranks.
-        step: checkpoint of a run; 0 is the newest.
-
-    Raises:
-        UserError: the URL cannot be reached or holds no checkpoint, a file is damaged, or the disk is full.
+    `step` is the checkpoint of a run; 0 is the newest. In a job of several ranks, all ranks call it together and see
+    the same `cache`. Raises UserError if the URL cannot be reached or holds no checkpoint, a file is damaged, or the
+    disk is full.
     """
     if not is_url(path_or_url):
         return Path(path_or_url).expanduser()
@@ -55,7 +49,7 @@ def local_copy(path_or_url: str, *, cache: Path = CACHE, step: int = 0) -> Path:
     if world > 1:
         return _download_on_ranks(path_or_url, cache, step, world)
     manifest = _find_checkpoint(path_or_url, step)
-    with byte_progress(f"fetching {path_or_url}") as progress:
+    with byte_progress(f"downloading {path_or_url}") as progress:
         failure = _download(manifest, cache, list(manifest.files), progress)
     if failure is not None:
         raise UserError(failure)
@@ -67,10 +61,7 @@ def staged_upload(path_or_url: str, *, cache: Path = CACHE) -> Iterator[Path]:
     """A local path to write weights to in the block; if `path_or_url` is a URL, they are uploaded afterwards.
 
     Files that make a folder a checkpoint are uploaded last, so that a partial upload is none. Until then the weights
-    are in the cache, which needs room for all of them.
-
-    Raises:
-        UserError: the URL exists already or cannot be written to.
+    are in the cache, which needs room for all of them. Raises UserError if the URL exists or cannot be written to.
     """
     if not is_url(path_or_url):
         yield Path(path_or_url).expanduser()
@@ -188,11 +179,11 @@ def _files_to_download(remote: RemoteFolder, files: dict[str, RemoteFile]) -> di
     if "config.json" not in files or not any(name.endswith(".safetensors") for name in files):
         return files
     indexed = None
-    if _INDEX in files:
+    if INDEX in files:
         try:
-            indexed = set(json.loads(remote.read(_INDEX) or b"")["weight_map"].values())
+            indexed = set(json.loads(remote.read(INDEX) or b"")["weight_map"].values())
         except (ValueError, KeyError, AttributeError) as error:
-            raise UserError(f"{joined(remote.url, _INDEX)} cannot be read: {error}") from error
+            raise UserError(f"{joined(remote.url, INDEX)} cannot be read: {error}") from error
     return {
         name: file
         for name, file in files.items()
@@ -213,7 +204,7 @@ def _download_on_ranks(path_or_url: str, cache: Path, step: int, world: int) -> 
     manifest = found[0]
     if not isinstance(manifest, _Manifest):
         raise UserError(str(manifest))
-    get_logger().info("fetching %s from %s, unless it is in the cache", decimal(manifest.bytes), path_or_url)
+    get_logger().info("downloading %s from %s, unless cached", decimal(manifest.bytes), path_or_url)
     failures: list[str | None] = [None] * world
     failure = _download(manifest, cache, sorted(manifest.files)[rank::world])
     dist.all_gather_object(failures, failure, group=group)

@@ -9,16 +9,13 @@ from titan_exp.config.errors.user_error import UserError
 
 
 def download(repo: str, target: Path, patterns: Sequence[str], revision: str | None = None) -> None:
-    """Download the files of a repository that match the patterns, or resume.
-
-    Raises:
-        UserError: the repository or the hub cannot be reached, or access is refused.
-    """
+    """Download the files of a repository that match the patterns, or resume. Raises UserError if the repository or the
+    hub cannot be reached, or access is refused."""
     from huggingface_hub import HfApi, errors, snapshot_download
 
     token = os.environ.get("HF_TOKEN") or False
     try:
-        # First, because without network `snapshot_download` accepts an existing folder, whatever it holds.
+        # First, because without network `snapshot_download` accepts an existing folder with any content.
         revision = HfApi(token=token).repo_info(repo, revision=revision).sha
         snapshot_download(repo, revision=revision, local_dir=target, allow_patterns=list(patterns), token=token)
     except errors.GatedRepoError as error:
@@ -30,7 +27,7 @@ def download(repo: str, target: Path, patterns: Sequence[str], revision: str | N
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, OSError) as error:
         raise UserError(_unreachable(repo, error)) from error
     except Exception as error:
-        # The library passes on errors of its HTTP client.
+        # The library lets errors of its HTTP client through.
         if not type(error).__module__.startswith(("httpx", "httpcore", "requests", "huggingface_hub")):
             raise
         raise UserError(_unreachable(repo, error)) from error
@@ -38,8 +35,8 @@ def download(repo: str, target: Path, patterns: Sequence[str], revision: str | N
 
 def _access(token: Any) -> str:
     if token:
-        return "The token in HF_TOKEN does not open it: accept its licence on the hub with the account of the token."
-    return "Put a token into the environment variable HF_TOKEN; it is used for this command and kept nowhere."
+        return "The token in HF_TOKEN has no access: accept the licence on the hub with the token's account."
+    return "Set the environment variable HF_TOKEN to a token; it is used for this command and not stored."
 
 
 def _unreachable(repo: str, error: BaseException) -> str:
@@ -47,10 +44,10 @@ def _unreachable(repo: str, error: BaseException) -> str:
     while cause.__cause__ is not None:
         cause = cause.__cause__
     if isinstance(cause, OSError) and cause.errno in (28, 122):
-        return f"{repo} could not be stored: the disk is full. Downloaded files are kept; free space and try again."
+        return f"{repo} could not be stored: the disk is full. Downloaded files are kept; free space and retry."
     reason = str(cause).partition("\n")[0] or type(cause).__name__
     return (
-        f"{repo} could not be fetched: the hub does not answer ({reason}).\n"
-        "  Downloaded files are kept, and the same command resumes. Without network, copy the folder from a machine\n"
-        "  that has one. HTTPS_PROXY and HF_ENDPOINT are honoured; HF_HUB_OFFLINE=1 must not be set."
+        f"{repo} could not be downloaded: the hub does not answer ({reason}).\n"
+        "  The same command resumes. Without network, copy the folder from a machine that has one.\n"
+        "  HTTPS_PROXY and HF_ENDPOINT are honoured; HF_HUB_OFFLINE=1 must not be set."
     )

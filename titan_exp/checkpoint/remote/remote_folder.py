@@ -19,7 +19,6 @@ from titan_exp.config.paths.remote_url import problem_of_url
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
 
 CONNECT_SECONDS = 10
-"""Connect timeout of S3."""
 READ_SECONDS = 60
 """Read timeout of S3. Other protocols use the timeouts of their own packages."""
 ATTEMPTS = 3
@@ -48,12 +47,10 @@ class TransferCancelled(RemoteError):
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file in a remote folder."""
+    """A file in a remote folder; sizes are in bytes."""
 
     name: str
-    """Name within its folder."""
     size: int
-    """Size in bytes."""
     version: str
     """ETag, generation or modification time, as far as the store reports one."""
 
@@ -65,21 +62,17 @@ class RemoteFile:
 
 @dataclass(frozen=True)
 class RemoteListing:
-    """Direct children of a remote folder."""
+    """Direct children of a remote folder: files by name, folder names sorted."""
 
     files: dict[str, RemoteFile] = field(default_factory=dict)
-    """Files by name."""
     folders: tuple[str, ...] = ()
-    """Folder names, sorted."""
 
 
 class RemoteFolder:
     """The folder at `url`, which need not exist. Names are relative and may have parts (`step-00000100/x`).
 
-    Every method raises RemoteError if the store fails.
-
-    Raises:
-        UserError: the protocol is unknown or not installed, or the URL may hold a credential.
+    Every method raises RemoteError if the store fails. Raises UserError if the protocol is unknown or not installed, or
+    the URL may hold a credential.
     """
 
     def __init__(self, url: str) -> None:
@@ -136,11 +129,8 @@ class RemoteFolder:
                 store.pipe_file(path, content)
 
     def upload(self, source: Path, name: str = "", *, stop: Callable[[], bool] = lambda: False) -> None:
-        """Upload a file. A crash or an error may leave a part of it in the store.
-
-        Raises:
-            TransferCancelled: `stop`, called between parts, returned True.
-        """
+        """Upload a file; a failure may leave a part of it. Raises TransferCancelled once `stop`, called between parts,
+        is True."""
         if stop():
             raise TransferCancelled("the transfer was cancelled")
         with self._store(name) as (store, path):
@@ -150,11 +140,8 @@ class RemoteFolder:
                 store.put_file(str(source), path, callback=_stopping(stop))
 
     def download(self, name: str, target: Path) -> None:
-        """Download a file (without a name, the URL itself); `target` appears once it is complete.
-
-        Raises:
-            OSError: the local disk is full or read-only.
-        """
+        """Download a file (without a name, the URL itself); `target` appears once it is complete. Raises OSError if the
+        local disk is full or read-only."""
         partial = target.with_name(f"{target.name}.{os.urandom(4).hex()}.part")
         partial.touch()  # an error of the local disk must not count as one of the store
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from titan_exp.checkpoint.dcp.checksums import CHECKSUMS_FILE, FileChecksum, parse_checksums
 from titan_exp.checkpoint.remote.remote_folder import RemoteError, RemoteFolder
-from titan_exp.config.paths.checkpoint_paths import COMPLETE_NAME, METADATA_FILE
+from titan_exp.config.paths.checkpoint_paths import COMPLETE_NAME, METADATA_FILE, step_name
 from titan_exp.config.paths.remote_url import joined
 from titan_exp.tracking.logging import get_logger
 
@@ -20,22 +20,9 @@ DAMAGED = "checksums.damaged.json"
 _RANK_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 
 
-def step_name(step: int) -> str:
-    """Folder name of a step."""
-    return f"step-{step:08d}"
-
-
 class RemoteRun:
-    """Remote folder of one run.
-
-    Args:
-        remote: URL of all runs, `checkpoint.remote`.
-        name: name of the experiment.
-        run_id: id of the run.
-
-    Raises:
-        UserError: the URL cannot be used on this machine.
-    """
+    """Remote folder of one run below `remote`, the value of `checkpoint.remote`. Raises UserError if the URL cannot be
+    used."""
 
     def __init__(self, remote: str, name: str, run_id: str) -> None:
         self.folder = RemoteFolder(joined(remote, name, run_id))
@@ -76,11 +63,8 @@ class RemoteRun:
     def upload_shard(self, step: int, path: Path, rank: int, world: int, stop: Callable[[], bool]) -> None:
         """Upload one rank's shard of a checkpoint's files: those it wrote itself, if the layout is unchanged.
 
-        An existing checkpoint of the step stops being complete with the first file.
-
-        Raises:
-            RemoteError: the store did not take all of it.
-            OSError: the checkpoint at `path` cannot be read.
+        An existing checkpoint of the step stops being complete with the first file. Raises RemoteError if the store did
+        not take all of it, OSError if the checkpoint at `path` cannot be read.
         """
         listed = self.folder.listing(step_name(step)).files
         if CHECKSUMS_FILE in listed and self.has_same(step, path):
@@ -91,11 +75,8 @@ class RemoteRun:
                 self.folder.upload(path / name, f"{step_name(step)}/{name}", stop=stop)
 
     def publish(self, step: int, path: Path) -> None:
-        """Write the marker file of a checkpoint whose shards are all uploaded.
-
-        Raises:
-            RemoteError: a file is missing or has the wrong size, or the marker file cannot be written.
-        """
+        """Write the marker file once all shards are uploaded. Raises RemoteError if a file is missing or has the wrong
+        size."""
         text = (path / CHECKSUMS_FILE).read_text(encoding="utf-8")
         listed = self.folder.listing(step_name(step)).files
         if CHECKSUMS_FILE in listed:
@@ -109,12 +90,9 @@ class RemoteRun:
         self.folder.write(f"{step_name(step)}/{CHECKSUMS_FILE}", text.encode())
 
     def apply_retention(self, newest: int, every: int | None, published: int) -> None:
-        """Delete old complete checkpoints and the remains of interrupted uploads of older steps.
+        """Delete old complete checkpoints and the remains of interrupted uploads, up to the step just published.
 
-        Args:
-            newest: number of newest checkpoints to keep.
-            every: checkpoints whose step is a multiple of it are kept as well; None keeps none of them.
-            published: step that has just been published; newer steps are not touched.
+        The `newest` ones stay, and those whose step is a multiple of `every`.
         """
         listed = [step for step in self.listed_steps() if step <= published]
         complete = [step for step in listed if step in self._kept or self.checksums(step) is not None]

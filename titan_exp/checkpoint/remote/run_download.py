@@ -13,11 +13,13 @@ import torch.distributed as dist
 
 from titan_exp.checkpoint.dcp.checksums import CHECKSUMS_FILE, FileChecksum, find_file_damage
 from titan_exp.checkpoint.remote.remote_folder import RemoteError
-from titan_exp.checkpoint.remote.remote_run import RemoteRun, step_name
+from titan_exp.checkpoint.remote.remote_run import RemoteRun
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.config.errors.user_error import UserError
+from titan_exp.config.paths.checkpoint_paths import step_name
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.progress_tracker import PROGRESS
+from titan_exp.tracking.run_folder.atomic_write import sync_file
 
 DOWNLOADING = ".fetching"
 """Suffix of a checkpoint folder that is being downloaded; unlike a partial one, it is kept for the next start."""
@@ -26,23 +28,12 @@ DOWNLOADING = ".fetching"
 def download_newer(
     run: RemoteRun, folder: CheckpointFolder, than: int | None, group: dist.ProcessGroup | None
 ) -> int | None:
-    """Download the newest intact checkpoint that is newer than step `than`; all ranks of the group together.
+    """Download the newest intact checkpoint that is newer than step `than`; returns its step, or None. All ranks
+    together.
 
-    A damaged remote checkpoint is logged and quarantined, and the one before it is tried. If the store does not
-    answer, the run continues from the local checkpoint, and the log says so.
-
-    Args:
-        run: remote folder of the run.
-        folder: local checkpoints of the run, visible to all ranks.
-        than: step of the newest intact local checkpoint; None if there is none.
-        group: the ranks.
-
-    Returns:
-        The downloaded step; None if there is nothing newer.
-
-    Raises:
-        UserError: the store cannot be asked and there is no local checkpoint, so that the run would start over; or
-            the disk is full.
+    A damaged remote checkpoint is logged and quarantined, and the one before it is tried. If the store does not answer,
+    the run continues from the local checkpoint, and the log says so. Raises UserError if there is no local checkpoint
+    either, so that the run would start over, or if the disk is full.
     """
     leader = dist.get_rank(group) == 0
     remote_steps = _on_rank_0(lambda: [step for step in run.complete_steps() if than is None or step > than], group)
@@ -54,9 +45,9 @@ def download_newer(
             return _continue_without(checksums, than)
         if checksums is None:
             continue
-        get_logger().info("fetching the checkpoint of step %d from %s", step, run.url)
+        get_logger().info("downloading the checkpoint of step %d from %s", step, run.url)
         target = folder.path_of(step).with_name(step_name(step) + DOWNLOADING)
-        damage = _download(run, step, checksums, target, group)
+        damage = _download_files(run, step, checksums, target, group)
         if damage is None:
             _publish(run, folder, step, target, group)
             return step
@@ -74,14 +65,11 @@ def download_newer(
     return None
 
 
-def _download(
+def _download_files(
     run: RemoteRun, step: int, checksums: dict[str, FileChecksum], target: Path, group: dist.ProcessGroup | None
 ) -> str | RemoteError | None:
-    """Download all files of a checkpoint; returns the damage found there, or the failure of the store.
-
-    Raises:
-        UserError: the local disk cannot be written to.
-    """
+    """Download all files of a checkpoint; returns the damage found there, or the failure of the store. Raises UserError
+    if the local disk cannot be written to."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     shard = {name: checksums[name] for name in sorted(checksums)[rank::world]}
     found: list[Any] = [None] * world
@@ -111,7 +99,7 @@ def _download_shard(
             if damage is not None:
                 file.unlink(missing_ok=True)
                 return "damage", damage
-            _sync(file)
+            sync_file(file)
     except RemoteError as error:
         missing = isinstance(error.__cause__, FileNotFoundError)
         return ("damage", f"{name} is missing") if missing else ("store", str(error))
@@ -126,7 +114,7 @@ def _publish(
     def publish() -> None:
         text = run.folder.read(f"{step_name(step)}/{CHECKSUMS_FILE}")
         (target / CHECKSUMS_FILE).write_bytes(text or b"")
-        _sync(target / CHECKSUMS_FILE)
+        sync_file(target / CHECKSUMS_FILE)
         shutil.rmtree(folder.partial_path(step), ignore_errors=True)
         os.rename(target, folder.partial_path(step))
         folder.publish(step)
@@ -148,11 +136,8 @@ def _continue_without(error: RemoteError, than: int | None) -> None:
 
 
 def _on_rank_0(call: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
-    """Result of `call` on rank 0, broadcast; a RemoteError is returned, not raised.
-
-    Raises:
-        UserError: on every rank, if rank 0 cannot write to the local disk.
-    """
+    """Result of `call` on rank 0, broadcast; a RemoteError is returned. Raises UserError on every rank if rank 0 cannot
+    write to the local disk."""
     result: list[Any] = [None]
     if dist.get_rank(group) == 0:
         try:
@@ -165,8 +150,3 @@ def _on_rank_0(call: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
     if isinstance(result[0], UserError):
         raise result[0]
     return result[0]
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

@@ -95,7 +95,9 @@ def to_latex(comparison: Comparison) -> str:
     r"""A `tabular` for `\usepackage{booktabs}`; better values are bold."""
     found = text_table(comparison)
     spec = "l" * len(found.keys) + "r" * (found.has_seeds + len(found.metrics))
-    lines = [[*map(_latex, found.keys), *["$n$"][: found.has_seeds], *(_latex(title(it)) for it in found.metrics)]]
+    lines = [
+        [*map(_latex, found.keys), *["$n$"][: found.has_seeds], *(_latex(title(metric)) for metric in found.metrics)]
+    ]
     for row in found.rows:
         cells = [_latex_cell(cell, baseline=row.is_baseline) for cell in row.cells]
         lines.append([*map(_latex, row.keys), *[str(row.n)][: found.has_seeds], *cells])

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,15 +26,11 @@ if TYPE_CHECKING:
 INK, TRAIN, VALIDATION, QUIET, ALARM = "#222222", "#2b6cb0", "#dd6b20", "#718096", "#c53030"
 
 Series = tuple[list[float], list[float]]
-"""Steps and values."""
 
 
 def draw(run_folder: Path) -> Path:
-    """Draw the run's curves to `loss.png` in its folder; returns the path.
-
-    Raises:
-        UserError: the run has logged no step.
-    """
+    """Draw the run's curves to `loss.png` in its folder; returns the path. Raises UserError if the run has logged no
+    step."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -55,17 +52,6 @@ def draw(run_folder: Path) -> Path:
     return _save(figure, run_folder / "loss.png")
 
 
-def summary(run_folder: Path) -> dict[str, Value]:
-    """Summary of a run: last `step`, `tokens`, `loss`, last and best validation loss, and median `tokens_per_second`.
-
-    `loss` is the mean of the last fiftieth of the rows, since one batch is noisy.
-
-    Raises:
-        UserError: the run has logged no step.
-    """
-    return _summary(_rows(run_folder))
-
-
 def _rows(run_folder: Path) -> list[dict[str, Value]]:
     path = RunFolder(run_folder).metrics
     rows = read_metrics(path)
@@ -75,22 +61,6 @@ def _rows(run_folder: Path) -> list[dict[str, Value]]:
             "logged a step (tracking.log_every)."
         )
     return rows
-
-
-def _summary(rows: list[dict[str, Value]]) -> dict[str, Value]:
-    _, losses = _series(rows, "loss")
-    _, validation = _series(rows, "validation_loss")
-    _, speeds = _series(rows, "tokens_per_second")
-    tail = last_fiftieth(losses)
-    finite = [value for value in validation if math.isfinite(value)]
-    return {
-        "step": rows[-1]["step"],
-        "tokens": rows[-1].get("tokens"),
-        "loss": sum(tail) / len(tail) if tail else None,
-        "validation_loss": validation[-1] if validation else None,
-        "best_validation_loss": min(finite) if finite else None,
-        "tokens_per_second": sorted(speeds)[len(speeds) // 2] if speeds else None,
-    }
 
 
 def _draw_loss(axes: "Axes", rows: list[dict[str, Value]]) -> None:
@@ -158,17 +128,16 @@ def _scaled(factor: float) -> Callable[["ArrayLike"], "ArrayLike"]:
 
 def _add_title(figure: "Figure", run_folder: Path, rows: list[dict[str, Value]]) -> None:
     folder = run_folder.resolve()
-    numbers = _summary(rows)
-    parts = [f"step {numbers['step']}"]
-    if numbers["tokens"]:
-        parts.append(f"{format_count(numbers['tokens'])} tokens")
-    parts += [
-        f"{label} {numbers[key]:.4g}"
-        for key, label in (("loss", "train loss"), ("validation_loss", "validation loss"))
-        if numbers[key] is not None
-    ]
-    if numbers["tokens_per_second"]:
-        parts.append(f"{format_count(numbers['tokens_per_second'])} tokens/s")
+    losses, validation, speeds = (_series(rows, key)[1] for key in ("loss", "validation_loss", "tokens_per_second"))
+    parts = [f"step {rows[-1]['step']}"]
+    if tokens := rows[-1].get("tokens"):
+        parts.append(f"{format_count(tokens)} tokens")
+    if losses:
+        parts.append(f"train loss {fmean(last_fiftieth(losses)):.4g}")
+    if validation:
+        parts.append(f"validation loss {validation[-1]:.4g}")
+    if speeds:
+        parts.append(f"{format_count(sorted(speeds)[len(speeds) // 2])} tokens/s")
     figure.suptitle(f"{folder.parent.name} / {folder.name}\n", fontsize=13, fontweight="bold", color=INK)
     figure.text(0.5, 0.945, "   ·   ".join(parts), ha="center", fontsize=10, color=QUIET)
 

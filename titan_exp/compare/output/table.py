@@ -21,25 +21,20 @@ class Cell:
     change: str
     """Difference to the baseline; empty in the baseline's row."""
     verdict: str
-    """Verdict of the difference."""
     mark: str
-    """Short verdict."""
 
 
 @dataclass(frozen=True)
 class TextRow:
-    """One row of the table."""
+    """One row of the text table."""
 
     keys: tuple[str, ...]
     """Values of the columns that differ."""
     n: int
-    """Number of seeds."""
     state: str
-    """State of its runs."""
     cells: tuple[Cell, ...]
-    """One cell per metric."""
+    """One per metric."""
     is_baseline: bool
-    """True for the baseline."""
 
 
 @dataclass(frozen=True)
@@ -47,11 +42,10 @@ class TextTable:
     """Text of the comparison table."""
 
     keys: tuple[str, ...]
-    """Short names of the keys that differ."""
+    """Short names of the differing keys."""
     metrics: tuple[Metric, ...]
     """Metrics of the columns after them."""
     rows: tuple[TextRow, ...]
-    """Rows in the order of the comparison."""
     has_seeds: bool
     """True if a row has more than one run."""
     has_states: bool

@@ -8,13 +8,10 @@ from titan_exp.compare.sources.wandb import explain_wandb_errors
 
 
 def publish(comparison: Comparison, place: str) -> str:
-    """Create a Report in a project and return its URL; existing ones stay unchanged.
+    """Create a Report in a project `ENTITY/PROJECT`, whose panels show its runs of the same group, and return its URL.
 
-    Args:
-        place: `ENTITY/PROJECT`; the panels show its runs of the same group.
-
-    Raises:
-        UserError: wandb or its report package is not installed, or the server cannot be used.
+    Existing reports stay unchanged. Raises UserError if wandb or its report package is not installed, or the server
+    cannot be used.
     """
     with explain_wandb_errors(place):
         report = report_of(comparison, place)

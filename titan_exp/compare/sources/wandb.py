@@ -5,10 +5,10 @@ Run folders are the source of truth: W&B may lack the last rows of a killed run 
 
 import sys
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from titan_exp.compare.run_record import Run
 from titan_exp.compare.select_runs import Selection
@@ -17,40 +17,19 @@ from titan_exp.tracking.run_folder.metrics_jsonl import decode
 from titan_exp.tracking.sinks.sink import Row, Value
 from titan_exp.tracking.sinks.wandb_service import stop_wandb_service
 
+if TYPE_CHECKING:
+    from wandb.apis.public import Run as ApiRun
+
 STATES = {"finished": "done", "running": "running", "preempted": "preempted", "preempting": "preempted"}
 """Run states by W&B's; `pending` is the same, any other is `failed`."""
 
 
-class WandbApiRun(Protocol):
-    """Used part of `wandb.apis.public.Run`."""
-
-    id: str
-    config: Mapping[str, Any]
-    state: str
-    url: str
-    group: str | None
-
-    @property
-    def summary(self) -> Any:
-        """Last values, with the run time under `_wandb` or `_runtime`."""
-        ...
-
-    def scan_history(self) -> Any:
-        """Iterate over logged rows."""
-        ...
-
-
 def select_from_wandb(place: str, group: str | None, ids: Sequence[str], runs: Path) -> Selection:
-    """Select runs of a W&B project.
+    """Select runs of the W&B project `place` (`ENTITY/PROJECT`), by group (None is all) and prefixes of W&B's or our
+    ids.
 
-    Args:
-        place: `ENTITY/PROJECT`.
-        group: group of the runs, which is a study; None selects all.
-        ids: prefixes of W&B's or our run ids; empty selects all.
-        runs: folder for the comparison's files.
-
-    Raises:
-        UserError: wandb or its server cannot be used, or there are no such runs.
+    The comparison's files go into `runs`. Raises UserError if wandb or its server cannot be used, or there are no such
+    runs.
     """
     with explain_wandb_errors(place):
         import wandb
@@ -67,7 +46,7 @@ def select_from_wandb(place: str, group: str | None, ids: Sequence[str], runs: P
     return Selection(read, None, name, runs / name)
 
 
-def from_wandb(run: WandbApiRun) -> Run:
+def from_wandb(run: "ApiRun") -> Run:
     """Convert a run of the API."""
     config = {key: value for key, value in run.config.items() if not key.startswith("_")}
     identity = config.pop("run", None) or {}
@@ -96,12 +75,9 @@ def from_wandb(run: WandbApiRun) -> Run:
 
 @contextmanager
 def explain_wandb_errors(place: str) -> Iterator[None]:
-    """Turn wandb's errors into user errors: no package, no account, no network, no such project.
+    """Turn wandb's errors into UserErrors: no package, no account, no network, no such project.
 
     Ends the service that wandb started, in bounded time.
-
-    Raises:
-        UserError: wandb raised an error.
     """
     try:
         yield
@@ -129,13 +105,13 @@ def _is_of_wandb(error: Exception) -> bool:
     return any(name.partition(".")[0] in ("wandb", "wandb_workspaces") for name in frames)
 
 
-def _is_named(run: WandbApiRun, ids: Sequence[str]) -> bool:
+def _is_named(run: "ApiRun", ids: Sequence[str]) -> bool:
     own = (run.config.get("run") or {}).get("run_id") or ""
     return not ids or any(run.id.startswith(word) or own.startswith(word) for word in ids)
 
 
 def _rows(history: Any) -> list[Row]:
-    """Rows by step; where a resumed run has logged a step again, the later row counts."""
+    """Rows by step; if a resumed run has logged a step again, the later row counts."""
     rows: dict[int, dict[str, Value]] = {}
     for entry in history:
         step = entry.get("step")

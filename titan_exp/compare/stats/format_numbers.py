@@ -8,7 +8,7 @@ from titan_exp.tracking.number_format import format_count, format_duration
 
 MINUS = "\N{MINUS SIGN}"
 MISSING = "\N{EM DASH}"
-"""Printed where a number is not known."""
+"""Printed for an unknown number."""
 
 
 def value(metric: Metric, number: float | None) -> str:
@@ -27,7 +27,7 @@ def value(metric: Metric, number: float | None) -> str:
 
 
 def with_interval(metric: Metric, estimate: Estimate | None) -> str:
-    """A mean, with half the width of its confidence interval where one is known."""
+    """A mean, with half the width of its confidence interval if known."""
     if estimate is None:
         return MISSING
     text = value(metric, estimate.mean)
@@ -60,7 +60,7 @@ def change(metric: Metric, delta: Delta | None, baseline: float | None) -> str:
 
 
 def interval(metric: Metric, delta: Delta) -> str:
-    """Confidence interval of a difference in brackets; empty where none is known."""
+    """Confidence interval of a difference in brackets; empty if unknown."""
     if delta.low is None or delta.high is None:
         return ""
     return f" [{signed(metric, delta.low)}, {signed(metric, delta.high)}]"

@@ -13,10 +13,9 @@ COST = METRIC_BY_NAME["gpu_hours"]
 
 @dataclass(frozen=True)
 class ParetoPoint:
-    """One row of the comparison."""
+    """One row of the comparison, by index."""
 
     row: int
-    """Index of the row."""
     gpu_hours: float
     """Mean over seeds."""
     loss: float

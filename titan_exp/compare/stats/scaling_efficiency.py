@@ -18,14 +18,12 @@ SPEED = METRIC_BY_NAME["tokens_per_second"]
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """One row of the comparison in its series."""
+    """One row of the comparison, by index, in its series."""
 
     label: str
     """Short layout."""
     row: int
-    """Index of the row."""
     world_size: int
-    """Processes."""
     tokens_per_second: float
     """Throughput of the whole job: mean over seeds of the median over steps."""
     speedup: float
@@ -41,7 +39,7 @@ class ScalingSeries:
     kind: Literal["strong", "weak"]
     """Strong: the same global batch. Weak: a global batch that grows with the world size."""
     fixed: str
-    """Values that tell this series from others; empty where it is the only one."""
+    """Values that tell this series from others; empty if it is the only one."""
     points: tuple[ScalingPoint, ...]
     """By world size, the fastest first."""
 

@@ -10,7 +10,6 @@ from statistics import fmean
 from typing import Any, Literal
 
 LEVEL = 0.95
-"""Confidence level."""
 
 Pairing = Literal["paired", "unpaired", "single"]
 """Equal seeds against each other; means against each other (Welch); one number against one."""
@@ -18,16 +17,13 @@ Pairing = Literal["paired", "unpaired", "single"]
 
 @dataclass(frozen=True)
 class Estimate:
-    """The mean of a metric over seeds."""
+    """Mean of a metric over the seeds for which it is known."""
 
     mean: float
-    """Over the seeds where the metric is known."""
     low: float | None
-    """Lower end of its confidence interval; None with one seed."""
+    """Ends of the confidence interval; None with one seed."""
     high: float | None
-    """Upper end."""
     n: int
-    """Number of seeds."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +31,13 @@ class Delta:
     """Difference to the baseline, row minus baseline."""
 
     difference: float
-    """Difference of means; over common seeds where they are paired."""
+    """Difference of means; over common seeds if paired."""
     low: float | None
-    """Lower end of its confidence interval, without Holm's correction; None without one."""
+    """Ends of the confidence interval, without Holm's correction; None without one."""
     high: float | None
-    """Upper end."""
     n: int
-    """Number of pairs; the smaller number of seeds where they are not paired."""
+    """Number of pairs; the smaller number of seeds if unpaired."""
     pairing: Pairing
-    """Kind of the difference."""
     p: float | None = None
     """Two-sided p-value; None without an interval."""
     p_holm: float | None = None
@@ -75,7 +69,7 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 
 
 def difference(values: Mapping[object, float], baseline: Mapping[object, float]) -> Delta | None:
-    """Difference of values to those of the baseline, both by seed; None where either has none.
+    """Difference of values to those of the baseline, both by seed; None if either has none.
 
     Common seeds are paired: they share initial weights and data order, whose effect cancels. Other seeds are left out.
     With fewer than two common seeds and at least two on both sides, means are compared (Welch 1947).

@@ -3,7 +3,6 @@
 import os
 import platform
 import re
-import shutil
 import subprocess
 from contextlib import suppress
 from functools import cache
@@ -48,12 +47,26 @@ def gpu_names() -> list[str]:
 
 
 @cache
-def cpu_name() -> str:
-    """Name of the CPU, with the number of cores of the machine."""
+def cpu_model() -> str:
+    """Model name of the CPU."""
     with suppress(OSError):
         if found := re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
-            return f"{found[1]}, {os.cpu_count()} cores"
-    return f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+            return found[1]
+    return platform.processor() or platform.machine()
+
+
+def cpu_name() -> str:
+    """Model name of the CPU, with the number of cores of the machine."""
+    return f"{cpu_model()}, {os.cpu_count()} cores"
+
+
+def command_lines(*command: str) -> list[str]:
+    """Output lines of a command; empty if it is not installed, fails, or takes longer than 20 s."""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return result.stdout.splitlines() if result.returncode == 0 else []
 
 
 def host_memory() -> int | None:
@@ -81,13 +94,5 @@ def _gpus_present() -> int:
     if files:
         return len(files)
     if (DEVICES / "dxg").exists():  # Windows' Linux subsystem: no device files, but the driver's tool
-        return _gpus_of_the_driver()
+        return sum(line.startswith("GPU ") for line in command_lines("nvidia-smi", "-L"))
     return len(list(DRIVER.iterdir())) if DRIVER.is_dir() else 0
-
-
-def _gpus_of_the_driver() -> int:
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return 0
-    answer = subprocess.run([tool, "-L"], capture_output=True, text=True, timeout=10, check=False)
-    return sum(line.startswith("GPU ") for line in answer.stdout.splitlines())

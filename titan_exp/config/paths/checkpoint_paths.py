@@ -9,6 +9,11 @@ METADATA_FILE = ".metadata"
 """DCP's index in a checkpoint's folder."""
 
 
+def step_name(step: int) -> str:
+    """Folder name of a complete checkpoint."""
+    return f"step-{step:08d}"
+
+
 def saved_state(path_text: str) -> Path | None:
     """Checkpoint at a path: the folder itself, or the newest complete one of a run folder or its `checkpoints/`."""
     path = Path(path_text).expanduser()

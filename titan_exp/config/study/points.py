@@ -16,21 +16,21 @@ NAME = "experiment.name"
 
 
 @dataclass(frozen=True)
-class StudyPoint:
-    """One run of a study, before it is composed."""
+class Point:
+    """One point of a study or sweep, before it is composed."""
 
     overrides: tuple[str, ...]
-    """All overrides."""
+    """All overrides, one per key."""
     label: str
-    """Name in the study: overrides of the axes, the seed included."""
-    variant: str
-    """Overrides of the axes less the seed: runs of one variant are repetitions."""
-    seed: int | None
+    """Varied overrides, the seed included: the point's name."""
+    variant: str = ""
+    """In a study, varied overrides without the seed: runs of one variant are repetitions."""
+    seed: int | None = None
     """Seed, if the study gives seeds."""
-    facts: dict[str, str] = field(hash=False)
-    """Values by key, held fixed or varied."""
-    excluded: str | None
-    """Reason for leaving the point out; None for a point that runs."""
+    facts: dict[str, str] = field(default_factory=dict, hash=False)
+    """Values by key of everything that the study fixes or varies."""
+    excluded: str | None = None
+    """Reason for which the study excludes the point; None if it does not."""
 
 
 def values_of(override: Override) -> list[str]:
@@ -97,7 +97,7 @@ def narrowed(study: Study, typed: Sequence[Override]) -> tuple[Study, tuple[str,
     return study, tuple(fixed)
 
 
-def study_points(study: Study, size: str, fixed: Sequence[str] = ()) -> list[StudyPoint]:
+def study_points(study: Study, size: str, fixed: Sequence[str] = ()) -> list[Point]:
     """Every point, excluded ones too; the last axis varies fastest, and the seed faster still.
 
     The size may be empty; `fixed` overrides win over those of the study.
@@ -127,12 +127,12 @@ def study_points(study: Study, size: str, fixed: Sequence[str] = ()) -> list[Stu
             seeded = [] if seed is None else [f"{SEED}={seed}"]
             overrides = _last_wins([*base, *varied, *seeded, *fixed])
             label = variant if seed is None else f"{variant} seed={seed}"
-            found.append(StudyPoint(overrides, label, variant, seed, facts, next(iter(exclusions), None)))
+            found.append(Point(overrides, label, variant, seed, facts, next(iter(exclusions), None)))
     _require_different(study, found)
     return found
 
 
-def baseline_of(study: Study, points: Sequence[StudyPoint]) -> str | None:
+def baseline_of(study: Study, points: Sequence[Point]) -> str | None:
     """Variant that the study names as its baseline; None if it names none.
 
     Raises:
@@ -192,7 +192,7 @@ def _last_wins(overrides: Sequence[str]) -> tuple[str, ...]:
     return tuple(overrides[index] for index in sorted(last.values()))
 
 
-def _require_different(study: Study, points: Sequence[StudyPoint]) -> None:
+def _require_different(study: Study, points: Sequence[Point]) -> None:
     label, count = Counter(point.label for point in points).most_common(1)[0]
     if count > 1:
         raise UserError(f"{study.path}: two points have the label {label!r}. Give the axes different names.")

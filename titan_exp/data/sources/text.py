@@ -21,11 +21,8 @@ def build(config: DataConfig) -> "TextSource | SplitFileSource":
 
 
 class TextSource(FileSource):
-    """One document per file. Files with a NUL byte near their start are binary and skipped.
-
-    Raises:
-        UserError: an entry of `paths` matches nothing, or no text is left.
-    """
+    """One document per file. Files with a NUL byte near their start are binary and skipped. Raises UserError if an
+    entry of `paths` matches nothing, or no text is left."""
 
     split_further = "data.document=paragraph"
     """Setting that makes more documents of the same text."""

@@ -11,15 +11,11 @@ from titan_exp.data.token_store.reader import TokenSplit
 from titan_exp.data.token_store.window_sampler import WindowSampler
 
 build_sampler = WindowSampler
-"""Sampler of the training windows."""
 
 
 def validation_splits(config: DataConfig, all_documents: bool) -> dict[str, Callable[[], TokenSequence]]:
-    """Openers of each store's validation split, or of both splits, by store name (empty for a single store).
-
-    Raises:
-        UserError: a store has no validation documents.
-    """
+    """Openers of each store's validation split, or of both splits, by store name (empty for a single store). Raises
+    UserError if a store has no validation documents."""
     names = store_names(config.paths) if len(config.paths) > 1 else [""]
     found: dict[str, Callable[[], TokenSequence]] = {}
     for name, path in zip(names, config.paths, strict=True):

@@ -35,11 +35,8 @@ _KEYS = {
 def build_store(
     out: str, data: DataConfig, *, parts: int, shard_tokens: int, shuffle: int, workers: int
 ) -> tuple[Manifest, bool]:
-    """Make or resume the store in folder `out`; returns its manifest, and whether anything was tokenized.
-
-    Raises:
-        UserError: a file cannot be read or written, or the folder holds something else.
-    """
+    """Make or resume the store in folder `out`; returns its manifest, and whether anything was tokenized. Raises
+    UserError if a file cannot be read or written, or the folder holds something else."""
     folder = Path(out).expanduser()
     with _explain_os_errors(folder):
         _check_folder(folder, out)

@@ -21,7 +21,7 @@ class CorpusPart:
     """One part of the corpus; parts are ordered."""
 
     split: str
-    """`train` for the training documents, held-out ones included; `validation` for a split of its own."""
+    """`train` (held-out documents included), or `validation` for a split of its own."""
     number: int
     """From 0, in source order."""
 
@@ -36,7 +36,6 @@ class Document:
     text: str
     """May be empty."""
     split: str
-    """`train` or `validation`."""
     next_position: Callable[[], Any]
     """JSON-serializable position after this document; only for the latest document."""
 
@@ -45,10 +44,8 @@ class Corpus:
     """Text of a `data` group, divided into at most `max_parts` parts (a stream has parts of its own).
 
     Held-out documents are those of `TrainLoader` and `ValidationLoader`. A non-zero `shuffle` seed permutes the
-    training documents (held-out ones included), as a function of seed and number of documents.
-
-    Raises:
-        UserError: the text cannot be read, or cannot be shuffled.
+    training documents (held-out ones included), as a function of seed and number of documents. Raises UserError if the
+    text cannot be read or shuffled.
     """
 
     def __init__(self, data: DataConfig, max_parts: int, shuffle: int = 0) -> None:
@@ -70,7 +67,6 @@ class Corpus:
             for split, source in self._sources.items()
         }
         self.fingerprint = "; ".join(fingerprint(source, data) for source in self._sources.values())
-        """Identity of the text."""
         self.held_out = f"split {data.validation_split}" if own is not None else self._fraction
         """Validation documents: a share of the documents, or a split of its own."""
 

@@ -26,10 +26,7 @@ class TokenSplit:
 
     def read(self, begin: int, window: np.ndarray) -> list[int]:
         """Fill `window` with the tokens from `begin` on; returns the document starts in it, without its first token.
-
-        Raises:
-            UserError: a shard is damaged.
-        """
+        Raises UserError if a shard is damaged."""
         filled, starts = 0, []
         number = bisect_right(self._offsets, begin) - 1
         while filled < len(window):

@@ -73,7 +73,6 @@ class ShardWriter:
         self._path = folder / f"{name}.documents"
         self._begins = array("Q")
         self.tokens = 0
-        """Tokens written so far."""
 
     def add(self, tokens: np.ndarray) -> None:
         """Append a document."""

@@ -84,12 +84,9 @@ class WindowSampler:
 
 
 class ShuffledWindows:
-    """Windows of one store, in another order every epoch.
+    """Windows of one store, in another order every epoch. Raises UserError if the store is smaller than a window.
 
     `number` distinguishes the stores of a mixture, so that equal sizes do not mean equal orders.
-
-    Raises:
-        UserError: the store is smaller than a window.
     """
 
     def __init__(self, manifest: Manifest, seq_len: int, seed: int, number: int) -> None:

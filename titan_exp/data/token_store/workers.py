@@ -16,9 +16,8 @@ from titan_exp.data.token_store.writer import PartTokenizer, ReportProgress, Tok
 def tokenize_parts(job: TokenizeJob, parts: Sequence[CorpusPart], workers: int, report: ReportProgress) -> None:
     """Tokenize parts in `workers` processes; a single one is this process.
 
-    Raises:
-        UserError: a process was killed.
-        Exception: raised by a process; the others are stopped, finished shards stay.
+    Raises UserError if a process was killed, and the exceptions of the processes. The others are stopped; finished
+    shards stay.
     """
     workers = min(workers, len(parts))
     if workers == 1:

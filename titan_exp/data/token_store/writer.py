@@ -31,9 +31,7 @@ class TokenizeJob:
     """Token store to make."""
 
     folder: Path
-    """Folder of the store."""
     data: DataConfig
-    """Text and tokenizer."""
     parts: int
     """Maximum number of parts of a random-access source."""
     shard_tokens: int

@@ -16,7 +16,6 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "tokenizer.model",
 )
-"""Possible files of a tokenizer."""
 
 END_OF_TEXT = "<|endoftext|>"
 """Name of the byte tokenizer's end-of-text token in its file."""
@@ -25,11 +24,8 @@ END_OF_TEXT = "<|endoftext|>"
 def write_tokenizer(tokenizer: str, folder: Path, *, end_of_text: str | None, context: int) -> list[str]:
     """Write a tokenizer's files for `transformers.AutoTokenizer` into a folder; returns their names.
 
-    Args:
-        tokenizer: `bytes`, or the path of a tokenizer.json or of a folder, which may hold none.
-        folder: target.
-        end_of_text: name of the end-of-text token if no tokenizer_config.json gives one.
-        context: maximum sequence length in tokens.
+    `tokenizer` is `bytes`, or the path of a tokenizer.json or of a folder, which may hold none. `end_of_text` names the
+    end-of-text token if no tokenizer_config.json does; `context` is the maximum sequence length in tokens.
     """
     if tokenizer == "bytes":
         _write_byte_tokenizer(folder / "tokenizer.json")

@@ -1,7 +1,7 @@
-"""A rank's watch over its own progress: it warns, and then says where it stands and ends with exit code 86.
+"""Watchdog of a rank: warns without progress, then writes the rank's stack and exits with code 86.
 
-No collective is needed. The rank that notices first leaves a flag, which the others find; all write their stacks.
-A rank that cannot run Python any more is ended by a timer in C, which also writes its stacks.
+No collective is needed: the first rank to notice leaves a flag file, and all others write their stacks too. A rank
+stuck in native code is ended by faulthandler's C timer, which also writes its stacks.
 """
 
 import contextlib
@@ -20,27 +20,19 @@ from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.progress_tracker import STEP, ProgressSnapshot, ProgressTracker
 
 POLL_INTERVAL = 1.0
-"""Seconds between looks at most."""
+"""Maximum seconds between polls."""
 OTHER_PHASE_FACTOR = 3.0
-"""Multiple of the limit for anything but an ordinary step."""
+"""Multiple of the limit for any phase but an ordinary step."""
 MEDIAN_FACTOR = 10.0
 """Minimum limit of an ordinary step, in multiples of the median step."""
 NATIVE_GRACE = 5.0
-"""Seconds after its time was up at which a rank that runs no Python is ended."""
+"""Seconds past the limit after which a rank that runs no Python is ended."""
 RECORDER_ENTRIES = "2000"
-"""Collectives that torch's flight recorder keeps, unless the environment says otherwise."""
+"""Entries of torch's flight recorder, unless the environment sets them."""
 
 
 class Watchdog(threading.Thread):
-    """Runs beside the training until `stop`.
-
-    Args:
-        config: when to warn and when to end.
-        files: of this attempt.
-        rank: this one.
-        progress: what the training reports.
-        give_up: ends this process; called with the reason.
-    """
+    """Thread beside the training until `stop`. `give_up` ends this process, with the reason."""
 
     def __init__(
         self,
@@ -51,22 +43,26 @@ class Watchdog(threading.Thread):
         progress: ProgressTracker,
         give_up: Callable[[str], None],
     ) -> None:
-        super().__init__(name="titan_exp hang watch", daemon=True)
+        super().__init__(name="titan_exp watchdog", daemon=True)
         self._warn, self._kill = _seconds(config.hang_warn_minutes), _seconds(config.hang_kill_minutes)
         self._files, self._rank, self._progress, self._give_up = files, rank, progress, give_up
-        self._every = min([POLL_INTERVAL, *(limit / 10 for limit in (self._warn, self._kill) if limit is not None)])
+        limits = [limit for limit in (self._warn, self._kill) if limit is not None]
+        self._poll_interval = min([POLL_INTERVAL, *(limit / 10 for limit in limits)])
         self._warned = self._hanging = False
-        self._over = threading.Event()
+        self._stopped = threading.Event()
         if self._kill is not None:
             os.environ.setdefault(RECORDER_SIZE, RECORDER_ENTRIES)
             files.logs.mkdir(parents=True, exist_ok=True)
-            # Kept open: the timer in C writes into it without asking anybody.
+            # Kept open for faulthandler's C timer.
             self._stacks = files.stacks(rank).open("w", encoding="utf-8")
 
     def stop(self) -> None:
-        """The training is over; leaves no empty file. Does not return where this rank is about to end as hung: what its
-        main thread then raises, because its peers have ended already, is no news."""
-        self._over.set()
+        """Stop, and remove an empty stack file.
+
+        Does not return while this rank is about to exit as hung: an error that its main thread raises because peers
+        have exited already is not the cause.
+        """
+        self._stopped.set()
         while self._hanging:
             time.sleep(POLL_INTERVAL)
         if self._kill is not None:
@@ -77,7 +73,7 @@ class Watchdog(threading.Thread):
 
     def run(self) -> None:
         """Poll until stopped."""
-        while not self._over.is_set():
+        while not self._stopped.is_set():
             position = self._progress.snapshot()
             if self._kill is not None:
                 left = limit(self._kill, position) - position.seconds
@@ -86,15 +82,15 @@ class Watchdog(threading.Thread):
                     return
                 last = left + min(NATIVE_GRACE, self._kill)
                 faulthandler.dump_traceback_later(last, exit=True, file=self._stacks)
-            self._look_whether_to_warn(position)
-            self._over.wait(self._every)
+            self._warn_if_late(position)
+            self._stopped.wait(self._poll_interval)
 
     def _is_declared(self, position: ProgressSnapshot) -> bool:
-        """True if another rank has declared a hang. Only ranks without progress look, soon all of them."""
+        """True if another rank has declared a hang. Only ranks without progress look."""
         assert self._kill is not None
         return position.seconds > self._kill / 4 and self._files.is_declared()
 
-    def _look_whether_to_warn(self, position: ProgressSnapshot) -> None:
+    def _warn_if_late(self, position: ProgressSnapshot) -> None:
         late = self._warn is not None and position.seconds > limit(self._warn, position)
         if late and not self._warned:
             consequence = "" if self._kill is None else (
@@ -107,9 +103,9 @@ class Watchdog(threading.Thread):
         self._warned = late
 
     def _hung(self) -> None:
-        """Write down where this rank stands, wait for the others to do the same, and end."""
+        """Write this rank's stack record, wait for those of the others, and exit."""
         self._hanging = True
-        # Should anything below hang as well, this still ends the process.
+        # Ends the process if anything below hangs as well.
         faulthandler.dump_traceback_later(2 * REPORT_TIMEOUT, exit=True, file=self._stacks)
         position = self._progress.snapshot()
         first = False
@@ -129,7 +125,7 @@ class Watchdog(threading.Thread):
             )
 
     def _reason(self, first: bool, position: ProgressSnapshot) -> str:
-        """The headline of the report, which the rank that noticed first writes when the others have answered."""
+        """Headline of the report, which the rank that noticed first writes once the others have answered."""
         files = self._files
         deadline = time.monotonic() + min(REPORT_TIMEOUT, self._kill or REPORT_TIMEOUT) * (1.0 if first else 1.5)
         done = files.all_reported if first else files.report.exists
@@ -140,12 +136,7 @@ class Watchdog(threading.Thread):
 
 
 def limit(seconds: float, position: ProgressSnapshot) -> float:
-    """Limit in seconds without a report, by phase.
-
-    Args:
-        seconds: for an ordinary step, as configured.
-        position: where it is.
-    """
+    """Seconds without a report until action, by phase; `seconds` is the configured limit of an ordinary step."""
     if position.phase == STEP:
         return max(seconds, MEDIAN_FACTOR * position.median_step_seconds)
     return OTHER_PHASE_FACTOR * seconds

@@ -32,10 +32,8 @@ class _Slot:
 class ConcurrentRuns:
     """Runs plans, at most `jobs` at a time, with the cores divided among them.
 
-    Args:
-        on_start: called when a run's launcher was started.
-        on_end: called with the launcher's exit code, and the reason if it could not be started.
-        stop_requested: checked before each start: True if no further run may start.
+    `on_end` gets the launcher's exit code, and the reason if it could not be started. No run starts once
+    `stop_requested` returns True.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Ranks on this machine for a verb that is no run: started in a scratch run folder, waited for, and forgotten."""
+"""Ranks on this machine for a verb that is no run, in a scratch run folder that is removed afterwards."""
 
 import json
 import socket
@@ -16,43 +16,38 @@ from titan_exp.launch.rank.main import RANK_MAIN
 from titan_exp.launch.signals import Interrupts
 from titan_exp.launch.state.exit_status import AttemptResult
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, write_atomically
-from titan_exp.trainer.rank_call import ANSWER, QUESTION
+from titan_exp.trainer.rank_call import REQUEST, RESPONSE
 
 POLL_INTERVAL = 0.05
-"""Seconds between looks at the ranks."""
 
 
-def run_on_ranks(main: str, experiment: Experiment, question: Any) -> Any:
-    """Ask as many ranks as an experiment's layout has, and wait for their answer.
+def run_on_ranks(main: str, experiment: Experiment, request: Any) -> Any:
+    """Call `main`, an import path, with the scratch folder on all ranks of an experiment's layout; returns rank 0's
+    response.
 
-    Args:
-        main: dotted name of what each rank calls with the scratch folder's path.
-        experiment: of whose layout they are; resolved.
-        question: in JSON's types.
+    Request and response are JSON values.
 
     Raises:
-        UserError: a rank ended with something that the user can put right.
-        RuntimeError: a rank died of something else; with its traceback, or the end of what it printed.
-        KeyboardInterrupt: Ctrl-C, or another signal to end.
+        UserError: a rank raised one.
+        RuntimeError: a rank died of something else; with its traceback or the end of its log.
+        KeyboardInterrupt: Ctrl-C or another terminating signal.
     """
     with tempfile.TemporaryDirectory(prefix="titan_exp-") as scratch:
         folder = RunFolder(scratch)
         write_atomically(folder.config, to_yaml(experiment), durable=False)
-        write_atomically(folder.path / QUESTION, json.dumps(question), durable=False)
-        attempt = folder.add_attempt(
-            world_size=ResolvedLayout.of(experiment).world_size, hosts=[socket.gethostname()]
-        ).attempt
+        write_atomically(folder.path / REQUEST, json.dumps(request), durable=False)
+        layout = ResolvedLayout.of(experiment)
+        attempt = folder.add_attempt(world_size=layout.world_size, hosts=[socket.gethostname()]).attempt
         folder.write_state(RunState("running", 0, time.time(), attempt, None))
-        result = _run(main, experiment, folder, attempt)
+        result = _run(main, LocalRanks(layout, folder, attempt))
         if result.exit_code == UserError.exit_code:
             raise UserError(result.detail.strip())
         if result.exit_code:
             raise RuntimeError(f"{result.detail.strip()}\n{result.reason}")
-        return json.loads((folder.path / ANSWER).read_text(encoding="utf-8"))
+        return json.loads((folder.path / RESPONSE).read_text(encoding="utf-8"))
 
 
-def _run(main: str, experiment: Experiment, folder: RunFolder, attempt: int) -> AttemptResult:
-    ranks = LocalRanks(experiment, folder, attempt)
+def _run(main: str, ranks: LocalRanks) -> AttemptResult:
     with environment({RANK_MAIN: main}), Interrupts() as interrupts:
         try:
             ranks.start()

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.launch.health.hang_report import REPORT_TIMEOUT, HangFiles
 from titan_exp.launch.local.submitit_rank import run_submitit_rank
@@ -31,32 +30,26 @@ if TYPE_CHECKING:
     from submitit import Job
 
 GRACE = 3.0
-"""Seconds that ranks have for ending by themselves, and for saying why, after one of them died."""
+"""Seconds for ranks to exit, and to record why, after the first failure."""
 LINGER = 30.0
-"""Seconds that processes have for ending after every rank has said that it is finished."""
+"""Seconds for processes to exit after every rank has recorded its end."""
 START_LIMIT = 60.0
-"""Seconds within which a process that another rank's is up already must have appeared as well."""
+"""Seconds after the first rank's process appeared within which every other one must appear."""
 TEN_YEARS = 10 * 365 * 24 * 60
-"""Minutes. submitit's controller wants a time-out; a run ends when it is done."""
+"""Minutes: submitit's controller requires a timeout."""
 
 
 class LocalRanks:
-    """The processes of one attempt.
+    """Rank processes of one attempt; the caller holds the run lock."""
 
-    Args:
-        experiment: the run, its layout resolved.
-        folder: its folder, claimed by the caller.
-        attempt: number of this start.
-    """
-
-    def __init__(self, experiment: Experiment, folder: RunFolder, attempt: int) -> None:
+    def __init__(self, layout: ResolvedLayout, folder: RunFolder, attempt: int) -> None:
         self.folder, self.attempt = folder, attempt
-        self.world_size = ResolvedLayout.of(experiment).world_size
+        self.world_size = layout.world_size
         self.logs = folder.attempt_logs(attempt)
         self._hang = HangFiles(self.logs, self.world_size)
         self.job_id = ""
-        """submitit's number of the job: the process number of its controller."""
-        self._experiment = experiment
+        """submitit's job id: the pid of its controller."""
+        self._cluster = layout.cluster
         self._rendezvous_folder: Path | None = None
         self._job: Job[None] | None = None
         self._controller: psutil.Process | None = None
@@ -64,7 +57,7 @@ class LocalRanks:
         self._last_seen: dict[int, float] = {}
         self._records: dict[int, RankRecord] = {}
         self._failures: dict[int, RankFailure] = {}
-        # The monotonic clock cannot be set back.
+        # By the monotonic clock.
         self._first_seen: float | None = None
         self._first_death: float | None = None
         self._all_ended: float | None = None
@@ -75,11 +68,7 @@ class LocalRanks:
         return self.logs / f"rank-{rank:05d}.log"
 
     def start(self) -> None:
-        """Start all ranks; what is submitted is the path of the run folder.
-
-        Raises:
-            OSError: the logs cannot be written.
-        """
+        """Start all ranks. Raises OSError if the logs cannot be written."""
         from submitit import LocalExecutor
 
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -88,7 +77,7 @@ class LocalRanks:
         executor.update_parameters(
             tasks_per_node=self.world_size, timeout_min=TEN_YEARS, stderr_to_stdout=True, name="titan_exp"
         )
-        changes = rank_environment(self._experiment, self.attempt, self._rendezvous_folder)
+        changes = rank_environment(self._cluster, self.world_size, self.attempt, self._rendezvous_folder)
         with environment(changes), block_terminal_signals(), _output_to(self.logs / "controller.log"):
             job = executor.submit(run_submitit_rank, str(self.folder.path))
         self._job, self.job_id = job, str(job.job_id)
@@ -99,25 +88,25 @@ class LocalRanks:
                 self.log(rank).symlink_to(f"{self.job_id}_{rank}_log.out")
 
     def poll(self) -> bool:
-        """Look after the ranks; returns whether all of them, and the controller, are gone."""
+        """Check all ranks; returns True once they and the controller are gone."""
         now, over = time.monotonic(), self._over()
         self._find_processes()
         for rank in range(self.world_size):
-            self._look_at(rank, over)
+            self._update(rank, over)
         if self._first_death is None and (self._failures or (over and self._any_alive())):
             self._first_death = now
         if self._all_ended is None and all(self._has_ended(rank) for rank in range(self.world_size)):
             self._all_ended = now
         if over and not self._any_alive():
             return True
-        # Also where the controller died before the ranks: they notice by themselves, but this does not depend on it.
+        # Also if the controller died before the ranks, whatever their parent watchdogs do.
         grace = 2 * REPORT_TIMEOUT if self._hang.report_pending() else GRACE
         if _is_past(self._first_death, grace) or _is_past(self._all_ended, LINGER):
             self.kill()
         return False
 
     def kill(self) -> None:
-        """End every process at once."""
+        """Kill every process."""
         self._killed = True
         self._find_processes()
         _kill_trees(self._processes.values())
@@ -126,7 +115,7 @@ class LocalRanks:
             self._wait_until_over()
 
     def close(self) -> None:
-        """Remove what only running ranks need, and first the ranks, should any be left: none continues unseen."""
+        """Kill the ranks that are left, then remove the rendezvous folder and empty stack files."""
         if self._job is not None and (not self._over() or self._any_alive()):
             self.kill()
         self._hang.remove_empty()
@@ -142,7 +131,7 @@ class LocalRanks:
         if len(codes) == self.world_size:
             return exit_status.ended(codes, self.folder.stop_reason())
         text = exit_status.tail(self.logs / "controller.log")
-        return AttemptResult("failed", 1, "the process that held the ranks (submitit's controller) died", text)
+        return AttemptResult("failed", 1, "the parent process of the ranks (submitit's controller) died", text)
 
     def _over(self) -> bool:
         """True if the controller is gone."""
@@ -156,7 +145,7 @@ class LocalRanks:
         return self._over()
 
     def _find_processes(self) -> None:
-        """Learn which of the controller's children is which rank."""
+        """Match the controller's children to ranks."""
         if self._controller is None or len(self._processes) == self.world_size:
             return
         known = {process.pid for process in self._processes.values()}
@@ -167,8 +156,8 @@ class LocalRanks:
                     self._processes[number] = child
                     self._first_seen = self._first_seen or time.monotonic()
 
-    def _look_at(self, rank: int, over: bool) -> None:
-        """Learn whether a rank lives, has ended, or has died. Liveness first: a record's end is written before that."""
+    def _update(self, rank: int, over: bool) -> None:
+        """Update one rank: alive, ended or failed. Liveness is read before the record, whose end is written first."""
         if rank in self._failures or self._has_ended(rank):
             return
         now, alive = time.time(), self._is_alive(rank)
@@ -181,7 +170,7 @@ class LocalRanks:
         elif alive or self._killed:
             self._last_seen[rank] = now
         elif rank in self._processes or over:
-            # Its process was there and is not any more; or no process is left that could start it.
+            # Its process is gone; or the controller is, which would start it.
             seen = self._last_seen.get(rank, now)
             kind = exit_status.failure_at_start if record is None else exit_status.failure_from_signal
             self._failures[rank] = kind(rank, seen, self.log(rank))
@@ -217,7 +206,7 @@ def _rank_of(process: psutil.Process) -> int | None:
 
 
 def _kill_trees(roots: Iterable[psutil.Process]) -> None:
-    """Kill processes and all that they started, and wait a bounded time until they are gone."""
+    """Kill processes with all descendants, and wait a bounded time until they are gone."""
     victims: list[psutil.Process] = []
     for process in roots:
         with contextlib.suppress(psutil.Error):
@@ -230,7 +219,7 @@ def _kill_trees(roots: Iterable[psutil.Process]) -> None:
 
 @contextlib.contextmanager
 def _output_to(path: Path) -> Iterator[None]:
-    """Processes started in the block print to a file: a pipe behind the launcher must not stay open after it."""
+    """Redirect the output of processes started in the block: a pipe behind the launcher must not stay open after it."""
     sys.stdout.flush()
     sys.stderr.flush()
     kept = [os.dup(1), os.dup(2)]

@@ -15,15 +15,10 @@ from titan_exp.launch.run_plan import RunPlan, plan_run
 from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 PREDICTION_FLAG = "--prediction"
-"""Flag: read plan.json from standard input."""
 
 
 def plan_relaunch(folder: RunFolder) -> RunPlan:
-    """Plan of an existing run folder, which may have moved.
-
-    Raises:
-        UserError: the folder is not a run, or the run cannot start here.
-    """
+    """Plan of an existing run folder, which may have moved. Raises UserError if it is no run or cannot start here."""
     import yaml
 
     experiment = load_experiment(folder.config)

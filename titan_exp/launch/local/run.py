@@ -8,12 +8,11 @@ import time
 from dataclasses import dataclass, replace
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.launch.local.ranks import LocalRanks
 from titan_exp.launch.run_console import RunConsole
 from titan_exp.launch.run_plan import RunPlan, create_run_folder, explain_write_errors, refresh_snapshot
 from titan_exp.launch.signals import Interrupts
-from titan_exp.launch.state.close_attempt import close_attempt, close_dead_attempts
+from titan_exp.launch.state.close_attempt import DIED_UNRECORDED, close_attempt, close_dead_attempts
 from titan_exp.launch.state.exit_status import AttemptResult
 from titan_exp.launch.state.run_lock import acquire_run, wait_for_orphans
 from titan_exp.launch.state.tail import FileTail, rows
@@ -33,15 +32,11 @@ class RunOutcome:
     exit_code: int
     """0 done, 130 stopped by a signal to the launcher, 85 stopped otherwise, 2 or 1 failed."""
     summary: Summary
-    """Summary of the run's files."""
 
 
 def run(plan: RunPlan, *, console: RunConsole | None = None) -> RunOutcome:
-    """Run a plan to its end; if it is done already, only report it.
-
-    Raises:
-        UserError: the folder cannot be written, or another process runs it.
-    """
+    """Run a plan to its end; if it is done already, only report it. Raises UserError if its folder cannot be written or
+    another process runs it."""
     console = console or RunConsole()
     create_run_folder(plan)
     with explain_write_errors(plan.folder.path), acquire_run(plan.folder, "launcher", console.echo):
@@ -64,7 +59,7 @@ def run(plan: RunPlan, *, console: RunConsole | None = None) -> RunOutcome:
 
 def _open_attempt(plan: RunPlan, state: RunState | None, console: RunConsole) -> int:
     """Record the intent to start; returns the attempt number."""
-    folder, size = plan.folder, ResolvedLayout.of(plan.experiment).world_size
+    folder, size = plan.folder, plan.layout.world_size
     last = state.attempt if state else 0
     close_dead_attempts(folder)
     refresh_snapshot(plan, last)
@@ -75,7 +70,7 @@ def _open_attempt(plan: RunPlan, state: RunState | None, console: RunConsole) ->
     folder.write_state(RunState("running", state.step if state else 0, time.time(), attempt, None))
     processes = "1 process" if size == 1 else f"{size} processes"
     if last and state is not None:
-        previous = state.reason or ("died without a record" if state.state in ("running", "pending") else state.state)
+        previous = state.reason or (DIED_UNRECORDED if state.state in ("running", "pending") else state.state)
         console.echo(f"{folder.path}: attempt {attempt}, {processes}, after attempt {last} ({previous})")
     else:
         console.echo(f"{folder.path}: {processes}")
@@ -87,7 +82,7 @@ class _Execution:
 
     def __init__(self, plan: RunPlan, attempt: int, console: RunConsole) -> None:
         self.plan, self.folder, self.attempt, self.console = plan, plan.folder, attempt, console
-        self.ranks = LocalRanks(plan.experiment, plan.folder, attempt)
+        self.ranks = LocalRanks(plan.layout, plan.folder, attempt)
         self.metrics = FileTail(plan.folder.metrics, from_now=True)
         self.log = FileTail(self.ranks.log(0))
         self.interrupts = Interrupts()

@@ -27,11 +27,7 @@ def submitit_rank() -> RankInfo:
 
 
 def run_submitit_rank(path: str) -> None:
-    """Run one rank of the run folder at `path`.
-
-    Raises:
-        SystemExit: with the rank's exit code, unless it is 0.
-    """
+    """Run one rank of the run folder at `path`; exits with its code unless that is 0."""
     code = run_rank(RunFolder(path), submitit_rank())
     if code:
         sys.exit(code)

@@ -1,12 +1,11 @@
-"""Code as it was at submission: copied once for every content, so that edits while a job waits have no effect on it.
+"""Code snapshot at submission, so that later edits do not affect a waiting job.
 
-Named by a hash of what it holds, so all runs of a sweep share one copy, and it is never written to again.
+The copy is named by a hash of its content: all runs of a sweep share one, and it is never written again.
 """
 
 import hashlib
 import os
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,15 +14,14 @@ from pathlib import Path
 import titan_exp
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.schema.import_path import find_module, is_dotted
+from titan_exp.launch.provenance.git import run_git
 
 FOLDER = ".code"
 """Folder of the copies, beside the runs."""
 ROOTS = ("titan_exp", "hydra_plugins", "conf")
 """Folders of the package in a checkout; an installed package has `conf` inside."""
 OWN_LIMIT = 10_000_000
-"""Bytes of Python files in the current folder's repository that are copied; more is left where it is."""
-GIT_TIMEOUT = 60
-"""Seconds; a repository on a slow network disk must not hold up a launch for ever."""
+"""Maximum bytes of Python files in the current folder's repository; a larger one is not copied."""
 
 
 @dataclass(frozen=True)
@@ -31,24 +29,15 @@ class CodeSnapshot:
     """Folders from which ranks import a run's code."""
 
     package: str
-    """The copy of our own package; it comes first."""
+    """Copy of our package; first on the path."""
     own: str | None
-    """The copy of the user's repository, in the place of the current folder; None where the run uses none of it."""
+    """Copy of the user's repository, which replaces the current folder; None if the run imports none of it."""
     loose: tuple[str, ...]
-    """Files that the run imports and that could not be frozen: edits count until the job starts."""
+    """Imported files that could not be copied: edits count until the job starts."""
 
 
 def take_code_snapshot(runs: Path, experiments: Sequence[Experiment], package: Path | None = None) -> CodeSnapshot:
-    """Copy the code that the experiments need to below `runs`, unless the same is there.
-
-    Args:
-        runs: the folder of the runs.
-        experiments: the runs, of which the dotted names count.
-        package: the folder of our package; the one that is imported by default.
-
-    Raises:
-        OSError: the folder cannot be written.
-    """
+    """Copy the code of the experiments, found by their import paths, to `runs`, unless the same copy is there."""
     ours = package or Path(titan_exp.__file__).resolve().parent
     copy = _keep(runs, ours.parent, _files(ours.parent, ROOTS))
     here = Path.cwd()
@@ -84,41 +73,29 @@ def _is_installed(module: Path) -> bool:
 
 
 def _files(root: Path, names: Sequence[str]) -> list[str]:
-    """Files below `root / name`: what git knows or would take up, or all where the package is installed."""
+    """Files below `root / name`: tracked and new ones in a repository, else all."""
     found = _tracked(root, [*names]) if _tracked(root, ["titan_exp"], others=False) else None
     if found is None:
         found = [
             path.relative_to(root).as_posix()
             for name in names
             for path in (root / name).rglob("*")
-            # Another package's plugins for Hydra are not ours.
+            # The folder also holds other packages' Hydra plugins.
             if path.is_file() and (name != "hydra_plugins" or "titan_exp_sweeper" in path.parts)
         ]
     return [name for name in found if "__pycache__" not in name.split("/")]
 
 
 def _tracked(folder: Path, patterns: Sequence[str], *, others: bool = True) -> list[str] | None:
-    """Files in a repository that match, new ones included and ignored ones not; None where there is no repository."""
+    """Matching files of a repository, with `others` new ones too; None without a repository."""
     kinds = ["--cached", "--others", "--exclude-standard"] if others else ["--cached"]
-    try:
-        answer = subprocess.run(
-            ["git", "-C", str(folder), "ls-files", "-z", *kinds, "--", *patterns],
-            capture_output=True,
-            timeout=GIT_TIMEOUT,
-            env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    if answer.returncode:
-        return None
-    names = answer.stdout.decode(errors="surrogateescape").split("\0")
-    # A file that was deleted and not yet taken out of the index is listed as well.
-    return sorted({name for name in names if name and (folder / name).is_file()})
+    listed = run_git(folder, "ls-files", "-z", *kinds, "--", *patterns)
+    # The index also lists deleted files.
+    return None if listed is None else sorted({name for name in listed.split("\0") if (folder / name).is_file()})
 
 
 def _keep(runs: Path, root: Path, names: Sequence[str]) -> Path:
-    """The copy of these files; made under another name and renamed, so it is whole or absent."""
+    """Copy of these files, published by a rename."""
     contents = {name: (root / name).read_bytes() for name in sorted(names)}
     target = runs / FOLDER / _digest(contents)
     if target.is_dir():

@@ -3,17 +3,14 @@
 import os
 import platform
 import re
-import shutil
 import socket
-import subprocess
 import sys
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import psutil
 
-from titan_exp.config.machine.local_machine import usable_cores
+from titan_exp.config.machine.local_machine import command_lines, cpu_model, usable_cores
 from titan_exp.launch.provenance.secrets import is_secret_variable, mask
 
 VARIABLES = re.compile(
@@ -22,7 +19,6 @@ VARIABLES = re.compile(
     r"|LD_PRELOAD|PYTHONHASHSEED|PYTHONPATH|CONDA_DEFAULT_ENV|VIRTUAL_ENV"
     r"|HF_HOME|HF_HUB_OFFLINE|HF_DATASETS_CACHE|WANDB_MODE|SLURM_JOB_ID|SLURM_JOB_NODELIST)"
 )
-"""The environment variables that are written down, as far as they are set."""
 
 _FIELD = re.compile(r"^(Name|Version):[ \t]*(\S+)[ \t\r]*$", re.MULTILINE)
 
@@ -36,7 +32,7 @@ def read_environment() -> dict[str, Any]:
         "torch": packages.get("torch"),
         "platform": platform.platform(),
         "host": socket.gethostname(),
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "cores_usable": usable_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
@@ -55,10 +51,10 @@ def _environment() -> dict[str, str]:
 
 
 def _packages() -> dict[str, str]:
-    """Every installed distribution; the first on the path is the one that is imported."""
+    """Version by installed distribution; the first on the path is the imported one."""
     found: dict[str, str] = {}
     for distribution in metadata.distributions():
-        # Parsing all of it, as `distribution.metadata` does, takes a second for a hundred packages.
+        # `distribution.metadata` parses everything, which takes a second for a hundred packages.
         text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
         fields = dict(_FIELD.findall(text.partition("\n\n")[0]))
         if "Name" in fields and "Version" in fields:
@@ -66,26 +62,8 @@ def _packages() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def _cpu_model() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        text = ""
-    match = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return match[1] if match else platform.processor() or platform.machine()
-
-
 def _gpus() -> list[dict[str, str]]:
-    """Name, memory and driver of each NVIDIA GPU, by the driver's own tool."""
-    tool = shutil.which("nvidia-smi")
-    if tool is None:
-        return []
-    query = [tool, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
-    try:
-        answer = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return []
-    if answer.returncode:
-        return []
-    rows = [[part.strip() for part in line.split(",")] for line in answer.stdout.splitlines()]
+    """Name, memory and driver of each NVIDIA GPU."""
+    lines = command_lines("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader")
+    rows = [[part.strip() for part in line.split(",")] for line in lines]
     return [dict(zip(("name", "memory", "driver"), row, strict=False)) for row in rows if len(row) == 3]

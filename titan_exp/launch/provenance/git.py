@@ -12,46 +12,45 @@ import titan_exp
 from titan_exp.launch.provenance.secrets import MASK, mask
 
 NEW_FILE_LIMIT, NEW_FILES_LIMIT = 1_000_000, 10_000_000
-"""Bytes of a new file, and of all of them, that go into the diff; more is data rather than code and is only named."""
+"""Bytes of a new file, and of all new files, in the diff; larger ones are data rather than code and are only listed."""
 GIT_TIMEOUT = 60
-"""Seconds; a repository on a slow network disk must not hold up a launch for ever."""
+"""Seconds; a repository on a slow network disk must not block a launch."""
 
 
 @dataclass(frozen=True)
 class CodeVersion:
-    """The code of a run. Without a repository only the version of the installed package is known."""
+    """Code version of a run. Without a repository only `version`, that of the installed package, is known."""
 
     version: str
-    """Version of the installed package."""
     commit: str | None
     """Full hash of HEAD."""
     branch: str | None
-    """Branch, None where HEAD is detached."""
+    """Branch; None if HEAD is detached."""
     dirty: bool | None
-    """True if anything differs from the commit, new files included."""
+    """True if the working tree differs from the commit, new files included."""
     left_out: tuple[str, ...]
-    """New files too large for the diff, and repositories in the repository."""
+    """New files too large for the diff, and nested repositories."""
     masked: bool
     """True if credentials were masked in the diff, which then does not apply."""
 
 
 def read_code_version(package: Path | None = None) -> tuple[CodeVersion, str]:
-    """The code that holds `package` (a folder; our own by default), and the diff from its commit as one patch.
+    """Version of the code in `package` (a folder; ours by default), and the diff from its commit as one patch.
 
-    A package that is installed somewhere inside a repository without being part of it counts as without one.
+    A package installed inside a repository that does not track it counts as without repository.
     """
     folder = package or Path(titan_exp.__file__).resolve().parent
     version = metadata.version("titan_exp")
-    root = _git(folder, "rev-parse", "--show-toplevel")
-    if root is None or not _git(folder, "ls-files", "--", "."):
+    root = run_git(folder, "rev-parse", "--show-toplevel")
+    if root is None or not run_git(folder, "ls-files", "--", "."):
         return CodeVersion(version, None, None, None, (), False), ""
     top = Path(root.strip())
-    commit = _git(top, "rev-parse", "--verify", "HEAD")
-    # A repository without a commit is compared with nothing.
-    base = commit.strip() if commit else (_git(top, "hash-object", "-t", "tree", "/dev/null") or "").strip()
+    commit = run_git(top, "rev-parse", "--verify", "HEAD")
+    # A repository without a commit is compared with the empty tree.
+    base = commit.strip() if commit else (run_git(top, "hash-object", "-t", "tree", "/dev/null") or "").strip()
     patch, left_out = _diff(top, base)
     masked = mask(patch)
-    branch = _git(top, "symbolic-ref", "--quiet", "--short", "HEAD")
+    branch = run_git(top, "symbolic-ref", "--quiet", "--short", "HEAD")
     return CodeVersion(
         version=version,
         commit=commit.strip() if commit else None,
@@ -63,28 +62,25 @@ def read_code_version(package: Path | None = None) -> tuple[CodeVersion, str]:
 
 
 def _diff(top: Path, base: str) -> tuple[str, list[str]]:
-    """The patch of changed and new files; and the new files left out of it.
-
-    Only a copy of the index learns of the new files, so the user's own is as it was.
-    """
+    """Patch of changed and new files, and the new files left out of it. Works on a copy of the index."""
     taken, left_out = _new_files(top)
     with tempfile.TemporaryDirectory() as folder:
         index = {"GIT_INDEX_FILE": str(Path(folder) / "index")}
-        original = top / (_git(top, "rev-parse", "--git-path", "index") or "").strip()
+        original = top / (run_git(top, "rev-parse", "--git-path", "index") or "").strip()
         if original.is_file():
-            # With its time: git reads a file again that is as new as the index, and only such a one.
+            # With its mtime: git rereads only files that are as new as the index.
             shutil.copy2(original, index["GIT_INDEX_FILE"])
         names = "\0".join(taken)
-        _git(top, "add", "--intent-to-add", "--pathspec-from-file=-", "--pathspec-file-nul", given=names, **index)
-        return _git(top, "diff", "--no-color", "--no-ext-diff", "--binary", base, **index) or "", left_out
+        run_git(top, "add", "--intent-to-add", "--pathspec-from-file=-", "--pathspec-file-nul", stdin=names, **index)
+        return run_git(top, "diff", "--no-color", "--no-ext-diff", "--binary", base, **index) or "", left_out
 
 
 def _new_files(top: Path) -> tuple[list[str], list[str]]:
-    """New files that go into the patch, and those that are too much for it."""
+    """New files that go into the patch, and those that are too large for it."""
     taken, left_out, room = [], [], NEW_FILES_LIMIT
-    for name in filter(None, (_git(top, "ls-files", "--others", "--exclude-standard", "-z") or "").split("\0")):
+    for name in filter(None, (run_git(top, "ls-files", "--others", "--exclude-standard", "-z") or "").split("\0")):
         path = top / name
-        # What ends in a slash is another repository.
+        # A name that ends in a slash is a nested repository.
         size = 0 if path.is_symlink() else path.stat().st_size if path.is_file() else room + 1
         if size > min(room, NEW_FILE_LIMIT):
             left_out.append(name)
@@ -94,16 +90,13 @@ def _new_files(top: Path) -> tuple[list[str], list[str]]:
     return taken, left_out
 
 
-def _git(folder: Path, *arguments: str, given: str | None = None, **environment: str) -> str | None:
-    """Output of git; None without git, without a repository, or after the timeout.
-
-    `given` goes to its standard input; what is not UTF-8 comes and goes unharmed.
-    """
+def run_git(folder: Path, *arguments: str, stdin: str = "", **environment: str) -> str | None:
+    """Output of git; None without git, without a repository, or after the timeout. Bytes that are not UTF-8 survive."""
     try:
         answer = subprocess.run(
             ["git", "-C", str(folder), "-c", "core.quotepath=off", *arguments],
             capture_output=True,
-            input=(given or "").encode(errors="surrogateescape"),
+            input=stdin.encode(errors="surrogateescape"),
             timeout=GIT_TIMEOUT,
             env={**os.environ, "GIT_OPTIONAL_LOCKS": "0", **environment},
             check=False,

@@ -11,24 +11,21 @@ from titan_exp.launch.provenance.git import CodeVersion, read_code_version
 
 @dataclass(frozen=True)
 class Provenance:
-    """The same for all runs that are launched together."""
+    """Provenance shared by all runs of one launch."""
 
     code: CodeVersion
-    """Version and commit."""
     diff: str
-    """Patch from the commit."""
     environment: dict[str, Any]
-    """Versions and hardware of the machine that launches."""
     frozen: CodeSnapshot | None = None
     """Code snapshot; None if ranks import the code in place."""
 
     def code_json(self, ids: dict[str, str]) -> str:
-        """The content of code.json for the run of these names."""
-        copy = {} if self.frozen is None else {"frozen": asdict(self.frozen)}
-        return json.dumps({**ids, **asdict(self.code), **copy}, indent=2) + "\n"
+        """Content of code.json for the run with these ids."""
+        frozen = {} if self.frozen is None else {"frozen": asdict(self.frozen)}
+        return json.dumps({**ids, **asdict(self.code), **frozen}, indent=2) + "\n"
 
 
 def read_provenance(frozen: CodeSnapshot | None = None) -> Provenance:
-    """The scene as it is now."""
+    """Read the provenance of a launch now."""
     code, diff = read_code_version()
     return Provenance(code, diff, read_environment(), frozen)

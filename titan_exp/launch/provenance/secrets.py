@@ -1,7 +1,7 @@
-"""Keeps credentials out of the run folder, which people share: what looks like one is masked, or refused.
+"""Credential masking and refusal, since people share run folders.
 
-Three signs: a shape that only tokens have, a name such as `api_key` in front of a value, and a value that a secret
-environment variable of this process holds.
+Three signs: a shape that only tokens have, a name such as `api_key` before a value, and the value of a secret
+environment variable of this process.
 """
 
 import os
@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from titan_exp.config.errors.user_error import UserError, Violation
 
 MASK = "***"
-"""Stands where a credential was."""
 
 _SHAPES = re.compile(
     r"hf_[A-Za-z0-9]{16,}"
@@ -47,7 +46,7 @@ _SECRET_VARIABLE = re.compile(r"(^|_)(KEY|TOKEN|SECRET|PASSWORD|PASSWD|PASS|CRED
 
 
 def mask(text: str, environment: Mapping[str, str] = os.environ) -> str:
-    """The text with every credential in it replaced by `***`."""
+    """Replace every credential in a text by `***`."""
     return _masked(text, _secret_values(environment))
 
 
@@ -62,7 +61,7 @@ def _masked(text: str, secrets: Sequence[str]) -> str:
 
 
 def mask_override(override: str, environment: Mapping[str, str] = os.environ) -> str:
-    """An override of the command line, masked; whatever its value looks like where its key names a credential."""
+    """Mask a command-line override; its whole value if its key names a credential."""
     key, equals, value = override.partition("=")
     if equals and value not in ("", "null") and is_secret_key(key):
         return f"{key}={MASK}"
@@ -70,21 +69,17 @@ def mask_override(override: str, environment: Mapping[str, str] = os.environ) ->
 
 
 def is_secret_key(key: str) -> bool:
-    """True if a configuration key's name says that it holds a credential."""
+    """True if a configuration key names a credential."""
     return bool(_SECRET_KEY.match(key.rpartition(".")[2]))
 
 
 def is_secret_variable(name: str) -> bool:
-    """True if an environment variable's name says that it holds a credential."""
+    """True if an environment variable names a credential."""
     return bool(_SECRET_VARIABLE.search(name))
 
 
 def require_none(config: Mapping[str, object]) -> None:
-    """Refuse a configuration that holds a credential: it is written to the run folder as it is, for ranks to read.
-
-    Raises:
-        UserError: naming every key that does, without its value.
-    """
+    """Refuse a configuration with credentials, naming their keys: ranks read it from the run folder as it is."""
     secrets = _secret_values(os.environ)
     found = [
         Violation(key, MASK, "looks like a credential, and config.yaml would keep it", _REMEDY)
@@ -95,7 +90,7 @@ def require_none(config: Mapping[str, object]) -> None:
         raise UserError("The configuration holds credentials.", found)
 
 
-_REMEDY = "leave it out and let your code read it from an environment variable, which is not written down"
+_REMEDY = "leave it out and let your code read it from an environment variable, which is not recorded"
 
 
 def _secret_values(environment: Mapping[str, str]) -> list[str]:
@@ -104,7 +99,7 @@ def _secret_values(environment: Mapping[str, str]) -> list[str]:
 
 
 def _is_random(value: str) -> bool:
-    """Long and mixed enough to be a secret rather than a switch, a path or a word."""
+    """True if a value is long and mixed enough to be a secret rather than a switch, a path or a word."""
     return len(value) >= 8 and not value.startswith(("/", ".")) and any(c.isdigit() for c in value)
 
 

@@ -1,4 +1,4 @@
-"""The environment of rank processes on this machine: there before they start, since much of it is read at import."""
+"""Environment of rank processes on this machine, set before they start, since much of it is read at import."""
 
 import contextlib
 import os
@@ -9,41 +9,35 @@ from pathlib import Path
 import psutil
 
 import titan_exp
-from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.machine.devices import device_type
 from titan_exp.config.machine.local_machine import usable_cores
 from titan_exp.launch.rank.rank_env import ATTEMPT, IMPORT_PATH, LAUNCHER, VISIBLE_GPUS
 from titan_exp.launch.rank.rank_status import FALLBACK_FOLDER
 
 
-def rank_environment(experiment: Experiment, attempt: int, rendezvous_folder: Path) -> dict[str, str | None]:
-    """Environment variables for the ranks, beside the launcher's own; None removes one.
+def rank_environment(
+    cluster: ClusterConfig, world_size: int, attempt: int, rendezvous_folder: Path
+) -> dict[str, str | None]:
+    """Environment variables of the ranks, added to the launcher's; None removes one.
 
-    Args:
-        experiment: the run.
-        attempt: number of this start.
-        meeting: a fresh folder on this machine's own disk, where ranks find each other. A file there cannot be taken
-            by another job as a port can.
+    `rendezvous_folder` is a fresh folder on a local disk: unlike a port, a file in it cannot be taken by another job.
     """
-    threads = experiment.cluster.threads_per_process or max(
-        1, usable_cores() // ResolvedLayout.of(experiment).world_size
-    )
+    threads = cluster.threads_per_process or max(1, usable_cores() // world_size)
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
     return {
         "OMP_NUM_THREADS": str(threads),
-        # Threads that wait by spinning starve whatever else runs: with one other busy process on two cores, training
-        # on the CPU came out four times slower; alone there was no difference.
+        # Spinning threads starve other processes: beside one busy process on two cores, CPU training was four times
+        # slower; alone there was no difference.
         "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE"),
         "GLOO_SOCKET_IFNAME": _loopback(),
         "TITAN_EXP_RENDEZVOUS": str(rendezvous_folder / "meet"),
         ATTEMPT: str(attempt),
         LAUNCHER: str(os.getpid()),
         FALLBACK_FOLDER: str(rendezvous_folder),
-        VISIBLE_GPUS: "" if device_type(experiment.cluster) == "cpu" else gpus,
+        VISIBLE_GPUS: "" if device_type(cluster) == "cpu" else gpus,
         "PYTHONPATH": os.pathsep.join(_python_path()),
-        # The current folder comes last, as for the launcher, not first, where a `random.py` in it would be taken for
-        # Python's own.
+        # The current folder comes last, as for the launcher: first, its `random.py` would shadow Python's own.
         "PYTHONSAFEPATH": "1",
         IMPORT_PATH: os.pathsep.join(os.path.abspath(entry) for entry in [*sys.path, os.getcwd()]),
         # A rank that crashes in native code dumps its stack.
@@ -54,7 +48,7 @@ def rank_environment(experiment: Experiment, attempt: int, rendezvous_folder: Pa
 
 @contextlib.contextmanager
 def environment(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """This process's environment with changes, for the time of the block."""
+    """Change this process's environment for the block."""
     before = {name: os.environ.get(name) for name in changes}
     _set(changes)
     try:
@@ -72,14 +66,14 @@ def _set(variables: Mapping[str, str | None]) -> None:
 
 
 def _python_path() -> list[str]:
-    """PYTHONPATH as it is, and where our own package lies, should that be no place that Python looks into anyway."""
+    """PYTHONPATH, extended by the folder of our package unless that is installed."""
     inherited = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     ours = Path(titan_exp.__file__).resolve().parents[1]
     return inherited if ours.name in ("site-packages", "dist-packages") else [*inherited, str(ours)]
 
 
 def _loopback() -> str:
-    """The network interface that is always there, so that ranks meet without a network."""
+    """Loopback network interface, so that ranks meet without a network."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == "127.0.0.1" for address in addresses):
             return name

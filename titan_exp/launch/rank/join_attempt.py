@@ -19,10 +19,8 @@ ATTEMPT_TIMEOUT = 60.0
 def join_attempt(folder: RunFolder, rank: RankInfo, executor: Executor | None) -> RankInfo:
     """Join the run's attempt and its rendezvous; returns the rank with its attempt number.
 
-    Without an executor, torchrun has set the rendezvous address.
-
-    Raises:
-        UserError: another process runs this folder, or the number of ranks differs from its layout's world size.
+    Without an executor, torchrun has set the rendezvous address. Raises UserError if another process runs this folder,
+    or the number of ranks is not its layout's world size.
     """
     _check_world_size(folder, rank)
     claim = None
@@ -58,7 +56,7 @@ def _open_attempt(folder: RunFolder, rank: RankInfo, executor: Executor | None) 
             requeues=last.requeues + 1 if last is not None and same_job else 0,
         ).attempt
     if rank.token is None:
-        folder.clear_stop()  # a batch script has cleared it, and a stop may have been requested since
+        folder.clear_stop()  # the batch script of a job has done so, and a stop may have been requested since
     if executor is not None:
         executor.publish_rendezvous(folder, replace(rank, attempt=number))
     folder.update_attempt(number, job_id=rank.job_id, hosts=rank.hosts, restarts=rank.restarts, start=time.time())
@@ -79,7 +77,7 @@ def _await_attempt(folder: RunFolder, rank: RankInfo) -> int:
     while time.monotonic() < deadline:
         rows = folder.read_attempts()
         row = rows[-1] if rows else None
-        # Without a restart count an ended attempt may be an earlier one of the same address.
+        # Without a restart count, an ended attempt may be an earlier one with the same address.
         ended = row is not None and row.end is not None and rank.restarts is None
         if row and row.start is not None and not ended and (row.job_id, row.restarts) == (rank.job_id, rank.restarts):
             return row.attempt

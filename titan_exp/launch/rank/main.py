@@ -37,7 +37,7 @@ RANK_MAIN = "TITAN_EXP_RANK_MAIN"
 """Environment variable: dotted name of what a rank runs; the trainer unless set."""
 TRAINER = "titan_exp.trainer.rank_main.main"
 FAILURE_MARK = "titan_exp: this rank failed"
-"""The line in a rank's log before its traceback, where the launcher, who shows it too, stops showing the log."""
+"""Line in a rank's log before its traceback; the launcher, which shows the traceback itself, shows the log up to it."""
 STATES: dict[int, StateName] = {DONE: "done", STOPPED: "preempted"}
 
 
@@ -48,7 +48,7 @@ def run_rank(folder: RunFolder, rank: RankInfo) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run one rank of a run folder as its executor, srun, torchrun or nothing started it; returns the exit code."""
+    """Run one rank of a run folder under its executor, srun, torchrun or alone; returns the exit code."""
     if len(arguments) != 1:
         print("usage: python -m titan_exp.launch.rank.main RUN_FOLDER", file=sys.stderr)
         return UserError.exit_code
@@ -69,9 +69,9 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _find_rank(folder: RunFolder) -> tuple[Executor | None, RankInfo]:
-    """The executor that started this process, the run's own asked first, and its rank; torchrun's without one."""
+    """Executor that started this process, asking the run's own first, and its rank; None with torchrun's rank."""
     if not folder.config.exists():
-        raise UserError(f"{folder.path} holds no config.yaml, so it is not a run. `titan-exp train` makes one.")
+        raise UserError(f"{folder.path} has no config.yaml, so it is not a run. `titan-exp train` creates runs.")
     kinds = dict.fromkeys([load_experiment(folder.config).cluster.kind, *executor_names()])
     for executor in map(executor_for, kinds):
         rank = executor.rank_info()
@@ -81,7 +81,7 @@ def _find_rank(folder: RunFolder) -> tuple[Executor | None, RankInfo]:
 
 
 class _Rank:
-    """One rank of one attempt, from its record's first line to its last."""
+    """One rank of one attempt."""
 
     def __init__(self, folder: RunFolder, rank: RankInfo) -> None:
         assert rank.attempt is not None
@@ -90,10 +90,10 @@ class _Rank:
         self.parent_watchdog: ParentWatchdog | None = None
 
     def run(self) -> int:
-        """Run the trainer; returns the exit code. The folder stays held until this process is gone."""
+        """Run the trainer; returns the exit code. The rank's lock is held until this process exits."""
         self.folder.join(self.rank.rank)
         if self.folder.read_attempts()[-1].attempt != self.attempt:
-            print("Another start of this run came first; this rank ends.", file=sys.stderr)
+            print("A newer attempt of this run exists; this rank exits.", file=sys.stderr)
             return STOPPED
         self.rank.set_torch_env()
         self._write(self.record)
@@ -114,15 +114,14 @@ class _Rank:
             reason = self.folder.stop_reason() if code == STOPPED else None
             if error is not None:
                 reason = error.message if code == HUNG else f"rank {self.rank.rank}: {error.type}: {error.message}"
-            with contextlib.suppress(OSError):  # a full disk: the launcher, or the next start, sees a dead run
+            with contextlib.suppress(OSError):  # on a full disk, the launcher or the next start closes the attempt
                 state = STATES.get(code, "failed")
                 close_attempt(self.folder, self.attempt, state, exit_code=code, reason=reason, overrule=False)
-
         if self.parent_watchdog is not None and self.parent_watchdog.orphaned:
-            self._tidy_up()
+            self._remove_rendezvous_folder()
 
-    def _tidy_up(self) -> None:
-        """Remove the ranks' meeting place, which the launcher would have done; the last rank to end does it."""
+    def _remove_rendezvous_folder(self) -> None:
+        """Remove the rendezvous folder after the last rank, since the launcher is gone."""
         rendezvous_folder = os.environ.get(FALLBACK_FOLDER)
         records = [read_record(self.folder, self.attempt, rank) for rank in range(self.rank.world_size)]
         if rendezvous_folder is not None and all(record is None or record.end is not None for record in records):
@@ -132,11 +131,11 @@ class _Rank:
         try:
             write_record(self.folder, self.attempt, record)
         except OSError as error:
-            print(f"the record of rank {record.rank} cannot be written: {error}", file=sys.stderr)
+            print(f"the status of rank {record.rank} cannot be written: {error}", file=sys.stderr)
 
     def _handle_signals(self) -> None:
-        """A polite request to end saves first. Ctrl-C and a closed terminal are the launcher's business, if there is
-        one; without it the first Ctrl-C saves and the second ends at once."""
+        """SIGTERM and SIGUSR2 save and stop. With a launcher, which handles them, SIGINT and SIGHUP are ignored;
+        without one the first SIGINT saves and the second ends at once."""
         launched = self.rank.launcher is not None
         signal.signal(signal.SIGINT, signal.SIG_IGN if launched else self._interrupt)
         signal.signal(signal.SIGHUP, signal.SIG_IGN if launched else self._request_stop)
@@ -150,7 +149,7 @@ class _Rank:
         self._request_stop(number, frame)
 
     def _request_stop(self, number: int, _: FrameType | None) -> None:
-        with contextlib.suppress(OSError):  # on a full disk there is nothing to save to
+        with contextlib.suppress(OSError):  # a full disk
             self.folder.request_stop(f"rank {self.rank.rank} received {signal.Signals(number).name}")
 
     def _start_parent_watchdog(self) -> None:
@@ -168,18 +167,18 @@ class _Rank:
         self.parent_watchdog.start()
 
     def _start_watchdog(self) -> Watchdog:
-        watch = Watchdog(
+        watchdog = Watchdog(
             load_experiment(self.folder.config).cluster,
             HangFiles(self.folder.attempt_logs(self.attempt), self.rank.world_size),
             rank=self.rank.rank,
             progress=PROGRESS,
             give_up=lambda reason: self._give_up(reason, HUNG, "Hung"),
         )
-        watch.start()
-        return watch
+        watchdog.start()
+        return watchdog
 
     def _give_up(self, reason: str, code: int = FAILED, kind: str = "GivenUp") -> None:
-        """End at once, from a watch's thread, whatever the main thread hangs in."""
+        """Exit from a watchdog's thread, whatever the main thread hangs in."""
         self._end(code, RankError(kind, reason, "", user=False))
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
@@ -207,7 +206,7 @@ def _call(function: Callable[[str], None], path: str) -> tuple[int, RankError | 
     except BaseException as error:
         frames = error.__traceback__
         while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:
-            frames = frames.tb_next  # this file's own frames say nothing about the error
+            frames = frames.tb_next  # skips frames of this file
         text = "".join(traceback.format_exception(type(error), error, frames))
         return FAILED, RankError(type(error).__name__, str(error), text, user=False)
     return DONE, None

@@ -24,15 +24,12 @@ class RankInfo:
     """Rank of this process, and the job around it."""
 
     rank: int
-    """Global rank."""
     world_size: int
-    """Ranks in the job."""
     local_rank: int
     """Rank on this machine, or of the only visible GPU."""
     job_id: str = ""
-    """The scheduler's job id; the same text on every rank, and different for the next job."""
+    """The scheduler's job id; the same on every rank, and another for the next job."""
     hosts: tuple[str, ...] = ()
-    """Nodes of the job."""
     restarts: int | None = None
     """Times the scheduler restarted the job; None if it does not count."""
     token: str | None = None
@@ -42,13 +39,12 @@ class RankInfo:
     by_hand: str = "torchrun --nproc-per-node {}"
     """Command that starts this many ranks by hand, for error messages."""
     launcher: int | None = None
-    """Pid of the launcher on this machine, if there is one."""
+    """Pid of the launcher on this machine; None without one. `controller` is that of submitit's controller."""
     controller: int | None = None
-    """Pid of submitit's controller."""
     attempt: int | None = None
     """Attempt number; None until the rank has joined the attempt."""
     claim: FileLock | None = None
-    """Lock on the run folder, held by rank 0 if there is no launcher to hold it."""
+    """Run lock, held by rank 0 if there is no launcher."""
 
     def set_torch_env(self) -> None:
         """Set RANK, WORLD_SIZE and LOCAL_RANK, as torchrun does."""

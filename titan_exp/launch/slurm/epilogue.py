@@ -1,7 +1,7 @@
-"""`python -m titan_exp.launch.slurm.epilogue RUN_FOLDER JOB CODE`: the batch script's last word on an attempt.
+"""Epilogue of a batch script: `python -m titan_exp.launch.slurm.epilogue RUN_FOLDER JOB CODE`.
 
-Ranks close the attempt themselves where they can; here the first of them to die says why, and the dead are written
-down. Then: does the run go on by itself? The answer is the exit code.
+Closes the attempt, which ranks do themselves where they can: finds the cause among the ranks and records killed ones.
+The exit code says whether the run is requeued.
 """
 
 import os
@@ -24,75 +24,75 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.run_folder.state import DONE, FAILED, HUNG, STOPPED
 
 CANCELLED = "cancelled"
-"""Begins the reason of a stop after which the run shall not go on by itself."""
+"""Prefix of the reason of a stop after which the run is not requeued."""
 ENDED_BY_HAND = 130
-"""Exit code of a run that somebody cancelled, as shells have it for Ctrl-C."""
+"""Exit code of a cancelled run, as shells have it for Ctrl-C."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Close the attempt of this job; returns 0 where the run is done, 85 where it shall go on, else a failure's code.
+    """Close the attempt of this job; returns 0 if the run is done, 85 if it is to be requeued, else a failure's code.
 
-    Args:
-        arguments: the run folder, the job's number, and the exit code of srun.
+    `arguments` are the run folder, the job id and srun's exit code.
     """
     folder, job, code = RunFolder(arguments[0]), arguments[1], int(arguments[2])
     rows = folder.read_attempts()
     row = rows[-1] if rows else None
     if row is None or row.token != os.environ.get(TOKEN):
-        print(f"{folder.path}: job {job} has no start written down; another one came after it.")
+        print(f"{folder.path}: job {job} has no recorded attempt; a newer job replaced it.")
         return code
     if row.start is None:
         return _close_unstarted(folder, row, job, code)
-    result = _verdict(folder, row, job)
+    result = _result(folder, row, job)
     close_attempt(folder, row.attempt, result.state, exit_code=result.exit_code, reason=result.reason, overrule=True)
     if result.detail:
         print(result.detail)
-    return _go_on(folder, row, job, result, load_experiment(folder.config).cluster)
+    return _requeue(folder, row, job, result, load_experiment(folder.config).cluster)
 
 
-def _verdict(folder: RunFolder, row: Attempt, job: str) -> AttemptResult:
+def _result(folder: RunFolder, row: Attempt, job: str) -> AttemptResult:
     records = {rank: read_record(folder, row.attempt, rank) for rank in range(row.world_size)}
     known = [record for record in records.values() if record is not None]
     hang = HangFiles(folder.attempt_logs(row.attempt), row.world_size).report_hang()
     if hang is not None:
         return replace(exit_status.hung(hang), state="preempted")
-    died = [exit_status.failure_from_error(record) for record in known if record.failed]
-    if died:
-        return exit_status.failed(died)
-    ends = [record.exit for record in known if record.exit is not None]
-    if len(ends) == row.world_size:
-        return exit_status.ended(ends, folder.stop_reason())
+    failures = [exit_status.failure_from_error(record) for record in known if record.failed]
+    if failures:
+        return exit_status.failed(failures)
+    codes = [record.exit for record in known if record.exit is not None]
     stop = folder.stop_reason()
-    # A failed rank makes srun send SIGTERM to the others, who take it for a request to stop.
+    if len(codes) == row.world_size:
+        return exit_status.ended(codes, stop)
+    # srun sends SIGTERM to the peers of a failed rank, which take it for a stop request.
     if stop is not None and not re.fullmatch(r"rank \d+ received SIGTERM", stop):
         return AttemptResult("preempted", STOPPED, f"{stop}; killed before all ranks had saved")
     return _vanished(folder, row, job, records)
 
 
 def _vanished(folder: RunFolder, row: Attempt, job: str, records: Mapping[int, RankRecord | None]) -> AttemptResult:
-    """The verdict where a rank is gone without a word: srun says which was the first, and of what."""
+    """Failure of a rank that was killed without a record: srun's log names the first, and the signal."""
     missing = [rank for rank, record in records.items() if record is None or record.exit is None]
-    said = (entry for entry in _said_by_srun(folder, job) if entry[0] in missing)
-    rank, words = next(said, (missing[0], ""))
+    reported = (entry for entry in _srun_errors(folder, job) if entry[0] in missing)
+    rank, message = next(reported, (missing[0], ""))
     log = folder.attempt_logs(row.attempt) / f"rank-{rank:05d}.log"
     kind = exit_status.failure_at_start if records[rank] is None else exit_status.failure_from_signal
-    death = kind(rank, time.time(), log)
-    return exit_status.failed([replace(death, reason=death.reason + (f" (srun: {words})" if words else ""))])
+    failure = kind(rank, time.time(), log)
+    return exit_status.failed([replace(failure, reason=failure.reason + (f" (srun: {message})" if message else ""))])
 
 
-def _said_by_srun(folder: RunFolder, job: str) -> Iterator[tuple[int, str]]:
-    """Ranks whose end srun complained of since the job's last start, in that order, each with its words."""
+def _srun_errors(folder: RunFolder, job: str) -> Iterator[tuple[int, str]]:
+    """Ranks with srun's error messages since the job's last start, in order."""
     try:
         text = (folder.logs / f"slurm-{job}.out").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return
-    of_this_start = re.split(r": attempt \d+ \w+", text)[-1]
-    for number, words in re.findall(r"srun: error: \S+: tasks? (\d+)[\d,-]*: (.+)", of_this_start):
-        yield int(number), words.strip()
+    since_start = re.split(r": attempt \d+ \w+", text)[-1]
+    for number, message in re.findall(r"srun: error: \S+: tasks? (\d+)[\d,-]*: (.+)", since_start):
+        yield int(number), message.strip()
 
 
 def _close_unstarted(folder: RunFolder, row: Attempt, job: str, code: int) -> int:
-    """No rank came to write down a start: the run was done, is held by somebody else, or Python did not even start."""
+    """Close an attempt whose start no rank recorded: the run was done, is held by another process, or Python did not
+    start."""
     state = folder.read_state()
     if state is not None and state.state == "done":
         folder.update_attempt(row.attempt, job_id=job, end=time.time(), reason="the run was done before this start")
@@ -110,20 +110,20 @@ def _close_unstarted(folder: RunFolder, row: Attempt, job: str, code: int) -> in
     return code
 
 
-def _go_on(folder: RunFolder, row: Attempt, job: str, result: AttemptResult, cluster: ClusterConfig) -> int:
-    """Say how the attempt ended and, where the run shall go on, write down the intent to."""
-    said = f"{folder.path}: attempt {row.attempt} {result.state}" + (f" ({result.reason})" if result.reason else "")
+def _requeue(folder: RunFolder, row: Attempt, job: str, result: AttemptResult, cluster: ClusterConfig) -> int:
+    """Print the result and, if the run is to be requeued, record the intent; returns the exit code."""
+    text = f"{folder.path}: attempt {row.attempt} {result.state}" + (f" ({result.reason})" if result.reason else "")
     if result.exit_code not in (STOPPED, HUNG):
-        print(said)
+        print(text)
         return result.exit_code
     if (folder.stop_reason() or "").startswith(CANCELLED):
-        print(said)
+        print(text)
         return ENDED_BY_HAND
     if cluster.requeue == "never":
-        print(f"{said}; cluster.requeue=never: the command that submitted it continues it.")
+        print(f"{text}; cluster.requeue=never: the command that submitted it continues it.")
         return result.exit_code
     if row.requeues >= cluster.max_requeues:
-        print(f"{said}; it went on by itself {row.requeues} times (cluster.max_requeues): submit it again.")
+        print(f"{text}; requeued {row.requeues} times already (cluster.max_requeues): submit it again.")
         return FAILED
     folder.add_attempt(
         world_size=row.world_size,
@@ -133,7 +133,7 @@ def _go_on(folder: RunFolder, row: Attempt, job: str, result: AttemptResult, clu
         token=row.token,
         requeues=row.requeues + 1,
     )
-    print(f"{said}; it continues by itself, {row.requeues + 1} of {cluster.max_requeues} times.")
+    print(f"{text}; requeued, {row.requeues + 1} of {cluster.max_requeues} times.")
     return STOPPED
 
 

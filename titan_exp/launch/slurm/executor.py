@@ -34,7 +34,6 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 from titan_exp.tracking.run_folder.state import STOPPED
 
 SCANCEL_JOBS = 500
-"""Jobs per scancel call."""
 SUBMITTER_LIMIT = 120.0
 """Seconds to wait for another submitter to the same folder of runs."""
 
@@ -43,11 +42,8 @@ class SlurmExecutor(Executor):
     """Runs as SLURM jobs, or arrays of jobs for runs with equal resources."""
 
     def submit(self, plans: Sequence[RunPlan], options: SubmitOptions) -> list[Submission]:
-        """Submit runs that are not done, queued or running, and return at once.
-
-        Raises:
-            UserError: SLURM is not installed, this process is inside a job, or the runs' folder cannot be written.
-        """
+        """Submit runs that are not done, queued or running, and return at once. Raises UserError without SLURM, inside
+        a job, or if the folder of runs cannot be written."""
         _require_slurm(plans)
         found: dict[Path, Submission] = {}
         for runs in dict.fromkeys(map(_runs, plans)):
@@ -146,7 +142,7 @@ def _submit(
 ) -> Iterable[Submission]:
     snapshot = take_code_snapshot(runs, [plan.experiment for plan in plans])
     for name in snapshot.loose:
-        echo(f"{name} is in no repository of the current folder, so it is not copied: edits still affect the job.")
+        echo(f"{name} is outside the current folder's repository, so it is not copied: edits affect waiting jobs.")
     provenance = read_provenance(snapshot)
     existed = thread_map(lambda plan: create_run_folder(plan, provenance), plans)
     old = {plan.folder.path for plan, there in zip(plans, existed, strict=True) if there}
@@ -229,28 +225,20 @@ def _refused(plan: RunPlan, reason: str, job_id: str | None = None) -> Submissio
     return Submission(plan, "refused", job_id, reason, UserError.exit_code)
 
 
-def _scancel(options: Sequence[str], jobs: Collection[str]) -> dict[str, str]:
-    """Call scancel for many jobs at a time; returns the error message of each job that failed."""
+def _scancel(options: Sequence[str], jobs: Collection[str], at_once: int = SCANCEL_JOBS) -> dict[str, str]:
+    """Call scancel for many jobs at a time; returns the error message of each job that failed.
+
+    scancel does not say for which job it failed, so they are then tried one by one.
+    """
     failures: dict[str, str] = {}
     names = list(jobs)
-    for first in range(0, len(names), SCANCEL_JOBS):
-        chunk = names[first : first + SCANCEL_JOBS]
+    for first in range(0, len(names), at_once):
+        chunk = names[first : first + at_once]
         try:
             ask("scancel", *options, *chunk)
         except UnreachableError as error:
             final = len(chunk) == 1 or error.silent
-            failures |= dict.fromkeys(chunk, str(error)) if final else _scancel_each(options, chunk)
-    return failures
-
-
-def _scancel_each(options: Sequence[str], jobs: Sequence[str]) -> dict[str, str]:
-    """The same, one call per job: scancel does not say for which it failed."""
-    failures: dict[str, str] = {}
-    for job in jobs:
-        try:
-            ask("scancel", *options, job)
-        except UnreachableError as error:
-            failures[job] = str(error)
+            failures |= dict.fromkeys(chunk, str(error)) if final else _scancel(options, chunk, at_once=1)
     return failures
 
 
@@ -274,8 +262,8 @@ def _require_slurm(plans: Sequence[RunPlan]) -> None:
     inside = os.environ.get("SLURM_JOB_ID")
     if inside and not all(plan.experiment.cluster.submit_from_job for plan in plans):
         raise UserError(
-            f"This is job {inside} of SLURM, and a job that submits jobs is mostly an accident. Submit from a login "
-            "node, run here with cluster=local, or say that it is meant: cluster.submit_from_job=true."
+            f"This process is inside SLURM job {inside}; jobs that submit jobs are usually a mistake. Submit from a "
+            "login node, run here with cluster=local, or set cluster.submit_from_job=true."
         )
 
 

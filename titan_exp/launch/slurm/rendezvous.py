@@ -56,11 +56,7 @@ def publish_rendezvous(folder: RunFolder, rank: RankInfo) -> None:
 
 
 def join_rendezvous(folder: RunFolder, rank: RankInfo) -> None:
-    """Set MASTER_ADDR and MASTER_PORT to rank 0's address.
-
-    Raises:
-        UserError: rank 0 has published none.
-    """
+    """Set MASTER_ADDR and MASTER_PORT to rank 0's address. Raises UserError if rank 0 has published none."""
     assert rank.attempt is not None
     path, deadline = folder.attempt_logs(rank.attempt) / "meeting", time.monotonic() + RENDEZVOUS_TIMEOUT
     while not path.exists():

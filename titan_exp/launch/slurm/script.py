@@ -1,4 +1,4 @@
-"""The batch script of a run, or of an array of runs, as one would write it by hand: a pure function to text."""
+"""Batch script of a run or an array of runs, as one would write it by hand: a pure function to text."""
 
 import shlex
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from titan_exp.config.machine.devices import device_type
 from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
 
 MARK = "titan_exp:"
-"""Begins the job's comment, in which its token follows."""
+"""Prefix of the job's comment, before its token."""
 
 
 @dataclass(frozen=True)
@@ -17,46 +17,40 @@ class Resources:
     """Resources of a job. Runs with equal resources share an array."""
 
     cluster: ClusterConfig
-    """The cluster group."""
     nodes: int
-    """Machines."""
     tasks_per_node: int
-    """Processes on each of them, one per GPU."""
+    """Processes per node, one per GPU."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """Everything that a batch script says."""
+    """Content of a batch script."""
 
     name: str
-    """Job name."""
     token: str
-    """By which the job is found again; an array's tasks have its index after it."""
+    """Identifies the job in its comment; array tasks append their index."""
     resources: Resources
-    """Resources of the job."""
     snapshot: CodeSnapshot
-    """Code snapshot."""
     python: str
-    """Python of the submitting machine, for ranks outside a container."""
+    """Interpreter of the submitting machine, for ranks outside a container."""
     import_path: Sequence[str]
     """Folders appended to the ranks' sys.path."""
     folder: str
-    """The run folder; of an array, the folder whose entries 0, 1, ... lead to the run folders."""
+    """Run folder; of an array, the folder whose entries 0, 1, ... link to the run folders."""
     runs: str
-    """The folder of all runs, which a container must show."""
+    """Folder of all runs, mounted in a container."""
     array: int | None = None
-    """Runs in the array; None for a single run."""
 
 
 def render(script: Script) -> str:
-    """The text of the batch script."""
+    """Text of the batch script."""
     cluster = script.resources.cluster
     stop = _STOP.replace("@LEAD@", str(cluster.signal_lead)).replace("@LIMIT@", str(cluster.stop_limit))
-    return "\n".join([_head(script), _place(script), _surroundings(script), stop, _ranks(script)])
+    return "\n".join([_head(script), _run(script), _environment(script), stop, _ranks(script)])
 
 
 def sbatch_options(script: Script) -> Iterator[tuple[str, object]]:
-    """Options of sbatch with their values; those without one are True."""
+    """Options of sbatch with their values; True for a switch."""
     cluster, resources = script.resources.cluster, script.resources
     log = "%A_%a" if script.array is not None else "%j"
     yield "job-name", script.name
@@ -81,7 +75,7 @@ def sbatch_options(script: Script) -> Iterator[tuple[str, object]]:
 
 
 def _head(script: Script) -> str:
-    lines = ["#!/bin/bash", f"# {script.name}: {_described(script)}. Written by titan_exp.", ""]
+    lines = ["#!/bin/bash", f"# {script.name}: {_size(script)}. Written by titan_exp.", ""]
     for option, value in sbatch_options(script):
         if value is not None:
             lines.append(f"#SBATCH --{option}" + ("" if value is True else f"={shlex.quote(str(value))}"))
@@ -89,13 +83,13 @@ def _head(script: Script) -> str:
     return "\n".join([*lines, ""])
 
 
-def _described(script: Script) -> str:
+def _size(script: Script) -> str:
     nodes, tasks = script.resources.nodes, script.resources.tasks_per_node
-    each = f"{nodes} node{'s' * (nodes > 1)} with {tasks} process{'es' * (tasks > 1)} each"
-    return each if script.array is None else f"{script.array} runs, each of {each}"
+    size = f"{nodes} node{'s' * (nodes > 1)} with {tasks} process{'es' * (tasks > 1)} each"
+    return size if script.array is None else f"{script.array} runs, each of {size}"
 
 
-def _place(script: Script) -> str:
+def _run(script: Script) -> str:
     if script.array is None:
         lines = ["# The run.", f"RUN={shlex.quote(script.folder)}", 'JOB="$SLURM_JOB_ID"']
         lines += [f"export TITAN_EXP_TOKEN={script.token}"]
@@ -103,14 +97,14 @@ def _place(script: Script) -> str:
         lines = [
             "# The run of this array task.",
             f'RUN="$(readlink -f {shlex.quote(script.folder)}/"$SLURM_ARRAY_TASK_ID")"',
-            "# One task has the number of the whole array as its own, so tasks are named by both.",
+            "# One task has the id of the whole array as its own, so tasks are named by both.",
             'JOB="${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"',
             f'export TITAN_EXP_TOKEN="{script.token}_$SLURM_ARRAY_TASK_ID"',
         ]
     return "\n".join([*lines, ""])
 
 
-def _surroundings(script: Script) -> str:
+def _environment(script: Script) -> str:
     cluster, snapshot = script.resources.cluster, script.snapshot
     lines = [
         "# The code as it was at submission: edits since then have no effect.",
@@ -123,20 +117,20 @@ def _surroundings(script: Script) -> str:
         lines.append(f"export OMP_NUM_THREADS={threads}")
     lines += [f"export {name}={shlex.quote(value)}" for name, value in cluster.environment.items()]
     if cluster.setup:
-        lines += ["", "# As the site wants it.", *cluster.setup]
+        lines += ["", "# cluster.setup", *cluster.setup]
     return "\n".join([*lines, ""])
 
 
 _STOP = """\
-# @LEAD@ s before the time limit SLURM sends USR2 to this script alone. All ranks look for the flag, agree on a step,
-# save together and end. Those that are not done in @LIMIT@ s are killed, which leaves time to queue the run again.
+# @LEAD@ s before the time limit SLURM sends USR2 to this script alone. All ranks poll the flag, agree on a step, save
+# together and exit. Those that have not in @LIMIT@ s are killed, which leaves time to requeue the run.
 rm -f "$RUN/stop"
 signals=0
 stop() {
     signals=$((signals + 1))
     [ -e "$RUN/stop" ] || echo "SLURM is about to end the job (time limit, or preemption)" > "$RUN/stop"
     [ "$signals" = 1 ] || return
-    (sleep @LIMIT@; kill "$step") > /dev/null 2>&1 &  # srun passes it on as the end of all ranks
+    (sleep @LIMIT@; kill "$step") > /dev/null 2>&1 &  # srun then kills all ranks
 }
 trap stop USR2
 """
@@ -150,45 +144,38 @@ def _ranks(script: Script) -> str:
     arguments += cluster.srun_args
     log = '"$RUN/logs/slurm-$JOB-${SLURM_RESTART_COUNT:-0}-rank-%5t.log"'
     lines = [
-        "# One process for each rank. A rank that fails takes the others with it.",
+        "# One process per rank. srun kills the peers of a failed rank.",
         f"{shlex.join(arguments)} \\",
         f"    --output={log} \\",
         f'    {_python(script)} -m titan_exp.launch.rank.main "$RUN" &',
         "step=$!",
-        "# A signal ends `wait` early: it is asked again until it was srun that ended.",
+        "# A signal ends `wait` early: repeat it until srun has ended.",
         "while",
         '    seen=$signals; wait "$step"; code=$?',
         '    [ "$seen" != "$signals" ]',
         "do :; done",
         "",
-        "# Close the attempt where no rank lived to do it. Answers 0 done, 85 to be continued, anything else failed.",
+        "# Close the attempt. Exit code 0: done, 85: requeue, any other: failed.",
         f'{_closing(script)} -m titan_exp.launch.slurm.epilogue "$RUN" "$JOB" "$code"',
         "code=$?",
     ]
     if cluster.requeue != "never":
-        lines += ['if [ "$code" = 85 ]; then', *(f"    {line}" for line in _again(script)), "fi"]
+        lines += ['if [ "$code" = 85 ]; then', *(f"    {line}" for line in _requeue(script)), "fi"]
     return "\n".join([*lines, 'exit "$code"', ""])
 
 
 def _closing(script: Script) -> str:
-    """Python outside the step of the ranks, in the container where there is one."""
+    """Python outside the ranks' step, in the container if there is one."""
     start = shlex.join(["srun", "--nodes=1", "--ntasks=1", *_pyxis(script)]) + " " if _pyxis(script) else ""
     return start + _python(script)
 
 
-def _again(script: Script) -> list[str]:
-    chain = 'sbatch --dependency="afterany:$JOB" "$RUN/job.sh"'
-    match script.resources.cluster.requeue:
-        case "requeue":
-            return ['scontrol requeue "$JOB" && exit 0']
-        case "chain":
-            return [chain]
-        case _:
-            return [
-                'scontrol requeue "$JOB" && exit 0',
-                "# The site forbids that: a new job after this one.",
-                chain,
-            ]
+def _requeue(script: Script) -> list[str]:
+    requeue = ['scontrol requeue "$JOB" && exit 0']
+    chain = ['sbatch --dependency="afterany:$JOB" "$RUN/job.sh"']
+    if script.resources.cluster.requeue == "auto":
+        return [*requeue, "# Requeueing is forbidden here: submit a new job.", *chain]
+    return requeue if script.resources.cluster.requeue == "requeue" else chain
 
 
 def _python(script: Script) -> str:

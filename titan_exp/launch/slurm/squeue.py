@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from titan_exp.launch.slurm.script import MARK
 
 TIMEOUT = 20.0
-"""Seconds that SLURM has for an answer; a controller that is down makes its commands wait."""
+"""Seconds for SLURM to answer; its commands wait while the controller is down."""
 
 QUEUED = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 RUNNING = ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
@@ -19,16 +19,16 @@ RUNNING = ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGN
 
 @dataclass(frozen=True)
 class Job:
-    """A job, or a task of an array, as SLURM lists it."""
+    """A job, or a task of an array, as squeue lists it."""
 
     job_id: str
-    """Its number: `12`, or `12_3` for task 3 of array 12."""
+    """`12`, or `12_3` for task 3 of array 12."""
     state: str
     """SLURM's state: `PENDING`, `RUNNING`, `TIMEOUT`, ..."""
     reason: str
-    """Why it waits, or how it ended; `None` where there is nothing to say."""
+    """Why it waits, or how it ended; `None` without a reason."""
     token: str
-    """By which we know our own; empty for other jobs."""
+    """Submission token; empty for jobs of others."""
 
     @property
     def phase(self) -> str:
@@ -36,29 +36,22 @@ class Job:
         return "queued" if self.state in QUEUED else "running" if self.state in RUNNING else "gone"
 
     def __str__(self) -> str:
-        said = self.state.lower().replace("_", " ")
-        return said if self.reason in ("", "None", "(null)") else f"{said}: {self.reason}"
+        state = self.state.lower().replace("_", " ")
+        return state if self.reason in ("", "None", "(null)") else f"{state}: {self.reason}"
 
 
 class UnreachableError(Exception):
-    """SLURM cannot be asked now; its own words.
+    """SLURM did not answer, or refused, with its message. `silent`: it timed out, and asking again would take as
+    long."""
 
-    Args:
-        words: what it said.
-        silent: it said nothing in the time it had, and asking again would take as long.
-    """
-
-    def __init__(self, words: str, *, silent: bool = False) -> None:
-        super().__init__(words)
+    def __init__(self, message: str, *, silent: bool = False) -> None:
+        super().__init__(message)
         self.silent = silent
 
 
 def listed_jobs(owners: Sequence[int]) -> list[Job]:
-    """The jobs of these users (by number) that SLURM remembers: all that have not ended, and some minutes of the rest.
-
-    Raises:
-        UnreachableError: the commands are not installed, or the controller does not answer.
-    """
+    """Jobs of these users (by uid) that SLURM remembers: all that have not ended, and the rest for some minutes. Raises
+    UnreachableError."""
     users = ",".join(str(owner) for owner in sorted(set(owners)))
     text = ask("squeue", "--noheader", "--array", "--states=all", f"--user={users}", "--format=%i|%T|%r|%k")
     jobs = []
@@ -66,7 +59,7 @@ def listed_jobs(owners: Sequence[int]) -> list[Job]:
         job_id, state, reason, comment = line.split("|", 3)
         token = comment.removeprefix(MARK) if comment.startswith(MARK) else ""
         _, _, task = job_id.partition("_")
-        # The script that continues one run of an array carries the name of its task already.
+        # The job that continues one run of an array already has its task in the token.
         jobs.append(Job(job_id, state, reason, f"{token}_{task}" if token and task else token))
     return jobs
 
@@ -86,23 +79,19 @@ def accounted(job_ids: Sequence[str]) -> Mapping[str, str]:
 
 def ended_as(state: str, code: str) -> str:
     """End of a job from sacct's state and exit code, such as `CANCELLED by 1000` and `0:0`."""
-    words = state.lower().replace("_", " ")
-    by = re.fullmatch(r"(.* by )(\d+)", words)
+    text = state.lower().replace("_", " ")
+    by = re.fullmatch(r"(.* by )(\d+)", text)
     if by:
-        with contextlib.suppress(KeyError):  # a user whom this machine does not know keeps the number
-            words = by[1] + pwd.getpwuid(int(by[2])).pw_name
+        with contextlib.suppress(KeyError):  # an unknown uid stays a number
+            text = by[1] + pwd.getpwuid(int(by[2])).pw_name
     exit_code, _, signal = code.partition(":")
     details = [f"exit code {exit_code}"] if exit_code not in ("", "0") else []
     details += [f"signal {signal}"] if signal not in ("", "0") else []
-    return f"{words} ({', '.join(details)})" if details else words
+    return f"{text} ({', '.join(details)})" if details else text
 
 
 def ask(*command: str, timeout: float = TIMEOUT) -> str:
-    """Output of a SLURM command.
-
-    Raises:
-        UnreachableError: it is not installed, it failed, or it did not answer in time.
-    """
+    """Output of a SLURM command. Raises UnreachableError if it is not installed, fails, or times out."""
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
     except FileNotFoundError:

@@ -16,7 +16,6 @@ from pathlib import Path
 from submitit.core.utils import FailedJobError
 from submitit.slurm.slurm import SlurmExecutor
 
-from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
 from titan_exp.launch.rank.child_env import environment
 from titan_exp.launch.run_plan import RunPlan
@@ -43,7 +42,7 @@ class UncertainError(Exception):
 
 def resources_of(plan: RunPlan) -> Resources:
     """Nodes and tasks of a run."""
-    layout = ResolvedLayout.of(plan.experiment)
+    layout = plan.layout
     return Resources(layout.cluster, layout.nodes, min(layout.world_size, layout.node_size))
 
 
@@ -107,19 +106,15 @@ class Batch:
         """Add an attempt to every run; returns the attempt numbers."""
 
         def record(index: int) -> int:
-            layout, token = ResolvedLayout.of(self.plans[index].experiment), self.token_of(index)
-            folder, kind = self.plans[index].folder, layout.cluster.kind
-            return folder.add_attempt(world_size=layout.world_size, hosts=(), launched_by=kind, token=token).attempt
+            plan = self.plans[index]
+            kind, token, size = plan.experiment.cluster.kind, self.token_of(index), plan.layout.world_size
+            return plan.folder.add_attempt(world_size=size, hosts=(), launched_by=kind, token=token).attempt
 
         return thread_map(record, range(len(self.plans)))
 
     def submit(self) -> list[str]:
-        """Call sbatch; returns the job id of each run.
-
-        Raises:
-            RejectedError: sbatch failed.
-            UncertainError: sbatch did not answer in time.
-        """
+        """Call sbatch; returns the job id of each run. Raises RejectedError if sbatch fails, UncertainError if it times
+        out."""
         stderr = io.StringIO()
         executor = _Executor(self.folder, render(self._script))
         try:
@@ -153,7 +148,7 @@ class _Executor(SlurmExecutor):
         return self._text
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        # flock holds the lock as long as sbatch runs, even if this process is killed.
+        # flock holds the lock while sbatch runs, even if this process is killed.
         lock = str(self.folder / "sbatch.lock")
         return ["flock", lock, "timeout", str(SBATCH_LIMIT), "sbatch", str(submission_file_path)]
 

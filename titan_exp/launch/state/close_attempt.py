@@ -9,18 +9,16 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 from titan_exp.tracking.run_folder.state import StateName
 
 NEVER_STARTED = "its job is gone and never started"
-"""Reason of a submitted attempt whose job never started."""
+DIED_UNRECORDED = "died without a record (killed, or the machine went down)"
 
 
 def close_attempt(
     folder: RunFolder, attempt: int, state: StateName, *, exit_code: int, reason: str | None, overrule: bool
 ) -> None:
-    """Record the end of an attempt.
+    """Record the end of an attempt: exit code 0 is done, 85 stopped after saving, any other failed.
 
-    Args:
-        exit_code: 0 done, 85 stopped after saving, anything else failed.
-        overrule: replace a failure that a rank recorded. Only the launcher does, which saw every rank end; among ranks
-            the first failure stays, because it causes the others.
+    With `overrule`, a failure that a rank recorded is replaced. Only the launcher does so, which saw every rank end;
+    among ranks the first failure stays, because it causes the others.
     """
     now = folder.read_state()
     if not overrule and now is not None and now.attempt == attempt and now.state == "failed":
@@ -30,11 +28,11 @@ def close_attempt(
 
 
 def last_step(folder: RunFolder, attempt: int) -> int:
-    """Last step that the attempt is known to have done, or the step it resumed from."""
+    """Last step that the attempt is known to have finished, or the step it resumed from."""
     state, beat = folder.read_state(), folder.read_heartbeat()
     steps = [0 if state is None else state.step]
     row = next((row for row in folder.read_attempts() if row.attempt == attempt), None)
-    # A heartbeat from before this attempt may be ahead of the checkpoint it resumed from. The attempt's newest one may
+    # An older attempt's heartbeat may be ahead of the checkpoint that this one resumed from. The newest heartbeat may
     # lag by a second, but the last step is always logged.
     if beat is not None and row is not None and beat.time >= row.intent:
         steps.append(beat.step)
@@ -51,5 +49,4 @@ def close_dead_attempts(folder: RunFolder) -> None:
             beat = folder.read_heartbeat()
             known = beat.time if beat is not None and beat.time >= row.intent else row.start or row.intent
             unstarted = row.token is not None and row.start is None
-            reason = NEVER_STARTED if unstarted else "died without a record (killed, or the machine went down)"
-            folder.update_attempt(row.attempt, end=known, reason=reason)
+            folder.update_attempt(row.attempt, end=known, reason=NEVER_STARTED if unstarted else DIED_UNRECORDED)

@@ -1,4 +1,4 @@
-"""Holding a run folder alone: two starts of one run never write into it at once."""
+"""Run lock: two starts of one run never write into its folder at once."""
 
 import time
 from collections.abc import Callable
@@ -8,20 +8,12 @@ from titan_exp.tracking.run_folder.file_lock import FileLock, LockHolder
 from titan_exp.tracking.run_folder.run_folder import LockedError, RunFolder
 
 ORPHANS_LIMIT = 15.0
-"""Seconds to wait for ranks whose launcher was killed: they notice, save and stop."""
+"""Seconds to wait for ranks whose launcher was killed: they save and stop."""
 
 
 def acquire_run(folder: RunFolder, role: str, echo: Callable[[str], None]) -> FileLock:
-    """Claim the folder, and wait until no rank of an earlier start holds it either.
-
-    Args:
-        folder: of the run.
-        role: what this process is to the run.
-        say: shows a line, where it has to wait.
-
-    Raises:
-        UserError: the run continues elsewhere.
-    """
+    """Take the run lock as `role`, and wait until no rank of an earlier start is alive. Raises UserError if the run
+    runs elsewhere."""
     try:
         lock = folder.claim(role)
     except LockedError as error:
@@ -35,15 +27,11 @@ def acquire_run(folder: RunFolder, role: str, echo: Callable[[str], None]) -> Fi
 
 
 def wait_for_orphans(folder: RunFolder, echo: Callable[[str], None]) -> None:
-    """Wait a bounded time for ranks of an earlier start, whose launcher is gone.
-
-    Raises:
-        UserError: they are still there.
-    """
+    """Wait a bounded time for ranks of an earlier start whose launcher is gone. Raises UserError if they stay."""
     if not folder.ranks_alive():
         return
     echo(
-        f"Ranks of an earlier start, whose launcher is gone, still hold {folder.path}: waiting up to "
+        f"Ranks of an earlier start, whose launcher is gone, still run in {folder.path}: waiting up to "
         f"{ORPHANS_LIMIT:.0f} s for them to save and stop."
     )
     deadline = time.monotonic() + ORPHANS_LIMIT
@@ -55,11 +43,10 @@ def wait_for_orphans(folder: RunFolder, echo: Callable[[str], None]) -> None:
 
 def _refusal(folder: RunFolder, holder: LockHolder | None) -> UserError:
     beat, state = folder.read_heartbeat(), folder.read_state()
-    who = f"by {holder}" if holder else "by another process"
-    alive = f"; its last sign of life was {beat.age:.0f} s ago, after step {beat.step}" if beat else ""
-    started = f" (attempt {state.attempt})" if state and state.attempt else ""
+    heartbeat = f"; last heartbeat {beat.age:.0f} s ago, after step {beat.step}" if beat else ""
+    attempt = f", attempt {state.attempt}" if state and state.attempt else ""
     return UserError(
-        f"{folder.path}: this run is going on already{started}, {who}{alive}. "
+        f"{folder.path}: this run is running already ({holder or 'another process'}{attempt}{heartbeat}). "
         "Wait for it, or stop it with Ctrl-C or SIGTERM where it runs. "
-        "To run the same once more beside it, give another experiment.name."
+        "To run the same beside it, give another experiment.name."
     )

@@ -9,6 +9,8 @@ from typing import Literal
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.launch.executor import JobStatus, executor_for
+from titan_exp.launch.state.close_attempt import DIED_UNRECORDED
+from titan_exp.tracking.number_format import format_duration
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
 StatusName = Literal["new", "queued", "running", "done", "failed", "preempted", "lost", "unreadable"]
@@ -25,15 +27,11 @@ class RunStatus:
     """Status of a run now."""
 
     state: StatusName
-    """Current state."""
     step: int
-    """Optimizer steps done."""
     reason: str | None
-    """Why it failed, stopped, waits or was lost."""
     attempt: int
     """Number of the last attempt; 0 before the first."""
     job_id: str | None = None
-    """The scheduler's job id."""
 
     @property
     def active(self) -> bool:
@@ -42,7 +40,7 @@ class RunStatus:
 
 
 def run_statuses(folders: Sequence[RunFolder]) -> dict[Path, RunStatus]:
-    """Status of each run by folder path. Each executor is asked once, for all runs whose files leave doubt."""
+    """Status of each run by folder path. Each executor is asked once, about all runs whose files leave doubt."""
     statuses: dict[Path, RunStatus] = {}
     unsure: dict[str, list[RunFolder]] = {}
     for folder in folders:
@@ -93,15 +91,9 @@ def _from_files(folder: RunFolder) -> tuple[RunStatus, str | None]:
 
 
 def _lost_reason(state: RunState, age: float) -> str:
-    died = "died without a record (killed, or the machine went down)"
-    return f"attempt {state.attempt} {died}; last heartbeat {_duration(age)} ago" if state.attempt else died
-
-
-def _duration(seconds: float) -> str:
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{max(0.0, seconds):.0f} s"
+    if not state.attempt:
+        return DIED_UNRECORDED
+    return f"attempt {state.attempt} {DIED_UNRECORDED}; last heartbeat {format_duration(max(0, round(age)))} ago"
 
 
 def _job_statuses(kind: str, folders: Sequence[RunFolder]) -> Mapping[Path, JobStatus]:

@@ -19,68 +19,59 @@ _DEVICE = re.compile(r"^cluster:\n(?:  .*\n)*?  device: (\w+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class StatusRow:
-    """A run as the table shows it. None stands for unknown."""
+    """A run in the status table; None is unknown. Metrics are the newest."""
 
     label: str
-    """Name."""
     group: str
-    """The study, or `experiment.name`."""
+    """Study, or `experiment.name`."""
     run_id: str
-    """Its id."""
     folder: str
-    """Its folder."""
     state: str
-    """One word."""
     step: int
-    """Optimizer steps done."""
     steps: int | None
     """Optimizer steps of the whole run."""
     loss: Value
-    """Newest, in nats per token."""
+    """In nats per token."""
     tokens_per_second: Value
-    """Newest, of the whole job."""
+    """Throughput of the whole job."""
     mfu: Value
-    """Newest, from 0 to 1."""
+    """From 0 to 1."""
     seconds_left: Value
-    """By the newest speed; of a running run."""
+    """Of a running run, by its newest throughput."""
     gpu_hours: Value
     """GPU-hours of all attempts; None on CPU."""
     job_id: str | None
-    """The scheduler's number."""
     reason: str | None
-    """Why it failed, stopped, waits or was lost."""
     removed: bool
-    """True if the study no longer holds it."""
+    """True if the study no longer has this point."""
     memory: Value = None
-    """Newest, in GiB: the peak of rank 0, of allocated tensors on a GPU, of the process on a CPU."""
+    """Peak of rank 0 in GiB: allocated tensors on a GPU, resident set on a CPU."""
     memory_predicted: Value = None
-    """The same, predicted before the start; None where it was not."""
     tokens_per_second_predicted: Value = None
-    """Predicted throughput of the whole job; None without a prediction."""
     reported: Mapping[str, Value] = field(default_factory=dict)
-    """Newest metrics reported by the objective, the model and the optimizer, by name."""
+    """Metrics reported by the objective, the model and the optimizer, by name."""
 
 
 def status_rows(found: Sequence[RunEntry]) -> list[StatusRow]:
-    """A row for every run."""
-    now = run_statuses([one.folder for one in found])
-    return [_row(one, now[one.folder.path]) for one in found]
+    """Row of each run."""
+    now = run_statuses([entry.folder for entry in found])
+    return [_row(entry, now[entry.folder.path]) for entry in found]
 
 
-def _row(one: RunEntry, status: RunStatus) -> StatusRow:
-    values, predicted = read_last_values(one.folder.metrics), read_predicted_metrics(one.folder)
+def _row(entry: RunEntry, status: RunStatus) -> StatusRow:
+    values, predicted = read_last_values(entry.folder.metrics), read_predicted_metrics(entry.folder)
     # The newest row may be newer than state.json, which is written at the end.
     logged = int(values.get("step") or 0) if values.get("attempt") == status.attempt else 0
     step = max(status.step, logged)
-    steps, on_gpu = _configured(one)
+    steps, on_gpu = _configured(entry)
     left = None
     if status.state == "running" and steps is not None:
         left = _seconds_left(values, steps - step)
     return StatusRow(
-        label=one.label,
-        group=one.group,
-        run_id=one.folder.path.name,
-        folder=str(one.folder.path),
+        label=entry.label,
+        group=entry.group,
+        run_id=entry.folder.path.name,
+        folder=str(entry.folder.path),
         state=status.state,
         step=step,
         steps=steps,
@@ -88,10 +79,10 @@ def _row(one: RunEntry, status: RunStatus) -> StatusRow:
         tokens_per_second=values.get("tokens_per_second"),
         mfu=values.get("mfu"),
         seconds_left=left,
-        gpu_hours=_hours(one.folder, status) if on_gpu else None,
+        gpu_hours=_hours(entry.folder, status) if on_gpu else None,
         job_id=status.job_id,
         reason=status.reason,
-        removed=one.removed,
+        removed=entry.removed,
         memory=values.get("memory"),
         memory_predicted=predicted.memory,
         tokens_per_second_predicted=predicted.tokens_per_second,
@@ -107,7 +98,7 @@ def _seconds_left(values: dict[str, Value], steps_left: int) -> float | None:
 
 
 def _hours(folder: RunFolder, status: RunStatus) -> float:
-    """Process hours of all starts."""
+    """Process hours of all attempts."""
     seconds = 0.0
     for row in folder.read_attempts():
         if row.start is not None:
@@ -116,18 +107,18 @@ def _hours(folder: RunFolder, status: RunStatus) -> float:
     return seconds / 3600
 
 
-def _configured(one: RunEntry) -> tuple[int | None, bool]:
-    """Steps of the whole run, and whether it runs on GPUs, from its configuration."""
+def _configured(entry: RunEntry) -> tuple[int | None, bool]:
+    """Steps of the whole run, and True if it runs on GPUs, from its configuration."""
     try:
-        text = one.folder.config.read_text(encoding="utf-8")
+        text = entry.folder.config.read_text(encoding="utf-8")
     except OSError:
-        return (None if one.point is None else one.point.steps), False
-    # The file is our own, so lines will do: reading a thousand of them as YAML takes many seconds.
+        return (None if entry.point is None else entry.point.steps), False
+    # We wrote the file, so a regular expression will do; parsing a thousand of them as YAML takes many seconds.
     found, device = _STEPS.search(text), _DEVICE.search(text)
     steps = int(found[1]) if found else None
     if device is not None and device[1] != "auto":
         return steps, device[1] == "cuda"
     try:
-        return steps, bool(json.loads(one.folder.env.read_text())["gpus"])
+        return steps, bool(json.loads(entry.folder.env.read_text())["gpus"])
     except (OSError, ValueError, KeyError):
         return steps, False

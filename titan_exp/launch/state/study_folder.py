@@ -19,64 +19,54 @@ from titan_exp.tracking.run_folder.state import read_json
 
 @dataclass(frozen=True)
 class StudyRun:
-    """A point of a study and its run. Points that compute the same share one."""
+    """A point of a study and its run. Points with the same run share it."""
 
     label: str
     """Varied values, with the seed."""
     variant: str
     """Varied values without the seed: runs of one variant are repetitions."""
     seed: int | None
-    """The seed, where the study gives seeds."""
+    """Seed, if the study gives seeds."""
     run_id: str
-    """Name of the run, and of its folder in the study's."""
+    """Also the name of its folder."""
     experiment_id: str
-    """Name of what it computes, in any layout."""
     processes: int
-    """Ranks."""
     steps: int
-    """Optimizer steps of the whole run."""
     kind: str
-    """`cluster.kind`: who carries it out."""
     overrides: tuple[str, ...]
-    """Everything that the point sets."""
 
 
 @dataclass(frozen=True)
 class StudyRecord:
-    """The content of study.json."""
+    """Content of study.json."""
 
     name: str
-    """Name of the study's file."""
     question: str
-    """Question of the study."""
     size: str
-    """The size that was chosen; empty where the study has none."""
+    """Chosen size; empty if the study has none."""
     typed: tuple[str, ...]
-    """Overrides that were typed."""
     baseline: str | None
-    """The variant that the others are compared with."""
+    """Variant with which the others are compared."""
     metrics: Mapping[str, str]
-    """Compared metrics, and the better end of each: `min` or `max`."""
+    """Better direction, `min` or `max`, by compared metric."""
     points: tuple[StudyRun, ...]
-    """Every point that can run, in the order of the study."""
+    """Points that can run, in the order of the study."""
     skipped: Mapping[str, str]
-    """Why, by label, for every other point."""
+    """Reasons of all other points, by label."""
     removed: tuple[StudyRun, ...] = ()
-    """Points of earlier versions that the study no longer holds; their runs are still there."""
+    """Points of earlier versions of the study, whose runs still exist."""
     time: float = 0.0
-    """Unix time at which this was written."""
+    """Unix time of writing."""
 
 
 class StudyFolder:
-    """The folder at `path`, which holds a study's runs."""
+    """Folder of a study and its runs."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        """The folder."""
         self.yaml = path / "study.yaml"
-        """The study's file as it was when the study was last launched."""
+        """Study file at the last launch."""
         self.json = path / "study.json"
-        """Its points and their runs."""
         self.history = path / "history"
         """Earlier versions of both."""
         self.stop = path / "stop"
@@ -84,16 +74,12 @@ class StudyFolder:
         self.lock = path / ".lock"
         """Held by the process that runs the study's points on its machine."""
 
-    def run(self, of: StudyRun) -> RunFolder:
-        """The folder of a point's run, which need not be there yet."""
-        return RunFolder(self.path / of.run_id)
+    def run(self, point: StudyRun) -> RunFolder:
+        """Folder of a point's run, which need not exist yet."""
+        return RunFolder(self.path / point.run_id)
 
     def read(self) -> StudyRecord | None:
-        """Content of study.json; None if there is none.
-
-        Raises:
-            UserError: the file holds something else.
-        """
+        """Read study.json; None if there is none. Raises UserError if it holds something else."""
         fields = read_json(self.json)
         if fields is None:
             return None
@@ -107,40 +93,33 @@ class StudyFolder:
                 }
             )
         except (TypeError, KeyError) as error:
-            raise UserError(
-                f"{self.json} does not hold a study ({error}). Remove it; titan-exp sweep writes it anew."
-            ) from None
+            raise UserError(f"{self.json} is not a study record ({error}). Remove it; sweep writes it anew.") from None
 
     def write(self, record: StudyRecord, text: str) -> StudyRecord:
-        """Replace both files, keeping the earlier ones where they differ; returns what was written.
+        """Replace both files, keeping earlier versions, and return the record as written, with its removed points.
 
-        Args:
-            record: the study now; what it no longer holds is found here.
-            text: of the study's file.
-
-        Raises:
-            OSError: the disk is full or the folder cannot be written to; the earlier files are as they were.
+        `text` is the study file. After an OSError (disk full) the earlier files are unchanged.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         before = self.read()
-        now = replace(record, removed=_removed(before, record), time=time.time())
+        now = replace(record, removed=removed_runs(before, record), time=time.time())
         if before is not None:
-            if _lasting(before) == _lasting(now) and self.yaml.exists() and self.yaml.read_text() == text:
+            if replace(before, time=now.time) == now and self.yaml.exists() and self.yaml.read_text() == text:
                 return before
-            self._keep()
+            self._archive()
         write_atomically(self.yaml, text)
         write_atomically(self.json, json.dumps(asdict(now), indent=1) + "\n")
         return now
 
     def holder(self) -> LockHolder | None:
-        """The process that runs the study's points now; None where none does."""
+        """Process that runs the study's points now; None if none does."""
         return FileLock(self.lock).holder() if is_held(self.lock) else None
 
     def request_stop(self, reason: str) -> None:
         """Ask that process to start no further run."""
         write_atomically(self.stop, reason + "\n")
 
-    def _keep(self) -> None:
+    def _archive(self) -> None:
         self.history.mkdir(exist_ok=True)
         number = len(list(self.history.glob("*.json"))) + 1
         for path in (self.yaml, self.json):
@@ -152,12 +131,8 @@ def _study_run(fields: Mapping[str, Any]) -> StudyRun:
     return StudyRun(**{**fields, "overrides": tuple(fields["overrides"])})
 
 
-def _lasting(record: StudyRecord) -> dict[str, Any]:
-    return {**asdict(record), "time": 0.0}
-
-
-def _removed(before: StudyRecord | None, now: StudyRecord) -> tuple[StudyRun, ...]:
-    """Runs that an earlier version held and this one does not, each once."""
-    held = {point.run_id for point in now.points}
+def removed_runs(before: StudyRecord | None, now: StudyRecord) -> tuple[StudyRun, ...]:
+    """Runs that an earlier version of a study had and this one does not, each once."""
+    kept = {point.run_id for point in now.points}
     earlier = {} if before is None else {point.run_id: point for point in (*before.removed, *before.points)}
-    return tuple(point for run_id, point in earlier.items() if run_id not in held)
+    return tuple(point for run_id, point in earlier.items() if run_id not in kept)

@@ -1,6 +1,6 @@
-"""Composing many points: Hydra composes once for each choice of groups, and plain values are laid over copies of that.
+"""Fast composition of many points: Hydra composes each choice of groups once, and plain values are set in copies.
 
-Composing anew takes Hydra tens of milliseconds, nearly all of it for groups that points share.
+Hydra takes tens of milliseconds per composition, nearly all of it for groups that points share.
 """
 
 import pickle
@@ -12,16 +12,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 Compose = Callable[[list[str]], DictConfig]
-"""Hydra's own composition of overrides."""
 
 
 class FastCompose:
-    """Composes points as `compose` does, faster.
-
-    Args:
-        compose: Hydra's own composition.
-        parser: of the overrides.
-    """
+    """Caching equivalent of `compose`."""
 
     def __init__(self, compose: Compose, parser: OverridesParser) -> None:
         self._compose, self._parser = compose, parser
@@ -29,11 +23,7 @@ class FastCompose:
         self._parsed: dict[str, Override] = {}
 
     def __call__(self, overrides: Sequence[str]) -> DictConfig:
-        """The configuration that the overrides make.
-
-        Raises:
-            HydraException: an override names no key or no option.
-        """
+        """Compose overrides. Raises HydraException if one names no key or option."""
         parsed = [self._parse(text) for text in overrides]
         later = [override for override in parsed if _is_plain_value(override)]
         first = [override for override in parsed if not _is_plain_value(override)]
@@ -47,7 +37,7 @@ class FastCompose:
             for override in later:
                 OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True)
         except OmegaConfBaseException:
-            return self._compose(list(overrides))  # which says what is wrong
+            return self._compose(list(overrides))  # raises with a better message
         return cfg
 
     def _parse(self, text: str) -> Override:
@@ -57,14 +47,14 @@ class FastCompose:
 
 
 def _is_plain_value(override: Override) -> bool:
-    """True if it sets one key to one value, such as `optimizer.lr=1e-3`."""
+    """True if an override sets one key to one value, such as `optimizer.lr=1e-3`."""
     key = override.key_or_group
     changes = override.is_add() or override.is_force_add() or override.is_delete() or override.is_hydra_override()
     return not changes and override.package is None and "." in key and not isinstance(override.value(), dict)
 
 
 def _overlap(first: Sequence[Override], later: Sequence[Override]) -> bool:
-    """True if the order of the two kinds could matter: both set the same key."""
+    """True if the order of the two kinds could matter, because both set the same key."""
     set_first = {override.key_or_group for override in first if "." in override.key_or_group}
     set_first |= {override.key_or_group for override in first if isinstance(override.value(), dict)}
     return any(

@@ -12,21 +12,20 @@ class SweepOptions:
     """Options of a sweep."""
 
     study: Path | None = None
-    """The file of a study, whose points are swept over instead of what is listed with commas."""
+    """Study file, whose points are swept over instead of the comma-separated values."""
     size: str | None = None
-    """One of the study's sizes; None takes the first."""
+    """Size of the study; None is the first."""
     typed: tuple[str, ...] = ()
-    """Overrides that were typed after a study's name. They may need groups that only its points choose."""
+    """Overrides typed after a study's name; they may need groups that only its points choose."""
     dry_run: bool = False
     """Print the plan and start nothing."""
     skip: bool = False
-    """Leave out points that cannot run; studies always do."""
+    """Skip points that cannot run; studies always do."""
     jobs: int = 1
-    """Runs at a time on this machine."""
     prune: bool = False
-    """Cancel runs that the study no longer holds."""
+    """Cancel runs that the study no longer has."""
     yes: bool = False
-    """Ask nothing."""
+    """Do not ask for confirmation."""
 
 
 _now: ContextVar[SweepOptions] = ContextVar("options", default=SweepOptions())  # noqa: B039  # it is frozen
@@ -43,5 +42,5 @@ def use_sweep_options(options: SweepOptions) -> Iterator[None]:
 
 
 def current_sweep_options() -> SweepOptions:
-    """Options of the surrounding block; the defaults without one."""
+    """Options of the surrounding block, else the defaults."""
     return _now.get()

@@ -11,29 +11,23 @@ from titan_exp.config.study.study_file import find_study, read_study
 from titan_exp.launch.sweep.options import SweepOptions
 
 FLAGS = ("--dry-run", "--prune", "--yes", "--skip")
-"""Switches of a sweep."""
 
 
 @dataclass(frozen=True)
 class SweepArgs:
-    """Arguments for Hydra, and options for the sweeper."""
+    """Flags and overrides for Hydra, and options for the sweeper."""
 
     words: list[str]
-    """Flags and overrides for Hydra."""
     options: SweepOptions
-    """Options for the sweeper."""
     nested: tuple[str, ...] = ()
-    """Overrides that Hydra sees only per point: the study's own, and those typed after its name."""
+    """Overrides that Hydra sees only per point: the study's, and those typed after its name."""
     where: str = ""
-    """The study's file, for error messages."""
+    """Study file, for error messages."""
 
 
 def sweep_args(typed: Sequence[str]) -> SweepArgs | None:
-    """Arguments of `titan-exp sweep`; None without arguments, which asks for the list of studies.
-
-    Raises:
-        UserError: there is no such study, it cannot be read, or a flag is unknown.
-    """
+    """Arguments of `titan-exp sweep`; None without any, which lists the studies. Raises UserError about an unknown
+    study or flag."""
     flags, rest = take_flags(typed, FLAGS[:-1], {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="sweep")
     arguments = read_arguments(rest)
     names = [word for word in arguments.overrides if "=" not in word and not word.startswith(("~", "+"))]
@@ -52,11 +46,8 @@ def sweep_args(typed: Sequence[str]) -> SweepArgs | None:
 
 
 def train_args(typed: Sequence[str]) -> SweepArgs:
-    """Arguments of `titan-exp train`, with a sweep's flags if -m is there.
-
-    Raises:
-        UserError: a sweep's flag without -m.
-    """
+    """Arguments of `titan-exp train`, with sweep flags if -m is given. Raises UserError about a sweep flag without
+    -m."""
     if not any(word.partition("=")[0] in (*FLAGS, "--jobs") for word in typed):
         return SweepArgs(list(typed), SweepOptions())
     flags, rest = take_flags(typed, FLAGS, {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="train")

@@ -3,25 +3,26 @@
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import indent
 
 from rich.console import Console
 from rich.table import Table
 
-from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
 from titan_exp.config.machine.time_limit import hours
 from titan_exp.launch.executor import Submission, executor_for
 from titan_exp.launch.run_plan import RunPlan
-from titan_exp.launch.state.run_status import run_statuses
+from titan_exp.launch.state.run_status import count_states, run_statuses
 from titan_exp.launch.summary import summarize
 from titan_exp.launch.sweep.shipped_study import StudySweep
-from titan_exp.launch.sweep.sweep_plan import SkippedPoint, SweepPlan
-from titan_exp.plan.gate.gate import GIB, MemoryCheck
+from titan_exp.launch.sweep.sweep_plan import SkippedPoint, SweepPlan, labels_by_reason
+from titan_exp.plan.gate.gate import MemoryCheck
+from titan_exp.tracking.number_format import GIB
 from titan_exp.tracking.sinks.sink import Value
 
 
 def plain_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> None:
-    """Print rows under headings, the first `left` columns to the left and the others to the right."""
+    """Print a table whose first `left` columns are left-aligned and the others right-aligned."""
     table = Table(box=None, pad_edge=False)
     for place, heading in enumerate(headings):
         table.add_column(heading, justify="left" if place < left else "right", overflow="fold")
@@ -31,30 +32,29 @@ def plain_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, left:
 
 
 def plain_console() -> Console:
-    """A console for tables: as wide as the terminal; a file has no edge to fold lines at."""
+    """Console as wide as the terminal, or wide enough for any table in a file."""
     console = Console(highlight=False, markup=False)
     return console if console.is_terminal else Console(highlight=False, markup=False, width=240)
 
 
 def show_plan(sweep_plan: SweepPlan, study: StudySweep | None) -> None:
-    """Print every point: what it would be, what it would ask for, and how its run stands now."""
+    """Print every point with its resources, prediction and current state."""
     if study is not None:
         print(f"{study.folder.path.name}: {study.study.question}\n")
-    now = run_statuses([one.plan.folder for one in sweep_plan.planned])
-    labels = {one.plan.folder.path: one.point.label for one in sweep_plan.planned}
-    gpu_hours = {one.plan.folder.path: _gpu_hours(one.plan) for one in sweep_plan.planned}
+    now = run_statuses([entry.plan.folder for entry in sweep_plan.planned])
+    labels = {entry.plan.folder.path: entry.point.label for entry in sweep_plan.planned}
+    gpu_hours = {entry.plan.folder.path: _gpu_hours(entry.plan) for entry in sweep_plan.planned}
     headings = ["point", "run", "experiment", "state", "processes", "nodes"]
-    predicted = {one.plan.folder.path: _predicted(one.memory_check) for one in sweep_plan.planned}
+    predicted = {entry.plan.folder.path: _predicted(entry.memory_check) for entry in sweep_plan.planned}
     shown = [name for name in _PREDICTED if any(cells[name] != "-" for cells in predicted.values())]
     with_hours = any(value is not None for value in gpu_hours.values())
     rows = []
-    for one in (*sweep_plan.planned, *sweep_plan.duplicates):
-        path = one.plan.folder.path
-        same = labels[path] != one.point.label
+    for entry in (*sweep_plan.planned, *sweep_plan.duplicates):
+        path = entry.plan.folder.path
+        same = labels[path] != entry.point.label
         state = f"same run as {labels[path]}" if same else now[path].state
-        row = [one.point.label, one.plan.run_id, one.plan.experiment_id, state]
-        layout = ResolvedLayout.of(one.plan.experiment)
-        row += [str(layout.world_size), str(layout.nodes)]
+        row = [entry.point.label, entry.plan.run_id, entry.plan.experiment_id, state]
+        row += [str(entry.plan.layout.world_size), str(entry.plan.layout.nodes)]
         row += [predicted[path][name] for name in shown]
         value = gpu_hours[path]
         rows.append([*row, "-" if value is None else f"{value:,.1f}"] if with_hours else row)
@@ -63,13 +63,15 @@ def show_plan(sweep_plan: SweepPlan, study: StudySweep | None) -> None:
     if shown:
         print(PREDICTED)
     _show_skipped(sweep_plan.skipped)
-    waiting = [one.plan.folder.path for one in sweep_plan.planned if now[one.plan.folder.path].state not in _LEFT_ALONE]
-    alone = [now[one.plan.folder.path].state for one in sweep_plan.planned]
-    said = [f"{alone.count(state)} {state}" for state in _LEFT_ALONE if state in alone]
-    said += [f"{len(sweep_plan.skipped)} skipped"] if sweep_plan.skipped else []
+    waiting = [
+        entry.plan.folder.path for entry in sweep_plan.planned if now[entry.plan.folder.path].state not in _LEFT_ALONE
+    ]
+    states = [now[entry.plan.folder.path].state for entry in sweep_plan.planned]
+    counts = [f"{states.count(state)} {state}" for state in _LEFT_ALONE if state in states]
+    counts += [f"{len(sweep_plan.skipped)} skipped"] if sweep_plan.skipped else []
     total = sum(gpu_hours[path] or 0.0 for path in waiting)
     hours_asked = f", {total:,.1f} GPU-hours asked" if with_hours and waiting else ""
-    print(f"\n{len(waiting)} to start{hours_asked}{''.join(f', {text}' for text in said)}.")
+    print(f"\n{len(waiting)} to start{hours_asked}{''.join(f', {text}' for text in counts)}.")
     if study is not None:
         study.report_changes(sweep_plan, print)
 
@@ -77,14 +79,14 @@ def show_plan(sweep_plan: SweepPlan, study: StudySweep | None) -> None:
 def show_outcomes(sweep_plan: SweepPlan, found: Mapping[Path, Submission], study: StudySweep | None) -> None:
     """Print the outcome of every run, and the next commands."""
     rows, jobs = [], []
-    for one in sweep_plan.planned:
-        submission = found.get(one.plan.folder.path)
+    for entry in sweep_plan.planned:
+        submission = found.get(entry.plan.folder.path)
         loss = validation = None
         state = "not started" if submission is None else submission.outcome
-        if submission is not None and state != "not started" and one.plan.folder.path.exists():
-            summary = summarize(one.plan.folder)
+        if submission is not None and state != "not started" and entry.plan.folder.path.exists():
+            summary = summarize(entry.plan.folder)
             loss, validation = summary.loss, summary.validation_loss
-        rows.append([one.point.label, one.plan.run_id, state, _number(loss), _number(validation)])
+        rows.append([entry.point.label, entry.plan.run_id, state, _number(loss), _number(validation)])
         jobs.append("-" if submission is None or submission.job_id is None else submission.job_id)
     print()
     if any(job != "-" for job in jobs):
@@ -95,13 +97,17 @@ def show_outcomes(sweep_plan: SweepPlan, found: Mapping[Path, Submission], study
     if sweep_plan.duplicates:
         print(f"{len(sweep_plan.duplicates)} more point(s) are the same run as one of these.")
     _show_skipped(sweep_plan.skipped)
-    for one in sweep_plan.planned:
-        submission = found.get(one.plan.folder.path)
+    for entry in sweep_plan.planned:
+        submission = found.get(entry.plan.folder.path)
         # Executors that wait have printed it.
-        if submission and submission.outcome == "refused" and not executor_for(one.plan.experiment.cluster.kind).waits:
-            print(f"[{one.point.label}]\n  {submission.reason}", file=sys.stderr)
+        if (
+            submission
+            and submission.outcome == "refused"
+            and not executor_for(entry.plan.experiment.cluster.kind).waits
+        ):
+            print(f"[{entry.point.label}]\n  {submission.reason}", file=sys.stderr)
     states = [row[2] for row in rows]
-    print(", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)))
+    print(count_states(states))
     for line in _next(states, sweep_plan, study):
         print(line)
 
@@ -124,11 +130,10 @@ PREDICTED = (
     "GiB is the predicted peak of a process' memory, < an upper bound that decides without planning "
     "(plan.predict=always plans); s/step and tokens/s are predicted where the rates of the device are known."
 )
-"""Below a table with predictions."""
 
 
 def _predicted(memory_check: MemoryCheck | None) -> dict[str, str]:
-    """Cells of a point."""
+    """Predicted cells of a point."""
     cells: dict[str, str] = dict.fromkeys(_PREDICTED, "-")
     if memory_check is None or memory_check.device_memory is None:
         return cells
@@ -143,27 +148,23 @@ def _predicted(memory_check: MemoryCheck | None) -> dict[str, str]:
 
 
 _LEFT_ALONE = ("done", "queued", "running")
-"""Conditions in which a run is not started again."""
+"""States of runs that are not started again."""
 
 
 def _show_skipped(skipped: Sequence[SkippedPoint]) -> None:
-    if not skipped:
-        return
-    reasons: dict[str, list[str]] = {}
-    for one in skipped:
-        reasons.setdefault(one.reason, []).append(one.point.label)
-    print(f"\n{len(skipped)} point(s) are skipped:")
-    for reason, labels in reasons.items():
-        print("\n".join(f"  {label}" for label in labels))
-        print("\n".join(f"    {line}" for line in reason.splitlines()))
+    if skipped:
+        print(f"\n{len(skipped)} point(s) are skipped:")
+    for reason, labels in labels_by_reason(skipped).items():
+        print(indent("\n".join(labels), "  "))
+        print(indent(reason, "    "))
 
 
 def _gpu_hours(plan: RunPlan) -> float | None:
-    """Time limit times GPUs; None where no limit is asked for, or no GPU."""
+    """Time limit times GPUs; None without a limit or a GPU."""
     cluster = plan.experiment.cluster
     if cluster.time_limit is None or device_type(cluster) != "cuda":
         return None
-    return hours(cluster.time_limit) * ResolvedLayout.of(plan.experiment).world_size
+    return hours(cluster.time_limit) * plan.layout.world_size
 
 
 def _number(value: Value) -> str:

@@ -1,6 +1,6 @@
-"""A sweep: every point is composed and checked before any is started, then they are carried out, each by its backend.
+"""Sweep: composes and checks every point before any starts, then submits them to their executors.
 
-A point that is done already is not run again, so a sweep that was interrupted continues.
+Points that are done are not run again, so an interrupted sweep continues.
 """
 
 import contextlib
@@ -12,25 +12,19 @@ from hydra.core.override_parser.types import Override
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.machine.devices import device_type
-from titan_exp.config.study.points import values_of
+from titan_exp.config.study.points import Point, values_of
 from titan_exp.launch.executor import Submission, SubmitOptions, executor_for, worst_exit_code
 from titan_exp.launch.run_console import RunConsole
 from titan_exp.launch.run_plan import RunPlan
 from titan_exp.launch.sweep.options import SweepOptions
 from titan_exp.launch.sweep.shipped_study import StudySweep
 from titan_exp.launch.sweep.sweep_memory import predict_sweep_memory
-from titan_exp.launch.sweep.sweep_plan import Point, SweepPlan, plan_sweep
+from titan_exp.launch.sweep.sweep_plan import SweepPlan, plan_sweep
 from titan_exp.launch.sweep.sweep_table import show_outcomes, show_plan
-
-__all__ = ["Point", "points", "sweep"]
 
 
 def points(overrides: Sequence[Override]) -> list[Point]:
-    """Every combination of the values that are swept over, the last key varying fastest.
-
-    Raises:
-        UserError: a key is given an interval, which has no end of values.
-    """
+    """Product of all swept values, the last key varying fastest. Raises UserError about an interval."""
     choices: dict[str, list[tuple[str, bool]]] = {}
     for override in overrides:
         choices[override.get_key_element()] = [(text, override.is_sweep_override()) for text in values_of(override)]
@@ -48,27 +42,18 @@ def sweep(
     *,
     study: StudySweep | None = None,
 ) -> int:
-    """Carry every point out and show what became of them, or print the plan. Returns the exit code.
+    """Run every point and print the outcomes, or print the plan; returns the exit code.
 
-    Args:
-        points: the combinations.
-        compose: makes a point's configuration; raises UserError where it cannot.
-        asked: how.
-        study: the study that the points are of, which is written down before anything is started.
-
-    Returns:
-        0 where all are done or submitted, 130 after Ctrl-C, which leaves the rest alone, 1 where one failed, 85 where
-        one stopped.
-
-    Raises:
-        UserError: points cannot run. It names all of them, and none was started.
+    `compose` raises UserError if a point cannot be read. The record of a study is written before anything starts. The
+    exit code is 0 if all are done or submitted, 130 after Ctrl-C, 1 if any failed, 85 if any stopped. Raises UserError,
+    naming all of them, if points cannot run; none was started.
     """
     options = options or SweepOptions()
     where = "of the sweep" if study is None else f"of {study.study.path}"
     console, skip = RunConsole(), options.skip or study is not None
     sweep_plan = plan_sweep(points, compose, skip=skip, where=where)
     if study is not None:
-        study.plan(sweep_plan)  # what is wrong with it as a whole is said before anything takes seconds
+        study.plan(sweep_plan)  # errors about the whole study come before slow predictions
     sweep_plan = predict_sweep_memory(sweep_plan, console.echo, skip=skip, where=where)
     if study is not None:
         study.plan(sweep_plan)
@@ -88,10 +73,10 @@ def _submit(
     sweep_plan: SweepPlan, options: SweepOptions, console: RunConsole, study: StudySweep | None
 ) -> tuple[dict[Path, Submission], int]:
     """The result of each run by folder path, and the exit code. Executors that wait come last."""
-    titles = {point.plan.folder.path: point.point.label for point in sweep_plan.planned}
+    titles = {entry.plan.folder.path: entry.point.label for entry in sweep_plan.planned}
     by_kind: dict[str, list[RunPlan]] = {}
-    for point in sweep_plan.planned:
-        by_kind.setdefault(point.plan.experiment.cluster.kind, []).append(point.plan)
+    for entry in sweep_plan.planned:
+        by_kind.setdefault(entry.plan.experiment.cluster.kind, []).append(entry.plan)
     executors = [executor_for(kind) for kind in by_kind]
     submissions: list[Submission] = []
     for executor in sorted(executors, key=lambda executor: executor.waits):

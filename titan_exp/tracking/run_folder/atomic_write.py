@@ -1,5 +1,6 @@
 """Atomic file writes: a temporary file beside the target, renamed over it."""
 
+import contextlib
 import itertools
 import os
 from pathlib import Path
@@ -10,13 +11,8 @@ _serial = itertools.count()
 def write_atomically(path: str | Path, text: str, *, durable: bool = True) -> None:
     """Replace the file at `path`, so that a reader, or a crash at any instant, sees the old or the new content.
 
-    Args:
-        path: file to write; its folder exists.
-        text: the whole content; bytes decoded with `surrogateescape` are written unchanged.
-        durable: fsync; without it, a power failure may lose the newest write but never mixes two.
-
-    Raises:
-        OSError: the disk is full or the folder read-only; the temporary file is removed.
+    Bytes decoded with `surrogateescape` are written unchanged. Without `durable` there is no fsync: a power failure may
+    lose the newest write but never mixes two. After an OSError (disk full) the temporary file is removed.
     """
     path = Path(path)
     # Unique within the machine, even if a signal handler interrupts a write of the same file.
@@ -38,20 +34,24 @@ def write_atomically(path: str | Path, text: str, *, durable: bool = True) -> No
 def sync_all(folder: Path) -> None:
     """Fsync every file in `folder` and the folder itself, after several writes with `durable=False`."""
     for path in folder.iterdir():
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync_file(path)
     sync_folder(folder)
+
+
+def sync_file(path: Path) -> None:
+    """Fsync a file."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def sync_folder(folder: Path) -> None:
     """Fsync the directory entries of `folder`; a file system that cannot is ignored."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
-    except OSError:
-        pass  # some network file systems refuse to sync a folder; the rename must do
+        with contextlib.suppress(OSError):  # some network file systems refuse to sync a folder; the rename must do
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)

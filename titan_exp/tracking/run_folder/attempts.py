@@ -19,15 +19,12 @@ class Attempt:
     """One start of a run. Fields are None while unknown."""
 
     attempt: int
-    """Number of the start, from 1."""
+    """Number, from 1."""
     intent: float
     """Unix time of the decision to start; the row is written before the submission."""
     job_id: str | None = None
-    """The scheduler's job id."""
     hosts: tuple[str, ...] = ()
-    """Host names."""
     world_size: int = 1
-    """Number of ranks."""
     start: float | None = None
     """Unix time at which the ranks were started."""
     end: float | None = None
@@ -35,7 +32,6 @@ class Attempt:
     exit: int | None = None
     """Exit code: 0 done, 85 stopped after saving, any other failed."""
     reason: str | None = None
-    """Why it ended."""
     launched_by: str = "local"
     """Launcher: `local`, `slurm`, or `hand` if torchrun or a user started the ranks."""
     token: str | None = None
@@ -53,11 +49,7 @@ class AttemptLog:
         self.path = path
 
     def read(self) -> list[Attempt]:
-        """Read all rows, oldest first.
-
-        Raises:
-            UserError: a line is not a row.
-        """
+        """Read all rows, oldest first. Raises UserError if a line is not a row."""
         try:
             lines = self.path.read_text(encoding="utf-8").splitlines()
         except FileNotFoundError:

@@ -19,9 +19,7 @@ class LockHolder:
     role: str
     """Role in the run: `launcher` or `rank 0`."""
     pid: int
-    """Process id."""
     host: str
-    """Host name."""
     since: float
     """Unix time at which it took the lock."""
 
@@ -50,16 +48,9 @@ class FileLock:
         return self._descriptor is not None
 
     def acquire(self, role: str | None = None, *, shared: bool = False, timeout: float = 0.0) -> None:
-        """Take the lock.
+        """Take the lock, exclusive or shared, trying for `timeout` seconds; `role` records this process for `holder`.
 
-        Args:
-            role: recorded in the file with this process, for `holder`; None records nothing.
-            shared: take a shared lock instead of an exclusive one.
-            timeout: seconds to keep trying.
-
-        Raises:
-            LockedError: another process kept it.
-            UserError: the file system has no locks.
+        Raises LockedError if another process kept it, UserError if the file system has no locks.
         """
         assert not self.held
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)

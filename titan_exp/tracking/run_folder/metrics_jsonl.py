@@ -57,11 +57,7 @@ class JsonlSink:
             get_logger().info("%s is written again; no row is missing", self._path)
 
     def close(self, state: str) -> None:
-        """Fsync and close the file.
-
-        Raises:
-            OSError: rows are left in memory, and the disk is still full.
-        """
+        """Fsync and close the file. Raises OSError if rows are left in memory and the disk is still full."""
         if not self._file.closed:
             try:
                 self._write()
@@ -79,10 +75,8 @@ def read_metrics(path: Path) -> list[dict[str, Value]]:
     """Read the rows of a metrics file, one per step in the order of steps.
 
     After a resume, steps past the restored checkpoint are logged again: the row of the latest attempt is kept. Rows of
-    one step and attempt are merged. A torn last line is ignored, so that a running run may be read.
-
-    Raises:
-        UserError: a line before the last is not a row.
+    one step and attempt are merged. A torn last line is ignored, so that a running run may be read; any other line that
+    is not a row raises UserError.
     """
     if not path.exists():
         return []

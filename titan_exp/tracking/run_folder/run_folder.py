@@ -26,11 +26,10 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        """The folder."""
         self.config = self.path / "config.yaml"
-        """The fully resolved configuration."""
+        """Resolved configuration."""
         self.overrides = self.path / "overrides.yaml"
-        """The overrides as typed."""
+        """Overrides as typed."""
         self.code = self.path / "code.json"
         """Commit, dirty flag, branch."""
         self.diff = self.path / "diff.patch"
@@ -42,7 +41,6 @@ class RunFolder:
         self.attempts = self.path / "attempts.jsonl"
         """One row per start."""
         self.state = self.path / "state.json"
-        """Run state."""
         self.heartbeat = self.path / "heartbeat"
         """Last heartbeat of rank 0."""
         self.metrics = self.path / "metrics.jsonl"
@@ -52,9 +50,7 @@ class RunFolder:
         self.roofline = self.path / "roofline.json"
         """Achieved rates of the newest attempt against the peaks of its devices."""
         self.traces = self.path / "traces"
-        """Profiler traces."""
         self.checkpoints = self.path / "checkpoints"
-        """Checkpoints."""
         self.export = self.path / "export"
         """Weights as Hugging Face folders, by step."""
         self.stop = self.path / "stop"
@@ -124,12 +120,9 @@ class RunFolder:
         return self._attempt_log.update(number, **fields)
 
     def claim(self, role: str, *, timeout: float = 0.5) -> FileLock:
-        """Take the exclusive right to start this run, until the lock is released or the process exits.
+        """Take the run lock, until it is released or the process exits. Raises LockedError if another process holds it.
 
         A process that queries the holder takes the lock for an instant, hence the timeout in seconds.
-
-        Raises:
-            LockedError: another process holds it.
         """
         lock = FileLock(self.lock)
         lock.acquire(role, timeout=timeout)

@@ -32,12 +32,10 @@ class RunState:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """Content of `heartbeat`."""
+    """Content of `heartbeat`: finished optimizer steps, and the Unix time."""
 
     step: int
-    """Finished optimizer steps."""
     time: float
-    """Unix time."""
 
     @property
     def age(self) -> float:
@@ -46,11 +44,7 @@ class Heartbeat:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Read a JSON object from a file; None if there is no file.
-
-    Raises:
-        UserError: the file holds something else.
-    """
+    """Read a JSON object from a file; None if there is no file. Raises UserError if it holds something else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -63,11 +57,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def parse_state(path: Path) -> RunState | None:
-    """Read a run state; None if there is no file.
-
-    Raises:
-        UserError: the file holds something else.
-    """
+    """Read a run state; None if there is no file. Raises UserError if it holds something else."""
     fields = read_json(path)
     if fields is None:
         return None

@@ -3,7 +3,6 @@
 import math
 import time
 from collections.abc import Callable
-from datetime import timedelta
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -11,6 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from titan_exp.tracking.number_format import format_count, format_duration
 from titan_exp.tracking.sinks.sink import Row, Value
 
 
@@ -83,7 +83,7 @@ class ConsoleSink:
         width = len(str(self._total))
         fields = [f"step {row['step']:>{width}}/{self._total}", *_fields(row)]
         if (eta := self._eta.seconds()) is not None:
-            fields.append(f"{_duration(eta)} left")
+            fields.append(f"{format_duration(round(eta))} left")
         self._write("  ".join(fields))
 
     def _write(self, line: str) -> None:
@@ -99,7 +99,7 @@ class ConsoleSink:
         head.add_column(ratio=1)
         head.add_column(no_wrap=True, justify="right")
         bar = ProgressBar(total=self._total, completed=step, pulse=self._row is None and self._live is not None)
-        left = "" if eta is None else f"  {_duration(eta)} left"
+        left = "" if eta is None else f"  {format_duration(round(eta))} left"
         head.add_row(Text(self._title, style="bold"), bar, Text(f"{step}/{self._total}{left}"))
         newest = {**(self._row or {}), "validation_loss": self._validation_loss}
         numbers = "  ".join(_fields(newest)) if self._row else "waiting for the first row"
@@ -139,11 +139,12 @@ class _Eta:
 
 def _fields(row: Row) -> list[str]:
     """Formatted metrics of a row; those that are always present first, so that lines align."""
+    speed = row.get("tokens_per_second")
     fields = [
         f"loss {_number(row.get('loss'))}",
         f"grad norm {_number(row.get('grad_norm'))}",
         f"lr {_scientific(row.get('lr'))}",
-        f"{_short(row.get('tokens_per_second')):>6} tokens/s",
+        f"{'-' if speed is None else format_count(speed):>6} tokens/s",
     ]
     memory, mfu, validation = row.get("memory"), row.get("mfu"), row.get("validation_loss")
     if memory is not None:
@@ -164,18 +165,3 @@ def _number(value: Value) -> str:
 
 def _scientific(value: Value) -> str:
     return f"{'-':>8}" if value is None else f"{value:8.2e}"
-
-
-def _short(value: Value) -> str:
-    """A large number in at most six characters: 950, 12.3k, 1.25M."""
-    if value is None:
-        return "-"
-    for scale, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if value >= scale:
-            return f"{value / scale:.4g}{letter}"
-    return f"{value:.0f}"
-
-
-def _duration(seconds: float) -> str:
-    text = str(timedelta(seconds=round(seconds)))
-    return text.removeprefix("0:")

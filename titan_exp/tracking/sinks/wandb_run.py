@@ -20,7 +20,6 @@ VOLATILE = ("paths", "cluster", "tracking", "profiling", "plan")
 """Groups that do not affect the result."""
 
 NAME_LENGTH = 128
-"""Longest name that W&B accepts."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,6 @@ class WandbRun:
     name: str
     """Typed overrides, else the run id."""
     group: str
-    """`experiment.name`."""
     project: str
     entity: str | None
     mode: str
@@ -55,7 +53,7 @@ def describe_wandb_run(experiment: Experiment, folder: RunFolder, run_id: str) -
         mode=tracking.wandb_mode,
         tags=naming.tags,
         notes=naming.notes,
-        config=_config(experiment, folder, run_id),
+        config=_config(to_dict(experiment), ResolvedLayout.of(experiment).world_size, folder, run_id),
     )
 
 
@@ -114,18 +112,19 @@ def _is_volatile(override: str) -> bool:
     return group in (*VOLATILE, "hydra") or key in ("experiment.name", "experiment.tags", "experiment.notes")
 
 
-def _config(experiment: Experiment, folder: RunFolder, run_id: str) -> dict[str, Any]:
-    config = {group: values for group, values in to_dict(experiment).items() if group not in VOLATILE}
-    config["experiment"] = {"name": experiment.experiment.name, "seed": experiment.experiment.seed}
+def _config(resolved: dict[str, Any], world_size: int, folder: RunFolder, run_id: str) -> dict[str, Any]:
+    config = {group: values for group, values in resolved.items() if group not in VOLATILE}
+    study = resolved["experiment"]["name"]
+    config["experiment"] = {"name": study, "seed": resolved["experiment"]["seed"]}
     code = json.loads(folder.code.read_text()) if folder.code.exists() else {}
     axis, value = _axis(folder, run_id)
     config["run"] = {
-        "study": experiment.experiment.name,
+        "study": study,
         "axis": axis,
         "value": value,
         "experiment_id": code.get("experiment_id"),
         "run_id": run_id,
-        "world_size": ResolvedLayout.of(experiment).world_size,
+        "world_size": world_size,
         "commit": code.get("commit"),
         "dirty": code.get("dirty"),
     }

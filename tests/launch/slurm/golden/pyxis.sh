@@ -26,35 +26,35 @@ export TITAN_EXP_IMPORT_PATH=/home/me/project
 export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 PYTHONDONTWRITEBYTECODE=1
 export OMP_NUM_THREADS=12
 
-# 300 s before the time limit SLURM sends USR2 to this script alone. All ranks look for the flag, agree on a step,
-# save together and end. Those that are not done in 240 s are killed, which leaves time to queue the run again.
+# 300 s before the time limit SLURM sends USR2 to this script alone. All ranks poll the flag, agree on a step, save
+# together and exit. Those that have not in 240 s are killed, which leaves time to requeue the run.
 rm -f "$RUN/stop"
 signals=0
 stop() {
     signals=$((signals + 1))
     [ -e "$RUN/stop" ] || echo "SLURM is about to end the job (time limit, or preemption)" > "$RUN/stop"
     [ "$signals" = 1 ] || return
-    (sleep 240; kill "$step") > /dev/null 2>&1 &  # srun passes it on as the end of all ranks
+    (sleep 240; kill "$step") > /dev/null 2>&1 &  # srun then kills all ranks
 }
 trap stop USR2
 
-# One process for each rank. A rank that fails takes the others with it.
+# One process per rank. srun kills the peers of a failed rank.
 srun --kill-on-bad-exit=1 --container-image=/i/torch.sqsh --container-mounts=/data:/data,/runs:/runs --cpus-per-task=12 \
     --output="$RUN/logs/slurm-$JOB-${SLURM_RESTART_COUNT:-0}-rank-%5t.log" \
     python3 -m titan_exp.launch.rank.main "$RUN" &
 step=$!
-# A signal ends `wait` early: it is asked again until it was srun that ended.
+# A signal ends `wait` early: repeat it until srun has ended.
 while
     seen=$signals; wait "$step"; code=$?
     [ "$seen" != "$signals" ]
 do :; done
 
-# Close the attempt where no rank lived to do it. Answers 0 done, 85 to be continued, anything else failed.
+# Close the attempt. Exit code 0: done, 85: requeue, any other: failed.
 srun --nodes=1 --ntasks=1 --container-image=/i/torch.sqsh --container-mounts=/data:/data,/runs:/runs python3 -m titan_exp.launch.slurm.epilogue "$RUN" "$JOB" "$code"
 code=$?
 if [ "$code" = 85 ]; then
     scontrol requeue "$JOB" && exit 0
-    # The site forbids that: a new job after this one.
+    # Requeueing is forbidden here: submit a new job.
     sbatch --dependency="afterany:$JOB" "$RUN/job.sh"
 fi
 exit "$code"

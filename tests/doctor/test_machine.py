@@ -14,7 +14,7 @@ from titan_exp.doctor import interconnect as links
 from titan_exp.doctor.datasheet import bandwidth, peak_of_type
 from titan_exp.doctor.disk_and_scheduler import disk_rate, scheduler
 from titan_exp.doctor.machine import USAGE, machine_command
-from titan_exp.doctor.timing import MAX_CALLS, MIN_CALLS, measure_rate, median_seconds
+from titan_exp.doctor.measurement import MAX_CALLS, MIN_CALLS, measure_rate, median_seconds
 from titan_exp.launch.local.ephemeral_ranks import run_on_ranks
 from titan_exp.tracking.device_rates import device_name, rates_file, read_rates
 

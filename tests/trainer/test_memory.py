@@ -9,7 +9,7 @@ from torch import nn
 from tests.config.composing import experiment
 from tests.trainer.committed import committed
 from titan_exp.config.layout.resolved_layout import resolve_layout
-from titan_exp.trainer.profiling.memory_breakdown import Consumer, MemoryBreakdown, memory_breakdown
+from titan_exp.trainer.profiling.memory_breakdown import MemoryCategory, MemoryBreakdown, memory_breakdown
 from titan_exp.trainer.profiling.oom_report import (
     OutOfMemory,
     explain_oom,
@@ -35,12 +35,12 @@ def test_every_tensor_is_counted_once():
     model(torch.ones(4, 64)).sum().backward()
     optimizer.step()
     memory = memory_breakdown(torch.device("cpu"), [model], optimizer)
-    sizes = {consumer.name: consumer.size for consumer in memory.consumers}
+    sizes = {category.name: category.size for category in memory.categories}
     weights = (64 * 32 + 32) * 4
     assert sizes["weights"] == sizes["gradients"] == weights
     assert sizes["optimizer state"] == 2 * weights + 2 * 4  # and a count of steps for each
     assert sum(sizes.values()) == memory.used
-    assert memory.consumers[0].name.startswith("everything else"), "the largest comes first"
+    assert memory.categories[0].name.startswith("everything else"), "the largest comes first"
     assert "weight: exp_avg" in memory.text()
 
 
@@ -87,7 +87,7 @@ def test_options_in_use_are_no_remedies():
         ),
         1,
     )
-    rest, states = Consumer("everything else: activations", 1), Consumer("optimizer state", 1)
+    rest, states = MemoryCategory("everything else: activations", 1), MemoryCategory("optimizer state", 1)
     assert "activation_checkpoint=full" in remedies(rest, plain, "cuda")
     assert "optimizer.state_precision=int8" in remedies(states, plain, "cuda")
     assert "parallelism.cpu_offload=true, which is slow" in remedies(states, plain, "cuda")
@@ -98,8 +98,8 @@ def test_options_in_use_are_no_remedies():
 
 def test_little_consumers_are_left_out():
     run = resolve_layout(experiment("model=llama_debug"), 1)
-    consumers = (Consumer("weights", 99 * 2**30), Consumer("gradients", 2**30))
-    memory = MemoryBreakdown("cuda", 100 * 2**30, 110 * 2**30, 140 * 2**30, consumers)
+    categories = (MemoryCategory("weights", 99 * 2**30), MemoryCategory("gradients", 2**30))
+    memory = MemoryBreakdown("cuda", 100 * 2**30, 110 * 2**30, 140 * 2**30, categories)
     text = oom_report(memory, run, rank=3, when="in step 7")
     assert text.startswith("Rank 3 ran out of memory in step 7: 100 GiB of 140 GiB were in use.\n")
     assert "gradients" not in text

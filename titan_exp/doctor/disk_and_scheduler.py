@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 from titan_exp.config.machine.local_machine import command_lines
-from titan_exp.doctor.timing import Measurement
+from titan_exp.doctor.measurement import Measurement
 
 BLOCK_BYTES, MAX_BYTES = 2**24, 2**32
 """Bytes per write, and in total."""

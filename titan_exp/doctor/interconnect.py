@@ -10,7 +10,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
-from titan_exp.doctor.timing import Measurement, median_seconds
+from titan_exp.doctor.measurement import Measurement, median_seconds
 from titan_exp.trainer.rank_call import RunOnRanks, serve
 
 SIZES = {"cuda": (2**20, 2**24, 2**28), "cpu": (2**16, 2**20, 2**24)}

@@ -21,7 +21,7 @@ from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.doctor.compute import attention_rates, copy_rates, gemm_rates
 from titan_exp.doctor.disk_and_scheduler import disk_rate, scheduler
 from titan_exp.doctor.interconnect import link_rates
-from titan_exp.doctor.timing import Measurement
+from titan_exp.doctor.measurement import Measurement
 from titan_exp.tracking.device_rates import DeviceRates, device_name, peak_by_name, write_rates
 from titan_exp.trainer.rank_call import RunOnRanks
 

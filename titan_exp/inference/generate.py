@@ -1,4 +1,4 @@
-"""Text generation from a run or from weights in any format, on one device or tensor-parallel ranks."""
+"""Text generation from a run or from weights in any format, on one device or with tensor parallelism."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ def generate_command(arguments: Sequence[str], run_on_ranks: RunOnRanks | None =
     if options.tp == 1:
         texts = generate(source, options, prompts, window=training_length(path, source))
     else:
-        assert run_on_ranks is not None, "given by the command line"
+        assert run_on_ranks is not None, "tp > 1 needs run_on_ranks"
         tokenizer_of(source)  # fail before ranks start
         request = {"path": str(path), "options": dataclasses.asdict(options), "prompts": prompts}
         texts = run_on_ranks(f"{__name__}.rank_main", tensor_parallel_experiment(source, options.tp), request)
@@ -66,7 +66,7 @@ def generate(
     device. Raises UserError if the weights have no tokenizer.
     """
     tokenizer = tokenizer_of(source)
-    # Published models have a beginning-of-text token. Ours only see a document after the previous one's end-of-text.
+    # Published models begin with BOS. Ours are trained on documents separated by EOS, so EOS begins the prompt.
     bos = source.special_tokens.get("bos_token_id")
     first = bos if isinstance(bos, int) else tokenizer.end_of_text
     encoded = [[first, *(int(token) for token in tokenizer.encode(prompt))] for prompt in prompts]
@@ -114,13 +114,13 @@ def rank_main(run_folder: str) -> None:
 def tensor_parallel_experiment(source: OpenCheckpoint, degree: int) -> Experiment:
     """Experiment that shards a checkpoint's model over `degree` tensor-parallel ranks. Raises UserError if it cannot
     be, or there are too few GPUs."""
-    # Decoding feeds one token at a time: there is no sequence to shard.
+    # Decoding feeds one token at a time, so sequence parallelism does not apply.
     overrides = [f"parallelism.tp={degree}", "parallelism.dp_shard=1", "parallelism.sequence_parallel=false"]
     experiment = dataclasses.replace(to_experiment(compose(overrides)), model=source.model)
     violations = find_violations((*tensor.RULES, *layout.RULES), experiment)
     if violations:
         raise UserError(
-            "The model cannot be sharded over this many ranks.",
+            f"The model cannot be sharded with tp={degree}.",
             [
                 Violation("tp", degree, violation.reason, violation.remedy.replace("parallelism.tp", "tp"))
                 for violation in violations
@@ -140,13 +140,13 @@ def sample_token(logits: Tensor, temperature: float, top_k: int, top_p: float, r
     probabilities, order = (logits / temperature).softmax(-1).sort(descending=True)
     if top_k:
         probabilities = probabilities[:top_k] / probabilities[:top_k].sum()
-    before = probabilities.cumsum(-1) - probabilities
-    probabilities = probabilities.where(before < top_p, 0.0)
+    cumulative = probabilities.cumsum(-1) - probabilities
+    probabilities = probabilities.where(cumulative < top_p, 0.0)
     return int(order[torch.multinomial(probabilities, 1, generator=random)])
 
 
 def _broadcast_token(token: int, mesh: Mesh | None) -> int:
-    """Broadcast rank 0's token: ranks may sum in different orders, and must continue the same text."""
+    """Broadcast rank 0's token: logits may differ in their last bits, and all ranks must append the same token."""
     if mesh is None:
         return token
     shared = torch.tensor(token)
@@ -182,7 +182,7 @@ def _latest_run(runs: Path) -> Path:
     ]
     if not found:
         raise UserError(
-            f"no run under {runs}/ has a checkpoint yet. Train one first (titan-exp train), or give its folder: "
+            f"no run under {runs}/ has a checkpoint. Train one first (titan-exp train), or pass a run folder: "
             "titan-exp generate path/to/run"
         )
     return max(found)[1]

@@ -1,4 +1,4 @@
-"""A `torch.optim.Optimizer` class by import path, torch's or the user's."""
+"""Any `torch.optim.Optimizer` class by import path, torch's or the user's."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,16 +15,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(AdamWConfig):
-    """Fields of AdamW, so that `optimizer.name` alone changes the class; the class takes `options`."""
+    """Fields of AdamW, so that an override of `optimizer.name` alone is valid. The class gets `lr`, the weight decay of
+    each parameter group, and `options` as keyword arguments.
+    """
 
     @property
     def is_homogeneous(self) -> bool:
-        """False: the class is not known."""
+        """False: the state of an arbitrary optimizer is unknown."""
         return False
 
 
 def build(parameters: Sequence["NamedParameter"], config: Config) -> "torch.optim.Optimizer":
-    """Call the class as `Class(groups, lr=lr, **options)`; every parameter group has its `role`."""
+    """Call the class as `Class(groups, lr=lr, **options)`; every parameter group has a key `role`."""
     from titan_exp.optim.parameter_groups import parameter_groups
 
     groups = parameter_groups(parameters, config, by_role=True)

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from titan_exp.models.blocks.block_list import iter_blocks
+from titan_exp.models.blocks.iter_blocks import iter_blocks
 
 
 def compile_blocks(model: nn.Module, backend: str) -> None:

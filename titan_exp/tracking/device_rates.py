@@ -64,7 +64,7 @@ class DeviceRates:
     link: float | None = None
     """Best all-reduce bus bandwidth between the devices of the machine, in GB/s; None for one device."""
     rates: list[dict[str, Any]] = field(default_factory=list)
-    """All rates, as dictionaries of `doctor.timing.Rate`."""
+    """All rates, as dictionaries of `doctor.measurement.Rate`."""
     scheduler: list[str] = field(default_factory=list)
     """SLURM partitions."""
 

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from titan_exp.data.batch import Batch
-from titan_exp.parallel.fsdp.apply import set_gradient_sync
+from titan_exp.parallel.fsdp.gradient_sync import set_gradient_sync
 from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.step_observer import step_observer
 from titan_exp.trainer.batch_placement import shard_batch
-from titan_exp.trainer.objective.base import MetricSums, Objective, normalize_by_tokens, token_count
+from titan_exp.trainer.objective.base import MetricSums, Objective, loss_divisor, normalize_by_tokens
 
 
 class Model(Protocol):
@@ -61,7 +61,7 @@ class EagerModel:
 
     def forward_backward(self, batches: Sequence[Batch], tokens: int) -> Mapping[str, Tensor]:
         """Run micro-batches in order; the last backward pass reduces gradients over ranks."""
-        sums, divisor = MetricSums(self.objective, self._mesh.device), token_count(tokens, self._mesh.device)
+        sums, divisor = MetricSums(self.objective, self._mesh.device), loss_divisor(tokens, self._mesh.device)
         for index, batch in enumerate(batches):
             step_observer().microbatch_begin(index)
             set_gradient_sync(self._module, last=index == len(batches) - 1)

@@ -11,7 +11,7 @@ from titan_exp.parallel.mesh import Mesh
 from titan_exp.parallel.pipeline_parallel.runtime import Pipeline
 from titan_exp.parallel.pipeline_parallel.stage import Stage
 from titan_exp.trainer.batch_placement import shard_batch
-from titan_exp.trainer.objective.base import MetricSums, Objective, normalize_by_tokens, token_count
+from titan_exp.trainer.objective.base import MetricSums, Objective, loss_divisor, normalize_by_tokens
 
 
 class PipelineModel:
@@ -31,7 +31,7 @@ class PipelineModel:
             batch = shard_batch(batches[first + microbatch], self._mesh)
             if not stage.last:
                 return stage.module(batch.tokens if hidden is None else hidden, batch.positions, batch.documents)
-            divisor = token_count(tokens, self._mesh.device)
+            divisor = loss_divisor(tokens, self._mesh.device)
             loss, metrics = normalize_by_tokens(self.objective, stage.module, batch, divisor, hidden)
             sums.add(metrics)
             return loss

@@ -27,28 +27,27 @@ class GenerateOptions:
     step: Count = 0
     """Step of the run's checkpoint; 0 is the newest."""
     runs: str = "runs"
-    """Folder that holds every run folder, searched where `run` is not given."""
+    """Folder of all run folders, searched if `run` is omitted."""
     prompt: str = ""
     """Text to continue; empty begins a new document. Given several times, each prompt is completed separately."""
     prompts: str = ""
     """File with a prompt on each line, besides those given by `prompt`."""
     tokens: PositiveInt = 400
-    """Tokens to write at most; the end of a document ends the text."""
+    """Maximum number of new tokens; generation stops at end-of-text."""
     temperature: NonNegativeFloat = 0.8
-    """Spread of the choice: 0 always takes the likeliest token, 1 samples as the model believes."""
+    """Sampling temperature: 0 is greedy, 1 samples from the model's distribution."""
     top_k: Count = 0
-    """Number of likeliest tokens to sample among (Fan et al. 2018); 0 is all."""
+    """Top-k sampling (Fan et al. 2018); 0 disables it."""
     top_p: Annotated[float, Interval(gt=0, le=1)] = 0.95
-    """Sample among the likeliest tokens that together hold this share (Holtzman et al. 2020)."""
+    """Top-p (nucleus) sampling (Holtzman et al. 2020)."""
     seed: Count = 0
-    """Seed of the choice, the same for every prompt."""
+    """Sampling seed, reset for every prompt."""
     cache: bool = True
     """Keep a KV cache; false recomputes the whole text for each token."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of weights and compute."""
     tp: PositiveInt = 1
-    """Tensor-parallel processes on this machine, on GPUs one for each: every one reads and holds a part of the
-    matrices and of the kept keys and values, and the text is that of one."""
+    """Tensor-parallel degree, one process per GPU. Weights and KV cache are sharded; the text stays the same."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from titan_exp.config.paths.data_files import tokenizer_file
 from titan_exp.config.paths.token_store_manifest import MANIFEST, UNFINISHED, Manifest, read_manifest
 from titan_exp.data.token_store.corpus import Corpus
 from titan_exp.data.token_store.progress import ProgressDisplay
-from titan_exp.data.token_store.shard_writer import TEMPORARY, write_json
+from titan_exp.data.token_store.shard_writer import TEMPORARY_SUFFIX, write_json
 from titan_exp.data.token_store.workers import tokenize_parts
 from titan_exp.data.token_store.writer import TokenizeJob, describe_store, remove_temporary_files, write_manifest
 from titan_exp.data.tokenizers.build import build_tokenizer
@@ -80,7 +80,7 @@ def _copy_tokenizer(data: DataConfig, folder: Path) -> None:
     file = tokenizer_file(data.tokenizer)
     for source, name in ((file, "tokenizer.json"), (file.with_name("tokenizer_config.json"), "tokenizer_config.json")):
         if source.is_file():
-            temporary = folder / f"{name}{TEMPORARY}"
+            temporary = folder / f"{name}{TEMPORARY_SUFFIX}"
             shutil.copyfile(source, temporary)
             os.replace(temporary, folder / name)
 

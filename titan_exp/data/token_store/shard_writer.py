@@ -12,13 +12,13 @@ import numpy as np
 
 from titan_exp.config.paths.token_store_manifest import BEGIN_BYTES
 
-TEMPORARY = ".part"
+TEMPORARY_SUFFIX = ".part"
 """Suffix of a file that is being written."""
 _BUFFER_BYTES = 1 << 20
 
 
 def checksum() -> Any:
-    """Hash of a store's files, about 1 GB/s."""
+    """New hasher for a store's files, about 1 GB/s."""
     return blake2b(digest_size=16)
 
 
@@ -34,17 +34,17 @@ def write_json(path: Path, values: Any) -> None:
 
 
 class AtomicFile:
-    """File that appears under its name once it is complete and synced to disk."""
+    """File written under a temporary name; `commit` syncs it to disk and renames it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         # A process whose parent was killed may briefly be writing the same file.
-        self._temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY}")
+        self._temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
         self._file = self._temporary.open("wb", buffering=_BUFFER_BYTES)
         self._digest = checksum()
 
     def write(self, content: bytes | memoryview) -> None:
-        """Append."""
+        """Append bytes and update the checksum."""
         self._digest.update(content)
         self._file.write(content)
 
@@ -59,7 +59,7 @@ class AtomicFile:
     def discard(self) -> None:
         """Delete the temporary file."""
         self._temporary.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # a full disk refuses the rest of the buffer again
+        with contextlib.suppress(OSError):  # closing flushes the buffer, which fails again on a full disk
             self._file.close()
 
 
@@ -71,12 +71,12 @@ class ShardWriter:
         self._dtype = np.dtype(f"<u{token_bytes}")
         self._tokens = AtomicFile(folder / f"{name}.tokens")
         self._path = folder / f"{name}.documents"
-        self._begins = array("Q")
+        self._offsets = array("Q")
         self.tokens = 0
 
     def add(self, tokens: np.ndarray) -> None:
-        """Append a document."""
-        self._begins.append(self.tokens)
+        """Append the tokens of one document."""
+        self._offsets.append(self.tokens)
         self._tokens.write(tokens.astype(self._dtype).data)
         self.tokens += len(tokens)
 
@@ -84,12 +84,17 @@ class ShardWriter:
         """Commit both files; returns the shard's manifest entry."""
         documents = AtomicFile(self._path)
         try:
-            documents.write(np.asarray(self._begins, dtype=f"<u{BEGIN_BYTES}").data)
+            documents.write(np.asarray(self._offsets, dtype=f"<u{BEGIN_BYTES}").data)
             checksums = {"tokens": self._tokens.commit(), "documents": documents.commit()}
         except BaseException:
             documents.discard()
             raise
-        return {"name": self._name, "tokens": self.tokens, "documents": len(self._begins), "checksums": checksums}
+        return {
+            "name": self._name,
+            "tokens": self.tokens,
+            "documents": len(self._offsets),
+            "checksums": checksums,
+        }
 
     def discard(self) -> None:
         """Delete the temporary file."""

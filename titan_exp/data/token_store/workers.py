@@ -1,4 +1,4 @@
-"""Worker processes that tokenize parts. Each has a pipe to the parent and exits when the parent does."""
+"""Pool of tokenizer processes, which get parts of the corpus over pipes and exit with their parent."""
 
 import multiprocessing
 import os
@@ -14,10 +14,10 @@ from titan_exp.data.token_store.writer import PartTokenizer, ReportProgress, Tok
 
 
 def tokenize_parts(job: TokenizeJob, parts: Sequence[CorpusPart], workers: int, report: ReportProgress) -> None:
-    """Tokenize parts in `workers` processes; a single one is this process.
+    """Tokenize parts in `workers` processes, or in this one with `workers=1`.
 
-    Raises UserError if a process was killed, and the exceptions of the processes. The others are stopped; finished
-    shards stay.
+    Raises UserError if a process was killed, else a process's own exception. The other processes are killed; finished
+    shards are kept.
     """
     workers = min(workers, len(parts))
     if workers == 1:
@@ -26,7 +26,7 @@ def tokenize_parts(job: TokenizeJob, parts: Sequence[CorpusPart], workers: int, 
             tokenizer.run(part)
     if workers <= 1:
         return
-    # A tokenizer with threads of its own would start one per core in every process.
+    # Hugging Face tokenizers would start one thread per core in every process.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     context = multiprocessing.get_context("spawn")
     pool: dict[Connection, BaseProcess] = {}
@@ -46,7 +46,7 @@ def tokenize_parts(job: TokenizeJob, parts: Sequence[CorpusPart], workers: int, 
 
 
 def _distribute(pool: dict[Connection, BaseProcess], pending: list[CorpusPart], report: ReportProgress) -> None:
-    """Send each idle process a part until all are done."""
+    """Send the next part to each idle process until all parts are done."""
     busy = set(pool)
     while busy:
         for connection in wait(list(busy)):
@@ -71,7 +71,7 @@ def _killed(process: BaseProcess) -> UserError:
     cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     return UserError(
         f"A tokenizer process died ({cause}). If memory ran out, use fewer processes: workers=1.\n"
-        "  Finished shards stay: the same command continues."
+        "  Finished shards are kept; type the same command to continue."
     )
 
 

@@ -7,25 +7,25 @@ import numpy as np
 
 
 class Tokenizer(Protocol):
-    """Tokenizer members that the loaders and `generate` use."""
+    """Interface of a tokenizer, as the data loaders and `generate` need it."""
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id."""
+        """Largest token id plus 1."""
         ...
 
     @property
     def end_of_text(self) -> int:
-        """Id that follows every document."""
+        """Id of the end-of-text (EOS) token, which follows every document."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """Identity of the text-to-id mapping."""
+        """String that identifies the vocabulary and merges."""
         ...
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of `text`, [tokens], in an integer type that holds them; without end-of-text."""
+        """Ids of `text`, [tokens], in an integer dtype wide enough for the vocabulary; without EOS."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -34,6 +34,6 @@ class Tokenizer(Protocol):
 
 
 def encode_document(text: str, tokenizer: Tokenizer) -> np.ndarray:
-    """Tokens of `text` and the end-of-text token, [length + 1]."""
+    """Ids of `text` and EOS, [length + 1]."""
     tokens = tokenizer.encode(text)
     return np.append(tokens, np.asarray(tokenizer.end_of_text, dtype=tokens.dtype))

@@ -29,7 +29,7 @@ class TensorNames:
     up: str
     down: str
     interleaved: bool
-    """True if RoPE rotates neighbours (2i, 2i + 1)."""
+    """True for interleaved RoPE, which rotates the pairs (2i, 2i + 1)."""
     tied_head: bool
     """True if a tied head is stored again as its own tensor."""
     query_norm: str = ""

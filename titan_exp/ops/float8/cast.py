@@ -50,7 +50,7 @@ def dual_cast(matrix: Tensor, row_scales: Tensor, column_scales: Tensor, dtype: 
         height,
         width,
         torch.finfo(dtype).max,
-        whole=row_scales.dim() == 0,
+        per_tensor=row_scales.dim() == 0,
         side=SIDE,
     )
     return rows, transposed

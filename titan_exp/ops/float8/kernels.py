@@ -1,4 +1,4 @@
-"""Triton kernels of `ops.float8.cast`, in a separate file because importing it needs Triton."""
+"""Triton kernels of float8 scaling: amax of rows and columns, and the cast with its transpose. Needs Triton."""
 
 import triton
 import triton.language as tl
@@ -15,7 +15,7 @@ def amax_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-only argumen
     width: tl.tensor,
     side: tl.constexpr,
 ) -> None:
-    """Amax of rows and columns of a tile, as bits of fp32, which order like the numbers."""
+    """Amax of rows and columns of a tile, as bits of fp32, whose integers order like nonnegative floats."""
     row, column = _indices(side)  # type: ignore[misc]  # returns a tuple in a kernel
     offsets, mask = _tile(row, column, height, width)
     size = tl.abs(tl.load(matrix + offsets, mask=mask, other=0.0).to(tl.float32))
@@ -33,14 +33,14 @@ def cast_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-only argumen
     height: tl.tensor,
     width: tl.tensor,
     largest: tl.tensor,
-    whole: tl.constexpr,
+    per_tensor: tl.constexpr,
     side: tl.constexpr,
 ) -> None:
-    """Scale and cast a tile to both layouts; `whole` means one scale for all."""
+    """Scale and cast a tile to both layouts; `per_tensor` means one scale for all."""
     row, column = _indices(side)  # type: ignore[misc]  # returns a tuple in a kernel
     offsets, mask = _tile(row, column, height, width)
     numbers = tl.load(matrix + offsets, mask=mask, other=0.0).to(tl.float32)
-    if whole:
+    if per_tensor:
         scale = tl.load(row_scales)
         by_row = _within(numbers * scale, largest)
         by_column = by_row

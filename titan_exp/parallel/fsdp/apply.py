@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: FSDP2, HSDP and DDP are one mechanism on different meshes.
+"""Data parallelism by FSDP2's `fully_shard`; HSDP and DDP are the same call on other meshes.
 
 Gradients are summed over data ranks, never averaged: the loss is already divided by the tokens of the global batch. DDP
 is HSDP with unsharded parameters.
@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titan_exp.config.errors.did_you_mean import did_you_mean
 from titan_exp.config.errors.user_error import UserError, Violation
-from titan_exp.models.blocks.block_list import iter_blocks
+from titan_exp.models.blocks.iter_blocks import iter_blocks
 from titan_exp.parallel.mesh import Mesh
 
 
@@ -27,53 +27,48 @@ class FSDPOptions:
     bf16: bool
     """Compute in bf16 with fp32 parameters and fp32 gradient reduction."""
     reshard_after_forward: Literal["always", "never", "all_but_last"] = "all_but_last"
-    """When blocks free their gathered parameters after forward."""
+    """Blocks that free their all-gathered parameters after forward."""
     cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in CPU memory."""
     prefetch_blocks: int = 1
-    """Number of blocks gathered ahead of the computing one."""
+    """Number of blocks all-gathered ahead of the one being computed."""
     fp32_modules: tuple[str, ...] = ()
     """Names or patterns of modules that compute in fp32 under `bf16`; those without a match are ignored here,
     because a pipeline stage may not hold the module (`require_modules` checks the whole model)."""
 
 
-def apply_fsdp(model: nn.Module, mesh: Mesh, sharding: FSDPOptions) -> None:
-    """Shard the model block by block, in place; a single fp32 rank without offloading stays as it is."""
-    if mesh.fsdp_mesh.size() == 1 and not sharding.bf16 and not sharding.cpu_offload:
+def apply_fsdp(model: nn.Module, mesh: Mesh, options: FSDPOptions) -> None:
+    """Shard the model block by block, in place; no-op on a single fp32 rank without offloading."""
+    if mesh.fsdp_mesh.size() == 1 and not options.bf16 and not options.cpu_offload:
         return
     # Inputs are not cast: the embedding sets the dtype of the residual stream, and the RoPE cache stays fp32.
-    low = torch.bfloat16 if sharding.bf16 else None
-    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    param_dtype = torch.bfloat16 if options.bf16 else None
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     placement = partial(_sharded_dim, degree=mesh.sharding["fsdp"].size())
-    offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if sharding.cpu_offload else OffloadPolicy()
-    options: dict[str, Any] = {"mesh": mesh.fsdp_mesh, "offload_policy": offload, "shard_placement_fn": placement}
+    offload = CPUOffloadPolicy(pin_memory=mesh.device.type == "cuda") if options.cpu_offload else OffloadPolicy()
+    common: dict[str, Any] = {"mesh": mesh.fsdp_mesh, "offload_policy": offload, "shard_placement_fn": placement}
     blocks = list(iter_blocks(model))
-    for module in _matching(model, sharding.fp32_modules):
-        full = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, output_dtype=low)
-        fully_shard(module, mp_policy=full, reshard_after_forward=False, **options)
+    for module in _matching(model, options.fp32_modules):
+        fp32_policy = MixedPrecisionPolicy(
+            param_dtype=torch.float32, reduce_dtype=torch.float32, output_dtype=param_dtype
+        )
+        fully_shard(module, mp_policy=fp32_policy, reshard_after_forward=False, **common)
     for index, block in enumerate(blocks):
         if isinstance(block, FSDPModule):
             continue
         # Unsharded parameters cannot be freed; the last block's parameters are needed first in backward.
         last = index == len(blocks) - 1
-        free = {"always": True, "never": False, "all_but_last": not last}[sharding.reshard_after_forward]
-        free = free and mesh.sharding["fsdp"].size() > 1
-        fully_shard(block, mp_policy=policy, reshard_after_forward=free, **options)
-    # Embedding, norm and head share the root's group: tied weights must not be split over two groups.
-    fully_shard(model, mp_policy=policy, reshard_after_forward=False, **options)
-    _prefetch(blocks, sharding.prefetch_blocks)
+        reshard = {"always": True, "never": False, "all_but_last": not last}[options.reshard_after_forward]
+        reshard = reshard and mesh.sharding["fsdp"].size() > 1
+        fully_shard(block, mp_policy=policy, reshard_after_forward=reshard, **common)
+    # Embedding, norm and head share the root's group: tied weights must not be split over two FSDP groups.
+    fully_shard(model, mp_policy=policy, reshard_after_forward=False, **common)
+    _prefetch(blocks, options.prefetch_blocks)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             # Else the factor becomes part of the reduction op, which gloo does not support.
             module.set_force_sum_reduction_for_comms(True)
-
-
-def set_gradient_sync(model: nn.Module, *, last: bool) -> None:
-    """Reduce gradients in the coming backward pass only if it is the last of the optimizer step."""
-    if isinstance(model, FSDPModule):
-        model.set_requires_gradient_sync(last)
-        model.set_is_last_backward(last)
 
 
 def require_modules(model: nn.Module, patterns: tuple[str, ...]) -> None:
@@ -85,8 +80,8 @@ def require_modules(model: nn.Module, patterns: tuple[str, ...]) -> None:
     named = _named(model)
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in named):
-            offer = did_you_mean(pattern, named) or "patterns look like blocks.*.attention_norm"
-            violation = Violation("training.fp32_modules", pattern, "the model has no such module", offer)
+            suggestion = did_you_mean(pattern, named) or "patterns look like blocks.*.attention_norm"
+            violation = Violation("training.fp32_modules", pattern, "the model has no such module", suggestion)
             raise UserError("This run cannot be started.", [violation])
 
 
@@ -112,7 +107,7 @@ def _named(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _prefetch(blocks: list[nn.Module], ahead: int) -> None:
-    """Gather several blocks ahead; one is FSDP2's default."""
+    """Prefetch several blocks in forward and backward; FSDP2's default is one."""
     if ahead == 1:
         return
     sharded: list[FSDPModule] = [block for block in blocks if isinstance(block, FSDPModule)]

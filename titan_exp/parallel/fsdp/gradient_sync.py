@@ -1,4 +1,4 @@
-"""Deferred gradient reduction of an FSDP2 pipeline stage: once per step, when the schedule asks for it.
+"""Gradient reduction of FSDP2: in the last backward pass of a step, or of a pipeline stage when its schedule asks.
 
 FSDP2 has no public call for this; its private parts are used in this package only.
 """
@@ -10,6 +10,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from titan_exp.parallel.step_observer import step_observer
+
+
+def set_gradient_sync(model: nn.Module, *, last: bool) -> None:
+    """Reduce gradients in the next backward pass only if it is the last of the optimizer step."""
+    if isinstance(model, FSDPModule):
+        model.set_requires_gradient_sync(last)
+        model.set_is_last_backward(last)
 
 
 def disable_gradient_sync(module: nn.Module, *, keep_gathered: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titan_exp.models.blocks.block_list import iter_numbered_blocks
+from titan_exp.models.blocks.iter_blocks import iter_numbered_blocks
 from titan_exp.plan.trace.memory_tracker import MemoryTracker
 
 

@@ -1,22 +1,22 @@
-"""Atomic file writes: a temporary file beside the target, renamed over it."""
+"""Atomic file writes: a temporary file beside the target, fsync, rename."""
 
 import contextlib
 import itertools
 import os
 from pathlib import Path
 
-_serial = itertools.count()
+_counter = itertools.count()
 
 
 def write_atomically(path: str | Path, text: str, *, durable: bool = True) -> None:
-    """Replace the file at `path`, so that a reader, or a crash at any instant, sees the old or the new content.
+    """Replace the file at `path` atomically: readers, and a crash at any instant, leave the old or the new content.
 
     Bytes decoded with `surrogateescape` are written unchanged. Without `durable` there is no fsync: a power failure may
-    lose the newest write but never mixes two. After an OSError (disk full) the temporary file is removed.
+    lose the newest writes. After an OSError (disk full) the temporary file is removed.
     """
     path = Path(path)
     # Unique within the machine, even if a signal handler interrupts a write of the same file.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{next(_serial)}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{next(_counter)}.tmp")
     try:
         with temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
             file.write(text)
@@ -48,10 +48,10 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Fsync the directory entries of `folder`; a file system that cannot is ignored."""
+    """Fsync the directory entries of `folder`; ignored on file systems that do not support it."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # some network file systems refuse to sync a folder; the rename must do
+        with contextlib.suppress(OSError):  # some network file systems do not support it
             os.fsync(descriptor)
     finally:
         os.close(descriptor)

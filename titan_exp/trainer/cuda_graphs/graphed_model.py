@@ -16,7 +16,7 @@ from titan_exp.parallel.mesh import Mesh
 from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.cuda_graphs.capture import Recorder, Recording
 from titan_exp.trainer.forward_backward import EagerModel
-from titan_exp.trainer.objective.base import MetricSums, Objective, normalize_by_tokens, token_count
+from titan_exp.trainer.objective.base import MetricSums, Objective, loss_divisor, normalize_by_tokens
 
 WARMUP_STEPS = 3
 """Passes before the captured one, in which compilation, autotuning and library setup happen."""
@@ -33,7 +33,7 @@ class GraphedModel(EagerModel):
     ) -> None:
         super().__init__(module, objective, mesh)
         self._recorder, self._weights = recorder, SingleRankPrecision(module, dtype)
-        self._tokens, self._sums = token_count(1, mesh.device), MetricSums(objective, mesh.device)
+        self._tokens, self._sums = loss_divisor(1, mesh.device), MetricSums(objective, mesh.device)
         self._inputs: Batch | None = None
         self._gradients: list[tuple[nn.Parameter, Tensor]] = []
         self._warmup_passes = 0
@@ -48,7 +48,7 @@ class GraphedModel(EagerModel):
         """
         self._restore_gradients()
         self._require_same_addresses()
-        self._tokens.copy_(token_count(tokens, self._mesh.device))
+        self._tokens.copy_(loss_divisor(tokens, self._mesh.device))
         self._sums.reset()
         for batch in batches:
             self._one_pass(batch)

@@ -1,4 +1,4 @@
-"""The objective interface: loss sum, item count and metrics, normalized over the global batch."""
+"""Interface of a training objective, metric accumulation, and normalization over the global batch."""
 
 import math
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ Reduction = Literal["mean", "sum", "max"]
 
 
 class Loss(NamedTuple):
-    """Loss of a micro-batch, and its metrics; sums over the items of the micro-batch (or a maximum)."""
+    """Loss and metrics of a micro-batch, summed over its items (or a maximum, for `max` metrics)."""
 
     total: Tensor
-    """The differentiated loss, an fp32 scalar."""
+    """Loss summed over the items, an fp32 scalar; backward starts here."""
     metrics: Mapping[str, Tensor]
-    """Detached scalars: `loss`, which is logged and evaluated, and one per name in `Objective.metrics`."""
+    """Detached scalars: `loss` (logged, and used in evaluation) and one per name in `Objective.metrics`."""
 
 
 class Objective(Protocol):
@@ -31,11 +31,11 @@ class Objective(Protocol):
         ...
 
     def count(self, batch: Batch) -> int:
-        """Items of a CPU batch of whole rows; the loss is the mean over those of the global batch."""
+        """Number of items (tokens) of a CPU batch of unsharded sequences; the loss is the mean over the global batch."""
         ...
 
     def __call__(self, model: nn.Module, batch: Batch, hidden: Tensor | None = None) -> Loss:
-        """Run the model, or its last pipeline stage on `hidden`, on a batch sharded for this rank."""
+        """Run the model, or the last pipeline stage given `hidden`, on a batch sharded for this rank."""
         ...
 
 
@@ -58,7 +58,7 @@ class MetricSums:
                 self.values[name].add_(value)
 
     def reset(self) -> None:
-        """Clear the sums in place, so that their addresses stay the same."""
+        """Clear the sums in place: CUDA graphs hold their addresses."""
         for name, value in self.values.items():
             value.fill_(-math.inf if self._reductions[name] == "max" else 0)
 
@@ -68,17 +68,17 @@ def normalize_by_tokens(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Run a micro-batch and return its share of the global mean loss and of each metric.
 
-    Divided by the `token_count` of the global batch, gradients summed over micro-batches and ranks are those of the
-    global mean, whatever the distribution of tokens.
+    Because each share is divided by the tokens of the global batch (`loss_divisor`), gradients summed over micro-batches
+    and ranks are those of the global mean, however tokens are distributed.
     """
     total, metrics = objective(module, batch, hidden)
     means = {name for name in metrics if objective.metrics.get(name, "mean") == "mean"}
     return total / tokens, {name: value / tokens if name in means else value for name, value in metrics.items()}
 
 
-def token_count(tokens: int, device: torch.device) -> Tensor:
-    """The divisor of the loss, at least 1, as an fp32 scalar on the device.
+def loss_divisor(tokens: int, device: torch.device) -> Tensor:
+    """Number of tokens, at least 1, as an fp32 scalar on the device.
 
-    CUDA multiplies by the rounded inverse of a Python number, and a CUDA graph would freeze it.
+    Division by a Python number multiplies by its rounded reciprocal on CUDA, and a CUDA graph would capture it.
     """
     return torch.full((), max(tokens, 1), dtype=torch.float32, device=device)

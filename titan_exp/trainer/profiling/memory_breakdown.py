@@ -1,4 +1,4 @@
-"""Memory breakdown of a rank: weights, gradients, optimizer states by name, and the rest."""
+"""Memory breakdown of a rank: weights, gradients, optimizer state and the rest, with the largest tensors of each."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.tracking.number_format import format_bytes
 
 LARGEST = 5
-"""Number of tensors, or allocation sites, listed per consumer."""
+"""Number of tensors, or allocation sites, listed per category."""
 
 
 @dataclass(frozen=True)
-class Consumer:
-    """A consumer of memory."""
+class MemoryCategory:
+    """Category of memory."""
 
     name: str
     """`weights`, `gradients`, `optimizer state` or `everything else: ...`."""
@@ -31,31 +31,31 @@ class MemoryBreakdown:
     """Memory currently in use on one rank, in bytes."""
 
     device: str
-    """`cuda`: the allocator's memory; `cpu`: the resident set of the process."""
+    """`cuda`: memory of the caching allocator; `cpu`: resident memory of the process."""
     used: int
     """Allocated memory."""
     reserved: int
-    """Memory that the allocator holds; the same as `used` on a CPU."""
+    """Memory reserved by the caching allocator; equal to `used` on a CPU."""
     capacity: int
     """Memory of the device or machine."""
-    consumers: tuple[Consumer, ...]
-    """Consumers, largest first."""
+    categories: tuple[MemoryCategory, ...]
+    """Categories, largest first."""
 
     def text(self) -> str:
-        """A table of consumers."""
+        """A table of categories."""
         kind = "allocated on the device" if self.device == "cuda" else "resident in this process"
         reserved = f", {format_bytes(self.reserved)} reserved" if self.device == "cuda" else ""
         lines = [f"{format_bytes(self.used)} {kind}{reserved}, of {format_bytes(self.capacity)}", ""]
-        for consumer in self.consumers:
-            lines.append(f"{format_bytes(consumer.size):>12}  {consumer.name}")
-            lines += [f"{'':14}{format_bytes(size):>12}  {name}" for name, size in consumer.largest]
+        for category in self.categories:
+            lines.append(f"{format_bytes(category.size):>12}  {category.name}")
+            lines += [f"{'':14}{format_bytes(size):>12}  {name}" for name, size in category.largest]
         return "\n".join(lines) + "\n"
 
 
 def memory_breakdown(
     device: torch.device, parts: Sequence[nn.Module] = (), optimizer: torch.optim.Optimizer | None = None
 ) -> MemoryBreakdown:
-    """Break down this rank's memory. Without `parts`, while the model is being built, it names no weights."""
+    """Break down this rank's memory. Without `parts`, before the model is built, weights count as the rest."""
     named = {name: parameter for part in parts for name, parameter in part.named_parameters()}
     states: dict[str, Tensor] = {}
     if optimizer is not None:
@@ -63,28 +63,28 @@ def memory_breakdown(
         for parameter, state in optimizer.state.items():
             for key, value in state.items():
                 if isinstance(value, Tensor):
-                    states[f"{names.get(id(parameter), 'a parameter')}: {key}"] = value
+                    states[f"{names.get(id(parameter), 'unnamed parameter')}: {key}"] = value
     buffers = {name: buffer for part in parts for name, buffer in part.named_buffers()}
     known = [
-        _consumer("weights", {**named, **buffers}, device),
-        _consumer("gradients", {name: p.grad for name, p in named.items() if p.grad is not None}, device),
-        _consumer("optimizer state", states, device),
+        _category("weights", {**named, **buffers}, device),
+        _category("gradients", {name: p.grad for name, p in named.items() if p.grad is not None}, device),
+        _category("optimizer state", states, device),
     ]
     used, reserved, capacity = _in_use(device)
-    rest = max(0, used - sum(consumer.size for consumer in known))
+    rest = max(0, used - sum(category.size for category in known))
     others = "activations, gathered weights, buffers of kernels and collectives"
     if device.type == "cpu":
         others = "activations, data, Python, torch's code and cached blocks of the allocator"
-    known.append(Consumer(f"everything else: {others}", rest, _blocks(device)))
+    known.append(MemoryCategory(f"everything else: {others}", rest, _blocks(device)))
     return MemoryBreakdown(
-        device.type, used, reserved, capacity, tuple(sorted(known, key=lambda consumer: -consumer.size))
+        device.type, used, reserved, capacity, tuple(sorted(known, key=lambda category: -category.size))
     )
 
 
-def _consumer(name: str, tensors: dict[str, Tensor], device: torch.device) -> Consumer:
+def _category(name: str, tensors: dict[str, Tensor], device: torch.device) -> MemoryCategory:
     sizes = {key: _bytes(tensor) for key, tensor in tensors.items() if local_tensor(tensor).device.type == device.type}
     largest = sorted(sizes.items(), key=lambda item: -item[1])[:LARGEST]
-    return Consumer(name, sum(sizes.values()), tuple(largest))
+    return MemoryCategory(name, sum(sizes.values()), tuple(largest))
 
 
 def _in_use(device: torch.device) -> tuple[int, int, int]:
@@ -96,7 +96,7 @@ def _in_use(device: torch.device) -> tuple[int, int, int]:
 
 
 def _blocks(device: torch.device) -> tuple[tuple[str, int], ...]:
-    """The largest blocks of the device, weights included, by recorded allocation site."""
+    """Allocation sites with the largest active blocks of the caching allocator, weights included."""
     if device.type != "cuda":
         return ()
     found: dict[str, list[int]] = {}
@@ -116,7 +116,7 @@ def _site(frames: Iterable[dict[str, object]]) -> str:
 
 def _bytes(tensor: Tensor) -> int:
     local = local_tensor(tensor)
-    # Low-precision moments are tensor subclasses of several plain tensors.
+    # Low-precision moments are tensor subclasses of several inner tensors.
     if hasattr(local, "__tensor_flatten__"):
         names, _ = local.__tensor_flatten__()  # type: ignore[operator]  # a method of the subclass
         return sum(_bytes(getattr(local, name)) for name in names)

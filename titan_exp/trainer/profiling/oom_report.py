@@ -1,4 +1,4 @@
-"""Out-of-memory report: the largest consumers, and the options that would lower them."""
+"""Out-of-memory report: the largest categories, and the options that would lower them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from titan_exp.config.groups.optimizer import keeps_fp32_moments
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.number_format import format_bytes
-from titan_exp.trainer.profiling.memory_breakdown import Consumer, MemoryBreakdown, memory_breakdown
+from titan_exp.trainer.profiling.memory_breakdown import MemoryCategory, MemoryBreakdown, memory_breakdown
 from titan_exp.trainer.profiling.memory_snapshot import write_breakdown
 
 if TYPE_CHECKING:
@@ -65,27 +65,27 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def oom_report(memory: MemoryBreakdown, experiment: Experiment, *, rank: int, when: str) -> str:
-    """Text of the three largest consumers, each with the options of this run that lower it."""
+    """Text of the three largest categories, each with the options of this run that lower it."""
     used, capacity = format_bytes(memory.used), format_bytes(memory.capacity)
     lines = [f"Rank {rank} ran out of memory {when}: {used} of {capacity} were in use."]
-    for consumer in memory.consumers[:3]:
-        if consumer.size > MIN_SHARE * memory.used:
-            lines.append(f"  {format_bytes(consumer.size):>12}  {consumer.name}")
-            lines += [f"{'':16}lower with {remedy}" for remedy in remedies(consumer, experiment, memory.device)]
+    for category in memory.categories[:3]:
+        if category.size > MIN_SHARE * memory.used:
+            lines.append(f"  {format_bytes(category.size):>12}  {category.name}")
+            lines += [f"{'':16}lower with {remedy}" for remedy in remedies(category, experiment, memory.device)]
     return "\n".join(lines)
 
 
-def remedies(consumer: Consumer, experiment: Experiment, device: str) -> list[str]:
+def remedies(category: MemoryCategory, experiment: Experiment, device: str) -> list[str]:
     """Unused options that lower a consumer, cheapest first."""
     parallelism, training = experiment.parallelism, experiment.training
     more, offload = f"parallelism.dp_shard={2 * parallelism.dp_shard}, on twice as many devices", []
     if device == "cuda" and not parallelism.cpu_offload:
         offload = ["parallelism.cpu_offload=true, which is slow"]
-    if consumer.name == "weights":
+    if category.name == "weights":
         return [more, f"parallelism.tp={2 * parallelism.tp}", *offload]
-    if consumer.name == "gradients":
+    if category.name == "gradients":
         return [more, *offload]
-    if consumer.name == "optimizer state":
+    if category.name == "optimizer state":
         lower = [f"optimizer.state_precision={name}" for name in ("bf16", "int8")]
         return [*(lower if keeps_fp32_moments(experiment.optimizer) else []), more, *offload]
     found = []

@@ -1,4 +1,4 @@
-"""Microbenchmark timing: the median of repeated calls within a time limit."""
+"""Microbenchmark results: the median time of repeated calls within a time budget, as a rate."""
 
 import statistics
 import time
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 MIN_CALLS, MAX_CALLS = 3, 50
-"""Number of timed calls."""
+"""Least and most timed calls."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,9 @@ class Measurement:
     unit: str
     """`TFLOP/s` or `GB/s`, with 10⁹ bytes."""
     seconds: float | None = None
+    """Median time of a call."""
     expected: float | None = None
-    """Rate of the device's data sheet in `unit`, if known."""
+    """Peak rate by the device's data sheet, in `unit`, if known."""
     note: str = ""
     """Reason for a missing value, or a remark."""
 
@@ -41,7 +42,7 @@ def measure_rate(
     limit: float,
     expected: float | None = None,
 ) -> Measurement:
-    """Measure the rate of a call that does `amount` (in `unit` times seconds) of work, for `limit` seconds."""
+    """Measure the rate of a call that does `amount` of work (TFLOP or GB), for about `limit` seconds."""
     try:
         seconds = median_seconds(call, device, limit)
     except (RuntimeError, NotImplementedError, ValueError, ImportError, TypeError) as error:
@@ -55,7 +56,7 @@ def median_seconds(
 ) -> float:
     """Median seconds per synchronized call, after one warm-up call.
 
-    The first timed call sets the number of calls; `agree` makes it the same on all ranks of a collective.
+    The first timed call sets the number of calls; `agree` all-reduces it where the call is a collective.
     """
 
     def timed() -> float:

@@ -1,4 +1,4 @@
-"""Transformer blocks of a model or pipeline stage, with their layer numbers."""
+"""Iterators over the transformer blocks of a model or pipeline stage, with global layer indices."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ def iter_blocks(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def iter_numbered_blocks(model: nn.Module) -> Iterator[tuple[int, nn.Module]]:
-    """Transformer blocks with their layer numbers in the whole model, also for a pipeline stage of it."""
+    """Pairs of layer index in the whole model and block; a pipeline stage yields its own blocks."""
     blocks = getattr(model, "blocks", None)
     if isinstance(blocks, nn.ModuleDict):
         for index, (key, block) in enumerate(blocks.items()):

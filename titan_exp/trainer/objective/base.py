@@ -31,7 +31,7 @@ class Objective(Protocol):
         ...
 
     def count(self, batch: Batch) -> int:
-        """Number of items (tokens) of a CPU batch of unsharded sequences; the loss is the mean over the global batch."""
+        """Number of items (tokens) of a CPU batch of unsharded sequences, over which the loss is averaged."""
         ...
 
     def __call__(self, model: nn.Module, batch: Batch, hidden: Tensor | None = None) -> Loss:
@@ -68,8 +68,8 @@ def normalize_by_tokens(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Run a micro-batch and return its share of the global mean loss and of each metric.
 
-    Because each share is divided by the tokens of the global batch (`loss_divisor`), gradients summed over micro-batches
-    and ranks are those of the global mean, however tokens are distributed.
+    Each share is divided by the tokens of the global batch (`loss_divisor`), so that gradients summed over
+    micro-batches and ranks are those of the global mean, however tokens are distributed.
     """
     total, metrics = objective(module, batch, hidden)
     means = {name for name in metrics if objective.metrics.get(name, "mean") == "mean"}

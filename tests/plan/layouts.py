@@ -224,6 +224,7 @@ def _on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, Any]:
     experiment = load_experiment(folder.config)
     with joined(experiment.cluster) as device:
         trainer = Trainer(experiment, folder, device)
+        trainer.restore()
 
         batches = [next(trainer.loader) for _ in range(trainer.accumulation)]
         tokens, _, _ = sync_step_flags(trainer.model.objective, batches, trainer.mesh, stop=False, save=False)

@@ -19,7 +19,7 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.plan.cuda.cpu_offload import GPU
 from titan_exp.plan.cuda.mem_efficient_attention import workspace_bytes
 from titan_exp.plan.trace.torch_patches import replaced_attributes
-from titan_exp.quantization.hardware_support import GROUPED_MULTIPLE, LEAST, Hardware, assume_hardware
+from titan_exp.quantization.hardware_support import GROUPED_MULTIPLE, MIN_CAPABILITY, Hardware, assume_hardware
 
 FLASH_ROWS, FLASH_WIDTH = 128, 32
 """Multiples to which flash attention's backward pass rounds rows and head_dim up."""
@@ -50,7 +50,7 @@ class _FakeHardware(Hardware):
     capability: tuple[int, int] | None
 
     def has_instructions(self, recipe: str, device: torch.device) -> bool:
-        return self.capability is not None and self.capability >= LEAST[recipe]
+        return self.capability is not None and self.capability >= MIN_CAPABILITY[recipe]
 
     def has_grouped_kernels(self, recipe: str, device: torch.device) -> bool:
         # Called for models with experts, on a GPU with the recipe's instructions.

@@ -25,8 +25,10 @@ LARGE = ["model=llama3_405b", *SMALL[1:], "training.global_batch_size=512"]
 def traced(layers: int, shortcut: bool) -> None:
     """Plan one of 64 ranks, with or without extrapolation."""
     from titan_exp.config.hydra.compose import compose
+    from titan_exp.config.layout.resolved_layout import ResolvedLayout
     from titan_exp.config.schema.typed_config import to_experiment
-    from titan_exp.plan.extrapolate.step_cost import step_cost, trace_parts
+    from titan_exp.plan.extrapolate.stages import stages_of
+    from titan_exp.plan.extrapolate.step_cost import simulate_rank, step_cost, trace_parts
     from titan_exp.plan.predict import on_cpu
     from titan_exp.plan.trace.fake_world import fake_rank
     from titan_exp.plan.trace.trace_step import trace_step
@@ -36,7 +38,9 @@ def traced(layers: int, shortcut: bool) -> None:
     experiment = on_cpu(to_experiment(compose(words)))
     began = time.process_time()
     if shortcut:
-        step_cost(experiment, 0, trace_parts(experiment, cuda=True))
+        layout, parts = ResolvedLayout.of(experiment), trace_parts(experiment, cuda=True)
+        stages = stages_of(layout, experiment.activation_checkpoint, 0)
+        step_cost(layout, stages, parts, simulate_rank(layout, 0, parts.samples))
     else:
         with fake_rank(experiment, 0) as it:
             trace_step(it.state, it.step, warmup_step=it.warmup_step, cuda=True)

@@ -99,6 +99,7 @@ def curve(overrides: list[str]) -> list[float]:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "TITAN_EXP_RENDEZVOUS": str(path / "meet")}
         with joined(experiment.cluster) as device:
             trainer = Trainer(experiment, folder, device)
+            trainer.restore()
             trainer.run()
             trainer.report.close("done")
         return [float(row["loss"] or 0) for row in read_metrics(folder.metrics)]

@@ -92,6 +92,7 @@ def ours(steps: int) -> dict[str, Any]:
         folder.add_attempt(world_size=1, hosts=["localhost"])
         with joined(run.cluster) as device:
             trainer = trainer_module.Trainer(run, folder, device)
+            trainer.restore()
             timed = _Timed(spent)
             timed.method(trainer.loader, "__next__", "next batch")
             timed.function(trainer_module, "sync_step_flags", "agree on tokens and stop")

@@ -221,6 +221,7 @@ def ours(job: Job) -> dict[str, Any]:
         folder.add_attempt(world_size=1, hosts=["localhost"])
         with joined(run.cluster) as device:
             trainer = trainer_module.Trainer(run, folder, device)
+            trainer.restore()
             trainer.run()
             found = clock.result(run.training.global_batch_size * run.training.seq_len)
             trainer.report.close("done")

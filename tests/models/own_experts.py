@@ -24,7 +24,7 @@ class Experts(nn.Module):
         self.down = GroupedLinear(experts, ffn_dim, dim, std)
 
     def init_spec(self) -> dict[str, InitSpec]:
-        """How the router starts."""
+        """Initialization of the router."""
         return {"router": InitSpec("normal", self.std)}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -43,7 +43,7 @@ class Experts(nn.Module):
 
 
 class Block(nn.Module):
-    """What came before, and experts of it."""
+    """A shift of tokens, and experts."""
 
     def __init__(self, config: Config, experts: int) -> None:
         super().__init__()

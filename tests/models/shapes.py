@@ -33,6 +33,19 @@ TINY = Config(
 )
 
 
+TINY_HUGGINGFACE: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "attn_implementation": "eager",
+}
+"""The same shape for `transformers`."""
+
+
 def own_class(import_path: str, **options: Any) -> plain.Config:
     """A plain class of the user's own, of the tiny shape."""
     fields: dict[str, Any] = {**vars(TINY), "architecture": import_path}

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.models.shapes import TINY, real_model
+from tests.models.shapes import TINY, TINY_HUGGINGFACE, real_model
 from titan_exp.models.spec.rope import RopeConfig
 from titan_exp.ops.swiglu import GROUP
 
@@ -35,18 +35,11 @@ def llama(rope: RopeConfig, tied: bool):
         }
     return transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
-            vocab_size=97,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
+            **TINY_HUGGINGFACE,
             head_dim=16,
-            max_position_embeddings=128,
             rms_norm_eps=1e-5,
             rope_parameters=parameters,
             tie_word_embeddings=tied,
-            attn_implementation="eager",
         )
     )
 

@@ -88,7 +88,7 @@ def test_a_model_of_the_users_own_is_called_with_the_group_and_options():
     assert init_specs(model) is None
 
 
-def test_a_dotted_name_that_is_not_there_is_said_so():
+def test_a_missing_import_path_is_an_error():
     with pytest.raises(UserError, match=r"model\.architecture=tests\.models\.own_model\.Trigram"):
         build_model(replace(TINY, architecture="tests.models.own_model.Trigram"), seq_len=16, attention_backend="math")
 

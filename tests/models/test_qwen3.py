@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.models.shapes import TINY, TINY_HUGGINGFACE
 from titan_exp.checkpoint.formats.export_weights import ExportOptions, export_weights
 from titan_exp.checkpoint.formats.mapping import ImportReader
 from titan_exp.checkpoint.formats.open_checkpoint import OpenCheckpoint, open_checkpoint
@@ -20,23 +21,14 @@ from titan_exp.trainer.load_model import load_source
 
 transformers = pytest.importorskip("transformers")
 
-SHAPE = Config(
-    name="tiny",
-    architecture="qwen3",
-    layers=2,
-    dim=64,
-    heads=4,
-    kv_heads=2,
-    head_dim=32,
-    ffn_dim=96,
-    vocab_size=97,
-    context=128,
-    norm_eps=1e-6,
-    tied_embeddings=False,
-    rope=PlainRope(1e6),
-    init_std=0.02,
-    attention_backend="math",
-)
+CHANGES = {
+    "architecture": "qwen3",
+    "head_dim": 32,
+    "norm_eps": 1e-6,
+    "rope": PlainRope(1e6),
+    "attention_backend": "math",
+}
+SHAPE = Config(**{**vars(TINY), **CHANGES})
 """Heads wider than dim / heads, in groups."""
 
 IDS = torch.randint(0, 97, (2, 64), generator=torch.Generator().manual_seed(1))
@@ -93,17 +85,10 @@ def test_a_published_folder_comes_back_byte_for_byte(tmp_path: Path, tied: bool)
     torch.manual_seed(0)
     theirs = transformers.Qwen3ForCausalLM(
         transformers.Qwen3Config(
-            vocab_size=97,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
+            **TINY_HUGGINGFACE,
             head_dim=32,
-            max_position_embeddings=128,
             rope_parameters={"rope_type": "default", "rope_theta": 1e6},
             tie_word_embeddings=tied,
-            attn_implementation="eager",
         )
     ).eval()
     with torch.no_grad():

@@ -62,7 +62,7 @@ def test_gradients_are_finite_differences(name: str):
     assert torch.autograd.gradcheck(lambda x, weight: grouped_linear(x, weight, ends_of(*ENDS[name])), (x, weight))
 
 
-def test_what_is_nobody_s_is_neither_read_nor_written():
+def test_rows_of_no_expert_are_neither_read_nor_written():
     x, weight, gradient = operands(torch.float32)
     ends = ends_of(3, 3, 9, 14)
     clean = passes(grouped_linear, x, weight, ends, gradient)
@@ -82,7 +82,7 @@ def test_no_rows_at_all():
 
 
 @pytest.mark.parametrize("ends", [(5, 4, 17, 20), (5, 6, 17, 21), (-1, 6, 17, 20)])
-def test_ends_that_cannot_be_are_said_so(ends: tuple[int, ...]):
+def test_invalid_ends_are_an_error(ends: tuple[int, ...]):
     x, weight, _ = operands(torch.float32)
     with pytest.raises(ValueError, match="ends ascend, to at most 20"):
         grouped_linear(x, weight, ends_of(*ends))
@@ -131,8 +131,8 @@ def test_operators_keep_what_they_promise_the_compiler():
     x, weight, gradient = operands(torch.float32)
     ends = ends_of(*ENDS["none at the end, and nobody's"])
     checks = ("test_schema", "test_faketensor")
-    torch.library.opcheck(module._rows_in_a_loop, (x, weight.mT, ends), test_utils=checks)
-    torch.library.opcheck(module._outer_in_a_loop, (gradient, x, ends), test_utils=checks)
+    torch.library.opcheck(module._loop_rows, (x, weight.mT, ends), test_utils=checks)
+    torch.library.opcheck(module._loop_outer, (gradient, x, ends), test_utils=checks)
 
 
 @pytest.mark.parametrize("device", ["meta", "fake"])

@@ -31,7 +31,7 @@ def compiled(folder: str) -> dict[str, str]:
 
 def variants() -> dict[str, tuple[Any, dict[str, str], dict[str, Any]]]:
     """Kernels, the types of their arguments, and what is fixed when they are compiled."""
-    from titan_exp.ops.float8.kernels import cast_kernel, largest_kernel
+    from titan_exp.ops.float8.kernels import amax_kernel, cast_kernel
     from titan_exp.ops.optim.adamw_kernel import adamw_kernel
 
     numbers = dict.fromkeys(("keep", "beta1", "rest1", "beta2", "rest2", "eps"), "fp32")
@@ -42,8 +42,8 @@ def variants() -> dict[str, tuple[Any, dict[str, str], dict[str, Any]]]:
         constants = {"has_factor": True, "has_copy": True, "block": 1024}
         found[f"adamw, moments in {moments}"] = (adamw_kernel, types, constants)
     size = dict.fromkeys(("height", "width"), "i32")
-    bits = {"matrix": "*bf16", "of_rows": "*i32", "of_columns": "*i32"}
-    found["largest"] = (largest_kernel, bits | size, {"side": 64})
+    bits = {"matrix": "*bf16", "row_amax": "*i32", "column_amax": "*i32"}
+    found["largest"] = (amax_kernel, bits | size, {"side": 64})
     for float8 in ("fp8e4nv", "fp8e5"):
         for whole in (True, False):
             types = {"matrix": "*bf16", "row_scales": "*fp32", "column_scales": "*fp32", "largest": "fp32"}

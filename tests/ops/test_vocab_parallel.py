@@ -58,7 +58,7 @@ def of_a_rank(chunk_tokens: int | None) -> tuple[Tensor, Tensor, Tensor, Tensor]
         if chunk_tokens is None:
             sums = loss_sum(hidden @ own.T, labels, Z_LOSS, part)
         else:
-            sums = linear_loss_sum(hidden, own, labels, chunk_tokens=chunk_tokens, z_loss=Z_LOSS, part=part)
+            sums = linear_loss_sum(hidden, own, labels, chunk_tokens=chunk_tokens, z_loss=Z_LOSS, shard=part)
         (SCALE * sums.objective).backward()
         assert hidden.grad is not None
         assert own.grad is not None

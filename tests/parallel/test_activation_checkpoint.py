@@ -1,4 +1,4 @@
-"""What is kept for backward, in bytes, and what is computed again, in operators."""
+"""Activation checkpointing: bytes kept for backward, and recomputed operators."""
 
 import gc
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Runs of the real trainer in any layout, and what came out of them."""
+"""Train with the real trainer in any layout, and read back curve and weights."""
 
 import logging
 import sysconfig
@@ -54,7 +54,7 @@ LINES = [
 
 @dataclass(frozen=True)
 class Curve:
-    """What a run leaves behind."""
+    """Curve and final weights of a run."""
 
     loss: list[float]
     """Loss of each step."""
@@ -107,6 +107,9 @@ def assert_same_curve(found: Curve, expected: Curve) -> None:
     assert found.loss == pytest.approx(expected.loss, rel=2e-6)
     assert found.grad_norm == pytest.approx(expected.grad_norm, rel=2e-5)
     assert [row["tokens"] for row in found.rows] == [row["tokens"] for row in expected.rows]
+    reported = [key for key in expected.rows[0] if key.startswith(("objective/", "model/", "optimizer/"))]
+    for found_row, row in zip(found.rows, expected.rows, strict=True):
+        assert [found_row[key] for key in reported] == pytest.approx([row[key] for key in reported], rel=1e-4)
     assert found.weights.keys() == expected.weights.keys()
     for name, weight in expected.weights.items():
         torch.testing.assert_close(found.weights[name], weight, atol=2e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
@@ -122,6 +125,7 @@ def _train_on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, to
     experiment = load_experiment(folder.config)
     with joined(experiment.cluster) as device:
         trainer = Trainer(experiment, folder, device)
+        trainer.restore()
         trainer.run()
         trainer.report.close("done")
         # Putting a weight together again may take two collectives, of which torch warns.

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.parity.runs import Curve, train
+from tests.patching import patch
 
 BF16 = ["training.mixed_precision=bf16", "optimizer.lr=5e-4"]
 """At the rate of the fp32 tests two of ten steps lie where the gradient norm changes by a tenth with the last bit of
@@ -133,25 +134,24 @@ def test_the_band_is_narrow(tmp_path: Path, bands: Bands):
 
 
 def gradients_are_too_large(factor: float) -> None:
-    from titan_exp.trainer import train_step as step
+    def make(original: Any) -> Any:
+        def norm(parameters: Iterable[torch.nn.Parameter], *stages: Any) -> torch.Tensor:
+            scaled = list(parameters)
+            for parameter in scaled:
+                assert parameter.grad is not None
+                parameter.grad.mul_(factor)
+            return original(scaled, *stages)
 
-    original = step.global_grad_norm
+        return norm
 
-    def norm(parameters: Iterable[torch.nn.Parameter], *stages: Any) -> torch.Tensor:
-        scaled = list(parameters)
-        for parameter in scaled:
-            assert parameter.grad is not None
-            parameter.grad.mul_(factor)
-        return original(scaled, *stages)
-
-    step.global_grad_norm = norm
+    patch("titan_exp.trainer.train_step.global_grad_norm", make)
 
 
 def softmax_is_rounded() -> None:
-    from titan_exp.ops.loss import cross_entropy
-
-    original = cross_entropy.cross_entropy_sum
-    cross_entropy.cross_entropy_sum = lambda logits, labels: original(logits.log_softmax(-1), labels)
+    patch(
+        "titan_exp.ops.loss.cross_entropy.cross_entropy_sum",
+        lambda original: lambda logits, labels: original(logits.log_softmax(-1), labels),
+    )
 
 
 BROKEN: dict[str, Callable[[], None]] = {

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.parity.runs import EVALUATE, LINES, PARAGRAPHS, Curve, assert_same_curve, remembered, train
-from tests.parity.test_continued import assert_goes_on, continued
+from tests.parity.test_continued import assert_continues, continued
 
 METHODS = ["ring", "allgather", "ulysses"]
 
@@ -97,6 +97,6 @@ def test_documents_compiled(tmp_path: Path, one_device, method):
         ("parallelism.cp=2 parallelism.cp_method=ulysses", "parallelism.dp_shard=2"),
     ],
 )
-def test_a_run_goes_on_with_another_division_of_sequences(tmp_path: Path, before, after):
+def test_resumes_with_other_sequence_shards(tmp_path: Path, before, after):
     whole, changed = continued(tmp_path, before.split(), after.split())
-    assert_goes_on(whole, changed)
+    assert_continues(whole, changed)

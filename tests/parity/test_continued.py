@@ -27,7 +27,7 @@ def continued(tmp_path: Path, before: list[str], after: list[str]) -> tuple[Curv
     return whole, train(tmp_path / "changed", *SAVING, *after)
 
 
-def assert_goes_on(whole: Curve, changed: Curve) -> None:
+def assert_continues(whole: Curve, changed: Curve) -> None:
     """The second half of a run is what it would have been, and no sample is lost or repeated."""
     assert [row["step"] for row in changed.rows] == [6, 7, 8, 9, 10]
     assert [row["tokens"] for row in changed.rows] == [row["tokens"] for row in whole.rows[5:]]
@@ -38,9 +38,9 @@ def assert_goes_on(whole: Curve, changed: Curve) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(FSDP4, []), ([], HSDP), (HSDP, FSDP4), (DDP, FSDP2)])
-def test_the_curve_goes_on(tmp_path, before, after):
+def test_the_curve_continues(tmp_path, before, after):
     whole, changed = continued(tmp_path, before, after)
-    assert_goes_on(whole, changed)
+    assert_continues(whole, changed)
 
 
 def test_in_the_same_layout_it_is_bitwise(tmp_path):

@@ -116,6 +116,6 @@ def test_modules_in_fp32_among_bf16(tmp_path: Path, one_device, layout):
     assert alone.loss == pytest.approx(one_device("plain").loss, rel=5e-3)
 
 
-def test_a_module_that_is_not_there_is_said(tmp_path: Path):
+def test_an_unknown_module_is_an_error(tmp_path: Path):
     with pytest.raises(AssertionError, match=r"training.fp32_modules=embeding.*\n.*did you mean embedding"):
         train(tmp_path, "training.mixed_precision=bf16", "training.fp32_modules=[embeding]")

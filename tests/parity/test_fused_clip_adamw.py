@@ -7,6 +7,7 @@ import pytest
 
 from tests.interpreted import interpret, needs_triton
 from tests.parity.runs import assert_same_curve, train
+from tests.patching import patch
 
 CLIPPED = ("training.max_grad_norm=0.3", "training.steps=4")
 
@@ -14,10 +15,10 @@ CLIPPED = ("training.max_grad_norm=0.3", "training.steps=4")
 def use_it() -> None:
     """Triton's interpreter in the place of a GPU, which the configuration's rules ask for."""
     interpret()
-    from titan_exp.trainer import train_state
-
-    build = train_state.build_optimizer
-    train_state.build_optimizer = lambda model, config: build(model, replace(config, implementation="triton"))
+    patch(
+        "titan_exp.trainer.train_state.build_optimizer",
+        lambda build: lambda model, config: build(model, replace(config, implementation="triton")),
+    )
 
 
 @needs_triton

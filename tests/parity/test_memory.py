@@ -1,4 +1,4 @@
-"""What is kept, recomputed or computed in chunks does not change the curve."""
+"""Memory options (checkpointing, offloading, chunked loss) do not change the curve."""
 
 from pathlib import Path
 

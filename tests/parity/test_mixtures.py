@@ -11,7 +11,7 @@ import pytest
 
 from tests.parity.runs import EVALUATE, LINES, PARAGRAPHS, assert_same_curve, remembered, train
 from tests.parity.test_context_parallel import assert_same_evaluation
-from tests.parity.test_continued import assert_goes_on, continued
+from tests.parity.test_continued import assert_continues, continued
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 
 EXPERIMENTS = {
@@ -79,9 +79,9 @@ def test_a_schedule_from_a_file_among_others(tmp_path: Path, one_device):
         "parallelism.tp=4 parallelism.dp_shard=2",
     ],
 )
-def test_a_run_goes_on_in_any_other(tmp_path: Path, after):
+def test_resumes_in_any_other_layout(tmp_path: Path, after):
     """Stopped with stages, shards and divided matrices; tied, and of an uneven vocabulary."""
     before = "parallelism.pp=2 parallelism.dp_shard=2 parallelism.tp=2"
     tied = EXPERIMENTS["tied"].split()
     whole, changed = continued(tmp_path, [*before.split(), *tied], [*after.split(), *tied])
-    assert_goes_on(whole, changed)
+    assert_continues(whole, changed)

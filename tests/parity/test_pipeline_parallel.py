@@ -6,7 +6,7 @@ import pytest
 
 from tests.parity.runs import EVALUATE, LINES, assert_same_curve, remembered, train
 from tests.parity.test_context_parallel import assert_same_evaluation
-from tests.parity.test_continued import assert_goes_on, continued
+from tests.parity.test_continued import assert_continues, continued
 from titan_exp.config.layout.pipeline_schedules import SCHEDULES
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 
@@ -114,8 +114,8 @@ def test_a_schedule_from_a_file(tmp_path: Path, one_device):
         (pipeline("InterleavedZeroBubble"), ["parallelism.dp_shard=2"], ""),
     ],
 )
-def test_a_run_goes_on_in_another_layout(tmp_path: Path, before: list[str], after: list[str], experiment: str):
-    assert_goes_on(*continued(tmp_path, [*before, *experiment.split()], [*after, *experiment.split()]))
+def test_resumes_in_another_layout(tmp_path: Path, before: list[str], after: list[str], experiment: str):
+    assert_continues(*continued(tmp_path, [*before, *experiment.split()], [*after, *experiment.split()]))
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "ZBVZeroBubble"])

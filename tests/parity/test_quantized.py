@@ -8,12 +8,14 @@ much (the mutations below).
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.parity.runs import Curve, remembered, train
 from tests.parity.test_continued import continued
+from tests.patching import patch
 
 SHORT = "training.steps=3 optimizer.lr=5e-4"
 RECIPES = {
@@ -77,27 +79,22 @@ def test_every_recipe_is_another_curve(one_device):
 
 
 def scales_are_of_a_rank_s_part() -> None:
-    from titan_exp.quantization.recipes import Float8LinearImpl
-
-    Float8LinearImpl.shard = lambda self, **_: None  # type: ignore[method-assign]
+    patch("titan_exp.quantization.recipes.Float8LinearImpl.shard", lambda _: lambda self, **_: None)
 
 
 def scales_are_of_a_rank_s_part_of_a_tensor() -> None:
-    from titan_exp.quantization.recipes import NVFP4LinearImpl
-
-    NVFP4LinearImpl.shard = lambda self, **_: None  # type: ignore[method-assign]
+    patch("titan_exp.quantization.recipes.NVFP4LinearImpl.shard", lambda _: lambda self, **_: None)
 
 
 def weights_have_scales_of_their_shards() -> None:
-    from titan_exp.quantization.weight_scales import WeightScales
+    def make(original: Any) -> Any:
+        def refresh(self: Any) -> None:
+            self._groups = []
+            original(self)
 
-    original = WeightScales.refresh
+        return refresh
 
-    def refresh(self: WeightScales) -> None:
-        self._groups = []
-        original(self)
-
-    WeightScales.refresh = refresh  # type: ignore[method-assign]
+    patch("titan_exp.quantization.weight_scales.WeightScales.refresh", make)
 
 
 @pytest.mark.parametrize(
@@ -137,7 +134,7 @@ def test_gathered_in_float8_it_is_the_same_to_the_bit(tmp_path: Path):
     assert {weight.dtype for weight in bytes_sent.weights.values()} == {torch.float32}
 
 
-def test_a_run_goes_on_in_another_recipe(tmp_path: Path):
+def test_resumes_in_another_recipe(tmp_path: Path):
     before = ["quantization=float8_tensorwise", "optimizer.lr=5e-4", *FSDP2.split()]
     whole, changed = continued(tmp_path, before, ["quantization=mxfp8", "optimizer.lr=5e-4", *TP2.split()])
     assert [row["step"] for row in changed.rows] == [6, 7, 8, 9, 10]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.parity.runs import LINES, assert_same_curve, remembered, train
-from tests.parity.test_continued import assert_goes_on, continued
+from tests.parity.test_continued import assert_continues, continued
 
 QWEN3 = "model=qwen3_debug"
 EXPERIMENTS = {"plain": QWEN3, "documents": " ".join([QWEN3, *LINES]), "untied": f"{QWEN3} model.tied_embeddings=false"}
@@ -39,6 +39,6 @@ def test_layout_does_not_change_the_curve(tmp_path: Path, one_device, experiment
     assert_same_curve(train(tmp_path / "many", *words), expected)
 
 
-def test_a_run_goes_on_in_another_layout(tmp_path: Path):
+def test_resumes_in_another_layout(tmp_path: Path):
     whole, changed = continued(tmp_path, [QWEN3, "parallelism.tp=2"], [QWEN3, "parallelism.pp=2"])
-    assert_goes_on(whole, changed)
+    assert_continues(whole, changed)

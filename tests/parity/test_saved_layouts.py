@@ -72,6 +72,7 @@ def read_and_write(run: str, again: str) -> None:
     experiment = load_experiment(folder.config)
     with joined(experiment.cluster) as device:
         trainer = Trainer(experiment, folder, device)
+        trainer.restore()
         assert trainer.step == 2
         elsewhere = Checkpointer(experiment.checkpoint, Path(again))
         elsewhere.save(2, trainer.model.parts, trainer.optimizer, trainer.loader.state_dict(), {"step": 2})

@@ -6,7 +6,7 @@ import pytest
 
 from tests.parity.runs import EVALUATE, LINES, PARAGRAPHS, Curve, assert_same_curve, remembered, train
 from tests.parity.test_context_parallel import assert_same_evaluation
-from tests.parity.test_continued import assert_goes_on, continued
+from tests.parity.test_continued import assert_continues, continued
 
 TP2, TP4 = "parallelism.tp=2", "parallelism.tp=4"
 FSDP2 = "parallelism.dp_shard=2"
@@ -92,9 +92,9 @@ def test_nor_of_another_experiment(tmp_path: Path, one_device, experiment, layou
         ("parallelism=hsdp", f"{TP2} parallelism.cp=2"),
     ],
 )
-def test_a_run_goes_on_with_matrices_divided_otherwise(tmp_path: Path, before, after):
+def test_resumes_with_other_tensor_parallelism(tmp_path: Path, before, after):
     whole, changed = continued(tmp_path, before.split(), after.split())
-    assert_goes_on(whole, changed)
+    assert_continues(whole, changed)
 
 
 @pytest.mark.parametrize("layout", [f"{TP2} training.fp32_modules=[embedding,blocks.0,blocks.*.attention_norm,head]"])

@@ -159,7 +159,7 @@ def measured(experiment: Experiment, path: Path, mutate: Callable[[], None] | No
     """Of each pipeline rank, on as many processes as the layout has. `mutate` is called first in each of them."""
     _write(experiment, path)
     results = run_ranks(ResolvedLayout.of(experiment).world_size, _on_rank, str(path), mutate)
-    return [Numbers(**results[rank]) for rank in pipeline_ranks(experiment)]
+    return [Numbers(**results[rank]) for rank in pipeline_ranks(ResolvedLayout.of(experiment))]
 
 
 def handed_out(experiment: Experiment, path: Path) -> list[int]:
@@ -182,7 +182,7 @@ def _foretell(path: str, mutate: Callable[[], None] | None) -> list[dict[str, An
         mutate()
     experiment = load_experiment(RunFolder(path).config)
     found = []
-    for rank in pipeline_ranks(experiment):
+    for rank in pipeline_ranks(ResolvedLayout.of(experiment)):
         with fake_rank(experiment, rank) as it:
             trace = trace_step(
                 it.state,
@@ -224,6 +224,7 @@ def _on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, Any]:
     experiment = load_experiment(folder.config)
     with joined(experiment.cluster) as device:
         trainer = Trainer(experiment, folder, device)
+        trainer.restore()
 
         batches = [next(trainer.loader) for _ in range(trainer.accumulation)]
         tokens, _, _ = sync_step_flags(trainer.model.objective, batches, trainer.mesh, stop=False, save=False)
@@ -247,11 +248,12 @@ def _alone(path: str) -> list[int]:
     gc.disable()  # as the trainer has it
     experiment = load_experiment(RunFolder(path).config)
     found = []
-    for rank in pipeline_ranks(experiment):
+    for rank in pipeline_ranks(ResolvedLayout.of(experiment)):
         dist.init_process_group(
             "fake", store=FakeStore(), rank=rank, world_size=ResolvedLayout.of(experiment).world_size
         )
-        it = FakeRank(experiment, assemble(experiment, ResolvedLayout.of(experiment), DEVICE), fake_batches(experiment))
+        layout = ResolvedLayout.of(experiment)
+        it = FakeRank(experiment, assemble(experiment, layout, DEVICE), fake_batches(layout, experiment.data))
         it.step()
         found.append(allocated_by(it.step, Path(path)))
         dist.destroy_process_group()

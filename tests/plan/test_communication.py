@@ -45,7 +45,7 @@ def planned(microbatches: int) -> Plan:
 @pytest.mark.parametrize(("sends_complete", "expected"), [(False, MICROBATCHES), (True, 1)])
 def test_first_rank_holds_sent_activations(sends_complete: bool, expected: int):
     orders = build_schedule("1F1B", 2, 2, MICROBATCHES)
-    simulation = simulate_schedule(orders, [0, 1], 0, passes=1, sends_complete=sends_complete)
+    simulation = simulate_schedule(orders, [0, 1], 0, 1, sends_complete)
     # When the last backward pass begins, its own forward pass is the only one that is still needed.
     assert simulation.sent == MICROBATCHES
     last = [scheduled for scheduled in simulation.actions if scheduled.action.kind == "B"][-1]

@@ -8,6 +8,7 @@ import pytest
 from tests.plan.layouts import experiment_of
 from tests.ranks import run_ranks
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.devices import device_type
 from titan_exp.config.schema.typed_config import load_experiment, to_yaml
 
@@ -69,7 +70,8 @@ def test_extrapolated_totals_equal_the_full_trace(name: str, tmp_path: Path):
 def both_ways(path: str) -> list[tuple[dict[str, object], dict[str, object]]]:
     """Totals of the first, second and last pipeline rank, traced in full and extrapolated."""
     from titan_exp.plan.extrapolate.eligibility import unsupported_reason
-    from titan_exp.plan.extrapolate.step_cost import step_cost, trace_parts
+    from titan_exp.plan.extrapolate.stages import stages_of
+    from titan_exp.plan.extrapolate.step_cost import simulate_rank, step_cost, trace_parts
     from titan_exp.plan.search.layout_cost import extreme_ranks
     from titan_exp.plan.trace.fake_world import fake_rank, pipeline_ranks
     from titan_exp.plan.trace.trace_step import trace_step
@@ -77,9 +79,9 @@ def both_ways(path: str) -> list[tuple[dict[str, object], dict[str, object]]]:
     experiment = load_experiment(path)
     cuda = device_type(experiment.cluster) == "cuda"
     assert unsupported_reason(experiment) is None
-    parts, found = trace_parts(experiment, cuda=cuda), []
+    parts, found, layout = trace_parts(experiment, cuda=cuda), [], ResolvedLayout.of(experiment)
     for number in extreme_ranks(experiment.parallelism.pp):
-        with fake_rank(experiment, pipeline_ranks(experiment)[number]) as it:
+        with fake_rank(experiment, pipeline_ranks(ResolvedLayout.of(experiment))[number]) as it:
             whole = trace_step(
                 it.state,
                 it.step,
@@ -89,7 +91,8 @@ def both_ways(path: str) -> list[tuple[dict[str, object], dict[str, object]]]:
                 cuda=cuda,
             )
         kept = {name: whole.persistent[name] for name in ("parameters", "optimizer")}
-        short = step_cost(experiment, number, parts)
+        simulation = simulate_rank(layout, number, parts.samples)
+        short = step_cost(layout, stages_of(layout, experiment.activation_checkpoint, number), parts, simulation)
         its = {name: short.persistent[name] for name in kept}
         found.append((told(kept, whole), told(its, short)))
     return found
@@ -118,6 +121,7 @@ def told(kept: dict[str, int], step: object) -> dict[str, object]:
         ),
         ("training.fp32_modules=[blocks.0] training.mixed_precision=bf16", "single layers"),
         ("quantization=float8_rowwise training.mixed_precision=bf16", "treat layers differently"),
+        ("optimizer.name=torch.optim.SGD optimizer.implementation=for_loop", "optimizer.name=torch.optim.SGD may"),
         ("parallelism.pp=2 model.tied_embeddings=true parallelism.pp_microbatches=2", "share the tied embedding"),
         ("parallelism.pp=2 parallelism.pp_microbatches=2 training.micro_batch_size=1", "several passes"),
     ],
@@ -147,7 +151,7 @@ def axes_both_ways(path: str) -> tuple[dict[str, list[int]], dict[str, list[int]
 
     experiment = load_experiment(path)
     small: Experiment = replace(experiment, model=replace(experiment.model, layers=2))
-    with fake_rank(small, pipeline_ranks(small)[1]) as it:
+    with fake_rank(small, pipeline_ranks(ResolvedLayout.of(small))[1]) as it:
         axes = ranks_by_axis(it.state.mesh)
     work = OpCosts()
     for axis in axes:

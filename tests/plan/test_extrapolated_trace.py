@@ -10,6 +10,8 @@ import pytest
 from tests.plan.layouts import experiment_of
 from tests.plan.test_extrapolate import ACCUMULATED, BF16, CUDA, PIPELINES, WHOLE
 from tests.ranks import run_ranks
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.typed_config import load_experiment, to_yaml
 from titan_exp.plan.cuda.caching_allocator import Event
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
@@ -26,6 +28,7 @@ MANY = {
     "interleaved x tp x cp, selective": CUDA
     + "model.layers=14 parallelism.pp=2 parallelism.tp=2 parallelism.cp=2 parallelism.pp_schedule=Interleaved1F1B "
     "parallelism.pp_microbatches=8 activation_checkpoint=selective training.loss_chunk_tokens=37",
+    "SGD with momentum": ACCUMULATED + BF16 + "optimizer=sgd model.layers=6 parallelism.dp_shard=2",
     "uneven stages": "model.layers=8 parallelism.pp=3 parallelism.pp_layers=[2,5,1] parallelism.pp_microbatches=4",
 }
 QUICK = (
@@ -61,7 +64,7 @@ def both_ways(path: str, left_out: bool) -> list[tuple[dict[str, Any], dict[str,
 
     experiment, found = load_experiment(path), []
     retelling = TraceExtrapolator(experiment, cuda=True, matmul_workspace=WORKSPACE)
-    for number, rank in enumerate(pipeline_ranks(experiment)):
+    for number, rank in enumerate(pipeline_ranks(ResolvedLayout.of(experiment))):
         # First, because what a process makes once, such as tables of 8-bit moments, is made by its first trace.
         short = retelling.trace(number)
         with fake_rank(experiment, rank) as it:
@@ -118,7 +121,7 @@ def test_extrapolated_plan_equals_the_full_plan(tmp_path: Path):
         CUDA + "model.layers=13 parallelism.pp=4 parallelism.dp_shard=2 "
         "training.global_batch_size=16 parallelism.pp_microbatches=8"
     )
-    assert is_worthwhile(experiment, 4)
+    assert worthwhile(experiment, 4)
     (tmp_path / "config.yaml").write_text(to_yaml(experiment))
     ((short, full, fallen_back),) = run_ranks(1, plans, str(tmp_path / "config.yaml"), limit=240)
     assert short.pop("traced_in_full_because") is None
@@ -133,7 +136,8 @@ def test_extrapolated_plan_equals_the_full_plan(tmp_path: Path):
 def plans(path: str) -> list[dict[str, Any]]:
     """The same run planned by extrapolation, in full, and after a failed extrapolation."""
     from titan_exp.plan.cuda.devices import DEVICES
-    from titan_exp.plan.extrapolate.allocation_events import EventComposer, ExtrapolationError
+    from titan_exp.plan.extrapolate.allocation_events import EventComposer
+    from titan_exp.plan.extrapolate.stages import ExtrapolationError
     from titan_exp.plan.plan_table import plan_to_json
     from titan_exp.plan.predict import predict
 
@@ -148,13 +152,17 @@ def plans(path: str) -> list[dict[str, Any]]:
     return [json.loads(json.dumps(plan_to_json(plan))) for plan in found]
 
 
+def worthwhile(experiment: Experiment, ranks: int) -> bool:
+    return is_worthwhile(ResolvedLayout.of(experiment), experiment.activation_checkpoint, ranks)
+
+
 def test_small_runs_are_traced_in_full():
     small = experiment_of("")
-    assert not is_worthwhile(small, 1)
+    assert not worthwhile(small, 1)
     deep = replace(small, model=replace(small.model, layers=64))
-    assert is_worthwhile(deep, 1)
+    assert worthwhile(deep, 1)
     pipeline = experiment_of(
         "model.layers=32 parallelism.pp=4 parallelism.pp_microbatches=8 training.global_batch_size=16"
     )
     # What one rank would take is quicker traced; what four take is not.
-    assert [is_worthwhile(pipeline, ranks) for ranks in (1, 4)] == [True, True]
+    assert [worthwhile(pipeline, ranks) for ranks in (1, 4)] == [True, True]

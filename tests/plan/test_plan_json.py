@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patching import patch
 from tests.plan.layouts import COMPILED, LAYOUTS, experiment_of, handed_out, measured, predicted
 from titan_exp.models.spec.lookup import model_spec
 
@@ -67,10 +68,10 @@ def no_compiler_is_there() -> None:
 
 def every_block_keeps_a_copy_of_its_feed_forward() -> None:
     """A change of the trainer that the planner has never heard of."""
-    from titan_exp.models.blocks import transformer as blocks
-
-    original = blocks.swiglu
-    blocks.swiglu = lambda gate_up: original(gate_up.sigmoid() * gate_up)  # type: ignore[assignment]
+    patch(
+        "titan_exp.models.blocks.transformer.swiglu",
+        lambda original: lambda gate_up: original(gate_up.sigmoid() * gate_up),
+    )
 
 
 def test_a_change_of_the_trainer_changes_the_prediction(tmp_path: Path):

@@ -101,7 +101,7 @@ def test_it_is_the_product_of_one_projection(name: str, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_what_is_nobody_s_is_neither_read_nor_written(name: str):
+def test_rows_of_no_expert_are_neither_read_nor_written(name: str):
     product = grouped_linear_impl_for(config_of(*RECIPES[name]), emulated=True)
     x, weight, gradient = operands(torch.float32)
     ends = torch.tensor(RAGGED, dtype=torch.int32)
@@ -197,11 +197,11 @@ def test_names_layers_and_sizes_are_left_out_as_of_projections():
     assert {type(it) for it in taken("quantization=none").values()} == {GroupedLinearImpl}
 
 
-def test_what_is_written_of_it_says_experts():
+def test_the_summary_counts_experts():
     said = describe(mixture(), config_of("quantization=mxfp8"), layers=4, device=CPU)
     assert said is not None
-    assert said.startswith("mxfp8, emulated on cpu: 8 of 8 projections, ")
-    with pytest.raises(UserError, match="no such projection"):
+    assert said.startswith("mxfp8, emulated on cpu: 8 of 8 linear layers, ")
+    with pytest.raises(UserError, match="no such linear layer"):
         describe(mixture(), config_of("quantization=mxfp8", "quantization.filter=['*.gate']"), layers=4, device=CPU)
     assert "experts=4, in_features=64" in str(mixture())
     table = init_specs(mixture())
@@ -210,14 +210,14 @@ def test_what_is_written_of_it_says_experts():
 
 
 @pytest.mark.parametrize(("recipe", "multiple"), BLOCK.items())
-def test_dims_that_no_recipe_takes_are_refused_by_name(recipe: str, multiple: int):
+def test_dims_that_do_not_fit_are_refused(recipe: str, multiple: int):
     for inputs, outputs, dim in ((multiple, 3 * multiple + 8, "outputs"), (multiple + 8, multiple, "inputs")):
         model = nn.ModuleDict({"experts": GroupedLinear(2, inputs, outputs, 0.02)})
         with pytest.raises(UserError) as refused:
             quantize(model, config_of(f"quantization={recipe}"), layers=1, device=CPU)
         [violation] = refused.value.violations
         size = outputs if dim == "outputs" else inputs
-        assert violation.reason == f"its dims are multiples of {multiple}, and the experts of experts have {size} {dim}"
+        assert violation.reason == f"it needs multiples of {multiple}, and the experts of experts have {size} {dim}"
         assert "quantization.filter=['experts']" in violation.remedy
         left = config_of(f"quantization={recipe}", "quantization.filter=['experts']")
         quantize(model, left, layers=1, device=CPU)
@@ -260,13 +260,13 @@ def test_what_must_not_be_emulated_is_refused_by_name(monkeypatch: pytest.Monkey
     for recipe in ("float8_tensorwise", "float8_rowwise_gw_hp"):
         with pytest.raises(UserError, match=rf"no kernel here for the experts of blocks\.0\..* in {recipe}"):
             taken(f"quantization={recipe}", *never, device=gpu)
-    with pytest.raises(UserError, match="float8_rowwise with scales that are no powers of two"):
+    with pytest.raises(UserError, match="float8_rowwise without power-of-two scales"):
         taken("quantization=float8_rowwise", "quantization.power_of_two_scales=false", *never, device=gpu)
     assert len(taken("quantization=float8_rowwise", *never, device=gpu)) == 8
     assert len(taken("quantization=float8_tensorwise", *never, "quantization.filter=['*.experts.*']", device=gpu)) == 8
 
 
-def test_what_is_emulated_beside_instructions_is_said(monkeypatch: pytest.MonkeyPatch):
+def test_emulated_experts_are_named_beside_native_linears(monkeypatch: pytest.MonkeyPatch):
     class Both(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -276,7 +276,7 @@ def test_what_is_emulated_beside_instructions_is_said(monkeypatch: pytest.Monkey
     said = describe(Both(), config, layers=1, device=hopper(monkeypatch, 9, 0))
     assert said is not None
     assert "by the instructions of cuda" in said
-    assert "those of experts (1) emulated, for which torchao has no kernel here: 2 of 2 projections" in said
+    assert "experts (1) emulated, because torchao has no kernel for them here: 2 of 2 linear layers" in said
 
 
 def test_torchao_s_functions_are_those_that_are_called():
@@ -305,7 +305,7 @@ def test_torchao_s_functions_are_those_that_are_called():
     for name, arguments in expected.items():
         found = inspect.signature(getattr(grouped_instructions, name)).parameters
         assert {key: getattr(it.default, "value", it.default) for key, it in found.items()} == arguments
-    assert grouped_instructions.PRODUCTS.keys() == instructions.GROUPED_MULTIPLE.keys()
+    assert grouped_instructions.KERNELS.keys() == instructions.GROUPED_MULTIPLE.keys()
 
 
 def test_mxfp8_is_torchao_s():

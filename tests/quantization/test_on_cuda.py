@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from titan_exp.quantization.float8.float8_linear import Float8, float8_linear
-from titan_exp.quantization.hardware_support import LEAST
+from titan_exp.quantization.hardware_support import MIN_CAPABILITY
 from titan_exp.quantization.mx.mxfp8_linear import mxfp8_linear
 from titan_exp.quantization.mx.nvfp4_linear import NVFP4, nvfp4_linear
 
@@ -43,7 +43,7 @@ RECIPES: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_instructions_compute_what_is_emulated(name: str):
-    if torch.cuda.get_device_capability() < LEAST[name.partition(",")[0]]:
+    if torch.cuda.get_device_capability() < MIN_CAPABILITY[name.partition(",")[0]]:
         pytest.skip(f"{torch.cuda.get_device_name()} lacks the instructions of {name}")
     random = torch.Generator("cuda").manual_seed(0)
     x, weight, gradient = (
@@ -67,7 +67,7 @@ def test_kernels_of_experts_compute_what_is_emulated(name: str):
     from titan_exp.quantization.grouped.grouped_recipes import GroupedFloat8, GroupedMX
     from titan_exp.quantization.hardware_support import Hardware
 
-    if torch.cuda.get_device_capability() < LEAST[name] or not Hardware().has_grouped_kernels(
+    if torch.cuda.get_device_capability() < MIN_CAPABILITY[name] or not Hardware().has_grouped_kernels(
         name, torch.device("cuda")
     ):
         pytest.skip(f"torchao has no kernel of {name} for experts on {torch.cuda.get_device_name()}")

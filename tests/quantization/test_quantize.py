@@ -1,4 +1,4 @@
-"""Which projections a recipe takes, on which device, and the scales of whole weights."""
+"""Selected linear layers of a recipe by device, and scales of whole weights."""
 
 import dataclasses
 
@@ -80,12 +80,12 @@ def test_without_a_number_small_ones_are_left_out_on_gpus_alone():
 def test_the_log_says_what_is_done():
     said = describe(model_of(), made("quantization=mxfp8").quantization, layers=4, device=CPU)
     assert said is not None
-    assert said.startswith("mxfp8, emulated on cpu: 16 of 16 projections, ")
+    assert said.startswith("mxfp8, emulated on cpu: 16 of 16 linear layers, ")
     assert describe(model_of(), made().quantization, layers=4, device=CPU) is None
-    with pytest.raises(UserError, match="it takes no projection"):
+    with pytest.raises(UserError, match="it selects no linear layer"):
         describe(nn.Linear(4, 4), made("quantization=mxfp8").quantization, layers=4, device=CPU)
     config = dataclasses.replace(made("quantization=mxfp8").quantization, filter=["blocks.*.experts"])
-    with pytest.raises(UserError, match="no such projection"):
+    with pytest.raises(UserError, match="no such linear layer"):
         describe(model_of(), config, layers=4, device=CPU)
 
 
@@ -98,7 +98,13 @@ def test_what_a_gpu_lacks_is_emulated_or_refused(monkeypatch: pytest.MonkeyPatch
     assert needs_emulation(made("quantization=mxfp8").quantization, hopper)
     with pytest.raises(UserError, match=r"NVIDIA H200 lacks the instructions of mxfp8.*capability 10.0"):
         needs_emulation(made("quantization=mxfp8", "quantization.emulate=false").quantization, hopper)
-    assert set(instructions.LEAST) == {"float8_tensorwise", "float8_rowwise", "float8_rowwise_gw_hp", "mxfp8", "nvfp4"}
+    assert set(instructions.MIN_CAPABILITY) == {
+        "float8_tensorwise",
+        "float8_rowwise",
+        "float8_rowwise_gw_hp",
+        "mxfp8",
+        "nvfp4",
+    }
 
 
 @pytest.mark.parametrize("recipe", ["float8_tensorwise", "nvfp4"])

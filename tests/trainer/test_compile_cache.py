@@ -12,7 +12,7 @@ from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment, to_yaml
 from titan_exp.tracking.run_folder.run_folder import RunFolder
-from titan_exp.trainer.profiling.compile_cache import VARIABLE, keep_compiled_code
+from titan_exp.trainer.profiling.compile_cache import VARIABLE, set_compile_cache
 
 
 def made_run(runs: Path, *overrides: str) -> Path:
@@ -25,7 +25,7 @@ def made_run(runs: Path, *overrides: str) -> Path:
 
 
 def train_rank(path: str) -> str | None:
-    """What a rank process runs, in the environment of a user who names no cache; returns where its cache was."""
+    """Run a rank process without a cache set by the user; returns the cache that it used."""
     from titan_exp.trainer.rank_main import main
 
     os.environ.pop(VARIABLE, None)
@@ -39,7 +39,7 @@ def compile_a_product(path: str) -> dict[str, int]:
 
     os.environ.pop(VARIABLE, None)
     folder = RunFolder(path)
-    keep_compiled_code(folder, load_experiment(folder.config))
+    set_compile_cache(folder, load_experiment(folder.config).experiment.name)
     weight = torch.randn(8, 8, requires_grad=True)
     torch.compile(torch.mm, backend="inductor")(torch.randn(4, 8), weight).backward(torch.ones(4, 8))
     counters: Any = torch._dynamo.utils.counters
@@ -52,7 +52,7 @@ def test_a_rank_keeps_its_compiled_code_beside_the_runs(tmp_path: Path):
     assert run_ranks(1, train_rank, str(path)) == [str(tmp_path / "runs/.cache/compile")]
 
 
-def test_of_a_run_that_was_moved_it_stays_inside(tmp_path: Path):
+def test_a_moved_run_keeps_its_cache_inside(tmp_path: Path):
     path = made_run(tmp_path / "runs")
     (tmp_path / "elsewhere").mkdir()
     moved = path.rename(tmp_path / "elsewhere" / "copy")
@@ -61,8 +61,7 @@ def test_of_a_run_that_was_moved_it_stays_inside(tmp_path: Path):
 
 def test_a_folder_that_the_user_names_is_used(tmp_path: Path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path / "mine"))
-    experiment = to_experiment(compose([*SMALL]))
-    keep_compiled_code(RunFolder(tmp_path / "runs/first/0123456789ab"), experiment)
+    set_compile_cache(RunFolder(tmp_path / "runs/first/0123456789ab"), "first")
     assert os.environ[VARIABLE] == str(tmp_path / "mine")
 
 

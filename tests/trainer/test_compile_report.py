@@ -1,4 +1,4 @@
-"""What is said of compilation: once at first, and a warning where it comes again."""
+"""Compile report: logs the first compilation, and warns of later ones."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from titan_exp.trainer.profiling.compile_report import MOST_WARNINGS, CompileReport
+from titan_exp.trainer.profiling.compile_report import MAX_WARNINGS, CompileReport
 
 
 @pytest.fixture(autouse=True)
@@ -34,14 +34,14 @@ def compiled() -> Callable[[Tensor], Tensor]:
     return torch.compile(lambda x: x.sin(), backend="aot_eager", dynamic=False)
 
 
-def test_nothing_compiled_nothing_said(said):
+def test_without_compilation_nothing_is_logged(said):
     report = CompileReport()
     report.after("step", 1)
     report.after("evaluation", 1)
     assert said() == []
 
 
-def test_the_first_step_and_evaluation_are_told(said):
+def test_the_first_compilation_of_step_and_evaluation_is_logged(said):
     report, function = CompileReport(), compiled()
     function(torch.ones(3, requires_grad=True)).sum().backward()
     report.after("step", 1)
@@ -59,7 +59,7 @@ def test_the_first_step_and_evaluation_are_told(said):
     assert text.startswith("first evaluation: compilation took ")
 
 
-def test_a_later_shape_is_warned_of(said):
+def test_recompilation_is_a_warning(said):
     report, function = CompileReport(), compiled()
     function(torch.ones(3, requires_grad=True)).sum().backward()
     report.after("step", 1)
@@ -68,23 +68,23 @@ def test_a_later_shape_is_warned_of(said):
     report.after("step", 3)
     ((level, text),) = said()
     assert level == logging.WARNING
-    assert text.startswith("compiled again in the step at step 3")
+    assert text.startswith("recompiled in the step at step 3")
     assert "expected 3, actual 5" in text
     assert "compile=none" in text
 
 
-def test_after_a_few_warnings_it_is_silent(said):
+def test_the_number_of_warnings_is_limited(said):
     report, function = CompileReport(), compiled()
-    for step in range(1, MOST_WARNINGS + 3):
+    for step in range(1, MAX_WARNINGS + 3):
         function(torch.ones(step))
         report.after("step", step)
     lines = said()
-    assert len(lines) == 1 + MOST_WARNINGS
-    assert "not said again" in lines[-1][1]
-    assert all("not said again" not in text for _, text in lines[:-1])
+    assert len(lines) == 1 + MAX_WARNINGS
+    assert "not logged" in lines[-1][1]
+    assert all("not logged" not in text for _, text in lines[:-1])
 
 
-def test_what_another_run_of_this_process_compiled_is_not_counted(said):
+def test_earlier_compilation_in_the_process_is_not_counted(said):
     compiled()(torch.ones(3))
     CompileReport().after("step", 1)
     assert said() == []

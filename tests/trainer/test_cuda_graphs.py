@@ -59,6 +59,7 @@ def _on_rank(path: str) -> tuple[dict[str, torch.Tensor], str]:
     run = load_experiment(folder.config)
     with joined(run.cluster) as device:
         trainer = Trainer(run, folder, device)
+        trainer.restore()
         trainer.run()
         trainer.report.close("done")
         state = trainer.model.parts[0].state_dict()

@@ -1,14 +1,16 @@
-"""What happens to a whole run where its disk fills up, or where what it begins with is damaged or gone."""
+"""Whole runs on full disks, and with damaged or missing initial weights."""
 
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.faults import NO_MOUNTS, can_mount, small_disk
 from tests.parity.runs import PARAGRAPHS, train
+from tests.patching import patch
 from titan_exp.checkpoint.retention import CheckpointFolder
 from titan_exp.cli.convert import run as convert_command
 
@@ -29,21 +31,21 @@ def test_a_disk_that_is_full_for_some_steps_costs_neither_run_nor_row(tmp_path):
 
 def fills_its_disk_from_step_3_to_6() -> None:
     from tests.faults import fill
-    from titan_exp.trainer.trainer import Trainer
 
-    step = Trainer._one_step
+    def make(step: Any) -> Any:
+        def on_a_disk_that_fills_up(self: Any) -> bool:
+            filler = self.folder.path / "filler"
+            if self.step == 2:
+                assert fill(self.folder.path) == filler
+            elif self.step == 6:
+                filler.unlink()
+            # Every heartbeat is written, and fails.
+            self.folder._last_heartbeat = -1e9
+            return step(self)
 
-    def on_a_disk_that_fills_up(self: Trainer) -> bool:
-        filler = self.folder.path / "filler"
-        if self.step == 2:
-            assert fill(self.folder.path) == filler
-        elif self.step == 6:
-            filler.unlink()
-        # Every heartbeat is written, and fails.
-        self.folder._last_heartbeat = -1e9
-        return step(self)
+        return on_a_disk_that_fills_up
 
-    Trainer._one_step = on_a_disk_that_fills_up  # type: ignore[method-assign]  # on purpose
+    patch("titan_exp.trainer.trainer.Trainer._one_step", make)
 
 
 def test_a_hugging_face_folder_that_was_not_fetched_whole_is_refused(tmp_path):
@@ -87,7 +89,7 @@ def test_any_layout_begins_bitwise_with_a_seed_checkpoint(tmp_path: Path, way: s
 
 
 @pytest.mark.skipif(not can_mount(), reason=NO_MOUNTS)
-def test_a_disk_that_stays_full_ends_the_run_in_words_and_room_continues_it(tmp_path):
+def test_a_disk_that_stays_full_ends_the_run_with_an_error_and_it_resumes(tmp_path):
     undisturbed = train(tmp_path / "undisturbed", *SAVING)
     with small_disk(tmp_path / "disk", 20 * 2**20) as disk:
         with pytest.raises(AssertionError, match="UserError: The state after step 8 could not be saved"):
@@ -100,13 +102,13 @@ def test_a_disk_that_stays_full_ends_the_run_in_words_and_room_continues_it(tmp_
 
 def fills_its_disk_after_step_3() -> None:
     from tests.faults import fill
-    from titan_exp.trainer.trainer import Trainer
 
-    step = Trainer._one_step
+    def make(step: Any) -> Any:
+        def on_a_disk_that_fills_up(self: Any) -> bool:
+            if self.step == 3:
+                fill(self.folder.path)
+            return step(self)
 
-    def on_a_disk_that_fills_up(self: Trainer) -> bool:
-        if self.step == 3:
-            fill(self.folder.path)
-        return step(self)
+        return on_a_disk_that_fills_up
 
-    Trainer._one_step = on_a_disk_that_fills_up  # type: ignore[method-assign]  # on purpose
+    patch("titan_exp.trainer.trainer.Trainer._one_step", make)

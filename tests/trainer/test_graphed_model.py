@@ -16,6 +16,7 @@ import torch
 from tests.config.composing import experiment as composed
 from tests.models.shapes import TINY, real_model
 from tests.parity.runs import LINES, SMALL
+from tests.patching import patch
 from tests.ranks import run_ranks
 from tests.tape_recorder import HostWatch, TapeRecorder, place
 from tests.trainer.test_no_device_sync import refuse
@@ -61,7 +62,6 @@ def train(path: Path, *overrides: str, graphs: bool = True, mutate: Callable[[],
 
 
 def _on_rank(path: str, mutate: Callable[[], None] | None) -> tuple[dict[str, torch.Tensor], dict[str, int]]:
-    from titan_exp.trainer import train_state as assemble
     from titan_exp.trainer.distributed import joined
     from titan_exp.trainer.trainer import Trainer
 
@@ -82,13 +82,14 @@ def _on_rank(path: str, mutate: Callable[[], None] | None) -> tuple[dict[str, to
 
             return replace(found, replay=replay)
 
-    assemble.CudaRecorder = Counting  # type: ignore[misc]
+    patch("titan_exp.trainer.train_state.CudaRecorder", lambda _: Counting)
     if mutate is not None:
         mutate()
     folder = RunFolder(path)
     experiment = load_experiment(folder.config)
     with joined(experiment.cluster) as device:
         trainer = Trainer(experiment, folder, device)
+        trainer.restore()
         trainer.run()
         trainer.report.close("done")
         from torch.distributed.tensor import DTensor
@@ -134,7 +135,7 @@ def assert_same(found: Trained, expected: Trained) -> None:
         ),
     ],
 )
-def test_replays_train_the_same(tmp_path: Path, steps: int, overrides: str):
+def test_replay_trains_bitwise_the_same(tmp_path: Path, steps: int, overrides: str):
     words = [*CHANGING, *overrides.split(), f"training.steps={steps}"]
     plain = train(tmp_path / "plain", *words, graphs=False)
     found = train(tmp_path / "graphs", *words)
@@ -168,7 +169,7 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 
 
 @pytest.mark.parametrize("mutate", ["the_count_is_a_number_of_pythons", "gradients_are_dropped", "inputs_stay"])
-def test_what_would_be_frozen_is_noticed(tmp_path: Path, unbroken: Trained, mutate: str):
+def test_values_frozen_in_a_capture_are_noticed(tmp_path: Path, unbroken: Trained, mutate: str):
     found = train(tmp_path, *CHANGING, "training.stop_on_nonfinite=false", mutate=globals()[mutate])
     assert found.passes["replayed"] == 6
     assert found.rows[0] == unbroken.rows[0]
@@ -245,7 +246,7 @@ def test_a_pass_takes_nothing_from_the_host(chunk: int | None, dtype: torch.dtyp
 
 @pytest.mark.parametrize("chunk", [None, 7])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_recording_takes_nothing_that_somebody_else_may_free(chunk: int | None, dtype: torch.dtype):
+def test_a_capture_uses_only_memory_that_the_model_keeps(chunk: int | None, dtype: torch.dtype):
     """A graph knows addresses: those of weights, gradients, buffers, inputs, count and loss, which the model keeps."""
     recorder = TapeRecorder(torch.device("cpu"))
     model = replayed(real_model(vocab_size=64), recorder, LanguageModeling(chunk, 1e-4), dtype=dtype)
@@ -286,33 +287,20 @@ def test_rounded_weights_are_put_back_after_an_error():
 
 
 def stop_after_six() -> None:
-    from titan_exp.trainer.trainer import Trainer
-
-    original = Trainer._one_step
-
-    def one_step(self: Any) -> bool:
-        return original(self) or self.step == 6
-
-    Trainer._one_step = one_step  # type: ignore[method-assign]
+    patch("titan_exp.trainer.trainer.Trainer._one_step", lambda step: lambda self: step(self) or self.step == 6)
 
 
 def the_count_is_a_number_of_pythons() -> None:
-    from titan_exp.trainer.cuda_graphs import graphed_model as replayed
-
-    original = replayed.normalize_by_tokens
-    replayed.normalize_by_tokens = lambda *given: original(*given[:3], int(given[3].tolist()))  # type: ignore[assignment, arg-type]
-    from tests import tape_recorder
-
-    tape_recorder.ASKING = ()  # type: ignore[assignment]  # it asks, as it must to be wrong
+    patch(
+        "titan_exp.trainer.cuda_graphs.graphed_model.normalize_by_tokens",
+        lambda original: lambda *args: original(*args[:3], int(args[3].tolist())),
+    )
+    patch("tests.tape_recorder.ASKING", lambda _: ())  # reading the number asks the device
 
 
 def gradients_are_dropped() -> None:
-    from titan_exp.trainer.cuda_graphs.graphed_model import GraphedModel
-
-    GraphedModel._take_gradients_back = lambda self: None  # type: ignore[method-assign]
+    patch("titan_exp.trainer.cuda_graphs.graphed_model.GraphedModel._restore_gradients", lambda _: lambda self: None)
 
 
 def inputs_stay() -> None:
-    from titan_exp.trainer.cuda_graphs import graphed_model as replayed
-
-    replayed._tensors = lambda batch: iter(())  # type: ignore[assignment]
+    patch("titan_exp.trainer.cuda_graphs.graphed_model._tensors", lambda _: lambda batch: iter(()))

@@ -80,7 +80,7 @@ def trained_on(loss: LanguageModeling, hidden: Tensor, weight: Tensor, labels: T
         options: dict[str, Any] = {
             "chunk_tokens": loss.chunk_tokens,
             "z_loss": loss.z_loss,
-            "of_chunk": loss.chunk_loss,
+            "chunk_fn": loss.chunk_loss,
         }
         found = linear_loss_sum(hidden, weight, labels, **options)
     (found.objective * 0.1).backward()

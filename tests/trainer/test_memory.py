@@ -1,4 +1,4 @@
-"""What memory holds: at a step, and when there is no more of it."""
+"""Memory breakdown of a step, and the out-of-memory report."""
 
 from pathlib import Path
 
@@ -9,12 +9,12 @@ from torch import nn
 from tests.config.composing import experiment
 from tests.trainer.committed import committed
 from titan_exp.config.layout.resolved_layout import resolve_layout
-from titan_exp.trainer.profiling.memory_breakdown import Consumer, MemoryAccount, memory_account
+from titan_exp.trainer.profiling.memory_breakdown import Consumer, MemoryBreakdown, memory_breakdown
 from titan_exp.trainer.profiling.oom_report import (
     OutOfMemory,
-    explanation,
+    explain_oom,
     is_out_of_memory,
-    memory_explained,
+    oom_report,
     remedies,
 )
 from titan_exp.trainer.rank_main import main
@@ -29,22 +29,22 @@ SMALL = [
 HUNGRY = ["model.architecture=tests.trainer.hungry_model.Hungry", "parallelism.dp_shard=1"]
 
 
-def test_every_tensor_is_counted_once_by_what_it_is_for():
+def test_every_tensor_is_counted_once():
     model = nn.Linear(64, 32)
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(4, 64)).sum().backward()
     optimizer.step()
-    account = memory_account(torch.device("cpu"), [model], optimizer)
-    sizes = {consumer.name: consumer.size for consumer in account.consumers}
+    memory = memory_breakdown(torch.device("cpu"), [model], optimizer)
+    sizes = {consumer.name: consumer.size for consumer in memory.consumers}
     weights = (64 * 32 + 32) * 4
     assert sizes["weights"] == sizes["gradients"] == weights
     assert sizes["optimizer state"] == 2 * weights + 2 * 4  # and a count of steps for each
-    assert sum(sizes.values()) == account.used
-    assert account.consumers[0].name.startswith("everything else"), "the largest comes first"
-    assert "weight: exp_avg" in account.text()
+    assert sum(sizes.values()) == memory.used
+    assert memory.consumers[0].name.startswith("everything else"), "the largest comes first"
+    assert "weight: exp_avg" in memory.text()
 
 
-def test_a_run_that_is_out_of_memory_says_who_had_it_and_where(tmp_path: Path):
+def test_an_out_of_memory_error_names_consumers_and_remedies(tmp_path: Path):
     folder = committed(tmp_path / "run", [*SMALL, *HUNGRY, "profiling.memory_step=2"])
     with pytest.raises(OutOfMemory) as caught:
         main(str(folder.path))
@@ -63,7 +63,7 @@ def test_other_errors_are_left_alone(tmp_path: Path):
     run = resolve_layout(experiment(*SMALL), 1)
     with (
         pytest.raises(RuntimeError, match=r"^something else$"),
-        memory_explained(run, tmp_path, torch.device("cpu"), lambda: None),
+        explain_oom(run, tmp_path, torch.device("cpu"), lambda: None),
     ):
         raise RuntimeError("something else")
     assert list(tmp_path.iterdir()) == []
@@ -78,7 +78,7 @@ def test_errors_of_every_allocator_are_known():
     assert not is_out_of_memory(RuntimeError("memory format"))
 
 
-def test_what_is_in_use_already_is_not_advised():
+def test_options_in_use_are_no_remedies():
     plain = resolve_layout(experiment("model=llama_debug"), 1)
     lowered = resolve_layout(
         experiment(
@@ -99,9 +99,9 @@ def test_what_is_in_use_already_is_not_advised():
 def test_little_consumers_are_left_out():
     run = resolve_layout(experiment("model=llama_debug"), 1)
     consumers = (Consumer("weights", 99 * 2**30), Consumer("gradients", 2**30))
-    account = MemoryAccount("cuda", 100 * 2**30, 110 * 2**30, 140 * 2**30, consumers)
-    text = explanation(account, run, rank=3, when="in step 7")
-    assert text.startswith("Rank 3 ran out of memory in step 7: 100.00 GiB of 140.00 GiB were in use.\n")
+    memory = MemoryBreakdown("cuda", 100 * 2**30, 110 * 2**30, 140 * 2**30, consumers)
+    text = oom_report(memory, run, rank=3, when="in step 7")
+    assert text.startswith("Rank 3 ran out of memory in step 7: 100 GiB of 140 GiB were in use.\n")
     assert "gradients" not in text
     assert "lower with parallelism.dp_shard=2, on twice as many devices" in text
 

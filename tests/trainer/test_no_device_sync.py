@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parity.runs import LINES, train
+from tests.patching import patch
 
 ASKING = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_consecutive")
 """Operators whose result, or its shape, the host has to know."""
@@ -23,17 +24,18 @@ class Refusing(TorchDispatchMode):
 
 
 def refuse() -> None:
-    from titan_exp.trainer import trainer as module
+    steps = []
 
-    step, steps = module.train_step, []
+    def make(step: Any) -> Any:
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            steps.append(1)
+            # The first step caches what it computes.
+            with Refusing() if len(steps) > 1 else nullcontext():
+                return step(*args, **kwargs)
 
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        steps.append(1)
-        # What the first step finds out it keeps.
-        with Refusing() if len(steps) > 1 else nullcontext():
-            return step(*args, **kwargs)
+        return watched
 
-    module.train_step = watched
+    patch("titan_exp.trainer.trainer.train_step", make)
 
 
 @pytest.mark.parametrize(
@@ -79,6 +81,7 @@ def waited_for(path: str) -> list[str]:
     experiment = load_experiment(folder.config)
     with joined(experiment.cluster) as device:
         trainer = module.Trainer(experiment, folder, device)
+        trainer.restore()
         trainer.run()
         trainer.report.close("done")
     return said

@@ -31,14 +31,14 @@ def meet(missing: int | None, address: str | None, port: int | None) -> str | in
 
 def test_a_missing_rank_is_named() -> None:
     said = run_ranks(3, meet, 2, None, None)
-    assert said[0] == ("rank 0: 2 of 3 ranks came within 2 s; missing: 2. Their logs say how far they got")
-    assert str(said[1]).startswith("rank 1: 2 of 3 ranks came")
+    assert said[0] == ("rank 0: 2 of 3 ranks joined within 2 s; missing: 2. See their logs")
+    assert str(said[1]).startswith("rank 1: 2 of 3 ranks joined")
 
 
 def test_rank_0_missing_at_an_address() -> None:
     (port,) = free_ports(1)
     said = run_ranks(2, meet, 0, "127.0.0.1", port)
-    assert str(said[1]).startswith(f"rank 1: no answer at MASTER_ADDR:MASTER_PORT = 127.0.0.1:{port}")
+    assert str(said[1]).startswith(f"rank 1: no answer from rank 0 at MASTER_ADDR:MASTER_PORT = 127.0.0.1:{port}")
 
 
 @pytest.mark.parametrize("address", [None, "127.0.0.1"])

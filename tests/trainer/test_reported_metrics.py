@@ -39,6 +39,42 @@ def test_an_objectives_metrics_are_the_same_in_every_layout(tmp_path: Path, one_
         assert [row[name] for row in curve.rows] == pytest.approx(expected, rel=2e-6)
 
 
+VALIDATION = ["training.evaluate_every=2", "data.validation_fraction=0.1", "data.validation_documents=40"]
+MODEL = ["model.architecture=tests.trainer.own_statistics", *VALIDATION, *OBJECTIVE[1:]]
+MODEL_NAMES = ["model/hidden_square", "model/hidden_max", "model/block_tokens"]
+
+
+@pytest.fixture(scope="module")
+def model_on_one_device(tmp_path_factory: pytest.TempPathFactory) -> Curve:
+    return train(tmp_path_factory.mktemp("model"), *MODEL, "training.micro_batch_size=2")
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "parallelism.dp_shard=2 training.micro_batch_size=2",
+        "parallelism.pp=2",
+        "parallelism.pp=2 parallelism.dp_shard=2 training.micro_batch_size=1 activation_checkpoint=full",
+        "parallelism.tp=2 parallelism.sequence_parallel=false",
+        "tracking.log_every=2",
+    ],
+)
+def test_metrics_of_model_modules_are_reduced_over_ranks_and_steps_stay_apart(
+    tmp_path: Path, model_on_one_device: Curve, layout: str, capsys: pytest.CaptureFixture
+):
+    expected = {row["step"]: row for row in model_on_one_device.rows}
+    tokens = expected[1]["model/block_tokens"]
+    assert tokens == 8 * 64 * 4, "all tokens of 8 sequences in 4 layers"
+    found = train(tmp_path, *MODEL, *layout.split()).rows
+    assert [row["step"] for row in found] == ([2, 4] if "log_every" in layout else [1, 2, 3, 4])
+    for row in found:
+        for name in MODEL_NAMES:
+            assert row[name] == pytest.approx(expected[row["step"]][name], rel=1e-5), (row["step"], name)
+    assert status_command([str(tmp_path)]) == 0
+    assert set(MODEL_NAMES) <= set(capsys.readouterr().out.split())
+    assert set(MODEL_NAMES) <= {metric.name for metric in choose_metrics([], [read_run(tmp_path)], None)}
+
+
 def test_status_and_compare_show_reported_metrics(tmp_path: Path, capsys: pytest.CaptureFixture):
     train(tmp_path, *OBJECTIVE)
     run = read_run(tmp_path)

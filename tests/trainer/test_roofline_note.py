@@ -40,7 +40,7 @@ def test_the_traffic_of_adamw_is_28_bytes_a_weight_and_12_for_clipping():
     assert optimizer_traffic(optimizer, clipped=False) == 100 * (8 + 16 + 8) + counts
 
 
-def test_what_nobody_measured_is_not_held_against_anything(tmp_path: Path):
+def test_without_a_known_peak_no_share_is_reported(tmp_path: Path):
     folder, note = finished(tmp_path / "runs" / "smoke" / "a")
     assert (note["peak_tflops"], note["copy_rate"], note["short"]) == (None, None, "")
     assert note["tflops"] > 0

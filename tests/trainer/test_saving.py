@@ -1,12 +1,14 @@
-"""What the trainer saves, when, and what it says of it."""
+"""Checkpoints of the trainer: when they are saved, and the log."""
 
 import json
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.parity.runs import train
+from tests.patching import patch
 from tests.trainer.test_trainer import run
 from titan_exp.checkpoint.dcp.storage_reader import tensor_shapes
 from titan_exp.checkpoint.retention import CheckpointFolder
@@ -45,19 +47,17 @@ def test_rank_0s_clock_is_what_all_ranks_save_by(tmp_path):
 def broken_clocks() -> None:
     import os
 
-    from titan_exp.checkpoint.checkpointer import Checkpointer
-
     asked, rank = 0, int(os.environ["RANK"])
 
-    def interval_elapsed(self: Checkpointer) -> bool:
+    def interval_elapsed(self: Any) -> bool:
         nonlocal asked
         asked += 1
         return {0: asked % 3 == 0, 1: True, 2: False}[rank]
 
-    Checkpointer.interval_elapsed = interval_elapsed  # type: ignore[method-assign]  # on purpose
+    patch("titan_exp.checkpoint.checkpointer.Checkpointer.interval_elapsed", lambda _: interval_elapsed)
 
 
-def test_from_weights_alone_nothing_goes_on(tmp_path):
+def test_a_weights_only_checkpoint_cannot_be_resumed(tmp_path):
     settings = ["checkpoint.mode=sync", "checkpoint.last=weights", "checkpoint.every=2", "checkpoint.keep=1"]
     run(tmp_path, *settings, "training.steps=4")
     assert steps(tmp_path) == [4]
@@ -80,7 +80,7 @@ def test_a_stopped_run_with_weights_alone_at_its_end_is_saved_whole(tmp_path):
     assert steps(tmp_path) == [1, 4]
 
 
-def test_what_changed_since_the_checkpoint_is_said_and_holds(tmp_path, caplog):
+def test_changed_options_are_logged_on_resume_and_apply(tmp_path, caplog):
     caplog.set_level(logging.INFO, logger="titan_exp")
     settings = ["checkpoint.mode=sync", "checkpoint.every=2"]
     run(tmp_path, *settings, "training.steps=2", "lr_schedule=constant", "lr_schedule.warmup_steps=0")

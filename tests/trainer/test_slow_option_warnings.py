@@ -8,8 +8,8 @@ import torch
 
 from tests.config.composing import experiment
 from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.memory_stats import GIB
-from titan_exp.trainer.profiling.slow_option_warnings import MemoryToSpare, note_slower
+from titan_exp.tracking.number_format import GIB
+from titan_exp.trainer.profiling.slow_option_warnings import SpareMemory, log_slow_options, saving_options
 
 
 @pytest.fixture
@@ -20,14 +20,13 @@ def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> 
     return caplog.messages
 
 
-def test_memory_that_nobody_used_is_spoken_of_once(lines: list[str], caplog: pytest.LogCaptureFixture):
-    run = experiment("activation_checkpoint=full")
-    spare = MemoryToSpare(run, torch.device("cuda", 0))
-    spare.see(31.0)
-    spare.see(31.0)
+def test_spare_memory_is_logged_once(lines: list[str], caplog: pytest.LogCaptureFixture):
+    spare = SpareMemory(saving_options(experiment("activation_checkpoint=full")), torch.device("cuda", 0))
+    spare.check(31.0)
+    spare.check(31.0)
     assert len(caplog.messages) == 1
     assert "activation_checkpoint=none" in caplog.messages[0]
-    assert "of 140 GiB at most 31.0 were in use" in caplog.messages[0]
+    assert "at most 31.0 of 140 GiB were in use" in caplog.messages[0]
 
 
 @pytest.mark.parametrize(
@@ -38,13 +37,15 @@ def test_memory_that_nobody_used_is_spoken_of_once(lines: list[str], caplog: pyt
         ("activation_checkpoint=full", "cpu", None),
     ],
 )
-def test_else_nothing_is_said(
+def test_without_spare_memory_nothing_is_logged(
     lines: list[str], caplog: pytest.LogCaptureFixture, override: str, device: str, reserved: float | None
 ):
-    MemoryToSpare(experiment(override), torch.device(device, 0)).see(reserved)
+    SpareMemory(saving_options(experiment(override)), torch.device(device, 0)).check(reserved)
     assert caplog.messages == []
 
 
 def test_options_are_a_line_each(lines: list[str], caplog: pytest.LogCaptureFixture):
-    note_slower(experiment("optimizer.implementation=for_loop", "training.deterministic=true", "cluster.device=cpu"))
+    log_slow_options(
+        experiment("optimizer.implementation=for_loop", "training.deterministic=true", "cluster.device=cpu")
+    )
     assert [it.partition(":")[0] for it in caplog.messages] == ["slower than without"] * 2

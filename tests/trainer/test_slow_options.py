@@ -1,4 +1,4 @@
-"""What a run's log says of options that cost speed."""
+"""Log lines about options that cost speed."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def said(*overrides: str) -> list[str]:
 
 
 @pytest.mark.parametrize("gpus", [0, 8])
-def test_of_the_default_run_nothing_is_said(gpus: int, monkeypatch: pytest.MonkeyPatch):
+def test_defaults_have_no_slow_option(gpus: int, monkeypatch: pytest.MonkeyPatch):
     give_gpus(monkeypatch, gpus)
     assert said() == []
     assert said("compile=all", "quantization=none", "training.mixed_precision=bf16") == []
@@ -23,14 +23,14 @@ def test_of_the_default_run_nothing_is_said(gpus: int, monkeypatch: pytest.Monke
     [
         (["optimizer.implementation=foreach"], "optimizer.implementation=fused takes one"),
         (["optimizer.implementation=triton"], None),
-        (["optimizer.state_precision=int8"], "one parameter after the other"),
-        (["optimizer.state_precision=bf16"], "optimizer.implementation=triton one with these moments"),
+        (["optimizer.state_precision=int8"], "parameters one by one"),
+        (["optimizer.state_precision=bf16"], "optimizer.implementation=triton with bf16 moments"),
         (["optimizer.state_precision=bf16", "optimizer.implementation=triton"], None),
         (["quantization=float8_rowwise"], None),
         (["quantization=float8_rowwise", "quantization.smallest_gemm=0"], None),
         (
             ["model=llama3_2_1b", "quantization=float8_rowwise", "quantization.smallest_gemm=0"],
-            "takes 64 projections with fewer than 4096",
+            "quantizes 64 linears with fewer than 4096",
         ),
         (["quantization=mxfp8", "quantization.emulate=true"], "is emulated"),
         (["model.attention_backend=math"], "model.attention_backend=auto"),
@@ -40,7 +40,7 @@ def test_of_the_default_run_nothing_is_said(gpus: int, monkeypatch: pytest.Monke
         (["compile.cuda_graphs=true"], "unless launching kernels takes longer than running them"),
         (["training.deterministic=true"], "training.deterministic=false"),
         (["parallelism.tp=8"], None),
-        (["parallelism.tp=16"], "parallelism.tp=8 or fewer stays within one"),
+        (["parallelism.tp=16"], "parallelism.tp=8 or less stays within a node"),
     ],
 )
 def test_on_gpus(overrides: list[str], says: str | None, monkeypatch: pytest.MonkeyPatch):

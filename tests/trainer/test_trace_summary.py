@@ -6,7 +6,7 @@ import pytest
 
 from titan_exp.trainer.profiling.kernel_categories import kind_of
 from titan_exp.trainer.profiling.overlap import Span, time_shares
-from titan_exp.trainer.profiling.trace_summary import summary_of
+from titan_exp.trainer.profiling.trace_summary import PHASE, summary_of
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_the_text_says_what_the_numbers_are():
     assert "60.0 %  GEMM\n" in text
     assert "20.0 %  communication\n" in text
     assert "20.0 %  idle: no kernel ran\n" in text
-    assert "another 10.0 %." in text
+    assert "another 10.0 % overlapped." in text
     assert found.line().startswith("GEMM 60.0 %, attention 0.0 %, communication 20.0 %")
     assert [(each.name, each.seconds, each.calls) for each in found.longest] == [
         ("sm90_gemm", 0.6, 1),
@@ -127,3 +127,23 @@ def test_a_run_is_summarized_on_every_rank(tmp_path):
         assert all(shares[kind] > 0 for kind in ("gemm", "attention", "communication", "optimizer", "other"))
         assert (found["device"], found["first_step"], found["last_step"]) == ("cpu", 2, 3)
         assert (tmp_path / f"traces/summary-rank-{rank:05d}.txt").read_text().startswith("steps 2 to 3: ")
+        assert not any(name["name"].startswith(PHASE) for name in found["longest"]), "a phase is no work of its own"
+
+
+@pytest.mark.parametrize(
+    ("layout", "phases"),
+    [
+        ("training.micro_batch_size=4", {"micro-batch 0", "micro-batch 1", "clip and optimizer"}),
+        (
+            "parallelism.pp=2 training.micro_batch_size=4",
+            {"F stage 0 micro-batch 1", "B stage 0 micro-batch 0", "reduce gradients of stage 0", "clip and optimizer"},
+        ),
+    ],
+)
+def test_a_trace_marks_the_phases_of_a_step(tmp_path, layout: str, phases: set[str]):
+    from tests.parity.runs import train
+
+    train(tmp_path, *layout.split(), "profiling=trace", "profiling.start=1", "profiling.steps=1", "training.steps=3")
+    events = json.loads((tmp_path / "traces/steps-2-2-rank-00000.json").read_text())["traceEvents"]
+    names = {event.get("name", "") for event in events}
+    assert phases <= {name.removeprefix(PHASE) for name in names if name.startswith(PHASE)}

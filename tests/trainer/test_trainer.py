@@ -29,6 +29,7 @@ def run(path: Path, *overrides: str) -> tuple[bool, RunFolder]:
     folder = RunFolder(path)
     with joined_process_group(CPU):
         trainer = Trainer(experiment(*overrides), folder, CPU)
+        trainer.restore()
         try:
             finished = trainer.run()
         finally:
@@ -36,7 +37,7 @@ def run(path: Path, *overrides: str) -> tuple[bool, RunFolder]:
     return finished, folder
 
 
-def test_rows_say_what_the_design_names(tmp_path):
+def test_rows_have_the_documented_keys(tmp_path):
     _, folder = run(tmp_path, "tracking.log_every=5", "optimizer.lr=3e-3")
     rows = read_metrics(folder.metrics)
     assert [row["step"] for row in rows] == [5, 10]
@@ -47,7 +48,7 @@ def test_rows_say_what_the_design_names(tmp_path):
     assert rows[1]["mfu"] is None, "nobody knows a CPU's peak"
 
 
-def test_the_first_loss_is_that_of_a_model_that_knows_nothing(tmp_path):
+def test_the_first_loss_is_that_of_a_uniform_prediction(tmp_path):
     _, folder = run(tmp_path, "training.steps=1")
     assert read_metrics(folder.metrics)[0]["loss"] == pytest.approx(math.log(320), abs=0.15)
 

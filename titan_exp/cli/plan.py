@@ -4,16 +4,12 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from titan_exp.cli.hydra_command import run_with_hydra
-from titan_exp.config.errors.did_you_mean import listed, nearest
+from titan_exp.cli.plan_commands.options import device_for, take_options
+from titan_exp.config.errors.did_you_mean import nearest
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.config.groups.experiment import Experiment
-
-if TYPE_CHECKING:
-    from titan_exp.plan.cuda.devices import Device
 
 HELP = """\
 titan-exp plan [--device NAME] [--ranks LIST] [--html FILE] [--full] [--json] [key=value ...]
@@ -61,11 +57,11 @@ def run(words: Sequence[str]) -> int:
         from titan_exp.cli.plan_commands.search import HELP as SEARCH_HELP
         from titan_exp.cli.plan_commands.search import search_command, search_options
 
-        sought, rest = search_options(words[1:])
-        if sought.help:
+        search, rest = search_options(words[1:])
+        if search.help:
             print(SEARCH_HELP)
             return 0
-        return run_with_hydra(rest, lambda cfg, typed: search_command(cfg, sought, typed))
+        return run_with_hydra(rest, lambda cfg, typed: search_command(cfg, search, typed))
     if words[:1] == ["calibrate"]:
         from titan_exp.cli.plan_commands.calibrate import calibrate_command
 
@@ -90,34 +86,6 @@ def options_among(words: Sequence[str]) -> tuple[Options, list[str]]:
             raise UserError(f"--ranks {given['ranks']}: must be numbers separated by commas, as in --ranks 0,15")
         given["ranks"] = tuple(map(int, given["ranks"].split(",")))
     return Options(**given), rest
-
-
-def take_options(
-    words: Sequence[str], examples: dict[str, str], flags: Sequence[str]
-) -> tuple[dict[str, Any], list[str]]:
-    """Take `--name VALUE` options, flags and `--help` out of words; returns them by name, and the other words.
-
-    Args:
-        examples: an example value by option.
-
-    Raises:
-        UserError: an option lacks its value.
-    """
-    rest, given = list(words), dict[str, Any]()
-    for name, example in examples.items():
-        if f"--{name}" in rest:
-            place = rest.index(f"--{name}")
-            if place + 1 == len(rest):
-                raise UserError(f"--{name} takes a value, as in --{name} {example}")
-            given[name.replace("-", "_")] = rest[place + 1]
-            del rest[place : place + 2]
-    for name in flags:
-        if f"--{name}" in rest:
-            rest.remove(f"--{name}")
-            given[name] = True
-    if {"--help", "-h"} & set(rest):
-        given["help"] = True
-    return given, rest
 
 
 def require_no_verb(words: Sequence[str]) -> None:
@@ -172,25 +140,3 @@ def plan_command(cfg: Any, options: Options) -> int:
         visualization.write(plan)
         print(f"page: {visualization.path}", file=sys.stderr if options.json else sys.stdout)
     return 0
-
-
-def device_for(experiment: Experiment, key: str | None) -> "Device | None":
-    """Device of a run: that of `--device`, else the cluster's; None is a CPU of unknown speed.
-
-    Raises:
-        UserError: the device table has no such GPU.
-    """
-    from titan_exp.config.machine.devices import device_type
-    from titan_exp.plan.cuda.devices import DEVICES, device_named
-    from titan_exp.plan.device_memory import device_memory_of, refine_gpu
-
-    runs = Path(experiment.paths.runs).expanduser()
-    if key is not None:
-        return refine_gpu(device_named(key), experiment.cluster, runs / ".cache")
-    device = device_memory_of(experiment, runs).device
-    if device is None and device_type(experiment.cluster) == "cuda":
-        raise UserError(
-            f"plan: cluster.gpu_type={experiment.cluster.gpu_type or 'null'} is not in the planner's device table. "
-            f"Use --device {listed(DEVICES)}."
-        )
-    return device

@@ -11,7 +11,7 @@ from titan_exp.config.hydra.compose import compose
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import to_experiment
 from titan_exp.doctor.timing import Measurement, median_seconds
-from titan_exp.trainer.rank_call import RunOnRanks, answer
+from titan_exp.trainer.rank_call import RunOnRanks, serve
 
 SIZES = {"cuda": (2**20, 2**24, 2**28), "cpu": (2**16, 2**20, 2**24)}
 """Message sizes in bytes: all-reduce input, all-gather output."""
@@ -32,7 +32,7 @@ def link_rates(run_on_ranks: RunOnRanks, *, ranks: int, device: str, limit: floa
 
 def rank_main(run_folder: str) -> None:
     """Entry point of one rank."""
-    answer(run_folder, _measure)
+    serve(run_folder, _measure)
 
 
 def _measure(_: object, request: Any, device: torch.device) -> list[dict[str, Any]]:

@@ -36,7 +36,7 @@ from titan_exp.trainer.distributed import joined_process_group
 from titan_exp.trainer.forward_backward import EagerModel
 from titan_exp.trainer.load_model import Rows, describe, load_source
 from titan_exp.trainer.objective.language_modeling import LanguageModeling
-from titan_exp.trainer.rank_call import RunOnRanks, answer
+from titan_exp.trainer.rank_call import RunOnRanks, serve
 from titan_exp.trainer.validate import ValidationResult, evaluate_sources
 
 USAGE = """\
@@ -125,7 +125,7 @@ def rank_main(run_folder: str) -> None:
         source, mesh = open_checkpoint(Path(request["path"])), build_mesh(experiment.parallelism, device)
         return dataclasses.asdict(evaluate_source(source, experiment, mesh, request["all_documents"]))
 
-    answer(run_folder, evaluate)
+    serve(run_folder, evaluate)
 
 
 def evaluation_experiment(

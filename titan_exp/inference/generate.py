@@ -26,7 +26,7 @@ from titan_exp.rules import degrees as layout
 from titan_exp.rules import tensor_parallel as tensor
 from titan_exp.rules.rule import ask
 from titan_exp.trainer.load_model import Rows, describe, load_source, tokenizer_of, training_length
-from titan_exp.trainer.rank_call import RunOnRanks, answer
+from titan_exp.trainer.rank_call import RunOnRanks, serve
 
 USAGE = """\
 titan-exp generate [RUN|FOLDER] [prompt=...]
@@ -108,7 +108,7 @@ def rank_main(run_folder: str) -> None:
         source, mesh = open_checkpoint(path, options.step), build_mesh(experiment.parallelism, device)
         return generate(source, options, request["prompts"], window=training_length(path, source), mesh=mesh)
 
-    answer(run_folder, complete)
+    serve(run_folder, complete)
 
 
 def tensor_parallel_experiment(source: OpenCheckpoint, degree: int) -> Experiment:

@@ -37,13 +37,9 @@ def build_model(config: ModelConfig, *, seq_len: int, attention_backend: Attenti
 def choose_attention_backend(
     config: ModelConfig, device: torch.device, *, bf16: bool, documents: bool, parts: bool = False, auto: bool = False
 ) -> AttentionBackend:
-    """Attention kernel for a model on a device, from the kernel that its config asks for.
+    """Attention kernel for a model on a device: the one of its config, or `auto`.
 
-    Args:
-        bf16: True if attention computes in bf16.
-        documents: True if document masks are given.
-        parts: True if context-parallel ranks exchange keys and values.
-        auto: True to leave aside what the config asks for.
+    `documents` says that document masks are given, `parts` that context-parallel ranks exchange keys and values.
     """
     spec = model_spec(config)
     head_dim = spec.attention.qk_dim if spec is not None and spec.attention is not None else 64
@@ -52,7 +48,7 @@ def choose_attention_backend(
 
 
 def init_specs(model: nn.Module) -> dict[str, InitSpec] | None:
-    """Initialization of every parameter by full name; None where a model does not declare all of them."""
+    """Initialization of every parameter by full name; None if the model does not declare all of them."""
     table = {
         f"{path}.{name}" if path else name: init
         for path, module in model.named_modules()

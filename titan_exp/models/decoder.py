@@ -18,11 +18,9 @@ from titan_exp.ops.loss.cross_entropy import LossSum
 
 
 class Decoder(nn.Module):
-    """A decoder of a spec's embedding, norm and head around a family's blocks.
+    """A decoder: a spec's embedding, norm and head around a family's blocks, called as `block(x, rope, mask)`.
 
-    Args:
-        blocks: by layer number; called as `block(x, rope, mask)`.
-        seq_len: longest sequence in tokens that it will see.
+    `seq_len` is the longest sequence in tokens.
     """
 
     def __init__(self, spec: ModelSpec, blocks: Mapping[int, nn.Module], *, seq_len: int) -> None:
@@ -31,7 +29,7 @@ class Decoder(nn.Module):
         self.embedding = Embedding(spec.vocab_size, spec.dim, spec.embedding_std)
         self.blocks = nn.ModuleDict({str(layer): block for layer, block in blocks.items()})
         self.norm = RMSNorm(spec.dim, spec.norm_eps)
-        # A tied head borrows the embedding's weight in `forward`: one parameter, not two names for one.
+        # A tied head gets the embedding's weight in `forward`, so that the parameter has one name.
         self.head = Head(spec.dim, spec.vocab_size, spec.embedding_std, tied=spec.tied)
         self.rope = None
         if spec.rope is not None:
@@ -44,19 +42,16 @@ class Decoder(nn.Module):
         documents: Int[Tensor, "batch seq"] | None = None,
         loss: LogitsLoss | None = None,
     ) -> Float[Tensor, "batch seq vocab"] | Float[Tensor, "batch part dim"] | LossSum:
-        """Logits of the next token, or their loss; hidden states where the head is another stage's.
+        """Logits of the next token, or their loss; hidden states if another stage has the head.
 
-        Args:
-            x: token ids; the hidden states that a stage before has computed, where the embedding is that stage's. With
-                sequence parallelism those are a rank's part of the tokens.
-            positions: position of each token for RoPE; None counts from the sequence's start.
-            documents: document number of each token; tokens see only their own document. None is plainly causal.
-            loss: called with the hidden states [batch, seq, dim] and the head's weight [vocab, dim], instead of their
-                product; here, because only inside `forward` is a sharded weight whole.
+        `x` are token ids, or the hidden states of the previous pipeline stage, with sequence parallelism this rank's
+        part of the tokens. `positions` default to 0 .. seq - 1. With `documents` tokens see only their own document.
+        `loss` is called with the last hidden states and the head's weight inside `forward`, where a sharded weight is
+        gathered.
         """
         rope = None if self.rope is None else self.rope(x.shape[1], positions)
         mask = self._mask(documents)
-        # Of a tied model the last stage has the embedding as well, for its head.
+        # The last stage of a tied model holds the embedding too, for its head.
         if not x.is_floating_point():
             x = self.embed(x)
         for block in self.blocks.values():
@@ -66,7 +61,7 @@ class Decoder(nn.Module):
         return self.head(self.norm(x), self.embedding.weight if self.spec.tied else None, loss)
 
     def embed(self, tokens: Int[Tensor, "batch seq"]) -> Float[Tensor, "batch part dim"]:
-        """First hidden states; a subclass may scale them or add to them."""
+        """First hidden states; subclasses may scale them or add to them."""
         return self.embedding(tokens)
 
     def pp_plan(self) -> PipelinePlan:

@@ -32,8 +32,9 @@ class Config(TransformerConfig):
 
 
 def spec(config: Config) -> ModelSpec:
-    """Layers of one kind; residual outputs start smaller by sqrt(2 · layers), which keeps the stream's variance
-    (Radford et al. 2019)."""
+    """Layers of one kind; residual outputs start smaller by sqrt(2 · layers), which preserves the variance (Radford
+    et al. 2019).
+    """
     layer = transformer_layer(config, out_std=config.init_std / math.sqrt(2 * config.layers))
     return transformer_spec(config, (layer,) * config.layers)
 
@@ -46,7 +47,7 @@ def block(config: Config, layer: int, backend: "AttentionBackend") -> "Transform
 
 
 def violations(config: Config) -> Iterator[Violation]:
-    """Shapes that a Llama cannot have."""
+    """Shape violations of a Llama."""
     yield from shape_violations(config)
     rope = config.rope
     if rope.scaling == "none" and rope.factor != 1:
@@ -70,7 +71,7 @@ STATE_DICTS = {"huggingface": HUGGINGFACE, "llama": META, "torchtune": TORCHTUNE
 
 
 def state_dict_map(config: Config, form: str) -> StateDictMap:
-    """Our parameters in terms of another tool's tensors."""
+    """State-dict map from another tool's tensors to our parameters."""
     return decoder_map(spec(config), STATE_DICTS[form])
 
 
@@ -89,8 +90,8 @@ def _to_config_json(config: Config) -> dict[str, Any]:
 
 
 def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
-    said = rope_values(values)
-    theta, kind = float(said["rope_theta"]), said["rope_type"]
+    rope_keys = rope_values(values)
+    theta, kind = float(rope_keys["rope_theta"]), rope_keys["rope_type"]
     context = int(values.get("max_position_embeddings", 2048))
     if kind not in ("default", "llama3"):
         raise UserError(f"config.json: rope scaling {kind!r} is not supported; default and llama3 are.")
@@ -99,10 +100,10 @@ def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
         rope = RopeConfig(
             theta,
             "llama3",
-            float(said["factor"]),
-            float(said["low_freq_factor"]),
-            float(said["high_freq_factor"]),
-            int(said["original_max_position_embeddings"]),
+            float(rope_keys["factor"]),
+            float(rope_keys["low_freq_factor"]),
+            float(rope_keys["high_freq_factor"]),
+            int(rope_keys["original_max_position_embeddings"]),
         )
     return Config(name=name, architecture="llama", context=context, rope=rope, **common_fields(values))
 

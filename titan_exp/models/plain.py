@@ -1,4 +1,4 @@
-"""A plain class of the user's own as a model: called with its config and options, described by nothing."""
+"""A user's plain class as a model: called with its config and options, without a spec."""
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Config(llama.Config):
-    """Fields of a Llama, for the class to read, and keyword arguments of its own."""
+    """Fields of a Llama for the class to read, and its own keyword arguments."""
 
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     """Extra keyword arguments for an architecture of your own."""

@@ -44,7 +44,7 @@ def block(config: Config, layer: int, backend: "AttentionBackend") -> "Transform
 
 
 def violations(config: Config) -> Iterator[Violation]:
-    """Shapes that a Qwen3 cannot have."""
+    """Shape violations of a Qwen3."""
     yield from shape_violations(config)
 
 
@@ -53,7 +53,7 @@ STATE_DICTS = {"huggingface": HUGGINGFACE}
 
 
 def state_dict_map(config: Config, form: str) -> StateDictMap:
-    """Our parameters in terms of another tool's tensors."""
+    """State-dict map from another tool's tensors to our parameters."""
     return decoder_map(spec(config), STATE_DICTS[form])
 
 
@@ -63,10 +63,10 @@ def _to_config_json(config: Config) -> dict[str, Any]:
 
 
 def _from_config_json(values: Mapping[str, Any], name: str) -> Config:
-    said, context = rope_values(values), int(values["max_position_embeddings"])
-    if said["rope_type"] != "default":
-        raise UserError(f"config.json: rope scaling {said['rope_type']!r} is not supported for qwen3.")
-    rope, fields = PlainRope(float(said["rope_theta"])), common_fields(values)
+    rope_keys, context = rope_values(values), int(values["max_position_embeddings"])
+    if rope_keys["rope_type"] != "default":
+        raise UserError(f"config.json: rope scaling {rope_keys['rope_type']!r} is not supported for qwen3.")
+    rope, fields = PlainRope(float(rope_keys["rope_theta"])), common_fields(values)
     return Config(name=name, architecture="qwen3", context=context, rope=rope, **fields)
 
 

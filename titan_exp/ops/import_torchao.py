@@ -1,5 +1,4 @@
-"""Importing torchao without what it says of itself: of its kernels, those for other hardware cannot be loaded, of which
-it warns every process."""
+"""Import torchao without its warnings about kernels for other hardware."""
 
 import logging
 from collections.abc import Iterator
@@ -8,13 +7,13 @@ from contextlib import contextmanager
 
 @contextmanager
 def import_torchao() -> Iterator[None]:
-    """Only errors are said inside."""
-    talkative = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
-    levels = [logger.level for logger in talkative]
-    for logger in talkative:
+    """Silence warnings of torchao in the `with` block."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        for logger, level in zip(talkative, levels, strict=True):
+        for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)

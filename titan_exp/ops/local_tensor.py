@@ -1,4 +1,4 @@
-"""The local tensor of a DTensor."""
+"""Local shard of a DTensor."""
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor

@@ -6,19 +6,21 @@ import torch
 
 
 def needs_input_grad(context: Any) -> tuple[bool, bool]:
-    """True for each of an operator's first two inputs whose gradient is used now; call it inside backward.
+    """True for each of an operator's first two inputs whose gradient this backward pass needs; call it inside backward.
 
-    `needs_input_grad` says only whether they ever are. A compiled graph computes both.
+    `ctx.needs_input_grad` covers all backward passes. A compiled graph computes both.
     """
-    ever = context.needs_input_grad[:2]
+    needed_ever = context.needs_input_grad[:2]
     if torch.compiler.is_compiling():
-        return ever
-    first, second = (needed and _is_run(node[0]) for node, needed in zip(context.next_functions, ever, strict=False))
+        return needed_ever
+    first, second = (
+        needed and _will_run(node[0]) for node, needed in zip(context.next_functions, needed_ever, strict=False)
+    )
     return first, second
 
 
-def _is_run(node: Any) -> bool:
+def _will_run(node: Any) -> bool:
     try:
         return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # torch cannot tell of a leaf that it is asked the gradient of
+    except RuntimeError:  # torch cannot tell for a leaf among the requested inputs
         return True

@@ -5,11 +5,10 @@ from jaxtyping import Float
 from torch import Tensor
 
 GROUP = 32
-"""Gate and up columns alternate in groups of this many, so that a contiguous slice of the fused weight, as tensor
-parallelism takes it, holds matching halves of both."""
+"""Gate and up columns alternate in groups of this many, so that tensor-parallel slices hold matching halves of both."""
 
 
 def swiglu(gate_up: Float[Tensor, "batch seq two_ffn"]) -> Float[Tensor, "batch seq ffn"]:
-    """silu(gate) · up, where `gate_up` holds `GROUP` gate columns, then their `GROUP` up columns, and so on."""
+    """silu(gate) · up, where `gate_up` alternates `GROUP` gate columns and `GROUP` up columns."""
     groups = gate_up.unflatten(-1, (-1, 2, GROUP))
     return (F.silu(groups[..., 0, :]) * groups[..., 1, :]).flatten(-2)

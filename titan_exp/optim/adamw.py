@@ -25,13 +25,8 @@ def build(parameters: Sequence["NamedParameter"], config: Config) -> "torch.opti
     from titan_exp.optim.low_precision_adamw import LowPrecisionAdamW
     from titan_exp.optim.parameter_groups import parameter_groups
 
-    groups, lr, betas, eps = (
-        parameter_groups(parameters, config),
-        config.lr,
-        (config.betas[0], config.betas[1]),
-        config.eps,
-    )
-    precision, implementation = config.state_precision, config.implementation
+    groups, lr, betas = parameter_groups(parameters, config), config.lr, (config.betas[0], config.betas[1])
+    precision, implementation, eps = config.state_precision, config.implementation, config.eps
     if implementation == "triton":
         assert precision in ("fp32", "bf16"), "checked by the rules"
         moments = torch.float32 if precision == "fp32" else torch.bfloat16

@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov and Hutter 2019) with clipping in the same pass over memory: torch's states, our kernel."""
+"""Fused clip and AdamW (Loshchilov and Hutter 2019): torch's states, updated by our kernel in one pass over memory."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,17 +11,10 @@ from titan_exp.ops.optim.adamw import adamw_update, bias_rates
 
 
 class FusedClipAdamW(torch.optim.Optimizer):
-    """AdamW for plain tensors and DTensors on CUDA; a kernel for every parameter.
+    """AdamW for fp32 plain tensors and DTensors on CUDA, one kernel per parameter, moments in the dtype `moments`.
 
-    States have the names, shapes and types of torch's fused AdamW, and with moments in bf16 those of
-    `LowPrecisionAdamW`: a checkpoint goes from one to the others.
-
-    Args:
-        groups: parameter groups with their `weight_decay`; parameters are fp32.
-        lr: learning rate.
-        betas: decay rates of the moments.
-        eps: added to the denominator.
-        moments: type that the moments are kept in.
+    States have the names, shapes and dtypes of torch's fused AdamW, or with bf16 moments of `LowPrecisionAdamW`, so
+    that checkpoints are interchangeable.
     """
 
     def __init__(
@@ -38,7 +31,7 @@ class FusedClipAdamW(torch.optim.Optimizer):
         self._moments = moments
 
     def set_grad_scale(self, factor: Tensor) -> None:
-        """Multiply the gradients of the next step, and of no later one, by a scalar on the device."""
+        """Scale the gradients of the next step by a scalar on the device."""
         self._grad_scale = factor
 
     @torch.no_grad()
@@ -57,15 +50,15 @@ class FusedClipAdamW(torch.optim.Optimizer):
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1)
         rates = bias_rates(torch.stack(steps), lr=group["lr"], betas=group["betas"])
-        for parameter, state, its_rates in zip(parameters, states, rates.unbind(), strict=True):
+        for parameter, state, step_rates in zip(parameters, states, rates.unbind(), strict=True):
             gradient = parameter.grad
-            assert gradient is not None, "asked above"
+            assert gradient is not None
             adamw_update(
                 local_tensor(parameter),
                 local_tensor(gradient),
                 local_tensor(state["exp_avg"]),
                 local_tensor(state["exp_avg_sq"]),
-                rates=its_rates,
+                rates=step_rates,
                 decay=group["lr"] * group["weight_decay"],
                 betas=group["betas"],
                 eps=group["eps"],

@@ -18,11 +18,9 @@ from titan_exp.ops.local_tensor import local_tensor
 
 @torch.no_grad()
 def global_grad_norm(parameters: Iterable[Tensor], pp_group: dist.ProcessGroup | None = None) -> Tensor:
-    """L2 norm of all gradients of the whole model, an fp32 scalar that is the same on every rank.
+    """L2 norm of all gradients of the model, an fp32 scalar equal on every rank.
 
-    Args:
-        parameters: parameters on this rank, without the copy of a tied weight that another pipeline stage counts.
-        pp_group: ranks of the pipeline; None without one.
+    `parameters` are this rank's, without copies of tied weights that another pipeline stage counts.
     """
     groups: dict[object, list[Tensor]] = defaultdict(list)
     meshes = {}
@@ -40,8 +38,8 @@ def global_grad_norm(parameters: Iterable[Tensor], pp_group: dist.ProcessGroup |
         sample = meshes[key]
         if sample is not None:
             for axis, placement in enumerate(sample.placements):
-                assert not placement.is_partial(), "a gradient must be reduced before it is measured"
-                # Not only Shard: dim 0 sharded twice is a class of its own.
+                assert not placement.is_partial(), "gradients are reduced before their norm"
+                # Not only Shard: a dim sharded twice has its own placement class.
                 if not placement.is_replicate():
                     dist.all_reduce(square, group=sample.device_mesh.get_group(axis))
         squares.append(square)

@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov and Hutter 2019) whose moments are kept in fewer bits; what it computes with is fp32."""
+"""AdamW (Loshchilov and Hutter 2019) with moments stored in bf16 or 8 bits and computed in fp32."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -16,19 +16,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class LowPrecisionAdamW(torch.optim.Optimizer):
-    """AdamW for plain tensors and DTensors, one parameter after the other.
+    """AdamW for plain tensors and DTensors, parameter by parameter; `precision` is `bf16`, `int8` or `fp8`.
 
-    In 8 bits, what is no matrix or has columns that are not a multiple of a block stays in fp32.
-
-    Args:
-        groups: parameter groups with their `weight_decay`.
-        lr: learning rate.
-        betas: decay rates of the moments.
-        eps: added to the denominator.
-        precision: `bf16`, `int8` or `fp8`; `fp32` is torch's AdamW.
+    8-bit moments of vectors, and of matrices whose columns are no multiple of a block, stay in fp32.
 
     Raises:
-        UserError: a block of a weight lies on two ranks.
+        UserError: a block of 8-bit moments would lie on two ranks.
     """
 
     def __init__(
@@ -63,9 +56,9 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
                     state[f"{name}_scale"] = _placed_as(parameter, scales, shape)
         state["step"] += 1
         step, (beta1, beta2) = float(state["step"]), group["betas"]
-        weight, gradient = local_tensor(parameter), local_tensor(parameter.grad).float()  # type: ignore[arg-type]  # asked above
+        weight, gradient = local_tensor(parameter), local_tensor(parameter.grad).float()  # type: ignore[arg-type]  # not None
         kept = [[local_tensor(state[key]) for key in (name, f"{name}_scale") if key in state] for name in MOMENTS]
-        # The update takes the moments before they are rounded.
+        # The update uses the moments before they are rounded for storage.
         first = formats[0].read(kept[0]).lerp(gradient, 1 - beta1)
         second = formats[1].read(kept[1]).lerp(gradient.square(), 1 - beta2)
         for moment, tensors, value in zip(formats, kept, (first, second), strict=True):
@@ -81,7 +74,7 @@ class LowPrecisionAdamW(torch.optim.Optimizer):
 
 
 def _has_blocks(parameter: Tensor) -> bool:
-    """Asked of the whole parameter, so that every layout keeps the same."""
+    """True if the whole parameter fits 8-bit blocks, so that every layout stores the same."""
     return parameter.dim() >= 2 and parameter.shape[-1] % MOMENT_BLOCK == 0
 
 
@@ -89,7 +82,7 @@ def _require_whole_blocks(parameter: Tensor, precision: str) -> None:
     columns = local_tensor(parameter).shape[-1] if parameter.dim() else 0
     if _has_blocks(parameter) and columns % MOMENT_BLOCK:
         reason = (
-            f"moments are kept in blocks of {MOMENT_BLOCK} numbers of a row, and a rank has {columns} of a row's "
+            f"moments are stored in blocks of {MOMENT_BLOCK} numbers of a row, and a rank has {columns} of "
             f"{parameter.shape[-1]}"
         )
         remedy = "optimizer.state_precision=bf16, or a smaller parallelism.tp or parallelism.dp_shard"
@@ -98,7 +91,7 @@ def _require_whole_blocks(parameter: Tensor, precision: str) -> None:
 
 
 def _placed_as(parameter: Tensor, local: Tensor, shape: torch.Size) -> Tensor:
-    """A rank's part of a tensor of a shape, as that of one that is divided like the parameter."""
+    """A rank's part of a tensor of this shape, sharded like the parameter."""
     if not isinstance(parameter, DTensor):
         return local
     stride = torch.empty(shape, device="meta").stride()

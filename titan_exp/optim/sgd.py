@@ -23,6 +23,11 @@ class Config(OptimizerConfig):
     nesterov: bool
     """Use Nesterov momentum, which `momentum` must be positive for."""
 
+    @property
+    def is_homogeneous(self) -> bool:
+        """True: every parameter is updated alone."""
+        return True
+
 
 def build(parameters: Sequence["NamedParameter"], config: Config) -> "torch.optim.Optimizer":
     """Build torch's SGD, whose weight decay is added to the gradient."""

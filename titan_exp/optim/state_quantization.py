@@ -1,7 +1,7 @@
-"""Storage formats of AdamW's moments: fp32, rounded to bf16, or in blocks of 8-bit numbers with a scale each.
+"""Storage formats of AdamW's moments: fp32, bf16, or 8-bit blocks with a scale each.
 
-Blocks lie within rows, so they are whole on one rank however rows are divided, and a checkpoint fits every layout;
-torchao's own optimizers block what a rank happens to hold.
+Blocks lie within rows, so they are whole on one rank and a checkpoint fits every layout; torchao's optimizers block the
+local shard.
 """
 
 from functools import cache
@@ -15,29 +15,29 @@ from titan_exp.ops.import_torchao import import_torchao
 
 
 class MomentFormat(Protocol):
-    """A way to keep one moment of a parameter, as one or two tensors."""
+    """Storage of one moment of a parameter, as one or two tensors."""
 
     def empty(self, like: Tensor) -> list[Tensor]:
-        """The tensors of a moment that is zero everywhere, for a rank's part of a parameter."""
+        """Tensors of a zero moment, for this rank's shard of a parameter."""
         ...
 
     def read(self, kept: list[Tensor]) -> Tensor:
-        """The moment in fp32, not to be changed."""
+        """The moment in fp32, not to be modified."""
         ...
 
     def write(self, kept: list[Tensor], moment: Tensor) -> None:
-        """Keep a moment."""
+        """Store a moment."""
         ...
 
 
 class Rounded:
-    """In a type of torch's."""
+    """Rounded to a torch dtype."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
     def empty(self, like: Tensor) -> list[Tensor]:
-        """One tensor of the type."""
+        """One tensor of the dtype."""
         return [torch.zeros_like(like, dtype=self.dtype)]
 
     def read(self, kept: list[Tensor]) -> Tensor:
@@ -50,11 +50,10 @@ class Rounded:
 
 
 class Float8Blocks:
-    """e4m3 numbers as bytes, and a scale in fp32 for each block.
+    """e4m3 numbers as bytes, and an fp32 scale per block.
 
-    Args:
-        root: keep square roots, for a moment that is not negative. A second moment spans twice the exponents of the
-            gradients that it is of; one that underflows to 0 makes an update that is many times too large.
+    `root` stores square roots of a non-negative moment: a second moment spans twice the exponents of its gradients, and
+    one that underflows to 0 makes the update far too large.
     """
 
     def __init__(self, *, root: bool = False) -> None:
@@ -72,7 +71,7 @@ class Float8Blocks:
         return found.square_() if self.root else found
 
     def write(self, kept: list[Tensor], moment: Tensor) -> None:
-        """The largest of each block becomes the largest number of the type."""
+        """Scale each block's largest value to e4m3's."""
         from torchao.optim.subclass_fp8 import quantize_fp8
 
         moment = moment.sqrt() if self.root else moment
@@ -82,10 +81,8 @@ class Float8Blocks:
 
 
 class DynamicBlocks:
-    """One of 256 values, denser around zero (Dettmers et al. 2022), and a scale in fp32 for each block.
-
-    Args:
-        signed: whether half of the values are negative.
+    """Codes of 256 values, denser around zero (Dettmers et al. 2022), and an fp32 scale per block; half are negative
+    if `signed`.
     """
 
     def __init__(self, *, signed: bool) -> None:
@@ -102,7 +99,7 @@ class DynamicBlocks:
         return dequant_with_qmap(kept[0], _values(self.signed, kept[0].device), kept[1].flatten())
 
     def write(self, kept: list[Tensor], moment: Tensor) -> None:
-        """The nearest value of each number, over the largest of its block."""
+        """Nearest value of each number, relative to its block's largest."""
         from torchao.optim.quant_utils import quantize_8bit_with_qmap, scale_tensor
 
         scaled, scales = scale_tensor(moment.contiguous(), MOMENT_BLOCK)
@@ -111,12 +108,12 @@ class DynamicBlocks:
 
 
 def formats_of(precision: str) -> tuple[MomentFormat, MomentFormat]:
-    """The formats of the first and of the second moment, by the name of `optimizer.state_precision`."""
+    """Formats of the first and second moment, by `optimizer.state_precision`."""
     if precision in ("fp32", "bf16"):
         rounded = Rounded(torch.float32 if precision == "fp32" else torch.bfloat16)
         return rounded, rounded
     with import_torchao():
-        import torchao.optim  # noqa: F401  # what is used of it is imported where it is
+        import torchao.optim  # noqa: F401  # its functions are imported where used
     if precision == "fp8":
         return Float8Blocks(), Float8Blocks(root=True)
     return DynamicBlocks(signed=True), DynamicBlocks(signed=False)

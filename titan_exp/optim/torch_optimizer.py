@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 class Config(AdamWConfig):
     """Fields of AdamW, so that `optimizer.name` alone changes the class; the class takes `options`."""
 
+    @property
+    def is_homogeneous(self) -> bool:
+        """False: the class is not known."""
+        return False
+
 
 def build(parameters: Sequence["NamedParameter"], config: Config) -> "torch.optim.Optimizer":
     """Call the class as `Class(groups, lr=lr, **options)`; every parameter group has its `role`."""

@@ -1,4 +1,4 @@
-"""Activation checkpointing: what backward recomputes instead of keeping (Chen et al. 2016)."""
+"""Activation checkpointing: backward recomputes activations instead of keeping them (Chen et al. 2016)."""
 
 import functools
 from collections import Counter
@@ -20,14 +20,10 @@ from titan_exp.models.blocks.block_list import iter_blocks, iter_numbered_blocks
 def apply_activation_checkpointing(
     model: nn.Module, config: ActivationCheckpointConfig, *, random: bool = True
 ) -> None:
-    """Make blocks keep what the configuration says and compute the rest again in backward, in place.
+    """Make blocks keep the configured activations and recompute the rest in backward, in place.
 
-    Only `forward` is replaced, so parameter names stay as they are; sharding's hooks gather parameters around it.
-
-    Args:
-        model: its blocks are wrapped.
-        config: what they keep.
-        random: whether blocks may draw random numbers, which are then drawn again.
+    Only `forward` is replaced, so parameter names stay; FSDP's hooks run around it. `random=False` says that blocks
+    draw no random numbers, whose state then need not be restored.
 
     Raises:
         UserError: an operator to keep does not exist.
@@ -37,18 +33,17 @@ def apply_activation_checkpointing(
         case "full":
             _recompute(blocks, preserve_rng_state=random)
         case "every_n":
-            # By number in the whole model, of which a pipeline stage has some.
+            # Layer numbers are those of the whole model, also in a pipeline stage.
             every = [block for number, block in iter_numbered_blocks(model) if (number + 1) % config.every == 0]
             _recompute(every, preserve_rng_state=random)
         case "selective":
-            kept = _kept_operators(config.save)
-            contexts = functools.partial(_selective_contexts, kept)
+            contexts = functools.partial(_selective_contexts, _kept_operators(config.save))
             _recompute(blocks, context_fn=contexts, preserve_rng_state=random)
         case "budget":
-            # Read where a graph is divided into forward and backward, at its first call.
+            # Read when a graph is partitioned into forward and backward, at its first call.
             functorch_config.activation_memory_budget = config.budget
             if hasattr(functorch_config, "unsafe_treat_script_objects_as_zero_size"):
-                # Tensor-parallel blocks hold process groups; that no tensor is in them, the compiler cannot know.
+                # The compiler cannot know that the process groups of tensor-parallel blocks hold no tensors.
                 functorch_config.unsafe_treat_script_objects_as_zero_size = True
 
 
@@ -63,7 +58,7 @@ def _recompute(blocks: Sequence[nn.Module], **options: Any) -> None:
 
 
 def _selective_contexts(kept: Mapping[Any, int]) -> Any:
-    """The contexts of one block's forward pass and of its recomputation, which count calls anew."""
+    """Contexts of a block's forward pass and of its recomputation, each with its own call counters."""
     calls: Counter[Any] = Counter()
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -83,13 +78,13 @@ def _kept_operators(entries: Sequence[str]) -> dict[Any, int]:
         read = read_entry(entry)
         found = _overloads(read.operator) if read is not None else []
         if read is None or not found:
-            raise UserError("Activations cannot be chosen.", [_unknown(entry)])
+            raise UserError("Unknown operator in activation_checkpoint.save.", [_unknown(entry)])
         kept.update(dict.fromkeys(found, read.every))
     return kept
 
 
 def _overloads(name: str) -> list[Any]:
-    """The operator of a full name, or all overloads of a name without one; empty where there is none."""
+    """All overloads of an operator's name, or the one it names; empty if there is none."""
     found: Any = torch.ops
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -107,15 +102,15 @@ def _unknown(entry: str) -> Violation:
         "activation_checkpoint.save",
         entry,
         "torch has no such operator here",
-        offer or "names are those of torch.ops, as in aten.mm or aten.mm.default",
+        offer or "use names of torch.ops, such as aten.mm or aten.mm.default",
     )
 
 
 def _neighbours(name: str) -> Iterator[str]:
-    """Names of the same namespace, with overloads where an overload is asked for."""
+    """Names in the same namespace, with overloads if the entry has one."""
     namespace, _, rest = name.partition(".")
     for known in torch._C._dispatch_get_all_op_names():
-        its_namespace, _, operator = known.partition("::")
-        if its_namespace == namespace:
+        known_namespace, _, operator = known.partition("::")
+        if known_namespace == namespace:
             packet, _, overload = operator.partition(".")
             yield f"{namespace}.{packet}.{overload or 'default'}" if "." in rest else f"{namespace}.{packet}"

@@ -1,8 +1,7 @@
-"""The one order in which a model is made parallel, the same for every model.
+"""Order of parallelisms, the same for every model.
 
-Tensor and context parallelism change the blocks first, so that what follows sees local shapes; compile comes before
-recomputation, whose wrapper is traced only where it chooses among operators; sharding comes last and gathers whatever
-is there.
+Tensor and context parallelism come first, so that later ones see local shapes; compilation before activation
+checkpointing, unless that selects operators; FSDP last, so that it gathers whatever parameters exist.
 """
 
 from torch import nn
@@ -32,7 +31,7 @@ def parallelize(
     if parallelism.async_tp:
         enable_async_tp(mesh)
     apply_context_parallel(model, mesh, parallelism.cp_method)
-    # Random numbers' state is read by the host; a pass that is recorded draws none.
+    # Restoring RNG state synchronizes with the host; a captured pass draws no random numbers.
     random = not compilation.cuda_graphs
     if needs_compiler(checkpointing):
         apply_activation_checkpointing(model, checkpointing, random=random)
@@ -41,7 +40,7 @@ def parallelize(
     if not needs_compiler(checkpointing):
         apply_activation_checkpointing(model, checkpointing, random=random)
     if compilation.cuda_graphs:
-        # One rank, whose weights stay where they are: `compute_weights` rounds them.
+        # One rank with weights at fixed addresses, rounded by `SingleRankPrecision`.
         assert mesh.world.size() == 1, "checked by the rules"
         return
     sharding = FSDPOptions(

@@ -1,5 +1,4 @@
-"""Collectives that return a new, finished tensor: the form that the compiler sees through, and overlaps, reorders and
-fuses where it can."""
+"""Functional collectives, which the compiler can trace, overlap, reorder and fuse."""
 
 import torch
 from torch import Tensor
@@ -8,7 +7,7 @@ _OPERATORS = torch.ops._c10d_functional
 
 
 def all_gather(tensor: Tensor, degree: int, group: str) -> Tensor:
-    """The ranks' tensors [n, ...], one after the other: [degree · n, ...]."""
+    """Concatenate the ranks' tensors [n, ...] to [degree · n, ...]."""
     return _OPERATORS.wait_tensor(_OPERATORS.all_gather_into_tensor(tensor.contiguous(), degree, group))
 
 
@@ -18,5 +17,5 @@ def reduce_scatter(tensor: Tensor, degree: int, group: str) -> Tensor:
 
 
 def all_reduce(tensor: Tensor, operation: str, group: str) -> Tensor:
-    """The `sum` or `max` of the ranks' tensors."""
+    """`sum` or `max` of the ranks' tensors."""
     return _OPERATORS.wait_tensor(_OPERATORS.all_reduce(tensor.contiguous(), operation, group))

@@ -1,4 +1,4 @@
-"""From meta tensors to real ones: every rank draws just its own shards of the initial weights."""
+"""Initialization of meta models: each rank draws its own shards of the initial weights."""
 
 from collections.abc import Callable, Mapping
 
@@ -12,9 +12,9 @@ from titan_exp.ops.local_tensor import local_tensor
 
 
 def materialize_parameters(model: nn.Module, device: torch.device, *, cpu_offload: bool = False) -> None:
-    """Give a sharded meta model memory, parameters unfilled, and compute its buffers.
+    """Allocate the parameters of a sharded meta model, unfilled, and compute its buffers.
 
-    Everything is on `device`, but for parameters that are offloaded to the CPU.
+    Offloaded parameters go to the CPU, everything else to `device`.
     """
     model.to_empty(device="cpu" if cpu_offload else device)
     if cpu_offload:
@@ -30,7 +30,7 @@ def materialize_parameters(model: nn.Module, device: torch.device, *, cpu_offloa
 
 @torch.no_grad()
 def init_weights(model: nn.Module, table: Mapping[str, InitSpec], seed: int) -> None:
-    """Fill parameters from their declared distributions; the same values in every layout, without communication."""
+    """Fill parameters from their initial distributions, identically in every layout and without communication."""
     for name, parameter in model.named_parameters():
         local_tensor(parameter).copy_(init_slice(seed, name, table[name], local_shard(parameter)))
 
@@ -39,7 +39,7 @@ def init_weights(model: nn.Module, table: Mapping[str, InitSpec], seed: int) -> 
 def copy_initial_weights(model: nn.Module, build: Callable[[], nn.Module], seed: int) -> None:
     """Fill parameters from a whole model built on the CPU under the seed.
 
-    For models that do not declare their initial weights; costs each rank the memory of the whole model for a moment.
+    For models that do not declare their initial weights; each rank temporarily holds the whole model in memory.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

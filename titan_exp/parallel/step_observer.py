@@ -1,4 +1,4 @@
-"""Step observer: callbacks inside one optimizer step, by default no-ops, for the planner and other instruments."""
+"""Step observer: callbacks inside one optimizer step, no-ops by default, for the planner and the profiler."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -10,28 +10,28 @@ from titan_exp.config.layout.pipeline_schedules import Action
 
 
 class StepObserver:
-    """Callbacks of a training step, each a no-op. Subclasses override those that they need."""
+    """Callbacks of a training step, each a no-op. Subclasses override some."""
 
     def microbatch_begin(self, index: int) -> None:
-        """Forward and backward of a micro-batch begin, without a pipeline."""
+        """Before forward and backward of a micro-batch, without a pipeline."""
 
     def action_begin(self, action: Action) -> None:
-        """A pipeline action begins, its input received."""
+        """Before a pipeline action, its input received."""
 
     def action_end(self, action: Action, result: Tensor | None) -> None:
-        """A pipeline action has computed its output, or the gradient of its input."""
+        """After a pipeline action; `result` is its output or the gradient of its input."""
 
     def stage_reduction_begin(self, stage: int) -> None:
-        """The gradients of a pipeline stage are about to be reduced."""
+        """Before the gradients of a pipeline stage are reduced."""
 
     def group_reduction_begin(self) -> None:
-        """The gradients of one FSDP parameter group of that stage are about to be reduced."""
+        """Before the gradients of one FSDP parameter group of the stage are reduced."""
 
     def stage_reduction_end(self) -> None:
-        """All parameter groups of that stage have begun to reduce their gradients; FSDP waits for them next."""
+        """After all parameter groups of the stage have started their reduction; FSDP waits for them next."""
 
     def gradients_ready(self, parts: Sequence[nn.Module]) -> None:
-        """Every backward pass is done and gradients are in `weight.grad`. Clipping and the optimizer follow."""
+        """After all backward passes, with gradients in `weight.grad`; before clipping and the optimizer."""
 
 
 _OBSERVER = ContextVar("step_observer", default=StepObserver())  # noqa: B039  # stateless

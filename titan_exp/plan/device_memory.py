@@ -9,9 +9,8 @@ from pathlib import Path
 
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.groups.cluster import ClusterConfig
-from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.config.machine.devices import device_type, node_size
+from titan_exp.config.machine.devices import node_size
 from titan_exp.config.machine.local_machine import cpu_name, gpu_names, host_memory, usable_cores
 from titan_exp.plan.calibrated_constants import read_constants
 from titan_exp.plan.cuda.devices import DEVICES, Device
@@ -48,27 +47,18 @@ class DeviceMemory:
     """Reason why the capacity is not known, and the key that sets it."""
 
 
-def device_memory_of(experiment: Experiment, runs: Path) -> DeviceMemory:
-    """Device and memory of a run with a resolved layout.
-
-    Args:
-        runs: `paths.runs`; its `.cache` keeps measured and fitted numbers.
-    """
-    cluster, cache = experiment.cluster, runs / ".cache"
-    if device_type(cluster) == "cuda":
-        return _gpu_memory(cluster, cache)
-    return _cpu_memory(cluster, ResolvedLayout.of(experiment).world_size, experiment.training.mixed_precision, cache)
+def device_memory_of(layout: ResolvedLayout, runs: Path) -> DeviceMemory:
+    """Device and memory of a run. The `.cache` of `runs` keeps measured and fitted numbers."""
+    cache = runs / ".cache"
+    if layout.device_type == "cuda":
+        return gpu_memory(layout.cluster, cache)
+    return _cpu_memory(layout.cluster, layout.world_size, layout.training.mixed_precision, cache)
 
 
 def cpu_device(name: str, cache: Path, *, dtype: str, threads: int, processes: int) -> Device | None:
     """Device of one of several processes on a CPU; None where `titan-exp doctor` has not measured the CPU.
 
-    Args:
-        name: `cpu_name` of the machine.
-        cache: `.cache` of the runs.
-        dtype: dtype of matmuls, `fp32` or `bf16`.
-        threads: cores of the process.
-        processes: processes of the machine, which share its bandwidth.
+    Matmuls are in `dtype` (`fp32` or `bf16`) on the process's `threads` cores; `processes` share the bandwidth.
     """
     measured = read_rates(cache, name)
     if measured is None or dtype not in measured.tflops or measured.copy is None:
@@ -84,11 +74,7 @@ def cpu_device(name: str, cache: Path, *, dtype: str, threads: int, processes: i
 
 
 def refine_gpu(device: Device, cluster: ClusterConfig, cache: Path) -> Device:
-    """A GPU of the table with the links of its cluster, measured rates and fitted constants.
-
-    Args:
-        cache: `.cache` of the runs.
-    """
+    """A GPU of the table with the links of its cluster, and with measured rates and fitted constants of `cache`."""
     links = {name: getattr(cluster, name) for name in ("link_gbs", "network_gbs") if getattr(cluster, name) is not None}
     device = replace(device, **links)
     names = [name for name, key in DEVICE_KEYS.items() if DEVICES[key].name == device.name]
@@ -106,7 +92,8 @@ def refine_gpu(device: Device, cluster: ClusterConfig, cache: Path) -> Device:
     return read_constants(cache, device.name).apply_to(device)
 
 
-def _gpu_memory(cluster: ClusterConfig, cache: Path) -> DeviceMemory:
+def gpu_memory(cluster: ClusterConfig, cache: Path) -> DeviceMemory:
+    """Device and memory of a run on GPUs. `cache` is the `.cache` of the runs."""
     installed = gpu_names() if not cluster.is_remote and cluster.gpu_type is None else []
     key = (cluster.gpu_type or "").lower()
     if installed and len(set(installed)) == 1:

@@ -14,7 +14,7 @@ from titan_exp.plan.cuda.cpu_offload import HostUsage
 from titan_exp.plan.predict import Plan, RankPlan
 from titan_exp.plan.trace.inductor import uses_inductor
 from titan_exp.plan.trace.memory_tracker import CATEGORIES
-from titan_exp.quantization.hardware_support import LEAST
+from titan_exp.quantization.hardware_support import MIN_CAPABILITY
 from titan_exp.tracking.number_format import GIB, MIB, format_bytes, format_si
 
 COMPILED = " Compiled regions are traced with inductor's CPU code, which has not been compared with a GPU."
@@ -215,7 +215,7 @@ def _emulated(plan: Plan) -> Iterator[str]:
     config, device = plan.experiment.quantization, plan.device
     if plan.layout.device_type == "cpu" or config.recipe == "none" or device is None:
         return
-    least = LEAST[config.recipe]
+    least = MIN_CAPABILITY[config.recipe]
     if device.capability is None or device.capability < least:
         yield (
             f"{config.recipe} is emulated on {device.name}, as in training: its instructions need CUDA capability "

@@ -15,9 +15,9 @@ from titan_exp.plan.cuda.caching_allocator import Reservations, reservations
 from titan_exp.plan.cuda.cpu_offload import GPU
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.cuda.fake_kernels import fake_cuda_capability
-from titan_exp.plan.extrapolate.allocation_events import ExtrapolationError
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
 from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
+from titan_exp.plan.extrapolate.stages import ExtrapolationError
 from titan_exp.plan.supported import attention_kernel, check_supported, check_supported_on
 from titan_exp.plan.time.roofline import RankTime, pipeline_bubble, rank_time
 from titan_exp.plan.trace.fake_world import DEVICE, FakeRank, fake_rank, pipeline_ranks
@@ -138,13 +138,10 @@ def predict(
     *,
     full: bool = False,
 ) -> Plan:
-    """Predict a run with a resolved layout.
+    """Predict a run with a resolved layout on a device; None is a CPU of unknown speed.
 
-    Args:
-        device: device that it runs on; None is a CPU of unknown speed.
-        pipeline_ranks: ranks to predict; None predicts all.
-        on_rank: called with each pipeline rank and its fake rank before its step.
-        full: trace every layer and micro-batch instead of extrapolating.
+    All pipeline ranks are predicted, or those given; `on_rank` is called with each and its fake rank before its step.
+    With `full`, every layer and micro-batch is traced instead of extrapolated.
 
     Raises:
         UserError: an option of the run is not supported.
@@ -159,7 +156,8 @@ def predict(
     where = GPU if cuda and experiment.parallelism.cpu_offload else DEVICE
     node = layout.node_size if cuda else layout.world_size
     numbers = [rank for rank in range(traced.parallelism.pp) if pipeline_ranks is None or rank in pipeline_ranks]
-    tracer = _Tracer(traced, device if cuda else None, on_rank, cuda=cuda, where=where)
+    workspace = device.matmul_workspace if cuda and device is not None else 0
+    tracer = _Tracer(traced, layout, on_rank, cuda, workspace, where)
     with nullcontext() if device is None else fake_cuda_capability(device.capability):
         traces = tracer.traces(numbers, full=full)
     plans, held, state = [], 0, 0
@@ -179,26 +177,26 @@ def predict(
     return Plan(experiment, device, plans, bubble, step, tracer.flops_per_token, checkpoint, took, tracer.why_full)
 
 
+@dataclass
 class _Tracer:
     """Traces of pipeline ranks, extrapolated or full, with the model's parameter count and FLOPs."""
 
-    def __init__(
-        self,
-        experiment: Experiment,
-        device: Device | None,
-        on_rank: Callable[[int, FakeRank], None] | None,
-        *,
-        cuda: bool,
-        where: torch.device,
-    ) -> None:
-        self._experiment, self._on_rank, self._cuda, self._where = experiment, on_rank, cuda, where
-        self._workspace = 0 if device is None else device.matmul_workspace
-        self.parameters, self.flops_per_token, self.why_full = 0, 0.0, ""
+    experiment: Experiment
+    layout: ResolvedLayout
+    on_rank: Callable[[int, FakeRank], None] | None
+    cuda: bool
+    workspace: int
+    """Bytes that the matmul library keeps for each thread."""
+    where: torch.device
+    """Device of the fake tensors."""
+    parameters: int = 0
+    flops_per_token: float = 0.0
+    why_full: str = ""
 
     def traces(self, numbers: Sequence[int], *, full: bool) -> list[Trace]:
         """Traces of pipeline ranks."""
-        if not full and is_worthwhile(self._experiment, len(numbers)):
-            self.why_full = unsupported_reason(self._experiment) or ""
+        if not full and is_worthwhile(self.layout, self.experiment.activation_checkpoint, len(numbers)):
+            self.why_full = unsupported_reason(self.experiment) or ""
             try:
                 if not self.why_full:
                     return self._extrapolate(numbers)
@@ -207,12 +205,12 @@ class _Tracer:
         return [self._trace(number) for number in numbers]
 
     def _extrapolate(self, numbers: Sequence[int]) -> list[Trace]:
-        extrapolator, found = TraceExtrapolator(self._experiment, self._cuda, self._workspace), list[Trace]()
+        extrapolator, found = TraceExtrapolator(self.experiment, self.cuda, self.workspace), list[Trace]()
         for number in numbers:
             found.append(extrapolator.trace(number))
             model = extrapolator.optimizer_step(number)
             self.parameters, self.flops_per_token = model.parameters, model.flops_per_token
-        for number in numbers if self._on_rank is not None else ():
+        for number in numbers if self.on_rank is not None else ():
             with self._rank(number):
                 pass
         return found
@@ -227,17 +225,17 @@ class _Tracer:
                 warmup_step=rank.warmup_step,
                 preallocated=rank.preallocated,
                 batches=rank.batches,
-                cuda=self._cuda,
-                inductor=uses_inductor(self._experiment.compile),
-                matmul_workspace=self._workspace,
+                cuda=self.cuda,
+                inductor=uses_inductor(self.experiment.compile),
+                matmul_workspace=self.workspace,
             )
 
     @contextmanager
     def _rank(self, number: int) -> Iterator[FakeRank]:
-        rank = pipeline_ranks(self._experiment)[number]
-        with fake_rank(self._experiment, rank, self._where) as fake:
-            if self._on_rank is not None:
-                self._on_rank(number, fake)
+        rank = pipeline_ranks(self.layout)[number]
+        with fake_rank(self.experiment, rank, self.where) as fake:
+            if self.on_rank is not None:
+                self.on_rank(number, fake)
             yield fake
 
 

@@ -1,7 +1,5 @@
 """Options that the planner supports; checked without torch, so that a refusal comes at once."""
 
-from collections.abc import Iterator
-
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
@@ -32,27 +30,23 @@ def check_supported(experiment: Experiment) -> None:
     """
     cuda, found = device_type(experiment.cluster) == "cuda", list[Violation]()
     if experiment.compile.enabled and experiment.compile.backend not in BACKENDS:
-        reason, backend = "the memory of this backend is not known", experiment.compile.backend
-        found.append(Violation("compile.backend", backend, reason, f"one of {listed(BACKENDS)}, or compile=none"))
-    if cuda:
-        found += _on_cuda(experiment)
+        reason, remedy = "the memory of this backend is not known", f"one of {listed(BACKENDS)}, or compile=none"
+        found.append(Violation("compile.backend", experiment.compile.backend, reason, remedy))
+    backend = attention_backend(experiment.model)
+    if cuda and experiment.parallelism.async_tp:
+        reason = "symmetric memory lies outside torch's allocator, and its operators exist only on a GPU"
+        found.append(Violation("parallelism.async_tp", True, reason, "parallelism.async_tp=false"))
+    if cuda and experiment.compile.cuda_graphs:
+        reason, remedy = "the private memory pool of a CUDA graph is not modelled", "compile.cuda_graphs=false"
+        found.append(Violation("compile.cuda_graphs", True, reason, f"{remedy} plans the same run without"))
+    if cuda and backend in WHY_NOT:
+        remedy = "model.attention_backend=auto, or math"
+        found.append(Violation("model.attention_backend", backend, WHY_NOT[backend], remedy))
+    if cuda and backend == "cudnn" and experiment.data.document_mask:
+        reason = "cuDNN's workspace with a mask is not known, and data.document_mask is true"
+        found.append(Violation("model.attention_backend", backend, reason, "model.attention_backend=auto"))
     if found:
         raise UserError("This run cannot be planned.", found)
-
-
-def _on_cuda(experiment: Experiment) -> Iterator[Violation]:
-    if experiment.parallelism.async_tp:
-        reason = "symmetric memory lies outside torch's allocator, and its operators exist only on a GPU"
-        yield Violation("parallelism.async_tp", True, reason, "parallelism.async_tp=false")
-    if experiment.compile.cuda_graphs:
-        reason = "the private memory pool of a CUDA graph is not modelled"
-        yield Violation("compile.cuda_graphs", True, reason, "compile.cuda_graphs=false plans the same run without")
-    backend = attention_backend(experiment.model)
-    if backend in WHY_NOT:
-        yield Violation("model.attention_backend", backend, WHY_NOT[backend], "model.attention_backend=auto, or math")
-    if backend == "cudnn" and experiment.data.document_mask:
-        reason = "cuDNN's workspace with a mask is not known, and data.document_mask is true"
-        yield Violation("model.attention_backend", backend, reason, "model.attention_backend=auto")
 
 
 def check_supported_on(experiment: Experiment, device: Device) -> None:

@@ -1,1 +1,1 @@
-"""Matmuls in fewer bits: recipes on torchao's casts and matmuls, for weights divided and sharded in any way."""
+"""Matmuls in fewer bits: recipes on torchao's casts and matmuls, for weights sharded in any way."""

@@ -1,7 +1,7 @@
-"""Weights quantized shard by shard and gathered as bytes: half of what bf16 sends, and the same numbers.
+"""Float8 all-gather: weights are quantized per shard and gathered as bytes, half of bf16's traffic.
 
-A shard is rounded to the type that the weight is computed in first, as it would be on its way; torchao goes from fp32
-to float8 at once. Bytes, because gloo does not know float8.
+A shard is first rounded to the compute dtype, so that the numbers equal those of a bf16 all-gather; torchao casts from
+fp32 directly. Bytes, because gloo does not support float8.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,11 @@ Form = tuple[Callable[[Tensor, torch.dtype], Tensor], Callable[[Tensor, torch.dt
 
 
 def float8_all_gather_format(module: nn.Module) -> Form | None:
-    """All-gather format of a module's weight in float8; None if the weight is not quantized as a
-    whole, or by a scale that a shard does not know."""
-    product = getattr(module, "linear_impl", None)
-    if not isinstance(product, Float8LinearImpl) or product.recipe.rowwise or product.weight_scale is None:
+    """All-gather format of a module's weight in float8; None if it is not quantized with a precomputed scale."""
+    linear_impl = getattr(module, "linear_impl", None)
+    if not isinstance(linear_impl, Float8LinearImpl) or linear_impl.recipe.rowwise or linear_impl.weight_scale is None:
         return None
-    scale = product.weight_scale
+    scale = linear_impl.weight_scale
 
     def encode(shard: Tensor, dtype: torch.dtype) -> Tensor:
         return cast(shard.to(dtype), scale, E4M3).view(torch.uint8)

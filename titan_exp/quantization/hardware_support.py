@@ -10,31 +10,30 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.quantization import QuantizationConfig
 from titan_exp.ops.import_torchao import import_torchao
 
-LEAST = {
+MIN_CAPABILITY = {
     "float8_tensorwise": (8, 9),
     "float8_rowwise": (9, 0),
     "float8_rowwise_gw_hp": (9, 0),
     "mxfp8": (10, 0),
     "nvfp4": (10, 0),
 }
-"""Least CUDA compute capability of each recipe: 8.9 is Ada, 9.0 Hopper, 10.0 Blackwell."""
+"""Minimum CUDA compute capability of each recipe: 8.9 is Ada, 9.0 Hopper, 10.0 Blackwell."""
 
 GROUPED_MULTIPLE = {"float8_rowwise": 16, "mxfp8": 128}
-"""Recipes that torchao has a product of experts for, and what its kernels want dims and an expert's rows to be
-multiples of."""
+"""Recipes with a grouped kernel in torchao, and the multiple that it requires of dims and of each expert's rows."""
 
 GROUPED_GENERATIONS = (9, 10)
-"""CUDA compute capabilities, without what is after the point, that torch's scaled grouped matmul is for."""
+"""Major CUDA compute capabilities supported by torch's scaled grouped matmul."""
 
 
 class Hardware:
-    """Instructions and kernels of a device, asked of torch. The planner assumes those of a GPU that is not there."""
+    """Instructions and kernels of a device, as torch reports them. The planner substitutes those of an absent GPU."""
 
     def has_instructions(self, recipe: str, device: torch.device) -> bool:
         """True if the device has the recipe's instructions."""
         if device.type != "cuda" or torch.version.hip is not None:
             return False
-        return torch.cuda.get_device_capability(device) >= LEAST[recipe]
+        return torch.cuda.get_device_capability(device) >= MIN_CAPABILITY[recipe]
 
     def has_grouped_kernels(self, recipe: str, device: torch.device) -> bool:
         """True if torchao has kernels of the recipe's grouped matmul for the device."""
@@ -52,7 +51,7 @@ _HARDWARE = ContextVar("hardware", default=Hardware())  # noqa: B039  # stateles
 
 @contextmanager
 def assume_hardware(hardware: Hardware) -> Iterator[None]:
-    """Let recipes of the `with` block ask this hardware instead of the process's own."""
+    """Let recipes in the `with` block see this hardware instead of the process's own."""
     token = _HARDWARE.set(hardware)
     try:
         yield
@@ -64,11 +63,11 @@ def needs_emulation(config: QuantizationConfig, device: torch.device) -> bool:
     """True if the recipe is emulated on this device.
 
     Raises:
-        UserError: it must not be, and the device lacks the instructions.
+        UserError: emulation is forbidden, and the device lacks the instructions.
     """
     has = _HARDWARE.get().has_instructions(config.recipe, device)
     if config.emulate is False and not has:
-        major, minor = LEAST[config.recipe]
+        major, minor = MIN_CAPABILITY[config.recipe]
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "a CPU"
         reason = f"{name} lacks the instructions of {config.recipe}, which GPUs of capability {major}.{minor} have"
         violation = Violation("quantization.emulate", False, reason, "quantization.emulate=auto, or quantization=none")
@@ -77,10 +76,7 @@ def needs_emulation(config: QuantizationConfig, device: torch.device) -> bool:
 
 
 def needs_grouped_emulation(config: QuantizationConfig, device: torch.device) -> bool:
-    """True if the recipe's grouped matmul is emulated on this device.
-
-    torchao's kernels have scales that are powers of two alone.
-    """
+    """True if the recipe's grouped matmul is emulated on this device; torchao's kernels need power-of-two scales."""
     if needs_emulation(config, device) or not config.power_of_two_scales:
         return True
     return not _HARDWARE.get().has_grouped_kernels(config.recipe, device)

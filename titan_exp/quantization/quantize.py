@@ -1,4 +1,4 @@
-"""Gives the projections that a recipe takes its product, before anything is divided."""
+"""Apply a quantization recipe: replace the matmul of the selected linear layers, before any sharding."""
 
 import re
 from collections.abc import Iterator
@@ -16,18 +16,13 @@ from titan_exp.quantization.hardware_support import GROUPED_MULTIPLE, needs_emul
 
 
 def quantize(model: nn.Module, config: QuantizationConfig, *, layers: int, device: torch.device) -> None:
-    """Replace the product of every projection that the recipe takes, in place, in a whole model or a part of it. The
-    stacked projections of experts are taken by the same rules.
+    """Replace the matmul of every linear and grouped linear that the recipe selects, in place.
 
-    Args:
-        model: its projections not yet divided; names of modules are those in the whole model.
-        config: the recipe, its `smallest_gemm` resolved.
-        layers: blocks of the whole model.
-        device: what it will run on.
+    `model` is the whole model or a pipeline stage, unsharded, with module names of the whole model; `layers` counts the
+    blocks of the whole model.
 
     Raises:
-        UserError: the device lacks instructions, or torchao a kernel of experts, that must not be emulated; or dims of
-            experts are no multiples of what the recipe takes.
+        UserError: emulation is forbidden and instructions or kernels are missing, or dims of experts do not fit.
     """
     if config.recipe == "none":
         return
@@ -35,68 +30,67 @@ def quantize(model: nn.Module, config: QuantizationConfig, *, layers: int, devic
 
     emulated = needs_emulation(config, device)
     if config.recipe.startswith("float8_row") or (config.recipe == "nvfp4" and emulated):
-        # Else inductor keeps what eager rounds to bf16 between operators, and a row's scale is of other numbers.
+        # Else inductor skips eager's rounding to bf16 between operators, and row scales differ.
         import torch._inductor.config as inductor
 
         inductor.emulate_precision_casts = True
-    for name, projection in _taken(model, config, layers):
-        if isinstance(projection, Linear):
-            projection.linear_impl = linear_impl_for(config, emulated=emulated)
+    for name, linear in _quantized_linears(model, config, layers):
+        if isinstance(linear, Linear):
+            linear.linear_impl = linear_impl_for(config, emulated=emulated)
             continue
         from titan_exp.quantization.grouped.grouped_linear import grouped_linear_impl_for
 
-        grouped_emulated = _experts_are_emulated(name, projection, config, device)
-        projection.linear_impl = grouped_linear_impl_for(config, emulated=grouped_emulated)
+        grouped_emulated = _is_grouped_emulated(name, linear, config, device)
+        linear.linear_impl = grouped_linear_impl_for(config, emulated=grouped_emulated)
 
 
 def describe(model: nn.Module, config: QuantizationConfig, *, layers: int, device: torch.device) -> str | None:
     """One-line summary of a recipe applied to a model; None without a recipe.
 
     Raises:
-        UserError: it takes no projection, or `filter` names one that is not there; or as of `quantize`.
+        UserError: the recipe selects no linear, `filter` matches none, or as in `quantize`.
     """
     if config.recipe == "none":
         return None
-    found = dict(_projections(model))
+    found = dict(_linears(model))
     for pattern in config.filter:
         if not any(fnmatchcase(name, pattern) for name in found):
             offer = did_you_mean(pattern, found) or "patterns look like blocks.*.attention.*"
-            violation = Violation("quantization.filter", pattern, "the model has no such projection", offer)
+            violation = Violation("quantization.filter", pattern, "the model has no such linear layer", offer)
             raise UserError("This run cannot be started.", [violation])
-    taken = dict(_taken(model, config, layers))
-    if not taken:
-        violation = Violation("quantization.recipe", config.recipe, "it takes no projection", "quantization=none")
+    quantized = dict(_quantized_linears(model, config, layers))
+    if not quantized:
+        violation = Violation("quantization.recipe", config.recipe, "it selects no linear layer", "quantization=none")
         raise UserError("This run cannot be started.", [violation])
-    experts = {name: it for name, it in taken.items() if isinstance(it, GroupedLinear)}
-    alone = [_experts_are_emulated(name, it, config, device) for name, it in experts.items()]
-    share = sum(it.weight.numel() for it in taken.values()) / sum(it.numel() for it in model.parameters())
+    experts = {name: linear for name, linear in quantized.items() if isinstance(linear, GroupedLinear)}
+    emulated_experts = [_is_grouped_emulated(name, linear, config, device) for name, linear in experts.items()]
+    weights = sum(linear.weight.numel() for linear in quantized.values())
+    share = weights / sum(parameter.numel() for parameter in model.parameters())
     emulated = needs_emulation(config, device)
-    how = f"emulated on {device.type}" if emulated else f"by the instructions of {device.type}"
+    kernels = f"emulated on {device.type}" if emulated else f"by the instructions of {device.type}"
     if config.fused_casts:
-        how += ", torch's casts" if emulated else ", casts both ways in one pass"
-    if any(alone) and not emulated:
-        how += f", those of experts ({len(experts)}) emulated, for which torchao has no kernel here"
+        kernels += ", torch's casts" if emulated else ", dual casts"
+    if any(emulated_experts) and not emulated:
+        kernels += f", experts ({len(experts)}) emulated, because torchao has no kernel for them here"
     return (
-        f"{config.recipe}, {how}: {len(taken)} of {len(found)} projections, {100 * share:.0f} % of the parameters; "
-        "embedding and head stay in high precision, and MFU is of the bf16 peak"
+        f"{config.recipe}, {kernels}: {len(quantized)} of {len(found)} linear layers, {100 * share:.0f} % of the "
+        "parameters; embedding and head stay in high precision, and MFU refers to the bf16 peak"
     )
 
 
-def _experts_are_emulated(
-    name: str, projection: GroupedLinear, config: QuantizationConfig, device: torch.device
-) -> bool:
+def _is_grouped_emulated(name: str, linear: GroupedLinear, config: QuantizationConfig, device: torch.device) -> bool:
     """True if a grouped linear must be emulated; refuses it if the configuration forbids that."""
     emulated, pattern = needs_grouped_emulation(config, device), re.sub(r"^blocks\.\d+\.", "*.", name)
     if emulated and config.emulate is False:
-        scales = "" if config.power_of_two_scales else " with scales that are no powers of two"
+        scales = "" if config.power_of_two_scales else " without power-of-two scales"
         reason = f"torchao has no kernel here for the experts of {name} in {config.recipe}{scales}"
-        offer = f"quantization.emulate=auto emulates those alone, or quantization.filter=['{pattern}']"
+        offer = f"quantization.emulate=auto emulates only those; or quantization.filter=['{pattern}']"
         raise UserError("This run cannot be started.", [Violation("quantization.emulate", False, reason, offer)])
     multiple = BLOCK[config.recipe] if emulated else GROUPED_MULTIPLE[config.recipe]
-    for size, dim in ((projection.in_features, "inputs"), (projection.out_features, "outputs")):
+    for size, dim in ((linear.in_features, "inputs"), (linear.out_features, "outputs")):
         if size % multiple:
-            reason = f"its dims are multiples of {multiple}, and the experts of {name} have {size} {dim}"
-            offer = f"quantization.filter=['{pattern}'] leaves them in high precision; or another shape"
+            reason = f"it needs multiples of {multiple}, and the experts of {name} have {size} {dim}"
+            offer = f"quantization.filter=['{pattern}'] keeps them in high precision; or another shape"
             if multiple > BLOCK[config.recipe]:
                 offer += f"; or quantization.emulate=true, with multiples of {BLOCK[config.recipe]}"
             raise UserError(
@@ -105,13 +99,15 @@ def _experts_are_emulated(
     return emulated
 
 
-def _taken(model: nn.Module, config: QuantizationConfig, layers: int) -> Iterator[tuple[str, Linear | GroupedLinear]]:
-    for name, module in _projections(model):
+def _quantized_linears(
+    model: nn.Module, config: QuantizationConfig, layers: int
+) -> Iterator[tuple[str, Linear | GroupedLinear]]:
+    for name, module in _linears(model):
         if config.quantizes(name, module.in_features, module.out_features, layers=layers):
             yield name, module
 
 
-def _projections(model: nn.Module) -> Iterator[tuple[str, Linear | GroupedLinear]]:
+def _linears(model: nn.Module) -> Iterator[tuple[str, Linear | GroupedLinear]]:
     for name, module in model.named_modules():
         if isinstance(module, Linear | GroupedLinear):
             yield name, module

@@ -1,4 +1,4 @@
-"""The product of a projection under a recipe, which takes the place of the plain one."""
+"""Quantized implementations of a linear layer, one class per kind of recipe."""
 
 from abc import abstractmethod
 from collections.abc import Callable
@@ -16,11 +16,7 @@ from titan_exp.quantization.mx.nvfp4_linear import NVFP4, nvfp4_linear
 
 
 class ScaledLinearImpl(LinearImpl):
-    """A recipe with a scale for the whole weight.
-
-    Args:
-        precomputed: whether that scale is computed elsewhere, into `weight_scale`.
-    """
+    """A recipe with a scale for the whole weight; if `precomputed`, it is computed elsewhere into `weight_scale`."""
 
     weight_scale: Tensor | None
 
@@ -30,16 +26,11 @@ class ScaledLinearImpl(LinearImpl):
 
     @abstractmethod
     def scales_of(self, amax: Tensor) -> Tensor:
-        """Scales of weights with these largest absolute values, element by element."""
+        """Scales of weights from their amax, element by element."""
 
 
 class Float8LinearImpl(ScaledLinearImpl):
-    """A float8 recipe.
-
-    Args:
-        recipe: how.
-        precomputed: see `ScaledLinearImpl`.
-    """
+    """A float8 recipe."""
 
     def __init__(self, recipe: Float8, *, precomputed: bool) -> None:
         super().__init__(precomputed=precomputed)
@@ -50,12 +41,12 @@ class Float8LinearImpl(ScaledLinearImpl):
         return float8_linear(x, weight, self.weight_scale, self.recipe)
 
     def shard(self, *, input_sharded: bool, amax_reduce: Callable[[Tensor], Tensor]) -> None:
-        """Scales are those of all ranks' parts together."""
+        """Reduce amax over the tensor-parallel ranks."""
         sharded = {"input_amax_reduce" if input_sharded else "output_amax_reduce": amax_reduce}
         self.recipe = replace(self.recipe, **sharded)
 
     def extra_repr(self) -> str:
-        """The recipe, where the model is printed."""
+        """Recipe for `print(model)`."""
         return str(self.recipe)
 
     def scales_of(self, amax: Tensor) -> Tensor:
@@ -64,7 +55,7 @@ class Float8LinearImpl(ScaledLinearImpl):
 
 
 class MXLinearImpl(LinearImpl):
-    """MXFP8. Blocks lie within what a rank holds, so it does not matter how a projection is divided."""
+    """MXFP8. Blocks lie within a shard, so tensor parallelism changes nothing."""
 
     def __init__(self, *, emulated: bool) -> None:
         super().__init__()
@@ -76,13 +67,7 @@ class MXLinearImpl(LinearImpl):
 
 
 class NVFP4LinearImpl(ScaledLinearImpl):
-    """NVFP4. Blocks lie within what a rank holds; the scales of tensors are those of all ranks' parts together.
-
-    Args:
-        recipe: how.
-        emulated: whether to round as the recipe says and multiply in fp32.
-        precomputed: see `ScaledLinearImpl`.
-    """
+    """NVFP4. Blocks lie within a shard; tensor scales cover all ranks' shards."""
 
     def __init__(self, recipe: NVFP4, *, emulated: bool, precomputed: bool) -> None:
         super().__init__(precomputed=precomputed)
@@ -99,12 +84,12 @@ class NVFP4LinearImpl(ScaledLinearImpl):
         return self._multiply(x, weight, self.weight_scale, self.recipe)
 
     def shard(self, *, input_sharded: bool, amax_reduce: Callable[[Tensor], Tensor]) -> None:
-        """Scales of tensors are those of all ranks' parts together."""
+        """Reduce amax over the tensor-parallel ranks."""
         sharded = {"input_amax_reduce" if input_sharded else "output_amax_reduce": amax_reduce}
         self.recipe = replace(self.recipe, **sharded)
 
     def extra_repr(self) -> str:
-        """The recipe, where the model is printed."""
+        """Recipe for `print(model)`."""
         return str(self.recipe)
 
     def scales_of(self, amax: Tensor) -> Tensor:
@@ -113,12 +98,12 @@ class NVFP4LinearImpl(ScaledLinearImpl):
 
 
 def linear_impl_for(config: QuantizationConfig, *, emulated: bool) -> LinearImpl:
-    """The product that a recipe makes."""
+    """Linear implementation of a recipe."""
     if config.recipe == "mxfp8":
         return MXLinearImpl(emulated=emulated)
     if config.recipe == "nvfp4":
-        four = NVFP4(power_of_two=config.power_of_two_scales, stochastic=config.stochastic_rounding)
-        return NVFP4LinearImpl(four, emulated=emulated, precomputed=config.precomputed_scales)
+        recipe4 = NVFP4(power_of_two=config.power_of_two_scales, stochastic=config.stochastic_rounding)
+        return NVFP4LinearImpl(recipe4, emulated=emulated, precomputed=config.precomputed_scales)
     recipe = Float8(
         rowwise=config.recipe != "float8_tensorwise",
         high_precision_weight_gradient=config.recipe == "float8_rowwise_gw_hp",

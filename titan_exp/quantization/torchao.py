@@ -1,7 +1,6 @@
-"""Torchao's casts and matmuls, the engine of every recipe, imported in this file only. (NVFP4's kernels,
-which only Blackwell has the instructions of, are imported where they are used.)
+"""torchao's casts and matmuls, imported here only (NVFP4's Blackwell kernels are imported where used).
 
-Importing it takes a second, so only who has a recipe imports this.
+Importing it takes a second, so only recipes import this module.
 """
 
 from titan_exp.ops.import_torchao import import_torchao

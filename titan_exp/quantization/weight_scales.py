@@ -1,7 +1,6 @@
-"""Scales of whole weights, computed together: from each rank's shards, and one message over the ranks that share them.
+"""Precomputed weight scales: amax of all shards, reduced over ranks in one message.
 
-The largest number of a weight is the same whether it is looked for in fp32 and rounded, or rounded first and then
-looked for, so that these are the scales that would be computed from the gathered weight.
+Rounding is monotonic, so amax before rounding, then rounded, equals amax of the gathered rounded weight.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,29 +14,26 @@ from titan_exp.quantization.recipes import ScaledLinearImpl
 
 
 class WeightScales:
-    """The precomputed scales of this rank's parts of a model.
+    """Precomputed scales of the quantized weights of this rank's modules, which compute in `dtype`.
 
-    Args:
-        parts: quantized, divided and sharded.
-        groups: ranks that have other parts of the same weights; who has the same ones may be among them.
-        dtype: what weights are computed in.
+    `groups` are ranks with other shards of the same weights, possibly with some of the same.
     """
 
     def __init__(self, parts: Sequence[nn.Module], groups: Sequence[dist.ProcessGroup], dtype: torch.dtype) -> None:
         self._weights = list(_weights(parts))
-        self._scales = [it.weight_scale for _, it in self._weights if it.weight_scale is not None]
+        self._scales = [linear.weight_scale for _, linear in self._weights if linear.weight_scale is not None]
         self._groups, self._dtype = groups, dtype
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Compute them anew, after the weights have changed; all ranks together."""
+        """Recompute the scales after the weights have changed; called by all ranks."""
         if not self._weights:
             return
         first = self._weights[0][1]
-        # A rank may hold nothing of a weight that is divided unevenly.
+        # Uneven shards may be empty.
         shards = (local_tensor(weight) for weight, _ in self._weights)
-        largest = [it.abs().amax() if it.numel() else it.new_zeros(()) for it in shards]
-        amax = torch.stack(largest).to(self._scales[0].device)
+        maxima = [shard.abs().amax() if shard.numel() else shard.new_zeros(()) for shard in shards]
+        amax = torch.stack(maxima).to(self._scales[0].device)
         for group in self._groups:
             dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
         scales = first.scales_of(amax.to(self._dtype))
@@ -47,6 +43,6 @@ class WeightScales:
 def _weights(parts: Sequence[nn.Module]) -> Iterator[tuple[nn.Parameter, ScaledLinearImpl]]:
     for part in parts:
         for module in part.modules():
-            product = getattr(module, "linear_impl", None)
-            if isinstance(product, ScaledLinearImpl) and product.weight_scale is not None:
-                yield module.get_parameter("weight"), product
+            linear_impl = getattr(module, "linear_impl", None)
+            if isinstance(linear_impl, ScaledLinearImpl) and linear_impl.weight_scale is not None:
+                yield module.get_parameter("weight"), linear_impl

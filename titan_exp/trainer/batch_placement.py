@@ -7,9 +7,9 @@ from titan_exp.parallel.mesh import Mesh
 
 
 def shard_batch(batch: Batch, mesh: Mesh) -> Batch:
-    """Take this rank's tokens of a CPU batch of whole rows, on the device.
+    """Move a CPU batch of whole rows to the device and take this rank's tokens.
 
-    Under context or pipeline parallelism positions are explicit: a token's index in the shard is not its position.
+    Positions are explicit under context or pipeline parallelism: a token's index in the shard is not its position.
     """
     whole = batch.to(mesh.device)
     if mesh.sequence_shard.degree == 1 and mesh.pp_group is None:

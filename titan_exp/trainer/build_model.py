@@ -1,4 +1,4 @@
-"""From an experiment to a model on this rank's device, ready to train."""
+"""Build the parallel model of this rank: meta device, stage split, quantization, parallelism, initial weights."""
 
 import functools
 from collections.abc import Callable
@@ -33,13 +33,10 @@ from titan_exp.tracking.logging import get_logger
 
 
 class BuiltModel:
-    """A parallel model with its initial weights, and what is known of the whole of it.
-
-    Args:
-        fake_mode: context in which parameters get memory and no values; None makes real ones.
+    """A parallel model with its initial weights, and figures of the whole model. `fake_mode` as in `assemble`.
 
     Raises:
-        UserError: a dotted name cannot be imported; a module that is named does not exist.
+        UserError: an import path cannot be imported, or a named module does not exist.
     """
 
     def __init__(
@@ -57,7 +54,8 @@ class BuiltModel:
             documents=experiment.data.document_mask,
             parts=experiment.parallelism.cp > 1 and experiment.parallelism.cp_method != "ulysses",
         )
-        build = functools.partial(
+        self._experiment, self._layout, self._mesh, self._fake_mode = experiment, layout, mesh, fake_mode
+        self._build = build = functools.partial(
             build_model, experiment.model, seq_len=experiment.training.seq_len, attention_backend=backend
         )
         with torch.device("meta"):
@@ -65,13 +63,13 @@ class BuiltModel:
         self.parameters = parameter_count(model)
         """Number of parameters of the whole model."""
         self.flops_per_token = flops_per_token(model, experiment.training.seq_len)
-        """Operations of a training step per token."""
+        """FLOPs of a training step per token."""
         require_modules(model, experiment.training.fp32_modules)
         recipe = describe(model, experiment.quantization, layers=experiment.model.layers, device=mesh.device)
         self.module: nn.Module = model
-        """The whole model; with a pipeline, on the meta device."""
+        """The whole model; on the meta device under pipeline parallelism."""
         self.pipeline: Pipeline | None = None
-        """This rank's stages, where there is a pipeline."""
+        """This rank's stages under pipeline parallelism."""
         get_logger().info(
             "%s: %s parameters, attention by %s on %s",
             experiment.model.name,
@@ -81,26 +79,42 @@ class BuiltModel:
         )
         if recipe is not None:
             get_logger().info("quantization: %s", recipe)
-        make_real = functools.partial(
-            _make_real, build=build, experiment=experiment, layout=layout, mesh=mesh, fake_mode=fake_mode
-        )
         if mesh.pp_group is None:
-            make_real(model)
+            self._parallelize(model)
         else:
-            self.pipeline = _build_pipeline(model, build, make_real, layout, mesh)
+            self.pipeline = _build_pipeline(model, build, self._parallelize, layout, mesh)
+
+    def _parallelize(self, module: nn.Module) -> None:
+        """Parallelize the whole model or a pipeline stage, and initialize its weights."""
+        experiment, layout, mesh = self._experiment, self._layout, self._mesh
+        specs = init_specs(module)
+        quantize(module, experiment.quantization, layers=experiment.model.layers, device=mesh.device)
+        parallelize(module, mesh, layout, experiment.activation_checkpoint, experiment.compile)
+        with self._fake_mode or nullcontext():
+            materialize_parameters(module, mesh.device, cpu_offload=layout.parallelism.cpu_offload)
+        if experiment.quantization.float8_all_gather:
+            from titan_exp.quantization.float8_all_gather import float8_all_gather_format
+
+            set_all_gather_format(module, float8_all_gather_format)
+        if self._fake_mode is not None:
+            return
+        if specs is not None:
+            init_weights(module, specs, experiment.experiment.seed)
+        else:
+            copy_initial_weights(module, self._build, experiment.experiment.seed)
 
 
 def _build_pipeline(
     whole: nn.Module,
     build: Callable[[], nn.Module],
-    make_real: Callable[[nn.Module], None],
+    parallelize_stage: Callable[[nn.Module], None],
     layout: ResolvedLayout,
     mesh: Mesh,
 ) -> Pipeline:
     parallelism = layout.parallelism
     layers, placement = layout.stage_layers, layout.stage_placement
     microbatches, last = layout.pipeline_microbatches, len(layers) - 1
-    assert mesh.pp_group is not None, "there is a pipeline"
+    assert mesh.pp_group is not None
     if layout.splits_backward:
         keep_compiled_buffers()
     stages, shared = [], shared_parameters(whole)
@@ -110,7 +124,7 @@ def _build_pipeline(
         with torch.device("meta"):
             module = build()
         prune_to_stage(module, layers[number], first=number == 0, last=number == last)
-        make_real(module)
+        parallelize_stage(module)
         stages.append(
             Stage(
                 number,
@@ -121,7 +135,7 @@ def _build_pipeline(
             )
         )
     counts = layout.layer_counts
-    orders = build_schedule(parallelism.pp_schedule, parallelism.pp, len(layers), microbatches)
+    schedule = build_schedule(parallelism.pp_schedule, parallelism.pp, len(layers), microbatches)
     get_logger().info(
         "pipeline: %s, %d stages of %s layers, %d micro-batches of %d sequences, bubble %.0f %%",
         parallelism.pp_schedule,
@@ -129,39 +143,12 @@ def _build_pipeline(
         ", ".join(map(str, counts if len(set(counts)) > 1 else counts[:1])),
         microbatches,
         layout.micro_batch_size,
-        100 * timeline(orders).bubble,
+        100 * timeline(schedule).bubble,
     )
     return Pipeline(
         stages,
-        orders,
+        schedule,
         placement,
         P2PTransport(mesh.pp_group, ActivationSpec.of(layout, mesh.device)),
         keep_gathered=layout.reshard_policy == "never",
     )
-
-
-def _make_real(
-    module: nn.Module,
-    *,
-    build: Callable[[], nn.Module],
-    experiment: Experiment,
-    layout: ResolvedLayout,
-    mesh: Mesh,
-    fake_mode: AbstractContextManager[Any] | None,
-) -> None:
-    """Make a whole model, or a stage of one, parallel, and give it its initial weights."""
-    table = init_specs(module)
-    quantize(module, experiment.quantization, layers=experiment.model.layers, device=mesh.device)
-    parallelize(module, mesh, layout, experiment.activation_checkpoint, experiment.compile)
-    with fake_mode or nullcontext():
-        materialize_parameters(module, mesh.device, cpu_offload=layout.parallelism.cpu_offload)
-    if experiment.quantization.float8_all_gather:
-        from titan_exp.quantization.float8_all_gather import float8_all_gather_format
-
-        set_all_gather_format(module, float8_all_gather_format)
-    if fake_mode is not None:
-        return
-    if table is not None:
-        init_weights(module, table, experiment.experiment.seed)
-    else:
-        copy_initial_weights(module, build, experiment.experiment.seed)

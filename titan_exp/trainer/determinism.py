@@ -1,7 +1,7 @@
-"""Randomness and bitwise repeatability.
+"""Determinism: random seeds of steps, and deterministic kernels.
 
-Random draws in a step (dropout in a model of yours) come from a generator seeded by (seed, step, data rank), so there
-is no generator state to save, and a resumed step draws what the undisturbed one drew.
+Each step seeds the generators by (seed, step, data rank), so that no RNG state needs saving, and a resumed step draws
+the same numbers.
 """
 
 import hashlib
@@ -11,21 +11,21 @@ import torch
 
 
 def seed_step(seed: int, step: int, dp_rank: int, device: torch.device) -> None:
-    """Seed the generators that a step on this device draws from."""
+    """Seed the default generators of CPU and device for a step."""
     digest = hashlib.sha256(f"{seed}/step/{step}/{dp_rank}".encode()).digest()
     number = int.from_bytes(digest[:7], "little")
-    # torch.manual_seed would look for every kind of device there is, each step.
+    # torch.manual_seed would probe every device type in each step.
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":
         torch.cuda.manual_seed(number)
 
 
 def set_deterministic(deterministic: bool) -> None:
-    """Allow only kernels that repeat their bits, or (False) leave the choice to torch."""
+    """Allow deterministic kernels only, if `deterministic`."""
     if not deterministic:
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # Filling fresh memory with NaN costs time and breaks buffers that are written later.
+    # Filling fresh memory with NaN costs time and breaks buffers that are computed later.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.benchmark = False

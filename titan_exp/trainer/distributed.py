@@ -1,4 +1,4 @@
-"""Joining the job: from environment variables to a device and a process group."""
+"""Rendezvous of ranks: device and default process group from environment variables."""
 
 import os
 from collections.abc import Iterator
@@ -12,21 +12,21 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.cluster import ClusterConfig
 
 TIMEOUT = timedelta(minutes=20)
-"""How long a collective waits for the other ranks before the run fails, without the hang watchdog."""
+"""Timeout of collectives without the hang watchdog."""
 JOIN_LIMIT = timedelta(minutes=10)
-"""How long ranks wait for each other at the start: imports from a network disk may take minutes."""
+"""Timeout of the rendezvous: imports from a network disk may take minutes."""
 
 
 class RanksMissing(RuntimeError):
-    """Some ranks of the job did not come."""
+    """Some ranks of the job did not join."""
 
 
 @contextmanager
 def joined(config: ClusterConfig) -> Iterator[torch.device]:
-    """Give this process its device and join the default process group for the time of the block.
+    """Yield this process's device and join the default process group in the `with` block.
 
     Raises:
-        UserError: CUDA was asked for and this machine has none.
+        UserError: CUDA is requested and this machine has none.
     """
     device = _device(config.device, int(os.environ.get("LOCAL_RANK", "0")))
     with joined_process_group(device, timeout=_timeout(config)):
@@ -35,19 +35,19 @@ def joined(config: ClusterConfig) -> Iterator[torch.device]:
 
 @contextmanager
 def joined_process_group(device: torch.device, *, timeout: timedelta = TIMEOUT) -> Iterator[None]:
-    """Join the default process group for the time of the block; its collectives wait for `timeout`.
+    """Join the default process group in the `with` block, with `timeout` for its collectives.
 
-    `RANK`, `WORLD_SIZE` and `LOCAL_RANK` are what torchrun and our launchers set; without them this is a job of one
-    process. `TITAN_EXP_RENDEZVOUS` names a file to meet at on one machine; otherwise `MASTER_ADDR` and `MASTER_PORT`.
+    Reads `RANK` and `WORLD_SIZE` (default: a single process), and for the rendezvous `TITAN_EXP_RENDEZVOUS`, a file on
+    one machine, else `MASTER_ADDR` and `MASTER_PORT`.
 
     Raises:
-        RanksMissing: not all ranks came within `JOIN_LIMIT`.
+        RanksMissing: not all ranks joined within `JOIN_LIMIT`.
     """
     rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    meeting = os.environ.get("TITAN_EXP_RENDEZVOUS")
-    # Gloo beside NCCL: small decisions go over the CPU and never wait for the device.
+    file = os.environ.get("TITAN_EXP_RENDEZVOUS")
+    # Gloo beside NCCL: flags and counts go over the CPU and never wait for the device.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store = dist.HashStore() if world == 1 else _meet(rank, world, meeting)
+    store = dist.HashStore() if world == 1 else _rendezvous(rank, world, file)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     try:
         yield
@@ -56,42 +56,42 @@ def joined_process_group(device: torch.device, *, timeout: timedelta = TIMEOUT) 
 
 
 def _timeout(config: ClusterConfig) -> timedelta:
-    """Longer than any rank may hang, so that it is the watch that ends the run, which says where each rank stood."""
+    """Timeout above the watchdog's, so that the watchdog ends a hanging run, with the stack of each rank."""
     minutes = config.hang_kill_minutes
     return TIMEOUT if minutes is None else max(TIMEOUT, timedelta(minutes=4 * minutes))
 
 
-def _meet(rank: int, world: int, meeting: str | None) -> dist.Store:
-    """The store that all ranks share, when all have come."""
-    where = "env://" if meeting is None else f"file://{meeting}"
-    name, address = f"rank {rank}", f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+def _rendezvous(rank: int, world: int, file: str | None) -> dist.Store:
+    """The store shared by all ranks, once all have joined."""
+    url = "env://" if file is None else f"file://{file}"
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     try:
-        store, *_ = next(dist.rendezvous(where, rank, world, timeout=JOIN_LIMIT))
+        store, *_ = next(dist.rendezvous(url, rank, world, timeout=JOIN_LIMIT))
     except dist.DistError as error:
         raise RanksMissing(
-            f"{name}: no answer at MASTER_ADDR:MASTER_PORT = {address}, where rank 0 should be ({error}). "
+            f"rank {rank}: no answer from rank 0 at MASTER_ADDR:MASTER_PORT = {address} ({error}). "
             "Did rank 0 start, and does its machine accept connections there?"
         ) from error
-    store.set(f"here/{rank}", "yes")
-    keys = [f"here/{other}" for other in range(world)]
+    store.set(f"joined/{rank}", "yes")
+    keys = [f"joined/{other}" for other in range(world)]
     try:
         store.wait(keys, JOIN_LIMIT)
-    except RuntimeError as error:  # all that a store in a file raises
-        away = [other for other, key in enumerate(keys) if not store.check([key])]
+    except RuntimeError as error:  # the only type that a FileStore raises
+        missing = [other for other, key in enumerate(keys) if not store.check([key])]
         raise RanksMissing(
-            f"{name}: {world - len(away)} of {world} ranks came within {JOIN_LIMIT.total_seconds():.0f} s; missing: "
-            f"{', '.join(map(str, away[:16]))}{', ...' if len(away) > 16 else ''}. Their logs say how far they got"
+            f"rank {rank}: {world - len(missing)} of {world} ranks joined within {JOIN_LIMIT.total_seconds():.0f} s; "
+            f"missing: {', '.join(map(str, missing[:16]))}{', ...' if len(missing) > 16 else ''}. See their logs"
         ) from error
     return store
 
 
-def _device(asked: str, local_rank: int) -> torch.device:
+def _device(requested: str, local_rank: int) -> torch.device:
     cuda = torch.cuda.is_available()
-    if asked == "cuda" and not cuda:
+    if requested == "cuda" and not cuda:
         raise UserError(
             "cluster.device=cuda: torch finds no CUDA GPU on this machine; cluster.device=cpu trains without one"
         )
-    if asked == "cpu" or not cuda:
+    if requested == "cpu" or not cuda:
         return torch.device("cpu")
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

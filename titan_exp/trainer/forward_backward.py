@@ -27,7 +27,7 @@ class Model(Protocol):
 
     @property
     def eval_microbatches(self) -> int:
-        """Micro-batches per call of `loss_sum` that evaluate fastest."""
+        """Micro-batches per call of `loss_sum` for the fastest evaluation."""
         ...
 
     def forward_backward(self, batches: Sequence[Batch], tokens: int) -> Mapping[str, Tensor]:

@@ -1,10 +1,10 @@
-"""Python's garbage collection at the same steps on every rank, so that no rank makes the others wait."""
+"""Garbage collection at the same steps on every rank, so that no rank delays the others."""
 
 import gc
 
 
 class GarbageCollection:
-    """Collects every `every` steps and at no other time; with 0 Python decides by itself."""
+    """Collects every `every` steps only; 0 leaves Python's automatic collection on."""
 
     def __init__(self, every: int) -> None:
         self.every = every
@@ -15,9 +15,9 @@ class GarbageCollection:
     def step(self, step: int) -> None:
         """Called once after each step."""
         if self.every and step % self.every == 0:
-            # Generation 1: cheap, and what a training loop leaves behind is young.
+            # Generation 1 is cheap, and garbage of a training loop is young.
             gc.collect(1)
 
     def close(self) -> None:
-        """Give collection back to Python."""
+        """Enable automatic collection again."""
         gc.enable()

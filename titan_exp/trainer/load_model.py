@@ -1,4 +1,4 @@
-"""A model with weights from any format, whole or this rank's part of it, for what comes after training."""
+"""Load a model with weights of any format, whole or this rank's shard, for inference."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,7 +19,7 @@ from titan_exp.ops.local_tensor import local_tensor
 from titan_exp.parallel.meta_init import local_shard, materialize_parameters
 
 Rows = Mapping[str, Sequence[slice]]
-"""Rows of a parameter of the source that, one after the other, are this rank's parameter of that name."""
+"""Row ranges of source parameters, by name, that this rank's parameters concatenate."""
 
 
 @torch.no_grad()
@@ -33,24 +33,17 @@ def load_source(
     divide: Callable[[nn.Module], Rows] | None = None,
     parts: bool = False,
 ) -> nn.Module:
-    """Build the model of a source, and read its weights, a tensor at a time; of a divided one this rank's parts alone.
+    """Build the model of a source and read its weights tensor by tensor, or this rank's shards.
 
-    Args:
-        source: the weights.
-        device: where to.
-        seq_len: longest sequence in tokens that the model will see.
-        documents: whether it will be given document numbers.
-        dtype: of the weights.
-        divide: makes the model, on the meta device, this rank's part of it, and returns which rows parameters hold
-            that are no DTensors but parts nevertheless.
-        parts: whether ranks will share sequences by exchanging keys and values.
+    `divide` shards the model on the meta device and returns the rows of sharded parameters that are no DTensors.
+    `documents` and `parts` are as in `choose_attention_backend`.
     """
-    # Weights do not depend on the kernel that they were trained with, which may not run here.
+    # The kernel used in training may not run here.
     spec = model_spec(source.model)
     trained_with = "auto" if spec is None else spec.attention_backend
-    here = runs_here(trained_with, device) and (device.type != "cpu" or trained_with in ON_CPU)
+    supported = runs_here(trained_with, device) and (device.type != "cpu" or trained_with in ON_CPU)
     backend = choose_attention_backend(
-        source.model, device, bf16=dtype == torch.bfloat16, documents=documents, parts=parts, auto=not here
+        source.model, device, bf16=dtype == torch.bfloat16, documents=documents, parts=parts, auto=not supported
     )
     with torch.device("meta"):
         model = build_model(source.model, seq_len=seq_len, attention_backend=backend)
@@ -60,29 +53,29 @@ def load_source(
     materialize_parameters(model, device)
     for name, tensor in model.state_dict().items():
         if name not in source.parameters.shapes:
-            raise UserError(f"{source.path} holds no {name}, which the model {source.model.name} has.")
+            raise UserError(f"{source.path} lacks {name}, a parameter of the model {source.model.name}.")
         if name in rows:
-            tensor.copy_(torch.cat([source.parameters.read(name, these) for these in rows[name]]))
+            tensor.copy_(torch.cat([source.parameters.read(name, row_range) for row_range in rows[name]]))
             continue
         part = local_shard(tensor)
         if 0 not in part.size:
             window = [slice(start, start + size) for start, size in zip(part.start, part.size, strict=True)]
-            # Of stacked matrices a store cuts the first two dims.
+            # Readers slice the first two dims only.
             local_tensor(tensor).copy_(source.parameters.read(name, *window[:2])[(..., *window[2:])])
     return model.eval()
 
 
 def tokenizer_of(source: OpenCheckpoint) -> Tokenizer:
-    """The tokenizer of a source.
+    """Tokenizer of a source.
 
     Raises:
-        UserError: nothing says which, or it cannot be read.
+        UserError: the source has no tokenizer, or it cannot be read.
     """
     if source.tokenizer == "bytes":
         return ByteTokenizer()
     if source.tokenizer is None:
         raise UserError(
-            f"{source.path} has no tokenizer beside its weights. Put its tokenizer.json there, or name a run folder."
+            f"{source.path} has no tokenizer beside its weights. Put its tokenizer.json there, or give a run folder."
         )
     from titan_exp.data.tokenizers.huggingface import HuggingFaceTokenizer
 
@@ -90,7 +83,7 @@ def tokenizer_of(source: OpenCheckpoint) -> Tokenizer:
 
 
 def training_length(path: Path, source: OpenCheckpoint) -> int:
-    """Sequence length in tokens of the run that the weights are from; the model's context where it is unknown."""
+    """Sequence length in tokens of the run that trained the weights; the model's context if unknown."""
     for folder in (path, path.parent.parent):
         if source.format == "dcp" and (folder / "config.yaml").is_file():
             return load_experiment(folder / "config.yaml").training.seq_len
@@ -98,7 +91,7 @@ def training_length(path: Path, source: OpenCheckpoint) -> int:
 
 
 def describe(path: Path, source: OpenCheckpoint) -> str:
-    """A source in a few words."""
+    """One-line description of a source."""
     if source.format == "dcp" and source.path.name.startswith("step-"):
         step = int(source.path.name.removeprefix("step-"))
         return f"{source.model.name} after step {step} of {path if path != source.path else path.parent.parent}"

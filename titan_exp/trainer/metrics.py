@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
@@ -20,23 +19,14 @@ from titan_exp.tracking.throughput import Throughput
 from titan_exp.trainer.metric_reduction import MetricReducer
 from titan_exp.trainer.profiling.compile_cache import cache_of
 from titan_exp.trainer.profiling.compile_report import CompileReport
-from titan_exp.trainer.profiling.slow_option_warnings import MemoryToSpare
+from titan_exp.trainer.profiling.slow_option_warnings import SpareMemory, saving_options
 from titan_exp.trainer.profiling.step_times import OwnTimes, StepTimes
 from titan_exp.trainer.profiling.stragglers import ROWS, Stragglers
 from titan_exp.trainer.train_step import StepResult
 
 
 class Report:
-    """Reduces metrics over the ranks and hands rows to the sinks on rank 0.
-
-    Args:
-        experiment: the run.
-        folder: the run folder.
-        mesh: ranks that take part.
-        reducer: reduces reported metrics over these ranks.
-        flops_per_token: FLOPs of a training step per token.
-        first_step: step that this attempt continues after.
-    """
+    """Reduces metrics over the ranks and hands rows to the sinks on rank 0."""
 
     def __init__(
         self,
@@ -44,27 +34,27 @@ class Report:
         folder: RunFolder,
         mesh: Mesh,
         reducer: MetricReducer,
-        *,
         flops_per_token: float,
+        *,
         first_step: int,
     ) -> None:
-        self.folder, self.mesh, self._reducer = folder, mesh, reducer
+        self.folder, self.mesh, self.flops_per_token, self._reducer = folder, mesh, flops_per_token, reducer
         self.last_step = first_step
         """The last finished step."""
         self.leader = dist.get_rank() == 0
-        self._silent = False
+        self._heartbeat_failed = False
         attempts = folder.read_attempts()
         self.attempt = attempts[-1].attempt if attempts else 1
-        cache = cache_of(folder, experiment)
-        self.peak = mfu_peak(mesh.device, experiment.cluster.peak_tflops, cache) if self.leader else None
+        self.cache = cache_of(folder, experiment.experiment.name)
+        self.peak = mfu_peak(mesh.device, experiment.cluster.peak_tflops, self.cache) if self.leader else None
         self.throughput = Throughput(
             devices=dist.get_world_size(),
             flops_per_token=flops_per_token,
             peak_tflops=None if self.peak is None else self.peak.tflops,
-            synchronize=torch.cuda.synchronize if mesh.device.type == "cuda" else _nothing,
+            synchronize=torch.cuda.synchronize if mesh.device.type == "cuda" else lambda: None,
         )
         self.memory = PeakMemory(mesh.device)
-        self._to_spare = MemoryToSpare(experiment, mesh.device)
+        self._spare_memory = SpareMemory(saving_options(experiment), mesh.device)
         self.compilation = CompileReport()
         self.times = StepTimes(mesh.device)
         self._stragglers = Stragglers(dist.get_world_size() // mesh.world["pp"].size(), mesh.device.type)
@@ -83,7 +73,6 @@ class Report:
         step: int,
         tokens: int,
         result: StepResult,
-        parts: Sequence[nn.Module],
         *,
         lr: float,
         also: Mapping[str, float | int | None],
@@ -92,7 +81,7 @@ class Report:
         if "validation_loss" in also:
             self.compilation.after("evaluation", step)
         own = dataclasses.astuple(self.times.take())
-        reported, rows = self._reducer.reduce(result.metrics, parts, result.tokens, own)
+        reported, rows = self._reducer.reduce(result.metrics, result.tokens, own)
         loss, times = reported.pop("loss"), [OwnTimes(*row) for row in rows]
         if self.leader:
             memory = self.memory.read()
@@ -111,26 +100,26 @@ class Report:
             }
             for sink in self.sinks:
                 sink.log(row)
-            self._to_spare.see(memory["memory_reserved"])
+            self._spare_memory.check(memory["memory_reserved"])
             self.memory.reset()
         return loss
 
     def _step_times(self, step: int, times: Sequence[OwnTimes]) -> dict[str, float]:
-        """Keys of a row: seconds of a step over the ranks, waiting included, and of what a rank does by itself."""
-        for straggler in self._stragglers.judge(times):
+        """Seconds of a step over the ranks: with waiting (`step_time`) and without (`own_time`)."""
+        for straggler in self._stragglers.find(times):
             get_logger().warning(
                 "rank %d is slow, for %d rows up to step %d: %s", straggler.rank, ROWS, step, straggler.reason
             )
         row = {}
-        for name, values in (("step_time", [each.step for each in times]), ("own_time", [each.own for each in times])):
+        for name, values in (("step_time", [rank.step for rank in times]), ("own_time", [rank.own for rank in times])):
             row |= {f"{name}_max": max(values), f"{name}_median": statistics.median(values)}
         return row
 
     def close(self, state: str) -> None:
-        """Finish all sinks, saying how the run ended.
+        """Close all sinks with the final state of the run.
 
         Raises:
-            UserError: the run did not fail, but rows of its metrics could not be written.
+            UserError: rows of metrics could not be written, although the run did not fail.
         """
         if self.leader:
             self._beat(self.last_step, force=True)
@@ -140,20 +129,16 @@ class Report:
             except OSError as error:
                 missing = f"{self.folder.metrics} lacks its last rows ({error.strerror or error})."
                 if state != "failed":
-                    raise UserError(f"{missing} Everything else of the run is there.") from error
+                    raise UserError(f"{missing} The rest of the run is complete.") from error
                 get_logger().error("%s", missing)
 
     def _beat(self, step: int, *, force: bool = False) -> None:
-        """A sign of life is worth no run: on a full disk it is missing, and the log says so once."""
+        """Write the heartbeat; an error is logged once and does not end the run."""
         try:
             self.folder.beat(step, force=force)
         except OSError as error:
-            if not self._silent:
+            if not self._heartbeat_failed:
                 get_logger().error("%s cannot be written (%s)", self.folder.heartbeat, error.strerror or error)
-            self._silent = True
+            self._heartbeat_failed = True
         else:
-            self._silent = False
-
-
-def _nothing() -> None:
-    """There is no device to wait for."""
+            self._heartbeat_failed = False

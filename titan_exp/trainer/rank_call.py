@@ -1,4 +1,4 @@
-"""A verb on several ranks: what is asked lies in a scratch run folder, and rank 0 leaves the answer there."""
+"""Run a function on all ranks; request and response are JSON files in a scratch run folder."""
 
 import json
 import os
@@ -14,21 +14,21 @@ from titan_exp.tracking.logging import configure_logging
 from titan_exp.tracking.run_folder.run_folder import RunFolder, write_atomically
 from titan_exp.trainer.distributed import joined
 
-QUESTION, ANSWER = "question.json", "answer.json"
-"""Files in the scratch run folder, beside the experiment whose layout the ranks have."""
+REQUEST, RESPONSE = "request.json", "response.json"
+"""Files in the scratch run folder, beside the experiment that gives the ranks their layout."""
 
 RunOnRanks = Callable[[str, Experiment, Any], Any]
-"""Asks a rank's main function, by its dotted name, in an experiment's layout, a question in JSON's types; returns the
-answer of rank 0. The launcher has one for the processes of this machine."""
+"""Calls `serve` for a rank function, given by import path, on the ranks of an experiment's layout, with a JSON request;
+returns rank 0's response."""
 
 
-def answer(run_folder: str, function: Callable[[Experiment, Any, torch.device], Any]) -> None:
-    """Join the other ranks, and answer the question in a scratch run folder."""
+def serve(run_folder: str, function: Callable[[Experiment, Any, torch.device], Any]) -> None:
+    """Join the process group, call `function` on the request in a scratch run folder, and write rank 0's response."""
     folder = RunFolder(run_folder)
     experiment = load_experiment(folder.config)
-    question = json.loads((folder.path / QUESTION).read_text(encoding="utf-8"))
+    request = json.loads((folder.path / REQUEST).read_text(encoding="utf-8"))
     configure_logging(int(os.environ.get("RANK", "0")), folder.logs)
     with joined(experiment.cluster) as device:
-        found = function(experiment, question, device)
+        response = function(experiment, request, device)
         if dist.get_rank() == 0:
-            write_atomically(folder.path / ANSWER, json.dumps(found))
+            write_atomically(folder.path / RESPONSE, json.dumps(response))

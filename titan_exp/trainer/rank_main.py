@@ -1,4 +1,4 @@
-"""Rank process: from a run folder's path to an exit code. Composes nothing."""
+"""Rank process: trains the run of a given run folder and exits with a code. Composes nothing."""
 
 import os
 import sys
@@ -12,8 +12,9 @@ from titan_exp.tracking.progress_tracker import PROGRESS
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 from titan_exp.tracking.run_folder.state import STOPPED
 from titan_exp.trainer.distributed import joined
-from titan_exp.trainer.profiling.compile_cache import keep_compiled_code
-from titan_exp.trainer.profiling.oom_report import memory_explained
+from titan_exp.trainer.profiling.compile_cache import set_compile_cache
+from titan_exp.trainer.profiling.oom_report import explain_oom
+from titan_exp.trainer.profiling.slow_option_warnings import log_slow_options
 from titan_exp.trainer.trainer import Trainer
 
 
@@ -21,21 +22,20 @@ def main(run_folder: str) -> None:
     """Train the run in `run_folder` on this rank, from its newest checkpoint to the end.
 
     Raises:
-        SystemExit: with `STOPPED`, after saving, where a stop was asked for.
+        SystemExit: with `STOPPED`, after saving, if a stop was requested.
     """
     folder = RunFolder(run_folder)
     experiment = load_experiment(folder.config)
     configure_logging(int(os.environ.get("RANK", "0")), folder.logs)
-    keep_compiled_code(folder, experiment)
+    set_compile_cache(folder, experiment.experiment.name)
     with joined(experiment.cluster) as device:
         trainer: Trainer | None = None
-        with memory_explained(experiment, folder.traces, device, lambda: trainer):
+        with explain_oom(experiment, folder.traces, device, lambda: trainer):
             trainer = Trainer(experiment, folder, device)
+            log_slow_options(experiment)
+            trainer.restore()
             if dist.get_rank() == 0:
-                try:
-                    folder.write_state(RunState("running", trainer.step, time.time(), trainer.report.attempt, None))
-                except OSError as error:
-                    get_logger().error("%s cannot be written (%s)", folder.state, error.strerror or error)
+                _write_running(folder, trainer)
             state = "failed"
             try:
                 state = "done" if trainer.run() else "preempted"
@@ -45,3 +45,10 @@ def main(run_folder: str) -> None:
     if state == "preempted":
         get_logger().info("stopped after step %d, saved", trainer.step)
         sys.exit(STOPPED)
+
+
+def _write_running(folder: RunFolder, trainer: Trainer) -> None:
+    try:
+        folder.write_state(RunState("running", trainer.step, time.time(), trainer.report.attempt, None))
+    except OSError as error:
+        get_logger().error("%s cannot be written (%s)", folder.state, error.strerror or error)

@@ -1,5 +1,4 @@
-"""Train state: mesh, parallel model, objective, optimizer. The trainer and the planner share it, so that
-what is predicted is what runs."""
+"""Train state: mesh, parallel model, objective, optimizer. Shared by trainer and planner, so predictions match runs."""
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -16,23 +15,22 @@ from titan_exp.trainer.build_model import BuiltModel
 from titan_exp.trainer.cuda_graphs.capture import CudaRecorder
 from titan_exp.trainer.cuda_graphs.graphed_model import GraphedModel
 from titan_exp.trainer.forward_backward import EagerModel, Model
-from titan_exp.trainer.objective.base import Objective
 from titan_exp.trainer.objective.build import build_objective
 from titan_exp.trainer.pipeline_forward_backward import PipelineModel
 
 
 @dataclass(frozen=True)
 class TrainState:
-    """One rank's part of a run, before its first step."""
+    """Objects that `train_step` works on, on one rank."""
 
     mesh: Mesh
-    """Where this process stands among all of them."""
+    """Device mesh."""
     built: BuiltModel
-    """The parallel model, and what is known of the whole of it."""
+    """The parallel model, with figures of the whole model."""
     model: Model
-    """The model as a step takes it."""
+    """Model and objective behind the interface of `train_step`."""
     optimizer: torch.optim.Optimizer
-    """Over this rank's parameters."""
+    """Optimizer of this rank's parameters."""
 
 
 def assemble(
@@ -42,25 +40,21 @@ def assemble(
     *,
     fake_mode: AbstractContextManager[Any] | None = None,
 ) -> TrainState:
-    """Build everything that `train_step` takes but the batches.
-
-    Args:
-        fake_mode: context in which parameters get memory and no values; None makes real ones.
+    """Build mesh, model, objective and optimizer. In a `fake_mode`, parameters get memory and no values.
 
     Raises:
-        UserError: a dotted name cannot be imported; a module that is named does not exist.
+        UserError: an import path cannot be imported, or a named module does not exist.
     """
     mesh = build_mesh(layout.parallelism, device)
     built = BuiltModel(experiment, layout, mesh, fake_mode=fake_mode)
     shard = vocab_shard(mesh, experiment.model.vocab_size) if experiment.parallelism.loss_parallel else None
-    model = _model(experiment, built, build_objective(experiment.training, experiment.compile, shard), mesh)
-    return TrainState(mesh, built, model, build_optimizer(model.parts, experiment.optimizer))
-
-
-def _model(experiment: Experiment, built: BuiltModel, objective: Objective, mesh: Mesh) -> Model:
+    objective = build_objective(experiment.training, experiment.compile, shard)
+    model: Model
     if built.pipeline is not None:
-        return PipelineModel(built.pipeline, objective, mesh)
-    if experiment.compile.cuda_graphs:
+        model = PipelineModel(built.pipeline, objective, mesh)
+    elif experiment.compile.cuda_graphs:
         dtype = torch.bfloat16 if experiment.training.mixed_precision == "bf16" else torch.float32
-        return GraphedModel(built.module, objective, mesh, CudaRecorder(mesh.device), dtype=dtype)
-    return EagerModel(built.module, objective, mesh)
+        model = GraphedModel(built.module, objective, mesh, CudaRecorder(mesh.device), dtype=dtype)
+    else:
+        model = EagerModel(built.module, objective, mesh)
+    return TrainState(mesh, built, model, build_optimizer(model.parts, experiment.optimizer))

@@ -19,11 +19,10 @@ from titan_exp.trainer.objective.base import Objective
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a step, still on the device: nothing here has waited for it."""
+    """Result of a step, still on the device: reading a tensor synchronizes."""
 
     metrics: Mapping[str, Tensor]
-    """This rank's share of the mean `loss` over the global batch, and of the objective's metrics, before reduction over
-    ranks."""
+    """This rank's share of the mean `loss` and of the objective's metrics, before reduction over ranks."""
     grad_norm: Tensor
     """Global gradient norm before clipping."""
     tokens: int
@@ -40,17 +39,7 @@ def train_step(
     max_grad_norm: float | None,
     mesh: Mesh,
 ) -> StepResult:
-    """Train on one global batch.
-
-    Args:
-        model: its gradients are zero.
-        optimizer: over the model's parameters.
-        batches: this rank's micro-batches, on the CPU.
-        tokens: predicted tokens of the global batch, over all ranks.
-        lr: learning rate of this step.
-        max_grad_norm: clip above this global norm; None never clips.
-        mesh: holds the groups over which gradients are reduced.
-    """
+    """Train on one global batch of `tokens` predicted tokens, of which `batches` are this rank's CPU micro-batches."""
     metrics = model.forward_backward(batches, tokens)
 
     step_observer().gradients_ready(model.parts)
@@ -76,5 +65,5 @@ def sync_step_flags(
     message = torch.tensor([tokens, int(stop), int(save and dist.get_rank() == 0)])
     if dist.get_world_size(mesh.cpu_group) > 1:
         dist.all_reduce(message, group=mesh.cpu_group)
-    # Every rank counts whole rows, also of those that it shares with other ranks.
+    # Ranks that share rows count them all.
     return int(message[0]) // mesh.batch_replicas, bool(message[1]), bool(message[2])

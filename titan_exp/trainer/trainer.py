@@ -1,4 +1,4 @@
-"""The trainer: builds everything a run needs on this rank, continues from the newest checkpoint, and trains."""
+"""Trainer: builds the train state of this rank, restores the newest checkpoint, and runs the training loop."""
 
 import contextlib
 import math
@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from titan_exp.checkpoint.checkpointer import Checkpointer
 from titan_exp.checkpoint.formats.hf_sharded_load import load_hf_sharded
@@ -35,7 +34,6 @@ from titan_exp.trainer.profiling.compile_cache import cache_of
 from titan_exp.trainer.profiling.memory_snapshot import MemorySnapshot
 from titan_exp.trainer.profiling.profiler import ProfileWindow
 from titan_exp.trainer.profiling.roofline_note import note_roofline
-from titan_exp.trainer.profiling.slow_option_warnings import note_slower
 from titan_exp.trainer.train_state import assemble
 from titan_exp.trainer.train_step import StepResult, sync_step_flags, train_step
 from titan_exp.trainer.validate import evaluate_sources
@@ -46,37 +44,30 @@ class Diverged(RuntimeError):
 
 
 class Trainer:
-    """One rank's part of a run. All ranks construct it and call `run` together.
-
-    Args:
-        experiment: the run, its layout resolved.
-        folder: the run folder.
-        device: this process's device.
+    """One rank of a training run. All ranks construct it, then call `restore` and `run` together.
 
     Raises:
-        UserError: the data or a dotted name cannot be had; the corpus is not the one that the run began with.
+        UserError: the data or an import path cannot be loaded.
     """
 
     def __init__(self, experiment: Experiment, folder: RunFolder, device: torch.device) -> None:
         training, layout = experiment.training, ResolvedLayout.of(experiment)
         self.experiment, self.folder = experiment, folder
         set_deterministic(training.deterministic)
-        watched: dict[str, Any] = {"rank": dist.get_rank(), "device": device}
-        self.memory = MemorySnapshot(experiment.profiling.memory_step, folder.traces, **watched)
-        parts = assemble(experiment, layout, device)
-        note_slower(experiment)
-        self.mesh, built, self.optimizer = parts.mesh, parts.built, parts.optimizer
-        self.model: Model = parts.model
+        self.memory = MemorySnapshot(experiment.profiling.memory_step, folder.traces, device)
+        state = assemble(experiment, layout, device)
+        self.mesh, self.optimizer = state.mesh, state.optimizer
+        self.model: Model = state.model
         self.schedule = LRSchedule(experiment.lr_schedule, peak=experiment.optimizer.lr, steps=training.steps)
-        shares: dict[str, Any] = {
+        shard: dict[str, Any] = {
             "dp_rank": self.mesh.dp_rank,
             "dp_degree": self.mesh.dp_degree,
             "micro_batch_size": layout.micro_batch_size,
         }
         seed, pin_memory = experiment.experiment.seed, device.type == "cuda"
-        self.loader = TrainLoader(experiment.data, training, seed, **shares, pin_memory=pin_memory)
+        self.loader = TrainLoader(experiment.data, training, seed, **shard, pin_memory=pin_memory)
         self.validation = (
-            ValidationLoader(experiment.data, training.seq_len, **shares) if training.evaluate_every else None
+            ValidationLoader(experiment.data, training.seq_len, **shard) if training.evaluate_every else None
         )
         self.accumulation = layout.gradient_accumulation
         remote = experiment.checkpoint.remote
@@ -89,21 +80,37 @@ class Trainer:
             experiment.checkpoint, experiment.model, experiment.data, folder.export, self.mesh
         )
         self.step = self.tokens = 0
-        self._restore()
-        self.refresh_scales = self._weight_scales()
-        self.refresh_scales()
-        self.flops_per_token = built.flops_per_token
-        reducer = MetricReducer(self.model.objective, built.module, self.optimizer, self.mesh)
-        counts: dict[str, Any] = {"flops_per_token": self.flops_per_token, "first_step": self.step}
-        self.report = Report(experiment, folder, self.mesh, reducer, **counts)
-        self.profile = ProfileWindow(experiment.profiling, folder.traces, first_step=self.step, **watched)
+        self.flops_per_token = state.built.flops_per_token
+        self.reducer = MetricReducer(
+            self.model.objective, state.built.module, self.model.parts, self.optimizer, self.mesh
+        )
 
-    def run(self) -> bool:
-        """Train to the last step. Returns False where a stop was asked for; the state is saved either way.
+    def restore(self) -> None:
+        """Load the newest checkpoint of the run, or `checkpoint.initial` if there is none, and open the report.
 
         Raises:
-            Diverged: the loss is not finite and the configuration says to stop then.
-            UserError: the last state could not be saved, or not exported.
+            UserError: a checkpoint is damaged, or training cannot continue from it.
+        """
+        step = self.checkpointer.latest()
+        if step is None:
+            self._load_initial_weights()
+        else:
+            self._load(step)
+        self.refresh_scales = self._weight_scales()
+        self.refresh_scales()
+        self.report = Report(
+            self.experiment, self.folder, self.mesh, self.reducer, self.flops_per_token, first_step=self.step
+        )
+        self.profile = ProfileWindow(
+            self.experiment.profiling, self.folder.traces, self.mesh.device, first_step=self.step
+        )
+
+    def run(self) -> bool:
+        """Train to the last step. Returns False if a stop was requested; the state is saved either way.
+
+        Raises:
+            Diverged: the loss is not finite and `training.stop_on_nonfinite` is set.
+            UserError: the last state could not be saved or exported.
         """
         collection = GarbageCollection(self.experiment.training.gc_every)
         stop = False
@@ -117,24 +124,25 @@ class Trainer:
                 self.checkpointer.wait()
                 exported = not self._is_over or self._export()
                 self.checkpointer.finish_uploads(stopped=not self._is_over)
-        note_roofline(self.experiment, self.folder, self.report, self.flops_per_token, self.optimizer)
+        note_roofline(self.experiment.training, self.report, self.optimizer)
         if self.experiment.checkpoint.mode != "off" and self.checkpointer.durable != self.step:
             raise UserError(
-                f"The state after step {self.step} could not be saved; the log says why. Make room and start the run "
-                "again: it continues from its newest complete checkpoint."
+                f"The state after step {self.step} could not be saved; see the log for the reason. Free disk space and "
+                "start the run again: it continues from its newest complete checkpoint."
             )
         if not exported:
             raise UserError(
-                f"The weights after step {self.step} could not be exported; the log says why. Make room and start the "
-                "run again: it exports them then."
+                f"The weights after step {self.step} could not be exported; see the log for the reason. Free disk "
+                "space and start the run again: it then exports them."
             )
         return self._is_over
 
     def _one_step(self) -> bool:
-        """Train, and do what is due after the step; returns whether to stop."""
+        """Train one step, then log, evaluate and save if due. Returns True if a stop was requested."""
         experiment, step = self.experiment, self.step + 1
         times = self.report.times
         times.begin()
+        self.reducer.begin_step()
         self.profile.before(step)
         self.memory.before(step)
         seed_step(experiment.experiment.seed, step, self.mesh.dp_rank, self.mesh.device)
@@ -163,7 +171,7 @@ class Trainer:
         return stop
 
     def _after_step(self, result: StepResult, *, stop: bool, save: bool) -> None:
-        """Evaluate, log, save: in this order, so that a checkpoint never outlives the rows that lead to it."""
+        """Evaluate, log and save, in this order: a checkpoint never exists without the rows before it."""
         training, step = self.experiment.training, self.step
         last = step == training.steps
         numbers: dict[str, float | int | None] = {}
@@ -172,7 +180,7 @@ class Trainer:
                 numbers |= evaluate_sources(self.model, self.validation.sources, self.mesh)
         if numbers or last or stop or save or step % self.experiment.tracking.log_every == 0:
             numbers |= {**self.loader.epoch_metrics(), **self.checkpointer.pop_timings()}
-            loss = self.report.log(step, self.tokens, result, self.model.parts, lr=self.schedule(step), also=numbers)
+            loss = self.report.log(step, self.tokens, result, lr=self.schedule(step), also=numbers)
             self._check_finite(loss, float(result.grad_norm))
         self.checkpointer.poll()
         if save:
@@ -199,11 +207,7 @@ class Trainer:
     def _is_over(self) -> bool:
         return self.step >= self.experiment.training.steps
 
-    def _restore(self) -> None:
-        step = self.checkpointer.latest()
-        if step is None:
-            self._begin_with_weights()
-            return
+    def _load(self, step: int) -> None:
         restored = self.checkpointer.load(step, self.model.parts, self.optimizer)
         self.step, self.tokens = restored.progress["step"], restored.progress["tokens"]
         if not restored.progress.get(WEIGHTS_ONLY_KEY):
@@ -216,30 +220,31 @@ class Trainer:
         get_logger().info("continuing after step %d", self.step)
         changed = differences(restored.progress.get("config"), to_dict(self.experiment))
         if changed:
-            get_logger().info("changed since that checkpoint; what holds is the new one:%s", "".join(changed))
+            get_logger().info("changed since that checkpoint; the new values apply:%s", "".join(changed))
 
-    def _weight_scales(self) -> Callable[[], None]:
-        """Function that recomputes the scales of quantized weights after an optimizer step."""
-        if not self.experiment.quantization.precomputed_scales:
-            return _nothing
-        from titan_exp.quantization.weight_scales import WeightScales
-
-        low = torch.bfloat16 if self.experiment.training.mixed_precision == "bf16" else torch.float32
-        return WeightScales(self.model.parts, self.mesh.shard_groups, low).refresh
-
-    def _begin_with_weights(self) -> None:
+    def _load_initial_weights(self) -> None:
         """Load `checkpoint.initial`, if given, over the initialized weights."""
         config = self.experiment.checkpoint
         if config.initial is None:
             return
-        place = str(local_copy(config.initial, cache=cache_of(self.folder, self.experiment) / "remote"))
-        folder = huggingface_folder(place)
+        cache = cache_of(self.folder, self.experiment.experiment.name)
+        path = str(local_copy(config.initial, cache=cache / "remote"))
+        folder = huggingface_folder(path)
         if folder is None:
-            self.checkpointer.load_initial_weights(self.model.parts, place)
+            self.checkpointer.load_initial_weights(self.model.parts, path)
             return
         for part in self.model.parts:
             load_hf_sharded(part, self.experiment.model, folder, config.initial_exclude)
         get_logger().info("weights from %s", folder)
+
+    def _weight_scales(self) -> Callable[[], None]:
+        """Function that recomputes the scales of quantized weights after an optimizer step."""
+        if not self.experiment.quantization.precomputed_scales:
+            return lambda: None
+        from titan_exp.quantization.weight_scales import WeightScales
+
+        dtype = torch.bfloat16 if self.experiment.training.mixed_precision == "bf16" else torch.float32
+        return WeightScales(self.model.parts, self.mesh.shard_groups, dtype).refresh
 
     def _check_finite(self, loss: float, grad_norm: float) -> None:
         if self.experiment.training.stop_on_nonfinite and not (math.isfinite(loss) and math.isfinite(grad_norm)):
@@ -248,7 +253,3 @@ class Trainer:
                 "A lower optimizer.lr or a longer lr_schedule.warmup_steps may help; "
                 "training.stop_on_nonfinite=false trains on."
             )
-
-
-def _nothing() -> None:
-    """There are no scales to compute."""

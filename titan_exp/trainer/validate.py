@@ -1,4 +1,4 @@
-"""Loss over the whole validation split, the same number in every layout."""
+"""Validation: loss over the whole split, the same number in every layout."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -19,29 +19,25 @@ class ValidationResult:
     """Validation loss of one source."""
 
     loss: float
-    """Mean over its tokens, in nats."""
+    """Mean over tokens, in nats."""
     tokens: int
-    """How many tokens that was."""
+    """Number of predicted tokens."""
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); infinite where that overflows."""
+        """exp(loss), infinite on overflow."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
 
 def evaluate_sources(model: Model, sources: Mapping[str, Iterable[Batch]], mesh: Mesh) -> dict[str, float | int]:
-    """Validation metrics: `validation_loss` over the tokens of all sources together, and of a
-    mixture also `validation_loss/NAME` of each.
+    """Validation metrics: `validation_loss` over all sources, and for a mixture `validation_loss/NAME` of each source.
 
-    Args:
-        model: see `evaluate`.
-        sources: this data rank's share of the split of each source, by name.
-        mesh: see `evaluate`.
+    `sources` maps names to this data rank's share of each split.
     """
     found = {name: evaluate(model, batches, mesh) for name, batches in sources.items()}
-    tokens = sum(each.tokens for each in found.values())
-    total = sum(each.loss * each.tokens for each in found.values() if each.tokens)
-    # One source's own number, untouched by a multiplication and a division.
+    tokens = sum(result.tokens for result in found.values())
+    total = sum(result.loss * result.tokens for result in found.values() if result.tokens)
+    # The loss of a single source is not rounded by multiplying and dividing.
     whole = (
         next(iter(found.values()))
         if len(found) == 1
@@ -51,19 +47,13 @@ def evaluate_sources(model: Model, sources: Mapping[str, Iterable[Batch]], mesh:
         "validation_loss": whole.loss,
         "validation_perplexity": whole.perplexity,
         "validation_tokens": whole.tokens,
-        **{f"validation_loss/{name}": each.loss for name, each in found.items() if len(found) > 1},
+        **{f"validation_loss/{name}": result.loss for name, result in found.items() if len(found) > 1},
     }
 
 
 @torch.no_grad()
 def evaluate(model: Model, batches: Iterable[Batch], mesh: Mesh) -> ValidationResult:
-    """Run the model over a split.
-
-    Args:
-        model: put back into training mode afterwards.
-        batches: this data rank's share; every rank has the same number of them.
-        mesh: whose ranks take part.
-    """
+    """Run the model over this data rank's share of a split, of which every rank has as many batches."""
     for part in model.parts:
         part.eval()
     total = torch.zeros((), dtype=torch.float64, device=mesh.device)
@@ -76,6 +66,6 @@ def evaluate(model: Model, batches: Iterable[Batch], mesh: Mesh) -> ValidationRe
         part.train()
     sums = torch.stack((total.cpu(), torch.tensor(float(tokens), dtype=torch.float64)))
     dist.all_reduce(sums, group=mesh.cpu_group)
-    # Tokens were counted in whole rows, losses summed over this rank's part of them.
+    # Tokens are counted in whole rows, losses are of this rank's tokens.
     loss, predicted = sums[0] / mesh.loss_replicas, sums[1] / mesh.batch_replicas
     return ValidationResult(float(loss / predicted) if predicted else math.nan, int(predicted))

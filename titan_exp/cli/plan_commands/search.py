@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from titan_exp.cli.plan import take_options
+from titan_exp.cli.plan_commands.options import device_for, take_options
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
@@ -77,7 +77,6 @@ def search_command(cfg: Any, options: SearchOptions, typed: Sequence[str]) -> in
     Raises:
         UserError: the run cannot be searched, or no layout fits.
     """
-    from titan_exp.cli.plan import device_for
     from titan_exp.config.schema.typed_config import to_experiment
     from titan_exp.plan.search.layouts import fixed_keys, search_space
     from titan_exp.plan.supported import check_supported, check_supported_on

@@ -28,6 +28,11 @@ class OptimizerConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Extra keyword arguments for an optimizer class of your own."""
 
+    @property
+    def is_homogeneous(self) -> bool:
+        """True if identical layers have identical state and updates, so that the planner may extrapolate from few."""
+        return False
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWConfig(OptimizerConfig):
@@ -46,6 +51,11 @@ class AdamWConfig(OptimizerConfig):
     zero) and in `fp8` (e4m3; the root of the second moment), with a scale for every 32 numbers of a row, norms staying
     in fp32. Other than `fp32` updates one parameter at a time, whatever `implementation` is, except `bf16` with
     `triton`."""
+
+    @property
+    def is_homogeneous(self) -> bool:
+        """True: every parameter is updated alone."""
+        return True
 
 
 def keeps_fp32_moments(config: OptimizerConfig) -> bool:

@@ -16,16 +16,16 @@ from titan_exp.launch.rank.main import RANK_MAIN
 from titan_exp.launch.signals import Interrupts
 from titan_exp.launch.state.exit_status import AttemptResult
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, write_atomically
-from titan_exp.trainer.rank_call import ANSWER, QUESTION
+from titan_exp.trainer.rank_call import REQUEST, RESPONSE
 
 POLL_INTERVAL = 0.05
 
 
 def run_on_ranks(main: str, experiment: Experiment, request: Any) -> Any:
     """Call `main`, an import path, with the scratch folder on all ranks of an experiment's layout; returns rank 0's
-    answer.
+    response.
 
-    `request` and the answer are JSON values.
+    Request and response are JSON values.
 
     Raises:
         UserError: a rank raised one.
@@ -35,7 +35,7 @@ def run_on_ranks(main: str, experiment: Experiment, request: Any) -> Any:
     with tempfile.TemporaryDirectory(prefix="titan_exp-") as scratch:
         folder = RunFolder(scratch)
         write_atomically(folder.config, to_yaml(experiment), durable=False)
-        write_atomically(folder.path / QUESTION, json.dumps(request), durable=False)
+        write_atomically(folder.path / REQUEST, json.dumps(request), durable=False)
         layout = ResolvedLayout.of(experiment)
         attempt = folder.add_attempt(world_size=layout.world_size, hosts=[socket.gethostname()]).attempt
         folder.write_state(RunState("running", 0, time.time(), attempt, None))
@@ -44,7 +44,7 @@ def run_on_ranks(main: str, experiment: Experiment, request: Any) -> Any:
             raise UserError(result.detail.strip())
         if result.exit_code:
             raise RuntimeError(f"{result.detail.strip()}\n{result.reason}")
-        return json.loads((folder.path / ANSWER).read_text(encoding="utf-8"))
+        return json.loads((folder.path / RESPONSE).read_text(encoding="utf-8"))
 
 
 def _run(main: str, ranks: LocalRanks) -> AttemptResult:

@@ -9,14 +9,7 @@ from titan_exp.models.blocks.linear_impl import GroupedLinearImpl
 
 
 class GroupedLinear(nn.Module):
-    """Linear layers without bias, one per expert.
-
-    Args:
-        experts: number of experts.
-        fan_in: inputs of each.
-        fan_out: outputs of each.
-        std: initial standard deviation.
-    """
+    """Linear layers without bias, one per expert, initialized with standard deviation `std`."""
 
     parameter_role = "expert"
 
@@ -31,9 +24,7 @@ class GroupedLinear(nn.Module):
     ) -> Float[Tensor, "tokens fan_out"]:
         """x · weight[expert]ᵀ for rows sorted by expert, by `linear_impl`.
 
-        Args:
-            x: tokens, those of the first expert first.
-            ends: end of each expert's rows; rows after the last end give zeros and no gradient.
+        `ends` are the ends of each expert's rows; rows after the last end give zeros and no gradient.
         """
         return self.linear_impl(x, self.weight, ends)
 

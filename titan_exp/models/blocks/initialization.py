@@ -38,7 +38,7 @@ class ShardSpec:
     start: tuple[int, ...]
     """First index of the shard in each dim."""
     size: tuple[int, ...]
-    """Extent of the shard in each dim; zero where a rank holds nothing."""
+    """Extent of the shard in each dim; zero if this rank holds nothing."""
 
     @staticmethod
     def whole(shape: tuple[int, ...]) -> "ShardSpec":
@@ -47,14 +47,7 @@ class ShardSpec:
 
 
 def init_slice(seed: int, name: str, init: InitSpec, part: ShardSpec) -> Tensor:
-    """Initial values of one shard of a parameter, fp32 on the CPU.
-
-    Args:
-        seed: `experiment.seed`.
-        name: full name of the parameter in the whole model.
-        init: its distribution.
-        part: which part.
-    """
+    """Initial values of a shard of the parameter with this full name, fp32 on the CPU."""
     shape, start, size = part.shape, part.start, part.size
     if init.kind != "normal":
         return torch.full(size, 1.0 if init.kind == "ones" else 0.0)

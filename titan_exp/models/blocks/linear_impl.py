@@ -16,11 +16,9 @@ class LinearImpl(nn.Module):
         return F.linear(x, weight)
 
     def shard(self, *, input_sharded: bool, amax_reduce: Callable[[Tensor], Tensor]) -> None:
-        """Note that each tensor-parallel rank computes with its shard of the weight.
+        """Note that tensor-parallel ranks compute with shards of the weight, of inputs or outputs.
 
-        Args:
-            inputs: whether it is inputs that are divided; the ranks' products are summed afterwards.
-            amax_reduce: the largest of the ranks' values, element by element.
+        `amax_reduce` is the elementwise maximum over these ranks.
         """
 
 
@@ -29,5 +27,6 @@ class GroupedLinearImpl(nn.Module):
 
     def forward(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """x · weight[expert]ᵀ: [tokens, inputs] and [experts, outputs, inputs] to [tokens, outputs] (see
-        `ops.grouped_linear`)."""
+        `grouped_linear`).
+        """
         return grouped_linear(x, weight, ends)

@@ -59,7 +59,7 @@ class RMSNorm(nn.Module):
         return {"weight": InitSpec("ones")}
 
     def forward(self, x: Float[Tensor, "*any dim"]) -> Float[Tensor, "*any dim"]:
-        """x / rms(x) · weight, in the type of `x`."""
+        """x / rms(x) · weight, in the dtype of `x`."""
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
@@ -86,11 +86,7 @@ class Embedding(nn.Module):
 class Head(nn.Module):
     """LM head: logits of the next token, or a loss, from the last hidden states.
 
-    Args:
-        dim: width of the hidden states.
-        vocab: number of logits.
-        std: initial standard deviation.
-        tied: True if the weight is the embedding's, passed to `forward`; the head then has no parameter.
+    A `tied` head has no parameter; `forward` gets the embedding's weight.
     """
 
     parameter_role = "head"
@@ -117,8 +113,8 @@ class Head(nn.Module):
 class Attention(nn.Module):
     """Grouped-query self-attention (Ainslie et al. 2023) with one fused projection.
 
-    Rows of `qkv.weight` are ordered by key-value head: its query heads, then its key, then its value; so a contiguous
-    slice holds whole groups. Query and key heads are normalized before RoPE where the layer has their norms.
+    Rows of `qkv.weight` are ordered by key-value head (its query heads, its key, its value), so that a contiguous slice
+    holds whole groups. Layers with QK norm normalize query and key heads before RoPE.
     """
 
     def __init__(self, layer: LayerSpec, norm_eps: float, backend: AttentionBackend) -> None:
@@ -144,7 +140,7 @@ class Attention(nn.Module):
     ) -> Float[Tensor, "batch part dim"]:
         """Attend to earlier positions that `mask` (from the core) lets through.
 
-        With sequence parallelism `x` is a rank's part of the tokens, and `rope` and `mask` are of all of them.
+        With sequence parallelism `x` is this rank's part of the tokens, while `rope` and `mask` cover all.
         """
         groups = self.qkv(x).unflatten(-1, (-1, self.group + 2, self.head_dim))
         query, key, value = groups.split((self.group, 1, 1), dim=-2)

@@ -12,10 +12,10 @@ CheckpointFormat = Literal["huggingface", "llama", "torchtune"]
 
 
 def checkpoint_formats(config: ModelConfig) -> Sequence[str]:
-    """Formats of other tools that hold this model; empty where its family names none."""
+    """Checkpoint formats of other tools for this model; empty if its family names none."""
     return tuple(getattr(component("model", config.architecture), "STATE_DICTS", ()))
 
 
 def state_dict_map(config: ModelConfig, form: CheckpointFormat) -> StateDictMap:
-    """Our parameters in terms of another tool's tensors; the family must have the format."""
+    """State-dict map from another tool's tensors to our parameters; the family must have the format."""
     return component("model", config.architecture).state_dict_map(config, form)

@@ -31,14 +31,14 @@ class TensorNames:
     interleaved: bool
     """True if RoPE rotates neighbours (2i, 2i + 1)."""
     tied_head: bool
-    """True if a tied head is written once more, as a tensor of its own."""
+    """True if a tied head is stored again as its own tensor."""
     query_norm: str = ""
-    """Norm over each query head, of families that have one."""
+    """Norm over each query head, in families with QK norm."""
     key_norm: str = ""
     """Norm over each key head."""
 
     def of_norm(self, vector: str) -> str:
-        """Name of a block's norm from ours (`attention.q_norm`)."""
+        """Tensor name of one of our norms (`attention.q_norm`)."""
         return {
             "attention_norm": self.attention_norm,
             "feed_forward_norm": self.feed_forward_norm,
@@ -105,7 +105,7 @@ TORCHTUNE = TensorNames(
 
 
 def decoder_map(spec: ModelSpec, names: TensorNames) -> StateDictMap:
-    """Our parameters in terms of a tool's tensors, for layers of grouped-query attention and SwiGLU."""
+    """State-dict map of a decoder with grouped-query attention and SwiGLU."""
     dim = spec.dim
     runs: dict[str, tuple[RowRange, ...]] = {}
     theirs: dict[str, tuple[int, ...]] = {}

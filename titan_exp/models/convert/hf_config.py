@@ -19,7 +19,7 @@ class HuggingFace:
     architectures: tuple[str, ...]
     """Classes in `transformers`."""
     fixed: Mapping[str, object]
-    """Keys of `config.json` that must have these values, or none, for the family to compute the same."""
+    """Required values of keys in `config.json`; absent keys are accepted."""
     to_config: Callable[[Any], dict[str, Any]]
     """Keys of `config.json` from the family's config."""
     from_config: Callable[[Mapping[str, Any], str], ModelConfig]
@@ -27,13 +27,7 @@ class HuggingFace:
 
 
 def to_huggingface(config: ModelConfig, *, dtype: str, special_tokens: Mapping[str, Any]) -> dict[str, Any]:
-    """Content of `config.json`.
-
-    Args:
-        config: of a family that Hugging Face has.
-        dtype: type of the weights, as torch names it (`bfloat16`).
-        special_tokens: `bos_token_id` and `eos_token_id`, where they are known.
-    """
+    """Content of `config.json`; `dtype` is torch's name (`bfloat16`), `special_tokens` the known token ids."""
     family: HuggingFace = component("model", config.architecture).huggingface
     return {
         "architectures": list(family.architectures),
@@ -46,12 +40,9 @@ def to_huggingface(config: ModelConfig, *, dtype: str, special_tokens: Mapping[s
 
 
 def from_huggingface(values: Mapping[str, Any], name: str, architecture: str | None = None) -> ModelConfig:
-    """Model config that a `config.json` describes.
+    """Model config from the content of a `config.json`, of any version of `transformers`.
 
-    Args:
-        values: its content, as any version of `transformers` writes it.
-        name: what to call the model.
-        architecture: family to read it as; None is the built-in one of its `model_type`.
+    `architecture` names the family that reads it; None takes the built-in one of its `model_type`.
 
     Raises:
         UserError: no family reads it, or it has parts that the family does not compute.
@@ -61,11 +52,11 @@ def from_huggingface(values: Mapping[str, Any], name: str, architecture: str | N
         if values.get(key, wanted) != wanted:
             raise UserError(f"config.json: {key}={values[key]!r}, but {family.model_type} here has {key}={wanted!r}.")
     if values.get("quantization_config"):
-        raise UserError("config.json: the weights are quantized; only plain ones in fp32, bf16 or fp16 can be read.")
+        raise UserError("config.json: quantized weights cannot be read; supported are fp32, bf16 and fp16.")
     try:
         return family.from_config(values, name)
     except KeyError as error:
-        raise UserError(f"config.json does not say {error.args[0]}; a {family.model_type}'s does.") from error
+        raise UserError(f"config.json has no {error.args[0]}, which a {family.model_type}'s has.") from error
 
 
 def common_keys(config: TransformerConfig, *, rope_scaling: object, extra: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,7 +81,7 @@ def common_keys(config: TransformerConfig, *, rope_scaling: object, extra: Mappi
 
 
 def common_fields(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Fields of `TransformerConfig` from those keys; name, architecture, context and rope are the family's to add."""
+    """Fields of `TransformerConfig` from those keys, without name, architecture, context and rope."""
     heads, dim = int(values["num_attention_heads"]), int(values["hidden_size"])
     return {
         "layers": int(values["num_hidden_layers"]),
@@ -108,21 +99,16 @@ def common_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """RoPE's keys with `rope_theta` and `rope_type`: transformers 5 nests them, 4 keeps them side by side."""
-    said = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
-    said["rope_theta"] = said.get("rope_theta") or values.get("rope_theta") or 10000.0
-    said["rope_type"] = said.get("rope_type") or said.get("type") or "default"
-    return said
+    """RoPE keys with `rope_theta` and `rope_type`: transformers 5 nests them, 4 does not."""
+    rope = {**(values.get("rope_scaling") or {}), **(values.get("rope_parameters") or {})}
+    rope["rope_theta"] = rope.get("rope_theta") or values.get("rope_theta") or 10000.0
+    rope["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
+    return rope
 
 
 def generation_config(special_tokens: Mapping[str, Any]) -> dict[str, Any]:
     """Content of `generation_config.json`."""
-    return {
-        **special_tokens,
-        "do_sample": True,
-        "temperature": 0.8,
-        "top_p": 0.95,
-    }
+    return {**special_tokens, "do_sample": True, "temperature": 0.8, "top_p": 0.95}
 
 
 def special_tokens_of(values: Mapping[str, Any]) -> dict[str, Any]:

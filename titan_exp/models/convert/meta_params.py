@@ -1,8 +1,8 @@
 """Meta's `params.json` beside `consolidated.*.pth`, from a Llama config and back.
 
-It leaves much unsaid: the feed-forward width is a formula's, the context and whether the head is tied are nowhere, and
-`use_scaled_rope` means factor 8 in Llama 3.1 and 32 in Llama 3.2. Meta's loaders refuse keys that they do not know, so
-what we write says no more, and `model.json` beside it says the rest.
+The file is incomplete: the feed-forward width follows from a formula, context and tied head are missing, and
+`use_scaled_rope` means factor 8 in Llama 3.1 and 32 in Llama 3.2. Meta's loaders refuse unknown keys, so `model.json`
+beside it holds the rest.
 """
 
 from collections.abc import Mapping
@@ -18,13 +18,13 @@ def to_params(config: ModelConfig) -> dict[str, Any]:
     """Content of `params.json`.
 
     Raises:
-        UserError: the shape is none that Meta's Llama can have.
+        UserError: Meta's Llama cannot have this shape.
     """
     assert isinstance(config, Config), "only Llama has Meta's tensor names"
     if config.head_dim * config.heads != config.dim:
         raise UserError(
-            f"params.json cannot say head_dim={config.head_dim}: there it is dim / heads, "
-            f"{config.dim / config.heads:g}. format=huggingface can."
+            f"params.json cannot express head_dim={config.head_dim}: it means dim / heads, "
+            f"{config.dim / config.heads:g}. Use format=huggingface."
         )
     rope = config.rope
     multiple, multiplier = _width_formula(config)
@@ -46,22 +46,15 @@ def to_params(config: ModelConfig) -> dict[str, Any]:
 
 
 def from_params(params: Mapping[str, Any], name: str, *, vocab_size: int, ffn_dim: int, tied: bool) -> Config:
-    """Config that a `params.json` and the tensors beside it describe.
-
-    Args:
-        params: its content.
-        name: what to call the model.
-        vocab_size: rows of the embedding.
-        ffn_dim: rows of `w1`, of all files together.
-        tied: True if the head is the embedding.
+    """Config from the content of a `params.json` and the shapes of the tensors beside it.
 
     Raises:
-        UserError: it lacks a number.
+        UserError: a key is missing.
     """
     try:
         dim, heads, layers = int(params["dim"]), int(params["n_heads"]), int(params["n_layers"])
     except KeyError as error:
-        raise UserError(f"params.json does not say {error.args[0]}; a Llama's does.") from error
+        raise UserError(f"params.json has no {error.args[0]}, which a Llama's has.") from error
     scaled, theta = bool(params.get("use_scaled_rope", False)), float(params.get("rope_theta", 10000.0))
     context = 131072 if scaled else 8192 if theta >= 500000 else 4096
     if scaled:
@@ -97,7 +90,7 @@ def feed_forward_width(dim: int, multiple_of: int, multiplier: float | None) -> 
 
 
 def _width_formula(config: Config) -> tuple[int, float | None]:
-    """A `multiple_of` and a multiplier that give the width, as round as they can be."""
+    """The roundest `multiple_of` and multiplier that give the width."""
     dim, ffn_dim = config.dim, config.ffn_dim
     multiples = [size for size in (4096, 2048, 1024, 512, 256, 128, 64, 32) if ffn_dim % size == 0]
     for multiple in multiples:
@@ -108,4 +101,4 @@ def _width_formula(config: Config) -> tuple[int, float | None]:
             multiplier = round(ffn_dim / int(8 * dim / 3), digits)
             if feed_forward_width(dim, multiple, multiplier) == ffn_dim:
                 return multiple, multiplier
-    raise UserError(f"params.json cannot say ffn_dim={ffn_dim} at dim={dim}. format=huggingface can.")
+    raise UserError(f"params.json cannot express ffn_dim={ffn_dim} at dim={dim}. Use format=huggingface.")

@@ -9,7 +9,7 @@ from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.schema.component import config_class, current_names
 
 FILE = "model.json"
-"""Its name in the folder of a checkpoint."""
+"""File name in the folder of a checkpoint."""
 
 
 def to_json(config: ModelConfig, special_tokens: Mapping[str, Any]) -> dict[str, Any]:
@@ -17,11 +17,11 @@ def to_json(config: ModelConfig, special_tokens: Mapping[str, Any]) -> dict[str,
     return {"model": dataclasses.asdict(config), "special_tokens": dict(special_tokens)}
 
 
-def from_json(values: Mapping[str, Any], where: str) -> tuple[ModelConfig, dict[str, Any]]:
-    """The model group and the special tokens.
+def from_json(values: Mapping[str, Any], path: str) -> tuple[ModelConfig, dict[str, Any]]:
+    """Model config and special tokens from the content of the file at `path`.
 
     Raises:
-        UserError: `where` is no such file, or of another version.
+        UserError: the file describes no model, or is of another version.
     """
     from pydantic import TypeAdapter, ValidationError
 
@@ -29,5 +29,5 @@ def from_json(values: Mapping[str, Any], where: str) -> tuple[ModelConfig, dict[
         model = current_names("model", values["model"])
         config = TypeAdapter(config_class("model", model)).validate_python(model)
     except (KeyError, TypeError, ValidationError) as error:
-        raise UserError(f"{where} does not describe a model: {error}") from error
+        raise UserError(f"{path} does not describe a model: {error}") from error
     return config, dict(values.get("special_tokens") or {})

@@ -24,7 +24,7 @@ class RowRange:
     """Stride of the rows in theirs."""
 
     def within(self, start: int, stop: int) -> "RowRange | None":
-        """Overlap with our rows `start` to `stop`; None where there is none."""
+        """Overlap with our rows `start` to `stop`; None if empty."""
         low, high = max(start, self.start), min(stop, self.start + self.rows)
         if low >= high:
             return None
@@ -43,7 +43,7 @@ class RowRange:
 
 @dataclass(frozen=True)
 class StateDictMap:
-    """Every parameter of ours in terms of their tensors."""
+    """Our parameters as row ranges of their tensors."""
 
     runs: Mapping[str, tuple[RowRange, ...]]
     """Row ranges by our full name, in order, covering all rows. A vector's rows are its elements."""
@@ -65,11 +65,11 @@ class StateDictMap:
 
     @cached_property
     def owners(self) -> dict[str, tuple[str, tuple[RowRange, ...]]]:
-        """The one parameter of ours that holds a tensor of theirs, with its row ranges, by their name."""
+        """Our parameter that holds each tensor of theirs, with its row ranges, by their name."""
         found: dict[str, tuple[str, list[RowRange]]] = {}
         for ours, runs in self.runs.items():
             for run in runs:
                 owner, held = found.setdefault(run.name, (ours, []))
-                assert owner == ours, "a tensor of theirs is never divided among parameters of ours"
+                assert owner == ours, "each tensor of theirs belongs to one parameter of ours"
                 held.append(run)
         return {name: (ours, tuple(runs)) for name, (ours, runs) in found.items()}

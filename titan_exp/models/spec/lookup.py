@@ -36,7 +36,7 @@ def attention_backend(config: ModelConfig) -> str:
 
 
 def with_attention_backend(config: ModelConfig, backend: str) -> ModelConfig:
-    """The same model with another attention kernel; unchanged where it has no such key."""
+    """The same model with another attention kernel; unchanged if it has no such key."""
     has_key = any(field.name == "attention_backend" for field in fields(config))
     return replace(config, attention_backend=backend) if has_key else config
 

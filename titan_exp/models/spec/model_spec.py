@@ -55,7 +55,7 @@ class LinearSpec:
     std: float
     """Standard deviation of initial weights."""
     tp: Colwise | Rowwise | None
-    """Tensor-parallel sharding; None where there is none, so that tensor parallelism is refused."""
+    """Tensor-parallel sharding; None if the linear has none, so that tensor parallelism is refused."""
     experts: int = 1
     """Number of stacked weights [experts, outputs, inputs]; 1 is a plain linear."""
     active_experts: int = 1
@@ -100,11 +100,11 @@ class LayerSpec:
         return next(linear for linear in self.linears if linear.name == name)
 
     def vector(self, name: str) -> VectorSpec | None:
-        """Norm weight by module path; None where the layer has none."""
+        """Norm weight by module path; None if absent."""
         return next((vector for vector in self.vectors if vector.name == name), None)
 
     def tp_plan(self, module: str) -> dict[str, TPStyle]:
-        """Tensor-parallel sharding of the linears of a module of the block, by their name in it."""
+        """Tensor-parallel sharding of a module's linears, by their name in it."""
         prefix = f"{module}."
         return {
             linear.name.removeprefix(prefix): linear.tp
@@ -201,7 +201,7 @@ class ModelSpec:
 
     @property
     def weights(self) -> tuple[object, ...]:
-        """Everything that weights must agree with to fit: shapes, and heads within them."""
+        """Shapes of all parameters, and heads within them: weights of equal values are interchangeable."""
         return self.shapes, tuple(layer.attention for layer in self.layers)
 
     @property

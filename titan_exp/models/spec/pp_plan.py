@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """Stage placement of a model's children. `blocks` are split; every stage holds what is not named here."""
+    """Stage placement of a model's children. `blocks` are split; every stage holds the children not named here."""
 
     first: tuple[str, ...]
-    """Children of the first stage alone."""
+    """Children of the first stage only."""
     last: tuple[str, ...]
-    """Children of the last stage alone."""
+    """Children of the last stage only."""
     shared: tuple[str, ...] = ()
-    """Those of `first` whose parameters the last stage uses too (tied embeddings), and has a copy of."""
+    """Children of `first` whose parameters the last stage uses too, as a copy (tied embeddings)."""

@@ -1,5 +1,4 @@
-"""Rotary position embedding (Su et al. 2021) as configuration: base frequency, and context scaling where a family has
-one."""
+"""Configuration of rotary position embedding (Su et al. 2021): base frequency, and context scaling."""
 
 from dataclasses import dataclass
 from typing import Literal

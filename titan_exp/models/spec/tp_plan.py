@@ -9,25 +9,26 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ReplicatedKV:
-    """Sharding inside a unit of outputs where there are more ranks than units: query heads are split, the key and value
-    head after them is replicated."""
+    """Sharding of a unit of outputs among several ranks: its query heads are split, its key and value heads
+    replicated.
+    """
 
     pieces: int
-    """Equal pieces that a unit begins with and that can be split (query heads)."""
+    """Equal pieces at the start of a unit that can be split (query heads)."""
     width: int
     """Outputs per piece."""
     count: str
-    """The block's attribute that counts a unit's pieces on this rank."""
+    """Attribute of the block that counts a unit's pieces on this rank."""
 
 
 @dataclass(frozen=True)
 class Colwise:
-    """A linear whose outputs are split: each rank computes some of them from the whole input."""
+    """Column-parallel linear: each rank computes some outputs from the whole input."""
 
     units: int
-    """Equal groups of consecutive outputs that stay together, such as the heads of one key."""
+    """Groups of consecutive outputs that stay together, such as the heads of one key."""
     common: ReplicatedKV | None = None
-    """Split of a unit where there are more ranks than units; None where there is none."""
+    """Split of a unit if there are more ranks than units; None if units cannot be split."""
     described: str = "the units of a linear layer"
     """Noun phrase for error messages."""
     key: str = ""
@@ -41,7 +42,7 @@ class Colwise:
         return 1 if self.common is None else self.common.pieces
 
     def divides(self, degree: int) -> bool:
-        """True if each of so many ranks gets equal whole units, or an equal split of one."""
+        """True if each of `degree` ranks gets equal whole units, or an equal split of one."""
         if self.units % degree == 0:
             return True
         return self.common is not None and degree % self.units == 0 and self.pieces % (degree // self.units) == 0
@@ -49,12 +50,14 @@ class Colwise:
 
 @dataclass(frozen=True)
 class Rowwise:
-    """A linear whose inputs are split like the outputs of the `Colwise` linear before; ranks' outputs are summed."""
+    """Row-parallel linear: inputs are split like the outputs of the `Colwise` linear before; outputs are summed over
+    ranks.
+    """
 
 
 @dataclass(frozen=True)
 class SequenceParallel:
-    """A norm that sees this rank's tokens; with sequence parallelism its gradient is partial."""
+    """A norm over this rank's tokens; its gradient is partial with sequence parallelism."""
 
 
 SEQUENCE_PARALLEL = SequenceParallel()
@@ -63,17 +66,17 @@ SEQUENCE_PARALLEL = SequenceParallel()
 
 @dataclass(frozen=True)
 class HeadParallel:
-    """A norm over single heads that sees this rank's heads; its gradient is always partial."""
+    """A norm over this rank's heads; its gradient is always partial."""
 
 
 @dataclass(frozen=True)
 class VocabEmbedding:
-    """An embedding whose rows, one per token of the vocabulary, are split."""
+    """Vocabulary-parallel embedding, split by rows."""
 
 
 @dataclass(frozen=True)
 class VocabLogits:
-    """A head whose rows, one per token of the vocabulary, are split like those of a `VocabEmbedding`."""
+    """Vocabulary-parallel head, split like a `VocabEmbedding`."""
 
     vocabulary: int
     """Rows of the whole weight."""

@@ -44,9 +44,7 @@ class TransformerConfig(ModelConfig):
 def transformer_layer(config: TransformerConfig, *, out_std: float, qk_norm: bool = False) -> LayerSpec:
     """Spec of a pre-norm block: fused qkv, attention output, fused gate and up, down.
 
-    Args:
-        out_std: initial standard deviation of the two linears that write to the residual stream.
-        qk_norm: True if query and key heads are normalized before RoPE.
+    `out_std` is the initial standard deviation of the two linears that write to the residual stream.
     """
     dim, std, width = config.dim, config.init_std, config.head_dim
     attention = AttentionSpec(config.heads, config.kv_heads, qk_dim=width, v_dim=width)

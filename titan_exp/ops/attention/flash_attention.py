@@ -1,5 +1,4 @@
-"""FlashAttention 3 and 4, from their own packages, in the place of torch's flash kernel: for the whole process, through
-torch's own hook."""
+"""FlashAttention 3 and 4 from their own packages, replacing torch's flash kernel in the whole process."""
 
 import torch
 from torch.nn.attention import (
@@ -22,10 +21,10 @@ def runs_here(backend: str, device: torch.device) -> bool:
 
 
 def activate(backend: str, device: torch.device) -> None:
-    """Make torch's flash kernel be the one of a package, or torch's own again where `backend` names none.
+    """Make a package's kernel torch's flash kernel; restore torch's own if `backend` names no package.
 
     Raises:
-        UserError: it does not run on this device, or cannot be imported.
+        UserError: the package does not run on this device, or cannot be imported.
     """
     package = FLASH_PACKAGES.get(backend)
     if package is None:
@@ -37,12 +36,12 @@ def activate(backend: str, device: torch.device) -> None:
     major, minor = torch.cuda.get_device_capability(device)
     if major not in package.majors:
         name = torch.cuda.get_device_name(device)
-        works = " and ".join(f"{it}.0" for it in package.majors)
-        raise _refused(backend, f"{package.title} runs on capability {works}, and {name} has {major}.{minor}")
+        supported = " and ".join(f"{number}.0" for number in package.majors)
+        raise _refused(backend, f"{package.title} runs on capability {supported}, and {name} has {major}.{minor}")
     try:
         activate_flash_attention_impl(package.implementation)
     except (ImportError, OSError, RuntimeError, ValueError) as error:
-        # What is installed may have been built for another torch, or another CUDA.
+        # The installed package may be built for another torch or CUDA.
         raise _refused(backend, f"{package.title} cannot be used here: {error}") from error
 
 

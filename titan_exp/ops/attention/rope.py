@@ -1,6 +1,6 @@
 """Rotary position embedding in real arithmetic (Su et al. 2021), with the published context scalings.
 
-A head's dims are rotated in pairs (i, i + head_dim / 2), the layout of Hugging Face; real-valued so that it fuses.
+Rotates the pairs (i, i + head_dim / 2) of a head, Hugging Face's layout; real-valued, so that it fuses.
 """
 
 import math
@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines by position, in fp32.
+    """RoPE cache: cosines and sines by position, in fp32.
 
-    A buffer, not a parameter: not part of a checkpoint, and recomputed by `reset` once its memory is real.
+    A non-persistent buffer, which `reset` computes once its memory is allocated.
     """
 
     cos: Tensor
@@ -27,7 +27,7 @@ class RotaryEmbedding(nn.Module):
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Fill the tables, in fp64 on the CPU so that every device holds the same values."""
+        """Fill the cache, in fp64 on the CPU so that every device holds the same values."""
         positions = torch.arange(self.length, dtype=torch.float64)
         angles = torch.outer(positions, self.frequencies.inverse(self.head_dim))
         self.cos.copy_(angles.cos())
@@ -43,7 +43,7 @@ class RotaryEmbedding(nn.Module):
 
 
 class Frequencies:
-    """Rotation per position of each pair, in radians: theta^(-2i / head_dim), stretched where a model was."""
+    """Rotation per position of each pair, in radians: theta^(-2i / head_dim), with context scaling."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Frequencies:
         self.low, self.high, self.original_context = low_freq_factor, high_freq_factor, original_context
 
     def inverse(self, head_dim: int) -> Float[Tensor, " half"]:
-        """Frequencies of one head's pairs, fp64 on the CPU."""
+        """Inverse frequencies of a head's pairs, fp64 on the CPU."""
         exponent = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
         plain = self.theta**-exponent
         return self._llama3(plain) if self.scaling == "llama3" else plain
@@ -67,7 +67,7 @@ class Frequencies:
     def _llama3(self, plain: Float[Tensor, " half"]) -> Float[Tensor, " half"]:
         """Slow long wavelengths down by `factor`, leave short ones, blend between (Llama 3.1 model card)."""
         turns = self.original_context * plain / (2 * math.pi)
-        # 0 for wavelengths over original_context / low, 1 for those under original_context / high.
+        # 0 for wavelengths above original_context / low, 1 below original_context / high.
         blend = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
         return (1 - blend) * plain / self.factor + blend * plain
 
@@ -77,6 +77,6 @@ def rotate(
     cos: Float[Tensor, "batch_or_1 seq 1 half"],
     sin: Float[Tensor, "batch_or_1 seq 1 half"],
 ) -> Float[Tensor, "batch seq heads head_dim"]:
-    """Rotate each pair by its position's angle, in fp32, and return the type that came in."""
+    """Rotate each pair by its position's angle, in fp32; returns the input dtype."""
     first, second = heads.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(heads.dtype)

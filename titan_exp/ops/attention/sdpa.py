@@ -1,6 +1,6 @@
-"""Causal attention with the kernel chosen explicitly: torch's SDPA backends, FlashAttention 3 and 4, or FlexAttention.
+"""Causal attention with an explicit kernel: torch's SDPA backends, FlashAttention 3 and 4, or FlexAttention.
 
-Grouped-query attention runs on the shared keys and values as they are, where the kernel can.
+Kernels with grouped-query support read shared keys and values without repeating them.
 """
 
 from collections.abc import Callable
@@ -31,25 +31,17 @@ SDPA_BACKENDS: dict[str, SDPBackend] = {
 def choose_backend(
     requested: str, device: torch.device, *, head_dim: int, bf16: bool, documents: bool, parts: bool = False
 ) -> AttentionBackend:
-    """Name the kernel that will run; where it takes the place of torch's own in the process, it does so now.
+    """Choose the attention kernel, and activate FlashAttention 3 or 4 in this process if requested.
 
-    Args:
-        requested: a backend's name, or `auto` for the fastest that torch brings along for this device: on CUDA cuDNN
-            from Hopper on and flash before, efficient in fp32, where documents are masked and for heads wider than 256
-            (the others take none of them); flash on CPU.
-        device: where attention will run.
-        head_dim: width of a head.
-        bf16: whether it will run in bf16, else fp32.
-        documents: whether a document mask will be given.
-        parts: whether it will attend to parts of the keys and merge them (`ops.partial_attention`); cuDNN is not used
-            for that.
+    `auto` is flash on CPU. On CUDA it is efficient for fp32, document masks and heads wider than 256; else cuDNN from
+    Hopper on, and flash on older GPUs. `parts` says that attention is merged by LSE, which excludes cuDNN.
 
     Raises:
-        UserError: the device, or what is installed, cannot run the one that was asked for.
+        UserError: the device or the installed packages cannot run the requested backend.
     """
     activate(requested, device)
     if requested != "auto":
-        return requested  # type: ignore[return-value]  # one of Backend, checked by the configuration
+        return requested  # type: ignore[return-value]  # checked by the configuration
     if device.type != "cuda":
         return "flash"
     if documents or not bf16 or not HEAD_SIZES["flash"].takes(head_dim):
@@ -69,14 +61,14 @@ def document_mask(documents: Int[Tensor, "batch seq"]) -> Bool[Tensor, "batch 1 
 
 
 class CausalAttention(nn.Module):
-    """The attention core, without projections; a module of its own so that context parallelism can replace it."""
+    """Attention core without linears; a module, so that context parallelism can replace it."""
 
     def __init__(self, backend: AttentionBackend) -> None:
         super().__init__()
         self.backend: AttentionBackend = backend
 
     def mask(self, documents: Int[Tensor, "batch seq"] | None) -> Any:
-        """Argument `mask` of `forward`, made once per forward pass of the model; None is causal."""
+        """Argument `mask` of `forward`, built once per forward pass of the model; None for causal attention."""
         if documents is None:
             return None
         if self.backend == "flex":
@@ -90,13 +82,13 @@ class CausalAttention(nn.Module):
         value: Float[Tensor, "batch kv_heads seq head_dim"],
         mask: Any = None,
     ) -> Float[Tensor, "batch heads seq head_dim"]:
-        """Softmax(q·k / sqrt(head_dim)) · v over earlier positions, in the type of `query`."""
+        """Softmax(q·k / sqrt(head_dim)) · v over earlier positions, in the dtype of `query`."""
         grouped = query.shape[1] != key.shape[1]
         if self.backend == "flex":
             mask = mask if mask is not None else _flex_causal_mask(query.shape[2], str(query.device))
             return _flex_kernel(query.device.type)(query, key, value, block_mask=mask, enable_gqa=grouped)
         if grouped and self.backend == "efficient":
-            # The one kernel that takes no groups.
+            # This kernel has no grouped-query support.
             times = query.shape[1] // key.shape[1]
             key, value, grouped = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1), False
         with sdpa_kernel(SDPA_BACKENDS[self.backend]):
@@ -109,7 +101,7 @@ class CausalAttention(nn.Module):
 def _flex_kernel(device_type: str) -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Uncompiled FlexAttention holds the whole score matrix; on CPU only that form is there.
+    # Uncompiled FlexAttention holds the whole score matrix; a CPU has only that.
     return torch.compile(flex_attention) if device_type == "cuda" else flex_attention  # type: ignore[return-value]
 
 
@@ -123,7 +115,7 @@ def _flex_causal_mask(seq: int, device: str) -> Any:
 def _flex_block_mask(documents: Int[Tensor, "batch seq"]) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    # No annotations here: FlexAttention reads the function's signature.
+    # FlexAttention reads the signature of the function: no annotations.
     batch, seq = documents.shape
     return create_block_mask(
         lambda b, h, q, k: (q >= k) & (documents[b, q] == documents[b, k]),

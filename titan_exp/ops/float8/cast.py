@@ -1,7 +1,7 @@
-"""A matrix in float8 as it is and transposed, from one read of it each for the largest values and for the casts.
+"""Dual float8 cast: a matrix in float8 as it is and transposed, with one read for amax and one for the casts.
 
-Both products of a backward pass contract what the other keeps, and a GPU's float8 instructions want what they contract
-to be contiguous: so an activation, and a gradient, is needed both ways.
+The two matmuls of a backward pass contract different dims, and float8 instructions need the contracted dim contiguous,
+so activations and gradients are needed in both layouts.
 """
 
 from typing import Any
@@ -10,40 +10,37 @@ import torch
 from torch import Tensor
 
 SIDE = 64
-"""Rows and columns of the square that a program of the kernels reads."""
+"""Rows and columns of the tile of a kernel program."""
 
 
 @torch.library.custom_op("titan_exp::dual_amax", mutates_args=())
 def dual_amax(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest absolute values of the rows, [height, 1], and of the columns, [1, width], of a contiguous matrix; fp32,
-    on CUDA (or anywhere in Triton's interpreter)."""
-    from titan_exp.ops.float8.kernels import largest_kernel
+    """Largest absolute values of the rows, [height, 1], and columns, [1, width], of a contiguous matrix; fp32, on
+    CUDA.
+    """
+    from titan_exp.ops.float8.kernels import amax_kernel
 
     height, width = matrix.shape
-    of_rows, of_columns = _largest_made(matrix)
-    launch: Any = largest_kernel[_squares(matrix)]
-    # Of numbers that are not negative the bits, as whole numbers, are in the same order.
-    bits = of_rows.zero_().view(torch.int32), of_columns.zero_().view(torch.int32)
+    row_amax, column_amax = _empty_amax(matrix)
+    launch: Any = amax_kernel[_grid(matrix)]
+    # The bits of non-negative numbers order like integers.
+    bits = row_amax.zero_().view(torch.int32), column_amax.zero_().view(torch.int32)
     launch(matrix, *bits, height, width, side=SIDE)
-    return of_rows, of_columns
+    return row_amax, column_amax
 
 
 @torch.library.custom_op("titan_exp::dual_cast", mutates_args=())
 def dual_cast(matrix: Tensor, row_scales: Tensor, column_scales: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """A contiguous matrix times its scales in float8, as it is and transposed; what lies beyond the largest number of
-    the type is that.
+    """Multiply a contiguous matrix [height, width] by its scales and cast it, as it is and transposed, saturating.
 
-    Args:
-        matrix: [height, width].
-        row_scales: fp32, [height, 1], of what stays as it is; or a scalar, for both.
-        column_scales: fp32, [1, width], of what is transposed; or that scalar again.
-        dtype: the float8 type.
+    `row_scales`, fp32 [height, 1], apply to the plain result, `column_scales` [1, width] to the transposed one; a
+    scalar given twice applies to both.
     """
     from titan_exp.ops.float8.kernels import cast_kernel
 
     height, width = matrix.shape
-    rows, transposed = _cast_made(matrix, row_scales, column_scales, dtype)
-    launch: Any = cast_kernel[_squares(matrix)]
+    rows, transposed = _empty_cast(matrix, row_scales, column_scales, dtype)
+    launch: Any = cast_kernel[_grid(matrix)]
     launch(
         matrix,
         row_scales,
@@ -60,18 +57,18 @@ def dual_cast(matrix: Tensor, row_scales: Tensor, column_scales: Tensor, dtype: 
 
 
 @dual_amax.register_fake
-def _largest_made(matrix: Tensor) -> tuple[Tensor, Tensor]:
+def _empty_amax(matrix: Tensor) -> tuple[Tensor, Tensor]:
     height, width = matrix.shape
     fp32 = matrix.new_empty(height, 1, dtype=torch.float32)
     return fp32, matrix.new_empty(1, width, dtype=torch.float32)
 
 
 @dual_cast.register_fake
-def _cast_made(matrix: Tensor, row_scales: Tensor, column_scales: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _empty_cast(matrix: Tensor, row_scales: Tensor, column_scales: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     height, width = matrix.shape
     return matrix.new_empty(height, width, dtype=dtype), matrix.new_empty(width, height, dtype=dtype)
 
 
-def _squares(matrix: Tensor) -> tuple[int, int]:
+def _grid(matrix: Tensor) -> tuple[int, int]:
     height, width = matrix.shape
     return -(-height // SIDE), -(-width // SIDE)

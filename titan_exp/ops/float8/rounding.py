@@ -1,6 +1,6 @@
-"""Rounding to fewer bits in Triton kernels: a GPU's own instruction, which rounds to the nearest, ties to even.
+"""Rounding to fewer bits in Triton kernels, to the nearest with ties to even, as a GPU does.
 
-Triton's interpreter cuts bits off instead; there numbers are rounded in fp32 first, so that nothing is left to cut.
+Triton's interpreter truncates instead; there numbers are rounded in fp32 first.
 """
 
 import triton
@@ -8,12 +8,12 @@ import triton.language as tl
 from triton import knobs
 
 INTERPRETED = tl.constexpr(knobs.runtime.interpret)
-"""Whether kernels run in the interpreter; decided where Triton is imported."""
+"""True if kernels run in Triton's interpreter, decided when Triton is imported."""
 
 
 @triton.jit
 def rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """fp32 numbers in a type of fewer bits, or as they are; none is beyond the largest of a float8 type."""
+    """Cast fp32 numbers to a smaller dtype; none exceeds the largest float8 value."""
     if INTERPRETED:
         if dtype == tl.bfloat16:
             x = _nearest(x, 7, 1)
@@ -26,9 +26,9 @@ def rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _nearest(x: tl.tensor, mantissa: tl.constexpr, least: tl.constexpr) -> tl.tensor:
-    """fp32 numbers rounded to so many bits behind the first; `least` is the smallest normal exponent, biased by 127.
+    """Round fp32 numbers to `mantissa` bits; `least` is the smallest normal exponent, biased by 127.
 
-    Adding a number whose last bit is worth what the result's is makes the adder round.
+    Adding a number whose last bit equals the result's makes the adder round.
     """
     bits = x.to(tl.uint32, bitcast=True)
     exponent = tl.maximum((bits >> 23) & 0xFF, least) + (23 - mantissa)

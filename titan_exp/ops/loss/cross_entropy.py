@@ -1,4 +1,4 @@
-"""The language-model loss: a sum over tokens, so that dividing by the global token count is right in every layout."""
+"""Language-model loss as a sum over tokens, to be divided by the global token count in any layout."""
 
 from typing import Any, NamedTuple
 
@@ -14,39 +14,34 @@ IGNORE_INDEX = -100
 
 
 class LossSum(NamedTuple):
-    """Loss of a batch, summed over its tokens, fp32, in nats."""
+    """Loss of a batch, summed over tokens, fp32, in nats."""
 
     objective: Tensor
     """The differentiated loss: cross-entropy plus z-loss."""
     cross_entropy: Tensor
     """Cross-entropy alone, detached; logged, so that curves with and without z-loss compare."""
     z_loss: Tensor | None = None
-    """Z-loss alone, detached; None where its coefficient is 0."""
+    """Z-loss alone, detached; None if its coefficient is 0."""
 
 
 def cross_entropy_sum(logits: Float[Tensor, "batch seq vocab"], labels: Int[Tensor, "batch seq"]) -> Float[Tensor, ""]:
-    """Sum over tokens of -log softmax(logits)[label], in nats and fp32; labels of `IGNORE_INDEX` count nothing."""
+    """Sum over tokens of -log softmax(logits)[label] in fp32; labels of `IGNORE_INDEX` contribute nothing."""
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def loss_sum(
-    logits: Float[Tensor, "batch seq words"],
+    logits: Float[Tensor, "batch seq vocab"],
     labels: Int[Tensor, "batch seq"],
     z_loss: float = 0.0,
-    part: VocabShard | None = None,
+    shard: VocabShard | None = None,
 ) -> LossSum:
-    """Cross-entropy plus `z_loss` · log(Z)² (Chowdhery et al. 2022), Z being softmax's denominator.
+    """Cross-entropy plus `z_loss` · log(Z)², Z being the softmax denominator (Chowdhery et al. 2022).
 
-    The z-loss keeps logits near normalized, so that they do not drift away in bf16.
-
-    Args:
-        logits: of the whole vocabulary, or of a part of it.
-        labels: words of the whole vocabulary, or `IGNORE_INDEX`.
-        z_loss: its coefficient.
-        part: which words' logits these are; None where they are all. All ranks that hold parts call this together.
+    The z-loss keeps logits close to normalized in bf16. Labels are ids of the whole vocabulary, the logits those of
+    `shard`, or of all ids if it is None. All ranks with shards call this together.
     """
-    if part is not None:
-        objective, cross_entropy, z = _VocabParallelLoss.apply(logits.flatten(0, 1), labels.flatten(), z_loss, part)
+    if shard is not None:
+        objective, cross_entropy, z = _VocabParallelLoss.apply(logits.flatten(0, 1), labels.flatten(), z_loss, shard)
         return LossSum(objective, cross_entropy, z if z_loss else None)
     cross_entropy = cross_entropy_sum(logits, labels)
     if z_loss == 0:
@@ -57,29 +52,29 @@ def loss_sum(
 
 
 def logits_gradient(
-    logits: Float[Tensor, "tokens words"],
+    logits: Float[Tensor, "tokens vocab"],
     log_z: Float[Tensor, " tokens"],
     labels: Int[Tensor, " tokens"],
     z_loss: float,
-    part: VocabShard | None,
-) -> Float[Tensor, "tokens words"]:
-    """Gradient of the summed loss by fp32 logits, in their place: p - onehot, and 2 · z_loss · log Z · p."""
+    shard: VocabShard | None,
+) -> Float[Tensor, "tokens vocab"]:
+    """Gradient of the summed loss with respect to fp32 logits, in place: p - onehot, plus 2 · z_loss · log Z · p."""
     gradient = logits.sub_(log_z[:, None]).exp_()
     if z_loss:
         gradient *= (1 + 2 * z_loss * log_z)[:, None]
     predicted = labels != IGNORE_INDEX
-    column, here = locate(labels.where(predicted, 0), part, logits.shape[1])
+    column, here = locate(labels.where(predicted, 0), shard, logits.shape[1])
     gradient.scatter_add_(1, column[:, None], -here.to(gradient.dtype)[:, None])
     return gradient * predicted[:, None]
 
 
 class _VocabParallelLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, z_loss: float, part: VocabShard) -> Any:
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, z_loss: float, shard: VocabShard) -> Any:
         predicted = labels != IGNORE_INDEX
-        log_z, chosen = log_normalizer_and_target(logits.float(), labels.where(predicted, 0), part)
+        log_z, chosen = log_normalizer_and_target(logits.float(), labels.where(predicted, 0), shard)
         ctx.save_for_backward(logits, log_z, labels)
-        ctx.of = (z_loss, part)
+        ctx.options = (z_loss, shard)
         cross_entropy = ((log_z - chosen) * predicted).sum()
         z = z_loss * (log_z.square() * predicted).sum()
         ctx.mark_non_differentiable(cross_entropy, z)
@@ -89,5 +84,5 @@ class _VocabParallelLoss(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         logits, log_z, labels = ctx.saved_tensors
         own = logits.float() if logits.dtype != torch.float32 else logits.clone()
-        gradient = logits_gradient(own, log_z, labels, *ctx.of)
+        gradient = logits_gradient(own, log_z, labels, *ctx.options)
         return (gradient * gradients[0]).to(logits.dtype), None, None, None

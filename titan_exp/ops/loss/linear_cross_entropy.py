@@ -1,7 +1,6 @@
-"""The head's matmul and the loss in one, some tokens at a time, so that all logits are never held together.
+"""Fused LM head and cross-entropy in chunks of tokens, so that the logits are never all in memory.
 
-Gradients are computed in the forward pass, chunk by chunk, while a chunk's logits are there; backward only scales them
-by the gradient that arrives.
+Gradients are computed in forward, chunk by chunk; backward only scales them by the incoming gradient.
 """
 
 from collections.abc import Callable
@@ -17,26 +16,25 @@ from titan_exp.ops.loss.vocab_parallel import VocabShard, log_normalizer_and_tar
 
 def linear_loss_sum(
     hidden: Float[Tensor, "batch seq dim"],
-    weight: Float[Tensor, "words dim"],
+    weight: Float[Tensor, "vocab dim"],
     labels: Int[Tensor, "batch seq"],
     *,
     chunk_tokens: int,
     z_loss: float = 0.0,
-    part: VocabShard | None = None,
-    of_chunk: Callable[..., Any] | None = None,
+    shard: VocabShard | None = None,
+    chunk_fn: Callable[..., Any] | None = None,
 ) -> LossSum:
-    """`loss_sum(hidden @ weight.T, labels, z_loss, part)` with logits of at most `chunk_tokens` tokens in memory.
+    """`loss_sum(hidden @ weight.T, labels, z_loss, shard)` with logits of at most `chunk_tokens` tokens in memory.
 
-    Matmuls are in the type of the inputs, softmax and the sums over chunks (the weight's gradient among them) in fp32.
-    Of a part of the vocabulary, the hidden states' gradient is that through these words alone: the ranks' sum is whole.
-    `of_chunk` is `chunk_loss`, or that compiled.
+    Matmuls are in the input dtype; softmax and sums over chunks (also of the weight's gradient) in fp32. With a
+    vocabulary shard, the hidden states' gradient is partial over tp. `chunk_fn` is `chunk_loss`, maybe compiled.
     """
     hidden, labels = hidden.flatten(0, 1), labels.flatten()
-    of_chunk = of_chunk or chunk_loss
+    chunk_fn = chunk_fn or chunk_loss
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
-        objective, cross_entropy, z = _LinearLoss.apply(hidden, weight, of_chunk, labels, chunk_tokens, z_loss, part)
+        objective, cross_entropy, z = _LinearLoss.apply(hidden, weight, chunk_fn, labels, chunk_tokens, z_loss, shard)
         return LossSum(objective, cross_entropy, z if z_loss else None)
-    sums = _over_chunks(hidden, weight, labels, chunk_tokens, z_loss, part, of_chunk=of_chunk, gradients=False)
+    sums = _over_chunks(hidden, weight, labels, chunk_tokens, z_loss, shard, chunk_fn=chunk_fn, gradients=False)
     return LossSum(sums.cross_entropy + sums.z, sums.cross_entropy, sums.z if z_loss else None)
 
 
@@ -44,30 +42,30 @@ class ChunkLoss(NamedTuple):
     """Loss and gradient of a chunk's logits."""
 
     cross_entropy: Tensor
-    """Sum over its tokens, fp32."""
+    """Sum over tokens, fp32."""
     z: Tensor | None
-    """Sum of their z-losses; None without a coefficient."""
+    """Sum of z-losses; None without a coefficient."""
     grad: Tensor | None
-    """Gradient of both with respect to the logits, in their type; None where it was not asked for."""
+    """Gradient of both with respect to the logits, in their dtype; None if not requested."""
 
 
-def chunk_loss(  # a compiled function takes arguments by place
-    logits: Float[Tensor, "tokens words"],
+def chunk_loss(  # compiled functions take positional arguments
+    logits: Float[Tensor, "tokens vocab"],
     labels: Int[Tensor, " tokens"],
     z_loss: float,
-    part: VocabShard | None,
+    shard: VocabShard | None,
     gradients: bool,
 ) -> ChunkLoss:
-    """Loss and gradient of a chunk from its logits, which may be overwritten: all between the head's matmuls."""
-    kind, logits = logits.dtype, logits.float()
+    """Loss and gradient of a chunk of logits, which may be overwritten: everything between the head's matmuls."""
+    dtype, logits = logits.dtype, logits.float()
     predicted = labels != IGNORE_INDEX
-    # Any token will do where none is predicted: what it gives is multiplied by 0.
-    log_z, chosen = log_normalizer_and_target(logits, labels.where(predicted, 0), part)
+    # Ignored tokens look up any column; their contribution is multiplied by 0.
+    log_z, chosen = log_normalizer_and_target(logits, labels.where(predicted, 0), shard)
     cross_entropy = ((log_z - chosen) * predicted).sum()
     z = z_loss * (log_z.square() * predicted).sum() if z_loss else None
     if not gradients:
         return ChunkLoss(cross_entropy, z, None)
-    return ChunkLoss(cross_entropy, z, logits_gradient(logits, log_z, labels, z_loss, part).to(kind))
+    return ChunkLoss(cross_entropy, z, logits_gradient(logits, log_z, labels, z_loss, shard).to(dtype))
 
 
 class _Sums(NamedTuple):
@@ -79,10 +77,10 @@ class _Sums(NamedTuple):
 
 class _LinearLoss(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, of_chunk: Callable[..., ChunkLoss], *of: Any) -> Any:
-        sums = _over_chunks(hidden, weight, *of, of_chunk=of_chunk, gradients=True)
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, chunk_fn: Callable[..., ChunkLoss], *options: Any) -> Any:
+        sums = _over_chunks(hidden, weight, *options, chunk_fn=chunk_fn, gradients=True)
         ctx.save_for_backward(sums.hidden_grad, sums.weight_grad)
-        ctx.weight_type = weight.dtype
+        ctx.weight_dtype = weight.dtype
         ctx.mark_non_differentiable(sums.cross_entropy, sums.z)
         return sums.cross_entropy + sums.z, sums.cross_entropy, sums.z
 
@@ -90,21 +88,21 @@ class _LinearLoss(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> Any:
         scale = gradients[0]
         hidden_grad, weight_grad = ctx.saved_tensors
-        # Scaled on the way into a new tensor of the weight's type: no second one in fp32.
-        scaled = torch.empty_like(weight_grad, dtype=ctx.weight_type)
+        # Scaled into a new tensor of the weight's dtype, without a second fp32 tensor.
+        scaled = torch.empty_like(weight_grad, dtype=ctx.weight_dtype)
         torch.mul(weight_grad, scale, out=scaled)
         return (hidden_grad * scale).to(hidden_grad.dtype), scaled, None, None, None, None, None
 
 
-def _over_chunks(  # noqa: PLR0917  # an autograd function takes arguments by place
+def _over_chunks(  # noqa: PLR0917  # autograd functions take positional arguments
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
     chunk_tokens: int,
     z_loss: float,
-    part: VocabShard | None,
+    shard: VocabShard | None,
     *,
-    of_chunk: Callable[..., ChunkLoss],
+    chunk_fn: Callable[..., ChunkLoss],
     gradients: bool,
 ) -> _Sums:
     cross_entropy, z = hidden.new_zeros((), dtype=torch.float32), hidden.new_zeros((), dtype=torch.float32)
@@ -112,18 +110,18 @@ def _over_chunks(  # noqa: PLR0917  # an autograd function takes arguments by pl
     weight_grad = torch.zeros_like(weight, dtype=torch.float32) if gradients else None
     for start in range(0, hidden.shape[0], chunk_tokens):
         chunk = slice(start, start + chunk_tokens)
-        found = of_chunk(hidden[chunk] @ weight.T, labels[chunk], z_loss, part, gradients)
+        found = chunk_fn(hidden[chunk] @ weight.T, labels[chunk], z_loss, shard, gradients)
         cross_entropy += found.cross_entropy
         if found.z is not None:
             z += found.z
         if hidden_grad is not None and weight_grad is not None and found.grad is not None:
             hidden_grad[chunk] = found.grad @ weight
-            _add_product(weight_grad, found.grad, hidden[chunk])
+            _add_outer(weight_grad, found.grad, hidden[chunk])
     return _Sums(cross_entropy, z, hidden_grad, weight_grad)
 
 
-def _add_product(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
-    """`total += grad.T @ hidden`, summed in fp32 within a chunk too where the device can."""
+def _add_outer(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
+    """`total += grad.T @ hidden`, accumulated in fp32 within a chunk too, if the device supports it."""
     if hidden.is_cuda and hidden.dtype != torch.float32:
         total += torch.mm(grad.T, hidden, out_dtype=torch.float32)
     elif hidden.dtype == torch.float32:

@@ -1,5 +1,4 @@
-"""Softmax over a vocabulary that is divided among ranks: each computes from its own logits, and two numbers a token
-are exchanged."""
+"""Vocabulary-parallel softmax: ranks compute from their own logits and exchange two numbers per token."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,42 +10,39 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The words whose logits are here."""
+    """Vocabulary shard whose logits this rank holds."""
 
     first: int
-    """Number of the first of them."""
+    """First token id of the shard."""
     all_reduce_sum: Callable[[Tensor], Tensor]
-    """The sum over all parts of a tensor, as a new tensor."""
+    """Sum of a tensor over all shards, as a new tensor."""
     all_reduce_max: Callable[[Tensor], Tensor]
-    """The elementwise maximum over all parts of a tensor, as a new tensor."""
+    """Elementwise maximum of a tensor over all shards, as a new tensor."""
 
 
 @torch.no_grad()
 def log_normalizer_and_target(
-    logits: Float[Tensor, "tokens words"], target: Int[Tensor, " tokens"], part: VocabShard | None
+    logits: Float[Tensor, "tokens vocab"], target: Int[Tensor, " tokens"], shard: VocabShard | None
 ) -> tuple[Float[Tensor, " tokens"], Float[Tensor, " tokens"]]:
-    """Log of softmax's denominator over the whole vocabulary, and the target's logit, from fp32 logits.
+    """Log of the softmax denominator over the whole vocabulary, and the target's logit, from fp32 logits.
 
-    Args:
-        logits: those of this part of the vocabulary; of all of it where `part` is None.
-        target: a word of the whole vocabulary for each token.
-        part: which words are here.
+    `logits` are those of `shard`, or of the whole vocabulary if it is None; `target` are ids of the whole vocabulary.
     """
-    if part is None:
+    if shard is None:
         return logits.logsumexp(-1), logits.gather(1, target[:, None])[:, 0]
-    max_logit = part.all_reduce_max(logits.amax(-1))
-    place, here = locate(target, part, logits.shape[1])
+    max_logit = shard.all_reduce_max(logits.amax(-1))
+    place, here = locate(target, shard, logits.shape[1])
     own = torch.stack(((logits - max_logit[:, None]).exp().sum(-1), logits.gather(1, place[:, None])[:, 0] * here))
-    denominator, chosen = part.all_reduce_sum(own)
+    denominator, chosen = shard.all_reduce_sum(own)
     return max_logit + denominator.log(), chosen
 
 
 def locate(
-    target: Int[Tensor, " tokens"], part: VocabShard | None, words: int
+    target: Int[Tensor, " tokens"], shard: VocabShard | None, columns: int
 ) -> tuple[Int[Tensor, " tokens"], Int[Tensor, " tokens"]]:
-    """Column of each target among the `words` of this part, and whether it is there (1) or the column is any (0)."""
-    if part is None:
+    """Column of each target in this shard of `columns` columns, and 1; any column and 0 for targets in other shards."""
+    if shard is None:
         return target, torch.ones_like(target)
-    column = target - part.first
-    here = (column >= 0) & (column < words)
+    column = target - shard.first
+    here = (column >= 0) & (column < columns)
     return column.where(here, 0), here.to(target.dtype)

@@ -1,8 +1,7 @@
-"""The product of experts: every row of a matrix by the weight of the expert that it was sent to, rows sorted by expert.
+"""Grouped matmul of experts: each row of a matrix by the weight of its expert, rows sorted by expert.
 
-On CUDA torch's grouped matmul computes it in bf16: one kernel for all experts, which reads on the device where their
-rows end. Elsewhere it is a loop over experts, which reads that on the host: a CPU waits for nothing by it; a GPU does,
-in other types or where a dim is no multiple of 8, and so does torch's own kernel on GPUs older than Hopper.
+On CUDA in bf16 it is torch's grouped matmul, one kernel that reads the group ends on the device. Otherwise it is a loop
+over experts that reads the ends on the host, which synchronizes a GPU; so does torch's kernel before Hopper.
 """
 
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from torch import Tensor
 from titan_exp.ops.needs_input_grad import needs_input_grad
 
 ALIGNED = 8
-"""What dims are multiples of for torch's kernel: rows of bf16 begin every 16 bytes."""
+"""Multiple that torch's kernel requires of dims: bf16 rows start every 16 bytes."""
 
 
 def grouped_linear(
@@ -24,52 +23,33 @@ def grouped_linear(
     weight: Float[Tensor, "experts dim_out dim_in"],
     ends: Int32[Tensor, " experts"],
 ) -> Float[Tensor, "tokens dim_out"]:
-    """x · weight[expert]ᵀ, row by row, with gradients of both.
+    """x · weight[expert]ᵀ row by row, differentiable in both.
 
-    Args:
-        x: rows sorted by expert.
-        weight: the experts' weights, of the type of `x`.
-        ends: where the rows of each expert end and the next one's begin, ascending and at most `tokens`. An expert may
-            have none. Rows from the last end on belong to no expert: they give zeros and no gradient.
+    `x` is sorted by expert; `ends`, ascending, are the ends of each expert's rows, of which there may be none. Rows
+    after the last end give zeros and no gradient.
 
     Raises:
-        ValueError: ends do not ascend, or are beyond the rows; only where the host reads them.
+        ValueError: `ends` do not ascend or exceed the rows; only if read on the host.
     """
     return _GroupedLinear.apply(x, weight, ends)  # type: ignore[return-value]  # a Tensor
 
 
 def grouped_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """x · weight[expert], row by row, without gradients; zeros from the last end on.
-
-    Args:
-        x: [tokens, k].
-        weight: [experts, k, n].
-        ends: as of `grouped_linear`.
-
-    Returns:
-        [tokens, n]
-    """
+    """x [tokens, k] · weight[expert] [experts, k, n] without gradients: [tokens, n], zeros after the last end."""
     if not _has_kernel(x, weight):
-        return _rows_in_a_loop(x, weight, ends)
-    product = F.grouped_mm(x.contiguous(), weight, offs=ends)
-    # The kernel leaves there what was in memory before.
+        return _loop_rows(x, weight, ends)
+    out = F.grouped_mm(x.contiguous(), weight, offs=ends)
+    # The kernel leaves rows after the last end uninitialized.
     row = torch.arange(x.shape[0], device=x.device, dtype=ends.dtype)
-    return product.masked_fill(row[:, None] >= ends[-1], 0)
+    return out.masked_fill(row[:, None] >= ends[-1], 0)
 
 
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """leftᵀ · right of each expert's rows, without gradients; zeros for an expert that has none.
-
-    Args:
-        left: [tokens, m].
-        right: [tokens, n].
-        ends: as of `grouped_linear`.
-
-    Returns:
-        [experts, m, n]
+    """leftᵀ [tokens, m] · right [tokens, n] per expert without gradients: [experts, m, n], zeros for an empty
+    expert.
     """
     if not _has_kernel(left, right):
-        return _outer_in_a_loop(left, right, ends)
+        return _loop_outer(left, right, ends)
     return F.grouped_mm(left.contiguous().t(), right.contiguous(), offs=ends)
 
 
@@ -82,10 +62,10 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, weight, ends = ctx.saved_tensors
-        wants_x, wants_weight = needs_input_grad(ctx)
-        of_x = grouped_rows(gradients[0], weight, ends) if wants_x else None
-        of_weight = grouped_outer(gradients[0], x, ends) if wants_weight else None
-        return of_x, of_weight, None
+        needs_x_grad, needs_weight_grad = needs_input_grad(ctx)
+        x_grad = grouped_rows(gradients[0], weight, ends) if needs_x_grad else None
+        weight_grad = grouped_outer(gradients[0], x, ends) if needs_weight_grad else None
+        return x_grad, weight_grad, None
 
 
 def _has_kernel(left: Tensor, right: Tensor) -> bool:
@@ -97,36 +77,36 @@ def _has_kernel(left: Tensor, right: Tensor) -> bool:
 
 
 @torch.library.custom_op("titan_exp::grouped_rows", mutates_args=())
-def _rows_in_a_loop(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    product = _rows_made(x, weight, ends)
+def _loop_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    out = _empty_rows(x, weight, ends)
     last = 0
     for expert, rows in _runs(ends, x.shape[0]):
-        torch.mm(x[rows], weight[expert], out=product[rows])
+        torch.mm(x[rows], weight[expert], out=out[rows])
         last = rows.stop
-    product[last:] = 0
-    return product
+    out[last:] = 0
+    return out
 
 
 @torch.library.custom_op("titan_exp::grouped_outer", mutates_args=())
-def _outer_in_a_loop(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    product = _outer_made(left, right, ends).zero_()
+def _loop_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    out = _empty_outer(left, right, ends).zero_()
     for expert, rows in _runs(ends, left.shape[0]):
-        torch.mm(left[rows].t(), right[rows], out=product[expert])
-    return product
+        torch.mm(left[rows].t(), right[rows], out=out[expert])
+    return out
 
 
-@_rows_in_a_loop.register_fake
-def _rows_made(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+@_loop_rows.register_fake
+def _empty_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     return x.new_empty(x.shape[0], weight.shape[2])
 
 
-@_outer_in_a_loop.register_fake
-def _outer_made(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+@_loop_outer.register_fake
+def _empty_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return left.new_empty(ends.shape[0], left.shape[1], right.shape[1])
 
 
 def _runs(ends: Tensor, tokens: int) -> Iterator[tuple[int, slice]]:
-    """Every expert that has rows, and which those are."""
+    """Experts that have rows, with their rows."""
     start = 0
     for expert, end in enumerate(ends.tolist()):
         if not start <= end <= tokens:

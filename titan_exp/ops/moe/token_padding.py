@@ -1,7 +1,7 @@
-"""Rows sorted by expert, moved so that every expert has a multiple of some number of them, with zeros between.
+"""Token padding for grouped GEMM: rows sorted by expert are moved so that each expert has a multiple of some number.
 
-Numbers that share a scale along tokens are then one expert's, and kernels find groups of the size that they want. Room
-is made for the most that can be needed, so that no count has to come to the host.
+Numbers that share a scale along tokens then belong to one expert, and kernels get the group sizes that they require.
+The buffer has room for the worst case, so that no count comes to the host.
 """
 
 from dataclasses import dataclass
@@ -13,35 +13,29 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenPadding:
-    """Padded positions of rows, and the way back."""
+    """Positions of rows in the padded buffer, and back."""
 
     ends: Tensor
-    """Where each expert's rows end after the move, int32 [experts]: every expert has some, if only zeros."""
+    """End of each expert's padded rows, int32 [experts]; every expert has some rows, if only zeros."""
     expert: Tensor
-    """Expert of each padded row, [room]; the number of experts for padding."""
+    """Expert of each padded row, [room]; the number of experts for padding after the last."""
     place: Tensor
-    """Where each row is moved to, [tokens]."""
+    """Padded position of each row, [tokens]."""
     moved: Tensor
-    """Whether it is anybody's, [tokens]."""
+    """True for rows that belong to an expert, [tokens]."""
     source: Tensor
-    """Which row is there after the move, [room]."""
+    """Source row of each padded position, [room]."""
     filled: Tensor
-    """Whether there is one, or zeros, [room]."""
+    """True for padded positions that hold a row, [room]."""
 
     @staticmethod
     def of(ends: Tensor, tokens: int, multiple: int) -> "TokenPadding":
-        """The move of so many rows to groups of a multiple.
-
-        Args:
-            ends: where each expert's rows end, int32 [experts].
-            tokens: rows.
-            multiple: of rows for each expert.
-        """
+        """Padding of `tokens` rows with int32 `ends` [experts], to a `multiple` of rows per expert."""
         experts, room = ends.shape[0], multiple * (-(-tokens // multiple) + ends.shape[0])
         starts = torch.cat([ends.new_zeros(1), ends[:-1]])
         sizes = ((ends - starts + multiple - 1) // multiple).clamp(min=1) * multiple
         after = sizes.cumsum(0, dtype=torch.int32)
-        # How far each expert's rows are moved.
+        # Distance by which each expert's rows move.
         shift = after - sizes - starts
         expert, expert_after = experts_of_rows(ends, tokens), experts_of_rows(after, room)
         row = torch.arange(tokens, device=ends.device)
@@ -59,24 +53,26 @@ class TokenPadding:
         )
 
     def spread(self, rows: Tensor) -> Tensor:
-        """Rows moved there, [tokens, columns] to [room, columns], with zeros between; differentiable."""
+        """Pad rows, [tokens, columns] to [room, columns]; differentiable."""
         return _Move.apply(rows, self.source, self.filled, self.place, self.moved)  # type: ignore[return-value]
 
     def collect(self, rows: Tensor) -> Tensor:
-        """Rows moved back, [room, columns] to [tokens, columns]; zeros for rows of no expert; differentiable."""
+        """Remove the padding, [room, columns] to [tokens, columns], with zeros for rows of no expert;
+        differentiable.
+        """
         return _Move.apply(rows, self.place, self.moved, self.source, self.filled)  # type: ignore[return-value]
 
 
 def experts_of_rows(ends: Tensor, rows: int) -> Tensor:
-    """Expert of each row, int64 [rows]; the number of experts for rows of none."""
+    """Expert of each row, int64 [rows]; the number of experts for rows after the last end."""
     return torch.searchsorted(ends, torch.arange(rows, device=ends.device, dtype=ends.dtype), right=True)
 
 
 class _Move(torch.autograd.Function):
-    """Both ways it is a choice of rows: a sum into rows would be atomic on a GPU."""
+    """Gathers rows in both directions: scattering would need atomics on a GPU."""
 
     @staticmethod
-    def forward(  # noqa: PLR0917  # an autograd function takes arguments by place
+    def forward(  # noqa: PLR0917  # autograd functions take positional arguments
         ctx: Any, rows: Tensor, chosen: Tensor, kept: Tensor, back: Tensor, kept_back: Tensor
     ) -> Tensor:
         ctx.save_for_backward(back, kept_back)

@@ -1,7 +1,6 @@
-"""AdamW's update of one parameter in one pass over memory: gradient, weight and moments are read once and written once.
+"""Fused AdamW update: gradient, weight and moments are each read and written once.
 
-Clipping is a factor on the device, multiplied in where the gradient is read: no pass of its own, and no number that the
-host waits for.
+Clipping is a factor on the device, applied when the gradient is read: no separate pass and no synchronization.
 """
 
 from typing import Any
@@ -11,18 +10,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 BLOCK = 1024
-"""Numbers that a program of the kernel updates."""
+"""Numbers per kernel program."""
 
 
 def bias_rates(steps: Tensor, *, lr: float, betas: tuple[float, float]) -> Tensor:
-    """Bias corrections by step, [parameters, 2] in fp32 from fp64: lr / (1 - beta1^step), and
-    sqrt(1 - beta2^step).
-
-    Args:
-        steps: of each parameter the number of the step that is being made, from 1.
-        lr: learning rate.
-        betas: decay rates of the moments.
-    """
+    """Bias corrections, fp32 [parameters, 2]: lr / (1 - beta1^step) and sqrt(1 - beta2^step), for steps from 1."""
     steps = steps.double()
     rates = lr / (1 - betas[0] ** steps), (1 - betas[1] ** steps).sqrt()
     return torch.stack(rates, dim=1).float()
@@ -41,21 +33,13 @@ def adamw_update(
     factor: Tensor | None = None,
     copy: Tensor | None = None,
 ) -> None:
-    """Update a weight and its moments in place, on CUDA (or anywhere in Triton's interpreter).
+    """Update a weight and its moments in place, on CUDA.
 
-    Args:
-        weight: fp32, of any shape, its memory without gaps.
-        gradient: of the same shape, in any floating-point type; it is left as it is.
-        first: first moment, laid out like the weight; computed in fp32, rounded to its type.
-        second: second moment, the same.
-        rates: its row of `bias_rates`.
-        decay: learning rate times weight decay.
-        betas: decay rates of the moments.
-        eps: added to the denominator.
-        factor: an fp32 scalar that the gradient is multiplied by; None is 1.
-        copy: laid out like the weight, and takes the new weight rounded to its own type.
+    The weight is fp32 and dense in memory, the moments and `copy` have its strides, the gradient any float dtype.
+    `rates` is a row of `bias_rates`, `decay` learning rate times weight decay, `factor` an fp32 scalar that scales the
+    gradient. `copy` receives the new weight in its own dtype.
     """
-    if weight.numel() == 0:  # of a parameter that is divided unevenly a rank may hold nothing
+    if weight.numel() == 0:  # an empty shard of an unevenly sharded parameter
         return
     if isinstance(weight, FakeTensor):
         # Fake tensors have no values; the planner sees the memory that the kernel reads and writes.
@@ -65,9 +49,9 @@ def adamw_update(
 
     if gradient.stride() != weight.stride():
         gradient = torch.empty_like(weight, dtype=gradient.dtype).copy_(gradient)
-    laid_out = [it for it in (first, second, copy) if it is not None]
-    assert weight.dtype == torch.float32, "master weights are in fp32"
-    assert all(it.stride() == weight.stride() for it in laid_out), "moments and copy are laid out like the weight"
+    buffers = [tensor for tensor in (first, second, copy) if tensor is not None]
+    assert weight.dtype == torch.float32, "master weights are fp32"
+    assert all(tensor.stride() == weight.stride() for tensor in buffers), "moments and copy have the weight's strides"
     launch: Any = adamw_kernel[(-(-weight.numel() // BLOCK),)]
     launch(
         weight,

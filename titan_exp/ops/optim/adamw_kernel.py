@@ -1,6 +1,6 @@
-"""The Triton kernel behind `ops.adamw`: a file of its own, because importing it takes Triton.
+"""Triton kernel of `ops.optim.adamw`, in a separate file because importing it needs Triton.
 
-Memory bounds it, so square roots and quotients are the correctly rounded ones.
+It is memory-bound, so square roots and quotients are correctly rounded.
 """
 
 import triton
@@ -10,7 +10,7 @@ from titan_exp.ops.float8.rounding import rounded
 
 
 @triton.jit
-def adamw_kernel(  # noqa: PLR0917  # a launch may name them, a kernel may not
+def adamw_kernel(  # noqa: PLR0917  # Triton kernels have no keyword-only arguments
     weight: tl.tensor,
     gradient: tl.tensor,
     first: tl.tensor,
@@ -29,7 +29,7 @@ def adamw_kernel(  # noqa: PLR0917  # a launch may name them, a kernel may not
     has_copy: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """`block` numbers of a parameter; arguments as in `ops.adamw.adamw_update`, which calls it."""
+    """Update `block` numbers of a parameter; arguments as in `adamw_update`."""
     at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
     inside = at < size
     change = tl.load(gradient + at, mask=inside, other=0.0).to(tl.float32)
@@ -37,10 +37,10 @@ def adamw_kernel(  # noqa: PLR0917  # a launch may name them, a kernel may not
         change *= tl.load(factor)
     mean = tl.load(first + at, mask=inside, other=0.0).to(tl.float32) * beta1 + change * rest1
     square = tl.load(second + at, mask=inside, other=0.0).to(tl.float32) * beta2 + change * change * rest2
-    # The update takes the moments before they are rounded to what they are kept in.
+    # The update uses the moments before they are rounded for storage.
     root = tl.div_rn(tl.sqrt_rn(square), tl.load(rates + 1)) + eps
     new = tl.load(weight + at, mask=inside, other=0.0) * keep - tl.div_rn(tl.load(rates) * mean, root)
-    tl.store(first + at, rounded(mean, first.dtype.element_ty), mask=inside)  # type: ignore[attr-defined]  # of pointers
+    tl.store(first + at, rounded(mean, first.dtype.element_ty), mask=inside)  # type: ignore[attr-defined]  # pointers have it
     tl.store(second + at, rounded(square, second.dtype.element_ty), mask=inside)
     tl.store(weight + at, new, mask=inside)
     if has_copy:

@@ -1,4 +1,4 @@
-"""All ranks' keys and values gathered at once, and their gradients reduced to where they belong."""
+"""All-gather of keys and values over context-parallel ranks, and reduce-scatter of their gradients."""
 
 from collections.abc import Iterator
 
@@ -10,14 +10,14 @@ from titan_exp.parallel.process_groups import all_gather, reduce_scatter
 
 
 class AllGatherKV:
-    """One all-gather of every rank's keys and values, behind the attention to the own ones; one reduce-scatter back."""
+    """Gathers all keys and values in one message, overlapped with attention to the own block."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.degree = group, group.rank(), group.size()
         self._gradients: Tensor | None = None
 
     def blocks(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Every rank's block with the rank's number, the own one first."""
+        """Yield every rank's block with its rank, the own block first."""
         gathered = own.new_empty((self.degree * own.shape[0], *own.shape[1:]))
         work = all_gather(gathered, own, group=self.group, async_op=True)
         yield self.rank, own
@@ -28,14 +28,14 @@ class AllGatherKV:
             yield rank, gathered.unflatten(0, (self.degree, -1))[rank]
 
     def accumulate_grad(self, rank: int, gradient: Tensor) -> None:
-        """Set this rank's part in the gradient of the block that `blocks` has just yielded."""
+        """Store this rank's gradient of the block that `blocks` yielded last."""
         if self._gradients is None:
             self._gradients = gradient.new_empty((self.degree, *gradient.shape))
         self._gradients[rank] = gradient
 
     def reduced_grad(self) -> Tensor:
-        """The sum over all ranks of the gradient of the own block, once all are given."""
-        assert self._gradients is not None, "blocks were not gone through"
+        """Sum over ranks of the gradient of the own block, after all blocks."""
+        assert self._gradients is not None, "no block was processed"
         own = torch.empty_like(self._gradients[0])
         reduce_scatter(own, self._gradients.flatten(0, 1), group=self.group)
         return own

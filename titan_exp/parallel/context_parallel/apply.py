@@ -1,4 +1,4 @@
-"""Context parallelism: ranks share a sequence, and exchange what attention needs of each other's parts."""
+"""Context parallelism: ranks hold parts of each sequence; attention exchanges keys and values, or heads."""
 
 from typing import Literal, cast
 
@@ -13,10 +13,9 @@ from titan_exp.parallel.mesh import Mesh
 
 
 def apply_context_parallel(model: nn.Module, mesh: Mesh, method: Literal["ring", "allgather", "ulysses"]) -> None:
-    """Replace every block's attention core by one that sees the whole sequence from this rank's part, in place.
+    """Replace every block's attention core by a context-parallel one, in place.
 
-    Only the core mixes tokens, so nothing else of a block changes. A mesh whose cp axes are 1 leaves the model as it
-    is.
+    Only the core mixes tokens, so the rest of a block stays. Does nothing if all cp axes have size 1.
     """
     if mesh.sequence_shard.degree == 1:
         return
@@ -26,6 +25,6 @@ def apply_context_parallel(model: nn.Module, mesh: Mesh, method: Literal["ring",
         core = attention.get_submodule("core")
         assert isinstance(core, CausalAttention), "checked by the rules"
         if across.size() > 1:
-            assert method != "ulysses", "then all ranks exchange heads"
+            assert method != "ulysses", "all ranks exchange heads"
             core = ContextAttention(cast("PartialBackend", core.backend), method, across.get_group(), mesh.device)
         attention.core = UlyssesAttention(core, within.get_group()) if within.size() > 1 else core

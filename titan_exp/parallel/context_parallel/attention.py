@@ -1,8 +1,8 @@
-"""Causal attention over a sequence cut head and tail, its keys and values exchanged by ring or all-gather.
+"""Causal attention over a zigzag-sharded sequence; keys and values move by ring or all-gather.
 
-A part attends to its own block causally, to the head chunk of every rank before it, and with its tail chunk to all of
-every rank after it; so no kernel computes what a causal mask would hide, and without documents there is no mask at
-all. The parts are merged by their log-sum-exp.
+A rank's queries attend causally to the own block, to the head chunk of every earlier rank, and with their tail chunk to
+the whole block of every later rank. So no kernel computes hidden scores, and without documents no mask is needed.
+Partial outputs are merged by log-sum-exp.
 """
 
 from typing import Any, Literal, cast
@@ -26,14 +26,7 @@ ExchangeMethod = Literal["ring", "allgather"]
 
 
 class ContextAttention(nn.Module):
-    """Takes the place of `CausalAttention`, with the same arguments, each of them this rank's part.
-
-    Args:
-        backend: kernel behind attention on CUDA; a CPU has one of its own.
-        method: how keys and values come to a rank.
-        group: the ranks that share a sequence.
-        device: this rank's.
-    """
+    """Replaces `CausalAttention`, with the same arguments, each this rank's part of the sequence."""
 
     def __init__(
         self, backend: PartialBackend, method: ExchangeMethod, group: dist.ProcessGroup, device: torch.device
@@ -45,21 +38,21 @@ class ContextAttention(nn.Module):
         """The kernel that runs."""
 
     def mask(self, documents: Tensor | None) -> Tensor | None:
-        """Argument `mask` of `forward`: documents [degree, batch, part] of all ranks; None is causal."""
+        """Argument `mask` of `forward`: documents [degree, batch, part] of all ranks; None for causal attention."""
         return None if documents is None else gather_documents(documents, self.group)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Attention of this rank's queries [batch, heads, part, head_dim] to all earlier positions."""
+        """Attend from this rank's queries [batch, heads, part, head_dim] to all earlier positions."""
         out, _ = context_attention(query, key, value, mask, self.kernel, self.method, self.group)
         return out
 
 
-# An operator of its own is opaque to the compiler, which would otherwise break its graph at every message.
+# A custom op is opaque to the compiler, which would otherwise break the graph at every message.
 @torch.library.custom_op("titan_exp::context_attention", mutates_args=())
-def context_attention(  # noqa: PLR0917  # operators take arguments by place
+def context_attention(  # noqa: PLR0917  # custom ops take positional arguments
     query: Tensor, key: Tensor, value: Tensor, documents: Tensor | None, backend: str, method: str, group: str
 ) -> tuple[Tensor, Tensor]:
-    """Output in the type of `query`, and log-sum-exp [batch, heads, part] in fp32; arguments as of the class above."""
+    """Output in the dtype of `query`, and log-sum-exp [batch, heads, part] in fp32."""
     exchange = _exchange(method, group)
     out = lse = None
     for rank, (k, v) in exchange.blocks(torch.stack((key, value))):
@@ -82,7 +75,7 @@ def context_attention(  # noqa: PLR0917  # operators take arguments by place
 
 
 @torch.library.custom_op("titan_exp::context_attention_backward", mutates_args=())
-def context_attention_backward(  # noqa: PLR0917  # operators take arguments by place
+def context_attention_backward(  # noqa: PLR0917  # custom ops take positional arguments
     gradient: Tensor,
     query: Tensor,
     key: Tensor,
@@ -96,7 +89,7 @@ def context_attention_backward(  # noqa: PLR0917  # operators take arguments by 
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value, summed in fp32 over blocks and ranks."""
     exchange = _exchange(method, group)
-    by_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+    query_grad = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     for rank, (k, v) in exchange.blocks(torch.stack((key, value))):
         rows, keys, causal = _visible(exchange.rank, rank, query.shape[2])
         dq, dk, dv = attention_backward(
@@ -110,12 +103,12 @@ def context_attention_backward(  # noqa: PLR0917  # operators take arguments by 
             causal=causal and documents is None,
             backend=cast("PartialBackend", backend),
         )
-        by_query[:, :, rows] += dq
-        by_block = torch.zeros((2, *key.shape), dtype=torch.float32, device=key.device)
-        by_block[0, :, :, keys], by_block[1, :, :, keys] = dk, dv
-        exchange.accumulate_grad(rank, by_block)
-    by_key, by_value = exchange.reduced_grad().to(key.dtype).unbind(0)
-    return by_query.to(query.dtype), by_key.contiguous(), by_value.clone()
+        query_grad[:, :, rows] += dq
+        block_grad = torch.zeros((2, *key.shape), dtype=torch.float32, device=key.device)
+        block_grad[0, :, :, keys], block_grad[1, :, :, keys] = dk, dv
+        exchange.accumulate_grad(rank, block_grad)
+    key_grad, value_grad = exchange.reduced_grad().to(key.dtype).unbind(0)
+    return query_grad.to(query.dtype), key_grad.contiguous(), value_grad.clone()
 
 
 @context_attention.register_fake
@@ -145,16 +138,16 @@ def _exchange(method: str, group: str) -> RingKV | AllGatherKV:
 
 
 def _visible(rank: int, other: int, length: int) -> tuple[slice, slice, bool]:
-    """Rows of a rank and keys of another's block that attend, each block `length` long, and True if causal."""
+    """Query rows and keys that attend between two ranks' blocks of `length` tokens, and True if causally."""
     everything, tail = slice(0, length), slice(length // 2, length)
     if other == rank:
         return everything, everything, True
-    # A chunk from nearer the head than mine has its partner nearer the tail.
+    # A rank whose head chunk is earlier has a later tail chunk.
     return (everything, slice(0, length // 2), False) if other < rank else (tail, everything, False)
 
 
 def _bias(documents: Tensor | None, rank: int, other: int, dtype: torch.dtype) -> Tensor | None:
-    """Mask of other documents, [batch, 1, rows, keys], and of later tokens within the own block."""
+    """Additive mask [batch, 1, rows, keys] of other documents, and of later tokens in the own block."""
     if documents is None:
         return None
     rows, keys, causal = _visible(rank, other, documents.shape[2])
@@ -165,6 +158,6 @@ def _bias(documents: Tensor | None, rank: int, other: int, dtype: torch.dtype) -
 
 
 def _like_projection(query: Tensor) -> Tensor:
-    """Empty heads [batch, heads, part, head_dim] that lie token by token, as the next projection reads them."""
+    """Empty heads [batch, heads, part, head_dim], contiguous per token as the next projection reads them."""
     batch, heads, part, head_dim = query.shape
     return query.new_empty((batch, part, heads, head_dim)).transpose(1, 2)

@@ -1,7 +1,7 @@
 """Context-parallel sequence sharding with head-tail (zigzag) load balancing.
 
-Later tokens see more keys, so contiguous parts of a causal sequence are unequal work. Cut into 2 · degree chunks, of
-which rank r takes the r-th from the head and the r-th from the tail, all ranks have the same.
+Later tokens attend to more keys, so contiguous parts are unequal work. Of 2 · degree chunks, rank r takes the r-th from
+the head and the r-th from the tail.
 """
 
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class SequenceShard:
-    """The part of every sequence that is one rank's."""
+    """One rank's part of every sequence."""
 
     degree: int
-    """Ranks that share a sequence."""
+    """Number of parts."""
     rank: int
-    """Which of them this is."""
+    """Index of this part."""
     zigzag: bool
-    """Whether the part is a chunk from the head and one from the tail, else it is contiguous."""
+    """True if the part is a chunk from the head and one from the tail; else it is contiguous."""
 
     def take(self, whole: Tensor) -> Tensor:
-        """This rank's tokens of a tensor [rows, seq, ...], by position; all of them without context parallelism."""
+        """This rank's tokens of a tensor [rows, seq, ...]."""
         if self.degree == 1:
             return whole
         if not self.zigzag:
@@ -35,23 +35,23 @@ class SequenceShard:
 
 @dataclass(frozen=True)
 class ShardedSequence:
-    """A part of what is one part of every sequence."""
+    """A shard within a shard of every sequence."""
 
     across: SequenceShard
-    """The part that a group of ranks has."""
+    """Zigzag shard of a group of ranks, among which keys and values are exchanged."""
     within: SequenceShard
-    """Which of that is this rank's."""
+    """Contiguous shard inside it, among which heads are exchanged (Ulysses)."""
 
     @property
     def degree(self) -> int:
-        """Ranks that share a sequence."""
+        """Number of ranks that share a sequence."""
         return self.across.degree * self.within.degree
 
     def take(self, whole: Tensor) -> Tensor:
-        """This rank's tokens of a tensor [rows, seq, ...], by position; all of them without context parallelism."""
+        """This rank's tokens of a tensor [rows, seq, ...]."""
         return self.within.take(self.across.take(whole))
 
     def positions(self, tokens: Tensor) -> Tensor:
-        """Positions in the whole sequence of this rank's tokens, for whole rows `tokens` [rows, seq]."""
+        """Positions of this rank's tokens in the whole sequence, for `tokens` [rows, seq]."""
         rows, seq = tokens.shape
         return self.take(torch.arange(seq, device=tokens.device).expand(rows, seq))

@@ -1,5 +1,4 @@
-"""Keys and values passed around a ring of ranks, each transfer behind the attention to the keys before (Liu et al.
-2023)."""
+"""Ring exchange of keys and values, each transfer overlapped with attention to the previous block (Liu et al. 2023)."""
 
 from collections.abc import Iterator
 
@@ -9,17 +8,14 @@ from torch import Tensor
 
 
 class RingKV:
-    """One round of a rank's keys and values through the group, and of their gradients behind them."""
+    """One round of this rank's keys and values through the group, their gradients one step behind."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group, self.rank, self.degree = group, group.rank(), group.size()
         self._gradient: _Transfer | None = None
 
     def blocks(self, own: Tensor) -> Iterator[tuple[int, Tensor]]:
-        """Every rank's block with the rank's number, the own one first, each as large as a second that is on its way.
-
-        All ranks iterate to the end together.
-        """
+        """Yield every rank's block with its rank, the own block first; all ranks iterate to the end together."""
         block = own
         for step in range(self.degree):
             following = _Transfer(block, self.group) if step < self.degree - 1 else None
@@ -28,23 +24,23 @@ class RingKV:
                 block = following.wait()
 
     def accumulate_grad(self, rank: int, gradient: Tensor) -> None:
-        """Add to the gradient of the block that `blocks` has just yielded; it travels on with the block."""
+        """Add to the gradient of the block that `blocks` yielded last, and send it on."""
         if self._gradient is not None:
             gradient = gradient + self._gradient.wait()
         self._gradient = _Transfer(gradient, self.group)
 
     def reduced_grad(self) -> Tensor:
-        """The sum over all ranks of the gradient of the own block, once the round is done."""
-        assert self._gradient is not None, "blocks were not gone through"
+        """Sum over ranks of the gradient of the own block, after the round."""
+        assert self._gradient is not None, "no block was processed"
         return self._gradient.wait()
 
 
 class _Transfer:
-    """A tensor on its way to the next rank of the group, while the one of the rank before is on its way here."""
+    """Send to the next rank of the group and receive from the previous one."""
 
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
         rank, degree = group.rank(), group.size()
-        # Kept until the transfer is over: nothing else keeps the buffer alive.
+        # Keeps the sent buffer alive until the transfer has finished.
         self._sent, self._received = tensor, torch.empty_like(tensor)
         after, before = ((rank + step) % degree for step in (1, -1))
         self._work = dist.batch_isend_irecv(

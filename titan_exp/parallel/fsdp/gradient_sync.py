@@ -1,6 +1,6 @@
-"""Gradients of a sharded pipeline stage, reduced once, when the schedule says so and not when autograd ends.
+"""Deferred gradient reduction of an FSDP2 pipeline stage: once per step, when the schedule asks for it.
 
-FSDP2 has no public call for this; what of its insides is needed is in this file alone.
+FSDP2 has no public call for this; its private parts are used in this package only.
 """
 
 from collections.abc import Iterator
@@ -13,11 +13,8 @@ from titan_exp.parallel.step_observer import step_observer
 
 
 def disable_gradient_sync(module: nn.Module, *, keep_gathered: bool) -> None:
-    """From here on backward passes add to unreduced gradients.
-
-    Args:
-        module: a stage; nothing to do where it is not sharded.
-        keep_gathered: whether parameters stay gathered until `reduce_gradients`.
+    """Accumulate unreduced gradients from here on; `keep_gathered` keeps parameters gathered until
+    `reduce_gradients`.
     """
     if isinstance(module, FSDPModule):
         module.set_is_last_backward(False)
@@ -26,10 +23,10 @@ def disable_gradient_sync(module: nn.Module, *, keep_gathered: bool) -> None:
 
 
 def accumulate_gradients(module: nn.Module) -> None:
-    """Take what autograd has added without FSDP's hooks to the sum, which is in the type of the reduction."""
+    """Add gradients that autograd accumulated outside FSDP's hooks to the unreduced sum, in the reduction dtype."""
     if isinstance(module, FSDPModule):
         for group in _parameter_groups(module):
-            if hasattr(group, "_set_unsharded_grad_dtypes"):  # torch 2.15: autograd adds in the reduction's type
+            if hasattr(group, "_set_unsharded_grad_dtypes"):  # torch 2.15: autograd adds in the reduction dtype
                 group._set_unsharded_grad_dtypes(defer_upcast=False)
                 continue
             for parameter in group.fsdp_params:
@@ -49,16 +46,22 @@ def reduce_gradients(module: nn.Module) -> None:
             observer.group_reduction_begin()
             group.post_backward()
         observer.stage_reduction_end()
-        _state(module)._root_post_backward_final_callback()
+        fsdp_state(module)._root_post_backward_final_callback()
+
+
+def fsdp_state(module: FSDPModule) -> Any:
+    """FSDP2's private state of a module."""
+    return fully_shard.state(module)  # type: ignore[attr-defined]
+
+
+def parameter_groups(state: Any) -> list[Any]:
+    """FSDP2's private parameter groups of a module's state."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # torch 2.11
+        return [state._fsdp_param_group] if state._fsdp_param_group else []
+    return groups
 
 
 def _parameter_groups(module: FSDPModule) -> Iterator[Any]:
-    for state in _state(module)._state_ctx.all_states:
-        groups = getattr(state, "_fsdp_param_groups", None)
-        if groups is None:  # torch 2.11
-            groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-        yield from groups
-
-
-def _state(module: FSDPModule) -> Any:
-    return fully_shard.state(module)  # type: ignore[attr-defined]
+    for state in fsdp_state(module)._state_ctx.all_states:
+        yield from parameter_groups(state)

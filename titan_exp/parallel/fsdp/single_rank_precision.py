@@ -1,7 +1,7 @@
-"""Mixed precision on one rank without FSDP: rounded weights in the place of parameters, for the time of a pass.
+"""Mixed precision on one rank without FSDP: rounded weights replace the parameters during a pass.
 
-FSDP2 gathers weights into new memory each time, even from one rank; a recorded pass needs every address to stay. The
-numbers are the same as FSDP2's: weights are rounded once a pass, and their gradients summed in the parameters' type.
+FSDP2 gathers weights into new memory even on one rank; a captured CUDA graph needs fixed addresses. The numbers equal
+FSDP2's: weights are rounded once per pass, and gradients are summed in the parameters' dtype.
 """
 
 from collections.abc import Iterator
@@ -12,36 +12,30 @@ from torch import nn
 
 
 class SingleRankPrecision:
-    """The parameters of a model on one rank, as it computes with them.
-
-    Args:
-        module: its parameters plain tensors.
-        dtype: what it computes in; parameters that have this type are used as they are.
-    """
+    """Computes with the plain-tensor parameters of a module in `dtype`."""
 
     def __init__(self, module: nn.Module, dtype: torch.dtype) -> None:
         self._module, self._dtype = module, dtype
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """For the time of the block, modules find rounded weights where their parameters are; afterwards the gradients
-        of those are added to the parameters', in place where there are some."""
-        places = [
+        """Replace parameters by rounded weights in the `with` block, then add their gradients to the parameters'."""
+        uses = [
             (module, name, parameter)
             for module in self._module.modules()
             for name, parameter in module.named_parameters(recurse=False)
             if parameter.dtype != self._dtype
         ]
-        # A parameter that two modules share stays one.
-        parameters = list({id(parameter): parameter for _, _, parameter in places}.values())
+        # A parameter shared by two modules is rounded once.
+        parameters = list({id(parameter): parameter for _, _, parameter in uses}.values())
         rounded = _rounded(parameters, self._dtype)
-        of = {id(parameter): weight for parameter, weight in zip(parameters, rounded, strict=True)}
-        for module, name, parameter in places:
-            module._parameters[name] = of[id(parameter)]
+        weights = {id(parameter): weight for parameter, weight in zip(parameters, rounded, strict=True)}
+        for module, name, parameter in uses:
+            module._parameters[name] = weights[id(parameter)]
         try:
             yield
         finally:
-            for module, name, parameter in places:
+            for module, name, parameter in uses:
                 module._parameters[name] = parameter
         for parameter, weight in zip(parameters, rounded, strict=True):
             _add_gradient(parameter, weight)
@@ -53,7 +47,7 @@ def _rounded(parameters: list[nn.Parameter], dtype: torch.dtype) -> list[nn.Para
         return []
     rounded = [torch.empty_like(parameter, dtype=dtype) for parameter in parameters]
     torch._foreach_copy_(rounded, list(parameters))
-    return [nn.Parameter(weight, it.requires_grad) for weight, it in zip(rounded, parameters, strict=True)]
+    return [nn.Parameter(weight, p.requires_grad) for weight, p in zip(rounded, parameters, strict=True)]
 
 
 @torch.no_grad()

@@ -1,8 +1,8 @@
-"""A backward pass in two: the gradient of a stage's input at once, those of its weights later.
+"""Split backward pass: the gradient of a stage's input first, gradients of its weights later (zero bubble).
 
-Where a branch to a weight leaves the way to the input, the first part keeps the gradient that arrives there; the
-second part continues from it (Qi et al. 2024, "Zero Bubble Pipeline Parallelism"). Torch's own is private, and that of
-2.11 adds up the gradients of an operator's several outputs and cannot start from operators written in Python.
+Where a weight branches off the path to the input, the first part keeps the incoming gradient, from which the second
+part continues (Qi et al. 2024). torch's own version is private, and that of 2.11 sums the gradients of multi-output
+operators and cannot start from Python operators.
 """
 
 from collections.abc import Iterable
@@ -13,18 +13,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 NODES_LIVE_ALONE = torch.__version__ >= "2.13"
-"""Whether a node of an operator written in Python is kept by who refers to it; before, the graph had to be."""
+"""True if references keep nodes of Python operators alive; before torch 2.13 the graph had to be kept."""
 
 
 class BackwardSplit:
-    """The backward pass of one micro-batch through one stage.
-
-    Args:
-        output: of the stage, with its graph.
-        gradient: of the output; None for an objective.
-        input: of the stage, a leaf that its output depends on.
-        parameters: the stage's weights.
-    """
+    """Backward pass of one micro-batch through one stage; `gradient` is None for the loss of the last stage."""
 
     def __init__(
         self, output: Tensor, gradient: Tensor | None, input: Tensor, parameters: Iterable[nn.Parameter]
@@ -37,14 +30,14 @@ class BackwardSplit:
         self._graph = None if NODES_LIVE_ALONE else output
 
     def add_weight_gradients(self) -> None:
-        """The second part, once: add the gradients of the weights to their `grad`."""
+        """Accumulate the gradients of the weights; called once."""
         for node, gradients in self._kept:
-            starts = [(GradientEdge(node, number), it) for number, it in enumerate(gradients) if it is not None]
+            starts = [(GradientEdge(node, index), grad) for index, grad in enumerate(gradients) if grad is not None]
             if not starts:
                 continue
-            edges, given = zip(*starts, strict=True)
+            edges, grads = zip(*starts, strict=True)
             weights = tuple(self._weights[weight] for weight in self._branches[node])
-            torch.autograd.backward(edges, given, inputs=weights)
+            torch.autograd.backward(edges, grads, inputs=weights)
         self._kept.clear()
         self._graph = None
 
@@ -61,9 +54,9 @@ class BackwardSplit:
 
 
 def _branches(output: Tensor, input: Tensor, weights: Iterable[Node]) -> dict[Node, set[Node]]:
-    """Nodes on the way from the output to the input from which weights branch off, and those weights."""
+    """Nodes on paths from output to input where weights branch off, with those weights."""
     target, ends = get_gradient_edge(input).node, set(weights)
-    on_the_way = {target}
+    on_path = {target}
     reached: dict[Node, set[Node]] = {}
     branches: dict[Node, set[Node]] = {}
     for node in _deepest_first(get_gradient_edge(output).node):
@@ -71,10 +64,10 @@ def _branches(output: Tensor, input: Tensor, weights: Iterable[Node]) -> dict[No
         found = {node} & ends
         for successor in successors:
             found |= reached.get(successor, set())
-        if node is target or not any(successor in on_the_way for successor in successors):
+        if node is target or not any(successor in on_path for successor in successors):
             reached[node] = found
             continue
-        on_the_way.add(node)
+        on_path.add(node)
         if found:
             branches[node] = found
     assert sum(map(len, branches.values())) == len(set().union(*branches.values())), (
@@ -84,7 +77,7 @@ def _branches(output: Tensor, input: Tensor, weights: Iterable[Node]) -> dict[No
 
 
 def _deepest_first(root: Node) -> Iterable[Node]:
-    """Every node that backward comes to, each after all that it leads to."""
+    """Nodes of the backward graph, each after its successors."""
     seen = {root}
     stack = [(root, iter(root.next_functions))]
     while stack:

@@ -1,4 +1,4 @@
-"""The actions of each pipeline rank, from torch's schedules or a file, and the messages between them."""
+"""Pipeline schedules: actions of each rank, from torch or a file, and the P2P operations between them."""
 
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -12,29 +12,22 @@ from titan_exp.config.layout.schedule_timeline import timeline
 
 @dataclass(frozen=True)
 class P2POp:
-    """One tensor that goes from a rank to another: a stage's output forward, or its input's gradient backward."""
+    """Transfer of one tensor between ranks: a stage's output forward, or its input's gradient backward."""
 
     sending: bool
-    """Whether this rank sends it, or receives it."""
+    """True if this rank sends, False if it receives."""
     peer: int
     """Pipeline rank at the other end."""
     action: Action
-    """The action that makes it."""
+    """Action that produces the tensor."""
 
 
 Step = Action | P2POp
-"""What a rank does next."""
+"""An action or a P2P operation of a rank."""
 
 
 def build_schedule(schedule: str, ranks: int, stages: int, microbatches: int) -> Schedule:
-    """The actions of each rank in one pass of training.
-
-    Args:
-        schedule: a name of `SCHEDULES`, or the path of a CSV file.
-        ranks: pipeline-parallel degree.
-        stages: stages of the whole model.
-        microbatches: micro-batches of the pass.
-    """
+    """Actions of each rank in one training pass; `schedule` is a key of `SCHEDULES` or the path of a CSV file."""
     if is_file(schedule):
         return read_schedule(schedule)
     if schedule == "GPipe":
@@ -47,54 +40,54 @@ def build_schedule(schedule: str, ranks: int, stages: int, microbatches: int) ->
 
 
 def forward_schedule(placement: list[int], microbatches: int) -> Schedule:
-    """The actions of each rank in a pass without backward: all micro-batches through its first stage, then the next."""
+    """Actions of each rank in a forward-only pass: all micro-batches through its first stage, then through the next."""
     return [
         [
             Action(stage, "F", number)
-            for stage, its_rank in enumerate(placement)
-            if its_rank == rank
+            for stage, stage_rank in enumerate(placement)
+            if stage_rank == rank
             for number in range(microbatches)
         ]
         for rank in range(max(placement) + 1)
     ]
 
 
-def insert_p2p(orders: Schedule, placement: list[int], rank: int) -> list[Step]:
+def insert_p2p(schedule: Schedule, placement: list[int], rank: int) -> list[Step]:
     """Steps of one rank: its actions, with the P2P operations between them.
 
-    All ranks derive their steps from one order of all actions, that in which they end where communication is free, and
-    a message stands right behind the action that makes it, on both sides. So any two ranks meet in their messages in
-    the same order, as NCCL asks for, so ranks cannot deadlock.
+    All ranks derive their steps from one global order of actions, by their end with free communication, and a transfer
+    follows the action that produces its tensor on both sides. So any two ranks meet in the same order, as NCCL
+    requires, and cannot deadlock.
     """
     last = len(placement) - 1
     steps: list[Step] = []
-    for action, _ in sorted(timeline(orders).end.items(), key=lambda item: (item[1], item[0])):
-        here = placement[action.stage]
-        if here == rank:
+    for action, _ in sorted(timeline(schedule).end.items(), key=lambda item: (item[1], item[0])):
+        source = placement[action.stage]
+        if source == rank:
             steps.append(action)
         if action.kind == "W":
             continue
-        to = action.stage + (1 if action.kind == "F" else -1)
-        if not 0 <= to <= last:
+        consumer = action.stage + (1 if action.kind == "F" else -1)
+        if not 0 <= consumer <= last:
             continue
-        there = placement[to]
-        if here != there and rank in (here, there):
-            sending = rank == here
-            steps.append(P2POp(sending, there if sending else here, action))
+        target = placement[consumer]
+        if source != target and rank in (source, target):
+            sending = rank == source
+            steps.append(P2POp(sending, target if sending else source, action))
     return steps
 
 
 def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> list[Action]:
     """1F1B: forward until the first gradient returns, then one forward for each backward."""
-    ahead = min(ranks - 1 - rank, microbatches)
-    order = [Action(rank, "F", number) for number in range(ahead)]
-    for number in range(ahead, microbatches):
-        order += [Action(rank, "F", number), Action(rank, "B", number - ahead)]
-    return order + [Action(rank, "B", number) for number in range(microbatches - ahead, microbatches)]
+    warmup = min(ranks - 1 - rank, microbatches)
+    actions = [Action(rank, "F", number) for number in range(warmup)]
+    for number in range(warmup, microbatches):
+        actions += [Action(rank, "F", number), Action(rank, "B", number - warmup)]
+    return actions + [Action(rank, "B", number) for number in range(microbatches - warmup, microbatches)]
 
 
 def _by_torch(name: str, ranks: int, stages_per_rank: int, microbatches: int) -> Schedule:
-    """Actions of torch's schedule of this name, read from it over stages without modules."""
+    """Actions of torch's schedule of this name, built over stages without modules."""
     assert SCHEDULES[name].takes(microbatches, ranks), "checked by the rules"
     stages: list[Any] = [
         SimpleNamespace(
@@ -115,7 +108,7 @@ def _by_torch(name: str, ranks: int, stages_per_rank: int, microbatches: int) ->
             Action(part.stage_index, part.computation_type.value, part.microbatch_index)
             for action in schedule.pipeline_order[rank]
             if action is not None
-            # An overlapped forward and backward is computed one after the other.
+            # Overlapped forward and backward actions run in sequence.
             for part in (action.sub_actions or (action,))
             if part.is_compute_op
         ]
@@ -124,4 +117,4 @@ def _by_torch(name: str, ranks: int, stages_per_rank: int, microbatches: int) ->
 
 
 def _no_loss() -> None:
-    """Never called: these schedules are read, not run."""
+    """Never called: torch's schedules are read, not run."""

@@ -1,4 +1,4 @@
-"""One stage of a pipeline: its part of the model, and forward and backward passes of single micro-batches."""
+"""Pipeline stage: forward and backward passes of single micro-batches through its part of the model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -11,18 +11,18 @@ from titan_exp.parallel.fsdp.gradient_sync import accumulate_gradients
 from titan_exp.parallel.pipeline_parallel.backward_split import BackwardSplit
 
 Forward = Callable[["Stage", int, Tensor | None], Tensor]
-"""Computes a stage's output for a micro-batch, from its number and the hidden states of the stage before (None for the
-first); for the last stage the output is what is differentiated."""
+"""Computes a stage's output, or the last stage's loss, from a micro-batch's number and the hidden states of the
+previous stage (None for the first)."""
 
 
 def keep_compiled_buffers() -> None:
-    """Let compiled graphs keep what a backward pass reads: where it is split in two, the second one reads it again."""
+    """Let compiled graphs keep the buffers of backward passes, which a split backward reads twice."""
     functorch_config.donated_buffer = False
 
 
 @dataclass
 class _Pass:
-    """State of a micro-batch between a stage's forward and backward pass."""
+    """State of a micro-batch between forward and backward."""
 
     input: Tensor | None
     output: Tensor
@@ -32,28 +32,22 @@ class _Pass:
 
 @dataclass
 class Stage:
-    """A stage on this rank."""
+    """A pipeline stage on this rank."""
 
     number: int
-    """Which of all stages it is."""
+    """Index among all stages."""
     last: bool
-    """Whether it is the last one, whose output is the objective."""
+    """True for the last stage, whose output is the loss."""
     module: nn.Module
-    """Its part of the model."""
+    """This stage's part of the model."""
     shared: tuple[str, ...] = ()
-    """Its parameters that the last stage has a copy of."""
+    """Parameters that the last stage has a copy of."""
     copied: tuple[str, ...] = ()
-    """Its parameters that are copies of the first stage's."""
+    """Parameters that are copies of the first stage's."""
     _passes: dict[int, _Pass] = field(default_factory=dict)
 
     def forward(self, microbatch: int, hidden: Tensor | None, compute: Forward) -> Tensor:
-        """Compute a micro-batch's output; where gradients are enabled, keep what its backward pass needs.
-
-        Args:
-            microbatch: its number.
-            hidden: output of the stage before; None for the first stage.
-            compute: what the stage does.
-        """
+        """Compute the output of a micro-batch; with gradients enabled, keep the graph for backward."""
         train = torch.is_grad_enabled()
         if hidden is not None:
             hidden = hidden.detach().requires_grad_(train)
@@ -63,27 +57,25 @@ class Stage:
         return output.detach()
 
     def backward(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
-        """Add a micro-batch's gradients of the weights; returns that of its input, None for the first stage.
+        """Accumulate weight gradients; returns the gradient of the input, None for the first stage.
 
-        Args:
-            microbatch: its number.
-            gradient: that of its output; None for the last stage, whose output is the objective.
+        `gradient` is that of the output; None for the last stage.
         """
         kept = self._passes.pop(microbatch)
         torch.autograd.backward((kept.output,), (gradient,) if gradient is not None else None)
         return None if kept.input is None else kept.input.grad
 
     def backward_input(self, microbatch: int, gradient: Tensor | None) -> Tensor | None:
-        """The gradient of a micro-batch's input alone; the arguments and the result are those of `backward`."""
+        """Gradient of the input only; arguments and result as in `backward`."""
         kept = self._passes[microbatch]
         kept.gradient = gradient
         if kept.input is None:
-            return None  # No stage waits for it: all of the first stage's backward pass is done with the weights.
+            return None  # No stage waits for it: the first stage computes its whole backward with the weights.
         kept.rest = BackwardSplit(kept.output, gradient, kept.input, self.module.parameters())
         return kept.rest.input_gradient
 
     def backward_weights(self, microbatch: int) -> None:
-        """Add a micro-batch's gradients of the weights, after `backward_input`."""
+        """Accumulate the weight gradients, after `backward_input`."""
         rest = self._passes[microbatch].rest
         if rest is None:
             self.backward(microbatch, self._passes[microbatch].gradient)

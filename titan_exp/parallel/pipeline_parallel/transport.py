@@ -28,19 +28,14 @@ class ActivationSpec:
 
 
 class P2PTransport:
-    """Sends and receives of one pipeline rank.
-
-    Args:
-        group: the ranks of this pipeline, in order.
-        activation: the tensor that stages send each other.
-    """
+    """Sends and receives between the ranks of one pipeline."""
 
     sees_completion = True
-    """True if sent tensors are freed as soon as their send is seen to be complete, else at the end of the pass."""
+    """True if sent tensors are freed as soon as their send is complete, else at the end of the pass."""
 
     def __init__(self, group: dist.ProcessGroup, activation: ActivationSpec) -> None:
         self.rank = dist.get_rank(group)
-        """This rank's number in the pipeline."""
+        """Pipeline rank of this process."""
         self._group, self._activation = group, activation
 
     def empty(self) -> Tensor:
@@ -48,21 +43,21 @@ class P2PTransport:
         return torch.empty(self._activation.shape, dtype=self._activation.dtype, device=self._activation.device)
 
     def send(self, tensor: Tensor, peer: int) -> dist.Work:
-        """Begin to send a tensor to another pipeline rank."""
+        """Start to send a tensor to another pipeline rank."""
         work = dist.isend(tensor, group=self._group, group_dst=peer)
         assert work is not None, "this rank belongs to the group"
         return work
 
     def receive(self, tensor: Tensor, peer: int) -> dist.Work:
-        """Begin to receive a tensor from another pipeline rank."""
+        """Start to receive a tensor from another pipeline rank."""
         work = dist.irecv(tensor, group=self._group, group_src=peer)
         assert work is not None, "this rank belongs to the group"
         return work
 
     def is_sent(self, work: dist.Work) -> bool:
-        """True if a send is complete; nothing holds its tensor any more then."""
+        """True if a send is complete, so that its tensor may be freed."""
         if not self.sees_completion or not work.is_completed():
             return False
-        # NCCL's work holds the sent tensor as well, until somebody waits for it, or its watchdog comes by.
+        # NCCL's work keeps the sent tensor alive until it is waited for or its watchdog runs.
         work.wait()
         return True

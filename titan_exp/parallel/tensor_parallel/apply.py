@@ -1,4 +1,4 @@
-"""Tensor parallelism: ranks share the matrices of every block, as the blocks themselves say they may be divided."""
+"""Tensor parallelism. Shards each block's linear layers according to the block's `tp_plan()`."""
 
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -32,9 +32,9 @@ from titan_exp.parallel.tensor_parallel.layers import (
 
 
 def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bool, loss_parallel: bool) -> None:
-    """Replace projections, tables and heads by this rank's parts of them, in place; parameter names stay as they are.
+    """Replace linears, embedding and head by their sharded versions, in place; parameter names stay.
 
-    A mesh whose tp axis is 1 leaves the model as it is.
+    Does nothing if the tp axis has size 1.
     """
     axis = mesh.sharding["tp"]
     if axis.size() == 1:
@@ -43,7 +43,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bo
     for name, module in list(model.named_modules()):
         if hasattr(module, "tp_plan"):
             for child, style in module.tp_plan().items():  # type: ignore[operator]  # the blocks' own method
-                _share_projection(module, child, style, axis, region)
+                _shard_linear(module, child, style, axis, region)
         match getattr(module, "tp_style", None):
             case VocabEmbedding():
                 weight = _divided(module.get_parameter("weight"), axis, dim=0)
@@ -61,8 +61,7 @@ def apply_tensor_parallel(model: nn.Module, mesh: Mesh, *, sequence_parallel: bo
 def drop_unused_kv_rows(model: nn.Module) -> dict[str, tuple[slice, ...]]:
     """Drop the replicated KV rows that this rank does not use, in place (inference only).
 
-    For a model on the meta device that is not trained: what is left is no longer known as a part of the whole. Returns
-    which rows those are, by the weight's name.
+    For a model on the meta device. Returns the kept rows by the weight's name, since the weight is no DTensor.
     """
     kept: dict[str, tuple[slice, ...]] = {}
     for name, module in model.named_modules():
@@ -74,7 +73,7 @@ def drop_unused_kv_rows(model: nn.Module) -> dict[str, tuple[slice, ...]]:
 
 
 def enable_async_tp(mesh: Mesh) -> None:
-    """Let the compiler cut tensor-parallel exchanges into pieces and overlap them with matmuls (CUDA only)."""
+    """Let the compiler split tensor-parallel collectives and overlap them with matmuls (CUDA only)."""
     import torch._inductor.config as inductor
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
@@ -83,7 +82,7 @@ def enable_async_tp(mesh: Mesh) -> None:
 
 
 def vocab_shard(mesh: Mesh, vocabulary: int) -> VocabShard | None:
-    """The words whose logits a rank computes under loss parallelism; None where it has all of them."""
+    """Vocabulary shard of this rank's logits under loss parallelism; None without tensor parallelism."""
     axis = mesh.sharding["tp"]
     if axis.size() == 1:
         return None
@@ -97,9 +96,9 @@ def vocab_shard(mesh: Mesh, vocabulary: int) -> VocabShard | None:
 
 @torch.no_grad()
 def reduce_partial_gradients(parts: Iterable[nn.Module], mesh: Mesh) -> None:
-    """Add up, over tensor-parallel ranks, gradients of parameters that all of them hold and each used in part.
+    """Sum gradients over tensor-parallel ranks for replicated parameters that each rank used only in part.
 
-    Once for each optimizer step, after the last backward pass, in one message; `parts` are this rank's of the model.
+    Called once per optimizer step after the last backward pass; sends one message.
     """
     if mesh.tp_group is None:
         return
@@ -112,15 +111,13 @@ def reduce_partial_gradients(parts: Iterable[nn.Module], mesh: Mesh) -> None:
         if gradient is not None
     ]
     if gradients:
-        together = torch.cat([gradient.flatten() for gradient in gradients])
-        dist.all_reduce(together, group=mesh.tp_group)
-        for gradient, summed in zip(gradients, together.split([it.numel() for it in gradients]), strict=True):
+        flat = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(flat, group=mesh.tp_group)
+        for gradient, summed in zip(gradients, flat.split([grad.numel() for grad in gradients]), strict=True):
             gradient.copy_(summed.view_as(gradient))
 
 
-def _share_projection(
-    block: nn.Module, name: str, style: object, axis: DeviceMesh, region: TensorParallelGroup
-) -> None:
+def _shard_linear(block: nn.Module, name: str, style: object, axis: DeviceMesh, region: TensorParallelGroup) -> None:
     weight, linear_impl = block.get_parameter(f"{name}.weight"), getattr(block, name).linear_impl
     linear_impl.shard(
         input_sharded=isinstance(style, Rowwise), amax_reduce=partial(all_reduce, operation="max", group=region.group)
@@ -128,7 +125,7 @@ def _share_projection(
     if isinstance(style, Rowwise):
         setattr(block, name, RowParallelLinear(_divided(weight, axis, dim=1), region, linear_impl))
         return
-    assert isinstance(style, Colwise), "a projection is divided by columns or by rows"
+    assert isinstance(style, Colwise), "a linear layer is sharded by columns or by rows"
     if style.units % region.degree == 0:
         setattr(block, name, ColumnParallelLinear(_divided(weight, axis, dim=0), region, linear_impl))
         return
@@ -141,7 +138,7 @@ def _share_projection(
 
 
 def _rows_of(region: TensorParallelGroup, unit: int, units: int, common: ReplicatedKV) -> Iterator[slice]:
-    """Rows that a rank uses of a weight with fewer units, of so many rows each, than ranks."""
+    """This rank's rows of a weight with `units` units of `unit` rows each, fewer units than ranks."""
     sharing = region.degree // units
     assert region.degree % units == 0, "checked by the rules"
     assert common.pieces % sharing == 0, "checked by the rules"
@@ -151,10 +148,10 @@ def _rows_of(region: TensorParallelGroup, unit: int, units: int, common: Replica
 
 
 def _divided(weight: Tensor, axis: DeviceMesh, dim: int) -> nn.Parameter:
-    """A whole weight on the meta device as this rank's part of it."""
-    # Each rank takes its part of what it has itself: nothing is sent.
+    """This rank's shard of a whole weight on the meta device."""
+    # src_data_rank=None: each rank slices its own copy, without communication.
     return nn.Parameter(distribute_tensor(weight.detach(), axis, [Shard(dim)], src_data_rank=None))
 
 
 def _mark_partial(module: nn.Module) -> None:
-    module.gradients_are_partial = True  # type: ignore[assignment]  # modules take any attribute
+    module.gradients_are_partial = True  # type: ignore[assignment]

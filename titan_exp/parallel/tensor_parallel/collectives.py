@@ -1,8 +1,7 @@
 """Tensor-parallel collectives (f and g of Megatron): gather or copy a block's input, reduce its output.
 
-Outside, a token's hidden state is whole: on every rank, or, under sequence parallelism, on the one rank that holds the
-token (Korthikanti et al. 2022). Entering, each rank gets all tokens; leaving, the ranks' partial outputs are summed.
-Each direction's gradient is the other direction's exchange.
+Outside a block a token's hidden state is whole on every rank, or, with sequence parallelism, on the one rank that holds
+the token (Korthikanti et al. 2022). Each direction's gradient is the other direction's collective.
 """
 
 from dataclasses import dataclass
@@ -17,33 +16,33 @@ from titan_exp.parallel.functional_collectives import all_gather, all_reduce, re
 
 @dataclass(frozen=True)
 class TensorParallelGroup:
-    """The ranks that share a block's matrices."""
+    """Tensor-parallel ranks of this rank."""
 
     group: str
     """Name of their process group."""
     degree: int
-    """How many they are."""
+    """Number of ranks."""
     rank: int
-    """Which of them this is."""
+    """Index of this rank."""
     sequence: bool
-    """Whether, outside, each of them holds a part of the tokens."""
+    """True with sequence parallelism: outside blocks each rank holds a part of the tokens."""
 
     def gather_input(self, x: Tensor) -> Tensor:
-        """All tokens [batch, seq, dim] of what is whole outside; its gradient is the sum over ranks."""
+        """All tokens [batch, seq, dim]; the gradient is summed over ranks."""
         return _AllGatherSeq.apply(x, self) if self.sequence else _CopyToTP.apply(x, self)  # type: ignore[return-value]  # a Tensor
 
     def reduce_output(self, x: Tensor) -> Tensor:
-        """The sum over ranks of [batch, seq, dim], of which a rank keeps its tokens where sequences are divided."""
+        """Sum over ranks of [batch, seq, dim], of which a rank keeps its tokens with sequence parallelism."""
         return _ReduceScatterSeq.apply(x, self) if self.sequence else _ReduceFromTP.apply(x, self)  # type: ignore[return-value]  # a Tensor
 
     def whole_logits(self, part: Tensor, vocabulary: int) -> Tensor:
-        """All logits [batch, seq, vocabulary] from the ranks' parts of them, the last of which may be smaller."""
+        """All logits [batch, seq, vocabulary] from the ranks' shards; the last shard may be smaller."""
         return _GatherLogits.apply(part, self, vocabulary)  # type: ignore[return-value]  # a Tensor
 
 
 def _gather_tokens(x: Tensor, region: TensorParallelGroup) -> Tensor:
     if x.shape[0] == 1:
-        # One row is contiguous in its tokens: nothing is copied.
+        # The tokens of a single row are contiguous: no copy.
         return all_gather(x[0], region.degree, region.group)[None]
     return torch.cat(all_gather(x, region.degree, region.group).chunk(region.degree), dim=1)
 
@@ -108,5 +107,5 @@ class _GatherLogits(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        # Every rank computes the same loss of all logits, so its gradient is the same on all of them.
+        # All ranks compute the same loss from all logits, hence the same gradient.
         return gradients[0][..., ctx.mine].contiguous(), None, None

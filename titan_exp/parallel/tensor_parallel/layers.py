@@ -1,7 +1,7 @@
-"""Sharded layers that replace a block's linears and embeddings; each rank holds a shard of the weight.
+"""Sharded layers that replace a block's linears, embedding and head.
 
-Weights are DTensors over the tensor-parallel axis, so that checkpoints and sharding know what they are part of; they
-are computed with as the plain tensors that a rank holds.
+Weights are DTensors over the tp axis, so that checkpoints and FSDP know the whole shape; they are computed with as
+local tensors.
 """
 
 import torch
@@ -16,13 +16,9 @@ from titan_exp.parallel.tensor_parallel.collectives import TensorParallelGroup
 
 
 class ColumnParallelLinear(nn.Module):
-    """A projection from whole tokens to this rank's outputs.
+    """Column-parallel linear layer: whole tokens to this rank's outputs.
 
-    Args:
-        weight: its rows divided among ranks; or whole, where `rows` chooses this rank's.
-        region: the ranks.
-        product: how it multiplies.
-        rows: slices of the weight's rows, which other ranks may use as well.
+    The weight is sharded by rows, or whole with `rows`, the slices that this rank uses.
     """
 
     def __init__(
@@ -44,13 +40,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """A projection from this rank's inputs to whole tokens.
-
-    Args:
-        weight: its columns divided among ranks.
-        region: the ranks.
-        product: how it multiplies.
-    """
+    """Row-parallel linear layer: this rank's inputs to whole tokens; the weight is sharded by columns."""
 
     def __init__(self, weight: nn.Parameter, region: TensorParallelGroup, linear_impl: LinearImpl) -> None:
         super().__init__()
@@ -62,13 +52,7 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """A table of which this rank holds the rows of some words.
-
-    Args:
-        weight: its rows divided among ranks.
-        region: the ranks.
-        first: the first word that is here.
-    """
+    """Embedding whose weight holds this rank's vocabulary rows, from `first` on."""
 
     parameter_role = "embedding"
 
@@ -77,7 +61,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight, self.region, self.first = weight, region, first
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Rows of `tokens` [batch, seq], as [batch, seq of this rank, dim]."""
+        """Embeddings of `tokens` [batch, seq], as [batch, seq of this rank, dim]."""
         weight = local_tensor(self.weight)
         row = tokens - self.first
         here = (row >= 0) & (row < weight.shape[0])
@@ -86,12 +70,9 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class VocabParallelHead(nn.Module):
-    """A head of which this rank holds the rows of some words.
+    """LM head whose weight holds this rank's vocabulary rows; None if tied to the embedding.
 
-    Args:
-        weight: its rows divided among ranks; None where it is tied to the embedding's.
-        region: the ranks.
-        vocabulary: words of all ranks where each needs all logits; None where this rank's logits are left apart.
+    `vocabulary` is the number of gathered logits; None keeps them sharded for loss parallelism.
     """
 
     parameter_role = "head"
@@ -101,7 +82,7 @@ class VocabParallelHead(nn.Module):
         self.weight, self.region, self.vocabulary = weight, region, vocabulary
 
     def forward(self, x: Tensor, tied: Tensor | None = None, loss: LogitsLoss | None = None) -> Tensor | LossSum:
-        """Logits [batch, seq, words], or what `loss` makes of all tokens' hidden states and this rank's weight."""
+        """Logits [batch, seq, vocab], or `loss` of all tokens' hidden states and this rank's weight."""
         weight = self.weight if tied is None else tied
         assert weight is not None, "a tied head is handed the embedding's weight"
         x, weight = self.region.gather_input(x), local_tensor(weight)

@@ -71,27 +71,17 @@ STEPS = 3
 def reservations(before: Sequence[Event], step: Sequence[Event], capacity: int | None = None) -> Reservations:
     """Replay setup and `STEPS` steps with both kinds of segments; `capacity` is device memory, None for unlimited."""
     return Reservations(
-        _served(_steps(before, step, STEPS), expandable=False, capacity=capacity),
-        _served(_steps(before, step, STEPS), expandable=True, capacity=capacity),
+        replay(repeated(before, step, STEPS), expandable=False, capacity=capacity),
+        replay(repeated(before, step, STEPS), expandable=True, capacity=capacity),
     )
 
 
-def replay(events: Iterable[Event], *, expandable: bool, capacity: int | None = None) -> Reserved:
-    """Replay events in order; arguments as in `CachingAllocator`."""
-    return _served([events], expandable=expandable, capacity=capacity)
-
-
-def repeated(before: Sequence[Event], step: Sequence[Event], times: int) -> list[Event]:
-    """Setup events and a step, repeated `times` times as in training.
+def repeated(before: Sequence[Event], step: Sequence[Event], times: int) -> Iterator[list[Event]]:
+    """A step's events `times` times as in training, the first after the setup's.
 
     A storage that a step releases but does not allocate is, in the next step, one of the same size and stream that this
     step has kept. A step that keeps other storages is not repeated.
     """
-    return [event for events in _steps(before, step, times) for event in events]
-
-
-def _steps(before: Sequence[Event], step: Sequence[Event], times: int) -> Iterator[list[Event]]:
-    """Events step by step; the setup belongs to the first."""
     yield [*before, *step]
     successors = _successors(before, step)
     if successors is None:
@@ -127,8 +117,8 @@ def _successors(before: Sequence[Event], step: Sequence[Event]) -> dict[int, int
     return None if left else successors
 
 
-def _served(steps: Iterable[Iterable[Event]], *, expandable: bool, capacity: int | None) -> Reserved:
-    """Replay equal steps until one leaves every block at the address where it was before."""
+def replay(steps: Iterable[Iterable[Event]], *, expandable: bool, capacity: int | None = None) -> Reserved:
+    """Replay equal steps until one leaves every block where it was before; arguments as in `CachingAllocator`."""
     allocator = CachingAllocator(expandable=expandable, capacity=capacity)
     blocks: dict[int, Block] = {}
     found: object = None
@@ -203,9 +193,7 @@ class _Pool:
 class CachingAllocator:
     """Torch's caching allocator of one device: best fit, splitting and merging, per stream and pool.
 
-    Args:
-        expandable: True for `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
-        capacity: device memory in bytes; None is unlimited.
+    `expandable` is `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. A `capacity` of None is unlimited.
     """
 
     def __init__(self, *, expandable: bool = False, capacity: int | None = None) -> None:
@@ -240,10 +228,6 @@ class CachingAllocator:
         self.allocated -= block.size
         self._merge(block)
         block.pool.put(block)
-
-    def blocks(self) -> list[Block]:
-        """All free blocks with memory."""
-        return [block for pool in self._pools.values() for block in pool.free]
 
     def layout(self) -> list[tuple[list[tuple[int, int]], list[tuple[int, int]]]]:
         """Sizes and addresses of free blocks and of unmapped ranges, by pool."""

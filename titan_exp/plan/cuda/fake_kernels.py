@@ -19,7 +19,7 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.plan.cuda.cpu_offload import GPU
 from titan_exp.plan.cuda.mem_efficient_attention import workspace_bytes
 from titan_exp.plan.trace.torch_patches import replaced_attributes
-from titan_exp.quantization.hardware_support import GROUPED_MULTIPLE, LEAST, Hardware, assume_hardware
+from titan_exp.quantization.hardware_support import GROUPED_MULTIPLE, MIN_CAPABILITY, Hardware, assume_hardware
 
 FLASH_ROWS, FLASH_WIDTH = 128, 32
 """Multiples to which flash attention's backward pass rounds rows and head_dim up."""
@@ -31,13 +31,12 @@ _PLAIN_RMS_NORM = F.rms_norm
 def fake_cuda_kernels(*, beside: bool = False) -> Iterator[None]:
     """Replace torch functions that have their own CUDA kernel in the `with` block.
 
-    Args:
-        beside: True if there are host tensors besides those of the fake GPU.
+    `beside` is True if there are host tensors besides those of the fake GPU.
     """
     replacements: list[tuple[Any, str, Any]] = [
         (F, "rms_norm", _rms_norm),
         # Selects code paths with CUDA-only kernels.
-        (FakeTensor, "is_cuda", property(lambda it: not beside or it.device == GPU)),
+        (FakeTensor, "is_cuda", property(lambda tensor: not beside or tensor.device == GPU)),
     ]
     # torchao's cast kernel needs Triton; the rest of its MX matmuls runs as it is.
     if (torchao := sys.modules.get("torchao.prototype.mx_formats.mx_tensor")) is not None:
@@ -51,7 +50,7 @@ class _FakeHardware(Hardware):
     capability: tuple[int, int] | None
 
     def has_instructions(self, recipe: str, device: torch.device) -> bool:
-        return self.capability is not None and self.capability >= LEAST[recipe]
+        return self.capability is not None and self.capability >= MIN_CAPABILITY[recipe]
 
     def has_grouped_kernels(self, recipe: str, device: torch.device) -> bool:
         # Called for models with experts, on a GPU with the recipe's instructions.

@@ -1,5 +1,6 @@
 """Eligibility for extrapolation: are layers and micro-batches identical, and is it faster? Imports no torch."""
 
+from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec
@@ -27,7 +28,9 @@ def unsupported_reason(experiment: Experiment) -> str | None:
             not pattern.startswith("blocks.*") and ("*" in pattern or "?" in pattern or "blocks" in pattern)
             for pattern in fp32
         ),
-        "an optimizer other than adamw may treat layers differently": experiment.optimizer.name != "adamw",
+        f"optimizer.name={experiment.optimizer.name} may treat layers differently": (
+            not experiment.optimizer.is_homogeneous
+        ),
         "parallelism.prefetch_blocks spans several layers": parallelism.prefetch_blocks > 1,
         "parallelism.cpu_offload": parallelism.cpu_offload,
     }
@@ -46,23 +49,21 @@ def unsupported_reason(experiment: Experiment) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def recompute_modes(experiment: Experiment) -> tuple[list[str], list[int]]:
-    """Activation checkpointing modes of the run, and the index of each block's mode."""
-    checkpointing, layers = experiment.activation_checkpoint, experiment.model.layers
+def recompute_modes(checkpointing: ActivationCheckpointConfig, layers: int) -> tuple[list[str], list[int]]:
+    """Activation checkpointing modes of the blocks, and the index of each block's mode."""
     if checkpointing.mode != "every_n":
         return [checkpointing.mode], [0] * layers
     return ["none", "full"], [int((number + 1) % checkpointing.every == 0) for number in range(layers)]
 
 
-def is_worthwhile(experiment: Experiment, ranks: int) -> bool:
+def is_worthwhile(layout: ResolvedLayout, checkpointing: ActivationCheckpointConfig, ranks: int) -> bool:
     """True if extrapolating `ranks` pipeline ranks is faster than tracing them, by the number of block passes."""
-    layout = ResolvedLayout.of(experiment)
-    ways, micro_batches = len(recompute_modes(experiment)[0]), layout.gradient_accumulation
-    layers = experiment.model.layers
-    if experiment.parallelism.pp == 1:
+    layers, micro_batches = layout.layers, layout.gradient_accumulation
+    ways = len(recompute_modes(checkpointing, layers)[0])
+    if layout.parallelism.pp == 1:
         few = ways * SAMPLED_LAYERS * (1 + min(micro_batches, SAMPLED_MICRO_BATCHES))
         return layers >= SAMPLED_LAYERS and layers * (1 + micro_batches) > MIN_SPEEDUP * few
     lone = len({count == 1 for count in layout.layer_counts})
-    per_rank = layers / experiment.parallelism.pp
+    per_rank = layers / layout.parallelism.pp
     # Two passes in each of its steps.
     return ranks * per_rank * 2 * micro_batches > MIN_SPEEDUP * ways * lone * SAMPLED_BLOCKS * 4

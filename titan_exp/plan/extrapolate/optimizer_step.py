@@ -1,9 +1,9 @@
 """Trace of the optimizer step: gradient clipping, the update, and released gradients.
 
-It depends on the number of layers alone, so it is traced without forward and backward, with empty gradients.
+It depends on the layers of a rank alone, so it is traced without forward and backward, with empty gradients.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -11,12 +11,14 @@ from typing import Any
 import torch
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.plan.extrapolate.allocation_events import ExtrapolationError, OptimizerStepEvents
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.plan.extrapolate.small_run import small_run
+from titan_exp.plan.extrapolate.stages import FIRST, LAST
+from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.fake_world import FakeRank, fake_rank
 from titan_exp.plan.trace.segments import (
     OPTIMIZER_STEP,
     CategoryBytes,
-    EventSegment,
     Segment,
     SegmentTracker,
     category_bytes,
@@ -28,72 +30,107 @@ from titan_exp.trainer.train_step import train_step
 
 
 @dataclass(frozen=True)
-class OptimizerStep:
-    """Optimizer step of one rank."""
+class OptimizerStepTrace:
+    """Setup and two optimizer steps of a rank, traced without passes."""
 
-    segment: Segment
-    """Net allocation, peak and costs."""
+    setup: Sequence[Segment]
+    """Before the first step."""
+    ends: Sequence[Sequence[Segment]]
+    """Each optimizer step, from reduced gradients to the next step."""
+    gradients: Sequence[Mapping[int, str]]
+    """Parameter names by the allocations of their placeholder gradients, for each step."""
+    others: Sequence[Collection[int]]
+    """Other allocations before it, for each step: the placeholder loss, and all that the step reads besides."""
     persistent: CategoryBytes
     """Bytes of parameters and optimizer state."""
-    gradients: int
-    """Bytes of reduced gradients, which it releases."""
+    parameters: int
+    """Parameters of the whole model."""
+    flops_per_token: float
+    """FLOPs of a training step per token, of the whole model."""
+
+    @property
+    def totals(self) -> "OptimizerStepTotals":
+        """Totals of the second optimizer step."""
+        step = join_segments(OPTIMIZER_STEP, self.ends[1])
+        return OptimizerStepTotals(self.persistent, int(step.peak.sum()), step.costs)
 
 
-def trace_optimizer_step(experiment: Experiment, rank: int, *, cuda: bool) -> OptimizerStep:
-    """Trace the optimizer step of a global rank."""
+@dataclass(frozen=True)
+class OptimizerStepTotals:
+    """Totals of an optimizer step, or of what stages add to one."""
+
+    persistent: CategoryBytes
+    """Bytes of parameters and optimizer state."""
+    peak: int
+    """Bytes added at its peak."""
+    costs: OpCosts
+    """FLOPs, memory traffic and messages."""
+
+
+@dataclass(frozen=True)
+class OptimizerStepsByStage:
+    """Optimizer step of any rank, as a linear function of its stages."""
+
+    constant: OptimizerStepTotals
+    """Constant part."""
+    block: OptimizerStepTotals
+    """Added by a block."""
+    first: OptimizerStepTotals
+    """Added by the embedding of a pipeline."""
+    last: OptimizerStepTotals
+    """Added by its head."""
+
+    def of(self, blocks: Mapping[str, int]) -> OptimizerStepTotals:
+        """Optimizer step of a rank with so many blocks by kind of stage."""
+        ends = [(int(FIRST in blocks), self.first), (int(LAST in blocks), self.last)]
+        return _sum([(sum(blocks.values()), self.block), *ends, (1, self.constant)])
+
+
+def trace_optimizer_steps(experiment: Experiment, *, cuda: bool) -> OptimizerStepsByStage:
+    """Trace optimizer steps of small models: with one and two layers, or of small pipeline ranks."""
+
+    pp = 3 if experiment.parallelism.pp > 1 else 1
+
+    def totals(rank: int, *layers: int) -> OptimizerStepTotals:
+        small = small_run(experiment, layers, 1, "none", pp=pp)
+        return trace_optimizer_step(small, rank * ResolvedLayout.of(small).world_size // pp, cuda=cuda).totals
+
+    if pp == 1:
+        one, two, first, last = totals(0, 1), totals(0, 2), _sum([]), _sum([])
+    else:
+        ends, one, tail = (totals(rank, 1, 1, 1) for rank in range(pp))
+        two, first, last = totals(1, 1, 2, 1), _sum([(-1, one), (1, ends)]), _sum([(-1, one), (1, tail)])
+    block = _sum([(-1, one), (1, two)])
+    return OptimizerStepsByStage(_sum([(1, one), (-1, block)]), block, first, last)
+
+
+def trace_optimizer_step(experiment: Experiment, rank: int, *, cuda: bool) -> OptimizerStepTrace:
+    """Trace the setup of a global rank and two optimizer steps."""
     tracker = SegmentTracker()
     with fake_rank(experiment, rank) as fake:
-        trace = trace_step(fake.state, lambda: _run_optimizer_step(fake), cuda=cuda, segments=tracker)
-    segments = tracker.segments()
-    first = next(place for place, segment in enumerate(segments) if segment.label == OPTIMIZER_STEP)
-    kept = {name: trace.persistent[name] for name in ("parameters", "optimizer")}
-    return OptimizerStep(join_segments(OPTIMIZER_STEP, segments[first:]), category_bytes(kept), trace.gradients)
-
-
-def trace_optimizer_step_events(
-    experiment: Experiment, rank: int, layers: Sequence[int], *, cuda: bool
-) -> OptimizerStepEvents:
-    """Trace the setup of a global rank, with these layers of the full model, and two optimizer steps.
-
-    Raises:
-        ExtrapolationError: an optimizer step reads more than gradients and a loss.
-    """
-    tracker = SegmentTracker()
-    with fake_rank(experiment, rank) as fake:
-        trace_step(
+        trace = trace_step(
             fake.state, lambda: _run_optimizer_step(fake), preallocated=fake.preallocated, cuda=cuda, segments=tracker
         )
-        event_segments, segments, built = tracker.event_segments(), tracker.segments(), fake.state.built
-    ends, losses = list[list[EventSegment]](), list[int]()
+        segments, built = tracker.segments(), fake.state.built
+    ends, others = list[Sequence[Segment]](), list[Collection[int]]()
     for step, gradients in enumerate(tracker.reduced_gradients):
-        own = [segment for segment in event_segments if segment.step == step]
+        own = [segment for segment in segments if segment.step == step]
         first = next(place for place, segment in enumerate(own) if segment.label == OPTIMIZER_STEP)
-        made = {event.allocation for segment in own[:first] for event in segment.events if event.size} - set(
-            gradients.values()
-        )
-        if len(made) != 1:
-            raise ExtrapolationError("the optimizer step reads more than gradients and a loss")
-        losses += made
+        made = {event.allocation for segment in own[:first] for event in segment.events if event.size}
+        others.append(made - set(gradients.values()))
         ends.append(own[first:])
     names = [{allocation: name for name, allocation in gradients.items()} for gradients in tracker.reduced_gradients]
-    build = [segment for segment in event_segments if segment.step < 0]
-    costs = sum_costs(
-        [segment.costs for segment in segments[[segment.label for segment in segments].index(OPTIMIZER_STEP) :]]
-    )
-    return OptimizerStepEvents(build, ends, names, losses, layers, costs, built.parameters, built.flops_per_token)
+    setup = [segment for segment in segments if segment.step < 0]
+    kept = category_bytes({name: trace.persistent[name] for name in ("parameters", "optimizer")})
+    return OptimizerStepTrace(setup, ends, names, others, kept, built.parameters, built.flops_per_token)
 
 
-def linear_combination(terms: list[tuple[int, OptimizerStep]]) -> OptimizerStep:
-    """Sum of optimizer steps with integer weights."""
-    net = sum((times * optimizer_step.segment.net for times, optimizer_step in terms), category_bytes({}))
-    peak = sum((times * optimizer_step.segment.peak for times, optimizer_step in terms), category_bytes({}))
-    kept = sum((times * optimizer_step.persistent for times, optimizer_step in terms), category_bytes({}))
-    costs = sum_costs([sum_costs([optimizer_step.segment.costs], times) for times, optimizer_step in terms])
-    last = terms[-1][1].segment
-    return OptimizerStep(
-        Segment(OPTIMIZER_STEP, net, peak, last.where, costs),
-        kept,
-        sum(times * optimizer_step.gradients for times, optimizer_step in terms),
+def _sum(terms: Sequence[tuple[int, OptimizerStepTotals]]) -> OptimizerStepTotals:
+    """Sum of totals with integer weights."""
+    return OptimizerStepTotals(
+        sum((times * totals.persistent for times, totals in terms), category_bytes({})),
+        sum(times * totals.peak for times, totals in terms),
+        sum_costs([sum_costs([totals.costs], times) for times, totals in terms]),
     )
 
 

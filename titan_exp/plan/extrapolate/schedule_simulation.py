@@ -1,4 +1,4 @@
-"""Simulated pipeline schedule of one rank: the trainer's own `Pipeline` over stages that compute nothing.
+"""Simulated schedule of one rank: the trainer's own `Pipeline` over stages that compute nothing.
 
 It records the lifetimes of hidden states, which follow from the schedule alone.
 """
@@ -21,8 +21,9 @@ class ScheduledAction:
 
     action: Action
     """Stage, kind and micro-batch."""
-    first: bool
-    """True if it is the stage's first of its kind in this step."""
+    sampled: int
+    """Micro-batch of a sample in which it does the same: 0 for the stage's first of its kind, 1 for later ones; 2 for
+    the last without a pipeline, which reduces gradients."""
     waiting: tuple[int, ...]
     """Peak number of hidden states, by kind, since the previous action."""
     before: tuple[int, ...]
@@ -52,8 +53,6 @@ class ScheduleSimulation:
     """In order."""
     sent: int
     """Number of sends."""
-    received: int
-    """Number of receives."""
 
 
 @dataclass
@@ -61,7 +60,6 @@ class _Recorder:
     held: list[int] = field(default_factory=lambda: [0] * len(KINDS))
     peak: tuple[int, ...] = (0,) * len(KINDS)
     sent: int = 0
-    received: int = 0
     actions: list[ScheduledAction] = field(default_factory=list)
     seen: set[tuple[int, str]] = field(default_factory=set)
     events: list[SimulationEvent] = field(default_factory=list)
@@ -123,10 +121,10 @@ class _Stage:
         recorder.events.append(SimulationEvent("begin", len(recorder.actions)))
         yield
         recorder.events.append(SimulationEvent("end", len(recorder.actions)))
-        first = (self.number, kind) not in recorder.seen
+        sampled = int((self.number, kind) in recorder.seen)
         recorder.seen.add((self.number, kind))
         after = recorder.peak = tuple(recorder.held)
-        recorder.actions.append(ScheduledAction(Action(self.number, kind, microbatch), first, waiting, before, after))
+        recorder.actions.append(ScheduledAction(Action(self.number, kind, microbatch), sampled, waiting, before, after))
 
 
 @dataclass
@@ -145,7 +143,6 @@ class _Transport:
         return self
 
     def receive(self, *_: Any) -> "_Transport":
-        self.recorder.received += 1
         return self
 
     def is_sent(self, _: Any) -> bool:
@@ -156,18 +153,13 @@ class _Transport:
 
 
 def simulate_schedule(
-    orders: Schedule, placement: Sequence[int], rank: int, *, passes: int, sends_complete: bool
+    orders: Schedule, placement: Sequence[int], rank: int, passes: int, sends_complete: bool
 ) -> ScheduleSimulation:
-    """Simulate a rank's step.
+    """Simulate a pipeline rank's step with so many passes of micro-batches through the pipeline.
 
-    Args:
-        orders: actions of each pipeline rank in one pass.
-        placement: pipeline rank of each stage.
-        rank: pipeline rank.
-        passes: passes of micro-batches through the pipeline in a step.
-        sends_complete: True if sends complete at once. On CUDA the host queries a GPU event
-            (`WorkNCCL::isCompleted`) behind several micro-batches of queued kernels, so sent tensors are held until it
-            waits at the end of the pass.
+    `orders` has the actions of each pipeline rank in one pass, `placement` the pipeline rank of each stage. Sends
+    complete at once if `sends_complete`. On CUDA the host queries a GPU event (`WorkNCCL::isCompleted`) behind several
+    micro-batches of queued kernels, so sent tensors are held until it waits at the end of the pass.
     """
     recorder = _Recorder()
     stages: Any = [
@@ -178,7 +170,24 @@ def simulate_schedule(
     transport: Any = _Transport(recorder, rank, sends_complete)
     Pipeline(stages, orders, list(placement), transport, keep_gathered=True).train([_compute] * passes)
     events = list(recorder.events)
-    return ScheduleSimulation(recorder.actions, events, recorder.sent, recorder.received)
+    return ScheduleSimulation(recorder.actions, events, recorder.sent)
+
+
+def microbatch_loop(micro_batches: int, sampled: int) -> ScheduleSimulation:
+    """The step of a rank without a pipeline, which passes on no hidden states: each micro-batch forward and backward.
+
+    `sampled` is the number of micro-batches in the sample: first, repeated and last, or fewer.
+    """
+    assert micro_batches >= sampled, "no fewer micro-batches than in the sample"
+    order = [0, *[1] * (micro_batches - sampled + 1), *range(2, sampled)] if sampled > 1 else [0] * micro_batches
+    none = (0,) * len(KINDS)
+    actions = [
+        ScheduledAction(Action(0, kind, microbatch), like, none, none, none)
+        for microbatch, like in enumerate(order)
+        for kind in "FB"
+    ]
+    events = [SimulationEvent(what, number) for number in range(len(actions)) for what in ("begin", "end")]
+    return ScheduleSimulation(actions, events, 0)
 
 
 def _compute(*_: Any) -> Any:

@@ -1,149 +1,133 @@
-"""Totals of a pipeline rank's step, from the sampled rank's along its simulated schedule."""
+"""Stages of a rank and positions in its step, with the sampled position that each repeats.
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+Without a pipeline, a rank has one stage of all layers, and its schedule is the loop over micro-batches.
+"""
 
-import numpy as np
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.plan.extrapolate.optimizer_step import OptimizerStep, linear_combination, trace_optimizer_step
-from titan_exp.plan.extrapolate.schedule_simulation import ScheduleSimulation
-from titan_exp.plan.extrapolate.small_run import small_pipeline
-from titan_exp.plan.extrapolate.stage_sample import FIRST, LAST, MIDDLE, ActionSegments, StageSample
-from titan_exp.plan.trace.dispatch_mode import OpCosts
-from titan_exp.plan.trace.segments import CategoryBytes, Segment, category_bytes, join_segments, sum_costs
+from titan_exp.plan.extrapolate.eligibility import recompute_modes
+
+WHOLE, FIRST, MIDDLE, LAST = "whole", "first", "middle", "last"
+"""Kinds of stages: the whole model; with the embedding, in between, with the head."""
+SAMPLED_STAGES = {WHOLE: 0, FIRST: 0, MIDDLE: 1, LAST: 3}
+"""Stage numbers in a sample, by kind."""
+NOWHERE = -1
+"""Stage number outside of all stages, for example of the loss."""
+PROLOGUE, REDUCE, GROUP, REST, END = "prologue", "reduce", "group", "rest", "end"
+"""Parts of a step outside of actions: before the first; a stage's gradient reduction, its FSDP parameter groups, and
+what follows them; the optimizer step."""
+
+
+class ExtrapolationError(Exception):
+    """The samples do not determine the full step, which has to be traced."""
+
+
+class StepPosition(NamedTuple):
+    """Position in a step."""
+
+    step: int
+    """0 or 1."""
+    stage: int
+    """Pipeline stage."""
+    micro: int | None
+    """Micro-batch; None for what runs once per step."""
+    part: str
+    """Part of the step: of an action `F before`, `F block`, `F after`, and so on."""
+    block: int | None
+    """Block of the stage; None outside of blocks, -1 for the stage's other parameters as a group."""
+
+
+PROLOGUES = [StepPosition(step, NOWHERE, None, PROLOGUE, None) for step in (0, 1)]
+"""Position before the first action, for each step."""
 
 
 @dataclass(frozen=True)
 class StageShape:
-    """A pipeline stage: its kind and its blocks."""
+    """A stage: its kind and its blocks."""
 
     number: int
     """Stage number."""
     kind: str
-    """`FIRST`, `MIDDLE` or `LAST`."""
+    """`WHOLE`, `FIRST`, `MIDDLE` or `LAST`."""
+    layers: tuple[int, ...]
+    """Number of each block in the model."""
     modes: tuple[int, ...]
     """Index of each block's activation checkpointing mode."""
 
-
-@dataclass(frozen=True)
-class StageOptimizerSteps:
-    """Optimizer step of any pipeline rank, as a linear function of its stages."""
-
-    constant: OptimizerStep
-    """Constant part."""
-    block: OptimizerStep
-    """Added by a block."""
-    first: OptimizerStep
-    """Added by the embedding."""
-    last: OptimizerStep
-    """Added by the head."""
-
-    def of(self, stages: Sequence[StageShape]) -> OptimizerStep:
-        """Optimizer step of a rank with these stages."""
-        kinds = [stage.kind for stage in stages]
-        blocks = sum(len(stage.modes) for stage in stages)
-        terms = [(blocks, self.block), (kinds.count(FIRST), self.first), (kinds.count(LAST), self.last)]
-        return linear_combination([*terms, (1, self.constant)])
-
-    def of_sample(self, sample: StageSample) -> OptimizerStep:
-        """Optimizer step of the sampled rank."""
-        return self.of([StageShape(0, kind, (0,) * count) for kind, count in sample.layers.items()])
+    @property
+    def sampled(self) -> int:
+        """Stage number in a sample."""
+        return SAMPLED_STAGES[self.kind]
 
 
-def trace_stage_optimizer_steps(experiment: Experiment, *, cuda: bool) -> StageOptimizerSteps:
-    """Trace optimizer steps of small pipeline ranks."""
+class SampledPart(NamedTuple):
+    """Part of a stage's action or gradient reduction, and the sampled part that it repeats."""
 
-    def optimizer_step(rank: int, layers: tuple[int, ...]) -> OptimizerStep:
-        small = small_pipeline(experiment, layers, 1, "none", degree=3, schedule="1F1B")
-        return trace_optimizer_step(small, rank * ResolvedLayout.of(small).world_size // 3, cuda=cuda)
-
-    first, one, last = (optimizer_step(rank, (1, 1, 1)) for rank in range(3))
-    block = linear_combination([(-1, one), (1, optimizer_step(1, (1, 2, 1)))])
-    return StageOptimizerSteps(
-        linear_combination([(1, one), (-1, block)]),
-        block,
-        linear_combination([(-1, one), (1, first)]),
-        linear_combination([(-1, one), (1, last)]),
-    )
+    mode: int
+    """Index of the activation checkpointing mode whose sample it repeats."""
+    stage: int
+    """Stage of that sample."""
+    block: int | None
+    """Block of that stage."""
+    part: str
+    """As in `StepPosition`, of both."""
+    place: int | None
+    """Block of the stage itself."""
 
 
-def action_segment(samples: Sequence[StageSample], stage: StageShape, kind: str, first: bool) -> Segment:
-    """An action of a stage, without handed-over hidden states."""
-    own = [sample.actions[stage.kind, kind, first] for sample in samples]
-    middle = [sample.actions[MIDDLE, kind, first] for sample in samples]
-    modes = stage.modes if kind == "F" else stage.modes[::-1]
-    segments = [*own[modes[0]].before, *_blocks(own, middle, modes), *own[modes[-1]].after]
-    whole = join_segments(kind, segments)
-    return replace(whole, net=whole.net - own[0].handed_over)
-
-
-def reduction_segments(sample: StageSample, stage: StageShape) -> Iterator[Segment]:
-    """Gradient reduction of a stage, by parameter group."""
-    own, middle = sample.reduction[stage.kind], sample.reduction[MIDDLE]
-    groups = [segment for segment in own if segment.label == "group"]
-    rest = [segment for segment in own if segment.label != "group"]
-    more = [segment for segment in middle if segment.label == "group"]
-    yield rest[0]
-    if groups:
-        ends = sample.layers[stage.kind]
-        # The group of the stage's other parameters precedes those of its blocks.
-        yield from groups[: len(groups) - ends + 1]
-        yield from more[1:2] * (len(stage.modes) - 2)
-        yield from groups[len(groups) - ends + 1 :][-1:]
-    yield from rest[1:]
-
-
-def bytes_before_step(
-    sample: StageSample,
-    optimizer_steps: StageOptimizerSteps,
-    stages: Sequence[StageShape],
-    batches: int,
-    *,
-    shared: bool,
-) -> CategoryBytes:
-    """Bytes allocated before a step. `shared` is True with context parallelism: every stage reads all batch fields."""
-    kinds = {stage.kind for stage in stages}
-    seen = [
-        size
-        for name, size in sample.batch.items()
-        if shared or name not in ("tokens", "labels") or (FIRST if name == "tokens" else LAST) in kinds
+def stages_of(
+    layout: ResolvedLayout, checkpointing: ActivationCheckpointConfig, pipeline_rank: int
+) -> list[StageShape]:
+    """The stages of a pipeline rank."""
+    _, modes = recompute_modes(checkpointing, layout.layers)
+    if layout.parallelism.pp == 1:
+        return [StageShape(0, WHOLE, tuple(range(layout.layers)), tuple(modes))]
+    layers = layout.stage_layers
+    kinds = [FIRST, *[MIDDLE] * (len(layers) - 2), LAST]
+    return [
+        StageShape(stage, kinds[stage], tuple(layers[stage]), tuple(modes[layer] for layer in layers[stage]))
+        for stage, rank in enumerate(layout.stage_placement)
+        if rank == pipeline_rank
     ]
-    kept = optimizer_steps.of(stages).persistent - optimizer_steps.of_sample(sample).persistent
-    return sample.base + kept + len(stages) * sample.buffers + batches * sum(seen, category_bytes({}))
 
 
-def schedule_segment(
-    sample: StageSample, simulation: ScheduleSimulation, actions: dict[tuple[int, str, bool], Segment]
-) -> Segment:
-    """All actions of a step and the messages between them, as one segment."""
-    sizes = np.stack(sample.sizes)
-    keys = [(scheduled.action.stage, scheduled.action.kind, scheduled.first) for scheduled in simulation.actions]
-    names = list(dict.fromkeys(keys))
-    which = np.array([names.index(key) for key in keys])
-    nets = np.stack([actions[name].net for name in names])
-    peaks = np.stack([actions[name].peak for name in names])
-    ends = np.cumsum(nets[which], axis=0)
-    begins = ends - nets[which]
-    waiting = begins + np.array([scheduled.waiting for scheduled in simulation.actions]) @ sizes
-    working = begins + np.array([scheduled.before for scheduled in simulation.actions]) @ sizes + peaks[which]
-    moments = np.stack([waiting, working], axis=1).reshape(-1, waiting.shape[1])
-    totals = moments.sum(axis=1)
-    at = int(totals.argmax())
-    where = actions[keys[at // 2]].where
-    counts = np.bincount(which, minlength=len(names))
-    costs = OpCosts()
-    for name, count in zip(names, counts, strict=True):
-        costs = sum_costs([costs, sum_costs([actions[name].costs], int(count))])
-    costs = sum_costs([costs, sum_costs([sample.message], simulation.sent)])
-    peak = moments[at] if totals[at] > 0 else category_bytes({})
-    return Segment("actions", ends[-1], peak, where, costs)
+def action_parts(stage: StageShape, kind: str, blocks: Mapping[int, int]) -> Iterator[SampledPart]:
+    """Parts of a stage's action of a kind, in order of execution. `blocks` counts those of each sampled stage."""
+    places = range(len(stage.modes))
+    order = list(places if kind == "F" else reversed(places))
+    yield SampledPart(stage.modes[order[0]], stage.sampled, None, f"{kind} before", None)
+    for turn, place in enumerate(order):
+        sampled, block = sampled_block(stage, turn, blocks)
+        block = block if kind == "F" else blocks[sampled] - 1 - block
+        yield SampledPart(stage.modes[place], sampled, block, f"{kind} block", place)
+    yield SampledPart(stage.modes[order[-1]], stage.sampled, None, f"{kind} after", None)
 
 
-def _blocks(own: Sequence[ActionSegments], middle: Sequence[ActionSegments], modes: Sequence[int]) -> Iterator[Segment]:
-    for place, mode in enumerate(modes):
-        if place in (0, len(modes) - 1):
-            yield own[mode].blocks[0 if place == 0 else -1]
-        else:
-            yield (own[mode].blocks if len(own[mode].blocks) > 2 else middle[mode].blocks)[1]
+def reduction_parts(stage: StageShape, blocks: Mapping[int, int]) -> Iterator[SampledPart]:
+    """Parts of a stage's gradient reduction, in order. A sample has groups only where FSDP shards parameters."""
+    yield SampledPart(0, stage.sampled, None, REDUCE, None)
+    yield SampledPart(0, stage.sampled, -1, GROUP, -1)
+    for place in range(len(stage.modes)):
+        yield SampledPart(0, *sampled_block(stage, place, blocks), GROUP, place)
+    yield SampledPart(0, stage.sampled, None, REST, None)
+
+
+def sampled_block(stage: StageShape, place: int, blocks: Mapping[int, int]) -> tuple[int, int]:
+    """The sampled stage and its block that a stage's block repeats.
+
+    As many blocks as possible are counted from the nearer end, since blocks prefetch and reduce for their neighbours.
+    """
+    few, left = blocks[stage.sampled], len(stage.modes) - place
+    half = few // 2
+    if place and left > half and few == 2:
+        return SAMPLED_STAGES[MIDDLE], 1
+    return stage.sampled, min(place, half) if place == 0 or left > half else few - left
+
+
+def first_layer(blocks: Mapping[int, int], stage: int) -> int:
+    """Layer number of a sampled stage's first block. The stage of the other rank has one block."""
+    return sum(blocks.get(number, 1) for number in range(stage))

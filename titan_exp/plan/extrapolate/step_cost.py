@@ -1,34 +1,38 @@
-"""Extrapolated step totals: peak memory and costs of a rank, equal to those of its full trace."""
+"""Extrapolated step totals: peak memory and costs of a rank, equal to those of its full trace.
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+The segments of a sample are summed along the rank's schedule.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
-from titan_exp.plan.extrapolate.eligibility import SAMPLED_LAYERS, recompute_modes
-from titan_exp.plan.extrapolate.layers_and_microbatches import (
-    ModelSample,
-    extrapolate_optimizer_step,
-    model_segments,
-    sample_model,
-    trace_optimizer_steps,
-)
-from titan_exp.plan.extrapolate.optimizer_step import OptimizerStep
-from titan_exp.plan.extrapolate.schedule_simulation import ScheduleSimulation, simulate_schedule
-from titan_exp.plan.extrapolate.stage_sample import FIRST, LAST, MIDDLE, StageSample, sample_stages
+from titan_exp.plan.extrapolate.eligibility import recompute_modes
+from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepsByStage, trace_optimizer_steps
+from titan_exp.plan.extrapolate.sample import Sample, take_sample
+from titan_exp.plan.extrapolate.schedule_simulation import ScheduleSimulation, microbatch_loop, simulate_schedule
 from titan_exp.plan.extrapolate.stages import (
-    StageOptimizerSteps,
+    FIRST,
+    LAST,
+    PROLOGUES,
+    WHOLE,
+    SampledPart,
     StageShape,
-    action_segment,
-    bytes_before_step,
-    reduction_segments,
-    schedule_segment,
-    trace_stage_optimizer_steps,
+    StepPosition,
+    action_parts,
+    reduction_parts,
 )
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, Moment
-from titan_exp.plan.trace.segments import CategoryBytes, Segment, sum_costs
+from titan_exp.plan.trace.segments import CategoryBytes, Segment, category_bytes, join_segments, sum_costs
+
+Samples = Mapping[bool, Sequence[Sample]]
+"""A sample for each activation checkpointing mode; with a pipeline, for stages of several blocks (False) and of one."""
 
 
 @dataclass(frozen=True)
@@ -47,120 +51,130 @@ class StepCost:
 
 @dataclass(frozen=True)
 class TracedParts:
-    """Samples shared by runs that differ in layers, schedule and number of micro-batches alone."""
+    """Traces shared by runs that differ in layers, schedule and number of micro-batches alone."""
 
-    model_samples: Sequence[ModelSample]
-    """Without a pipeline: a sample for each activation checkpointing mode."""
-    model_optimizer_steps: tuple[OptimizerStep, OptimizerStep] | None
-    """Without a pipeline: with one and with two layers; None where allocation events are recorded."""
-    stage_samples: Mapping[bool, Sequence[StageSample]]
-    """With a pipeline: likewise, for stages of several blocks (False) and of one (True)."""
-    stage_optimizer_steps: StageOptimizerSteps | None
-    """With a pipeline; None where allocation events are recorded."""
+    samples: Samples
+    """Samples of the passes."""
+    optimizer_steps: OptimizerStepsByStage
+    """Optimizer steps."""
 
 
-def trace_parts(experiment: Experiment, *, cuda: bool, record_events: bool = False) -> TracedParts:
+def trace_parts(experiment: Experiment, *, cuda: bool) -> TracedParts:
+    """Trace the samples and optimizer steps of a run."""
+    return TracedParts(trace_samples(experiment, cuda=cuda), trace_optimizer_steps(experiment, cuda=cuda))
+
+
+def trace_samples(experiment: Experiment, *, cuda: bool, record_events: bool = False) -> Samples:
     """Trace the samples of a run."""
-    modes, _ = recompute_modes(experiment)
-    if experiment.parallelism.pp == 1:
-        whole = [sample_model(experiment, mode, cuda=cuda, record_events=record_events) for mode in modes]
-        return TracedParts(whole, None if record_events else trace_optimizer_steps(experiment, cuda=cuda), {}, None)
-    lone = {count == 1 for count in ResolvedLayout.of(experiment).layer_counts}
-    stages = {
-        alone: [sample_stages(experiment, mode, lone=alone, cuda=cuda, record_events=record_events) for mode in modes]
-        for alone in lone
+    modes, _ = recompute_modes(experiment.activation_checkpoint, experiment.model.layers)
+    pipeline, counts = experiment.parallelism.pp > 1, ResolvedLayout.of(experiment).layer_counts
+    return {
+        lone: [take_sample(experiment, mode, lone=lone, cuda=cuda, record_events=record_events) for mode in modes]
+        for lone in ({count == 1 for count in counts} if pipeline else {False})
     }
-    return TracedParts((), None, stages, None if record_events else trace_stage_optimizer_steps(experiment, cuda=cuda))
 
 
 def step_cost(
-    experiment: Experiment, pipeline_rank: int, parts: TracedParts, simulation: ScheduleSimulation | None = None
+    layout: ResolvedLayout, stages: Sequence[StageShape], parts: TracedParts, simulation: ScheduleSimulation
 ) -> StepCost:
-    """Peak memory and costs of a rank's step. `simulation` is that of its schedule, if it is known."""
-    segments = step_segments(experiment, pipeline_rank, parts, simulation)
-    if parts.stage_optimizer_steps is None:
-        assert parts.model_optimizer_steps is not None, "one of them is there"
-        optimizer_step = extrapolate_optimizer_step(parts.model_optimizer_steps, experiment.model.layers)
-        sample, batches = parts.model_samples[0], ResolvedLayout.of(experiment).gradient_accumulation
-        base = (
-            sample.base
-            - extrapolate_optimizer_step(parts.model_optimizer_steps, SAMPLED_LAYERS).persistent
-            + optimizer_step.persistent
-            + batches * sample.batch
-        )
-        return _step_cost(base, segments, optimizer_step)
-    stages = stages_of(experiment, pipeline_rank)
-    sample = parts.stage_samples[len(stages[0].modes) == 1][0]
-    base = bytes_before_step(
-        sample,
-        parts.stage_optimizer_steps,
-        stages,
-        ResolvedLayout.of(experiment).pipeline_microbatches,
-        shared=experiment.parallelism.cp > 1,
-    )
-    return _step_cost(base, segments, parts.stage_optimizer_steps.of(stages))
-
-
-def step_segments(
-    experiment: Experiment, pipeline_rank: int, parts: TracedParts, simulation: ScheduleSimulation | None = None
-) -> Sequence[Segment]:
-    """Segments of a rank's step before the optimizer step; arguments as in `step_cost`."""
-    if experiment.parallelism.pp == 1:
-        _, of_block = recompute_modes(experiment)
-        return model_segments(parts.model_samples, of_block, ResolvedLayout.of(experiment).gradient_accumulation)
-    simulation = simulation or simulate_rank(experiment, pipeline_rank, parts)
-    stages = stages_of(experiment, pipeline_rank)
-    by_number = {stage.number: stage for stage in stages}
-    of_stage = {stage.number: parts.stage_samples[len(stage.modes) == 1] for stage in stages}
-    keys = {(scheduled.action.stage, scheduled.action.kind, scheduled.first) for scheduled in simulation.actions}
-    actions = {(at, kind, first): action_segment(of_stage[at], by_number[at], kind, first) for at, kind, first in keys}
-    sample = of_stage[stages[0].number][0]
-    reduction = [segment for stage in stages for segment in reduction_segments(of_stage[stage.number][0], stage)]
-    return [sample.prologue, schedule_segment(sample, simulation, actions), *reduction]
-
-
-def simulate_rank(experiment: Experiment, pipeline_rank: int, parts: TracedParts) -> ScheduleSimulation:
-    """Simulate a rank's schedule."""
-    parallelism, layout = experiment.parallelism, ResolvedLayout.of(experiment)
-    placement = layout.stage_placement
-    sample = next(iter(parts.stage_samples.values()))[0]
-    orders = build_schedule(parallelism.pp_schedule, parallelism.pp, len(placement), layout.pipeline_microbatches)
-    return simulate_schedule(orders, placement, pipeline_rank, passes=1, sends_complete=sample.sends_complete)
-
-
-def stages_of(experiment: Experiment, pipeline_rank: int) -> list[StageShape]:
-    """The stages of a pipeline rank."""
-    layout = ResolvedLayout.of(experiment)
-    layers, placement = layout.stage_layers, layout.stage_placement
-    _, of_block = recompute_modes(experiment)
-    kinds = [FIRST, *[MIDDLE] * (len(layers) - 2), LAST]
-    return [
-        StageShape(number, kinds[number], tuple(of_block[layer] for layer in layers[number]))
-        for number, rank in enumerate(placement)
-        if rank == pipeline_rank
-    ]
-
-
-def _step_cost(base: CategoryBytes, segments: Sequence[Segment], optimizer_step: OptimizerStep) -> StepCost:
-    peak, held = _peak(base, segments)
-    assert held.sum() + optimizer_step.segment.peak.sum() < peak.bytes, "the optimizer step never has the peak"
+    """Peak memory and costs of the step of a rank with these stages and this schedule."""
+    passes, blocks = sum_passes(parts.samples, stages, simulation), Counter[str]()
+    for stage in stages:
+        blocks[stage.kind] += len(stage.modes)
+    sample, optimizer_step = samples_of(parts.samples, stages[0])[0], parts.optimizer_steps.of(blocks)
+    kept = optimizer_step.persistent - parts.optimizer_steps.of(sample.layers).persistent
+    base = sample.base + kept + len(stages) * sample.buffers + _batch_bytes(sample, blocks, layout)
+    peak, held = base + passes.peak, base + passes.net
+    assert held.sum() + optimizer_step.peak < peak.sum(), "the optimizer step never has the peak"
     return StepCost(
-        peak,
+        Moment(int(peak.sum()), _by_category(peak), passes.where),
         _by_category(optimizer_step.persistent),
         _by_category(held)["gradients"],
-        sum_costs([*(segment.costs for segment in segments), optimizer_step.segment.costs]),
+        sum_costs([passes.costs, optimizer_step.costs]),
     )
 
 
-def _peak(base: CategoryBytes, segments: Iterable[Segment]) -> tuple[Moment, CategoryBytes]:
-    """The first moment with the most allocated memory, and bytes allocated at the end."""
-    held, peak, height, where = base, base, int(base.sum()), "before the step"
-    for segment in segments:
-        total = int(held.sum() + segment.peak.sum())
-        if total > height:
-            peak, height, where = held + segment.peak, total, segment.where
-        held = held + segment.net
-    return Moment(height, _by_category(peak), where), held
+def sum_passes(samples: Samples, stages: Sequence[StageShape], simulation: ScheduleSimulation) -> Segment:
+    """A rank's step before the optimizer step as one segment: prologue, all actions, gradient reductions."""
+    own = {stage.number: stage for stage in stages}
+    of_stage = {stage.number: samples_of(samples, stage) for stage in stages}
+    keys = {(scheduled.action.stage, scheduled.action.kind, scheduled.sampled) for scheduled in simulation.actions}
+    actions = {key: _action_segment(of_stage[key[0]], own[key[0]], *key[1:]) for key in keys}
+    sample = of_stage[stages[0].number][0]
+    reductions = [
+        segment
+        for stage in stages
+        for part in reduction_parts(stage, of_stage[stage.number][0].blocks)
+        for segment in _segments(of_stage[stage.number], part, None)
+    ]
+    prologue = sample.segments[PROLOGUES[1]]
+    return join_segments("passes", [*prologue, _schedule_segment(sample, simulation, actions), *reductions])
+
+
+def samples_of(samples: Samples, stage: StageShape) -> Sequence[Sample]:
+    """Samples of a stage, by activation checkpointing mode."""
+    return samples[stage.kind != WHOLE and len(stage.modes) == 1]
+
+
+def simulate_rank(layout: ResolvedLayout, pipeline_rank: int, samples: Samples) -> ScheduleSimulation:
+    """Simulate a rank's schedule."""
+    parallelism, placement = layout.parallelism, layout.stage_placement
+    sample = next(iter(samples.values()))[0]
+    if parallelism.pp == 1:
+        return microbatch_loop(layout.gradient_accumulation, sample.micro_batches)
+    orders = build_schedule(parallelism.pp_schedule, parallelism.pp, len(placement), layout.pipeline_microbatches)
+    return simulate_schedule(orders, placement, pipeline_rank, 1, sample.sends_complete)
+
+
+def _segments(samples: Sequence[Sample], part: SampledPart, micro: int | None) -> Sequence[Segment]:
+    return samples[part.mode].segments.get(StepPosition(1, part.stage, micro, part.part, part.block), ())
+
+
+def _action_segment(samples: Sequence[Sample], stage: StageShape, kind: str, micro: int) -> Segment:
+    """An action of a stage, without handed-over hidden states."""
+    parts = action_parts(stage, kind, samples[0].blocks)
+    whole = join_segments(kind, [segment for part in parts for segment in _segments(samples, part, micro)])
+    return replace(whole, net=whole.net - samples[0].handed_over[stage.sampled, kind, micro])
+
+
+def _schedule_segment(
+    sample: Sample, simulation: ScheduleSimulation, actions: dict[tuple[int, str, int], Segment]
+) -> Segment:
+    """All actions of a step and the messages between them, as one segment."""
+    sizes = np.stack(sample.hidden)
+    keys = [(scheduled.action.stage, scheduled.action.kind, scheduled.sampled) for scheduled in simulation.actions]
+    names = list(dict.fromkeys(keys))
+    which = np.array([names.index(key) for key in keys])
+    nets = np.stack([actions[name].net for name in names])
+    peaks = np.stack([actions[name].peak for name in names])
+    ends = np.cumsum(nets[which], axis=0)
+    begins = ends - nets[which]
+    waiting = begins + np.array([scheduled.waiting for scheduled in simulation.actions]) @ sizes
+    working = begins + np.array([scheduled.before for scheduled in simulation.actions]) @ sizes + peaks[which]
+    moments = np.stack([waiting, working], axis=1).reshape(-1, waiting.shape[1])
+    totals = moments.sum(axis=1)
+    at = int(totals.argmax())
+    counts = np.bincount(which, minlength=len(names))
+    costs = [sum_costs([actions[name].costs], int(count)) for name, count in zip(names, counts, strict=True)]
+    messages = sum_costs([sample.message], simulation.sent)
+    return replace(
+        join_segments("actions", []),
+        net=ends[-1],
+        peak=moments[at] if totals[at] > 0 else category_bytes({}),
+        where=actions[keys[at // 2]].where,
+        costs=sum_costs([*costs, messages]),
+    )
+
+
+def _batch_bytes(sample: Sample, kinds: Collection[str], layout: ResolvedLayout) -> CategoryBytes:
+    """Bytes of a step's batches. With context parallelism every stage of a pipeline reads all their fields."""
+    reads = {"tokens": FIRST, "labels": LAST}
+    fields = [
+        size
+        for name, size in sample.batch.items()
+        if layout.parallelism.cp > 1 or WHOLE in kinds or reads.get(name) in {*kinds, None}
+    ]
+    return layout.gradient_accumulation * sum(fields, category_bytes({}))
 
 
 def _by_category(held: CategoryBytes) -> dict[str, int]:

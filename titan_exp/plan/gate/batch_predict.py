@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from titan_exp.config.errors.user_error import UserError
 from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.machine.local_machine import usable_cores
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_reason
@@ -41,11 +42,9 @@ class PredictionRequest:
 def predict_many(
     requests: Sequence[PredictionRequest], cache: Path, say: Callable[[str], None] = lambda _: None
 ) -> list[Prediction | NotPredicted]:
-    """Predict runs, in their order; equal ones are predicted once.
+    """Predict runs, in their order; equal ones are predicted once, and kept in `cache`.
 
-    Args:
-        cache: `.cache` of the runs, where predictions are kept.
-        say: takes a line before work that takes seconds.
+    `say` takes a line before work that takes seconds.
     """
     keys: list[str] = []
     answers: dict[str, Prediction | NotPredicted] = {}
@@ -93,9 +92,10 @@ def _predict_in_processes(pending: dict[str, PredictionRequest]) -> dict[str, Pr
 
 def _rank_groups(request: PredictionRequest) -> list[tuple[int, ...]]:
     """Pipeline ranks that share traces, and so a process."""
-    experiment = request.experiment
+    experiment, layout = request.experiment, ResolvedLayout.of(request.experiment)
     ranks = tuple(range(experiment.parallelism.pp))
-    if unsupported_reason(experiment) is None and is_worthwhile(experiment, len(ranks)):
+    worthwhile = is_worthwhile(layout, experiment.activation_checkpoint, len(ranks))
+    if worthwhile and unsupported_reason(experiment) is None:
         return [ranks]
     return [(rank,) for rank in ranks]
 

@@ -61,9 +61,7 @@ def check_memory(
 ) -> list[MemoryCheck]:
     """Check the memory of runs with resolved layouts, in their order.
 
-    Args:
-        runs: `paths.runs`; its `.cache` keeps predictions and measured rates.
-        say: takes a line before work that takes seconds.
+    The `.cache` of `runs` keeps predictions and measured rates; `say` takes a line before work that takes seconds.
     """
     checks = [_check_by_bound(experiment, runs) for experiment in experiments]
     pending = [number for number, check in enumerate(checks) if _needs_prediction(check)]
@@ -129,7 +127,7 @@ def _check_by_bound(experiment: Experiment, runs: Path) -> MemoryCheck:
     """Check that predicts nothing."""
     if experiment.plan.gate == "off":
         return MemoryCheck(experiment, None, why_not="plan.gate=off")
-    memory = device_memory_of(experiment, runs)
+    memory = device_memory_of(ResolvedLayout.of(experiment), runs)
     if memory.capacity is None:
         return MemoryCheck(experiment, memory, why_not=memory.unknown)
     bound = upper_bound(experiment)

@@ -58,12 +58,7 @@ class Suggestion:
 
 
 def suggestions(memory_check: MemoryCheck, runs: Path, say: Callable[[str], None] = lambda _: None) -> list[Suggestion]:
-    """Suggest the cheapest changes that fit, each predicted; empty where none is found in time.
-
-    Args:
-        runs: `paths.runs`.
-        say: takes a line before work that takes seconds.
-    """
+    """Suggest the cheapest changes that fit, each predicted; empty where none is found in time."""
     began, found, chosen = time.monotonic(), list[Suggestion](), list[tuple[int, ...]]()
     say("It does not fit; looking for changes that would ...")
     candidates = _candidates(memory_check)

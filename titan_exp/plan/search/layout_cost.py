@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.plan.cuda.devices import Device
 from titan_exp.plan.extrapolate.schedule_simulation import ScheduleSimulation, simulate_schedule
-from titan_exp.plan.extrapolate.step_cost import StepCost, TracedParts, step_cost
+from titan_exp.plan.extrapolate.stages import stages_of
+from titan_exp.plan.extrapolate.step_cost import StepCost, TracedParts, simulate_rank, step_cost
 from titan_exp.plan.search.layouts import Candidate
 from titan_exp.plan.time.roofline import axis_ranks, pipeline_bubble, rank_time, schedule_and_bubble
 
@@ -67,11 +69,10 @@ def peak_lower_bound(candidate: Candidate, sampled: Candidate, parts: TracedPart
     Per-token bytes shrink at most by tp, cp and the micro-batch size, parameters at most by tp and shards.
     """
     own, other = candidate.parallelism, sampled.parallelism
-    if own.pp > 1:
-        if False not in parts.stage_samples:
-            return 0.0
-        # The first block of several stands in for the only block of a stage.
-        parts = replace(parts, stage_samples={True: parts.stage_samples[False], **parts.stage_samples})
+    if False not in parts.samples:
+        return 0.0
+    # The first block of several stands in for the only block of a stage.
+    parts = replace(parts, samples={True: parts.samples[False], **parts.samples})
     per_tp = other.tp / own.tp if other.tp <= own.tp else 0.5
     sharded = per_tp * sampled.shards / candidate.shards
     sequences = candidate.layout.micro_batch_size / sampled.layout.micro_batch_size
@@ -102,14 +103,15 @@ def extreme_ranks(degree: int) -> list[int]:
 
 
 def _step_cost(candidate: Candidate, rank: int, parts: TracedParts) -> StepCost:
-    return step_cost(candidate.experiment, rank, parts, _simulate(candidate, rank, parts))
+    stages = stages_of(candidate.layout, candidate.experiment.activation_checkpoint, rank)
+    return step_cost(candidate.layout, stages, parts, _simulate(candidate.layout, rank, parts))
 
 
-def _simulate(candidate: Candidate, rank: int, parts: TracedParts) -> ScheduleSimulation | None:
-    parallelism, layout = candidate.parallelism, candidate.layout
+def _simulate(layout: ResolvedLayout, rank: int, parts: TracedParts) -> ScheduleSimulation:
+    parallelism = layout.parallelism
     if parallelism.pp == 1:
-        return None
-    sample, placement = next(iter(parts.stage_samples.values()))[0], tuple(layout.stage_placement)
+        return simulate_rank(layout, rank, parts.samples)
+    sample, placement = next(iter(parts.samples.values()))[0], tuple(layout.stage_placement)
     key = (parallelism.pp_schedule, parallelism.pp, placement, layout.pipeline_microbatches, rank)
     return _cached_simulation(*key, sample.sends_complete)
 
@@ -119,7 +121,7 @@ def _cached_simulation(  # noqa: PLR0917  # a cache takes arguments by place
     schedule: str, ranks: int, placement: Sequence[int], microbatches: int, rank: int, sends_complete: bool
 ) -> ScheduleSimulation:
     orders, _ = _schedule(schedule, ranks, len(placement), microbatches)
-    return simulate_schedule(orders, placement, rank, passes=1, sends_complete=sends_complete)
+    return simulate_schedule(orders, placement, rank, 1, sends_complete)
 
 
 _schedule = cache(schedule_and_bubble)

@@ -89,10 +89,7 @@ def fixed_keys(overrides: Sequence[str]) -> frozenset[str]:
 
 
 def search_space(experiment: Experiment, gpus: int, fixed: Collection[str]) -> SearchSpace:
-    """Enumerate the layouts of a run on a number of GPUs.
-
-    Args:
-        fixed: keys that keep the experiment's values.
+    """Enumerate the layouts of a run on a number of GPUs; `fixed` keys keep the run's values.
 
     Raises:
         UserError: every layout breaks a rule; names the most frequent ones.
@@ -123,11 +120,7 @@ def search_space(experiment: Experiment, gpus: int, fixed: Collection[str]) -> S
 
 
 def train_command(candidate: Candidate, typed: Sequence[str], more: Mapping[str, Any]) -> str:
-    """Command that launches a layout: the typed overrides, then the searched keys.
-
-    Args:
-        more: further keys with their values.
-    """
+    """Command that launches a layout: the typed overrides, the searched keys, and `more` keys with values."""
     experiment = candidate.experiment
     values: dict[str, Any] = {f"parallelism.{degree}": getattr(experiment.parallelism, degree) for degree in DEGREES}
     if experiment.parallelism.pp > 1:

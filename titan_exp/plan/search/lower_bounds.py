@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from functools import cache
 
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.extrapolate.stage_sample import FIRST, LAST, MIDDLE, StageSample
+from titan_exp.plan.extrapolate.sample import Sample
+from titan_exp.plan.extrapolate.stages import FIRST, LAST, MIDDLE, WHOLE
 from titan_exp.plan.extrapolate.step_cost import TracedParts
 from titan_exp.plan.search.layout_cost import safety_factor
 from titan_exp.plan.search.layouts import Candidate
 from titan_exp.plan.time.roofline import axis_ranks, message_seconds
 from titan_exp.plan.trace.dispatch_mode import OpCosts
-from titan_exp.plan.trace.segments import Segment, join_segments, sum_costs
+from titan_exp.plan.trace.segments import Segment, sum_costs
 
 BOUND_MARGIN = 0.985
 """Share of a scaled value that is relied on: sizes are rounded up, and some copies become views."""
@@ -60,55 +61,51 @@ class LowerBound:
 
 def profile_of(candidate: Candidate, parts: TracedParts) -> Profile | None:
     """Profile of a traced layout; None where no block is like most of them."""
-    if parts.stage_optimizer_steps is None:
-        return _profile_of_model(candidate, parts)
-    if False not in parts.stage_samples:
+    if False not in parts.samples:
         return None
-    sample, optimizer_steps = parts.stage_samples[False][0], parts.stage_optimizer_steps
-    forward, backward = (_middle(sample.actions[MIDDLE, kind, False].blocks) for kind in "FB")
-    first = [_middle(sample.actions[MIDDLE, kind, True].blocks) for kind in "FB"]
-    last = [sample.actions[LAST, kind, False] for kind in "FB"]
-    grown = sum(int((early.net - late.net).sum()) for early, late in zip(first, (forward, backward), strict=True))
+    sample, optimizer_steps = parts.samples[False][0], parts.optimizer_steps
+    whole = WHOLE in sample.layers
+    steady = min(1, sample.micro_batches - 1)
+    forward, backward = (_middle_block(sample, kind, steady) for kind in "FB")
+    head = WHOLE if whole else LAST
+    grown = sum(int(_middle_block(sample, kind, 0).net.sum()) for kind in "FB")
+    passing = int(backward.peak.sum())
+    if whole:
+        passing = max(passing, int(sample.joined(WHOLE, steady, "F after").peak.sum()))
+        grown = grown if sample.micro_batches > 1 else 0
+    else:
+        grown -= int((forward.net + backward.net).sum())
     return Profile(
         candidate,
         block=sum_costs([forward.costs, backward.costs]),
-        ends=sum_costs([segment.costs for action in last for segment in (*action.before, *action.after)]),
+        ends=sum_costs([sample.joined(head, steady, *_outside(kind)).costs for kind in "FB"]),
         left=max(0, int(forward.net.sum())),
-        passing=int(backward.peak.sum()),
+        passing=passing,
         kept=int(optimizer_steps.block.persistent.sum()),
         gathered=max(0, grown),
         first_kept=int(optimizer_steps.first.persistent.sum()),
-        first_gathered=max(0, _grown_outside_blocks(sample, FIRST)),
-        reduced=OpCosts(),
+        first_gathered=0 if whole else max(0, _grown_outside_blocks(sample)),
+        reduced=_reduced(sample) if whole else OpCosts(),
     )
 
 
-def _profile_of_model(candidate: Candidate, parts: TracedParts) -> Profile:
-    assert parts.model_optimizer_steps is not None, "there is a pipeline or there is none"
-    micro_batches = parts.model_samples[0].micro_batches
-    steady = micro_batches[min(1, len(micro_batches) - 1)]
-    forward, backward = _middle(steady.forward), _middle(steady.backward)
-    # One of the micro-batches reduces gradients.
+def _middle_block(sample: Sample, kind: str, micro: int) -> Segment:
+    stage = WHOLE if WHOLE in sample.layers else MIDDLE
+    return sample.joined(stage, micro, f"{kind} block", block=sample.layers[stage] // 2)
+
+
+def _outside(kind: str) -> tuple[str, str]:
+    return f"{kind} before", f"{kind} after"
+
+
+def _reduced(sample: Sample) -> OpCosts:
+    """Gradient reduction of a block, by one of the micro-batches."""
     reduced = OpCosts()
-    for micro_batch in micro_batches:
-        for (axis, kind), size in _middle(micro_batch.backward).costs.messages.items():
+    for micro in range(sample.micro_batches):
+        for (axis, kind), size in _middle_block(sample, "B", micro).costs.messages.items():
             if kind in ("reduce-scatter", "all-reduce") and {"fsdp", "dp_replicate"} & set(axis.split("=")):
                 reduced.messages[axis, kind] += size
-    one, two = parts.model_optimizer_steps
-    first = micro_batches[0]
-    grown = int((_middle(first.forward).net + _middle(first.backward).net).sum())
-    return Profile(
-        candidate,
-        block=sum_costs([forward.costs, backward.costs]),
-        ends=sum_costs([segment.costs for segment in (*steady.before, *steady.between, *steady.after)]),
-        left=max(0, int(forward.net.sum())),
-        passing=max(int(backward.peak.sum()), int(join_segments("ends", steady.between).peak.sum())),
-        kept=int((two.persistent - one.persistent).sum()),
-        gathered=max(0, grown) if len(micro_batches) > 1 else 0,
-        first_kept=0,
-        first_gathered=0,
-        reduced=reduced,
-    )
+    return reduced
 
 
 class LowerBounds:
@@ -238,12 +235,7 @@ class _RankLoad:
 
 @cache
 def in_flight(schedule: str, ranks: int, own: tuple[int, ...], micro_batches: int) -> int:
-    """Lower bound of forward blocks of the first rank before its first backward.
-
-    Args:
-        own: layers of each stage of that rank.
-        micro_batches: micro-batches of a step.
-    """
+    """Lower bound of forward blocks of the first rank before its first backward. `own` are the layers of its stages."""
     if schedule == "1F1B":
         return own[0] * min(ranks, micro_batches)
     if schedule == "Interleaved1F1B" and micro_batches % ranks == 0:
@@ -291,18 +283,12 @@ def _same_lifetime(sampled: Candidate, candidate: Candidate) -> bool:
     return same_pipeline and (candidate.shards == 1) == (sampled.shards == 1)
 
 
-def _grown_outside_blocks(sample: StageSample, stage: str) -> int:
-    """Bytes outside blocks that the first micro-batch leaves behind and later ones do not."""
-    grown = 0
-    for kind in "FB":
-        for first, sign in ((True, 1), (False, -1)):
-            action = sample.actions[stage, kind, first]
-            grown += sign * sum(int(segment.net.sum()) for segment in (*action.before, *action.after))
-    return grown
-
-
-def _middle(segments: list[Segment]) -> Segment:
-    return segments[len(segments) // 2]
+def _grown_outside_blocks(sample: Sample) -> int:
+    """Bytes outside the first stage's blocks that the first micro-batch leaves behind and later ones do not."""
+    first, later = (
+        sum(int(sample.joined(FIRST, micro, *_outside(kind)).net.sum()) for kind in "FB") for micro in (0, 1)
+    )
+    return first - later
 
 
 def _sequence_factor(sequences: int, sampled: int) -> float:

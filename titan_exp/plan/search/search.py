@@ -64,12 +64,9 @@ class SearchResult:
 
 
 class LayoutSearch:
-    """A search in as many processes as there are cores.
+    """A search for the fastest `limit` layouts, in as many processes as there are cores.
 
-    Args:
-        limit: number of rows to find.
-        show: takes progress lines.
-        bounded: False looks at every layout instead of leaving some out by their bounds.
+    `show` takes progress lines. Unless `bounded`, every layout is looked at, and none is left out by its bounds.
     """
 
     def __init__(
@@ -128,22 +125,20 @@ class LayoutSearch:
         For every mode of activation checkpointing the smallest and the largest micro-batch; the smallest context
         parallelism beside sharding, whose messages are counted apart; and one layout without a pipeline.
         """
-        seeds: dict[Key, Candidate] = {}
-
-        def add(candidates: list[Candidate]) -> None:
-            if candidates:
-                simplest = min(candidates, key=_simplicity)
-                seeds.setdefault(_key(simplest), simplest)
-
-        every = self._candidates.values()
+        every, groups = list(self._candidates.values()), list[list[Candidate]]()
         for mode in MODES:
-            sizes = {it.layout.micro_batch_size for it in every if it.mode == mode}
+            of_mode = [candidate for candidate in every if candidate.mode == mode]
+            sizes = {candidate.layout.micro_batch_size for candidate in of_mode}
             for size in sorted({min(sizes), max(sizes)} if sizes else ()):
-                add([it for it in every if it.mode == mode and it.layout.micro_batch_size == size])
-        ring = [it for it in every if it.parallelism.cp > 1 and it.parallelism.dp_shard > 1]
-        smallest = min((it.parallelism.cp for it in ring), default=0)
-        add([it for it in ring if it.parallelism.cp == smallest])
-        add([it for it in every if it.parallelism.pp == 1 and it.parallelism.dp_shard > 1])
+                groups.append([candidate for candidate in of_mode if candidate.layout.micro_batch_size == size])
+        sharded = [candidate for candidate in every if candidate.parallelism.dp_shard > 1]
+        smallest = min((degree for candidate in sharded if (degree := candidate.parallelism.cp) > 1), default=0)
+        groups.append([candidate for candidate in sharded if candidate.parallelism.cp == smallest])
+        groups.append([candidate for candidate in sharded if candidate.parallelism.pp == 1])
+        seeds: dict[Key, Candidate] = {}
+        for group in filter(None, groups):
+            simplest = min(group, key=_simplicity)
+            seeds.setdefault(_key(simplest), simplest)
         return list(seeds.values())
 
     def _add_trace(self, candidate: Candidate, parts: TracedParts) -> None:

@@ -26,12 +26,9 @@ def print_search(
     more: Mapping[str, Any],
     tokens: int | None,
 ) -> None:
-    """Print a search on a terminal.
+    """Print a search on a terminal; GPU-hours only for a known number of tokens of the whole run.
 
-    Args:
-        typed: overrides, which the commands repeat.
-        more: further keys of the commands.
-        tokens: tokens of the whole run; None prints no GPU-hours.
+    Commands repeat the `typed` overrides, and add `more` keys.
     """
     console, first = Console(), result.rows[0].candidate
     training = first.experiment.training

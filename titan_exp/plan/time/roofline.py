@@ -48,11 +48,9 @@ class RankTime:
 
 
 def rank_time(costs: OpCosts, axes: Mapping[str, Sequence[int]], device: Device, node: int) -> RankTime:
-    """Estimate the time of a traced step.
+    """Estimate the time of a traced step on nodes of so many devices.
 
-    Args:
-        axes: ranks of this rank's process group along every mesh axis that it communicates on.
-        node: devices of a node.
+    `axes` has the ranks of this rank's process group along every mesh axis that it communicates on.
     """
     exposed, behind = 0.0, 0.0
     for (axis, kind), size in costs.messages.items():
@@ -95,11 +93,7 @@ def schedule_and_bubble(schedule: str, ranks: int, stages: int, microbatches: in
 
 
 def pipeline_bubble(layout: ResolvedLayout, schedule: Callable[..., tuple[Schedule, float]] | None = None) -> float:
-    """Pipeline bubble as a share of the step; 0 without a pipeline.
-
-    Args:
-        schedule: a caching `schedule_and_bubble`.
-    """
+    """Pipeline bubble as a share of the step; 0 without a pipeline. `schedule` may cache `schedule_and_bubble`."""
     parallelism = layout.parallelism
     if parallelism.pp == 1:
         return 0.0

@@ -62,11 +62,8 @@ class OpCosts:
 class CostMode(TorchDispatchMode):
     """Records memory, FLOPs and messages of every operator while it is active.
 
-    Args:
-        tracker: records memory.
-        mesh: names the axes of process groups.
-        workspace: bytes that a call allocates and frees beyond its tensors.
-        matmul_workspace: bytes that the matmul library allocates on its first call in each thread, and keeps.
+    `workspace` returns the bytes that a call allocates and frees beyond its tensors; `matmul_workspace` are bytes that
+    the matmul library allocates on its first call in each thread, and keeps.
     """
 
     def __init__(
@@ -169,7 +166,7 @@ class CostMode(TorchDispatchMode):
             self.tracker.mark_matmul(backward=thread)
             if self._matmul_workspace and thread not in self._threads:
                 self._threads.add(thread)
-                self.tracker.add_permanent(self._matmul_workspace, "workspaces")
+                self.tracker.allocate(self._matmul_workspace, "workspaces")
 
     def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> tuple[int, int]:
         """Record an operator's results and messages; returns its FLOPs and the bytes that it moved."""

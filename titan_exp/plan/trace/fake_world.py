@@ -18,6 +18,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
+from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.data.batch import Batch
@@ -72,12 +73,9 @@ class FakeRank:
 
 @contextmanager
 def fake_rank(experiment: Experiment, rank: int, device: torch.device = DEVICE) -> Iterator[FakeRank]:
-    """Build a rank of an experiment's layout, without values, for the `with` block.
+    """Build a global rank of a resolved layout, without values, for the `with` block.
 
-    Args:
-        experiment: its layout is resolved.
-        rank: global rank.
-        device: where it computes; `cpu_offload.GPU` where parameters are offloaded.
+    The device is `cpu_offload.GPU` where parameters are offloaded.
 
     Raises:
         UserError: as the trainer's build.
@@ -90,17 +88,17 @@ def fake_rank(experiment: Experiment, rank: int, device: torch.device = DEVICE) 
         with _readable_meshes(), gpu_beside_host() if device == GPU else nullcontext():
             state = assemble(experiment, layout, device, fake_mode=mode)
             with mode:
-                yield FakeRank(experiment, state, fake_batches(experiment))
+                yield FakeRank(experiment, state, fake_batches(layout, experiment.data))
     finally:
         dist.destroy_process_group()
         # Cached shardings name process groups of this rank.
         _clear_sharding_prop_cache()
 
 
-def pipeline_ranks(experiment: Experiment) -> list[int]:
+def pipeline_ranks(layout: ResolvedLayout) -> list[int]:
     """The global rank that stands for each pipeline rank: the first in all other axes."""
-    degree = experiment.parallelism.pp
-    return [rank * ResolvedLayout.of(experiment).world_size // degree for rank in range(degree)]
+    degree = layout.parallelism.pp
+    return [rank * layout.world_size // degree for rank in range(degree)]
 
 
 @functools.cache
@@ -110,10 +108,9 @@ def _mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
 
-def fake_batches(experiment: Experiment) -> list[Batch]:
+def fake_batches(layout: ResolvedLayout, data: DataConfig) -> list[Batch]:
     """The micro-batches of one data-parallel rank, as from the loader."""
-    layout, data = ResolvedLayout.of(experiment), experiment.data
-    shape = (layout.micro_batch_size, experiment.training.seq_len)
+    shape = (layout.micro_batch_size, layout.training.seq_len)
 
     def tokens() -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int64)

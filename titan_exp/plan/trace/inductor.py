@@ -36,9 +36,7 @@ def reset_dynamo() -> Iterator[None]:
 def skip_inductor_kernels(called: Callable[[tuple[Any, ...]], None], device: torch.device) -> Iterator[None]:
     """Skip inductor's kernels in the `with` block, so that its code runs on fake tensors. Nothing is cached.
 
-    Args:
-        called: gets the arguments of each skipped kernel.
-        device: where its buffers are.
+    `called` gets the arguments of each skipped kernel; buffers are on `device`.
 
     Raises:
         UserError: inductor fails to generate CPU code.

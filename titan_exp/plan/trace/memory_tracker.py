@@ -79,25 +79,10 @@ class MemoryTracker:
     begun: int = 0
     """Events before `begin_step`."""
     _alive: dict[int, tuple[Storage, weakref.ref[torch.UntypedStorage]]] = field(default_factory=dict)
-    _changes: list[tuple[Storage | None, int, str]] = field(default_factory=list)
+    _changes: list[tuple[Storage, int, str]] = field(default_factory=list)
     _allocated_before: int = 0
     _made: int = 0
-    _permanent: list[Storage] = field(default_factory=list)
-
-    @classmethod
-    def from_changes(
-        cls, changes: Sequence[tuple[Storage, int, str]], allocated_before: int, alive: Sequence[Storage]
-    ) -> "MemoryTracker":
-        """A tracker of an extrapolated step.
-
-        Args:
-            changes: storage, growth in bytes and phase, in order.
-            allocated_before: how many of these, at the beginning, were allocated before the step.
-            alive: storages allocated at the end of the step.
-        """
-        tracker = cls()
-        tracker._changes, tracker._allocated_before, tracker._permanent = list(changes), allocated_before, list(alive)
-        return tracker
+    _named: dict[int, Storage] = field(default_factory=dict)
 
     alone: ClassVar[bool] = True
     """False if a second memory, the host's, is tracked too."""
@@ -148,10 +133,21 @@ class MemoryTracker:
         self._change(workspace, self._rounded(size))
         self._change(workspace, -self._rounded(size))
 
-    def add_permanent(self, size: int, category: str) -> None:
-        """Record memory that is allocated and never freed."""
-        self._permanent.append(self._storage(category))
-        self._change(self._permanent[-1], self._rounded(size))
+    def allocate(self, size: int, category: str) -> int:
+        """Record memory that no tensor owns; returns its number, for `free`."""
+        storage = self._storage(category)
+        self._named[storage.number] = storage
+        self._change(storage, self._rounded(size))
+        return storage.number
+
+    def allocated_bytes(self, number: int) -> int:
+        """Bytes that `allocate` recorded under a number; 0 if they are freed."""
+        return self._named[number].size if number in self._named else 0
+
+    def free(self, number: int) -> None:
+        """Record that such memory is freed."""
+        storage = self._named.pop(number)
+        self._change(storage, -storage.size)
 
     def mark_block_output(self, output: Any) -> None:
         """Record that a block has returned these hidden states."""
@@ -174,8 +170,7 @@ class MemoryTracker:
                 highest, at = total, number
         by_category: dict[str, int] = defaultdict(int)
         for storage, delta, _ in self._changes[: at + 1]:
-            if storage is not None:
-                by_category[storage.category] += delta
+            by_category[storage.category] += delta
         where = self._changes[at][2] if self._changes else self.where
         return Moment(max(highest, 0), {name: by_category[name] for name in CATEGORIES}, where)
 
@@ -194,8 +189,7 @@ class MemoryTracker:
         changes, moments, largest = max(len(self._changes) - self._allocated_before, 1), list[Moment](), -1
         current: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         for number, (storage, delta, where) in enumerate(self._changes, 1 - self._allocated_before):
-            if storage is not None:
-                current[storage.category] += delta
+            current[storage.category] += delta
             if number < 0:
                 continue
             span = 1 + (number - 1) * (limit - 1) // changes if number else 0
@@ -207,7 +201,7 @@ class MemoryTracker:
         return moments
 
     def _present(self) -> list[Storage]:
-        return [*(storage for storage, _ in self._alive.values()), *self._permanent]
+        return [*(storage for storage, _ in self._alive.values()), *self._named.values()]
 
     def _storage(self, category: str) -> Storage:
         self._made += 1

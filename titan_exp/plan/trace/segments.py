@@ -33,22 +33,6 @@ def category_bytes(by_category: Mapping[str, int]) -> CategoryBytes:
     return np.array([by_category.get(name, 0) for name in CATEGORIES], dtype=np.int64)
 
 
-@dataclass(frozen=True)
-class Segment:
-    """A part of a step."""
-
-    label: str
-    """Phase of the step, or a label of an observer."""
-    net: CategoryBytes
-    """Bytes that it allocates and keeps, less those that it frees."""
-    peak: CategoryBytes
-    """Bytes added at its peak, the first of equal ones; zeros where it only frees."""
-    where: str
-    """Phase of the step at that moment."""
-    costs: OpCosts
-    """FLOPs, memory traffic and messages."""
-
-
 class AllocationEvent(NamedTuple):
     """Allocation or release of a storage, or the first matmul of a segment."""
 
@@ -71,19 +55,27 @@ NOT_TRACKED = -3
 
 
 @dataclass(frozen=True)
-class EventSegment:
-    """Allocation events of a segment."""
+class Segment:
+    """A part of a step."""
 
     label: str
-    """The label of its `Segment`."""
-    where: str | None
-    """Phase of the step that begins with it; None where the phase does not change."""
-    category: str
-    """Default category of that phase."""
-    events: list[AllocationEvent]
-    """In order."""
+    """Phase of the step, or a label of an observer."""
     step: int
     """-1 for the build, 0 for the first step, 1 for the second."""
+    net: CategoryBytes
+    """Bytes that it allocates and keeps, less those that it frees."""
+    peak: CategoryBytes
+    """Bytes added at its peak, the first of equal ones; zeros where it only frees."""
+    where: str
+    """Phase of the step."""
+    begins_phase: bool
+    """True if that phase begins with it."""
+    category: str
+    """Default category of that phase."""
+    costs: OpCosts
+    """FLOPs, memory traffic and messages."""
+    events: Sequence[AllocationEvent] = ()
+    """Allocations and releases, in order, if they are kept."""
 
 
 class SegmentTracker(MemoryTracker):
@@ -92,8 +84,7 @@ class SegmentTracker(MemoryTracker):
     _mode: CostMode | None = None
 
     def __init__(self) -> None:
-        self._cuts: list[tuple[int, str, OpCosts]] = []
-        self._marks: list[tuple[int, str, str | None, str, int]] = []
+        self._cuts: list[_Cut] = []
         self._recorded: list[tuple[Storage | None, AllocationEvent]] = []
         self.reduced_gradients: list[dict[str, int]] = []
         """Allocations of reduced gradients by parameter name, for each step; set by `SegmentObserver`."""
@@ -102,7 +93,8 @@ class SegmentTracker(MemoryTracker):
         self.block_outputs: set[int] = set()
         """Allocations of block outputs."""
         self._default_category: set[int] = set()
-        self._allocations, self._last_allocation, self._step = 0, dict[int, int](), -1
+        self._sizes: list[int] = [0]
+        self._last_allocation, self._step = dict[int, int](), -1
         super().__init__()
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -117,7 +109,6 @@ class SegmentTracker(MemoryTracker):
     def begin_step(self) -> None:
         """Begin the step that is evaluated, with its first segment."""
         super().begin_step()
-        self._cuts = [(len(self._changes), self.where, OpCosts())]
         self.next_step()
 
     def next_step(self) -> None:
@@ -127,14 +118,16 @@ class SegmentTracker(MemoryTracker):
 
     def cut(self, label: str, *, is_where: bool = False) -> None:
         """End a segment and begin another."""
-        self._marks.append((len(self._recorded), label, label if is_where else None, self.category, self._step))
-        if self._mode is not None and self._cuts:
-            self._cuts.append((len(self._changes), label, sum_costs([self._mode.costs])))
+        costs = OpCosts() if self._mode is None else sum_costs([self._mode.costs])
+        cut = _Cut(
+            len(self._recorded), label, self._step, getattr(self, "where", label), is_where, self.category, costs
+        )
+        self._cuts.append(cut)
 
     def mark_matmul(self, *, backward: bool) -> None:
         """Record the first matmul of a segment in this thread."""
         mark = BACKWARD_MATMUL if backward else FORWARD_MATMUL
-        start = self._marks[-1][0]
+        start = self._cuts[-1].start
         if all(event.allocation != mark for _, event in self._recorded[start:]):
             self._recorded.append((None, AllocationEvent(mark)))
 
@@ -151,14 +144,26 @@ class SegmentTracker(MemoryTracker):
         storage, _ = self._alive[part.untyped_storage()._cdata]
         return self._last_allocation[storage.number]
 
-    def event_segments(self) -> list[EventSegment]:
-        """Allocation events of all segments so far."""
-        found = []
-        ends = [*(mark[0] for mark in self._marks[1:]), len(self._recorded)]
-        for (start, label, where, category, step), end in zip(self._marks, ends, strict=True):
-            events = [self._with_category(storage, event) for storage, event in self._recorded[start:end]]
-            found.append(EventSegment(label, where, category, events, step))
-        return found
+    def segments(self) -> list[Segment]:
+        """All segments that have ended, with their events."""
+        return [self._segment(cut, following) for cut, following in pairwise(self._cuts)]
+
+    def _segment(self, cut: "_Cut", following: "_Cut") -> Segment:
+        net: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+        peak, total, highest, events = dict(net), 0, 0, list[AllocationEvent]()
+        for storage, event in self._recorded[cut.start : following.start]:
+            events.append(self._with_category(storage, event))
+            if storage is None:
+                continue
+            delta = event.size or -self._sizes[event.allocation]
+            net[storage.category] += delta
+            total += delta
+            if total > highest:
+                highest, peak = total, dict(net)
+        # Messages that the segment does not send are left out of the keys.
+        costs = sum_costs([sum_costs([following.costs, sum_costs([cut.costs], -1)])])
+        kept = cut.where, cut.begins_phase, cut.category, costs, events
+        return Segment(cut.label, cut.step, category_bytes(net), category_bytes(peak), *kept)
 
     def _with_category(self, storage: Storage | None, event: AllocationEvent) -> AllocationEvent:
         if storage is None or not event.size:
@@ -168,14 +173,17 @@ class SegmentTracker(MemoryTracker):
         return event._replace(category=category, output=event.allocation in self.block_outputs)
 
     def _add(self, storage: UntypedStorage, category: str | None) -> None:
-        known = self._allocations
+        known = len(self._sizes)
         super()._add(storage, category)
-        if category is None and self._allocations > known:
-            self._default_category.add(self._allocations)
+        if category is None and len(self._sizes) > known:
+            self._default_category.add(known)
 
     def allocated_before(self) -> CategoryBytes:
         """Bytes allocated before the step."""
-        return _sum_of(self._changes[: self._cuts[0][0]])
+        held: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
+        for storage, size, _ in self._changes[: self._allocated_before]:
+            held[storage.category] += size
+        return category_bytes(held)
 
     def tracked_by_category(self, tensor: Tensor) -> CategoryBytes:
         """Bytes of a tensor's storage; zeros where it is not tracked."""
@@ -189,21 +197,24 @@ class SegmentTracker(MemoryTracker):
         super()._change(storage, delta)
         for event in self.events[known:]:
             if event.size:
-                self._allocations += 1
-                self._last_allocation[event.storage] = self._allocations
-            self._recorded.append(
-                (
-                    storage,
-                    AllocationEvent(self._last_allocation[event.storage], event.size, event.stream, storage.category),
-                )
-            )
+                self._last_allocation[event.storage] = len(self._sizes)
+                self._sizes.append(event.size)
+            allocation = self._last_allocation[event.storage]
+            self._recorded.append((storage, AllocationEvent(allocation, event.size, event.stream, storage.category)))
 
-    def segments(self) -> list[Segment]:
-        """All segments of the step that have ended."""
-        return [
-            _segment(label, self._changes[start:end], costs, after)
-            for (start, label, costs), (end, _, after) in pairwise(self._cuts)
-        ]
+
+class _Cut(NamedTuple):
+    """Begin of a segment."""
+
+    start: int
+    """Number of the next recorded event."""
+    label: str
+    step: int
+    where: str
+    begins_phase: bool
+    category: str
+    costs: OpCosts
+    """Costs of the step so far."""
 
 
 class SegmentObserver(StepObserver):
@@ -273,23 +284,4 @@ def join_segments(label: str, segments: Sequence[Segment]) -> Segment:
             peak, where = net + segment.peak, segment.where
             height = int(peak.sum())
         net = net + segment.net
-    return Segment(label, net, peak, where, sum_costs([segment.costs for segment in segments]))
-
-
-def _segment(label: str, changes: Sequence[tuple[object, int, str]], before: OpCosts, after: OpCosts) -> Segment:
-    total, height, at = 0, 0, -1
-    for number, (_, delta, _) in enumerate(changes):
-        total += delta
-        if total > height:
-            height, at = total, number
-    where = changes[at][2] if at >= 0 else label
-    # Messages that the segment does not send are left out of the keys.
-    costs = sum_costs([sum_costs([after, sum_costs([before], -1)])])
-    return Segment(label, _sum_of(changes), _sum_of(changes[: at + 1]), where, costs)
-
-
-def _sum_of(changes: Sequence[tuple[object, int, str]]) -> CategoryBytes:
-    found: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
-    for storage, delta, _ in changes:
-        found[storage.category] += delta  # type: ignore[attr-defined]  # a Storage
-    return category_bytes(found)
+    return Segment(label, 1, net, peak, where, False, "", sum_costs([segment.costs for segment in segments]))

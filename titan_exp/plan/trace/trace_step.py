@@ -60,16 +60,11 @@ def trace_step(
 ) -> Trace:
     """Run two steps and trace the second.
 
-    Args:
-        state: this rank's mesh, model and optimizer.
-        step: runs one optimizer step.
-        warmup_step: runs a shorter one that creates the optimizer's state; None is `step`.
-        preallocated: tensors allocated before the first step, besides the model.
-        batches: micro-batches of a step. Fields that the first step has read are allocated for all of them.
-        cuda: True to trace with the sizes of CUDA's kernels and allocator.
-        inductor: True if inductor compiles parts of the model; its kernels are skipped.
-        matmul_workspace: bytes that the matmul library keeps for each thread that calls it.
-        segments: an empty tracker that cuts the step into segments, if they are wanted.
+    The first step is `warmup_step`, a shorter one that creates the optimizer's state, or `step` itself. `preallocated`
+    are tensors from before it, besides the model. Fields of `batches`, the micro-batches of a step, that it has read
+    are allocated for all of them. With `cuda`, sizes are those of CUDA's kernels and allocator; the matmul library
+    keeps `matmul_workspace` bytes for each thread that calls it. With `inductor`, compiled kernels are skipped.
+    `segments` is an empty tracker that cuts the step into segments, if they are wanted.
 
     Raises:
         UserError: the step calls an unknown operator.
@@ -100,8 +95,8 @@ def trace_step(
         (warmup_step or step)()
         for tensor in read_fields(tracker, batches):
             tracker.track(tensor, "other")
-        tracker.begin_step()
         mode.costs, mode.host_costs = OpCosts(), OpCosts()
+        tracker.begin_step()
         step()
         if segments is not None:
             segments.cut("after the step")

@@ -11,10 +11,7 @@ from titan_exp.tracking.run_folder.atomic_write import write_atomically
 
 
 class Visualization:
-    """Page of a plan.
-
-    Args:
-        path: file of the page; its folder is made at once, since a prediction may take minutes.
+    """Page of a plan. Its folder is made at once, since a prediction may take minutes.
 
     Raises:
         UserError: the file cannot be written.

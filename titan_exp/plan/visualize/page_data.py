@@ -21,11 +21,7 @@ MIN_POINTS = 100
 
 
 def page_data(plan: Plan, shards_by_rank: Mapping[int, RankShards]) -> dict[str, Any]:
-    """Data of a plan.
-
-    Args:
-        shards_by_rank: shards of the predicted pipeline ranks.
-    """
+    """Data of a plan, with the shards of its pipeline ranks."""
     layout, shards = plan.layout, next(iter(shards_by_rank.values()))
     moments = max(MIN_POINTS, POINTS // len(plan.ranks))
     return {

@@ -25,11 +25,7 @@ SCRIPTS = ("numbers.js", "layout.js", "ranks.js", "rank.js", "pipeline.js", "mem
 
 
 def to_html(plan: Plan, shards_by_rank: Mapping[int, RankShards]) -> str:
-    """HTML of a plan.
-
-    Args:
-        shards_by_rank: shards of the predicted pipeline ranks.
-    """
+    """HTML of a plan, with the shards of its pipeline ranks."""
     degrees = {axis: getattr(plan.experiment.parallelism, axis) for axis in AXES}
     words = {"axes": AXES, "kinds": KINDS, "costs": COSTS, "categories": CATEGORIES}
     return render_page(

@@ -1,7 +1,7 @@
-"""The three float8 recipes: the products of a projection's forward and backward pass, each from two quantized matrices.
+"""Float8 linear: the matmuls of forward and backward, each of two quantized matrices, under three recipes.
 
-Where ranks hold parts of the dim that a scale is taken over, the largest value of all of them makes the scale: it is
-that of the whole matrix, however it is divided.
+Where ranks hold parts of the dim that shares a scale, amax is reduced over them, so that scales do not depend on the
+layout.
 """
 
 from dataclasses import dataclass
@@ -18,22 +18,22 @@ from titan_exp.quantization.torchao import Float8TrainingTensor
 
 @dataclass(frozen=True)
 class Float8:
-    """A recipe, and how a projection is divided."""
+    """A float8 recipe with the sharding of a linear."""
 
     rowwise: bool
-    """A scale for each row of the left and each column of the right matrix, else one for each matrix."""
+    """One scale per row of the left and per column of the right matrix; else one per matrix."""
     high_precision_weight_gradient: bool
-    """Compute the weight's gradient from unquantized matrices."""
+    """Compute the weight gradient from unquantized matrices."""
     power_of_two: bool
-    """Scales are powers of two."""
+    """Round scales to powers of two."""
     emulated: bool
     """Multiply in fp32."""
     input_amax_reduce: AmaxReduce | None = None
-    """Set where tensor-parallel ranks have different inputs."""
+    """Amax reduction if inputs are sharded by tensor parallelism."""
     output_amax_reduce: AmaxReduce | None = None
-    """Set where they have different outputs."""
+    """Amax reduction if outputs are sharded."""
     dual_cast: bool = False
-    """Cast what is used as it is and transposed in one pass, by a kernel of ours; the same numbers."""
+    """Cast matrices needed in both layouts by our dual-cast kernel; the same numbers."""
 
     @property
     def gradient_type(self) -> torch.dtype:
@@ -50,13 +50,10 @@ class Float8:
     def quantize_dual(
         self, tensor: Tensor, dtype: torch.dtype, amax_reduce: AmaxReduce | None
     ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-        """A matrix in float8 with the scales of its rows, and with those of its columns, whose memory is transposed;
-        with a scale for the whole both are the same numbers.
+        """A matrix [tokens, channels] in float8 with row scales, and with column scales in transposed memory.
 
-        Args:
-            tensor: [tokens, channels].
-            dtype: the float8 type.
-            amax_reduce: where other ranks have other channels of the same tokens.
+        Both have the same numbers under one scale per matrix. `amax_reduce` covers ranks with other channels of these
+        tokens.
         """
         tensor = tensor.contiguous()
         of_rows, of_columns = dual_amax(tensor)
@@ -70,13 +67,9 @@ class Float8:
 
 
 def float8_linear(x: Tensor, weight: Tensor, scale: Tensor | None, recipe: Float8) -> Tensor:
-    """x · weightᵀ, [..., inputs] and [outputs, inputs].
+    """x · weightᵀ, [..., inputs] and [outputs, inputs]; `scale` is the whole weight's if precomputed.
 
-    Args:
-        x: high precision.
-        weight: high precision, or quantized before it was gathered.
-        scale: the whole weight's, where it is known.
-        recipe: how.
+    The weight may already be quantized by a float8 all-gather.
     """
     return _Float8Linear.apply(x, weight, scale, recipe)  # type: ignore[return-value]  # a Tensor
 
@@ -87,7 +80,7 @@ class _Float8Linear(torch.autograd.Function):
         ctx.recipe = recipe
         rows = x.reshape(-1, x.shape[-1])
         over = -1 if recipe.rowwise else None
-        # A matrix that one scale holds for is divided by tensor parallelism if the dim that is contracted is.
+        # Tensor parallelism shards the scope of an input scale if it shards the contracted dim.
         kept: tuple[Tensor, ...] = (x,)
         if recipe.dual_cast:
             (left, left_scale), kept = recipe.quantize_dual(rows, E4M3, recipe.input_amax_reduce)
@@ -108,18 +101,18 @@ class _Float8Linear(torch.autograd.Function):
         weight, scale, x, *x_scale = ctx.saved_tensors
         gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
         by_rows = by_columns = None
-        of_x = of_weight = None
-        wants_x, wants_weight = needs_input_grad(ctx)
-        if recipe.dual_cast and wants_x and wants_weight:
+        x_grad = weight_grad = None
+        needs_x_grad, needs_weight_grad = needs_input_grad(ctx)
+        if recipe.dual_cast and needs_x_grad and needs_weight_grad:
             by_rows, by_columns = recipe.quantize_dual(gradient, recipe.gradient_type, recipe.output_amax_reduce)
         elif not recipe.rowwise:
             by_rows = by_columns = recipe.quantize(gradient, recipe.gradient_type, None, recipe.output_amax_reduce)
-        if wants_x:
-            of_x = _gradient_of_input(gradient, by_rows, weight, scale, recipe)
-            of_x = of_x.unflatten(0, gradients[0].shape[:-1]) if gradients[0].dim() != 2 else of_x
-        if wants_weight:
-            of_weight = _gradient_of_weight(gradient, by_columns, x.reshape(-1, x.shape[-1]), x_scale, recipe)
-        return of_x, of_weight, None, None
+        if needs_x_grad:
+            x_grad = _gradient_of_input(gradient, by_rows, weight, scale, recipe)
+            x_grad = x_grad.unflatten(0, gradients[0].shape[:-1]) if gradients[0].dim() != 2 else x_grad
+        if needs_weight_grad:
+            weight_grad = _gradient_of_weight(gradient, by_columns, x.reshape(-1, x.shape[-1]), x_scale, recipe)
+        return x_grad, weight_grad, None, None
 
 
 def _gradient_of_input(
@@ -136,7 +129,7 @@ def _gradient_of_input(
 def _gradient_of_weight(
     gradient: Tensor, by_columns: tuple[Tensor, Tensor] | None, x: Tensor, x_scale: list[Tensor], recipe: Float8
 ) -> Tensor:
-    """Weight gradient. Contracts tokens, all of which this rank has."""
+    """Weight gradient; contracts tokens, all of which this rank has."""
     if recipe.high_precision_weight_gradient:
         return torch.mm(gradient.t(), x)
     left, left_scale = by_columns or recipe.quantize(gradient, recipe.gradient_type, 0, None)

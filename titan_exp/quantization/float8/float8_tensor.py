@@ -1,7 +1,7 @@
-"""Float8 numbers with scales, and products of them: torchao's casts and matmuls on plain tensors.
+"""Float8 casts, scales and matmuls: torchao's, on plain tensors.
 
-A scale multiplies on the way to float8, as in torchao. torchao's own tensor classes do not go through tensor
-parallelism, and its modules quantize what one rank holds, whatever the others have.
+A tensor is multiplied by its scale before the cast, as in torchao. torchao's tensor subclasses do not support our
+tensor parallelism, and its modules compute scales from one rank's shard.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch import Tensor
 from titan_exp.quantization.torchao import addmm_float8_unwrapped, amax_to_scale, to_fp8_saturated
 
 AmaxReduce = Callable[[Tensor], Tensor]
-"""The largest of several ranks' values, element by element."""
+"""Elementwise maximum over ranks."""
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -20,26 +20,22 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 def scale_of(
     tensor: Tensor, dtype: torch.dtype, *, over: int | None, power_of_two: bool, amax_reduce: AmaxReduce | None = None
 ) -> Tensor:
-    """Scales that bring the largest absolute values of a matrix to that of a type, fp32.
+    """fp32 scales that map the amax of a matrix [rows, columns] to the largest value of a float8 dtype.
 
-    Args:
-        tensor: [rows, columns].
-        dtype: the float8 type.
-        over: the dim whose numbers share a scale, which is 1 long in the result; None for one scale, a scalar.
-        power_of_two: round down to a power of two.
-        amax_reduce: where other ranks have other numbers that share these scales.
+    `over` is the dim whose numbers share a scale, kept with size 1; None gives one scalar scale. `power_of_two` rounds
+    down. `amax_reduce` covers ranks whose numbers share these scales.
     """
     amax = tensor.abs().amax() if over is None else tensor.abs().amax(over, keepdim=True)
     return scale_of_amax(amax if amax_reduce is None else amax_reduce(amax), dtype, power_of_two=power_of_two)
 
 
 def scale_of_amax(amax: Tensor, dtype: torch.dtype, *, power_of_two: bool) -> Tensor:
-    """Scales from largest absolute values."""
+    """Scales from amax values."""
     return amax_to_scale(amax, dtype, round_scales_to_power_of_2=power_of_two)
 
 
 def cast(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """tensor · scale in float8; what lies beyond is the largest that there is."""
+    """tensor · scale in float8, saturating."""
     return to_fp8_saturated(tensor.float() * scale, dtype)
 
 
@@ -53,16 +49,9 @@ def multiply(
     emulated: bool,
     fast: bool = False,
 ) -> Tensor:
-    """left · right, [m, k] and [k, n], both float8.
+    """left [m, k] · right [k, n], both float8, in `dtype`.
 
-    Args:
-        left: float8.
-        left_scale: a scalar, or [m, 1].
-        right: float8.
-        right_scale: a scalar, or [1, n].
-        dtype: type of the result.
-        emulated: multiply in fp32.
-        fast: let the tensor cores add up in fewer bits, which is faster on Hopper.
+    Scales are scalars, or [m, 1] and [1, n]. `fast` accumulates in fewer bits, which is faster on Hopper.
     """
     if emulated:
         return in_type(torch.mm(left.float() / left_scale, right.float() / right_scale), dtype)
@@ -70,15 +59,14 @@ def multiply(
         left_scale = left_scale.expand(left.shape[0], 1).contiguous()
     if right_scale.dim() == 0 and left_scale.dim() > 0:
         right_scale = right_scale.expand(1, right.shape[1]).contiguous()
-    # The instructions want rows of the one and columns of the other to be contiguous.
+    # Float8 instructions require row-major left and column-major right matrices.
     columns = right.t().contiguous().t()
     return addmm_float8_unwrapped(left.contiguous(), left_scale, columns, right_scale, dtype, use_fast_accum=fast)
 
 
-def in_type(product: Tensor, dtype: torch.dtype) -> Tensor:
-    """A product in the type of its operands, with which an autograd function ends.
+def in_type(out: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert a matmul result at the end of an autograd function.
 
-    Where there is nothing to convert it is not converted: torch 2.11's compiler would hand that function a gradient of
-    zeros.
+    Skips a no-op conversion, after which torch 2.11's compiler would pass the function a zero gradient.
     """
-    return product if product.dtype == dtype else product.to(dtype)
+    return out if out.dtype == dtype else out.to(dtype)

@@ -1,6 +1,6 @@
-"""The products of experts by torchao's kernels: float8 row by row on Hopper and Blackwell, MXFP8 on Blackwell.
+"""torchao's grouped kernels: rowwise float8 on Hopper and Blackwell, MXFP8 on Blackwell.
 
-They want each expert's rows in whole groups, and outputs and their gradients go through bf16.
+They require padded groups per expert, and return outputs and gradients in bf16.
 """
 
 from collections.abc import Callable
@@ -20,47 +20,41 @@ with import_torchao():
 
 
 def float8_rowwise_grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """x · weight[expert]ᵀ, all three products of forward and backward in e4m3, scales powers of two.
+    """x [tokens, inputs] · weight[expert]ᵀ [experts, outputs, inputs] in e4m3 with power-of-two scales.
 
-    Args:
-        x: [tokens, inputs], rows sorted by expert.
-        weight: [experts, outputs, inputs]; dims are multiples of 16.
-        ends: where the rows of each expert end.
+    All three matmuls of forward and backward are quantized; dims are multiples of 16.
     """
-    aligned = TokenPadding.of(ends, x.shape[0], GROUPED_MULTIPLE["float8_rowwise"])
-    product = _to_fp8_rowwise_then_scaled_grouped_mm(
-        aligned.spread(x),
+    padding = TokenPadding.of(ends, x.shape[0], GROUPED_MULTIPLE["float8_rowwise"])
+    out = _to_fp8_rowwise_then_scaled_grouped_mm(
+        padding.spread(x),
         weight.contiguous().mT,
-        aligned.ends,
+        padding.ends,
         out_dtype=torch.bfloat16,
         float8_dtype=torch.float8_e4m3fn,
         pad_token_groups_for_grouped_mm=False,
     )
-    return aligned.collect(product).to(x.dtype)
+    return padding.collect(out).to(x.dtype)
 
 
 def mxfp8_grouped(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """x · weight[expert]ᵀ, all three products of forward and backward in MXFP8.
+    """x [tokens, inputs] · weight[expert]ᵀ [experts, outputs, inputs] in MXFP8.
 
-    Args:
-        x: [tokens, inputs], rows sorted by expert.
-        weight: [experts, outputs, inputs]; dims are multiples of 128.
-        ends: where the rows of each expert end.
+    All three matmuls of forward and backward are quantized; dims are multiples of 128.
     """
-    aligned = TokenPadding.of(ends, x.shape[0], GROUPED_MULTIPLE["mxfp8"])
-    product = _to_mxfp8_then_scaled_grouped_mm(
-        aligned.spread(x),
+    padding = TokenPadding.of(ends, x.shape[0], GROUPED_MULTIPLE["mxfp8"])
+    out = _to_mxfp8_then_scaled_grouped_mm(
+        padding.spread(x),
         weight.contiguous().mT,
-        offs=aligned.ends,
+        offs=padding.ends,
         out_dtype=torch.bfloat16,
         wgrad_with_hp=False,
         pad_token_groups_for_grouped_mm=False,
     )
-    return aligned.collect(product).to(x.dtype)
+    return padding.collect(out).to(x.dtype)
 
 
-PRODUCTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+KERNELS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "float8_rowwise": float8_rowwise_grouped,
     "mxfp8": mxfp8_grouped,
 }
-"""By recipe."""
+"""Grouped matmuls by recipe."""

@@ -1,7 +1,6 @@
-"""The product of experts under a recipe, which takes the place of the plain one.
+"""Quantized grouped linear for experts: torchao's kernels, or emulation.
 
-torchao has kernels for two recipes. Others, and those two elsewhere, are emulated: rounded as the recipe says,
-multiplied as the emulated product of one projection is.
+torchao has kernels for two recipes. Others, and those two elsewhere, are emulated like a single linear layer.
 """
 
 from typing import Any
@@ -26,11 +25,7 @@ from titan_exp.quantization.mx.nvfp4_linear import NVFP4
 
 
 class EmulatedGroupedLinear(GroupedLinearImpl):
-    """A recipe, rounded as it says, multiplied in high precision.
-
-    Args:
-        recipe: what is rounded, and how.
-    """
+    """A recipe whose operands are rounded and multiplied in high precision."""
 
     def __init__(self, recipe: GroupedRecipe) -> None:
         super().__init__()
@@ -38,55 +33,51 @@ class EmulatedGroupedLinear(GroupedLinearImpl):
 
     def forward(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """x · weight[expert]ᵀ."""
-        return _Emulated.apply(x, weight, ends, self.recipe)  # type: ignore[return-value]  # a Tensor
+        return _EmulatedGrouped.apply(x, weight, ends, self.recipe)  # type: ignore[return-value]  # a Tensor
 
     def extra_repr(self) -> str:
-        """The recipe, where the model is printed."""
+        """Recipe for `print(model)`."""
         return str(self.recipe)
 
 
 class NativeGroupedLinear(GroupedLinearImpl):
-    """`float8_rowwise` or `mxfp8` by torchao's kernels.
-
-    Args:
-        recipe: which.
-    """
+    """`float8_rowwise` or `mxfp8` by torchao's kernels."""
 
     def __init__(self, recipe: str) -> None:
         super().__init__()
-        from titan_exp.quantization.grouped.grouped_kernels import PRODUCTS
+        from titan_exp.quantization.grouped.grouped_kernels import KERNELS
 
         self.recipe = recipe
-        self._multiply = PRODUCTS[recipe]
+        self._multiply = KERNELS[recipe]
 
     def forward(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         """x · weight[expert]ᵀ."""
         return self._multiply(x, weight, ends)
 
     def extra_repr(self) -> str:
-        """The recipe, where the model is printed."""
+        """Recipe for `print(model)`."""
         return self.recipe
 
 
 def grouped_linear_impl_for(config: QuantizationConfig, *, emulated: bool) -> GroupedLinearImpl:
-    """The product of experts that a recipe makes."""
+    """Grouped linear implementation of a recipe."""
     if not emulated:
         return NativeGroupedLinear(config.recipe)
     if config.recipe == "mxfp8":
         return EmulatedGroupedLinear(GroupedMX())
     if config.recipe == "nvfp4":
-        four = NVFP4(power_of_two=config.power_of_two_scales, stochastic=config.stochastic_rounding)
-        return EmulatedGroupedLinear(GroupedNVFP4(four))
-    eight = Float8(
+        recipe4 = NVFP4(power_of_two=config.power_of_two_scales, stochastic=config.stochastic_rounding)
+        return EmulatedGroupedLinear(GroupedNVFP4(recipe4))
+    recipe8 = Float8(
         rowwise=config.recipe != "float8_tensorwise",
         high_precision_weight_gradient=config.recipe == "float8_rowwise_gw_hp",
         power_of_two=config.power_of_two_scales,
         emulated=True,
     )
-    return EmulatedGroupedLinear(GroupedFloat8(eight))
+    return EmulatedGroupedLinear(GroupedFloat8(recipe8))
 
 
-class _Emulated(torch.autograd.Function):
+class _EmulatedGrouped(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, ends: Tensor, recipe: GroupedRecipe) -> Tensor:
         ctx.recipe = recipe
@@ -97,22 +88,22 @@ class _Emulated(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         recipe: GroupedRecipe = ctx.recipe
         x, weight, ends = ctx.saved_tensors
-        gradient, of_x, of_weight = gradients[0], None, None
-        wants_x, wants_weight = needs_input_grad(ctx)
-        if wants_x:
-            of_x = _rows(recipe.of_input(gradient, weight, ends), gradient.dtype)
-        if wants_weight:
-            operands = recipe.of_weight(gradient, x, ends)
-            product = grouped_outer(operands.left, operands.right, operands.ends)
-            of_weight = _scaled(product, operands, gradient.dtype)
-        return of_x, of_weight, None, None
+        gradient, x_grad, weight_grad = gradients[0], None, None
+        needs_x_grad, needs_weight_grad = needs_input_grad(ctx)
+        if needs_x_grad:
+            x_grad = _rows(recipe.input_grad(gradient, weight, ends), gradient.dtype)
+        if needs_weight_grad:
+            operands = recipe.weight_grad(gradient, x, ends)
+            out = grouped_outer(operands.left, operands.right, operands.ends)
+            weight_grad = _scaled(out, operands, gradient.dtype)
+        return x_grad, weight_grad, None, None
 
 
 def _rows(operands: Operands, dtype: torch.dtype) -> Tensor:
     return _scaled(grouped_rows(operands.left, operands.right, operands.ends), operands, dtype)
 
 
-def _scaled(product: Tensor, operands: Operands, dtype: torch.dtype) -> Tensor:
+def _scaled(out: Tensor, operands: Operands, dtype: torch.dtype) -> Tensor:
     for scale in operands.scales:
-        product = product * scale
-    return in_type(product, dtype)
+        out = out * scale
+    return in_type(out, dtype)

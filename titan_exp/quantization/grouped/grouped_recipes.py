@@ -1,7 +1,6 @@
-"""Grouped matmul of experts under each recipe: every expert's rows and weight are rounded as the recipe rounds one
-linear layer. The host reads nothing.
+"""Recipes of emulated grouped matmuls: each expert's rows and weight are rounded as those of one linear layer.
 
-A scale of a whole matrix, or of a column of tokens, is one expert's.
+Scales of a whole matrix, or of a column of tokens, are per expert. Nothing synchronizes with the host.
 """
 
 from abc import ABC, abstractmethod
@@ -23,31 +22,31 @@ from titan_exp.quantization.mx.nvfp4_tensor import rounded as rounded_nvfp4
 
 @dataclass(frozen=True)
 class Operands:
-    """Rounded matrices, for `grouped_rows` or `grouped_outer`."""
+    """Rounded matrices for `grouped_rows` or `grouped_outer`."""
 
     left: Tensor
-    """[tokens, k], or [tokens, m]."""
+    """[tokens, k] or [tokens, m]."""
     right: Tensor
-    """[experts, k, n], or [tokens, n]."""
+    """[experts, k, n] or [tokens, n]."""
     ends: Tensor
-    """Where the rows of each expert end."""
+    """End of each expert's rows."""
     scales: tuple[Tensor, ...] = ()
-    """What the product is multiplied by, one after the other."""
+    """Factors of the result, applied one after the other."""
 
 
 class GroupedRecipe(ABC):
-    """A recipe for the product of experts. Rows from the last end on may hold anything."""
+    """A recipe for grouped matmuls. Rows after the last end are arbitrary."""
 
     @abstractmethod
     def output(self, x: Tensor, weight: Tensor, ends: Tensor) -> Operands:
         """Operands of x · weight[expert]ᵀ: [tokens, inputs], [experts, outputs, inputs]."""
 
     @abstractmethod
-    def of_input(self, gradient: Tensor, weight: Tensor, ends: Tensor) -> Operands:
+    def input_grad(self, gradient: Tensor, weight: Tensor, ends: Tensor) -> Operands:
         """Operands of gradient · weight[expert]: [tokens, outputs], [experts, outputs, inputs]."""
 
     @abstractmethod
-    def of_weight(self, gradient: Tensor, x: Tensor, ends: Tensor) -> Operands:
+    def weight_grad(self, gradient: Tensor, x: Tensor, ends: Tensor) -> Operands:
         """Operands of gradientᵀ · x per expert: [tokens, outputs], [tokens, inputs]."""
 
 
@@ -56,21 +55,21 @@ class GroupedFloat8(GroupedRecipe):
     """The float8 recipes."""
 
     recipe: Float8
-    """As of one projection."""
+    """Recipe of a single linear."""
 
     def output(self, x: Tensor, weight: Tensor, ends: Tensor) -> Operands:
-        """Scales of tokens and outputs, or one for each expert's rows and one for its weight."""
+        """Scales per token and output; or one per expert for its rows and one for its weight."""
         right = self._along(weight, 2) if self.recipe.rowwise else self._whole(weight)
         return Operands(self._tokens(x, E4M3, ends), right.mT, ends)
 
-    def of_input(self, gradient: Tensor, weight: Tensor, ends: Tensor) -> Operands:
-        """Scales of tokens and inputs, or one for each expert's rows and one for its weight."""
+    def input_grad(self, gradient: Tensor, weight: Tensor, ends: Tensor) -> Operands:
+        """Scales per token and input; or one per expert for its rows and one for its weight."""
         whole = not self.recipe.rowwise or self.recipe.high_precision_weight_gradient
         right = self._whole(weight) if whole else self._along(weight, 1)
         return Operands(self._tokens(gradient, self.recipe.gradient_type, ends), right, ends)
 
-    def of_weight(self, gradient: Tensor, x: Tensor, ends: Tensor) -> Operands:
-        """Scales of outputs and inputs among each expert's rows, or one for each expert's rows; or nothing rounded."""
+    def weight_grad(self, gradient: Tensor, x: Tensor, ends: Tensor) -> Operands:
+        """Scales per output and input of each expert; or one per expert for its rows; or unquantized."""
         if self.recipe.high_precision_weight_gradient:
             return Operands(gradient, x, ends)
         if not self.recipe.rowwise:
@@ -83,13 +82,13 @@ class GroupedFloat8(GroupedRecipe):
             scale = scale_of(rows, dtype, over=1, power_of_two=self.recipe.power_of_two)
         else:
             expert = experts_of_rows(ends, rows.shape[0])
-            amax = _largest(rows.abs().amax(1), expert, ends.shape[0])
+            amax = _expert_amax(rows.abs().amax(1), expert, ends.shape[0])
             scale = _of_rows(scale_of_amax(amax, dtype, power_of_two=self.recipe.power_of_two), expert)[:, None]
         return _dequantized(rows, scale, dtype)
 
     def _columns(self, rows: Tensor, ends: Tensor) -> Tensor:
         expert = experts_of_rows(ends, rows.shape[0])
-        amax = _largest(rows.abs(), expert, ends.shape[0])
+        amax = _expert_amax(rows.abs(), expert, ends.shape[0])
         scale = _of_rows(scale_of_amax(amax, E4M3, power_of_two=self.recipe.power_of_two), expert)
         return _dequantized(rows, scale, E4M3)
 
@@ -104,80 +103,80 @@ class GroupedFloat8(GroupedRecipe):
 
 @dataclass(frozen=True)
 class GroupedMX(GroupedRecipe):
-    """MXFP8. Of an expert's rows that are no multiple of 32 the last block has fewer numbers."""
+    """MXFP8. The last block of an expert's rows may have fewer than 32 numbers."""
 
     def output(self, x: Tensor, weight: Tensor, ends: Tensor) -> Operands:
         """Blocks of inputs."""
         return Operands(rounded_mx(x), rounded_mx(weight).mT, ends)
 
-    def of_input(self, gradient: Tensor, weight: Tensor, ends: Tensor) -> Operands:
+    def input_grad(self, gradient: Tensor, weight: Tensor, ends: Tensor) -> Operands:
         """Blocks of outputs."""
         return Operands(rounded_mx(gradient), rounded_mx(weight.mT.contiguous()).mT, ends)
 
-    def of_weight(self, gradient: Tensor, x: Tensor, ends: Tensor) -> Operands:
+    def weight_grad(self, gradient: Tensor, x: Tensor, ends: Tensor) -> Operands:
         """Blocks of tokens."""
-        aligned = TokenPadding.of(ends, x.shape[0], MX_BLOCK)
-        left, right = (rounded_mx(aligned.spread(rows).t().contiguous()).t() for rows in (gradient, x))
-        return Operands(left, right, aligned.ends)
+        padding = TokenPadding.of(ends, x.shape[0], MX_BLOCK)
+        left, right = (rounded_mx(padding.spread(rows).t().contiguous()).t() for rows in (gradient, x))
+        return Operands(left, right, padding.ends)
 
 
 @dataclass(frozen=True)
 class GroupedNVFP4(GroupedRecipe):
-    """NVFP4. Of an expert's rows that are no multiple of 16 the last are transformed with zeros."""
+    """NVFP4. The last transform of an expert's rows is padded with zeros."""
 
     recipe: NVFP4
-    """As of one projection."""
+    """Recipe of a single linear."""
 
     def output(self, x: Tensor, weight: Tensor, ends: Tensor) -> Operands:
-        """Blocks of inputs; square ones of weights."""
+        """Blocks of inputs; square blocks of weights."""
         return self._rows(x, weight, ends, transposed=True)
 
-    def of_input(self, gradient: Tensor, weight: Tensor, ends: Tensor) -> Operands:
-        """Blocks of outputs; square ones of weights."""
+    def input_grad(self, gradient: Tensor, weight: Tensor, ends: Tensor) -> Operands:
+        """Blocks of outputs; square blocks of weights."""
         return self._rows(gradient, weight, ends, transposed=False, stochastic=self.recipe.stochastic)
 
-    def of_weight(self, gradient: Tensor, x: Tensor, ends: Tensor) -> Operands:
-        """Blocks of transformed tokens."""
-        aligned = TokenPadding.of(ends, x.shape[0], NVFP4_BLOCK)
-        left, left_scale = self._transformed(gradient, aligned, stochastic=self.recipe.stochastic)
-        right, right_scale = self._transformed(x, aligned)
-        return Operands(left, right, aligned.ends, (left_scale, right_scale))
+    def weight_grad(self, gradient: Tensor, x: Tensor, ends: Tensor) -> Operands:
+        """Blocks of Hadamard-transformed tokens."""
+        padding = TokenPadding.of(ends, x.shape[0], NVFP4_BLOCK)
+        left, left_scale = self._transformed(gradient, padding, stochastic=self.recipe.stochastic)
+        right, right_scale = self._transformed(x, padding)
+        return Operands(left, right, padding.ends, (left_scale, right_scale))
 
     def _rows(
         self, rows: Tensor, weight: Tensor, ends: Tensor, *, transposed: bool, stochastic: bool = False
     ) -> Operands:
         experts, outputs, _ = weight.shape
         expert = experts_of_rows(ends, rows.shape[0])
-        scale = _of_rows(self.recipe.scale_of_amax(_largest(rows.abs().amax(1), expert, experts)), expert)
-        of_weight = self.recipe.scale_of_amax(weight.abs().amax((1, 2)))
-        of_blocks = of_weight[:, None].expand(experts, outputs // NVFP4_BLOCK).reshape(-1, 1, 1, 1)
-        right = rounded_nvfp4(weight.flatten(0, 1), of_blocks, square=True).view_as(weight)
+        scale = _of_rows(self.recipe.scale_of_amax(_expert_amax(rows.abs().amax(1), expert, experts)), expert)
+        weight_scale = self.recipe.scale_of_amax(weight.abs().amax((1, 2)))
+        block_scales = weight_scale[:, None].expand(experts, outputs // NVFP4_BLOCK).reshape(-1, 1, 1, 1)
+        right = rounded_nvfp4(weight.flatten(0, 1), block_scales, square=True).view_as(weight)
         return Operands(
             rounded_nvfp4(rows, scale[:, None, None, None], stochastic=stochastic),
             right.mT if transposed else right,
             ends,
-            (scale[:, None], _of_rows(of_weight, expert)[:, None]),
+            (scale[:, None], _of_rows(weight_scale, expert)[:, None]),
         )
 
-    def _transformed(self, rows: Tensor, aligned: TokenPadding, *, stochastic: bool = False) -> tuple[Tensor, Tensor]:
-        columns = transformed(aligned.spread(rows))
-        amax = _largest(columns.abs().amax(0), aligned.expert, aligned.ends.shape[0])
+    def _transformed(self, rows: Tensor, padding: TokenPadding, *, stochastic: bool = False) -> tuple[Tensor, Tensor]:
+        columns = transformed(padding.spread(rows))
+        amax = _expert_amax(columns.abs().amax(0), padding.expert, padding.ends.shape[0])
         scale = self.recipe.scale_of_amax(amax)
-        of_blocks = _of_rows(scale, aligned.expert)[::NVFP4_BLOCK][:, None]
-        return rounded_nvfp4(columns, of_blocks, stochastic=stochastic).t(), scale[:, None, None]
+        block_scales = _of_rows(scale, padding.expert)[::NVFP4_BLOCK][:, None]
+        return rounded_nvfp4(columns, block_scales, stochastic=stochastic).t(), scale[:, None, None]
 
 
 def _dequantized(tensor: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return cast(tensor, scale, dtype).float() / scale
 
 
-def _largest(sizes: Tensor, expert: Tensor, experts: int) -> Tensor:
-    """The largest of each expert's rows: [tokens, ...] to [experts, ...]; what is not negative."""
+def _expert_amax(sizes: Tensor, expert: Tensor, experts: int) -> Tensor:
+    """Maximum over each expert's rows of non-negative values: [tokens, ...] to [experts, ...]."""
     index = expert.view(-1, *[1] * (sizes.dim() - 1)).expand_as(sizes)
     largest = sizes.new_zeros(experts + 1, *sizes.shape[1:])
     return largest.scatter_reduce(0, index, sizes, "amax")[:experts]
 
 
 def _of_rows(values: Tensor, expert: Tensor) -> Tensor:
-    """Values of each row's expert: [experts, ...] to [tokens, ...]; one for rows of no expert."""
+    """Value of each row's expert: [experts, ...] to [tokens, ...]; 1 for rows of no expert."""
     return torch.cat([values, values.new_ones(1, *values.shape[1:])]).index_select(0, expert)

@@ -1,7 +1,7 @@
-"""MXFP8: e4m3 with a power-of-two scale for every 32 numbers along what is contracted (OCP Microscaling 1.0).
+"""MXFP8 linear: e4m3 with a power-of-two scale per 32 numbers of the contracted dim (OCP Microscaling 1.0).
 
-Scales are rounded up (torchao's RCEIL, cuBLAS's own), so that nothing is cut off; a block is whole on one rank where
-that has a multiple of 32, so no rank has to ask another.
+Scales round up (torchao's RCEIL, as cuBLAS), so that nothing saturates. Blocks lie within a shard, so ranks need no
+communication.
 """
 
 from typing import Any
@@ -24,12 +24,9 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 def mxfp8_linear(x: Tensor, weight: Tensor, *, emulated: bool) -> Tensor:
-    """x · weightᵀ, [..., inputs] and [outputs, inputs]; all three products of forward and backward are quantized.
+    """x · weightᵀ, [..., inputs] and [outputs, inputs]; all three matmuls of forward and backward are quantized.
 
-    Args:
-        x: high precision.
-        weight: high precision.
-        emulated: multiply the rounded numbers in high precision.
+    `emulated` multiplies the rounded numbers in high precision.
     """
     return _MXLinear.apply(x, weight, emulated)  # type: ignore[return-value]  # a Tensor
 
@@ -46,14 +43,14 @@ class _MXLinear(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         x, weight = ctx.saved_tensors
         gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
-        of_x = of_weight = None
-        wants_x, wants_weight = needs_input_grad(ctx)
-        if wants_x:
-            of_x = _multiply(gradient, weight.t(), ctx.emulated)
-            of_x = of_x.unflatten(0, gradients[0].shape[:-1]) if gradients[0].dim() != 2 else of_x
-        if wants_weight:
-            of_weight = _multiply(gradient.t(), x.reshape(-1, x.shape[-1]).t(), ctx.emulated)
-        return of_x, of_weight, None
+        x_grad = weight_grad = None
+        needs_x_grad, needs_weight_grad = needs_input_grad(ctx)
+        if needs_x_grad:
+            x_grad = _multiply(gradient, weight.t(), ctx.emulated)
+            x_grad = x_grad.unflatten(0, gradients[0].shape[:-1]) if gradients[0].dim() != 2 else x_grad
+        if needs_weight_grad:
+            weight_grad = _multiply(gradient.t(), x.reshape(-1, x.shape[-1]).t(), ctx.emulated)
+        return x_grad, weight_grad, None
 
 
 def _multiply(left: Tensor, right: Tensor, emulated: bool) -> Tensor:
@@ -67,11 +64,11 @@ def _multiply(left: Tensor, right: Tensor, emulated: bool) -> Tensor:
 def rounded(tensor: Tensor) -> Tensor:
     """Values rounded to MXFP8 in their own dtype, which represents e4m3 times a power of two exactly.
 
-    torchao's own function for this cannot be compiled within a memory budget.
+    torchao's function for this cannot be compiled with a memory budget.
     """
     blocks = tensor.float().unflatten(-1, (-1, BLOCK))
     exponent = (blocks.abs().amax(-1, keepdim=True) / LARGEST).log2().ceil().clamp(-127, 127)
-    # Of a block of zeros, or nearly so, the scale is 1.
+    # The scale of a (nearly) zero block is 1.
     scale = exponent.exp2().where(exponent > -127, 1.0)
     rounded = (blocks / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float() * scale
     return rounded.flatten(-2).to(tensor.dtype)

@@ -1,7 +1,7 @@
-"""NVFP4 training on Blackwell: the products of `nvfp4_linear` by torchao's kernels and torch's scaled matmul.
+"""Native NVFP4 linear on Blackwell: `nvfp4_linear` by torchao's kernels and torch's scaled matmul.
 
-They want dims and tokens in multiples of 128, and bf16. Under scales that are powers of two they round as the emulation
-does, to the bit; under others, torchao's kernels divide in another order, and may differ in a scale's last bit.
+Requires bf16, and dims and tokens in multiples of 128. With power-of-two scales results equal the emulation bit for
+bit; otherwise torchao divides in another order, and the last bit of a scale may differ.
 """
 
 from typing import Any
@@ -25,22 +25,22 @@ with import_torchao():
     from torchao.prototype.moe_training.nvfp4_training.quantize_2d_triton import triton_weight_quantize_2d
 
 Operand = tuple[Tensor, Tensor, Tensor]
-"""Packed e2m1 [rows, columns / 2], the blocks' scales as the matmul wants them, and the tensor's scale."""
+"""Packed e2m1 [rows, columns / 2], swizzled block scales, and the tensor scale."""
 
 
 def nvfp4_native(x: Tensor, weight: Tensor, scale: Tensor | None, recipe: NVFP4) -> Tensor:
-    """x · weightᵀ, as `nvfp4_linear` computes it."""
-    return _Instructed.apply(x, weight, scale, recipe)  # type: ignore[return-value]  # a Tensor
+    """x · weightᵀ, as in `nvfp4_linear`."""
+    return _NVFP4Native.apply(x, weight, scale, recipe)  # type: ignore[return-value]  # a Tensor
 
 
-class _Instructed(torch.autograd.Function):
+class _NVFP4Native(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor | None, recipe: NVFP4) -> Tensor:
         ctx.recipe = recipe
         scale = recipe.scale_of_weight(weight) if scale is None else scale
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         by_row, by_token = _tokens(rows, recipe, recipe.input_amax_reduce)
-        # The input is kept in four bits. The weight is rounded anew: sharded, it is gathered anew as well.
+        # Keeps the input in four bits; rounds the weight again in backward, where FSDP gathers it again.
         ctx.save_for_backward(weight, scale, *by_token)
         output = _multiply(by_row, _weight(weight, scale)[0])
         return output.unflatten(0, x.shape[:-1]) if x.dim() != 2 else output
@@ -50,27 +50,27 @@ class _Instructed(torch.autograd.Function):
         recipe: NVFP4 = ctx.recipe
         weight, scale, *x_by_token = ctx.saved_tensors
         gradient = gradients[0].reshape(-1, gradients[0].shape[-1]).contiguous()
-        of_x = of_weight = None
-        wants_x, wants_weight = needs_input_grad(ctx)
+        x_grad = weight_grad = None
+        needs_x_grad, needs_weight_grad = needs_input_grad(ctx)
         by_row, by_token = _tokens(gradient, recipe, recipe.output_amax_reduce, stochastic=recipe.stochastic)
-        if wants_x:
-            of_x = _multiply(by_row, _weight(weight, scale)[1])
-            of_x = of_x.unflatten(0, gradients[0].shape[:-1]) if gradients[0].dim() != 2 else of_x
-        if wants_weight:
-            of_weight = _multiply(by_token, (x_by_token[0], x_by_token[1], x_by_token[2]))
-        return of_x, of_weight, None, None
+        if needs_x_grad:
+            x_grad = _multiply(by_row, _weight(weight, scale)[1])
+            x_grad = x_grad.unflatten(0, gradients[0].shape[:-1]) if gradients[0].dim() != 2 else x_grad
+        if needs_weight_grad:
+            weight_grad = _multiply(by_token, (x_by_token[0], x_by_token[1], x_by_token[2]))
+        return x_grad, weight_grad, None, None
 
 
 def _tokens(
     rows: Tensor, recipe: NVFP4, amax_reduce: AmaxReduce | None, *, stochastic: bool = False
 ) -> tuple[Operand, Operand]:
-    """[tokens, columns] in blocks along columns; and its transpose, transformed, in blocks along tokens."""
+    """Quantize [tokens, columns] in blocks along columns, and its transformed transpose in blocks along tokens."""
     signs = list(SIGNS)
     amax = torch.stack(triton_rht_amax(rows, signs))
     by_token, by_row = recipe.scale_of_amax(amax, amax_reduce).unbind()
     keys: list[Tensor | None] = [None] * 4
     if stochastic:
-        # Keys and counters of the kernel's generator, from the device's, which every step seeds.
+        # Seeds and offsets of the kernel's RNG, drawn from the device's generator, which every step seeds.
         keys = list(torch.randint(0, 2**32, (4, 1), dtype=torch.int64, device=rows.device).unbind())
     columns, column_scales, codes, scales = triton_rht_quantize_row_col(
         rows,
@@ -87,13 +87,13 @@ def _tokens(
 
 
 def _weight(weight: Tensor, scale: Tensor) -> tuple[Operand, Operand]:
-    """A weight in square blocks, and its transpose."""
+    """Quantize a weight in square blocks, and its transpose."""
     codes, scales, transposed, transposed_scales = triton_weight_quantize_2d(weight.contiguous(), _reach(scale))
     return (codes, scales, scale), (transposed, transposed_scales, scale)
 
 
 def _reach(scale: Tensor) -> Tensor:
-    """The largest number under a scale, of which the kernels make it again."""
+    """Amax that corresponds to a scale; the kernels recompute the scale from it."""
     return scale * (LARGEST * E4M3.max)
 
 

@@ -1,8 +1,7 @@
-"""NVFP4 training: all three products of a projection's forward and backward pass from numbers of four bits.
+"""Emulated NVFP4 linear: all three matmuls of forward and backward on four-bit numbers (NVIDIA 2025, arXiv:2509.25149).
 
-Weights are rounded in blocks of 16 by 16, so that forward and backward see the same weight; what the weight's gradient
-is a product of goes through a Hadamard transform along tokens first (NVIDIA 2025, arXiv:2509.25149). Here it is
-emulated: rounded as on Blackwell, multiplied in fp32.
+Weights are rounded in blocks of 16 by 16, so that forward and backward see the same weight; operands of the weight
+gradient are Hadamard-transformed along tokens first. Rounds as on Blackwell and multiplies in fp32.
 """
 
 from dataclasses import dataclass
@@ -19,38 +18,34 @@ from titan_exp.quantization.mx.nvfp4_tensor import rounded, tensor_scale
 
 @dataclass(frozen=True)
 class NVFP4:
-    """The recipe, and how a projection is divided."""
+    """The NVFP4 recipe with the sharding of a linear."""
 
     power_of_two: bool
-    """Scales of tensors are powers of two."""
+    """Round tensor scales to powers of two."""
     stochastic: bool
-    """Round gradients of outputs stochastically."""
+    """Round output gradients stochastically."""
     input_amax_reduce: AmaxReduce | None = None
-    """Set where tensor-parallel ranks have different inputs."""
+    """Amax reduction if inputs are sharded by tensor parallelism."""
     output_amax_reduce: AmaxReduce | None = None
-    """Set where they have different outputs."""
+    """Amax reduction if outputs are sharded."""
 
     def scale_of(self, matrix: Tensor, amax_reduce: AmaxReduce | None) -> Tensor:
-        """The scale of a matrix of which other ranks may have other parts."""
+        """Scale of a matrix, of which other ranks may hold other parts."""
         return self.scale_of_amax(matrix.abs().amax(), amax_reduce)
 
     def scale_of_amax(self, amax: Tensor, amax_reduce: AmaxReduce | None = None) -> Tensor:
-        """The scale of a tensor from its largest absolute value, or this rank's."""
+        """Tensor scale from amax, reduced over ranks if `amax_reduce` is given."""
         return tensor_scale(amax if amax_reduce is None else amax_reduce(amax), power_of_two=self.power_of_two)
 
     def scale_of_weight(self, weight: Tensor) -> Tensor:
-        """The scale of the whole weight."""
+        """Scale of the whole weight."""
         return self.scale_of(weight, self.input_amax_reduce or self.output_amax_reduce)
 
 
 def nvfp4_linear(x: Tensor, weight: Tensor, scale: Tensor | None, recipe: NVFP4) -> Tensor:
-    """x · weightᵀ, [..., inputs] and [outputs, inputs], emulated.
+    """x · weightᵀ, [..., inputs] and [outputs, inputs], emulated; `scale` is the whole weight's if precomputed.
 
-    Args:
-        x: high precision; as many tokens as a multiple of 16.
-        weight: high precision; both dims multiples of 16.
-        scale: the whole weight's, where it is known.
-        recipe: how.
+    Tokens and both weight dims are multiples of 16.
     """
     return _NVFP4Linear.apply(x, weight, scale, recipe)  # type: ignore[return-value]  # a Tensor
 
@@ -70,18 +65,18 @@ class _NVFP4Linear(torch.autograd.Function):
         recipe: NVFP4 = ctx.recipe
         x, weight, scale = ctx.saved_tensors
         gradient = gradients[0].reshape(-1, gradients[0].shape[-1])
-        of_x = of_weight = None
-        wants_x, wants_weight = needs_input_grad(ctx)
-        if wants_x:
+        x_grad = weight_grad = None
+        needs_x_grad, needs_weight_grad = needs_input_grad(ctx)
+        if needs_x_grad:
             left = _quantized(gradient, recipe, recipe.output_amax_reduce, stochastic=recipe.stochastic)
-            of_x = _multiply(left, (rounded(weight, scale, square=True).t(), scale), gradient.dtype)
-            of_x = of_x.unflatten(0, gradients[0].shape[:-1]) if gradients[0].dim() != 2 else of_x
-        if wants_weight:
-            # What is contracted are tokens, which every rank has all of here; it has some of the rows, and columns.
+            x_grad = _multiply(left, (rounded(weight, scale, square=True).t(), scale), gradient.dtype)
+            x_grad = x_grad.unflatten(0, gradients[0].shape[:-1]) if gradients[0].dim() != 2 else x_grad
+        if needs_weight_grad:
+            # Contracts tokens, all of which this rank has; rows or columns are sharded.
             left = _quantized(transformed(gradient), recipe, recipe.output_amax_reduce, stochastic=recipe.stochastic)
             right = _quantized(transformed(x.reshape(-1, x.shape[-1])), recipe, recipe.input_amax_reduce)
-            of_weight = _multiply(left, right, gradient.dtype)
-        return of_x, of_weight, None, None
+            weight_grad = _multiply(left, right, gradient.dtype)
+        return x_grad, weight_grad, None, None
 
 
 def _quantized(
@@ -93,6 +88,7 @@ def _quantized(
 
 
 def _multiply(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-    """left · rightᵀ, [m, k] and [n, k], each with its scale: multiplied in at the end, one after the other, because
-    their product may be too small for fp32."""
+    """left · rightᵀ, [m, k] and [n, k], each with its scale, applied one by one because their product may underflow
+    fp32.
+    """
     return in_type(torch.mm(left[0], right[0].t()) * left[1] * right[1], dtype)

@@ -1,7 +1,7 @@
-"""NVFP4 numbers, emulated: e2m1 with an e4m3 scale for every block of 16 and an fp32 scale for the tensor.
+"""Emulated NVFP4 numbers: e2m1 with an e4m3 scale per block of 16 and an fp32 scale per tensor.
 
-The arithmetic is that of torchao's `nvfp4_quantize`, bit by bit, on plain tensors; that has neither square blocks nor
-stochastic rounding, and makes NaN of zeros. A tensor's scale multiplies on the way back, as there.
+The arithmetic is that of torchao's `nvfp4_quantize`, bit by bit, on plain tensors; torchao's lacks square blocks and
+stochastic rounding, and makes NaN of zeros.
 """
 
 import torch
@@ -11,20 +11,18 @@ BLOCK = 16
 """Numbers that share an e4m3 scale."""
 
 LARGEST = 6.0
-"""Of e2m1, whose others are 0, 0.5, 1, 1.5, 2, 3 and 4."""
+"""Largest e2m1 value; the others are 0, 0.5, 1, 1.5, 2, 3 and 4."""
 
 E4M3 = torch.finfo(torch.float8_e4m3fn)
 
 SMALLEST_SCALE = 2.0**-120
-"""Of a tensor: its inverse times that of a block's smallest scale is finite in fp32. Smaller numbers become 0."""
+"""Minimum tensor scale, so that its inverse times that of the smallest block scale is finite in fp32."""
 
 
 def tensor_scale(amax: Tensor, *, power_of_two: bool) -> Tensor:
-    """fp32 scales of tensors with these largest absolute values, which let blocks use e4m3's whole range.
+    """fp32 scales from amax values of any shape, which let blocks use e4m3's whole range.
 
-    Args:
-        amax: of any shape.
-        power_of_two: round up to a power of two.
+    `power_of_two` rounds up to a power of two.
     """
     scale = (amax.float() / (LARGEST * E4M3.max)).clamp(min=SMALLEST_SCALE)
     if not power_of_two:
@@ -34,14 +32,11 @@ def tensor_scale(amax: Tensor, *, power_of_two: bool) -> Tensor:
 
 
 def rounded(matrix: Tensor, scale: Tensor, *, square: bool = False, stochastic: bool = False) -> Tensor:
-    """Matrix / scale rounded to NVFP4: e2m1 times the block's e4m3 scale, exact in fp32.
+    """matrix [rows, columns] / scale rounded to NVFP4: e2m1 times the block's e4m3 scale, exact in fp32.
 
-    Args:
-        matrix: [rows, columns], columns a multiple of 16.
-        scale: of the tensor, a scalar.
-        square: blocks are 16 rows by 16 columns instead of 16 numbers of a row; rows are a multiple of 16 too.
-        stochastic: round up with the probability that keeps the mean, drawn from the device's generator, instead of to
-            the nearest and ties to even. Block scales are rounded to the nearest either way.
+    `square` blocks are 16 by 16, else 16 numbers of a row; affected dims are multiples of 16. `stochastic` rounds up
+    with the probability that keeps the mean, drawn from the device's generator; block scales always round to the
+    nearest.
     """
     rows, columns = matrix.shape
     height = BLOCK if square else 1

@@ -1,4 +1,4 @@
-"""Recording what a piece of work does to memory, and doing it again without Python: CUDA graphs, behind two calls."""
+"""CUDA graph capture behind a two-call interface: warm up, record."""
 
 import gc
 from collections.abc import Callable
@@ -10,41 +10,38 @@ import torch
 
 @dataclass(frozen=True)
 class Recording:
-    """Work that was recorded."""
+    """Captured work."""
 
     replay: Callable[[], None]
-    """Does the same to the same addresses. Nothing of Python runs: numbers of Python's are what they were."""
+    """Run the same kernels on the same addresses. No Python runs: Python numbers keep their captured values."""
     description: str
-    """What it is and what it holds, for the log."""
+    """Kind and memory of the graph, for the log."""
 
 
 class Recorder(Protocol):
-    """Records work: a function without arguments that waits for no device and takes nothing from the host's memory."""
+    """Captures a function without arguments that neither synchronizes the device nor reads host memory."""
 
     def warmup(self, work: Callable[[], None]) -> None:
-        """Do the work as it will be recorded, so that whatever is set up at a first call is there."""
+        """Run the work once, under the conditions of the capture."""
         ...
 
     def record(self, work: Callable[[], None]) -> Recording:
-        """Record the work after its warm-up; it has run once when this returns."""
+        """Capture the work and run it once."""
         ...
 
 
 class CudaRecorder:
-    """Records into a CUDA graph with a memory pool of its own. Never run on a GPU so far.
+    """Captures into a CUDA graph with its own memory pool. Not yet run on a GPU.
 
-    One stream of its own is for warm-up and recording, as torch asks for: nodes of autograd that wait for the stream
-    they were made on then wait for this one.
-
-    Args:
-        device: a CUDA device.
+    Warm-up and capture share one side stream, as torch requires: autograd nodes synchronize with the stream on which
+    they were created.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
 
     def warmup(self, work: Callable[[], None]) -> None:
-        """On the stream of the recording, which waits for the current one, and that for it."""
+        """Run the work on the capture stream, synchronized with the current stream before and after."""
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
@@ -52,27 +49,27 @@ class CudaRecorder:
         current.wait_stream(self._stream)
 
     def record(self, work: Callable[[], None]) -> Recording:
-        """Capture, then replay: while it captures a GPU does nothing.
+        """Capture, then replay, because capturing executes nothing.
 
         Raises:
-            RuntimeError: CUDA cannot capture something of the work; a note says how to do without.
+            RuntimeError: CUDA cannot capture the work; a note names the option to switch off.
         """
-        # The trainer keeps garbage, and what it refers to would not be freed for the graph's pool.
+        # The trainer disables automatic collection; garbage would keep memory out of the graph's pool.
         gc.collect()
         graph = torch.cuda.CUDAGraph()
         try:
-            # Threads that pin batches or save checkpoints may allocate meanwhile; only this one may not wait.
+            # Threads that pin batches or save checkpoints may allocate during the capture.
             with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
                 work()
         except RuntimeError as error:
-            error.add_note("This pass was being recorded as a CUDA graph; compile.cuda_graphs=false trains without.")
+            error.add_note("This pass was being captured as a CUDA graph; compile.cuda_graphs=false trains without.")
             raise
         graph.replay()
-        return Recording(graph.replay, f"a CUDA graph whose memory pool holds {_held(graph) / 2**20:,.1f} MiB")
+        return Recording(graph.replay, f"a CUDA graph with a memory pool of {_pool_bytes(graph) / 2**20:,.1f} MiB")
 
 
-def _held(graph: torch.cuda.CUDAGraph) -> int:
-    """Bytes that the allocator keeps for a graph alone."""
+def _pool_bytes(graph: torch.cuda.CUDAGraph) -> int:
+    """Bytes in the graph's own memory pool."""
     pool = tuple(graph.pool())
     segments = torch.cuda.memory_snapshot()
-    return sum(it["total_size"] for it in segments if tuple(it.get("segment_pool_id", ())) == pool)
+    return sum(segment["total_size"] for segment in segments if tuple(segment.get("segment_pool_id", ())) == pool)

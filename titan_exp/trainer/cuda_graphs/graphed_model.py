@@ -1,7 +1,7 @@
-"""A model whose passes, forward and backward of a micro-batch, are recorded once and then replayed.
+"""CUDA-graphed model: forward and backward of a micro-batch, captured once and then replayed.
 
-Small models spend their time launching kernels. What varies between micro-batches lies at fixed addresses: tokens and
-labels, the number of predicted tokens, the loss, and gradients, which are therefore zeroed and not dropped.
+Avoids kernel launches, which dominate small models. Everything that varies between micro-batches is at fixed addresses:
+tokens and labels, token count, loss and gradients, which are zeroed instead of dropped.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,20 +19,13 @@ from titan_exp.trainer.forward_backward import EagerModel
 from titan_exp.trainer.objective.base import MetricSums, Objective, normalize_by_tokens, token_count
 
 WARMUP_STEPS = 3
-"""Passes before the one that is recorded: compilation, tuning and libraries' set-up happen in them."""
+"""Passes before the captured one, in which compilation, autotuning and library setup happen."""
 
 
 class GraphedModel(EagerModel):
-    """A model on one rank, its parameters plain tensors.
+    """A model on one rank with plain tensors as parameters, computing in `dtype`.
 
-    Micro-batches of another shape than the first one's are computed without the recording, and so is evaluation.
-
-    Args:
-        module: what computes; the same for every micro-batch of a shape, whatever the values.
-        objective: computes the loss.
-        mesh: of one rank.
-        recorder: of its device.
-        dtype: what it computes in.
+    Micro-batches of another shape than the first, and evaluation, run without the graph.
     """
 
     def __init__(
@@ -48,22 +41,22 @@ class GraphedModel(EagerModel):
         self._addresses: list[int] = []
 
     def forward_backward(self, batches: Sequence[Batch], tokens: int) -> Mapping[str, Tensor]:
-        """Micro-batches one after the other, each a replay once there is a recording.
+        """Run micro-batches in order, each a replay once a pass has been captured.
 
         Raises:
-            UserError: weights are no longer where they were recorded.
+            UserError: the optimizer has moved weights to other addresses.
         """
-        self._take_gradients_back()
-        self._require_same_places()
+        self._restore_gradients()
+        self._require_same_addresses()
         self._tokens.copy_(token_count(tokens, self._mesh.device))
         self._sums.reset()
         for batch in batches:
             self._one_pass(batch)
-        # The next step's replays write to the same address.
+        # Replays of the next step overwrite the originals.
         return {name: value.clone() for name, value in self._sums.values.items()}
 
     def loss_sum(self, batches: Sequence[Batch]) -> Tensor:
-        """Summed over the micro-batches, one after the other, none of them replayed."""
+        """Run micro-batches in order, without replay."""
         with self._weights.in_use():
             return super().loss_sum(batches)
 
@@ -71,7 +64,7 @@ class GraphedModel(EagerModel):
         if self._inputs is None:
             self._inputs = batch.map(lambda tensor: tensor.to(self._mesh.device, copy=True))
         inputs = self._inputs
-        if not _alike(inputs, batch):
+        if not _same_shape(inputs, batch):
             other = batch.to(self._mesh.device)
             self._recorder.warmup(lambda: self._compute(other))
             return
@@ -82,45 +75,46 @@ class GraphedModel(EagerModel):
         elif self._warmup_passes < WARMUP_STEPS:
             self._recorder.warmup(lambda: self._compute(inputs))
             self._warmup_passes += 1
-            self._gradients = [(it, it.grad) for it in self.parameters() if it.grad is not None]
+            self._gradients = [(weight, weight.grad) for weight in self.parameters() if weight.grad is not None]
         else:
-            self._addresses = self._places()
+            self._addresses = self._current_addresses()
             self._recording = self._recorder.record(lambda: self._compute(inputs))
             rows, length = inputs.tokens.shape
             get_logger().info(
-                "compile.cuda_graphs: after %d passes of %d × %d tokens, what follows replays the next one, %s",
-                *(WARMUP_STEPS, rows, length, self._recording.description),
+                "compile.cuda_graphs: captured the pass of %d × %d tokens after %d warm-up passes: %s",
+                *(rows, length, WARMUP_STEPS, self._recording.description),
             )
 
     def _compute(self, inputs: Batch) -> None:
-        """Recorded work: adds gradients and loss to the buffers."""
+        """Captured work: accumulate gradients and metrics in their buffers."""
         with self._weights.in_use():
             loss, metrics = normalize_by_tokens(self.objective, self._module, inputs, self._tokens)
             loss.backward()
         self._sums.add(metrics)
 
-    def _take_gradients_back(self) -> None:
-        """The optimizer has dropped gradients; their memory is kept here."""
+    def _restore_gradients(self) -> None:
+        """Attach the gradient buffers again, which the optimizer has detached, and zero them."""
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         if self._gradients:
             torch._foreach_zero_([gradient for _, gradient in self._gradients])
 
-    def _require_same_places(self) -> None:
-        if self._recording is not None and self._places() != self._addresses:
+    def _require_same_addresses(self) -> None:
+        if self._recording is not None and self._current_addresses() != self._addresses:
             raise UserError(
-                "compile.cuda_graphs=true replays what is done to weights where they were, and the optimizer has put "
-                "them elsewhere instead of changing them in place; compile.cuda_graphs=false trains with it."
+                "compile.cuda_graphs=true needs weights at fixed addresses, and the optimizer replaced them instead of "
+                "updating them in place. Use compile.cuda_graphs=false with this optimizer."
             )
 
-    def _places(self) -> list[int]:
+    def _current_addresses(self) -> list[int]:
         return [tensor.data_ptr() for tensor in (*self.parameters(), *self._module.buffers())]
 
 
 def _tensors(batch: Batch) -> Iterator[Tensor]:
-    yield from (it for it in (batch.tokens, batch.labels, batch.positions, batch.documents) if it is not None)
+    tensors = (batch.tokens, batch.labels, batch.positions, batch.documents)
+    yield from (tensor for tensor in tensors if tensor is not None)
 
 
-def _alike(one: Batch, other: Batch) -> bool:
-    given = [(it.positions is None, it.documents is None) for it in (one, other)]
-    return given[0] == given[1] and one.tokens.shape == other.tokens.shape
+def _same_shape(first: Batch, second: Batch) -> bool:
+    optional = [(batch.positions is None, batch.documents is None) for batch in (first, second)]
+    return optional[0] == optional[1] and first.tokens.shape == second.tokens.shape

@@ -19,7 +19,7 @@ class Loss(NamedTuple):
     total: Tensor
     """The differentiated loss, an fp32 scalar."""
     metrics: Mapping[str, Tensor]
-    """Detached scalars: `loss`, which is logged and evaluated, and one for every name in `Objective.metrics`."""
+    """Detached scalars: `loss`, which is logged and evaluated, and one per name in `Objective.metrics`."""
 
 
 class Objective(Protocol):
@@ -68,8 +68,8 @@ def normalize_by_tokens(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Run a micro-batch and return its share of the global mean loss and of each metric.
 
-    Dividing by the tokens of the global batch makes every sum of gradients, over micro-batches and ranks, the gradient
-    of the global mean, however tokens are distributed. `tokens` is a `token_count`.
+    Divided by the `token_count` of the global batch, gradients summed over micro-batches and ranks are those of the
+    global mean, whatever the distribution of tokens.
     """
     total, metrics = objective(module, batch, hidden)
     means = {name for name in metrics if objective.metrics.get(name, "mean") == "mean"}

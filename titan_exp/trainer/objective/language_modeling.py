@@ -18,7 +18,7 @@ from titan_exp.trainer.objective.base import Loss, Reduction
 
 @dataclass(frozen=True)
 class LanguageModeling:
-    """Cross-entropy of the next token. Subclasses override `loss`, and `metrics` for what it reports."""
+    """Next-token cross-entropy. Subclasses override `loss`, and `metrics` for what they report."""
 
     chunk_tokens: int | None = None
     """Tokens per chunk of logits; None computes all logits at once."""
@@ -47,14 +47,14 @@ class LanguageModeling:
     def compiled(self, backend: str) -> Self:
         """The same objective with compiled loss functions.
 
-        Shapes are static, one graph per chunk length: a dynamic graph would serve full chunks too, and slower.
+        Shapes are static, with one graph per chunk length, because a dynamic graph would slow full chunks down.
         """
         compile_ = partial(torch.compile, backend=backend, fullgraph=True, dynamic=False)
         return replace(self, loss_sum=compile_(self.loss_sum), chunk_loss=compile_(self.chunk_loss))
 
     @property
     def metrics(self) -> Mapping[str, Reduction]:
-        """Reports the z-loss term where it has a coefficient: the differentiated mean is `loss` plus it."""
+        """The z-loss term, if it has a coefficient: the differentiated mean is `loss` plus it."""
         return {"z_loss": "mean"} if self.z_loss else {}
 
     def count(self, batch: Batch) -> int:
@@ -74,8 +74,8 @@ class LanguageModeling:
                     labels=batch.labels,
                     chunk_tokens=self.chunk_tokens,
                     z_loss=self.z_loss,
-                    part=self.vocab_shard,
-                    of_chunk=self.chunk_loss,
+                    shard=self.vocab_shard,
+                    chunk_fn=self.chunk_loss,
                 ),
             )
         )

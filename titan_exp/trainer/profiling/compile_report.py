@@ -8,76 +8,76 @@ from typing import NamedTuple
 from titan_exp.tracking.logging import get_logger
 from titan_exp.trainer.profiling.compile_cache import VARIABLE
 
-MOST_WARNINGS = 3
+MAX_WARNINGS = 3
 """Maximum number of warnings per run."""
 
 
 class CompileReport:
-    """Watches torch's own account of compilation, that of this process.
+    """Logs compilation in this process, from torch's counters.
 
-    Compiling is expected in the first step and the first evaluation of an attempt. Later it means that shapes or
-    settings change while the run continues.
+    Compilation is expected in the first step and the first evaluation of an attempt. Later it means that shapes or
+    settings changed.
     """
 
     def __init__(self) -> None:
         self._since = time.perf_counter()
-        self._before = _Account.read()
+        self._before = _Counters.read()
         self._read_at = time.time()
         self._begun: set[str] = set()
         self._warnings = 0
 
-    def after(self, what: str, step: int) -> None:
-        """Say what was compiled since the last call, all of it for `what` ("step" or "evaluation") at `step`."""
-        now, first = _Account.read(), what not in self._begun
+    def after(self, phase: str, step: int) -> None:
+        """Log compilation since the last call, attributed to `phase` ("step" or "evaluation") of `step`."""
+        now, first = _Counters.read(), phase not in self._begun
         seconds = now.seconds - self._before.seconds
         if seconds > 0 and first:
-            self._say_first(what, seconds, now)
+            self._log_first(phase, seconds, now)
         elif seconds > 0:
-            self._warn(what, step, seconds)
-        self._begun.add(what)
+            self._warn(phase, step, seconds)
+        self._begun.add(phase)
         self._before, self._read_at = now, time.time()
 
-    def _say_first(self, what: str, seconds: float, now: "_Account") -> None:
+    def _log_first(self, phase: str, seconds: float, now: "_Counters") -> None:
         graphs, cached = now.graphs - self._before.graphs, now.cached - self._before.cached
-        of = f" of {time.perf_counter() - self._since:.1f} s" if what == "step" else ""
-        # Backends that generate no code keep none.
+        total = f" of {time.perf_counter() - self._since:.1f} s" if phase == "step" else ""
+        # Backends without code generation have no cache.
         found = f"; {cached} of {graphs} graphs were found in {os.environ.get(VARIABLE)}" if graphs else ""
-        get_logger().info("first %s: compilation took %.1f s%s%s", what, seconds, of, found)
+        get_logger().info("first %s: compilation took %.1f s%s%s", phase, seconds, total, found)
 
-    def _warn(self, what: str, step: int, seconds: float) -> None:
+    def _warn(self, phase: str, step: int, seconds: float) -> None:
         self._warnings += 1
-        if self._warnings > MOST_WARNINGS:
+        if self._warnings > MAX_WARNINGS:
             return
         text = (
-            "compiled again in the %s at step %d, which took %.1f s: %s. TORCH_LOGS=recompiles names every reason; "
-            "compile=none compiles nothing%s"
+            "recompiled in the %s at step %d, which took %.1f s: %s. TORCH_LOGS=recompiles logs every reason; "
+            "compile=none disables compilation%s"
         )
-        last = "; this is not said again" if self._warnings == MOST_WARNINGS else ""
-        get_logger().warning(text, what, step, seconds, _reasons(self._read_at) or "no reason is known", last)
+        last = "; further recompilations are not logged" if self._warnings == MAX_WARNINGS else ""
+        get_logger().warning(text, phase, step, seconds, _reasons(self._read_at) or "no reason is known", last)
 
 
-class _Account(NamedTuple):
-    """Totals of this process."""
+class _Counters(NamedTuple):
+    """Compilation counters of this process."""
 
     seconds: float = 0.0
     graphs: int = 0
     cached: int = 0
 
     @staticmethod
-    def read() -> "_Account":
+    def read() -> "_Counters":
         # Importing the compiler takes seconds: if it is not imported, nothing was compiled.
         if "torch._dynamo.utils" not in sys.modules:
-            return _Account()
+            return _Counters()
         from torch._dynamo.utils import calculate_time_spent, counters
 
         seconds = calculate_time_spent()["total_wall_time"]
         inductor = counters["inductor"]
         cached, compiled = inductor["fxgraph_cache_hit"], inductor["fxgraph_cache_miss"]
-        return _Account(seconds, cached + compiled + inductor["fxgraph_cache_bypass"], cached)
+        return _Counters(seconds, cached + compiled + inductor["fxgraph_cache_bypass"], cached)
 
 
 def _reasons(since: float) -> str:
-    """Why guards failed, each reason once, without the number of the compiled frame before it."""
+    """Distinct reasons of guard failures, without frame numbers."""
     from torch._dynamo.utils import get_compilation_metrics
 
     found = [

@@ -7,7 +7,7 @@ from typing import Literal
 Kind = Literal["gemm", "attention", "communication", "optimizer", "other"]
 
 KINDS: tuple[Kind, ...] = ("gemm", "attention", "communication", "optimizer", "other")
-"""In the order in which summaries list them."""
+"""Categories in the order of the summary."""
 
 TITLES: dict[Kind, str] = {
     "gemm": "GEMM",
@@ -16,9 +16,9 @@ TITLES: dict[Kind, str] = {
     "optimizer": "optimizer and clipping",
     "other": "elementwise and other",
 }
-"""How a person reads them."""
+"""Category titles."""
 
-# The first pattern that is found decides. Of a name that says two things ("flash_fwd ... gemm") the rarer comes first.
+# The first match decides, so that rarer categories come first ("flash_fwd ... gemm").
 TABLE: tuple[tuple[Kind, str], ...] = (
     # NCCL's and gloo's own, c10d's operators, functional collectives, FSDP2's copies in and out of its buffers.
     ("communication", r"nccl|gloo:|c10d::|c10d_functional|record_param_comms|one_shot_all_reduce|two_shot_all_reduce"),
@@ -43,12 +43,12 @@ TABLE: tuple[tuple[Kind, str], ...] = (
     ("gemm", r"_scaled_grouped_mm|_int_mm|_addmm_activation|mkl_linear|mkldnn_linear|onednn|linear_pointwise"),
     ("gemm", r"gemm|nvjet|cutlass|xmma|cublas|splitKreduce|triton_(tem|mm)_|_mm_|\bmm_|Cijk_|_scaled_mm"),
 )
-"""A kind and a regular expression that is searched for in a name."""
+"""Categories with regular expressions, searched in the name."""
 
 
 @cache
 def kind_of(name: str) -> Kind:
-    """The kind of work of a kernel, an operator or an annotation called `name`; `other` where nothing in it says."""
+    """Category of a kernel, operator or annotation by its name."""
     for kind, pattern in TABLE:
         if re.search(pattern, name):
             return kind

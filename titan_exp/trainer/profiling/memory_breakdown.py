@@ -8,60 +8,54 @@ import torch
 from torch import Tensor, nn
 
 from titan_exp.ops.local_tensor import local_tensor
+from titan_exp.tracking.number_format import format_bytes
 
-GIB = 1024**3
 LARGEST = 5
-"""Tensors, or places of allocation, listed of each consumer."""
+"""Number of tensors, or allocation sites, listed per consumer."""
 
 
 @dataclass(frozen=True)
 class Consumer:
-    """A use of memory."""
+    """A consumer of memory."""
 
     name: str
-    """What for: `weights`, `gradients`, `optimizer state`, `everything else`."""
+    """`weights`, `gradients`, `optimizer state` or `everything else: ...`."""
     size: int
     """Bytes on this rank."""
     largest: tuple[tuple[str, int], ...] = ()
-    """The largest parts of it, with their bytes."""
+    """Its largest tensors or allocation sites, with their bytes."""
 
 
 @dataclass(frozen=True)
-class MemoryAccount:
-    """Memory in use on one rank now."""
+class MemoryBreakdown:
+    """Memory currently in use on one rank, in bytes."""
 
     device: str
     """`cuda`: the allocator's memory; `cpu`: the resident set of the process."""
     used: int
-    """Bytes in use."""
+    """Allocated memory."""
     reserved: int
-    """Bytes that the allocator has of the device; on a CPU the same as `used`."""
+    """Memory that the allocator holds; the same as `used` on a CPU."""
     capacity: int
-    """Bytes of the device, or of the machine."""
+    """Memory of the device or machine."""
     consumers: tuple[Consumer, ...]
-    """The largest first."""
+    """Consumers, largest first."""
 
     def text(self) -> str:
-        """For reading."""
-        what = "allocated on the device" if self.device == "cuda" else "resident in this process"
-        reserved = f", {gib(self.reserved)} reserved" if self.device == "cuda" else ""
-        lines = [f"{gib(self.used)} {what}{reserved}, of {gib(self.capacity)}", ""]
+        """A table of consumers."""
+        kind = "allocated on the device" if self.device == "cuda" else "resident in this process"
+        reserved = f", {format_bytes(self.reserved)} reserved" if self.device == "cuda" else ""
+        lines = [f"{format_bytes(self.used)} {kind}{reserved}, of {format_bytes(self.capacity)}", ""]
         for consumer in self.consumers:
-            lines.append(f"{gib(consumer.size):>12}  {consumer.name}")
-            lines += [f"{'':14}{gib(size):>12}  {name}" for name, size in consumer.largest]
+            lines.append(f"{format_bytes(consumer.size):>12}  {consumer.name}")
+            lines += [f"{'':14}{format_bytes(size):>12}  {name}" for name, size in consumer.largest]
         return "\n".join(lines) + "\n"
 
 
-def memory_account(
+def memory_breakdown(
     device: torch.device, parts: Sequence[nn.Module] = (), optimizer: torch.optim.Optimizer | None = None
-) -> MemoryAccount:
-    """Count this rank's memory.
-
-    Args:
-        device: what trains.
-        parts: the model, or its parts on this rank; none where it is only being built.
-        optimizer: over its parameters.
-    """
+) -> MemoryBreakdown:
+    """Break down this rank's memory. Without `parts`, while the model is being built, it names no weights."""
     named = {name: parameter for part in parts for name, parameter in part.named_parameters()}
     states: dict[str, Tensor] = {}
     if optimizer is not None:
@@ -73,23 +67,18 @@ def memory_account(
     buffers = {name: buffer for part in parts for name, buffer in part.named_buffers()}
     known = [
         _consumer("weights", {**named, **buffers}, device),
-        _consumer("gradients", {name: each.grad for name, each in named.items() if each.grad is not None}, device),
+        _consumer("gradients", {name: p.grad for name, p in named.items() if p.grad is not None}, device),
         _consumer("optimizer state", states, device),
     ]
     used, reserved, capacity = _in_use(device)
     rest = max(0, used - sum(consumer.size for consumer in known))
-    what = "activations, gathered weights, buffers of kernels and collectives"
+    others = "activations, gathered weights, buffers of kernels and collectives"
     if device.type == "cpu":
-        what = "activations, data, Python, torch's own code and what the allocator keeps"
-    known.append(Consumer(f"everything else: {what}", rest, _blocks(device)))
-    return MemoryAccount(
+        others = "activations, data, Python, torch's code and cached blocks of the allocator"
+    known.append(Consumer(f"everything else: {others}", rest, _blocks(device)))
+    return MemoryBreakdown(
         device.type, used, reserved, capacity, tuple(sorted(known, key=lambda consumer: -consumer.size))
     )
-
-
-def gib(size: float) -> str:
-    """Bytes for reading."""
-    return f"{size / GIB:.2f} GiB" if size >= GIB / 100 else f"{size / 2**20:.2f} MiB"
 
 
 def _consumer(name: str, tensors: dict[str, Tensor], device: torch.device) -> Consumer:
@@ -107,28 +96,28 @@ def _in_use(device: torch.device) -> tuple[int, int, int]:
 
 
 def _blocks(device: torch.device) -> tuple[tuple[str, int], ...]:
-    """The largest blocks of the device, weights included, by where they were allocated as far as that was recorded."""
+    """The largest blocks of the device, weights included, by recorded allocation site."""
     if device.type != "cuda":
         return ()
     found: dict[str, list[int]] = {}
     for segment in torch.cuda.memory_snapshot():
         for block in segment["blocks"]:
             if block["state"] == "active_allocated":
-                found.setdefault(_place(block.get("frames", ())), []).append(block["size"])
+                found.setdefault(_site(block.get("frames", ())), []).append(block["size"])
     ordered = sorted(found.items(), key=lambda item: -sum(item[1]))[:LARGEST]
-    return tuple((f"{len(sizes)} blocks {place}", sum(sizes)) for place, sizes in ordered)
+    return tuple((f"{len(sizes)} blocks {site}", sum(sizes)) for site, sizes in ordered)
 
 
-def _place(frames: Iterable[dict[str, object]]) -> str:
+def _site(frames: Iterable[dict[str, object]]) -> str:
     ours = [frame for frame in frames if "titan_exp" in str(frame.get("filename"))]
-    shown = [f"{str(it['filename']).rpartition('/')[2]}:{it['line']} in {it['name']}" for it in ours[:2]]
-    return f"allocated at {', from '.join(shown)}" if shown else "of which nothing was recorded (profiling.memory_step)"
+    shown = [f"{str(frame['filename']).rpartition('/')[2]}:{frame['line']} in {frame['name']}" for frame in ours[:2]]
+    return f"allocated at {', from '.join(shown)}" if shown else "without recorded stack (profiling.memory_step)"
 
 
 def _bytes(tensor: Tensor) -> int:
     local = local_tensor(tensor)
-    # Low-precision moments are tensor subclasses around several plain ones.
+    # Low-precision moments are tensor subclasses of several plain tensors.
     if hasattr(local, "__tensor_flatten__"):
-        names, _ = local.__tensor_flatten__()  # type: ignore[operator]  # the subclass's own
+        names, _ = local.__tensor_flatten__()  # type: ignore[operator]  # a method of the subclass
         return sum(_bytes(getattr(local, name)) for name in names)
     return local.untyped_storage().nbytes() if local.device.type != "meta" else 0

@@ -1,7 +1,4 @@
-"""Time shares of overlapping spans: each instant counts for what runs then, with hidden communication apart.
-
-Pure arithmetic on intervals, in any unit of time; what the spans are is `trainer.profile_summary`'s business.
-"""
+"""Time shares of overlapping spans, with hidden and exposed communication apart; arithmetic in any unit of time."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -12,34 +9,32 @@ from titan_exp.trainer.profiling.kernel_categories import KINDS, Kind
 
 @dataclass(frozen=True)
 class Span:
-    """Something that ran."""
+    """A kernel, operator or annotation on a timeline."""
 
     name: str
-    """Kernel, operator or annotation."""
+    """Name in the profile."""
     kind: Kind
-    """What it does, by its name."""
+    """Category, by name."""
     begin: float
-    """When it began."""
+    """Start time."""
     end: float
-    """When it ended."""
+    """End time."""
     lane: object
-    """Thread or stream; spans of a lane lie within each other or apart."""
+    """Thread or stream; spans of a lane are nested or disjoint."""
     runs: bool = True
-    """Whether the lane works while nothing lies within this span; an annotation on a stream says only whose the
-    kernels are."""
+    """True if the span is work; False for an annotation, which only gives its category to the spans inside it."""
 
 
 @dataclass(frozen=True)
 class TimeShares:
-    """Time shares of a window; the five kinds and `idle` add up to it."""
+    """Time shares of a window; the five categories and `idle` add up to it."""
 
     window: float
     """Length of the window."""
     spent: dict[Kind, float]
-    """Time by kind. Of communication only what is exposed: nothing else ran meanwhile. Instants at which several
-    lanes compute are divided evenly among them."""
+    """Time by category. Communication counts only where exposed; lanes that compute at once share the time evenly."""
     hidden: float
-    """Time of communication while something else computed, which is counted there."""
+    """Time of communication that overlapped with computation."""
     idle: float
     """Time in which nothing ran."""
 
@@ -52,12 +47,7 @@ class _Segment:
 
 
 def time_shares(spans: Iterable[Span], window: tuple[float, float]) -> TimeShares:
-    """Divide a window among what ran in it.
-
-    Args:
-        spans: in any order; what lies outside the window is cut off.
-        window: its begin and end.
-    """
+    """Divide a window, given by its begin and end, among the spans in it; spans are clipped to the window."""
     first, last = window
     events: list[tuple[float, int, Kind]] = []
     for segment in innermost(spans):
@@ -71,12 +61,10 @@ def time_shares(spans: Iterable[Span], window: tuple[float, float]) -> TimeShare
     now = first
     for when, change, kind in sorted(events):
         length, now = when - now, when
-        computing: dict[Kind, int] = {
-            each: count for each, count in running.items() if count and each != "communication"
-        }
+        computing: dict[Kind, int] = {name: n for name, n in running.items() if n and name != "communication"}
         total = sum(computing.values())
-        for each, count in computing.items():
-            spent[each] += length * count / total
+        for name, count in computing.items():
+            spent[name] += length * count / total
         if running["communication"] and computing:
             hidden += length
         elif running["communication"]:
@@ -88,10 +76,7 @@ def time_shares(spans: Iterable[Span], window: tuple[float, float]) -> TimeShare
 
 
 def innermost(spans: Iterable[Span]) -> list[_Segment]:
-    """Segments of each lane in which one innermost span runs.
-
-    A span of kind `other` within another one is part of that one's work: a copy inside a matmul is the matmul's.
-    """
+    """Segments of each lane by the category of the innermost span; `other` spans take the category around them."""
     lanes: dict[object, list[Span]] = defaultdict(list)
     for span in spans:
         lanes[span.lane].append(span)
@@ -99,13 +84,13 @@ def innermost(spans: Iterable[Span]) -> list[_Segment]:
 
 
 def _flat(lane: Sequence[Span]) -> list[_Segment]:
-    """Spans of a lane without nesting: the innermost span at each instant."""
+    """Flatten the nested spans of a lane."""
     segments: list[_Segment] = []
     open_spans: list[tuple[float, Kind, bool]] = []  # end, kind, runs
     now = 0.0
 
     def until(when: float) -> None:
-        """Give the time up to `when` to what is open, innermost first."""
+        """Assign the time up to `when` to the open spans, innermost first."""
         nonlocal now
         while open_spans and open_spans[-1][0] <= when:
             end, kind, runs = open_spans.pop()
@@ -116,11 +101,11 @@ def _flat(lane: Sequence[Span]) -> list[_Segment]:
             segments.append(_Segment(now, when, open_spans[-1][1]))
         now = max(now, when)
 
-    for span in sorted(lane, key=lambda each: (each.begin, -each.end)):
+    for span in sorted(lane, key=lambda span: (span.begin, -span.end)):
         until(span.begin)
         outer = open_spans[-1] if open_spans else None
         kind: Kind = outer[1] if outer is not None and outer[1] != "other" else span.kind
-        # Clocks round: what claims to outlast that within which it began ends with it.
+        # Clocks round: a span cannot outlast the span around it.
         open_spans.append((span.end if outer is None else min(span.end, outer[0]), kind, span.runs))
     until(max((span.end for span in lane), default=0.0))
     return segments

@@ -1,32 +1,66 @@
-"""A window of steps recorded by torch's profiler: a trace file and a summary for each rank."""
+"""Profile a window of steps with torch's profiler: a trace file and a summary per rank."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from titan_exp.config.groups.tracking import ProfilingConfig
+from titan_exp.config.layout.pipeline_schedules import Action
+from titan_exp.parallel.step_observer import StepObserver, observe_steps
 from titan_exp.tracking.logging import get_logger
-from titan_exp.trainer.profiling.trace_summary import summarize_profile
+from titan_exp.trainer.profiling.trace_summary import PHASE, summarize_profile
+
+
+class PhaseMarker(StepObserver):
+    """Marks micro-batches, pipeline actions, gradient reduction and optimizer as ranges of the trace."""
+
+    def __init__(self) -> None:
+        self._range: record_function | None = None
+
+    def microbatch_begin(self, index: int) -> None:
+        """Mark forward and backward of a micro-batch."""
+        self._begin(f"micro-batch {index}")
+
+    def action_begin(self, action: Action) -> None:
+        """Mark a pipeline action: its kind, stage and micro-batch."""
+        self._begin(f"{action.kind} stage {action.stage} micro-batch {action.microbatch}")
+
+    def action_end(self, action: Action, result: Tensor | None) -> None:
+        """Leave the communication between actions unmarked."""
+        self.end()
+
+    def stage_reduction_begin(self, stage: int) -> None:
+        """Mark the gradient reduction of a pipeline stage."""
+        self._begin(f"reduce gradients of stage {stage}")
+
+    def gradients_ready(self, parts: object) -> None:
+        """Mark clipping and the optimizer."""
+        self._begin("clip and optimizer")
+
+    def end(self) -> None:
+        """End the current range."""
+        if self._range is not None:
+            self._range.__exit__(None, None, None)
+        self._range = None
+
+    def _begin(self, phase: str) -> None:
+        self.end()
+        self._range = record_function(PHASE + phase)
+        self._range.__enter__()
 
 
 class ProfileWindow:
-    """Records the steps that the configuration names; costs nothing outside them.
+    """Profiles the steps of `profiling.start` and `profiling.steps`, counted from the first step of this attempt."""
 
-    Args:
-        config: the window.
-        folder: the run's `traces/` folder.
-        rank: number of this process.
-        first_step: step after which this attempt starts; the window counts from there.
-        device: what trains.
-    """
-
-    def __init__(
-        self, config: ProfilingConfig, folder: Path, *, rank: int, first_step: int, device: torch.device
-    ) -> None:
-        self.config, self.folder, self.rank, self.device = config, folder, rank, device
+    def __init__(self, config: ProfilingConfig, folder: Path, device: torch.device, *, first_step: int) -> None:
+        self.config, self.folder, self.rank, self.device = config, folder, dist.get_rank(), device
         self.first = first_step + config.start
         self._profiler: profile | None = None
+        self._stack = ExitStack()
 
     def before(self, step: int) -> None:
         """Called before each step."""
@@ -36,16 +70,21 @@ class ProfileWindow:
                 activities.append(ProfilerActivity.CUDA)
             self._profiler = profile(activities=activities, record_shapes=True, profile_memory=True, acc_events=True)
             self._profiler.start()
+        if self._profiler is not None:
+            marker = PhaseMarker()
+            self._stack.callback(marker.end)
+            self._stack.enter_context(observe_steps(marker))
 
     def after(self, step: int) -> None:
         """Called after each step."""
+        self._stack.close()
         if self._profiler is not None and step >= self.first + self.config.steps:
             profiler, self._profiler = self._profiler, None
             profiler.stop()
             try:
                 self._write(profiler, step)
             except OSError as error:
-                # What watches a run must not end it.
+                # A failing instrument does not end a run.
                 get_logger().error("the trace cannot be written to %s (%s)", self.folder, error.strerror or error)
 
     def _write(self, profiler: profile, step: int) -> None:

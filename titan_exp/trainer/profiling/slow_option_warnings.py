@@ -1,58 +1,52 @@
-"""No option is slower than leaving it off without the log saying so: at the start, and where memory is left over."""
+"""Log options that cost speed: at the start of a run, and when much device memory stays unused."""
 
 import torch
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.tracking.logging import get_logger
-from titan_exp.tracking.memory_stats import GIB
+from titan_exp.tracking.number_format import GIB
 from titan_exp.trainer.profiling.slow_options import slower_options
 
-TO_SPARE = 0.5
-"""Share of a device's memory that is not even reserved, from which on options that save memory are named."""
+SPARE_SHARE = 0.5
+"""Share of the device's memory that must be unreserved before options that save memory are named."""
 
 
-def note_slower(experiment: Experiment) -> None:
-    """Say which options of a run cost speed, a line for each."""
-    for words in slower_options(experiment):
-        get_logger().info("slower than without: %s", words)
+def log_slow_options(experiment: Experiment) -> None:
+    """Log each option of a run that costs speed."""
+    for option in slower_options(experiment):
+        get_logger().info("slower than without: %s", option)
 
 
-class MemoryToSpare:
-    """Says once that options which save memory at the price of time may not be needed.
+class SpareMemory:
+    """Logs once that options which trade time for memory may not be needed; on CUDA only."""
 
-    Args:
-        experiment: the run.
-        device: of this rank; on a CPU nothing is known, and nothing said.
-    """
-
-    def __init__(self, experiment: Experiment, device: torch.device) -> None:
-        self._options = saving_options(experiment)
+    def __init__(self, options: str, device: torch.device) -> None:
+        self._options = options
         self._total = torch.cuda.get_device_properties(device).total_memory / GIB if device.type == "cuda" else None
 
-    def see(self, reserved: float | None) -> None:
-        """Judge the largest amount that was reserved since the last row, in GiB; None is unknown."""
+    def check(self, reserved: float | None) -> None:
+        """Check the peak of reserved memory since the last row, in GiB."""
         if self._total is None or reserved is None or not self._options:
             return
-        if reserved < (1 - TO_SPARE) * self._total:
+        if reserved < (1 - SPARE_SHARE) * self._total:
             get_logger().info(
-                "slower than without, perhaps: %s; of %.0f GiB at most %.1f were in use",
+                "slower than without, perhaps: %s; at most %.1f of %.0f GiB were in use",
                 self._options,
-                self._total,
                 reserved,
+                self._total,
             )
         self._options = ""
 
 
 def saving_options(experiment: Experiment) -> str:
-    """Those in use, each with what it costs; empty where there is none."""
+    """Options in use that trade time for memory, each with its cost; empty if none."""
     found = []
     mode = experiment.activation_checkpoint.mode
     if mode != "none":
-        found.append(
-            f"activation_checkpoint.mode={mode} computes again what backward needs (activation_checkpoint=none)"
-        )
+        found.append(f"activation_checkpoint.mode={mode} recomputes activations (activation_checkpoint=none)")
     if experiment.parallelism.cpu_offload:
         found.append(
-            "parallelism.cpu_offload=true moves weights and gradients to and fro (parallelism.cpu_offload=false)"
+            "parallelism.cpu_offload=true copies weights and gradients to and from the CPU "
+            "(parallelism.cpu_offload=false)"
         )
     return ", ".join(found)

@@ -1,38 +1,58 @@
-"""Options in use that cost speed, as far as the configuration tells: what a run's log says of itself."""
+"""Options of a configuration that cost speed, each with a faster alternative, for the log."""
 
 from collections.abc import Iterator
 
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.groups.optimizer import AdamWConfig
+from titan_exp.config.groups.model import ModelConfig
+from titan_exp.config.groups.optimizer import AdamWConfig, OptimizerConfig
+from titan_exp.config.groups.quantization import QuantizationConfig
 from titan_exp.config.layout.resolved_layout import SMALLEST_GEMM
 from titan_exp.config.machine.attention_backends import HEAD_SIZES
 from titan_exp.config.machine.devices import device_type, node_size
 from titan_exp.models.spec.lookup import attention_backend, model_spec
 
-WITHOUT_CODE = ("aot_eager", "eager")
-"""Backends of torch.compile that generate none."""
+NO_CODEGEN_BACKENDS = ("aot_eager", "eager")
+"""Backends of torch.compile that generate no code."""
 
 
 def slower_options(experiment: Experiment) -> Iterator[str]:
-    """Each option that is slower than leaving it off, why, and what is faster; its layout is resolved.
+    """Options that are slower than leaving them off, each with the reason and the faster value.
 
-    Only what is known without a measurement: by how much is not said.
+    Lists only options known to be slower without a measurement. The layout must be resolved.
     """
-    for found in (_optimizer, _quantization, _attention, _elsewhere):
-        yield from found(experiment)
+    cuda = device_type(experiment.cluster) == "cuda"
+    yield from _optimizer(experiment.optimizer, cuda=cuda)
+    yield from _quantization(experiment.quantization, experiment.model, cuda=cuda)
+    unmasked_bf16 = experiment.training.mixed_precision == "bf16" and not experiment.data.document_mask
+    yield from _attention(experiment.model, flash=cuda and unmasked_bf16)
+    compile_, parallelism = experiment.compile, experiment.parallelism
+    if compile_.enabled and compile_.backend in NO_CODEGEN_BACKENDS:
+        yield f"compile.backend={compile_.backend} generates no code; compile=none, or compile.backend=inductor"
+    if compile_.cuda_graphs:
+        yield (
+            "compile.cuda_graphs=true, unless launching kernels takes longer than running them: gradients are zeroed "
+            "and accumulated, one more pass over memory per step; compile.cuda_graphs=false"
+        )
+    if experiment.training.deterministic:
+        yield "training.deterministic=true excludes faster kernels; training.deterministic=false"
+    size = node_size(experiment.cluster, parallelism.tp)
+    if parallelism.tp > size:
+        yield (
+            f"parallelism.tp={parallelism.tp} exchanges activations between nodes of {size}, several times per block; "
+            f"parallelism.tp={size} or less stays within a node"
+        )
 
 
-def _optimizer(experiment: Experiment) -> Iterator[str]:
-    optimizer = experiment.optimizer
+def _optimizer(optimizer: OptimizerConfig, *, cuda: bool) -> Iterator[str]:
     if not isinstance(optimizer, AdamWConfig) or optimizer.name != "adamw" or optimizer.implementation == "triton":
         return
     if optimizer.state_precision != "fp32":
-        faster = "optimizer.state_precision=fp32 takes a fused kernel"
-        if optimizer.state_precision == "bf16" and device_type(experiment.cluster) == "cuda":
-            faster += ", optimizer.implementation=triton one with these moments"
+        faster = "optimizer.state_precision=fp32 has a fused kernel"
+        if optimizer.state_precision == "bf16" and cuda:
+            faster += ", and so has optimizer.implementation=triton with bf16 moments"
         yield (
-            f"optimizer.state_precision={optimizer.state_precision} updates one parameter after the other, in several "
-            f"passes over memory; {faster}"
+            f"optimizer.state_precision={optimizer.state_precision} updates parameters one by one, in several passes "
+            f"over memory; {faster}"
         )
     elif optimizer.implementation != "fused":
         yield (
@@ -41,56 +61,36 @@ def _optimizer(experiment: Experiment) -> Iterator[str]:
         )
 
 
-def _quantization(experiment: Experiment) -> Iterator[str]:
-    config, spec = experiment.quantization, model_spec(experiment.model)
+def _quantization(config: QuantizationConfig, model: ModelConfig, *, cuda: bool) -> Iterator[str]:
     if config.recipe == "none":
         return
-    if config.emulate is True or device_type(experiment.cluster) == "cpu":
+    if config.emulate is True or not cuda:
         yield (
-            f"quantization.recipe={config.recipe} is emulated: numbers are rounded, and multiplied in fp32; "
+            f"quantization.recipe={config.recipe} is emulated: numbers are rounded and multiplied in fp32; "
             "quantization=none"
         )
         return
+    spec = model_spec(model)
     small = [
         name
         for name, linear in (() if spec is None else spec.linears())
-        if config.quantizes(name, linear.inputs, linear.outputs, layers=experiment.model.layers)
+        if config.quantizes(name, linear.inputs, linear.outputs, layers=model.layers)
         and min(linear.inputs, linear.outputs) < SMALLEST_GEMM
     ]
     if small:
         yield (
-            f"quantization.smallest_gemm={config.smallest_gemm} takes {len(small)} projections with fewer than "
-            f"{SMALLEST_GEMM} inputs or outputs, where casts have been seen to cost more than float8 gains; "
+            f"quantization.smallest_gemm={config.smallest_gemm} quantizes {len(small)} linears with fewer than "
+            f"{SMALLEST_GEMM} inputs or outputs, where casts have cost more than float8 gained; "
             f"quantization.smallest_gemm={SMALLEST_GEMM}"
         )
 
 
-def _attention(experiment: Experiment) -> Iterator[str]:
-    backend, field = attention_backend(experiment.model), "model.attention_backend"
+def _attention(model: ModelConfig, *, flash: bool) -> Iterator[str]:
+    backend, field = attention_backend(model), "model.attention_backend"
     if backend == "math":
         yield f"{field}=math holds the scores of all pairs of tokens in memory; {field}=auto"
-    plain = experiment.training.mixed_precision == "bf16" and not experiment.data.document_mask
-    spec = model_spec(experiment.model)
+    spec = model_spec(model)
     attention = None if spec is None else spec.attention
     fits = attention is not None and HEAD_SIZES["flash"].takes(attention.qk_dim)
-    if backend == "efficient" and plain and fits and device_type(experiment.cluster) == "cuda":
-        yield f"{field}=efficient is for fp32 and for masks, of which there are none here; {field}=auto"
-
-
-def _elsewhere(experiment: Experiment) -> Iterator[str]:
-    compile_, parallelism = experiment.compile, experiment.parallelism
-    if compile_.enabled and compile_.backend in WITHOUT_CODE:
-        yield f"compile.backend={compile_.backend} generates no code; compile=none, or compile.backend=inductor"
-    if compile_.cuda_graphs:
-        yield (
-            "compile.cuda_graphs=true, unless launching kernels takes longer than running them: gradients are zeroed "
-            "and added to, one pass over memory more in each step; compile.cuda_graphs=false"
-        )
-    if experiment.training.deterministic:
-        yield "training.deterministic=true leaves out quicker kernels; training.deterministic=false"
-    size = node_size(experiment.cluster, parallelism.tp)
-    if parallelism.tp > size:
-        yield (
-            f"parallelism.tp={parallelism.tp} exchanges activations between nodes of {size}, several times in each "
-            f"block; parallelism.tp={size} or fewer stays within one"
-        )
+    if backend == "efficient" and flash and fits:
+        yield f"{field}=efficient serves fp32 and masks, and this run has neither; {field}=auto"

@@ -1,8 +1,8 @@
-"""Step times of a rank without waiting for other ranks: cheap clocks, no message of their own.
+"""Step times of a rank without waiting for other ranks, for straggler detection; no communication.
 
-In a step all ranks wait for each other, so that steps take all of them equally long. Measured is therefore what no
-other rank can make longer: waiting for data and the main thread's processor time in the step (on a CPU that is the
-computation; with a GPU, what launches its kernels), and how long the device takes for a small matmul.
+Ranks wait for each other in every step, so wall time is the same on all of them. Measured are times that other ranks
+cannot lengthen: data loading, processor time of the main thread (the computation on a CPU, kernel launches with a GPU),
+and a small matmul on the device.
 """
 
 import time
@@ -13,76 +13,72 @@ from dataclasses import dataclass
 import torch
 
 PROBE_SIZE = {"cpu": 128, "cuda": 2048}
-"""Rows and columns of the matrices that the probe multiplies: well under a millisecond."""
+"""Rows and columns of the probe's matrices: well under a millisecond."""
 PROBES = 4
-"""How often the probe multiplies; the quickest counts on a CPU, all but the first on a GPU."""
+"""Number of probe matmuls; the fastest counts on a CPU, the mean without the first on a GPU."""
 
 
 @dataclass(frozen=True)
 class OwnTimes:
-    """A rank's times since the row before, in seconds per step but for the last."""
+    """Times of a rank since the previous row, in seconds per step."""
 
     step: float
-    """Of a step by the host's clock, waiting included; logging, evaluation, checkpoints and exports are not."""
+    """Wall time of a step, without logging, evaluation, checkpoints and exports."""
     own: float
-    """Waiting for data, and processor time of the main thread in the training step."""
+    """Data loading plus processor time of the main thread."""
     data: float
-    """Of `own`: waiting for data."""
+    """Data loading, a part of `own`."""
     probe: float
-    """Seconds of one small matmul on the device, the same on every rank; 0 where none has been timed yet."""
+    """Seconds of the probe matmul; 0 before the first was timed."""
 
 
 class StepTimes:
-    """Clocks of this rank.
-
-    Args:
-        device: what trains.
-    """
+    """Clocks of this rank."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        self._forget()
+        self._reset()
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """For the time of the block this rank gets its batches."""
+        """Time the `with` block as data loading."""
         begin = time.perf_counter()
         yield
         self._data += time.perf_counter() - begin
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """For the time of the block this rank computes, and waits for others in collectives."""
+        """Time the processor in the `with` block, which also waits in collectives."""
         begin = time.thread_time()
         yield
         self._processor += time.thread_time() - begin
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step."""
         self._begun = time.perf_counter()
 
     def end(self) -> None:
-        """A step has ended."""
+        """End a step."""
         self._steps += 1
         self._wall += time.perf_counter() - self._begun
 
     def take(self) -> OwnTimes:
-        """The times since the last call; called where the device has just been waited for."""
+        """Times since the last call; called just after the device was synchronized."""
         steps = max(self._steps, 1)
         data, processor = self._data / steps, self._processor / steps
         times = OwnTimes(self._wall / steps, data + processor, data, self._probe())
-        self._forget()
+        self._reset()
         return times
 
-    def _forget(self) -> None:
+    def _reset(self) -> None:
         self._steps = 0
         self._wall = self._data = self._processor = 0.0
         self._begun = time.perf_counter()
 
     @torch.no_grad()
     def _probe(self) -> float:
-        """Seconds of the matmul; on a GPU those of the call before, so that no rank waits for it."""
+        """Seconds of the probe matmul; on a GPU those of the previous call, which needs no synchronization."""
         size = PROBE_SIZE[self._device.type]
         if self._device.type == "cpu":
             matrix, seconds = torch.ones(size, size), []

@@ -1,6 +1,6 @@
-"""A trace in twenty lines: which share of a window went to GEMMs, attention, communication, the optimizer, or nothing.
+"""Trace summary: time shares of GEMMs, attention, communication, optimizer and idle time in a profiled window.
 
-On CUDA it is the time of kernels on the device's streams; on a CPU that of operators, each without those within it.
+On CUDA the time of kernels on the device's streams; on a CPU the self time of operators.
 """
 
 import json
@@ -17,23 +17,25 @@ from titan_exp.trainer.profiling.kernel_categories import KINDS, TITLES, Kind, k
 from titan_exp.trainer.profiling.overlap import Span, TimeShares, time_shares
 
 LONGEST = 10
-"""Names that a summary lists."""
+"""Number of kernels or operators that a summary lists."""
+PHASE = "titan_exp: "
+"""Prefix of the ranges that mark phases of a step; they are no work of their own."""
 IDLE = {"cuda": "idle: no kernel ran", "cpu": "outside operators: Python, waiting"}
-"""What the rest of a window is."""
+"""Title of the idle share, by device."""
 
 
 @dataclass(frozen=True)
 class NamedTime:
-    """Total time of one kernel or operator in a window."""
+    """Total self time of one kernel or operator in a window."""
 
     name: str
-    """As the profiler has it."""
+    """Name in the profile."""
     kind: Kind
-    """What it does."""
+    """Category."""
     seconds: float
-    """Of the kernels themselves, or of the operators without those within them."""
+    """Self time."""
     calls: int
-    """How often."""
+    """Number of calls."""
 
 
 @dataclass(frozen=True)
@@ -41,22 +43,22 @@ class ProfileSummary:
     """Time shares of a window of steps on one rank."""
 
     device: str
-    """`cuda` or `cpu`: whose time it is."""
+    """`cuda` (kernels) or `cpu` (operators)."""
     first_step: int
     """First step of the window."""
     last_step: int
-    """Last step of it."""
+    """Last step of the window."""
     seconds: float
-    """Length of the window; recording makes steps longer, those with small operators most."""
+    """Length of the window; profiling slows steps, most of all those with small operators."""
     shares: dict[str, float]
-    """Of the window, by kind, and `idle`; they add up to 1. Communication is what is exposed."""
+    """Shares of the window by category, and `idle`; they add up to 1. Communication counts only where exposed."""
     hidden_communication: float
-    """Share of the window in which communication ran behind computation."""
+    """Share of the window in which communication overlapped with computation."""
     longest: tuple[NamedTime, ...]
-    """Names that took longest."""
+    """Kernels or operators with the longest self time."""
 
     def line(self) -> str:
-        """The shares on one line."""
+        """All shares on one line."""
         parts = [f"{TITLES[kind]} {_percent(self.shares[kind])}" for kind in KINDS]
         hidden = f", and {_percent(self.hidden_communication)} hidden" if self.hidden_communication else ""
         return (
@@ -64,25 +66,25 @@ class ProfileSummary:
         )
 
     def text(self) -> str:
-        """For reading: the shares, then the longest names."""
-        of = "kernels on the device" if self.device == "cuda" else "operators on the CPU, without those within them"
+        """A table of shares, then the longest kernels or operators."""
+        timed = "kernels on the device" if self.device == "cuda" else "operators on the CPU (self time)"
         lines = [
-            f"steps {self.first_step} to {self.last_step}: {self.seconds:.3f} s, by the time of {of}",
+            f"steps {self.first_step} to {self.last_step}: {self.seconds:.3f} s, by the time of {timed}",
             "",
             *(f"  {_percent(self.shares[kind]):>7}  {TITLES[kind]}" for kind in KINDS),
             f"  {_percent(self.shares['idle']):>7}  {IDLE[self.device]}",
             "",
-            f"Communication is what was exposed. Behind computation ran another {_percent(self.hidden_communication)}.",
+            f"Communication is exposed communication; another {_percent(self.hidden_communication)} overlapped.",
             "",
             *(
-                f"  {1e3 * each.seconds:10.3f} ms  {each.calls:6d} x  {TITLES[each.kind]:22s}  {each.name[:120]}"
-                for each in self.longest
+                f"  {1e3 * entry.seconds:10.3f} ms  {entry.calls:6d} x  {TITLES[entry.kind]:22s}  {entry.name[:120]}"
+                for entry in self.longest
             ),
         ]
         return "\n".join(lines) + "\n"
 
     def write(self, folder: Path, rank: int) -> Path:
-        """Write `summary-rank-*.txt` and `.json`; returns the former."""
+        """Write `summary-rank-*.txt` and `.json`; returns the path of the text file."""
         text = folder / f"summary-rank-{rank:05d}.txt"
         write_atomically(text, self.text(), durable=False)
         write_atomically(text.with_suffix(".json"), json.dumps(asdict(self), indent=1) + "\n", durable=False)
@@ -90,14 +92,7 @@ class ProfileSummary:
 
 
 def summarize_profile(profiler: profile, *, device: str, first_step: int, last_step: int) -> ProfileSummary:
-    """Summary of a stopped profiler's steps.
-
-    Args:
-        profiler: with CUDA's activities, where `device` is `cuda`.
-        device: whose time is divided.
-        first_step: first step of the window.
-        last_step: last step of it.
-    """
+    """Summarize a stopped profiler; for `device="cuda"` it must have recorded CUDA activities."""
     events = profiler.events() or []
     spans: list[Span] = []
     begin, end = float("inf"), 0.0
@@ -108,12 +103,13 @@ def summarize_profile(profiler: profile, *, device: str, first_step: int, last_s
             begin, end = min(begin, start), max(end, stop)
         if on_device != (device == "cuda"):
             continue
-        # What is asynchronous on a CPU (gloo's transfers) lies within nothing: a lane of its own.
+        # Asynchronous events on a CPU (gloo's transfers) are not nested: each gets its own lane.
         lane = (
             number if event.is_async else (event.device_index, event.device_resource_id if on_device else event.thread)
         )
         annotation = on_device and bool(getattr(event, "is_user_annotation", False))
-        spans.append(Span(event.name, kind_of(event.name), start, stop, lane, runs=not annotation))
+        runs = not annotation and not event.name.startswith(PHASE)
+        spans.append(Span(event.name, kind_of(event.name), start, stop, lane, runs=runs))
     window = (begin, end) if spans else (0.0, 0.0)
     return summary_of(spans, window, device=device, first_step=first_step, last_step=last_step)
 
@@ -121,7 +117,7 @@ def summarize_profile(profiler: profile, *, device: str, first_step: int, last_s
 def summary_of(
     spans: Sequence[Span], window: tuple[float, float], *, device: str, first_step: int, last_step: int
 ) -> ProfileSummary:
-    """The summary of spans in microseconds."""
+    """Summarize spans and a window in microseconds."""
     found: TimeShares = time_shares(spans, window)
     length = found.window or 1.0
     shares: dict[str, float] = {kind: spent / length for kind, spent in found.spent.items()}
@@ -146,7 +142,7 @@ def _longest(spans: Sequence[Span]) -> list[NamedTime]:
             lanes[span.lane].append(span)
     for lane in lanes.values():
         outer: list[Span] = []
-        for span in sorted(lane, key=lambda each: (each.begin, -each.end)):
+        for span in sorted(lane, key=lambda span: (span.begin, -span.end)):
             while outer and outer[-1].end <= span.begin:
                 outer.pop()
             own[span.name] += span.end - span.begin

@@ -1,0 +1,146 @@
+"""Allocation events of a rank's step: its schedule times the events of the sampled blocks.
+
+Without a pipeline the schedule is the loop over micro-batches on one stage.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from titan_exp.plan.extrapolate.allocation_events import EventComposer
+from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepTrace
+from titan_exp.plan.extrapolate.sample import RESULT
+from titan_exp.plan.extrapolate.schedule_simulation import ScheduledAction, ScheduleSimulation
+from titan_exp.plan.extrapolate.stages import (
+    END,
+    PROLOGUES,
+    ExtrapolationError,
+    SampledPart,
+    StageShape,
+    StepPosition,
+    action_parts,
+    first_layer,
+    reduction_parts,
+    sampled_block,
+)
+from titan_exp.plan.extrapolate.step_cost import Samples, samples_of
+from titan_exp.plan.trace.memory_tracker import CATEGORIES, MemoryTracker
+from titan_exp.plan.trace.segments import NOT_TRACKED
+
+
+def compose_rank(
+    samples: Samples,
+    stages: Sequence[StageShape],
+    schedules: Sequence[ScheduleSimulation],
+    optimizer_step: OptimizerStepTrace,
+    *,
+    batches: Sequence[int],
+    workspace: int,
+) -> tuple[MemoryTracker, int]:
+    """Compose two steps of a rank, each with its schedule; returns their tracker, and the bytes of reduced gradients.
+
+    `batches` has the sizes of batch tensors that are allocated between the steps, `workspace` is as in `EventComposer`.
+
+    Raises:
+        ExtrapolationError: the samples do not determine an event.
+    """
+    composer, size = EventComposer({stage.number: len(stage.modes) for stage in stages}, workspace), 0
+    rank = _Rank(composer, samples, stages)
+    composer.add_setup(optimizer_step)
+    for step, schedule in enumerate(schedules):
+        if step:
+            for tensor in batches:
+                composer.allocate(tensor, "other")
+            composer.tracker.begin_step()
+        size = rank.step(step, schedule, optimizer_step)
+    return composer.tracker, size
+
+
+class _Rank:
+    def __init__(self, composer: EventComposer, samples: Samples, stages: Sequence[StageShape]) -> None:
+        self._composer, self._stages = composer, {stage.number: stage for stage in stages}
+        self._samples = {stage.number: samples_of(samples, stage) for stage in stages}
+        self._first = self._samples[stages[0].number][0]
+
+    def step(self, step: int, simulation: ScheduleSimulation, optimizer_step: OptimizerStepTrace) -> int:
+        composer = self._composer
+        composer.replay(self._first, PROLOGUES[step], PROLOGUES[step])
+        hidden: dict[int, int] = {}
+        during, made, released = False, list[int](), list[int]()
+        for event in simulation.events:
+            if event.what == "begin":
+                during, made, released = True, [], []
+                self._act(step, simulation.actions[event.which])
+            elif event.what == "end":
+                during = False
+                for number in made:
+                    hidden[number] = self._result(step, simulation.actions[event.which])
+                for number in released:
+                    composer.release(hidden[number])
+            elif during:
+                (made if event.what == "allocate" else released).append(event.which)
+            elif event.what == "allocate":
+                size = self._first.hidden[event.kind]
+                hidden[event.which] = composer.allocate(int(size.sum()), CATEGORIES[int(size.argmax())])
+            else:
+                composer.release(hidden[event.which])
+        for stage in self._stages.values():
+            for part in reduction_parts(stage, self._samples[stage.number][0].blocks):
+                self._replay(StepPosition(step, stage.number, None, part.part, part.place), part, None)
+        names = optimizer_step.gradients[step].values()
+        # The optimizer step may be that of another rank, with as many layers.
+        traced = sorted({layer for name in names if (layer := _split_layer_number(name)[0]) is not None})
+        own = [layer for stage in self._stages.values() for layer in stage.layers]
+        layers = dict(zip(traced, own, strict=True))
+        gradients = {name: self._gradient(step, name, layers) for name in names}
+        loss = composer.locate(self._first, self._first.loss(step), PROLOGUES[step], PROLOGUES[step])
+        return composer.add_optimizer_step(optimizer_step, step, gradients, loss)
+
+    def _act(self, step: int, scheduled: ScheduledAction) -> None:
+        number, kind, micro = scheduled.action
+        for part in action_parts(self._stages[number], kind, self._samples[number][0].blocks):
+            self._replay(StepPosition(step, number, micro, part.part, part.place), part, scheduled.sampled)
+
+    def _replay(self, at: StepPosition, part: SampledPart, micro: int | None) -> None:
+        source = StepPosition(at.step, part.stage, micro, part.part, part.block)
+        # Only actions rename the phases of their blocks.
+        layer = None if micro is None or part.place is None else self._stages[at.stage].layers[part.place]
+        self._composer.replay(self._samples[at.stage][part.mode], source, at, layer)
+
+    def _result(self, step: int, scheduled: ScheduledAction) -> int:
+        """The storage of an action's result."""
+        number, kind, micro = scheduled.action
+        stage = self._stages[number]
+        sample = self._samples[number][stage.modes[-1]]
+        source = StepPosition(step, stage.sampled, scheduled.sampled, kind + RESULT, None)
+        if source not in sample.results:
+            raise ExtrapolationError("an action has no result in the sample")
+        at = StepPosition(step, number, micro, kind + RESULT, None)
+        return self._composer.locate(sample, sample.results[source], source, at)
+
+    def _gradient(self, step: int, name: str, layers: Mapping[int, int]) -> int:
+        """The storage of a parameter's reduced gradient. `layers` has the rank's layer for each in a name."""
+        layer, pattern = _split_layer_number(name)
+        for stage in self._stages.values():
+            place, sampled, block, sample = None, stage.sampled, None, self._samples[stage.number][0]
+            if layer is not None:
+                if layers[layer] not in stage.layers:
+                    continue
+                place = stage.layers.index(layers[layer])
+                sample = self._samples[stage.number][stage.modes[place]]
+                sampled, block = sampled_block(stage, place, sample.blocks)
+                pattern = pattern.format(first_layer(sample.blocks, sampled) + block)
+            site = sample.sites.get(sample.gradients[step].get(pattern, NOT_TRACKED))
+            # Parameters outside of blocks belong to one stage alone.
+            if site is not None and (layer is not None or site.position.stage == sampled):
+                source = StepPosition(step, sampled, None, END, block)
+                at = StepPosition(step, stage.number, None, END, place)
+                return self._composer.locate(sample, sample.gradients[step][pattern], source, at)
+        raise ExtrapolationError(f"{name} has no gradient in the sample")
+
+
+def _split_layer_number(name: str) -> tuple[int | None, str]:
+    """The layer number in a parameter's name, and the name with `{}` in its place."""
+    words = name.split(".")
+    if "blocks" not in words:
+        return None, name
+    place = words.index("blocks") + 1
+    return int(words[place]), ".".join([*words[:place], "{}", *words[place + 1 :]])

@@ -1,0 +1,378 @@
+"""Samples: traced steps of small models, in segments by position, whose parts a full step repeats.
+
+Without a pipeline, five layers and three micro-batches. With one, a synthetic pipeline rank with every kind of stage
+and action, first and repeated; hidden states that stages hand to each other are left to the schedule simulation.
+"""
+
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from titan_exp.config.groups.experiment import Experiment
+from titan_exp.config.layout.pipeline_schedules import Action, Schedule
+from titan_exp.config.layout.resolved_layout import ResolvedLayout
+from titan_exp.parallel.pipeline_parallel.transport import ActivationSpec
+from titan_exp.plan.extrapolate.eligibility import SAMPLED_LAYERS, SAMPLED_MICRO_BATCHES
+from titan_exp.plan.extrapolate.schedule_simulation import (
+    KINDS,
+    ScheduledAction,
+    ScheduleSimulation,
+    microbatch_loop,
+    simulate_schedule,
+)
+from titan_exp.plan.extrapolate.small_run import small_run
+from titan_exp.plan.extrapolate.stages import (
+    FIRST,
+    GROUP,
+    LAST,
+    MIDDLE,
+    PROLOGUES,
+    REDUCE,
+    REST,
+    SAMPLED_STAGES,
+    WHOLE,
+    ExtrapolationError,
+    StepPosition,
+    first_layer,
+)
+from titan_exp.plan.trace import segments as labels
+from titan_exp.plan.trace.dispatch_mode import OpCosts
+from titan_exp.plan.trace.fake_world import DEVICE, fake_rank
+from titan_exp.plan.trace.segments import (
+    NOT_TRACKED,
+    CategoryBytes,
+    Segment,
+    SegmentTracker,
+    category_bytes,
+    join_segments,
+    sum_costs,
+)
+from titan_exp.plan.trace.trace_step import trace_step
+
+PASSES = 2
+"""Passes through the pipeline in a sampled step."""
+RESULT = " result"
+"""Suffix of the part of an action in which its result is known."""
+_CATEGORY = {"received": "communication", "made": "activations", "objective": "loss"}
+
+
+class StorageKey(NamedTuple):
+    """Distinguishes storages of a segment, together with their order."""
+
+    size: int
+    role: int
+    category: str
+    output: bool
+
+
+class AllocationSite(NamedTuple):
+    """Allocation of a storage that outlives its segment."""
+
+    position: StepPosition
+    key: StorageKey
+    place: int
+    """Index among storages of the same key."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A traced step of a small model, or two with allocation events."""
+
+    segments: Mapping[StepPosition, Sequence[Segment]]
+    """Segments by position, in order."""
+    layers: Mapping[str, int]
+    """Number of blocks by kind of stage."""
+    micro_batches: int
+    """Sampled micro-batches."""
+    base: CategoryBytes
+    """Bytes allocated before the step, without batches and the stages' buffers."""
+    buffers: CategoryBytes
+    """Bytes of a stage's buffers."""
+    batch: Mapping[str, CategoryBytes]
+    """Bytes of a micro-batch, by field."""
+    hidden: Sequence[CategoryBytes]
+    """Bytes of hidden states, by kind as in a simulation."""
+    sends_complete: bool
+    """True if sends complete at once."""
+    message: OpCosts
+    """Costs of one send and one receive."""
+    handed_over: Mapping[tuple[int, str, int], CategoryBytes]
+    """Bytes of hidden states that an action allocates, less those that it releases, by stage, kind of action and
+    sampled micro-batch."""
+    gradients: Sequence[Mapping[str, int]]
+    """Allocations of reduced gradients by parameter name, for each step."""
+    hidden_states: frozenset[int]
+    """Allocations of hidden states that stages hand to each other."""
+    results: Mapping[StepPosition, int]
+    """Allocations of action results, by position."""
+
+    @cached_property
+    def blocks(self) -> dict[int, int]:
+        """Number of blocks by stage number."""
+        return {SAMPLED_STAGES[kind]: count for kind, count in self.layers.items()}
+
+    @property
+    def last_micro(self) -> int | None:
+        """The last micro-batch; None in a pipeline, where it may be repeated."""
+        return self.micro_batches - 1 if WHOLE in self.layers else None
+
+    @cached_property
+    def roles(self) -> dict[tuple[int, int], int]:
+        """Index of a stream among its stage's, by stage and number, in order of first use."""
+        roles: dict[tuple[int, int], int] = {}
+        used: Counter[int] = Counter()
+        for position, segments in self.segments.items():
+            for event in (event for segment in segments for event in segment.events):
+                if event.size and (position.stage, event.stream) not in roles:
+                    roles[position.stage, event.stream] = used[position.stage] + 1 if event.stream else 0
+                    used[position.stage] += bool(event.stream)
+        return roles
+
+    @cached_property
+    def sites(self) -> dict[int, AllocationSite]:
+        """Allocations that outlive their segments."""
+        sites: dict[int, AllocationSite] = {}
+        for position, segments in self.segments.items():
+            events = [event for segment in segments for event in segment.events]
+            released = {event.allocation for event in events if not event.size}
+            counts: Counter[StorageKey] = Counter()
+            for event in events:
+                if event.size and event.allocation not in released:
+                    role = self.roles[position.stage, event.stream]
+                    key = StorageKey(event.size, role, event.category, event.output)
+                    sites[event.allocation] = AllocationSite(position, key, counts[key])
+                    counts[key] += 1
+        return sites
+
+    def loss(self, step: int) -> int:
+        """Allocation of a step's loss: in its prologue, released by no pass.
+
+        Raises:
+            ExtrapolationError: it is not the only one.
+        """
+        own = [segment for at, segments in self.segments.items() if at.step == step for segment in segments]
+        freed = {event.allocation for segment in own for event in segment.events if not event.size}
+        found = [name for name, site in self.sites.items() if site.position == PROLOGUES[step] and name not in freed]
+        if len(found) != 1:
+            raise ExtrapolationError("more than a loss is allocated before the passes")
+        return found[0]
+
+    def joined(self, kind: str, micro: int, *parts: str, block: int | None = None) -> Segment:
+        """Parts of the second step as one segment, in a stage of a kind."""
+        at = [StepPosition(1, SAMPLED_STAGES[kind], micro, part, block) for part in parts]
+        return join_segments(parts[0], [segment for position in at for segment in self.segments.get(position, ())])
+
+
+def take_sample(experiment: Experiment, mode: str, *, lone: bool, cuda: bool, record_events: bool = False) -> Sample:
+    """Trace a small model in the layout of a run, all blocks in one activation checkpointing mode.
+
+    `lone` asks for pipeline stages of a single block.
+    """
+    pipeline, tracker = experiment.parallelism.pp > 1, SegmentTracker()
+    # Events include the first step, which a pipeline runs in full.
+    in_full = pipeline and record_events
+    with tempfile.TemporaryDirectory() as folder:
+        small, layers, simulate = _small_model(experiment, mode, Path(folder) / "schedule.csv", lone=lone)
+        with fake_rank(small, 0) as fake:
+            trace_step(
+                fake.state,
+                fake.step,
+                warmup_step=None if in_full else fake.warmup_step,
+                preallocated=fake.preallocated,
+                batches=() if in_full else fake.batches,
+                cuda=cuda,
+                segments=tracker,
+            )
+            segments, micro_batches = tracker.segments(), len(fake.batches)
+            batch = {
+                entry.name: tracker.tracked_by_category(value)
+                for entry in fields(fake.batches[0])
+                if (value := getattr(fake.batches[0], entry.name)) is not None
+            }
+            buffers = category_bytes({"other": tracker.tracked_bytes(fake.state.model.parts[0].buffers())})
+            # On CUDA the host sees late that a send is complete (`schedule_simulation`).
+            sends_complete = pipeline and not cuda and _sends_complete()
+    simulation = simulate(sends_complete)
+    hidden = _hidden_bytes(tracker, ResolvedLayout.of(small)) if pipeline else [category_bytes({})] * len(KINDS)
+    if not record_events:
+        segments = [replace(segment, events=()) for segment in segments if segment.step == 1]
+        tracker.action_results.clear()
+    found = _PositionFinder({SAMPLED_STAGES[kind]: count for kind, count in layers.items()}, tracker.action_results)
+    for step in (0, 1):
+        found.step([segment for segment in segments if segment.step == step], iter(simulation.actions))
+    positions = _numbered_groups(found.segments, found.blocks)
+    _check_hidden_states_last(positions, found.hidden_states)
+    return Sample(
+        segments=positions,
+        layers=layers,
+        micro_batches=micro_batches,
+        base=tracker.allocated_before()
+        - len(layers) * buffers
+        - micro_batches * sum(batch.values(), category_bytes({})),
+        buffers=buffers,
+        batch=batch,
+        hidden=hidden,
+        message=_divided(sum_costs([segment.costs for segment in found.between if segment.step == 1]), simulation.sent),
+        handed_over=_handed_over(simulation, hidden),
+        sends_complete=sends_complete,
+        gradients=tracker.reduced_gradients,
+        hidden_states=frozenset(found.hidden_states),
+        results=found.results,
+    )
+
+
+def _small_model(
+    experiment: Experiment, mode: str, schedule: Path, *, lone: bool
+) -> tuple[Experiment, dict[str, int], Callable[[bool], ScheduleSimulation]]:
+    """The run with few layers and micro-batches, its blocks by kind of stage, and its simulation.
+
+    A pipeline's schedule, of one micro-batch forward and backward, is written to a file.
+    """
+    if experiment.parallelism.pp == 1:
+        few = min(ResolvedLayout.of(experiment).gradient_accumulation, SAMPLED_MICRO_BATCHES)
+        small = small_run(experiment, [SAMPLED_LAYERS], few, mode)
+        return small, {WHOLE: SAMPLED_LAYERS}, lambda _: microbatch_loop(few, few)
+    layers = {FIRST: 1, MIDDLE: 1, LAST: 1} if lone else {FIRST: 2, MIDDLE: 3, LAST: 2}
+    counts, placement = [layers[FIRST], layers[MIDDLE], 1, layers[LAST]], [0, 0, 1, 0]
+    orders: Schedule = []
+    for rank in (0, 1):
+        own = [stage for stage, owner in enumerate(placement) if owner == rank]
+        orders.append([*(Action(stage, "F", 0) for stage in own), *(Action(stage, "B", 0) for stage in reversed(own))])
+    schedule.write_text("\n".join(",".join(map(str, order)) for order in orders) + "\n")
+    small = small_run(experiment, counts, PASSES, mode, pp=2, schedule=str(schedule))
+    return small, layers, partial(simulate_schedule, orders, placement, 0, PASSES)
+
+
+@dataclass
+class _PositionFinder:
+    """Positions of a sample's segments."""
+
+    blocks: Mapping[int, int]
+    """Number of blocks by stage number."""
+    action_results: Sequence[int]
+    """Allocations of action results, in order."""
+    segments: dict[StepPosition, list[Segment]] = field(default_factory=dict)
+    between: list[Segment] = field(default_factory=list)
+    """Segments of messages between actions."""
+    results: dict[StepPosition, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.hidden_states, self._results = set(self.action_results), iter(self.action_results)
+
+    def step(self, segments: Sequence[Segment], actions: Iterator[ScheduledAction]) -> None:
+        """Find the positions of a step's segments, in order."""
+        at = PROLOGUES[segments[0].step] if segments else PROLOGUES[0]
+        for segment in segments:
+            if segment.label == labels.OPTIMIZER_STEP:
+                return
+            at = self._next(at, segment.label, actions)
+            if at.part == labels.BETWEEN_ACTIONS:
+                self._between(segment)
+            else:
+                self.segments.setdefault(at, []).append(segment)
+
+    def _next(self, at: StepPosition, label: str, actions: Iterator[ScheduledAction]) -> StepPosition:
+        """Position of the segment after one at `at`."""
+        if label == labels.MICRO_BATCH:
+            return StepPosition(at.step, 0, 0 if at.micro is None else at.micro + 1, "F before", None)
+        if label.startswith(labels.ACTION):
+            action, sampled = (scheduled := next(actions)).action, scheduled.sampled
+            return StepPosition(at.step, action.stage, sampled, f"{action.kind} before", None)
+        if label == labels.BETWEEN_ACTIONS:
+            allocation = next(self._results, NOT_TRACKED)
+            if allocation != NOT_TRACKED:
+                self.results[at._replace(part=at.part[0] + RESULT, block=None)] = allocation
+            return at._replace(part=labels.BETWEEN_ACTIONS, block=None)
+        if label.startswith(labels.REDUCE):
+            return StepPosition(at.step, int(label.split()[1]), None, REDUCE, None)
+        if label == labels.GROUP:
+            return at._replace(part=GROUP, block=0 if at.block is None else at.block + 1)
+        return self._next_phase(at, label)
+
+    def _next_phase(self, at: StepPosition, phase: str) -> StepPosition:
+        if at.part in {REDUCE, GROUP}:
+            return at._replace(part=REST, block=None)
+        if at.micro is not None and ", block " in phase:
+            block = int(phase.partition(", block ")[2]) - first_layer(self.blocks, at.stage)
+            return at._replace(part=f"{phase[0].upper()} block", block=block)
+        return at if at.block is None else at._replace(part=f"{at.part[0]} after", block=None)
+
+    def _between(self, segment: Segment) -> None:
+        """Add a segment between actions, in which only hidden states may be released."""
+        self.between.append(segment)
+        self.hidden_states.update(event.allocation for event in segment.events if event.size)
+        released = {event.allocation for event in segment.events if not event.size and event.allocation > 0}
+        if not released <= self.hidden_states:
+            raise ExtrapolationError("more than hidden states is released between actions")
+
+
+def _numbered_groups(
+    segments: Mapping[StepPosition, list[Segment]], blocks: Mapping[int, int]
+) -> dict[StepPosition, list[Segment]]:
+    """Number parameter groups as their blocks; the group of a stage's other parameters comes first, as -1."""
+    counts = Counter((position.step, position.stage) for position in segments if position.part == GROUP)
+
+    def numbered(position: StepPosition) -> StepPosition:
+        if position.part != GROUP or position.block is None:
+            return position
+        return position._replace(block=position.block - counts[position.step, position.stage] + blocks[position.stage])
+
+    return {numbered(position): found for position, found in segments.items()}
+
+
+def _check_hidden_states_last(
+    segments: Mapping[StepPosition, Sequence[Segment]], hidden_states: Collection[int]
+) -> None:
+    """Check that an action releases hidden states last, as the simulation does."""
+    over: set[StepPosition] = set()
+    for position, found in segments.items():
+        action = position._replace(part=position.part[:1], block=None)
+        for event in (event for segment in found for event in segment.events):
+            is_hidden = not event.size and event.allocation in hidden_states
+            if action in over and not is_hidden:
+                raise ExtrapolationError("an action releases other storages after hidden states")
+            if is_hidden:
+                over.add(action)
+
+
+def _handed_over(
+    simulation: ScheduleSimulation, hidden: Sequence[CategoryBytes]
+) -> dict[tuple[int, str, int], CategoryBytes]:
+    """Net bytes of hidden states that each sampled action allocates."""
+    found = {}
+    for scheduled in simulation.actions:
+        counts = zip(scheduled.before, scheduled.after, hidden, strict=True)
+        key = scheduled.action.stage, scheduled.action.kind, scheduled.sampled
+        found[key] = sum(((after - before) * size for before, after, size in counts), category_bytes({}))
+    return found
+
+
+def _hidden_bytes(tracker: SegmentTracker, layout: ResolvedLayout) -> list[CategoryBytes]:
+    """Bytes of hidden states, by kind."""
+    hidden = ActivationSpec.of(layout, DEVICE)
+    whole = torch.Size(hidden.shape).numel() * hidden.dtype.itemsize
+    size = {"received": whole, "made": whole, "objective": torch.float32.itemsize}
+    grain = tracker.granularity
+    return [category_bytes({_CATEGORY[kind]: -(-size[kind] // grain) * grain}) for kind in KINDS]
+
+
+def _divided(costs: OpCosts, sent: int) -> OpCosts:
+    """Costs of one of so many messages."""
+    share = OpCosts()
+    if sent:
+        share.bytes_moved, share.operators = costs.bytes_moved // sent, costs.operators // sent
+    for key, size in costs.messages.items():
+        share.messages[key], share.calls[key] = size // sent, costs.calls[key] // sent
+    return share
+
+
+def _sends_complete() -> bool:
+    work = dist.isend(torch.empty(1), dst=1)
+    return work is not None and work.is_completed()

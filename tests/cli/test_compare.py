@@ -34,7 +34,7 @@ def test_a_study_is_compared(runs: Path, capsys: pytest.CaptureFixture[str]):
         ["paths.runs=runs", "baseline=lr=3e-3"],
     ],
 )
-def test_options_in_every_way_of_writing(runs: Path, words: list[str], capsys: pytest.CaptureFixture[str]):
+def test_spellings_of_options(runs: Path, words: list[str], capsys: pytest.CaptureFixture[str]):
     assert main(["compare", *words, "made", "--json", "--html=none"]) == 0
     assert json.loads(capsys.readouterr().out)["baseline"] == "lr=0.003"
 
@@ -76,7 +76,7 @@ def test_a_pipe_is_written_to_and_not_replaced(runs: Path, capsys: pytest.Captur
         (["made", "--html", "runs/made"], "cannot be written"),
     ],
 )
-def test_mistakes_are_answered(runs: Path, words: list[str], answer: str, capsys: pytest.CaptureFixture[str]):
+def test_mistakes_are_reported(runs: Path, words: list[str], answer: str, capsys: pytest.CaptureFixture[str]):
     assert main(["compare", *words]) == 2
     assert answer in capsys.readouterr().err
 

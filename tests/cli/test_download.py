@@ -24,7 +24,7 @@ FILES = {
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the hub as `huggingface_hub` asks for."""
+    """Fake hub with the endpoints that `huggingface_hub` uses."""
 
     tokens: ClassVar[list[str | None]] = []
     gets: ClassVar[list[str]] = []
@@ -104,7 +104,7 @@ def test_weights_come_with_configuration_and_tokenizer(tmp_path: Path, hub: str)
     assert "hf_right" not in done.stdout + done.stderr
 
 
-def test_what_is_there_is_not_fetched_again(tmp_path: Path, hub: str):
+def test_existing_files_are_not_downloaded_again(tmp_path: Path, hub: str):
     assert download(tmp_path, hub, "some/model", "files=tokenizer", "target=here").returncode == 0
     assert fetched(tmp_path / "here") == {"tokenizer.json"}
     Hub.gets.clear()
@@ -119,10 +119,10 @@ def test_what_is_there_is_not_fetched_again(tmp_path: Path, hub: str):
         ("some/gated", "", "gated. Set the environment variable HF_TOKEN"),
         ("some/gated", "hf_wrong", "The token in HF_TOKEN has no access"),
         ("some/nowhere", "", "not on the hub, or is private"),
-        ("model", "", "model is no OWNER/NAME"),
+        ("model", "", "model is not OWNER/NAME"),
     ],
 )
-def test_what_cannot_be_had_is_said(repo: str, token: str, says: str, tmp_path: Path, hub: str):
+def test_unavailable_repositories_are_reported(repo: str, token: str, says: str, tmp_path: Path, hub: str):
     done = download(tmp_path, hub, repo, token=token)
     assert done.returncode == 2
     assert says in done.stderr

@@ -1,4 +1,4 @@
-"""What the command line says: help, versions, and every way of typing something wrong."""
+"""Messages of the command line: help, version, and errors for wrong arguments."""
 
 import importlib
 import pkgutil
@@ -19,7 +19,7 @@ Launched = list[tuple[Experiment, list[str]]]
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
-    """What reaches the launcher, which is not started."""
+    """Calls of the launcher, which is replaced."""
     # Imported for the first time under the stand-ins, a module would keep them.
     for module in pkgutil.walk_packages(titan_exp.launch.__path__, "titan_exp.launch."):
         importlib.import_module(module.name)
@@ -42,7 +42,7 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Launched:
 
 @pytest.fixture
 def echo(capsys: pytest.CaptureFixture[str], launched: list[Any]):
-    """Run a command that must be refused, and return what it says."""
+    """Run a command that must be refused; returns its message."""
 
     def run(*words: str) -> str:
         assert main(words) == 2
@@ -84,7 +84,7 @@ def test_usage(words: list[str], capsys: pytest.CaptureFixture[str]):
 @pytest.mark.parametrize(
     "verb", ["sweep", "status", "logs", "cancel", "retry", "generate", "evaluate", "convert", "download"]
 )
-def test_verbs_say_what_they_take(verb: str, capsys: pytest.CaptureFixture[str]):
+def test_help_of_every_verb(verb: str, capsys: pytest.CaptureFixture[str]):
     assert main([verb, "--help"]) == 0
     out = capsys.readouterr().out
     assert out.startswith((f"titan-exp {verb} ", f"titan-exp {verb}:"))
@@ -177,10 +177,10 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
         (["status", "nowhere"], "there is no such run or study"),
         (["status", "--wach"], "did you mean --watch?"),
         (["status", "training.steps=3"], "no overrides but paths.runs=FOLDER"),
-        (["logs"], "The logs of what?"),
+        (["logs"], "titan-exp logs RUN"),
         (["logs", "x", "--rank"], "--rank needs a value"),
-        (["cancel"], "Cancel what?"),
-        (["retry"], "Retry what?"),
+        (["cancel"], "titan-exp cancel NAME or RUN"),
+        (["retry"], "titan-exp retry NAME or RUN"),
         (["tokenize"], "out=stores/mine"),
         (["tokenize", "outt=x"], "did you mean out?"),
         (["tokenize", "data=txt", "out=x"], "data=txt"),
@@ -192,11 +192,11 @@ def test_help_lists_groups_and_marks_what_is_chosen(capsys: pytest.CaptureFixtur
         (["tokenize", "stores/mine"], "an override is key=value"),
     ],
 )
-def test_wrong_words_are_answered(words: list[str], says: str, echo: Any):
+def test_wrong_arguments_are_reported(words: list[str], says: str, echo: Any):
     assert says in echo(*words)
 
 
-def test_tokenizing_explains_itself(capsys: pytest.CaptureFixture[str]):
+def test_tokenize_help(capsys: pytest.CaptureFixture[str]):
     assert main(["tokenize", "--help"]) == 0
     out = capsys.readouterr().out
     assert all(f"  {option}=" in out for option in ("out", "workers", "parts", "shard_tokens", "check"))
@@ -220,7 +220,7 @@ def test_sweeps_are_checked_too(echo: Any):
     assert "training.stepz=1,2" in answer
 
 
-def test_rules_are_answered(capsys: pytest.CaptureFixture[str], tmp_path: Path):
+def test_violated_rules_are_reported(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert main(["train", f"paths.runs={tmp_path}", "parallelism.ep=2", "model.kv_heads=4"]) == 2
     err = capsys.readouterr().err
     assert "parallelism.ep=2" in err
@@ -228,7 +228,7 @@ def test_rules_are_answered(capsys: pytest.CaptureFixture[str], tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_whoever_wants_the_traceback_gets_it(monkeypatch: pytest.MonkeyPatch):
+def test_traceback_with_hydra_full_error(monkeypatch: pytest.MonkeyPatch):
     from titan_exp.config.errors.user_error import UserError
 
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
@@ -282,7 +282,7 @@ def test_a_yaml_file_that_cannot_be_read_is_named(tmp_path: Path, echo: Any):
     assert "broken.yaml" in answer
 
 
-def test_a_folder_of_ones_own_groups(tmp_path: Path, launched: Launched, capsys: pytest.CaptureFixture[str]):
+def test_user_groups_in_a_folder(tmp_path: Path, launched: Launched, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "optimizer").mkdir()
     (tmp_path / "optimizer" / "lion.yaml").write_text("defaults: [adamw, _self_]\n\nlr: 1e-5\n")
     (tmp_path / "experiment").mkdir()

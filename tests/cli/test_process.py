@@ -98,7 +98,7 @@ def test_completion_answers(line: str, words: list[str]):
         ("train", "tok", []),
     ],
 )
-def test_a_verbs_own_options(verb: str, word: str, offers: list[str]):
+def test_completion_of_options(verb: str, word: str, offers: list[str]):
     assert complete_option(verb, word) == offers
 
 
@@ -118,7 +118,7 @@ def test_the_module_is_the_command():
     assert "Did you mean titan-exp train?" in done.stderr
 
 
-def test_a_reader_that_stops_reading_is_no_error():
+def test_closed_pipe_is_no_error():
     bash = f"set -o pipefail; {sys.executable} -m titan_exp train --cfg job | true"
     done = subprocess.run(["bash", "-c", bash], capture_output=True, text=True, timeout=60, check=False)
     assert "Error" not in done.stderr

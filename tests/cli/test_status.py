@@ -58,7 +58,7 @@ def log(folder: RunFolder, step: int, **values: float) -> None:
         file.write(json.dumps(row) + "\n")
 
 
-def test_a_run_stands_as_its_files_say(make):
+def test_run_state_from_its_files(make):
     assert run_status(make(0, None)).state == "new"
     assert run_status(make(1, "done")).state == "done"
     assert (run_status(make(2, "failed")).state, run_status(make(2, "failed")).reason) == ("failed", "out of luck")
@@ -88,7 +88,7 @@ def test_a_run_stands_as_its_files_say(make):
         ("failed", JobStatus("unknown"), ("failed", "out of luck", "77")),
     ],
 )
-def test_then_the_scheduler_is_asked(
+def test_state_from_the_scheduler(
     make, monkeypatch: pytest.MonkeyPatch, state: str, status: JobStatus, expected: tuple
 ):
     asked: list[str] = []
@@ -105,13 +105,13 @@ def test_then_the_scheduler_is_asked(
     assert asked == ["slurm"]
 
 
-def test_runs_are_named_in_many_ways(make, home: Path):
+def test_runs_by_path_id_and_label(make, home: Path):
     first, second = make(0, "done"), make(1, "failed")
     runs = home / "runs"
-    assert {one.folder.path for one in find_runs(["x"], runs)} == {first.path, second.path}
-    assert [one.folder.path for one in find_runs([first.path.name[:6]], runs)] == [first.path]
-    assert [one.folder.path for one in find_runs([f"x/{first.path.name}"], runs)] == [first.path]
-    assert [one.folder.path for one in find_runs([str(second.path), second.path.name], runs)] == [second.path]
+    assert {entry.folder.path for entry in find_runs(["x"], runs)} == {first.path, second.path}
+    assert [entry.folder.path for entry in find_runs([first.path.name[:6]], runs)] == [first.path]
+    assert [entry.folder.path for entry in find_runs([f"x/{first.path.name}"], runs)] == [first.path]
+    assert [entry.folder.path for entry in find_runs([str(second.path), second.path.name], runs)] == [second.path]
     assert split_runs_folder(["paths.runs=there", "x"]) == (Path("there"), ["x"])
     for word, says in {
         "y": "Under",
@@ -123,7 +123,7 @@ def test_runs_are_named_in_many_ways(make, home: Path):
             find_runs([word], runs)
 
 
-def test_the_table_says_what_a_user_wants_to_know(make, capsys: pytest.CaptureFixture[str]):
+def test_status_table(make, capsys: pytest.CaptureFixture[str]):
     running, failed = make(0, "running"), make(1, "failed")
     log(failed, 4)
     log(running, 5)
@@ -143,7 +143,7 @@ def test_the_table_says_what_a_user_wants_to_know(make, capsys: pytest.CaptureFi
     assert "There is no run under nowhere/" in capsys.readouterr().out
 
 
-def test_hours_are_those_of_gpus(make):
+def test_gpu_hours(make):
     folder = make(0, "done")
     folder.update_attempt(1, start=1000.0, end=1000.0 + 1800)
     folder.config.write_text(folder.config.read_text().replace("device: cpu", "device: cuda"))
@@ -151,7 +151,7 @@ def test_hours_are_those_of_gpus(make):
     assert row.gpu_hours == pytest.approx(1.0)
 
 
-def test_logs_are_those_of_the_rank_and_start_that_are_meant(make, capsys: pytest.CaptureFixture[str]):
+def test_logs_of_a_rank_and_an_attempt(make, capsys: pytest.CaptureFixture[str]):
     folder = make(0, "failed")
     folder.add_attempt(world_size=2, hosts=["here"])
     for attempt in (1, 2):
@@ -171,6 +171,6 @@ def test_logs_are_those_of_the_rank_and_start_that_are_meant(make, capsys: pytes
         assert says in capsys.readouterr().err
     make(1, "done")
     assert main(["logs", "x", "-f"]) == 2
-    assert "2 runs are meant" in capsys.readouterr().err
+    assert "2 runs match" in capsys.readouterr().err
     assert main(["logs", "x"]) == 0
     assert "out of luck" in capsys.readouterr().out

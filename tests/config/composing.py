@@ -1,4 +1,4 @@
-"""Shorthands: an experiment from overrides, and a machine with as many GPUs as a test wants."""
+"""Test helpers: an experiment from overrides, and a machine with a number of GPUs."""
 
 import copy
 from functools import cache
@@ -16,13 +16,13 @@ from titan_exp.models.llama import Config
 
 
 def experiment(*overrides: str) -> Experiment:
-    """What `to_experiment(compose(overrides))` gives; options are composed once, and values laid over them.
+    """Equal to `to_experiment(compose(overrides))`; options are composed once, and values set afterwards.
 
     Composing takes a tenth of a second, and there are hundreds of these.
     """
     options = tuple(override for override in overrides if "." not in override.partition("=")[0])
     cfg = copy.deepcopy(composed(options))
-    for override in OverridesParser.create().parse_overrides([it for it in overrides if it not in options]):
+    for override in OverridesParser.create().parse_overrides([text for text in overrides if text not in options]):
         key, value = override.key_or_group, override.value()
         if override.is_delete():
             group, _, name = key.rpartition(".")
@@ -46,7 +46,7 @@ def composed(options: tuple[str, ...]) -> DictConfig:
 
 
 def refused(*overrides: str) -> tuple[Violation, ...]:
-    """What a conversion that must fail complains of."""
+    """Violations of a conversion that must fail."""
     with pytest.raises(UserError) as caught:
         experiment(*overrides)
     return caught.value.violations

@@ -57,7 +57,7 @@ def test_the_smoke_overlay_keeps_every_rule(tmp_path: Path):
     assert violations(experiment("+experiment=smoke", f"paths.runs={tmp_path}")) == []
 
 
-def test_the_key_experiment_and_the_overlays_of_the_same_name_live_together():
+def test_group_experiment_and_its_overlays_compose_together():
     run = experiment("+experiment=smoke", "experiment.name=mine", "training.steps=7")
     assert (run.experiment.name, run.model.name, run.training.steps) == ("mine", "llama-debug", 7)
 

@@ -18,7 +18,7 @@ from titan_exp.config.layout.schedule_timeline import timeline
 
 def orders(text: str) -> list[list[Action]]:
     """One rank a line, actions apart by spaces."""
-    return [[Action(int(it[0]), it[1], int(it[2:])) for it in line.split()] for line in text.splitlines()]
+    return [[Action(int(cell[0]), cell[1], int(cell[2:])) for cell in line.split()] for line in text.splitlines()]
 
 
 GOOD = orders("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")
@@ -62,7 +62,7 @@ def test_what_is_left_out_or_twice(text: str, says: str):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("0B0 0F0\n1F0 1B0", "rank 0 waits for ever in 0B0: 0F0 never"),
+        ("0B0 0F0\n1F0 1B0", "rank 0 deadlocks in 0B0: 0F0 never"),
         ("0F0 0W0 0I0\n1F0 1B0", "0W0: 0I0 never"),
         ("0F0 0B0 0F1 0B1\n1F0 1F1 1B0 1B1", "0B0: 1B0 never"),
     ],

@@ -1,4 +1,4 @@
-"""Every rule: something that breaks it and only it, and what keeps it."""
+"""Every rule: overrides that violate it alone, and overrides that satisfy it."""
 
 import importlib.util
 import json
@@ -9,7 +9,10 @@ import pytest
 from tests.config.composing import experiment, give_gpus
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.layout.pipeline_schedules import SCHEDULES
-from titan_exp.rules import check, violations
+from titan_exp.config.layout.resolved_layout import resolve_layout
+from titan_exp.config.schema.schema import annotation_of
+from titan_exp.rules import LAYOUT_RULES, RULES, check, violations
+from titan_exp.rules.rule import Refuse, Values
 
 HERE = Path(__file__).parent
 SCHEDULE = "parallelism.pp_schedule"
@@ -20,7 +23,7 @@ BASE = (
     "training.mixed_precision=fp32",
     "model.layers=6",
 )
-"""What the cases below start from, whatever the shipped defaults are."""
+"""Base of the cases below, independent of shipped defaults."""
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +54,7 @@ TILES = [
     *("quantization=nvfp4", "quantization.smallest_gemm=0", "model.dim=256", "model.heads=4", "model.kv_heads=2"),
     *("model.head_dim=64", "model.ffn_dim=512"),
 ]
-"""Every dim a multiple of 128, as torchao's NVFP4 kernels want it."""
+"""Dims that are multiples of 128, as torchao's NVFP4 kernels need."""
 
 
 @pytest.mark.parametrize(
@@ -631,7 +634,7 @@ def test_on_a_machine_without_gpus(overrides: list[str], field: str, remedy: str
         (["parallelism.cp=2", "model.head_dim=36"], "model.head_dim", "32 or 40"),
         (["parallelism.cp=2", "parallelism.cp_method=ulysses", "model.head_dim=36"], "", ""),
         (["parallelism.cp=2", "parallelism.cp_method=ulysses", "model.attention_backend=flex"], "", ""),
-        # torchao's kernels of NVFP4 want more than its format
+        # torchao's NVFP4 kernels need larger multiples than the format
         (
             [
                 "quantization=nvfp4",
@@ -683,8 +686,8 @@ def test_on_a_machine_with_eight_gpus(overrides: list[str], field: str, remedy: 
         (["training.mixed_precision=bf16", "training.fp32_modules=[norm]"], "training.fp32_modules=[]"),
     ],
 )
-def test_what_can_be_recorded(overrides: list[str], remedy: str, monkeypatch: pytest.MonkeyPatch):
-    """Graphs are of one GPU, and of passes that are known to do the same for all tokens at the same places."""
+def test_options_of_captured_cuda_graphs(overrides: list[str], remedy: str, monkeypatch: pytest.MonkeyPatch):
+    """CUDA graphs need one GPU, and passes that do the same for all tokens at the same addresses."""
     give_gpus(monkeypatch, 8)
     words = ["parallelism.dp_shard=1", *overrides]
     assert broken(*words) == []
@@ -743,7 +746,7 @@ def test_compiling_for_cpu_needs_a_compiler(monkeypatch: pytest.MonkeyPatch):
         ("0F0,0B0\n1F0,1I0", [], "pp_schedule", "1F0, 1I0"),
         ("0F0,0B0,1F0,1B0\n,,", [], "pp_schedule", "row 2 holds no action"),
         ("0F0,zero\n1F0,1B0", [], "pp_schedule", "cell 2 of row 1 is 'zero'"),
-        ("0B0,0F0\n1F0,1B0", [], "pp_schedule", "waits for ever"),
+        ("0B0,0F0\n1F0,1B0", [], "pp_schedule", "deadlocks"),
         ("0F0,0I0,0W0\n1F0,1I0,1W0", ["activation_checkpoint=selective"], "mode", "twice"),
     ],
 )
@@ -776,13 +779,13 @@ def test_a_file_that_is_no_tokenizer(tmp_path: Path, text: str):
     assert "is not a tokenizer.json" in only("data.tokenizer=tokenizer.json").reason
 
 
-def test_a_model_of_ones_own_has_its_own_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_user_model_has_its_own_rules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "own_model.py").write_text("class Mamba: ...\n")
     shape = ("model.head_dim=33", "model.ffn_dim=7", "training.seq_len=5000", "+model.options.state=4")
     assert broken("model.architecture=own_model.Mamba", *shape) == []
 
 
-def test_all_violations_come_at_once():
+def test_all_violations_are_reported():
     with pytest.raises(UserError) as caught:
         check(
             experiment(
@@ -804,9 +807,9 @@ def test_all_violations_come_at_once():
     assert "model.kv_heads=4: 6 query heads" in str(caught.value)
 
 
-def test_other_rules_are_asked_where_the_layout_does_not_fit(monkeypatch: pytest.MonkeyPatch):
+def test_rules_are_checked_if_the_layout_cannot_be_resolved(monkeypatch: pytest.MonkeyPatch):
     give_gpus(monkeypatch, 8)
-    assert [it.field for it in broken("parallelism.dp_replicate=3", "model.kv_heads=4")] == [
+    assert [violation.field for violation in broken("parallelism.dp_replicate=3", "model.kv_heads=4")] == [
         "parallelism.dp_shard",
         "model.kv_heads",
     ]
@@ -815,3 +818,11 @@ def test_other_rules_are_asked_where_the_layout_does_not_fit(monkeypatch: pytest
 def test_check_returns_what_it_was_given():
     run = experiment()
     assert check(run) is run
+
+
+def test_refusals_name_existing_keys_and_values():
+    """Format strings of the table are filled in only where a rule is violated."""
+    values = Values(resolve_layout(experiment(*BASE), 1))
+    for refusal in [rule.check for rule in (*RULES, *LAYOUT_RULES) if isinstance(rule.check, Refuse)]:
+        assert annotation_of(refusal.field) is not None, refusal
+        assert "{" not in refusal.reason.format_map(values) + refusal.remedy.format_map(values), refusal

@@ -1,4 +1,4 @@
-"""Studies: what a file may say, every mistake in words, and which points it means."""
+"""Study files: their grammar, their errors and their points."""
 
 from pathlib import Path
 
@@ -41,7 +41,7 @@ def test_a_grid_is_every_combination(study):
     assert first.overrides == ("experiment.name=mine", "optimizer.lr=1e-3", "model.dim=64")
 
 
-def test_a_zip_goes_side_by_side_and_a_list_has_names(study):
+def test_zip_pairs_values_and_list_names_points(study):
     read = study(
         "axes:\n  - zip: {model.dim: [64, 96], model.heads: [4, 6]}\n"
         "  - list: {plain: [], betas: ['optimizer.betas=[0.9,0.99]', optimizer.eps=1e-5]}\n"
@@ -61,7 +61,7 @@ def test_a_zip_goes_side_by_side_and_a_list_has_names(study):
     )
 
 
-def test_an_axis_is_there_only_where_its_conditions_hold(study):
+def test_axis_applies_where_its_conditions_hold(study):
     read = study(
         "held_fixed: [compile=none]\naxes:\n"
         "  - {name: how, list: {off: [], every: [activation_checkpoint=every_n]}}\n"
@@ -92,7 +92,7 @@ def test_seeds_repeat_every_point(study):
     assert study("axes:\n  - grid: {a: [1]}\nseeds: [7, 9]\n").seeds == (7, 9)
 
 
-def test_what_is_excluded_says_why(study):
+def test_excluded_points_have_a_reason(study):
     read = study(
         "axes:\n  - grid: {a.b: [1, 2], c.d: [1, 2]}\n"
         "exclude:\n  - {a.b: 2, c.d: 2, reason: too large}\n  - {a.b: 1, c.d: [1, 3e0]}\n".replace("3e0", "2")
@@ -156,23 +156,23 @@ GRID = "axes:\n  - grid: {optimizer.lr: [1, 2]}\n"
     [
         ("qestion: x\n" + GRID, "did you mean question?"),
         (GRID.replace("axes", "axis"), "did you mean axes?"),
-        ("seeds: 2\n", "a list of axes is meant"),
+        ("seeds: 2\n", "must be a list of axes"),
         ("axes:\n  - gird: {a: [1]}\n", "did you mean grid?"),
         ("axes:\n  - {grid: {a: [1]}, zip: {b: [1]}}\n", "an axis is one of grid, zip or list"),
         ("axes:\n  - {grid: {a: [1]}, whn: {b: 1}}\n", "did you mean when?"),
         ("axes:\n  - grid: {optimizer.lr: 1e-3}\n", "optimizer.lr: [1e-3]"),
         ("axes:\n  - zip: {a: [1, 2], b: [1]}\n", "a has 2 and b has 1"),
-        ("axes:\n  - list: {one: model=x}\n", "a list of overrides is meant"),
+        ("axes:\n  - list: {one: model=x}\n", "must be a list of overrides"),
         ("axes:\n  - list: {one: [model]}\n", "write model=..."),
         ("held_fixed: [{model: x}]\n" + GRID, "write model=x"),
-        ("held_fixed: {model: x}\n" + GRID, "a list of overrides is meant"),
+        ("held_fixed: {model: x}\n" + GRID, "must be a list of overrides"),
         (GRID + "  - {grid: {a: [1]}, when: {optimizer.lrr: 1}}\n", "did you mean optimizer.lr?"),
         (GRID + "  - {grid: {a: [1]}, when: {optimizer.lr: 3}}\n", "this axis has no such value"),
         ("axes:\n  - {grid: {a: [1]}, when: {b: 1}}\n  - grid: {b: [1]}\n", "neither an axis (above this one)"),
         (GRID + "exclude: [{optimizer.l: 1}]\n", "neither an axis"),
         (GRID + "exclude: {optimizer.lr: 1}\n", "must be a list"),
-        (GRID + "seeds: many\n", "a number of seeds"),
-        (GRID + "seeds: [-1]\n", "a number of seeds"),
+        (GRID + "seeds: many\n", "must be a number of seeds"),
+        (GRID + "seeds: [-1]\n", "must be a number of seeds"),
         (GRID + "baseline: {optimizer.lr: 3}\n", "this axis has no such value"),
         (GRID + "metrics: {los: min}\n", "did you mean loss?"),
         (GRID + "metrics: {loss: down}\n", "min or max"),
@@ -181,25 +181,25 @@ GRID = "axes:\n  - grid: {optimizer.lr: [1, 2]}\n"
         ("[]", "is not YAML|holds no study"),
     ],
 )
-def test_every_mistake_is_said_in_words(study, text: str, says: str):
+def test_every_mistake_is_reported(study, text: str, says: str):
     with pytest.raises(UserError) as caught:
         study(text)
     assert any(part in str(caught.value) for part in says.split("|")), str(caught.value)
 
 
-def test_all_mistakes_are_said_at_once(study):
+def test_all_mistakes_are_reported_at_once(study):
     with pytest.raises(UserError) as caught:
         study("seeds: many\nmetrics: {los: min}\naxes: 3\n")
     assert len(caught.value.violations) == 3
 
 
-def test_a_question_is_asked(tmp_path: Path):
+def test_a_question_is_required(tmp_path: Path):
     (tmp_path / "mine.yaml").write_text(GRID)
     with pytest.raises(UserError, match="a study asks something"):
         read_study(tmp_path / "mine.yaml")
 
 
-def test_the_guides_study_is_one(study):
+def test_study_of_the_guide_is_valid(study):
     readme = (Path(__file__).parents[2] / "docs/guides/sweeps-and-slurm.md").read_text()
     text = readme[readme.index("question: Does a warm-up") :]
     read = study(text[: text.index("```")])
@@ -208,7 +208,7 @@ def test_the_guides_study_is_one(study):
     assert baseline_of(read, points) == "lr=1e-3 warmup_steps=20 decay_steps=180"
 
 
-def test_ones_own_studies_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_user_studies_hide_shipped_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     shipped = find_study("optimizers")
     (tmp_path / "sweeps").mkdir()

@@ -67,7 +67,7 @@ def broken(*overrides: str) -> list[Violation]:
         (["data.paths=[a,b]", "data.weights=[1,2.5]"], "", ""),
         ([], "data.paths", "data.paths='[stores/mine]'"),
         (["data.paths=[nowhere]"], "data.paths", "titan-exp tokenize"),
-        (["data.paths=[begun]"], "data.paths", "which continues it"),
+        (["data.paths=[begun]"], "data.paths", "rerun the titan-exp tokenize command"),
         (["data.paths=[cut]"], "data.paths", "titan-exp tokenize check=cut"),
         (["data.paths=[a,llama]", "model.vocab_size=128256"], "data.paths", "stores of one"),
         (["data.paths=[llama]"], "model.vocab_size", "model.vocab_size=128256"),
@@ -90,7 +90,9 @@ def broken(*overrides: str) -> list[Violation]:
 )
 def test_rules(overrides: list[str], field: str, remedy: str):
     found = broken(*overrides)
-    assert [violation.field for violation in found] == ([field] if field else []), [str(each) for each in found]
+    assert [violation.field for violation in found] == ([field] if field else []), [
+        str(violation) for violation in found
+    ]
     assert all(remedy in violation.remedy for violation in found)
 
 

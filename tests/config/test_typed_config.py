@@ -104,7 +104,7 @@ def test_remedies_name_what_would_work():
     assert "model.layers" in by_field["model.layer"].remedy
 
 
-def test_what_is_computed_from_a_wrong_value_is_not_blamed():
+def test_values_computed_from_a_wrong_value_are_not_reported():
     (violation,) = refused("training.steps=abc")
     assert violation.field == "training.steps"
 
@@ -172,7 +172,7 @@ def test_the_former_name_of_an_architecture_still_reads(tmp_path: Path):
     assert load_experiment(tmp_path / "config.yaml") == run
 
 
-def test_a_run_started_again_from_its_own_file_is_the_same(tmp_path: Path):
+def test_configuration_composed_from_a_run_file_is_equal(tmp_path: Path):
     run = experiment("model=llama_debug", "optimizer.lr=1e-9")
     (tmp_path / "config.yaml").write_text(to_yaml(run))
     from omegaconf import OmegaConf

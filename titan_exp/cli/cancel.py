@@ -1,4 +1,4 @@
-"""Have runs save and stop, and start no more of a study."""
+"""Make runs save and stop, and start no further runs of a study."""
 
 from collections.abc import Sequence
 
@@ -9,21 +9,21 @@ from titan_exp.launch.state.run_status import count_states, run_statuses
 from titan_exp.launch.sweep.shipped_study import cancel_runs
 
 HELP_TEXT = """\
-titan-exp cancel: have runs save and stop, and take waiting ones out of the queue.
+titan-exp cancel: make runs save and stop, and remove waiting ones from the queue.
 
-  titan-exp cancel NAME        every run of a study that waits or runs; of a local sweep nothing more is started
-  titan-exp cancel RUN ...     runs, by path, by the beginning of their id, or by STUDY/LABEL
+  titan-exp cancel NAME        all waiting and running runs of a study; a local sweep starts no further runs
+  titan-exp cancel RUN ...     runs, by path, id prefix or STUDY/LABEL
 
 Nothing is deleted: the command that started them continues them.
 """
 
 
-def run(words: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    _, rest = take_flags(words, (), verb="cancel")
+    _, rest = take_flags(argv, (), verb="cancel")
     runs, named = split_runs_folder(rest)
     if not named:
-        raise UserError("Cancel what? titan-exp cancel NAME or RUN; titan-exp status shows what there is.")
+        raise UserError("No run is named: titan-exp cancel NAME or RUN; titan-exp status lists runs.")
     entries = find_runs(named, runs)
     stopped = 0
     for word in named:

@@ -31,17 +31,17 @@ PAGE = "compare.html"
 """File name of the page beside the runs of a study."""
 
 
-def run(words: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    if set(words) & set(HELP):
+    if set(argv) & set(HELP):
         from titan_exp.compare.compared_metrics import METRICS
 
         metrics = f"Metrics: {', '.join(metric.name for metric in METRICS)}."
         metrics = textwrap.fill(metrics, 118, initial_indent="  ", subsequent_indent="  ")
         print(options_help(USAGE.format(metrics=metrics), CompareOptions), end="")
         return 0
-    words = [word.removeprefix("--") if word.startswith("--paths.runs=") else word for word in words]
-    options, rest = take_options(CompareOptions, words)
+    argv = [word.removeprefix("--") if word.startswith("--paths.runs=") else word for word in argv]
+    options, rest = take_options(CompareOptions, argv)
     if options.group and not options.from_wandb:
         raise UserError(f"group={options.group}: it selects W&B runs and needs --from-wandb ENTITY/PROJECT.")
     runs, named = split_runs_folder(rest)

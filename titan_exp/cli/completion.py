@@ -13,7 +13,7 @@ from titan_exp.cli.hydra_command import command_name
 _LINE = re.compile(r"\s*(?P<command>(?:\S*python\S*\s+-m\s+)?\S+)\s+(?P<verb>\S*)(?P<space>\s*)(?P<rest>.*)")
 
 
-def complete(words: Sequence[str], verbs: Iterable[str]) -> int:
+def complete(argv: Sequence[str], verbs: Iterable[str]) -> int:
     """Print completions of the line in COMP_LINE, none after an error; returns 0."""
     line = os.environ.get("COMP_LINE", "")
     typed = _LINE.match(line)
@@ -23,7 +23,7 @@ def complete(words: Sequence[str], verbs: Iterable[str]) -> int:
     verb, rest = typed["verb"], typed["rest"]
     _, space, overrides = rest.partition(" ")
     if verb == "sweep" and space:
-        print("\n".join(_composed(overrides, words)))
+        print("\n".join(_composed(overrides, argv)))
         return 0
     from titan_exp.config.command_line.completion import GROUPS, complete_option, is_override, takes_override
 
@@ -34,7 +34,7 @@ def complete(words: Sequence[str], verbs: Iterable[str]) -> int:
         return 0
     if verb in GROUPS:
         line = " ".join([*(typed for typed in before if is_override(verb, typed)), word])
-        options += [offer for offer in _composed(line, words) if takes_override(verb, offer)]
+        options += [offer for offer in _composed(line, argv) if takes_override(verb, offer)]
     print("\n".join(options))
     return 0
 
@@ -58,7 +58,7 @@ def _names(verb: str) -> list[str] | None:
     return []
 
 
-def _composed(rest: str, words: Sequence[str]) -> list[str]:
+def _composed(rest: str, argv: Sequence[str]) -> list[str]:
     """Hydra's completions after `titan-exp train`."""
     from titan_exp.cli.train import run
 
@@ -67,7 +67,7 @@ def _composed(rest: str, words: Sequence[str]) -> list[str]:
     output = io.StringIO()
     try:
         with redirect_stdout(output), suppress(Exception, SystemExit):
-            run(words)
+            run(argv)
     finally:
         sys.stderr = stderr
     return output.getvalue().split()

@@ -26,12 +26,12 @@ titan-exp convert SOURCE TARGET [format=...] [dtype=...]
   for example: titan-exp convert runs/first/6ec54c999fca export/first dtype=bf16"""
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    if set(arguments) & set(HELP):
+    if set(argv) & set(HELP):
         print(options_help(USAGE, ConvertOptions), end="")
         return 0
-    options = parse_options(ConvertOptions, arguments, positional=["source", "target"])
+    options = parse_options(ConvertOptions, argv, positional=["source", "target"])
     if not options.source or not options.target:
         raise UserError(USAGE)
     with staged_upload(options.target) as target:
@@ -45,7 +45,7 @@ def run(arguments: Sequence[str]) -> int:
                 source, target, ExportOptions(form, DTYPES[options.dtype], options.file_gb * 1e9, progress)
             )
         if source.tokenizer is None and form != "torch":
-            print(f"no tokenizer was found beside the weights: put its tokenizer.json into {options.target}")
+            print(f"no tokenizer was found beside the weights: copy its tokenizer.json into {options.target}")
         following = _next(source, target, form)
     print(f"{options.target}: {form}, {decimal(written)} of weights")
     print(f"titan-exp generate {options.target}" if is_url(options.target) else following)
@@ -59,7 +59,7 @@ def _format(options: ConvertOptions, source: OpenCheckpoint) -> str:
         return "torch" if ends_in_pt else "huggingface" if ours else "dcp"
     if (options.format == "torch") != ends_in_pt:
         kind = "a file: its name ends in .pt" if options.format == "torch" else "a folder: its name does not end in .pt"
-        raise UserError(f"format={options.format} is {kind}. What was asked for is {options.target}.")
+        raise UserError(f"format={options.format} is {kind}. The target is {options.target}.")
     return options.format
 
 
@@ -78,7 +78,7 @@ def _next(source: OpenCheckpoint, target: Path, form: str) -> str:
             )
     if model_spec(source.model) is None:
         return f"the model group is in {target / 'model.json'}"
-    words = model_overrides(source.model)
+    overrides = model_overrides(source.model)
     if tokenizer_file(str(target)).is_file():
-        words.append(f"data.tokenizer={target}")
-    return f"the model that fits: {' '.join(words)}"
+        overrides.append(f"data.tokenizer={target}")
+    return f"matching overrides: {' '.join(overrides)}"

@@ -4,15 +4,15 @@ import os
 from collections.abc import Sequence
 
 
-def run(words: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    if "--numerics" in words:
+    if "--numerics" in argv:
         from titan_exp.doctor.numerics_command import doctor_command
 
-        return doctor_command(words)
+        return doctor_command(argv)
     # As the launcher sets it for ranks; torch reads it at import.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from titan_exp.doctor.machine import machine_command
     from titan_exp.launch.local.ephemeral_ranks import run_on_ranks
 
-    return machine_command(words, run_on_ranks)
+    return machine_command(argv, run_on_ranks)

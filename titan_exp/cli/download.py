@@ -26,26 +26,18 @@ FILES: dict[str, tuple[str, ...]] = {
 USAGE = "titan-exp download OWNER/NAME [files=tokenizer|config|weights|original|all] [target=FOLDER]"
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Run the verb; returns the exit code.
-
-    A token for gated repositories is taken from the environment variable HF_TOKEN and kept nowhere.
-
-    Raises:
-        UserError: an option is wrong, the repository or the network is not there, or access is refused.
-    """
-    if set(arguments) & set(HELP):
+def run(argv: Sequence[str]) -> int:
+    """Run the verb; returns the exit code. The token for gated repositories is that of the variable HF_TOKEN."""
+    if set(argv) & set(HELP):
         print(options_help(USAGE, DownloadOptions), end="")
         return 0
-    options = parse_options(DownloadOptions, arguments, positional=["repo"])
+    options = parse_options(DownloadOptions, argv, positional=["repo"])
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", options.repo):
-        raise UserError(f"{USAGE}\n  {options.repo} is no OWNER/NAME" if options.repo else USAGE)
+        raise UserError(f"{USAGE}\n  {options.repo} is not OWNER/NAME" if options.repo else USAGE)
     target = Path(options.target or f"downloads/{options.repo.partition('/')[2]}").expanduser()
     download(options.repo, target, FILES[options.files], options.revision or None)
     found = sorted(path for path in target.rglob("*") if path.is_file() and ".cache" not in path.parts)
     if not found:
-        raise UserError(
-            f"{options.repo} has no files of the kind files={options.files}; files=all fetches what it has."
-        )
+        raise UserError(f"{options.repo} has no files of files={options.files}; files=all downloads all files.")
     print(f"{target}: {len(found)} files, {sum(path.stat().st_size for path in found) / 1e9:.2f} GB")
     return 0

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 
 
-def run(words: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     from titan_exp.inference.evaluate import evaluate_command
     from titan_exp.launch.local.ephemeral_ranks import run_on_ranks
 
-    return evaluate_command(words, run_on_ranks)
+    return evaluate_command(argv, run_on_ranks)

@@ -9,13 +9,9 @@ from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError
 
 
-def run(words: Sequence[str]) -> int:
-    """Print the guide of a topic, formatted on a terminal; returns the exit code.
-
-    Raises:
-        UserError: there is no such guide.
-    """
-    topic = words[0] if len(words) == 1 else " ".join(words)
+def run(argv: Sequence[str]) -> int:
+    """Print the guide of a topic, formatted on a terminal; returns the exit code."""
+    topic = argv[0] if len(argv) == 1 else " ".join(argv)
     found = guides()
     if topic not in found:
         offer = did_you_mean(topic, found) or f"The guides are {listed(sorted(found), 'and')}."

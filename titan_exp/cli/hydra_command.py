@@ -11,17 +11,14 @@ from typing import Any
 from titan_exp.config.errors.user_error import UserError
 
 Task = Callable[[Any, Sequence[str]], int]
-"""Takes a composed configuration and the typed overrides; returns an exit code."""
+"""Function of a composed configuration and the typed overrides; returns an exit code."""
 
 
 def run_with_hydra(words: Sequence[str], task: Task, *, nested: Sequence[str] = (), where: str = "") -> int:
-    """Let Hydra read the words and call the task with each composed configuration; returns the highest exit code.
+    """Call the task with each configuration that Hydra composes from the words; returns the highest exit code.
 
-    Args:
-        words: as typed after the verb.
-        task: the verb's work.
-        nested: overrides that Hydra sees only per point: a study's own, and those typed after its name.
-        where: the study's file, for error messages.
+    `nested` are overrides that Hydra sees only per point: a study's own, and those typed after its name. `where` is the
+    study's file, for error messages.
     """
     from titan_exp.config.command_line.hydra_args import read_arguments
 
@@ -50,7 +47,7 @@ def run_with_hydra(words: Sequence[str], task: Task, *, nested: Sequence[str] = 
 
     added = arguments.value_of("--config-dir", "-cd")
     if added is not None and not os.path.isdir(added):
-        raise UserError(f"--config-dir {added}: there is no such folder. It holds your groups, as {CONF_DIR} does.")
+        raise UserError(f"--config-dir {added}: there is no such folder. It must hold groups, as {CONF_DIR} does.")
     search_current_directory()
     register_resolvers()
     before, sys.argv = sys.argv, [command_name(), *arguments.flags, *always, *arguments.overrides]

@@ -26,20 +26,16 @@ Verbs
 {verbs}
 
 Start here
-  titan-exp train +experiment=smoke      seconds, to see that everything is connected
+  titan-exp train +experiment=smoke      a test of the installation, in seconds
   titan-exp train                        a small language model on this machine, in minutes
   titan-exp train --help                 the groups, their options, and how to set any key
-  titan-exp sweep                        the studies there are, and what each asks
+  titan-exp sweep                        list the studies and their questions
   titan-exp help TOPIC                   a guide: {guides}
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code: 0 done, 2 for a UserError, else the run's own.
-
-    Args:
-        argv: the words after `titan-exp`; by default those of this process.
-    """
+    """Run a command line; returns the exit code: 0 done, 2 for a UserError, else the run's own."""
     words = list(sys.argv[1:] if argv is None else argv)
     with_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     try:

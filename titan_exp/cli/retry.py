@@ -1,4 +1,4 @@
-"""Start runs again that failed or were lost, in their folders."""
+"""Restart failed and lost runs in their folders."""
 
 from collections.abc import Sequence
 
@@ -9,24 +9,24 @@ from titan_exp.launch.state.run_lookup import find_runs, split_runs_folder
 from titan_exp.launch.state.run_status import count_states, run_statuses
 
 HELP_TEXT = """\
-titan-exp retry: start runs again that failed or were lost, each in its folder and from its last checkpoint.
+titan-exp retry: restart failed and lost runs, each in its folder and from its last checkpoint.
 
   titan-exp retry NAME         those of a study
-  titan-exp retry RUN ...      runs, by path, by the beginning of their id, or by STUDY/LABEL
+  titan-exp retry RUN ...      runs, by path, id prefix or STUDY/LABEL
 
-They run as their folders say, with the code as it is now. Runs that were stopped are not failed: the command that
-started them continues them.
+Configuration is that of the folder, code is the current one. A stopped run has not failed: the command that started
+it continues it.
 """
 RETRIED = ("failed", "lost")
-"""States of runs that are started again."""
+"""States of restarted runs."""
 
 
-def run(words: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    _, rest = take_flags(words, (), verb="retry")
+    _, rest = take_flags(argv, (), verb="retry")
     runs, named = split_runs_folder(rest)
     if not named:
-        raise UserError("Retry what? titan-exp retry NAME or RUN; titan-exp status shows what failed.")
+        raise UserError("No run is named: titan-exp retry NAME or RUN; titan-exp status lists failed ones.")
     entries = [entry for entry in find_runs(named, runs) if not entry.removed]
     statuses = run_statuses([entry.folder for entry in entries])
     retried = [entry for entry in entries if statuses[entry.folder.path].state in RETRIED]

@@ -5,44 +5,44 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.live import Live
 from rich.table import Table
 
-from titan_exp.config.command_line.options import take_flags
+from titan_exp.config.command_line.options import options_help, take_options
+from titan_exp.config.command_line.verb_options import StatusOptions
 from titan_exp.launch.state.run_lookup import find_runs, find_study_folder, split_runs_folder
 from titan_exp.launch.state.status_rows import StatusRow, status_rows
 from titan_exp.launch.sweep.sweep_table import plain_console
 from titan_exp.tracking.sinks.sink import Value
 
-HELP_TEXT = """\
-titan-exp status: how runs stand. Nothing is changed.
+USAGE = """\
+titan-exp status: state, step, loss, speed and time left of runs. Changes nothing.
 
   titan-exp status                    every run under runs/, newest first
   titan-exp status NAME               the runs of a study, or of an experiment.name, in the study's order
-  titan-exp status RUN ...            runs, by path, by the beginning of their id, or by STUDY/LABEL
-  titan-exp status NAME --watch       again and again, until nothing waits or runs, or Ctrl-C
-  titan-exp status NAME --json        for programs
-  titan-exp status paths.runs=FOLDER  runs that lie elsewhere
+  titan-exp status RUN ...            runs, by path, id prefix or STUDY/LABEL
+  titan-exp status paths.runs=FOLDER  runs of another folder
 
-A run is new, queued, running, done, failed, preempted (it saved and stopped, and may continue), or lost (its process
-is gone without a record). GPU-hours are those that its starts took so far. Where a run was planned before it started,
-"/predicted" is its speed over the predicted one, and "GiB/predicted" the memory of rank 0 (tensors on a GPU, the whole
-process on a CPU) beside the predicted peak of the same.
-"""
+A run is new, queued, running, done, failed, preempted (it saved, stopped and can continue), or lost (its process ended
+without a record). GPU-hours are those of all its starts. For a planned run, "/predicted" is its speed over the
+predicted one, and "GiB/predicted" the memory of rank 0 (tensors on a GPU, the process on a CPU) beside the predicted
+peak."""
+HELP_TEXT = options_help(USAGE, StatusOptions)
+COLUMNS = ("run", "id", "state", "step", "loss", "tokens/s", "/predicted", "MFU", "GiB/predicted", "left", "GPU-hours")
+OPTIONAL = ("/predicted", "MFU", "GiB/predicted", "GPU-hours")
 WATCH_EVERY = 2.0
-"""Seconds between looks."""
+"""Refresh interval in seconds."""
 
 
-def run(words: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    flags, rest = take_flags(words, ("--watch", "--json"), verb="status")
+    options, rest = take_options(StatusOptions, argv)
     runs, named = split_runs_folder(rest)
-    if "--json" in flags:
+    if options.json:
         print(json.dumps([asdict(row) for row in status_rows(find_runs(named, runs))], indent=1))
         return 0
-    if "--watch" in flags:
+    if options.watch:
         _watch(named, runs)
         return 0
     rows = status_rows(find_runs(named, runs))
@@ -72,44 +72,39 @@ def _headlines(named: Sequence[str], runs: Path) -> list[str]:
 
 
 def _table(rows: Sequence[StatusRow], *, in_full: bool) -> Table:
-    several = in_full or len({row.group for row in rows}) > 1
-    with_hours = any(row.gpu_hours is not None for row in rows)
-    with_mfu = any(row.mfu is not None for row in rows)
-    headings: dict[str, Any] = {
-        "run": lambda row: (
-            (f"{row.group}/{row.label}" if several and "/" not in row.label else row.label)
-            + (" (removed)" if row.removed else "")
-        ),
-        "id": lambda row: row.run_id,
-        "state": lambda row: row.state,
-        "step": lambda row: f"{row.step}/{'?' if row.steps is None else row.steps}",
-        "loss": lambda row: _number(row.loss, ".4f"),
-        "tokens/s": lambda row: _number(row.tokens_per_second, ",.0f"),
-        "/predicted": lambda row: _share(row.tokens_per_second, row.tokens_per_second_predicted),
-        "MFU": lambda row: _number(row.mfu, ".1%"),
-        "GiB/predicted": lambda row: _beside(row.memory, row.memory_predicted),
-        "left": lambda row: "-" if row.seconds_left is None else _duration(row.seconds_left),
-        "GPU-hours": lambda row: _number(row.gpu_hours, ",.2f"),
-        "reason": lambda row: (row.reason or "").partition("\n")[0],
-    }
-    hidden = {
-        "/predicted": any(row.tokens_per_second_predicted is not None for row in rows),
-        "GiB/predicted": any(row.memory_predicted is not None for row in rows),
-        "MFU": with_mfu,
-        "GPU-hours": with_hours,
-        "reason": any(row.reason for row in rows),
-    }
-    for metric in sorted({metric for row in rows for metric in row.reported}):
-        headings[metric] = lambda row, metric=metric: _number(row.reported.get(metric), ".4g")
-    headings["reason"] = headings.pop("reason")
-    shown = [name for name in headings if hidden.get(name, True)]
+    """Table of runs; an optional column is shown if a run has a value for it."""
+    with_group = in_full or len({row.group for row in rows}) > 1
+    cells = [_cells(row, with_group) for row in rows]
+    names = [*COLUMNS, *sorted({metric for row in rows for metric in row.reported}), "reason"]
+    fixed = set(COLUMNS).difference(OPTIONAL)
+    shown = [name for name in names if name in fixed or any(row.get(name, "-") != "-" for row in cells)]
     table = Table(box=None, pad_edge=False)
     for name in shown:
         left = name in ("run", "id", "state", "reason")
         table.add_column(name, justify="left" if left else "right", overflow="fold", no_wrap=name in ("id", "state"))
-    for row in rows:
-        table.add_row(*(headings[name](row) for name in shown))
+    for row in cells:
+        table.add_row(*(row.get(name, "-") for name in shown))
     return table
+
+
+def _cells(row: StatusRow, with_group: bool) -> dict[str, str]:
+    label = f"{row.group}/{row.label}" if with_group and "/" not in row.label else row.label
+    speed, predicted, peak = row.tokens_per_second, row.tokens_per_second_predicted, row.memory_predicted
+    return {
+        "run": label + (" (removed)" if row.removed else ""),
+        "id": row.run_id,
+        "state": row.state,
+        "step": f"{row.step}/{'?' if row.steps is None else row.steps}",
+        "loss": _number(row.loss, ".4f"),
+        "tokens/s": _number(speed, ",.0f"),
+        "left": "-" if row.seconds_left is None else _duration(row.seconds_left),
+        "/predicted": f"{speed / predicted:.0%}" if speed and predicted else "-",
+        "MFU": _number(row.mfu, ".1%"),
+        "GiB/predicted": "-" if peak is None else f"{_number(row.memory, '.2f')}/{peak:.2f}",
+        "GPU-hours": _number(row.gpu_hours, ",.2f"),
+        **{metric: _number(value, ".4g") for metric, value in row.reported.items()},
+        "reason": (row.reason or "-").partition("\n")[0],
+    }
 
 
 def _count(rows: Sequence[StatusRow]) -> str:
@@ -138,14 +133,6 @@ def _watch(named: Sequence[str], runs: Path) -> None:
 
 def _number(value: Value, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-def _share(measured: Value, predicted: Value) -> str:
-    return "-" if not measured or not predicted else f"{measured / predicted:.0%}"
-
-
-def _beside(measured: Value, predicted: Value) -> str:
-    return "-" if predicted is None else f"{_number(measured, '.2f')}/{predicted:.2f}"
 
 
 def _duration(seconds: float) -> str:

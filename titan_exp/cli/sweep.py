@@ -1,4 +1,4 @@
-"""Run a study, every point of sweeps/NAME.yaml, or what is missing of it."""
+"""Run a study: every point of sweeps/NAME.yaml that is not done yet."""
 
 import textwrap
 from collections.abc import Sequence
@@ -9,20 +9,20 @@ from titan_exp.config.study.study_file import read_study, study_files
 from titan_exp.launch.sweep.sweep_args import sweep_args
 
 HELP_TEXT = """\
-titan-exp sweep: run a study, sweeps/NAME.yaml, or what is missing of it.
+titan-exp sweep: run every point of a study, sweeps/NAME.yaml, that is not done yet.
 
-  titan-exp sweep                              the studies there are, and what each asks
-  titan-exp sweep NAME --dry-run               every point: its run, what it asks for, its state, what is skipped
+  titan-exp sweep                              list the studies and their questions
+  titan-exp sweep NAME --dry-run               every point: run, resources, state, reason if skipped
   titan-exp sweep NAME [overrides] [flags]     run it; NAME is also a path
 
-Overrides hold for every point. One of a key that the study varies narrows that axis (optimizer.lr=1e-3), one that lists
-values is a further axis (experiment.seed=0,1). size=NAME chooses one of the study's sizes, cluster=slurm submits.
+Overrides hold for every point. An override of an axis narrows it (optimizer.lr=1e-3); one that lists values is a
+further axis (experiment.seed=0,1). size=NAME chooses one of the study's sizes, cluster=slurm submits.
 
 Flags
-  --dry-run      print the plan, start nothing
-  --jobs N       so many runs at a time on this machine, on CPU (1); each gets its share of the cores
-  --prune        cancel runs that wait or run and that the study no longer holds
-  --yes          ask nothing
+  --dry-run      print the plan and start no run
+  --jobs N       N runs at a time on this machine, on CPU (1); each gets its share of the cores
+  --prune        cancel waiting and running runs that are no longer points of the study
+  --yes          do not ask for confirmation
   --config-dir FOLDER   find groups and options of your own in a folder
 
 Launched again, it starts only what is missing, stopped or failed. Then:
@@ -30,9 +30,9 @@ Launched again, it starts only what is missing, stopped or failed. Then:
 """
 
 
-def run(words: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    args = sweep_args(words)
+    args = sweep_args(argv)
     if args is None:
         _list_studies()
         return 0
@@ -50,4 +50,4 @@ def _list_studies() -> None:
         print(f"  {name}" + ("" if path.is_absolute() else f"  ({path})"))
         print(textwrap.fill(text, 110, initial_indent="      ", subsequent_indent="      "))
     if not any(not path.is_absolute() for path in files.values()):
-        print("\nYour own go into sweeps/ in the folder where you type the command.")
+        print("\nYour own studies are found in sweeps/ of the current folder.")

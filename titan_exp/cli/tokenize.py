@@ -4,17 +4,18 @@ The text is given by the `data` group as in `titan-exp train`; `out`, `workers`,
 """
 
 from collections.abc import Sequence
-from dataclasses import fields
 from itertools import islice
 from typing import Any
 
 from titan_exp.cli.hydra_command import run_with_hydra
-from titan_exp.config.command_line.options import options_help, parse_options
+from titan_exp.config.command_line.hydra_args import SWITCHES, VALUED
+from titan_exp.config.command_line.options import HELP, options_help, take_options
 from titan_exp.config.command_line.verb_options import TokenizeOptions
-from titan_exp.config.errors.did_you_mean import listed, nearest
+from titan_exp.config.errors.did_you_mean import did_you_mean, listed, nearest
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.paths.token_store_manifest import Manifest, read_manifest
+from titan_exp.config.schema.schema import hints
 from titan_exp.data.token_store.build_store import build_store
 from titan_exp.data.token_store.verify import find_damage
 from titan_exp.rules.data import unreadable_source
@@ -22,12 +23,12 @@ from titan_exp.rules.data import unreadable_source
 _MAX_LISTED = 5
 
 
-def run(words: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
-    if {"--help", "-h"} & set(words):
+    if set(argv) & set(HELP):
         print(tokenize_help(), end="")
         return 0
-    options, overrides = options_among(words)
+    options, overrides = options_among(argv)
     if options.check:
         return check_store(options.check)
 
@@ -39,36 +40,24 @@ def run(words: Sequence[str]) -> int:
     return run_with_hydra(overrides, make)
 
 
-def options_among(words: Sequence[str]) -> tuple[TokenizeOptions, list[str]]:
-    """Split the arguments into `tokenize` options and overrides of the `data` group.
-
-    Raises:
-        UserError: an option's value is invalid, or an override sets a key that `tokenize` does not read.
-    """
-    own, others = [], []
-    names = [field.name for field in fields(TokenizeOptions)]
-    groups = [field.name for field in fields(Experiment)]
-    foreign = []
-    for word in words:
-        key, equals, value = word.partition("=")
+def options_among(argv: Sequence[str]) -> tuple[TokenizeOptions, list[str]]:
+    """Split the arguments into `tokenize` options and overrides of the `data` group."""
+    options, overrides = take_options(TokenizeOptions, argv, others=(*SWITCHES, *VALUED))
+    names, groups = list(hints(TokenizeOptions)), list(hints(Experiment))
+    wrong = []
+    for key, equals, value in (word.partition("=") for word in overrides):
         group = key.lstrip("+~").split(".")[0].split("@")[0]
-        if equals and (key in names or ("." not in key and group not in groups and nearest(key, names, 1))):
-            own.append(word)
-        else:
-            others.append(word)
         if equals and group in groups and group != "data" and not key.startswith("+experiment"):
             remedy = "leave it out; text and tokenizer are keys of data"
-            foreign.append(Violation(key, value, "tokenize does not read it", remedy))
-    if foreign:
-        raise UserError("The options cannot be read.", foreign)
-    options = parse_options(TokenizeOptions, own)
-    if options.check and (others or len(own) > 1):
-        given = [word.partition("=")[0] for word in words if not word.startswith("check=")]
-        remedy = f"leave {listed([f'{key}=' for key in given], 'and')} out"
-        raise UserError(
-            "The options cannot be read.", [Violation("check", options.check, "it takes no other arguments", remedy)]
-        )
-    return options, others
+            wrong.append(Violation(key, value, "tokenize does not read it", remedy))
+        elif equals and "." not in key and group not in groups and nearest(key, names, 1):
+            wrong.append(Violation(key, value, "there is no such option", did_you_mean(key, names)))
+    if options.check and len(argv) > 1 and not wrong:
+        others = listed([f"{word.partition('=')[0]}=" for word in argv if not word.startswith("check=")], "and")
+        wrong.append(Violation("check", options.check, "it takes no other arguments", f"leave {others} out"))
+    if wrong:
+        raise UserError("The options cannot be read.", wrong)
+    return options, overrides
 
 
 def tokenize_help() -> str:
@@ -88,16 +77,12 @@ Examples
   titan-exp tokenize check=stores/mine
   titan-exp train data=tokens data.paths='[stores/mine]'
 
-After a kill, the same command continues. Every key of data: titan-exp train --cfg job --package data
+The same command resumes after an interruption. Every key of data: titan-exp train --cfg job --package data
 """
 
 
 def check_store(folder: str) -> int:
-    """Verify a store's checksums, print the result, and return the exit code.
-
-    Raises:
-        UserError: there is no such store, or it is damaged.
-    """
+    """Verify a store's checksums, print the result, and return the exit code."""
     manifest = read_manifest(folder)
     found = list(find_damage(manifest))
     if found:
@@ -110,11 +95,7 @@ def check_store(folder: str) -> int:
 
 
 def make_store(options: TokenizeOptions, experiment: Experiment) -> int:
-    """Make or resume the token store of the options and the `data` group; returns the exit code.
-
-    Raises:
-        UserError: a file cannot be read or written, or the folder holds something else.
-    """
+    """Make or resume the token store of the options and the `data` group; returns the exit code."""
     violations = unreadable_source(experiment)
     if experiment.data.source == "tokens":
         violations = [Violation("data.source", "tokens", "it is tokenized already", "a text source, such as data=text")]

@@ -6,11 +6,11 @@ from typing import Any
 from titan_exp.cli.hydra_command import run_sweep_with_hydra
 
 
-def run(words: Sequence[str]) -> int:
+def run(argv: Sequence[str]) -> int:
     """Run the verb; returns the exit code."""
     from titan_exp.launch.sweep.sweep_args import train_args
 
-    return run_sweep_with_hydra(train_args(words), _launch)
+    return run_sweep_with_hydra(train_args(argv), _launch)
 
 
 def _launch(cfg: Any, overrides: Sequence[str]) -> int:

@@ -19,6 +19,7 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.hydra.compose import compose
+from titan_exp.config.layout.axes import ONE_DEVICE
 from titan_exp.config.layout.resolved_layout import resolve_layout
 from titan_exp.config.schema.typed_config import load_experiment, to_experiment
 from titan_exp.data.batch import Batch
@@ -111,10 +112,9 @@ def _compose_single_device(path: Path | None, source: OpenCheckpoint | None, ove
     if experiment.quantization.recipe == "none":
         raise UserError(f"no recipe is given: quantization.recipe=none\n{USAGE}")
     rows = experiment.training.micro_batch_size or DEFAULT_SEQUENCES
-    single = dict.fromkeys(("dp_replicate", "dp_shard", "tp", "pp", "cp", "cp_ulysses", "ep", "etp"), 1)
     experiment = dataclasses.replace(
         experiment,
-        parallelism=dataclasses.replace(experiment.parallelism, **single),
+        parallelism=dataclasses.replace(experiment.parallelism, **ONE_DEVICE),
         training=dataclasses.replace(experiment.training, micro_batch_size=rows, global_batch_size=rows),
         quantization=dataclasses.replace(experiment.quantization, emulate=True),
     )

@@ -20,6 +20,7 @@ from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.hydra.compose import CONF_DIR, compose
+from titan_exp.config.layout.axes import ONE_DEVICE
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.schema.schema import value_keys
 from titan_exp.config.schema.typed_config import load_experiment, to_dict, to_experiment
@@ -31,7 +32,7 @@ from titan_exp.rules import context_parallel as context
 from titan_exp.rules import data
 from titan_exp.rules import degrees as layout
 from titan_exp.rules import tensor_parallel as tensor
-from titan_exp.rules.rule import ask
+from titan_exp.rules.rule import find_violations
 from titan_exp.trainer.distributed import joined_process_group
 from titan_exp.trainer.forward_backward import EagerModel
 from titan_exp.trainer.load_model import Rows, describe, load_source
@@ -155,7 +156,7 @@ def evaluation_experiment(
     experiment = to_experiment(base)
     every = 0 if all_documents else experiment.training.evaluate_every
     checked = dataclasses.replace(experiment, training=dataclasses.replace(experiment.training, evaluate_every=every))
-    violations = ask((*data.RULES, *tensor.RULES, *context.RULES, *layout.RULES), checked)
+    violations = find_violations((*data.RULES, *tensor.RULES, *context.RULES, *layout.RULES), checked)
     if experiment.parallelism.pp > 1:
         reason = "evaluation runs no pipeline; it shards a model by tensor parallelism and FSDP"
         remedy = f"parallelism.tp or parallelism.dp_shard={experiment.parallelism.pp}"
@@ -170,9 +171,8 @@ def evaluation_experiment(
 
 def _on_one_device(config: DictConfig) -> DictConfig:
     """Reset the layout to one device and disable training-only options."""
-    degrees = dict.fromkeys(("dp_replicate", "dp_shard", "tp", "pp", "cp", "cp_ulysses", "ep", "etp"), 1)
     single = {
-        "parallelism": {**degrees, "async_tp": False, "cpu_offload": False},
+        "parallelism": {**ONE_DEVICE, "async_tp": False, "cpu_offload": False},
         "activation_checkpoint": {"mode": "none"},
         "compile": {"enabled": False, "cuda_graphs": False},
         "training": {"mixed_precision": "fp32"},

@@ -24,7 +24,7 @@ from titan_exp.parallel.mesh import Mesh, build_mesh
 from titan_exp.parallel.tensor_parallel.apply import apply_tensor_parallel, drop_unused_kv_rows
 from titan_exp.rules import degrees as layout
 from titan_exp.rules import tensor_parallel as tensor
-from titan_exp.rules.rule import ask
+from titan_exp.rules.rule import find_violations
 from titan_exp.trainer.load_model import Rows, describe, load_source, tokenizer_of, training_length
 from titan_exp.trainer.rank_call import RunOnRanks, serve
 
@@ -117,7 +117,7 @@ def tensor_parallel_experiment(source: OpenCheckpoint, degree: int) -> Experimen
     # Decoding feeds one token at a time: there is no sequence to shard.
     overrides = [f"parallelism.tp={degree}", "parallelism.dp_shard=1", "parallelism.sequence_parallel=false"]
     experiment = dataclasses.replace(to_experiment(compose(overrides)), model=source.model)
-    violations = ask((*tensor.RULES, *layout.RULES), experiment)
+    violations = find_violations((*tensor.RULES, *layout.RULES), experiment)
     if violations:
         raise UserError(
             "The model cannot be sharded over this many ranks.",

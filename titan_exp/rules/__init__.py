@@ -25,35 +25,15 @@ from titan_exp.rules import (
     training,
     triton,
 )
-from titan_exp.rules.rule import Rule, ask
+from titan_exp.rules.rule import Rule, find_violations
 
-RULES: tuple[Rule, ...] = (
-    *paths.RULES,
-    *training.RULES,
-    *model.RULES,
-    *quantization.RULES,
-    *triton.RULES,
-    *recompute.RULES,
-    *cuda_graphs.RULES,
-    *tensor_parallel.RULES,
-    *context_parallel.RULES,
-    *pipeline_parallel.RULES,
-    *import_paths.RULES,
-    *data.RULES,
-    *token_store.RULES,
-    *checkpoint.RULES,
-    *degrees.RULES,
-    *cluster.RULES,
-)
+_MODULES = (paths, training, model, quantization, triton, recompute, cuda_graphs, tensor_parallel, context_parallel)
+_MODULES += (pipeline_parallel, import_paths, data, token_store, checkpoint, degrees, cluster)
+
+RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
 """Rules that are checked even if the layout cannot be resolved; `dp_shard` is 1 then."""
 
-LAYOUT_RULES: tuple[Rule, ...] = (
-    *training.LAYOUT_RULES,
-    *pipeline_parallel.LAYOUT_RULES,
-    *cluster.LAYOUT_RULES,
-    *quantization.LAYOUT_RULES,
-    *cuda_graphs.LAYOUT_RULES,
-)
+LAYOUT_RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in getattr(module, "LAYOUT_RULES", ()))
 """Rules that need the resolved layout."""
 
 
@@ -82,7 +62,7 @@ def violations(experiment: Experiment, has_begun: Callable[[Experiment], bool] =
         resolved = resolve_layout(experiment, offered_devices(experiment.cluster))
     except UserError as error:
         single = resolve_layout(replace(experiment, parallelism=replace(experiment.parallelism, dp_shard=1)), 1)
-        return [*error.violations, *ask((*RULES, *checkpoint.BEGINNING_RULES), single)]
-    found = ask((*RULES, *LAYOUT_RULES), resolved)
-    missing = ask(checkpoint.BEGINNING_RULES, resolved)
+        return [*error.violations, *find_violations((*RULES, *checkpoint.BEGINNING_RULES), single)]
+    found = find_violations((*RULES, *LAYOUT_RULES), resolved)
+    missing = find_violations(checkpoint.BEGINNING_RULES, resolved)
     return [*found, *missing] if missing and not has_begun(resolved) else found

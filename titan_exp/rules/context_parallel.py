@@ -3,13 +3,12 @@
 import math
 from collections.abc import Iterator
 
-from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbers
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.parallelism import ParallelismConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
-from titan_exp.rules.rule import Refuse, not_a_divisor, not_a_multiple, rules
+from titan_exp.rules.rule import Refuse, check_multiple, check_number, rules
 
 MERGING = ("auto", "flash", "efficient")
 """Kernels that return the log-sum-exp by which ring and all-gather merge, where the device has them."""
@@ -24,17 +23,17 @@ def groups_divide(parallelism: ParallelismConfig) -> Iterator[Violation]:
     if degree > 1 and parallelism.cp_method == "ulysses":
         reason = "with parallelism.cp_method=ulysses all ranks exchange heads"
         yield Violation(field, degree, reason, "cp_ulysses=1, or cp_method=ring or allgather")
-    elif cp % degree:
-        yield not_a_divisor(field, degree, cp, f"parallelism.cp={cp} ranks are not divided into equal groups by it")
+        return
+    reason = f"parallelism.cp={cp} ranks are not divided into equal groups by it"
+    yield from check_number(field, degree, lambda size: cp % size == 0, reason, largest=cp)
 
 
 def sequence_divides(parallelism: ParallelismConfig, training: TrainingConfig) -> Iterator[Violation]:
     """Every rank has the same number of tokens, and the same amount of causal attention."""
     chunks, cp = parallelism.sequence_chunks, parallelism.cp
-    if training.seq_len % chunks:
-        per_rank = "" if chunks == cp else f", two for each of {cp} ranks"
-        reason = f"parallelism.cp={cp} by {parallelism.cp_method} cuts a sequence into {chunks} equal chunks{per_rank}"
-        yield not_a_multiple("training.seq_len", training.seq_len, chunks, reason)
+    per_rank = "" if chunks == cp else f", two for each of {cp} ranks"
+    reason = f"parallelism.cp={cp} by {parallelism.cp_method} cuts a sequence into {chunks} equal chunks{per_rank}"
+    yield from check_multiple("training.seq_len", training.seq_len, chunks, reason)
 
 
 def heads_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
@@ -43,20 +42,17 @@ def heads_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Vi
     if attention is None or degree == 1 or attention.heads % tp:
         return
     heads, kv_heads = attention.heads // tp, max(1, attention.kv_heads // tp)
-    if heads % degree == 0 and kv_heads % degree == 0:
-        return
-    works = listed(nearest_numbers(degree, divisors(math.gcd(heads, kv_heads))))
+    common = math.gcd(heads, kv_heads)
     of_a_rank = f", those of a rank with parallelism.tp={tp}," if tp > 1 else ""
-    by_all = parallelism.cp_method == "ulysses"
-    yield Violation(
-        "parallelism.cp" if by_all else "parallelism.cp_ulysses",
-        degree,
+    reason = (
         f"ulysses divides heads among ranks, and {heads} query heads with {kv_heads} key and value heads{of_a_rank} "
-        f"cannot be divided by {degree}",
-        f"parallelism.cp={works}; or parallelism.cp_method=ring or allgather, which divide no heads"
-        if by_all
-        else f"parallelism.cp_ulysses={works}",
+        f"cannot be divided by {degree}"
     )
+    if parallelism.cp_method == "ulysses":
+        field, more = "parallelism.cp", "; or parallelism.cp_method=ring or allgather, which divide no heads"
+    else:
+        field, more = "parallelism.cp_ulysses", ""
+    yield from check_number(field, degree, lambda size: common % size == 0, reason, largest=common, more=more)
 
 
 def kernel_merges(spec: ModelSpec, parallelism: ParallelismConfig, device: str) -> Iterator[Violation]:
@@ -73,14 +69,10 @@ def kernel_merges(spec: ModelSpec, parallelism: ParallelismConfig, device: str) 
             f"model.attention_backend={'auto, flash or efficient' if device == 'cuda' else 'auto or flash'}; "
             "or parallelism.cp_method=ulysses, which takes every kernel",
         )
-    if device == "cuda" and spec.attention is not None and spec.attention.qk_dim % HEAD_DIM_MULTIPLE:
-        yield not_a_multiple(
-            "model.head_dim",
-            spec.attention.qk_dim,
-            HEAD_DIM_MULTIPLE,
-            f"on CUDA parallelism.cp_method={method} takes multiples of {HEAD_DIM_MULTIPLE}",
-            "; or parallelism.cp_method=ulysses",
-        )
+    if device == "cuda" and spec.attention is not None:
+        reason = f"on CUDA parallelism.cp_method={method} takes multiples of {HEAD_DIM_MULTIPLE}"
+        more = "; or parallelism.cp_method=ulysses"
+        yield from check_multiple("model.head_dim", spec.attention.qk_dim, HEAD_DIM_MULTIPLE, reason, more)
 
 
 def _is_used(parallelism: ParallelismConfig) -> bool:

@@ -13,7 +13,7 @@ from titan_exp.config.groups.model import ModelConfig
 from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.paths.data_files import LOADERS, tokenizer_file, unlimited_split
 from titan_exp.rules.import_paths import source_is_known
-from titan_exp.rules.rule import ask, rules
+from titan_exp.rules.rule import find_violations, rules
 from titan_exp.rules.token_store import STORE_OPTIONS, store_vocabulary
 
 
@@ -53,12 +53,9 @@ def one_file_has_documents(data: DataConfig, training: TrainingConfig) -> Iterat
         return
     found = {match.resolve() for path in data.paths for match in _matches(path)}
     if training.evaluate_every and len(found) == 1 and found.pop().is_file():
-        yield Violation(
-            "data.document",
-            data.document,
-            "the one file is the one document, which cannot be both trained and evaluated on",
-            "data.document=paragraph (or line) makes documents of its parts; or training.evaluate_every=0",
-        )
+        reason = "the one file is the one document, which cannot be both trained and evaluated on"
+        remedy = "data.document=paragraph (or line) makes documents of its parts; or training.evaluate_every=0"
+        yield Violation("data.document", data.document, reason, remedy)
 
 
 def streamed_validation_is_limited(data: DataConfig, training: TrainingConfig) -> Iterator[Violation]:
@@ -84,19 +81,18 @@ def vocabulary_fits(data: DataConfig, model: ModelConfig) -> Iterator[Violation]
         yield Violation("data.tokenizer", name, reason, remedy)
         return
     if tokens is not None and tokens > rows:
-        yield Violation(
-            "model.vocab_size",
-            rows,
-            f"the tokenizer {name} has {tokens} tokens, and each needs a row of the embedding",
-            f"at least model.vocab_size={tokens}; a multiple of 64 is faster: {-(-tokens // 64) * 64}",
-        )
+        reason = f"the tokenizer {name} has {tokens} tokens, and each needs a row of the embedding"
+        remedy = f"at least model.vocab_size={tokens}; a multiple of 64 is faster: {-(-tokens // 64) * 64}"
+        yield Violation("model.vocab_size", rows, reason, remedy)
 
 
 def unreadable_source(experiment: Experiment) -> list[Violation]:
     """Violations in the source and its tokenizer, for `titan-exp tokenize`."""
     checks = rules(source_is_known, source_has_input, no_input_is_ignored, vocabulary_fits)
     return [
-        violation for violation in ask((*checks, *STORE_OPTIONS), experiment) if violation.field.startswith("data.")
+        violation
+        for violation in find_violations((*checks, *STORE_OPTIONS), experiment)
+        if violation.field.startswith("data.")
     ]
 
 

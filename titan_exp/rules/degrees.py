@@ -18,12 +18,8 @@ def expert_degrees_are_one(parallelism: ParallelismConfig) -> Iterator[Violation
     for key in ("ep", "etp"):
         degree = getattr(parallelism, key)
         if degree != 1:
-            yield Violation(
-                f"parallelism.{key}",
-                degree,
-                "this version trains without expert parallelism",
-                f"parallelism.{key}=1; spread over ranks with parallelism.dp_shard={degree}",
-            )
+            remedy = f"parallelism.{key}=1; spread over ranks with parallelism.dp_shard={degree}"
+            yield Violation(f"parallelism.{key}", degree, "this version trains without expert parallelism", remedy)
 
 
 def ranks_have_gpus(
@@ -36,12 +32,9 @@ def ranks_have_gpus(
         degree = getattr(parallelism, field)
         room = offered // (world // degree)
         works = listed(nearest_numbers(degree, [number for number in divisors(offered) if number <= room]))
-        yield Violation(
-            f"parallelism.{field}",
-            degree,
-            f"the degrees multiply to {world} processes, and {offered} GPU{'s are' if offered > 1 else ' is'} offered",
-            f"parallelism.{field}={works}" if room else "lower the other degrees as well",
-        )
+        reason = f"the degrees multiply to {world} processes, and {offered} GPU{'s' * (offered > 1)} can be used"
+        remedy = f"parallelism.{field}={works}" if room else "lower the other degrees as well"
+        yield Violation(f"parallelism.{field}", degree, reason, remedy)
 
 
 def collectives_are_not_captured(compile: CompileConfig, parallelism: ParallelismConfig) -> Iterator[Violation]:
@@ -49,12 +42,8 @@ def collectives_are_not_captured(compile: CompileConfig, parallelism: Parallelis
     degrees = {key: getattr(parallelism, key) for key in BLOCK_DEGREES}
     used = [f"parallelism.{key}={degree}" for key, degree in degrees.items() if degree > 1]
     if used and compile.compiles("blocks") and compile.backend == "cudagraphs":
-        yield Violation(
-            "compile.backend",
-            compile.backend,
-            f"with {listed(used, 'and')}, blocks contain collectives, which CUDA graphs do not take",
-            "compile.backend=inductor or aot_eager",
-        )
+        reason = f"with {listed(used, 'and')}, blocks contain collectives, which CUDA graphs do not take"
+        yield Violation("compile.backend", compile.backend, reason, "compile.backend=inductor or aot_eager")
 
 
 RULES = (

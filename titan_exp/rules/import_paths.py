@@ -12,7 +12,7 @@ from titan_exp.config.groups.cluster import ClusterConfig
 from titan_exp.config.groups.data import DataConfig
 from titan_exp.config.groups.optimizer import LRScheduleConfig, OptimizerConfig
 from titan_exp.config.groups.training import TrainingConfig
-from titan_exp.config.schema.import_path import find_dotted, is_dotted
+from titan_exp.config.schema.import_path import find_dotted, is_dotted, unknown_name
 from titan_exp.rules.rule import rules
 
 CPP_COMPILERS = ("g++", "clang++", "c++")
@@ -57,20 +57,16 @@ def _known(
     group, _, key = field.partition(".")
     if name in builtin:
         if options:
-            yield Violation(
-                f"{group}.objective_options" if key == "objective" else f"{group}.options",
-                options,
-                f"{field}={name} is built in and takes no options",
-                f"its settings are keys of {group}; options are for your own code, by the import path in {field}",
-            )
+            option_key = f"{group}.objective_options" if key == "objective" else f"{group}.options"
+            reason = f"{field}={name} is built in and takes no options"
+            remedy = f"its settings are keys of {group}; options are for your own code, by the import path in {field}"
+            yield Violation(option_key, options, reason, remedy)
     elif is_dotted(name):
         violation = find_dotted(name, field)
         if violation is not None:
             yield violation
     else:
-        offer = did_you_mean(name, builtin) or f"built in: {listed(builtin, 'and')}."
-        remedy = f"{offer} For your own code give its import path, e.g. {example}"
-        yield Violation(field, name, f"unknown {group if key == 'name' else key} '{name}'", remedy)
+        yield unknown_name(field, name, builtin, example)
 
 
 RULES = rules(components_are_known, source_is_known, compiler_exists)

@@ -32,14 +32,11 @@ def kernel_supports_head_size(spec: ModelSpec) -> Iterator[Violation]:
     if sizes is None or spec.attention is None or sizes.takes(spec.attention.qk_dim):
         return
     head_dim = spec.attention.qk_dim
-    every = f"multiples of {sizes.multiple} " if sizes.multiple > 1 else "heads "
+    multiples = f"multiples of {sizes.multiple} " if sizes.multiple > 1 else "heads "
     works = [name for name in ("fa3", "flash") if name != backend and HEAD_SIZES[name].takes(head_dim)]
-    yield Violation(
-        FIELD,
-        backend,
-        f"on CUDA it takes {every}up to {sizes.largest}, and model.head_dim is {head_dim}",
-        f"model.attention_backend={listed(['auto', *works, 'efficient', 'flex'])}",
-    )
+    reason = f"on CUDA it takes {multiples}up to {sizes.largest}, and model.head_dim is {head_dim}"
+    remedy = f"model.attention_backend={listed(['auto', *works, 'efficient', 'flex'])}"
+    yield Violation(FIELD, backend, reason, remedy)
 
 
 RULES = (

@@ -21,7 +21,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.config.layout.schedule_timeline import timeline
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.rules.recompute import PARTITIONING_BACKENDS
-from titan_exp.rules.rule import Refuse, rules
+from titan_exp.rules.rule import Refuse, check_number, rules
 
 SCHEDULE = "parallelism.pp_schedule"
 WHOLE_BACKWARD = "GPipe, 1F1B, Interleaved1F1B or LoopedBFS"
@@ -33,16 +33,13 @@ def keys_have_an_effect(parallelism: ParallelismConfig) -> Iterator[Violation]:
     for key in ("pp_microbatches", "pp_layers", "pp_layers_per_stage", "pp_first_stage_less", "pp_last_stage_less"):
         value = getattr(parallelism, key)
         if value:
-            yield Violation(
-                f"parallelism.{key}",
-                value,
-                "there is no pipeline (parallelism.pp=1), so that it would change nothing",
-                f"parallelism.pp=2, or leave {key} out",
-            )
+            reason = "there is no pipeline (parallelism.pp=1), so that it would change nothing"
+            remedy = f"parallelism.pp=2, or leave {key} out"
+            yield Violation(f"parallelism.{key}", value, reason, remedy)
 
 
 def schedule_is_known(parallelism: ParallelismConfig) -> Iterator[Violation]:
-    """The schedule has one of torch's names, or is a file that holds one for so many ranks."""
+    """The schedule has one of torch's names, or is a file with a row per pipeline rank."""
     name, ranks = parallelism.pp_schedule, parallelism.pp
     if not is_file(name):
         if name not in SCHEDULES:
@@ -88,33 +85,31 @@ def microbatches_fit(
     micro, share = training.micro_batch_size, layout.sequences_per_dp_rank
     if not _can_be_read(parallelism) or training.global_batch_size % (layout.dp_degree * (micro or 1)):
         return  # The batch is refused by the rules about training.
-    if parallelism.pp_microbatches is not None:
-        yield from _passes_divide(parallelism, training, layout, parallelism.pp_microbatches)
+    total, number, is_csv = share // (micro or 1), parallelism.pp_microbatches, is_file(parallelism.pp_schedule)
+    passes = [count for count in divisors(total) if takes(parallelism, count)]
+    accepted = f"{parallelism.pp_schedule} takes {_accepted_numbers(parallelism)}"
+    larger = _larger_batches(parallelism, training, layout)
+    if number is not None:
+        unit = "micro-batches" if micro else "sequences"
+        indivisible = f"the {total} {unit} of a data rank in a step cannot be divided by {number}"
+        near = f"nearest: parallelism.pp_microbatches={listed(nearest_numbers(number, passes))}"
+        if number not in passes:
+            reason = indivisible if total % number else accepted
+            yield Violation("parallelism.pp_microbatches", number, reason, near if passes else larger)
         return
-    works = [number for number in divisors(share) if _fits(parallelism, number)]
+    works = [count for count in divisors(share) if _fits(parallelism, count)]
     if micro is None and not works:
-        yield Violation(
-            "training.global_batch_size",
-            training.global_batch_size,
-            f"a data rank's share of {share} sequences cannot be divided into micro-batches as "
-            f"{parallelism.pp_schedule} takes them: {_accepted_numbers(parallelism)}",
-            f"{_larger_batches(parallelism, training, layout)}; or another parallelism.pp_schedule",
-        )
-    elif micro is not None and share // micro not in works:
-        total = share // micro
-        sizes = nearest_numbers(micro, [share // number for number in works])
-        passes = [number for number in divisors(total) if takes(parallelism, number)]
+        reason = f"a data rank's share of {share} sequences cannot be divided into micro-batches: {accepted}"
+        remedy = f"{larger}; or another parallelism.pp_schedule"
+        yield Violation("training.global_batch_size", training.global_batch_size, reason, remedy)
+    elif micro is not None and total not in works:
+        sizes = nearest_numbers(micro, [share // count for count in works])
         remedies = [f"training.micro_batch_size={listed(sizes)}"] if sizes else []
-        if passes and not is_file(parallelism.pp_schedule):
+        if passes and not is_csv:
             near = listed(nearest_numbers(total, passes))
             remedies.append(f"parallelism.pp_microbatches={near}, in several passes")
-        yield Violation(
-            "training.micro_batch_size",
-            micro,
-            f"it makes {_micro_batches(total)} of a data rank's {share} sequences, and {parallelism.pp_schedule} "
-            f"takes {_accepted_numbers(parallelism)}",
-            "; or ".join(remedies) or _larger_batches(parallelism, training, layout),
-        )
+        reason = f"it makes {total} micro-batch{'es' * (total != 1)} of a data rank's {share} sequences, and {accepted}"
+        yield Violation("training.micro_batch_size", micro, reason, "; or ".join(remedies) or larger)
 
 
 def _one_way_to_split(parallelism: ParallelismConfig) -> Iterator[Violation]:
@@ -174,46 +169,22 @@ def _stage_layers(parallelism: ParallelismConfig, layout: ResolvedLayout) -> Ite
         return
     elif first or last:
         key = "pp_first_stage_less" if first else "pp_last_stage_less"
-        yield Violation(
-            f"parallelism.{key}",
-            getattr(parallelism, key),
-            f"{layers} layers cannot be divided so over {len(counts)} stages: a stage would be left without any",
-            f"a smaller {key}, fewer stages, or parallelism.pp_layers, the layers of each stage",
-        )
+        reason = f"{layers} layers cannot be divided so over {len(counts)} stages: a stage would be left without any"
+        remedy = f"a smaller {key}, fewer stages, or parallelism.pp_layers, the layers of each stage"
+        yield Violation(f"parallelism.{key}", getattr(parallelism, key), reason, remedy)
     else:
         per_rank = len(counts) // parallelism.pp
-        works = [degree for degree in range(1, layers + 1) if degree * per_rank <= layers]
-        yield Violation(
-            "parallelism.pp",
-            parallelism.pp,
-            f"{parallelism.pp_schedule} cuts the model into {len(counts)} stages, and it has {layers} layers",
-            f"parallelism.pp={listed(nearest_numbers(parallelism.pp, works))}; or parallelism.pp_layers, which may be "
-            "0 for the first and the last stage"
-            + ("" if per_rank == 1 else "; or parallelism.pp_schedule=1F1B, with one stage on each rank"),
+        reason = f"{parallelism.pp_schedule} cuts the model into {len(counts)} stages, and it has {layers} layers"
+        more = "; or parallelism.pp_layers, which may be 0 for the first and the last stage"
+        more += "" if per_rank == 1 else "; or parallelism.pp_schedule=1F1B, with one stage on each rank"
+        largest = layers // per_rank
+        yield from check_number(
+            "parallelism.pp", parallelism.pp, lambda pp: pp <= largest, reason, largest=largest, more=more
         )
-
-
-def _passes_divide(
-    parallelism: ParallelismConfig, training: TrainingConfig, layout: ResolvedLayout, number: int
-) -> Iterator[Violation]:
-    micro, share = training.micro_batch_size, layout.sequences_per_dp_rank
-    total = share // (micro or 1)
-    if total % number == 0 and takes(parallelism, number):
-        return
-    works = nearest_numbers(number, [count for count in divisors(total) if takes(parallelism, count)])
-    what = f"{_micro_batches(total)} of a step" if micro else f"{share} sequences of a data rank"
-    reason = (
-        f"{parallelism.pp_schedule} takes {_accepted_numbers(parallelism)}"
-        if total % number == 0
-        else f"the {what} cannot be divided into {'passes of ' if micro else ''}{number}"
-    )
-    nearest = f"nearest: parallelism.pp_microbatches={listed(works)}"
-    remedy = nearest if works else _larger_batches(parallelism, training, layout)
-    yield Violation("parallelism.pp_microbatches", number, reason, remedy)
 
 
 def _fits(parallelism: ParallelismConfig, total: int) -> bool:
-    """True if a step of so many micro-batches is a number of passes; a file says how many one pass has."""
+    """True if a step of `total` micro-batches is a whole number of passes."""
     name = parallelism.pp_schedule
     return total % microbatches_of(read_schedule(name)) == 0 if is_file(name) else takes(parallelism, total)
 
@@ -231,10 +202,6 @@ def _larger_batches(parallelism: ParallelismConfig, training: TrainingConfig, la
     number = parallelism.pp_microbatches or next(count for count in range(1, 10**6) if takes(parallelism, count))
     unit = number * layout.dp_degree * (training.micro_batch_size or 1)
     return f"nearest: training.global_batch_size={listed(multiples_near(training.global_batch_size, unit))}"
-
-
-def _micro_batches(count: int) -> str:
-    return f"{count} micro-batch{'es' * (count != 1)}"
 
 
 def _can_be_read(parallelism: ParallelismConfig) -> bool:

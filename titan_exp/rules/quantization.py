@@ -14,7 +14,7 @@ from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.model_spec import LinearSpec, ModelSpec
 from titan_exp.models.spec.tp_plan import Colwise, Rowwise
-from titan_exp.rules.rule import Refuse, not_a_multiple, rules
+from titan_exp.rules.rule import Refuse, check_multiple, rules
 
 RECIPE = "quantization.recipe"
 
@@ -90,11 +90,11 @@ def tokens_divide(
     if recipe == "nvfp4" and rest == 0 and run % BLOCK[recipe]:
         among = f", of which a rank of parallelism.cp={cp} has runs of {run}" if cp > 1 else ""
         reason = f"nvfp4 transforms {BLOCK[recipe]} consecutive tokens of a sequence together{among}"
-        yield not_a_multiple("training.seq_len", training.seq_len, BLOCK[recipe] * chunks, reason)
+        yield from check_multiple("training.seq_len", training.seq_len, BLOCK[recipe] * chunks, reason)
     elif tokens and tokens % cp == 0 and tokens // cp % block:
         among = f" on each of parallelism.cp={cp} ranks" if cp > 1 else ""
         reason = f"{recipe} quantizes blocks of {block} tokens, and a micro-batch has {tokens // cp}{among}"
-        yield not_a_multiple("training.seq_len", training.seq_len, block * cp, reason)
+        yield from check_multiple("training.seq_len", training.seq_len, block * cp, reason)
 
 
 def kv_heads_are_whole(
@@ -140,12 +140,9 @@ def fp32_modules_are_not_quantized(
         modules = (module for name, _ in _quantized(spec, quantization) for module in _enclosing(name))
         inside = next((module for module in modules if fnmatchcase(module, pattern)), None)
         if inside is not None:
-            yield Violation(
-                "training.fp32_modules",
-                pattern,
-                f"{quantization.recipe} quantizes linear layers in {inside}",
-                "leave it out, or keep them in high precision with quantization.filter or high_precision_first",
-            )
+            reason = f"{quantization.recipe} quantizes linear layers in {inside}"
+            remedy = "leave it out, or keep them in high precision with quantization.filter or high_precision_first"
+            yield Violation("training.fp32_modules", pattern, reason, remedy)
 
 
 def moment_blocks_divide(

@@ -11,7 +11,7 @@ from functools import cache
 from operator import attrgetter
 from typing import Any
 
-from titan_exp.config.errors.did_you_mean import divisors, listed, multiples_near, nearest_numbers
+from titan_exp.config.errors.did_you_mean import listed, multiples_near, nearest_numbers
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
@@ -77,11 +77,7 @@ class Values(dict[str, Any]):
 
 
 class Rule:
-    """A check, skipped where `when` is false.
-
-    Raises:
-        TypeError: a parameter is named neither in `GROUPS` nor in `DERIVED`.
-    """
+    """A check, skipped where `when` is false."""
 
     def __init__(self, check: Check, when: Condition | None = None) -> None:
         self.check, self.when = check, when
@@ -90,7 +86,7 @@ class Rule:
         if when is not None:
             parameters(when)
 
-    def ask(self, values: Values) -> Iterator[Violation]:
+    def violations(self, values: Values) -> Iterator[Violation]:
         """Violations of the rule."""
         if (self.when is None or values.call(self.when)) and not (self._needs_spec and values["spec"] is None):
             yield from self.check.violations(values) if isinstance(self.check, Refuse) else values.call(self.check)
@@ -101,20 +97,25 @@ def rules(*checks: Check, when: Condition | None = None) -> tuple[Rule, ...]:
     return tuple(Rule(check, when) for check in checks)
 
 
-def ask(asked: Iterable[Rule], experiment: Experiment) -> list[Violation]:
+def find_violations(checked: Iterable[Rule], experiment: Experiment) -> list[Violation]:
     """Violations of an experiment whose layout is resolved."""
     values = Values(experiment)
-    return [violation for rule in asked for violation in rule.ask(values)]
+    return [violation for rule in checked for violation in rule.violations(values)]
 
 
-def not_a_divisor(field: str, value: int, of: int, reason: str, more: str = "") -> Violation:
-    """Violation that offers the divisors of `of` that are nearest to the value."""
-    return Violation(field, value, reason, f"nearest: {field}={listed(nearest_numbers(value, divisors(of)))}{more}")
+def check_number(
+    field: str, value: int, accepts: Callable[[int], object], reason: str, *, largest: int, more: str = ""
+) -> Iterator[Violation]:
+    """Violation of a number that is not accepted, with the nearest accepted ones up to `largest`."""
+    if not accepts(value):
+        near = nearest_numbers(value, filter(accepts, range(1, largest + 1)))
+        yield Violation(field, value, reason, f"nearest: {field}={listed(near)}{more}" if near else more)
 
 
-def not_a_multiple(field: str, value: int, of: int, reason: str, more: str = "") -> Violation:
-    """Violation that offers the multiples of `of` that are nearest to the value."""
-    return Violation(field, value, reason, f"nearest: {field}={listed(multiples_near(value, of))}{more}")
+def check_multiple(field: str, value: int, of: int, reason: str, more: str = "") -> Iterator[Violation]:
+    """Violation of a number that is not a multiple of another one, with the nearest multiples."""
+    if value % of:
+        yield Violation(field, value, reason, f"nearest: {field}={listed(multiples_near(value, of))}{more}")
 
 
 @cache

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator
 
-from titan_exp.config.errors.did_you_mean import listed, multiples_near, nearest_numbers
+from titan_exp.config.errors.did_you_mean import listed, multiples_near
 from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.activation_checkpoint import CompileConfig
 from titan_exp.config.groups.parallelism import ParallelismConfig
@@ -11,7 +11,7 @@ from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import LinearSpec, ModelSpec
 from titan_exp.models.spec.tp_plan import Colwise
-from titan_exp.rules.rule import Refuse, not_a_multiple, rules
+from titan_exp.rules.rule import Refuse, check_multiple, check_number, rules
 
 FIELD = "parallelism.tp"
 
@@ -42,65 +42,49 @@ def units_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Vi
     unsharded = next((name for name, linear in spec.linears() if linear.tp is None), None)
     if unsharded is not None:
         yield Violation(FIELD, degree, f"the spec of {unsharded} gives no sharding", f"{FIELD}=1")
-    for style in dict.fromkeys(style for _, style in _colwise(spec)):
-        if style.units == 0 or style.divides(degree):
-            continue
-        works = [other for other in range(1, style.units * style.pieces + 1) if style.divides(other)]
-        remedy = f"{FIELD}={listed(nearest_numbers(degree, works))}"
-        if style.key:
-            width = style.units * style.width
-            remedy += f"; or {style.key}={listed(multiples_near(width, style.width * degree))}"
-        yield Violation(FIELD, degree, f"{style.described} cannot be divided evenly among so many ranks", remedy)
+    for style in dict.fromkeys(style for _, style in _colwise(spec) if style.units):
+        widths = listed(multiples_near(style.units * style.width, style.width * degree))
+        more = f"; or {style.key}={widths}" if style.key else ""
+        reason, largest = f"{style.described} cannot be divided evenly among {degree} ranks", style.units * style.pieces
+        yield from check_number(FIELD, degree, style.divides, reason, largest=largest, more=more)
 
 
 def vocabulary_divides(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
     """Every rank has rows of the embedding, the last one maybe fewer."""
     rows, degree = spec.vocab_size, parallelism.tp
-
-    def leaves_none_empty(degree: int) -> bool:
-        return (degree - 1) * -(-rows // degree) < rows
-
-    if not leaves_none_empty(degree):
-        works = [other for other in range(1, degree) if leaves_none_empty(other)]
-        reason = f"the embedding's {rows} rows are divided into parts of {-(-rows // degree)}, which leaves empty ranks"
-        yield Violation(FIELD, degree, reason, f"{FIELD}={listed(nearest_numbers(degree, works))}")
+    reason = f"the embedding's {rows} rows are divided into parts of {-(-rows // degree)}, which leaves empty ranks"
+    yield from check_number(FIELD, degree, lambda tp: (tp - 1) * -(-rows // tp) < rows, reason, largest=degree)
 
 
 def tokens_divide(spec: ModelSpec, parallelism: ParallelismConfig, training: TrainingConfig) -> Iterator[Violation]:
     """With sequence parallelism every rank has as many tokens of each sequence."""
     cp, tp, chunks, seq_len = parallelism.cp, parallelism.tp, parallelism.sequence_chunks, training.seq_len
     # Indivisible chunks are reported by the rules about context parallelism.
-    if parallelism.sequence_parallel and seq_len % chunks == 0 and seq_len % (cp * tp):
+    if parallelism.sequence_parallel and seq_len % chunks == 0:
         among = f" and parallelism.cp={cp}" if cp > 1 else ""
         reason = f"sequence parallelism cuts it into equal parts for parallelism.tp={tp}{among}"
         more = "; or parallelism.sequence_parallel=false"
-        yield not_a_multiple("training.seq_len", seq_len, math.lcm(chunks, cp * tp), reason, more)
+        yield from check_multiple("training.seq_len", seq_len, math.lcm(chunks, cp * tp), reason, more)
 
 
 def shards_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
     """FSDP shards a column-parallel weight by its rows if that is even, else by its columns, if that is."""
     cp, tp, dp_shard = parallelism.cp, parallelism.tp, parallelism.dp_shard
     shards = dp_shard * cp
-    if spec.dim % shards == 0:
-        return
     rows = {"model.vocab_size": spec.vocab_size}
     rows |= {f"the rows of {linear.name}": linear.outputs for linear, style in _colwise(spec) if style.units % tp == 0}
     uneven = [f"{name} ({count})" for name, count in rows.items() if count % (tp * shards)]
-    if uneven:
-        works = [
-            degree
-            for degree in range(1, 2 * dp_shard)
-            if spec.dim % (degree * cp) == 0 or all(count % (tp * degree * cp) == 0 for count in rows.values())
-        ]
-        yield Violation(
-            "parallelism.dp_shard",
-            dp_shard,
-            f"with parallelism.tp={tp}, weights are sharded evenly, by rows or by columns: {shards} shards divide "
-            f"neither {listed(uneven, 'and')} nor model.dim ({spec.dim})",
-            f"parallelism.dp_shard={listed(nearest_numbers(dp_shard, works))}"
-            if works
-            else "a parallelism.cp that divides model.dim",
-        )
+    reason = (
+        f"with parallelism.tp={tp}, weights are sharded evenly, by rows or by columns: {shards} shards divide "
+        f"neither {listed(uneven, 'and')} nor model.dim ({spec.dim})"
+    )
+
+    def is_even(degree: int) -> bool:
+        shards = degree * cp
+        return spec.dim % shards == 0 or all(count % (tp * shards) == 0 for count in rows.values())
+
+    more = "" if is_even(1) else "a parallelism.cp that divides model.dim"
+    yield from check_number("parallelism.dp_shard", dp_shard, is_even, reason, largest=2 * dp_shard - 1, more=more)
 
 
 def _colwise(spec: ModelSpec) -> list[tuple[LinearSpec, Colwise]]:

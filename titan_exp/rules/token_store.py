@@ -43,12 +43,9 @@ def stores_are_large_enough(data: DataConfig, training: TrainingConfig) -> Itera
     row, manifests = training.seq_len + 1, list(_readable(data))
     for manifest in manifests:
         if manifest.tokens["train"] < row:
-            yield Violation(
-                "training.seq_len",
-                training.seq_len,
-                f"{manifest.path} has {manifest.tokens['train']} tokens to train on, and a row takes {row}",
-                f"at most training.seq_len={manifest.tokens['train'] - 1}, or a larger store",
-            )
+            reason = f"{manifest.path} has {manifest.tokens['train']} tokens to train on, and a row takes {row}"
+            remedy = f"at most training.seq_len={manifest.tokens['train'] - 1}, or a larger store"
+            yield Violation("training.seq_len", training.seq_len, reason, remedy)
     if training.evaluate_every and manifests:
         without = [str(manifest.path) for manifest in manifests if manifest.tokens["validation"] < 2]
         if without:

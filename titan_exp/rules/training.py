@@ -13,30 +13,27 @@ from titan_exp.config.groups.training import TrainingConfig
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec
 from titan_exp.models.spec.model_spec import ModelSpec
-from titan_exp.rules.rule import Refuse, not_a_multiple, rules
+from titan_exp.rules.rule import Refuse, check_multiple, rules
 
 
 def micro_batches_are_whole(training: TrainingConfig, layout: ResolvedLayout) -> Iterator[Violation]:
     """Every data-parallel rank runs the same whole number of micro-batches."""
-    ranks, micro = layout.dp_degree, training.micro_batch_size or 1
-    if training.global_batch_size % (ranks * micro):
-        sizes = nearest_numbers(micro, divisors(training.global_batch_size // ranks))
-        yield not_a_multiple(
-            "training.global_batch_size",
-            training.global_batch_size,
-            ranks * micro,
-            f"it cannot be divided among {_ranks(ranks)}{f' in micro-batches of {micro}' if micro > 1 else ''}",
-            f"; or training.micro_batch_size={listed(sizes)}" if training.global_batch_size % ranks == 0 else "",
-        )
+    ranks, micro, size = layout.dp_degree, training.micro_batch_size or 1, training.global_batch_size
+    sizes = listed(nearest_numbers(micro, divisors(size // ranks)))
+    more = f"; or training.micro_batch_size={sizes}" if size % ranks == 0 else ""
+    reason = f"it cannot be divided among {_ranks(ranks)}{f' in micro-batches of {micro}' if micro > 1 else ''}"
+    yield from check_multiple("training.global_batch_size", size, ranks * micro, reason, more)
 
 
 def virtual_shards_divide(data: DataConfig, layout: ResolvedLayout) -> Iterator[Violation]:
     """Every data-parallel rank reads the same number of virtual shards; token stores have none."""
     shards, ranks = data.virtual_shards, layout.dp_degree
-    if data.source != "tokens" and shards % ranks:
-        more = f"dp_replicate × dp_shard {listed(nearest_numbers(ranks, divisors(shards)))}"
-        reason = f"it cannot be divided among {_ranks(ranks)}"
-        yield not_a_multiple("data.virtual_shards", shards, ranks, reason, f" (another order of data); or make {more}")
+    if data.source != "tokens":
+        degrees = listed(nearest_numbers(ranks, divisors(shards)))
+        more = f" (another order of data); or make dp_replicate × dp_shard {degrees}"
+        yield from check_multiple(
+            "data.virtual_shards", shards, ranks, f"it cannot be divided among {_ranks(ranks)}", more
+        )
 
 
 def schedule_fits(lr_schedule: LRScheduleConfig, training: TrainingConfig) -> Iterator[Violation]:
@@ -57,12 +54,9 @@ def trace_fits(profiling: ProfilingConfig, training: TrainingConfig) -> Iterator
     """The profiler's window closes before the run ends; an open one writes no trace."""
     steps = training.steps
     if profiling.enabled and profiling.start + profiling.steps > steps:
-        yield Violation(
-            "profiling.start",
-            profiling.start,
-            f"a window of {profiling.steps} steps after it does not end within the run of {steps}",
-            f"at most profiling.start={max(0, steps - profiling.steps)}, with profiling.steps at most {steps}",
-        )
+        reason = f"a window of {profiling.steps} steps after it does not end within the run of {steps}"
+        remedy = f"at most profiling.start={max(0, steps - profiling.steps)}, with profiling.steps at most {steps}"
+        yield Violation("profiling.start", profiling.start, reason, remedy)
 
 
 def tied_embedding_has_the_heads_precision(spec: ModelSpec, training: TrainingConfig) -> Iterator[Violation]:

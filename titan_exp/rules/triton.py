@@ -16,7 +16,7 @@ DUAL_CAST_RECIPES = ("float8_tensorwise", "float8_rowwise")
 def fused_adamw_is_supported(
     optimizer: OptimizerConfig, parallelism: ParallelismConfig, device: str
 ) -> Iterator[Violation]:
-    """The kernel that clips and updates in one pass has what it needs."""
+    """The fused clip and AdamW kernel supports device, options and precision."""
     field = "optimizer.implementation"
     if not isinstance(optimizer, AdamWConfig) or optimizer.implementation != "triton":
         return
@@ -36,7 +36,7 @@ def fused_adamw_is_supported(
 
 
 def dual_cast_is_supported(quantization: QuantizationConfig, device: str) -> Iterator[Violation]:
-    """The kernel that casts a matrix and its transpose to float8 in one pass has what it needs."""
+    """The dual-cast kernel, for a matrix and its transpose, supports device and recipe."""
     field = "quantization.fused_casts"
     if not quantization.fused_casts or quantization.recipe == "none":
         return

@@ -60,9 +60,9 @@ def test_truncated_or_missing_files_are_refused(store: Manifest):
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "is not JSON"),
+        ("{", "cannot be read as JSON"),
         ("{}", "not that of a token store"),
-        ('{"format": "titan_exp token store", "version": 2}', "version 2 of the format"),
+        ('{"format": "titan_exp token store", "version": 2}', "format version 2"),
         ('{"format": "titan_exp token store", "version": 1}', "lacks or garbles 'tokenizer'"),
     ],
 )

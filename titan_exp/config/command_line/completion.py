@@ -2,12 +2,15 @@
 
 from dataclasses import fields
 
+from titan_exp.config.command_line.options import option_name
 from titan_exp.config.command_line.verb_options import (
     CompareOptions,
     ConvertOptions,
     DownloadOptions,
     EvaluateOptions,
     GenerateOptions,
+    LogsOptions,
+    StatusOptions,
     TokenizeOptions,
 )
 from titan_exp.config.schema.schema import choices_of, hints
@@ -19,6 +22,8 @@ OPTIONS: dict[str, type] = {
     "download": DownloadOptions,
     "tokenize": TokenizeOptions,
     "evaluate": EvaluateOptions,
+    "logs": LogsOptions,
+    "status": StatusOptions,
 }
 """Options of the verbs that take groups in part or not at all."""
 
@@ -37,7 +42,8 @@ def complete_option(verb: str, word: str) -> list[str]:
         return []
     name, equals, _ = word.partition("=")
     if not equals:
-        return [f"{field.name}=" for field in fields(OPTIONS[verb]) if field.name.startswith(word)]
+        names = [option_name(OPTIONS[verb], field) for field in fields(OPTIONS[verb])]
+        return [name for name in names if name.startswith(word)]
     annotation = hints(OPTIONS[verb]).get(name)
     values = ["true", "false"] if annotation is bool else choices_of(annotation)
     return [offer for value in values if (offer := f"{name}={value}").startswith(word)]

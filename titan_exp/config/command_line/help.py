@@ -1,4 +1,4 @@
-"""The text of `titan-exp train --help`: the groups and their options as they are found, and how to set any key."""
+"""Help of `titan-exp train`: config groups with their options, flags, examples."""
 
 import shutil
 import textwrap
@@ -12,10 +12,10 @@ titan-exp train: compose a run, check it, launch it.
 
   titan-exp train [group=option ...] [key=value ...] [flags]
 
-Groups: one option of each, * where chosen now
+Groups: one option of each, * marks the chosen ones
 {chosen}
 
-Overlays: several groups at once, laid on top
+Overlays: presets of several groups, added with +
 {overlays}
 
 Examples
@@ -27,10 +27,10 @@ Examples
 Flags
   --cfg job --resolve    print the composed configuration with every key, and run nothing
   --info defaults        print which files it was composed from
-  -m, --multirun         run every combination of the values listed with commas
+  -m, --multirun         run every combination of comma-separated values
                          (--dry-run prints the plan, --skip leaves out what cannot run, --jobs 2 runs two at a time)
   --config-dir FOLDER    find groups and options of your own in a folder
-  --hydra-help           print what else Hydra can do
+  --hydra-help           print Hydra's other flags
 
 Groups of your own also come from packages: hydra.searchpath=[pkg://my_package.conf]
 Tab completion in bash: eval "$(titan-exp train -sc install=bash)\"
@@ -38,11 +38,7 @@ Tab completion in bash: eval "$(titan-exp train -sc install=bash)\"
 
 
 def train_help(arguments: Arguments) -> str:
-    """The help, with the options that these arguments choose marked by a star.
-
-    Raises:
-        HydraException: the overrides do not compose.
-    """
+    """Help text, with a star at the options that these arguments choose."""
     overrides = [override for override in arguments.overrides if not override.startswith("hydra.searchpath=")]
     with groups_for(arguments) as groups:
         # Hydra lists choices in the reverse of the order in which they were composed.

@@ -25,13 +25,13 @@ class Arguments:
     flags: tuple[str, ...]
     """Hydra's flags, each followed by its value."""
     overrides: tuple[str, ...]
-    """Other words, in the order typed."""
+    """Other arguments, in their order."""
 
     def value_of(self, *names: str) -> str | None:
         """Value of a flag, under any of its names; None if it was not given."""
-        for place, flag in enumerate(self.flags):
+        for index, flag in enumerate(self.flags):
             if flag in names:
-                return self.flags[place + 1]
+                return self.flags[index + 1]
         return None
 
     def has(self, *names: str) -> bool:
@@ -39,13 +39,9 @@ class Arguments:
         return any(name in self.flags for name in names)
 
 
-def read_arguments(words: Sequence[str]) -> Arguments:
-    """Sort typed words.
-
-    Raises:
-        UserError: a flag that Hydra does not have, or one without its value.
-    """
-    pairs = zip(words, [*words[1:], ""], strict=False)
+def read_arguments(argv: Sequence[str]) -> Arguments:
+    """Separate Hydra's flags from overrides."""
+    pairs = zip(argv, [*argv[1:], ""], strict=False)
     complete = [f"{word}=all" if word in ("--info", "-i") and after not in TOPICS else word for word, after in pairs]
     found, overrides = take_flags(complete, SWITCHES, dict.fromkeys(VALUED, str), verb="train")
     flags: list[str] = []
@@ -57,11 +53,11 @@ def read_arguments(words: Sequence[str]) -> Arguments:
     return Arguments(tuple(flags), tuple(overrides))
 
 
-def _own_config(place: str) -> list[str]:
-    """Flags for a configuration of the user's, such as a run's, by folder or file. Hydra wants absolute folders."""
-    if "://" in place:
-        return ["--config-path", place]
-    path = Path(place).expanduser().absolute()
-    if path.is_file():
-        return ["--config-path", str(path.parent), "--config-name", path.stem]
-    return ["--config-path", str(path)]
+def _own_config(path: str) -> list[str]:
+    """Flags for a user's primary configuration, by folder or file. Hydra needs absolute folders."""
+    if "://" in path:
+        return ["--config-path", path]
+    absolute = Path(path).expanduser().absolute()
+    if absolute.is_file():
+        return ["--config-path", str(absolute.parent), "--config-name", absolute.stem]
+    return ["--config-path", str(absolute)]

@@ -1,4 +1,4 @@
-"""Option parser of every verb: `--name value`, `--name=value` and `name=value` words, read into a dataclass."""
+"""Option parser of every verb: `--name value`, `--name=value` and `name=value`, read into a dataclass."""
 
 import dataclasses
 import textwrap
@@ -19,21 +19,22 @@ def options_help(usage: str, kind: type) -> str:
     """Help of a verb: its usage, and every option with default and meaning."""
     lines = [usage, ""]
     for field in dataclasses.fields(kind):
-        is_switch = field.default is False and takes_switch(hints(kind)[field.name])
-        default = "" if field.default in ("", None) else shown(field.default)
-        lines.append(f"  {_flag(field.name)}" if is_switch else f"  {field.name}={default}")
+        default = "" if field.default in ("", None, False) else shown(field.default)
+        lines.append(f"  {option_name(kind, field)}{default}")
         meaning = " ".join(docstrings(kind).get(field.name, "").split())
         lines += textwrap.wrap(meaning, 112, initial_indent="      ", subsequent_indent="      ")
     return "\n".join([*lines, "", "An option may also be written --name value or --name=value.", ""])
 
 
-def parse_options(kind: type[Options], words: Sequence[str], *, positional: Sequence[str] = ()) -> Options:
-    """Read words into a dataclass; the first words without a name are those of the `positional` fields.
+def option_name(kind: type, field: dataclasses.Field[Any]) -> str:
+    """Usual spelling of an option: `--watch` for a switch that is off, else `name=`."""
+    is_switch = field.default is False and takes_switch(hints(kind)[field.name])
+    return _flag(field.name) if is_switch else f"{field.name}="
 
-    Raises:
-        UserError: with a violation for every word that is no option, or whose value is none.
-    """
-    options, rest = take_options(kind, words, positional=positional)
+
+def parse_options(kind: type[Options], argv: Sequence[str], *, positional: Sequence[str] = ()) -> Options:
+    """Read words into a dataclass; the first words without a name are those of the `positional` fields."""
+    options, rest = take_options(kind, argv, positional=positional)
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]  # a dataclass
     if rest:
         known, pairs = f"the options are {listed(names, 'and')}", [word.partition("=") for word in rest]
@@ -47,12 +48,11 @@ def parse_options(kind: type[Options], words: Sequence[str], *, positional: Sequ
 
 
 def take_options(
-    kind: type[Options], words: Sequence[str], *, positional: Sequence[str] = ()
+    kind: type[Options], argv: Sequence[str], *, positional: Sequence[str] = (), others: Sequence[str] = ()
 ) -> tuple[Options, list[str]]:
     """Read the words that are options into a dataclass, named after its verb; returns it, and the other words.
 
-    Raises:
-        UserError: a flag is unknown, or an option has no value or an invalid one.
+    `others` are flags of another parser, which stay among the words.
     """
     from pydantic import TypeAdapter, ValidationError
 
@@ -61,10 +61,12 @@ def take_options(
     fields = hints(kind)
     switches = [_flag(name) for name, annotation in fields.items() if takes_switch(annotation)]
     valued = {_flag(name): str for name, annotation in fields.items() if annotation is not bool}
-    found, others = take_flags(words, switches, valued, verb=kind.__name__.removesuffix("Options").lower())
+    found, unread = take_flags(
+        argv, switches, valued, others=others, verb=kind.__name__.removesuffix("Options").lower()
+    )
     values: dict[str, Any] = {flag[2:].replace("-", "_"): value for flag, value in found.items()}
     places, rest = list(positional), list[str]()
-    for word in others:
+    for word in unread:
         key, equals, value = word.partition("=")
         name = key.replace("-", "_")
         if equals and name in fields:
@@ -84,7 +86,7 @@ def take_options(
 
 
 def take_flags(
-    words: Sequence[str],
+    argv: Sequence[str],
     switches: Iterable[str],
     valued: Mapping[str, type] | None = None,
     *,
@@ -95,14 +97,11 @@ def take_flags(
 
     `switches` stand without a value; `valued` have one, `--jobs 4` or `--jobs=4`, of type `str`, or `int` from 0. A
     flag among both may have one after `=`. `others` belong to another parser and stay among the words.
-
-    Raises:
-        UserError: a flag is unknown, lacks its value or has an invalid one.
     """
     alone, with_value, foreign = set(switches), dict(valued or {}), set(others or ())
     found: dict[str, str | int | bool] = {}
     rest: list[str] = []
-    queue = list(words)
+    queue = list(argv)
     while queue:
         word = queue.pop(0)
         name, equals, value = word.partition("=")

@@ -8,9 +8,9 @@ from annotated_types import Interval, Predicate
 from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat, PositiveInt
 
 
-def entity_and_project(place: str) -> bool:
+def entity_and_project(path: str) -> bool:
     """ENTITY/PROJECT, as in W&B's URLs."""
-    return not place or (place.count("/") == 1 and all(place.split("/")))
+    return not path or (path.count("/") == 1 and all(path.split("/")))
 
 
 WandbPlace = Annotated[str, Predicate(entity_and_project)]
@@ -37,7 +37,7 @@ class GenerateOptions:
     temperature: NonNegativeFloat = 0.8
     """Spread of the choice: 0 always takes the likeliest token, 1 samples as the model believes."""
     top_k: Count = 0
-    """Sample among so many likeliest tokens (Fan et al. 2018); 0 is among all."""
+    """Number of likeliest tokens to sample among (Fan et al. 2018); 0 is all."""
     top_p: Annotated[float, Interval(gt=0, le=1)] = 0.95
     """Sample among the likeliest tokens that together hold this share (Holtzman et al. 2020)."""
     seed: Count = 0
@@ -45,7 +45,7 @@ class GenerateOptions:
     cache: bool = True
     """Keep a KV cache; false recomputes the whole text for each token."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """Type of the weights in memory, and of what is computed with them."""
+    """Dtype of weights and compute."""
     tp: PositiveInt = 1
     """Tensor-parallel processes on this machine, on GPUs one for each: every one reads and holds a part of the
     matrices and of the kept keys and values, and the text is that of one."""
@@ -149,3 +149,25 @@ class CompareOptions:
         """Requested formats: True prints, a string is the file."""
         values = {name: getattr(self, name) for name in ("markdown", "csv", "latex", "json")}
         return {name: target == "true" or target for name, target in values.items() if target not in (False, "false")}
+
+
+@dataclass(frozen=True)
+class StatusOptions:
+    """Options of `titan-exp status`."""
+
+    watch: bool = False
+    """Refresh until no run waits or runs, or Ctrl-C."""
+    json: bool = False
+    """Print JSON."""
+
+
+@dataclass(frozen=True)
+class LogsOptions:
+    """Options of `titan-exp logs`."""
+
+    follow: bool = False
+    """Follow the log through later attempts until the run ends; also -f."""
+    rank: Count | None = None
+    """Rank; by default the first to fail, or 0."""
+    attempt: Count | None = None
+    """Attempt, from 1; by default the last."""

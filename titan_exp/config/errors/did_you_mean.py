@@ -1,16 +1,16 @@
-"""The nearest neighbour of a mistyped word."""
+"""Nearest neighbours: similar names for a mistyped word, nearest divisors and multiples for a number."""
 
 from collections.abc import Iterable
 from difflib import SequenceMatcher
 
 
 def nearest(word: str, candidates: Iterable[str], count: int = 3) -> list[str]:
-    """Up to `count` candidates that a typist may have meant, best first; empty where none is near.
+    """Up to `count` candidates similar to a word, best first; those clearly less similar than the best are left out.
 
-    A dotted candidate is also near where its last part is (`lr` finds `optimizer.lr`), and a longer one where the word
-    begins it. What is clearly farther away than the best is left out.
+    A dotted candidate is also similar if its last part is (`lr` finds `optimizer.lr`), and a longer one if it begins
+    with the word.
     """
-    scored = [(_likeness(word.lower(), choice.lower()), choice) for choice in dict.fromkeys(candidates)]
+    scored = [(_similarity(word.lower(), choice.lower()), choice) for choice in dict.fromkeys(candidates)]
     best = max((score for score, _ in scored), default=0.0)
     margin = 0.12 if best < 0.9 else 0.04
     near = [(score, choice) for score, choice in scored if score >= max(0.68, best - margin)]
@@ -18,7 +18,7 @@ def nearest(word: str, candidates: Iterable[str], count: int = 3) -> list[str]:
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
-    """`did you mean a, b or c?`, or an empty string where nothing is near."""
+    """`did you mean a, b or c?`, or an empty string if no candidate is similar."""
     found = nearest(word, candidates)
     return f"did you mean {listed(found)}?" if found else ""
 
@@ -29,9 +29,9 @@ def listed(words: Iterable[object], joined_by: str = "or") -> str:
     return f"{', '.join(head)} {joined_by} {last}" if head else last
 
 
-def nearest_numbers(wanted: int, numbers: Iterable[int], count: int = 3) -> list[int]:
-    """The `count` numbers closest to `wanted`, in increasing order."""
-    return sorted(sorted(set(numbers), key=lambda number: (abs(number - wanted), number))[:count])
+def nearest_numbers(value: int, numbers: Iterable[int], count: int = 3) -> list[int]:
+    """The `count` numbers closest to a value, in increasing order."""
+    return sorted(sorted(set(numbers), key=lambda number: (abs(number - value), number))[:count])
 
 
 def divisors(number: int) -> list[int]:
@@ -40,22 +40,22 @@ def divisors(number: int) -> list[int]:
     return small + [number // candidate for candidate in reversed(small) if candidate * candidate != number]
 
 
-def multiples_near(wanted: int, of: int) -> list[int]:
-    """The multiples just below and just above a number, leaving out 0."""
-    below = wanted // of * of
+def multiples_near(value: int, of: int) -> list[int]:
+    """The multiples just below and just above a value, without 0."""
+    below = value // of * of
     return [number for number in (below, below + of) if number > 0]
 
 
-def _likeness(word: str, choice: str) -> float:
-    """From 0 to 1: how likely the choice was meant by the word."""
+def _similarity(word: str, choice: str) -> float:
+    """Similarity from 0 to 1."""
     group, _, leaf = word.rpartition(".")
-    its_group, _, its_leaf = choice.rpartition(".")
+    choice_group, _, choice_leaf = choice.rpartition(".")
     score = SequenceMatcher(None, word, choice).ratio()
-    if its_group:
-        by_leaf = SequenceMatcher(None, leaf, its_leaf).ratio()
+    if choice_group:
+        by_leaf = SequenceMatcher(None, leaf, choice_leaf).ratio()
         # A group that both share says nothing about the rest of the word.
-        score = min(1.0, by_leaf + 0.1) if group == its_group else max(score, 0.95 * by_leaf)
-    shared = set(leaf.split("_")) & set(its_leaf.split("_"))
+        score = min(1.0, by_leaf + 0.1) if group == choice_group else max(score, 0.95 * by_leaf)
+    shared = set(leaf.split("_")) & set(choice_leaf.split("_"))
     if max(map(len, shared), default=0) > 2:
         score = max(score, 0.7)  # max_steps and training.steps
     if len(word) > 1 and choice.startswith(word):

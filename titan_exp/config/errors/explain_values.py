@@ -1,4 +1,4 @@
-"""Violations of types and bounds: unknown, missing and invalid keys, with a remedy."""
+"""Type and bound errors: violations for unknown, missing and invalid keys."""
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
@@ -9,7 +9,6 @@ from annotated_types import Predicate
 
 from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import Violation, shown
-from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.schema.schema import (
     choices_of,
     hints,
@@ -21,23 +20,19 @@ from titan_exp.config.schema.schema import (
 )
 
 
-def unknown_keys(values: Mapping[str, Any], classes: Mapping[str, Any]) -> Iterator[Violation]:
+def unknown_keys(
+    values: Mapping[str, Any], fields: Mapping[str, Any], optional: Collection[str], prefix: str = ""
+) -> Iterator[Violation]:
     """Unknown and missing keys, values in place of a group, and booleans in place of a number.
 
-    `values` is the whole configuration, `classes` has the dataclass of each group.
+    `fields` has the type of each key, `optional` the keys with a default, of a group with this prefix.
     """
-    yield from _unknown_keys(values, classes, optional_fields(Experiment), "")
-
-
-def _unknown_keys(
-    values: Mapping[str, Any], fields: Mapping[str, Any], optional: Collection[str], prefix: str
-) -> Iterator[Violation]:
     for name in values:
         if name not in fields:
             candidates = fields if isinstance(values[name], Mapping) else _reachable(prefix, fields)
             offer = did_you_mean(f"{prefix}{name}", candidates)
-            there = f"{prefix[:-1] or 'the configuration'} has {listed(fields, 'and')}"
-            yield Violation(f"{prefix}{name}", values[name], "there is no such key", offer or there)
+            known = f"{prefix[:-1] or 'the configuration'} has {listed(fields, 'and')}"
+            yield Violation(f"{prefix}{name}", values[name], "there is no such key", offer or known)
     for name, annotation in fields.items():
         field = f"{prefix}{name}"
         if name not in values:
@@ -47,7 +42,7 @@ def _unknown_keys(
                 yield Violation(field, "", reason, f"give it {'an option' if group else 'one'}: {field}=...")
         elif dataclasses.is_dataclass(annotation):
             if isinstance(values[name], Mapping):
-                yield from _unknown_keys(values[name], hints(annotation), optional_fields(annotation), f"{field}.")
+                yield from unknown_keys(values[name], hints(annotation), optional_fields(annotation), f"{field}.")
             else:
                 remedy = f"set a key in it: {field}.{next(iter(hints(annotation)))}=..."
                 yield Violation(field, values[name], "this is a group of keys, not a value", remedy)

@@ -1,4 +1,4 @@
-"""The one exception type for what a user can put right, and the violations it carries."""
+"""User errors: violations of the configuration, printed without a traceback."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,21 +9,21 @@ class Violation:
     """A violated rule or type: key, value, reason, remedy."""
 
     field: str
-    """The configuration key at fault, as typed on the command line (`training.global_batch_size`)."""
+    """Configuration key, as typed on the command line (`training.global_batch_size`)."""
     value: object
-    """Value that was asked for."""
+    """Its value."""
     reason: str
-    """Why it cannot be."""
+    """Why the value cannot be used."""
     remedy: str
     """Nearest values that work, or the command to type."""
 
     def __str__(self) -> str:
-        asked = f"{self.field}={shown(self.value)}" if self.value != "" else self.field
-        return f"{asked}: {self.reason}\n    {self.remedy}"
+        setting = f"{self.field}={shown(self.value)}" if self.value != "" else self.field
+        return f"{setting}: {self.reason}\n    {self.remedy}"
 
 
 class UserError(Exception):
-    """Something a user can put right. The command line prints it without a traceback and exits 2."""
+    """Error that a user can fix. The command line prints it without a traceback and exits 2."""
 
     exit_code = 2
 

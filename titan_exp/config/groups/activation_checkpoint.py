@@ -1,4 +1,4 @@
-"""Groups that trade time and memory: `activation_checkpoint`, `compile`."""
+"""Groups `activation_checkpoint` and `compile`."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -29,8 +29,7 @@ class CompileConfig:
     enabled: bool
     """Compile the parts in `components`."""
     components: list[Literal["blocks", "loss"]]
-    """`blocks`: each transformer block (they share one compiled graph); `loss`: what is done with logits, or with the
-    logits of a chunk."""
+    """`blocks`: each transformer block (they share one compiled graph); `loss`: the loss from logits."""
     backend: str
     """torch.compile backend: `inductor`; `aot_eager` traces without generating code."""
     cuda_graphs: bool = False

@@ -1,4 +1,4 @@
-"""The names that come with the package; any other name in their places is a dotted one, of the user's own code."""
+"""Built-in names of components; any other name is an import path of user code."""
 
 from functools import cache
 from pathlib import Path
@@ -19,7 +19,7 @@ TOKENIZERS = ("bytes", "store")
 """Built-in values of `data.tokenizer`; anything else is a path."""
 
 BYTES_VOCABULARY = 257
-"""Tokens of the tokenizer `bytes`: 256 byte values and the end of a text."""
+"""Tokens of the tokenizer `bytes`: 256 byte values and the end of text."""
 
 COMPILE_BACKENDS = ("inductor", "aot_eager", "eager", "cudagraphs")
 """Values of `compile.backend`."""

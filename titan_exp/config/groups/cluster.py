@@ -1,4 +1,4 @@
-"""Group `cluster`: the machines that run it. It does not change what is computed."""
+"""Group `cluster`: machines and scheduler. It does not change what is computed."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -31,7 +31,7 @@ class ClusterConfig:
     three times that. null never warns."""
     hang_kill_minutes: PositiveFloat | None = 15.0
     """Minutes, counted likewise, after which every rank writes its stacks and ends with exit code 86; at least ten
-    times the median step. null waits for ever."""
+    times the median step. null never ends the run."""
     processes_per_node: PositiveInt | None = None
     """Processes of a node without GPUs; null puts all on one. With GPUs every one has a process."""
     link_gbs: PositiveFloat | None = None
@@ -44,7 +44,7 @@ class ClusterConfig:
     partition: str | None = None
     """Partition; null leaves it to the site."""
     account: str | None = None
-    """Account that pays."""
+    """Account to charge."""
     qos: str | None = None
     """Quality of service."""
     constraint: str | None = None
@@ -70,7 +70,7 @@ class ClusterConfig:
     python: str | None = None
     """Python of the ranks; null is the one that submits or, in a container, `python3`."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Environment variables of every process. They are written down, so they hold no credentials."""
+    """Environment variables of every process. They are saved in the run folder and must hold no credentials."""
     setup: list[str] = field(default_factory=list)
     """Shell lines before the ranks start."""
     sbatch_args: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Group `data`: where text comes from, how it becomes tokens, and in which order it is seen."""
+"""Group `data`: source of documents, tokenizer, order."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,14 +11,14 @@ class DataConfig:
     """A source of documents, a tokenizer, and a fixed order over virtual shards."""
 
     source: str
-    """`python_stdlib`, `text`, `huggingface`, `tokens`, or the dotted name of a source class in your own package."""
+    """`python_stdlib`, `text`, `huggingface`, `tokens`, or the import path of a source class in your own package."""
     paths: tuple[str, ...]
     """Source `text`: files, folders and globs. Source `tokens`: folders that `titan-exp tokenize` wrote."""
     weights: tuple[PositiveFloat, ...]
     """Source `tokens`: share of the tokens to take from each of `paths`, in any unit; empty is by their sizes, so that
-    all of them are passed over at the same pace. Each store has its own epochs."""
+    their epochs end together. Each store has its own epochs."""
     document: Literal["file", "paragraph", "line"]
-    """Source `text`: what is one document: each file, each paragraph (blank lines separate them), or each line."""
+    """Source `text`: unit of a document: each file, each paragraph (blank lines separate them), or each line."""
     dataset: str | None
     """Source `huggingface`: name on the hub, a local folder, or a loader such as `json` or `parquet`."""
     subset: str | None

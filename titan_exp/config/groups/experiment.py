@@ -18,12 +18,12 @@ from titan_exp.config.groups.training import TrainingConfig
 
 @dataclass(frozen=True)
 class Experiment:
-    """One run: a field for each configuration group, in the order in which `conf/config.yaml` composes them."""
+    """Configuration of a run: a field for each group, in the order of `conf/config.yaml`."""
 
     experiment: RunConfig
-    """Name, seed and words about the run."""
+    """Name, seed, tags and notes."""
     paths: PathsConfig
-    """Places on disk."""
+    """Folder of runs."""
     training: TrainingConfig
     """Steps, sizes, precision."""
     model: ModelConfig
@@ -31,7 +31,7 @@ class Experiment:
     parallelism: ParallelismConfig
     """Degrees of the mesh."""
     optimizer: OptimizerConfig
-    """From gradients to updates."""
+    """Optimizer."""
     lr_schedule: LRScheduleConfig
     """Learning rate over steps."""
     quantization: QuantizationConfig
@@ -41,7 +41,7 @@ class Experiment:
     compile: CompileConfig
     """torch.compile."""
     data: DataConfig
-    """Text, tokens, order."""
+    """Data source, tokenizer, order."""
     checkpoint: CheckpointConfig
     """Saving and retention."""
     tracking: TrackingConfig
@@ -49,6 +49,6 @@ class Experiment:
     profiling: ProfilingConfig
     """Traces."""
     cluster: ClusterConfig
-    """The machine."""
+    """Machines and scheduler."""
     plan: PlanConfig = field(default_factory=PlanConfig)
-    """The look at memory before a launch; runs of older versions have none."""
+    """Memory prediction before a launch; runs of older versions have none."""

@@ -21,4 +21,4 @@ class ModelConfig:
     vocab_size: PositiveInt
     """Rows of the embedding; at least as many as the tokenizer has tokens."""
     context: PositiveInt
-    """Longest sequence in tokens that the published model was made for."""
+    """Context length in tokens of the published model."""

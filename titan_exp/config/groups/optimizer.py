@@ -9,7 +9,7 @@ from titan_exp.config.groups.builtins import OPTIMIZERS
 from titan_exp.config.groups.types import Count, NonNegativeFloat, PositiveFloat, Ratio
 
 MOMENT_BLOCK = 32
-"""Numbers of a row of AdamW's moments that share a scale, where those are kept in 8 bits."""
+"""Block size of 8-bit AdamW moments: numbers of a row that share a scale."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class LRScheduleConfig:
     decay_steps: Count
     """Steps of decay at the end of the run; the last step's rate is the floor."""
     decay: str
-    """`linear`, `cosine` or `sqrt`, or the dotted name of a function from progress in [0, 1] to a factor in [0, 1]."""
+    """`linear`, `cosine` or `sqrt`, or the import path of a function from progress in [0, 1] to a factor in [0, 1]."""
     min_lr_ratio: Ratio
     """The floor, as a fraction of the peak."""
     options: dict[str, Any] = field(default_factory=dict)

@@ -38,9 +38,9 @@ class ParallelismConfig:
     """Overlap a block's tensor-parallel exchanges with its matmuls, piece by piece, through symmetric memory: on CUDA
     with compiled blocks and sequence_parallel only."""
     pp: Degree
-    """Pipeline-parallel degree: ranks that hold one part of the layers after the other, and pass micro-batches on."""
+    """Pipeline-parallel degree: ranks that hold consecutive parts of the layers, and pass micro-batches on."""
     pp_schedule: str
-    """In which order a rank works on its stages and micro-batches: GPipe, 1F1B, Interleaved1F1B, LoopedBFS,
+    """Order of a rank's stages and micro-batches: GPipe, 1F1B, Interleaved1F1B, LoopedBFS,
     InterleavedZeroBubble, ZBVZeroBubble or DualPipeV, as torch calls them, or the path of a CSV file in torch's
     compute-only format (a row for each rank, cells like 2F0: stage 2, forward, micro-batch 0). GPipe and 1F1B have one
     stage on each rank; the others have several, which makes the bubble smaller and sends more."""
@@ -61,7 +61,7 @@ class ParallelismConfig:
     """Context-parallel degree: ranks that share every sequence, each with a part of its tokens. They shard parameters
     like `dp_shard` ranks."""
     cp_method: Literal["ring", "allgather", "ulysses"]
-    """How a rank attends to the other parts of a sequence; what is computed is the same.
+    """Attention to the other ranks' parts of a sequence; the result is the same.
     `ring` passes keys and values from rank to rank behind the attention to those before: cp - 1 messages a layer,
     memory for two parts. `allgather` gathers them in one collective behind the attention to the own part: fewer and
     larger messages, memory for the keys and values of the whole sequence. `ulysses` exchanges heads for sequence in
@@ -69,8 +69,8 @@ class ParallelismConfig:
     Sequences are cut into 2 · cp chunks, one from the head and one from the tail for each rank, so that causal work is
     even; for `ulysses` into cp parts. The backward pass of ring and allgather sends gradients in fp32."""
     cp_ulysses: Degree
-    """With ring or allgather: how many neighbours of the ranks that share a sequence exchange heads among themselves,
-    as `ulysses` does, the groups of them exchanging keys and values; divides cp and the kv heads of a rank. Neighbours
+    """With ring or allgather: size of groups of neighbours among the ranks of a sequence that exchange heads,
+    as in `ulysses`, while the groups exchange keys and values; divides cp and the kv heads of a rank. Neighbours
     sit behind the fastest links, and a round of the ring is so many times shorter."""
     ep: Degree
     """Expert-parallel degree."""
@@ -82,8 +82,8 @@ class ParallelismConfig:
     prefetch_blocks: PositiveInt
     """Blocks whose parameters are gathered ahead of the one that computes; more hide slow links and cost memory."""
     reshard_after_forward: Literal["auto", "always", "never", "all_but_last"]
-    """When a block frees its gathered parameters: after each forward pass, never before backward, or after each
-    one but the last block's, which backward needs next. `auto` is all_but_last without a pipeline, and never with one,
+    """Time at which a block frees its gathered parameters: after each forward pass, never before backward, or after
+    each but the last block's, which backward needs next. `auto` is all_but_last without a pipeline, and never with one,
     where a stage's parameters would be gathered anew for each micro-batch: they stay for the whole step."""
 
     @property

@@ -1,4 +1,4 @@
-"""Group `plan`: the look at memory before every launch. It does not change what is computed."""
+"""Group `plan`: memory prediction before every launch. It does not change what is computed."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,5 +12,5 @@ class PlanConfig:
     """Action if the predicted peak exceeds the device's memory: `refuse` does not start the run, `warn` starts it with
     a warning, `off` predicts nothing."""
     predict: Literal["needed", "always"] = "needed"
-    """`needed` leaves out what an upper bound, computed at once, shows to fit (small models); `always` predicts them
-    too, so that prediction and measurement can be compared. Equal runs are predicted once and remembered."""
+    """`needed` skips runs that fit by an upper bound (small models); `always` predicts them too, to compare prediction
+    and measurement. Predictions are cached."""

@@ -16,7 +16,7 @@ NVFP4_TILE = 128
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """A recipe for the matmuls of the blocks' projections. Embedding, head, norms and attention are never quantized."""
+    """Recipe for the matmuls of the blocks' linear layers. Embedding, head, norms and attention are never quantized."""
 
     recipe: Literal["none", "float8_tensorwise", "float8_rowwise", "float8_rowwise_gw_hp", "mxfp8", "nvfp4"] = "none"
     """`none` multiplies in the type of `training.mixed_precision`. `float8_tensorwise` has one scale for a whole
@@ -64,7 +64,7 @@ class QuantizationConfig:
         return self.recipe in ("float8_tensorwise", "float8_rowwise_gw_hp", "nvfp4")
 
     def quantizes(self, name: str, inputs: int, outputs: int, *, layers: int) -> bool:
-        """True if the recipe quantizes a linear layer, by its name and whole shape in a model of so many blocks.
+        """True if the recipe quantizes a linear layer, by its name, its unsharded shape and the number of blocks.
 
         `smallest_gemm` must be resolved.
         """

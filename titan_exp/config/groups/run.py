@@ -1,4 +1,4 @@
-"""Group `experiment`: what the run is called and its seed; and where runs are kept."""
+"""Groups `experiment` and `paths`: name and seed of a run, folder of runs."""
 
 from dataclasses import dataclass
 
@@ -7,21 +7,21 @@ from titan_exp.config.groups.types import Count
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The key `experiment`: a name for people, a seed for the computation."""
+    """Group `experiment`."""
 
     name: str
     """Folder of the run under `paths.runs`; letters, digits, `.`, `_` and `-`."""
     seed: Count
     """Seed of initial weights, data order and every random draw in training."""
     tags: tuple[str, ...]
-    """Words to find the run by later; they do not change what is computed."""
+    """Labels of the run; they do not change what is computed."""
     notes: str
-    """A sentence for whoever reads the run later; it does not change what is computed."""
+    """Comment on the run; it does not change what is computed."""
 
 
 @dataclass(frozen=True)
 class PathsConfig:
-    """The key `paths`: places on disk."""
+    """Group `paths`."""
 
     runs: str
     """Folder that holds every run folder."""

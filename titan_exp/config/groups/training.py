@@ -1,4 +1,4 @@
-"""Group `training`: how long, how large, how precise."""
+"""Group `training`: length, batch size, precision, objective."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -11,7 +11,7 @@ class TrainingConfig:
     """Length, batch size, precision and objective of training."""
 
     steps: Count
-    """Optimizer steps of the whole run; 0 saves what training begins with, as `step-00000000`, and trains nothing."""
+    """Optimizer steps of the whole run; 0 saves the initial state as `step-00000000` and trains nothing."""
     seq_len: PositiveInt
     """Tokens in a sequence."""
     global_batch_size: PositiveInt

@@ -1,4 +1,4 @@
-"""The groups and their options, as Hydra finds them: those of the package and those of folders that a user adds."""
+"""Config groups and their options, of the package and of folders that a user adds."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -19,23 +19,17 @@ from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION
 
 
 class Groups:
-    """Config groups and their options.
-
-    Args:
-        loader: Hydra's own.
-        searchpath: an override of `hydra.searchpath`, or none.
-        config_name: the file that lists the groups.
-    """
+    """Config groups of a Hydra loader, with an override of `hydra.searchpath` if folders are added."""
 
     def __init__(self, loader: ConfigLoader, searchpath: Sequence[str], config_name: str) -> None:
         self.loader, self.searchpath, self.config_name = loader, list(searchpath), config_name
 
     def compose(self, overrides: Sequence[str] = ()) -> DictConfig:
-        """Compose with these groups, Hydra's own node included."""
+        """Compose, Hydra's own node included."""
         return hydra_compose(self.config_name, [*self.searchpath, *overrides], return_hydra_config=True)
 
     def names(self, parent: str = "") -> list[str]:
-        """Every group, nested ones with a slash, less Hydra's own."""
+        """Groups, nested ones with a slash, without Hydra's own."""
         found = []
         for path in self.inside(parent):
             found += [path] if self.options(path) else []
@@ -43,22 +37,22 @@ class Groups:
         return found
 
     def inside(self, parent: str = "") -> list[str]:
-        """The folders of a folder, less Hydra's own."""
+        """Subfolders of a folder, without Hydra's own."""
         prefix = f"{parent}/" if parent else ""
         return [f"{prefix}{name}" for name in self._list(parent, ObjectType.GROUP) if f"{prefix}{name}" != "hydra"]
 
     def options(self, group: str) -> list[str]:
-        """The options of a group, small models before large ones; empty where there is no such group."""
+        """Options of a group, numbers in natural order; empty if there is no such group."""
         return sorted(self._list(group, ObjectType.CONFIG), key=_naturally)
 
     def _list(self, group: str, kind: ObjectType) -> list[str]:
-        # Without a config_name Hydra does not read that file again for every question.
+        # Without a config_name Hydra does not read that file again in each call.
         return self.loader.get_group_options(group, results_filter=kind, overrides=self.searchpath)
 
 
 @contextmanager
 def groups_for(arguments: Arguments) -> Iterator[Groups]:
-    """The groups that these arguments reach: the package's, and those of `--config-dir` and `hydra.searchpath`."""
+    """Groups of the package, of `--config-dir` and of `hydra.searchpath`."""
     added = arguments.value_of("--config-dir", "-cd")
     folders = [f"file://{Path(added).absolute()}"] if added else []
     for override in arguments.overrides:

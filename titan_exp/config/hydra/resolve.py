@@ -1,4 +1,4 @@
-"""Resolving a composed configuration key by key, so that every value that cannot be computed is named."""
+"""Interpolation of a composed configuration, key by key, so that every failure is reported."""
 
 import re
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from omegaconf.errors import OmegaConfBaseException
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import Violation
 
-_NOTHING = object()
+_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -21,41 +21,41 @@ class Uncomputed:
     violation: Violation
     """Violation to report."""
     sources: tuple[str, ...] = ()
-    """The keys that its interpolation reads; where one of them is at fault, this key is not."""
+    """Keys that its interpolation reads; a violation of one of them is the cause."""
 
 
 def resolve(cfg: DictConfig) -> tuple[dict[str, Any], list[Uncomputed]]:
-    """Plain values of a configuration (less Hydra's own node), and the keys that have none, which are left out."""
+    """Plain values of a configuration without Hydra's own node, and the keys that have no value."""
     uncomputed: list[Uncomputed] = []
     keys = [key for key in cfg if key != "hydra"]
     pairs = [(str(key), _value(cfg, key, str(key), uncomputed)) for key in keys]
-    return {key: value for key, value in pairs if value is not _NOTHING}, uncomputed
+    return {key: value for key, value in pairs if value is not _MISSING}, uncomputed
 
 
 def _value(node: Any, key: Any, field: str, uncomputed: list[Uncomputed]) -> Any:
     if OmegaConf.is_missing(node, key):
         uncomputed.append(Uncomputed(Violation(field, "???", "this key has no value yet", f"give it one: {field}=...")))
-        return _NOTHING
+        return _MISSING
     try:
         value = node[key]
     except OmegaConfBaseException as error:
         uncomputed.append(_failure(node, key, field, error))
-        return _NOTHING
+        return _MISSING
     if isinstance(value, DictConfig):
         pairs = [(str(inner), _value(value, inner, f"{field}.{inner}", uncomputed)) for inner in value]
-        return {inner: part for inner, part in pairs if part is not _NOTHING}
+        return {inner: part for inner, part in pairs if part is not _MISSING}
     if isinstance(value, ListConfig):
         parts = [_value(value, index, f"{field}[{index}]", uncomputed) for index in range(len(value))]
-        return [part for part in parts if part is not _NOTHING]
+        return [part for part in parts if part is not _MISSING]
     return value
 
 
 def _failure(node: Any, key: Any, field: str, error: Exception) -> Uncomputed:
     raw = OmegaConf.to_container(node, resolve=False)[key]  # type: ignore[index, call-overload]
-    said = str(error).splitlines()[0].partition("while resolving interpolation: ")
+    message = str(error).splitlines()[0].partition("while resolving interpolation: ")
     sources = tuple(_sources(str(raw), field.rpartition(".")[0]))
     remedy = f"give {field} a value of its own" + (f", or change {listed(sources)}" if sources else "")
-    return Uncomputed(Violation(field, raw, f"it cannot be computed: {said[2] or said[0]}", remedy), sources)
+    return Uncomputed(Violation(field, raw, f"it cannot be computed: {message[2] or message[0]}", remedy), sources)
 
 
 def _sources(text: str, group: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Functions for YAML: arithmetic between keys, as in `${share_of:0.05,${training.steps}}`."""
+"""OmegaConf resolvers: arithmetic between keys, as in `${share_of:0.05,${training.steps}}`."""
 
 from omegaconf import OmegaConf
 
@@ -16,11 +16,7 @@ def rest_of(whole: float, part: float) -> int:
 
 
 def quotient(dividend: int, divisor: int) -> int:
-    """An exact division.
-
-    Raises:
-        ValueError: the divisor is 0 or leaves a remainder.
-    """
+    """Exact division; a ValueError names the nearest divisors."""
     if divisor == 0 or dividend % divisor:
         near = listed(nearest_numbers(divisor, divisors(abs(int(dividend))), 2))
         raise ValueError(f"{dividend} is not a multiple of {divisor}, but of {near}")
@@ -28,6 +24,6 @@ def quotient(dividend: int, divisor: int) -> int:
 
 
 def register_resolvers() -> None:
-    """Make the functions of this file known to OmegaConf. Calling it again changes nothing."""
+    """Register the resolvers; idempotent."""
     for function in (share_of, rest_of, quotient):
         OmegaConf.register_new_resolver(function.__name__, function, replace=True)

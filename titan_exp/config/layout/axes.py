@@ -22,16 +22,16 @@ class Axis:
     collectives: str
     """Communication along the axis."""
     shards_parameters: bool = False
-    """True if FSDP shards parameters over it, folded with the other such axes into one."""
+    """True if FSDP shards parameters over the axis, flattened with the other such axes."""
 
 
 AXES = (
-    Axis("pp", "pp", lambda it: it.pp, "layers", "point-to-point sends of activations and their gradients"),
-    Axis("dp_replicate", "dp_replicate", lambda it: it.dp_replicate, "sequences", "all-reduce of gradients"),
+    Axis("pp", "pp", lambda degrees: degrees.pp, "layers", "point-to-point sends of activations and their gradients"),
+    Axis("dp_replicate", "dp_replicate", lambda degrees: degrees.dp_replicate, "sequences", "all-reduce of gradients"),
     Axis(
         "dp_shard",
         "dp_shard",
-        lambda it: it.dp_shard,
+        lambda degrees: degrees.dp_shard,
         "sequences, parameters",
         "all-gather of parameters, reduce-scatter of gradients",
         shards_parameters=True,
@@ -39,7 +39,7 @@ AXES = (
     Axis(
         "cp_across",
         "cp",
-        lambda it: it.cp // it.ulysses_degree,
+        lambda degrees: degrees.cp // degrees.ulysses_degree,
         "tokens, parameters",
         "ring or all-gather of keys and values",
         shards_parameters=True,
@@ -47,7 +47,7 @@ AXES = (
     Axis(
         "cp_within",
         "cp",
-        lambda it: it.ulysses_degree,
+        lambda degrees: degrees.ulysses_degree,
         "tokens, parameters; heads inside attention",
         "all-to-all between tokens and heads",
         shards_parameters=True,
@@ -55,16 +55,19 @@ AXES = (
     Axis(
         "tp",
         "tp",
-        lambda it: it.tp,
+        lambda degrees: degrees.tp,
         "weight matrices, heads; tokens with sequence_parallel",
         "all-reduce, or all-gather and reduce-scatter, of activations",
     ),
 )
 """Axes from the outermost to the innermost: ranks along the last one are neighbours. Expert parallelism (`ep`, `etp`)
-is cut out of them and starts no process of its own."""
+will regroup these ranks and starts no processes."""
 
 DEGREES = tuple(dict.fromkeys(axis.key for axis in AXES))
 """Keys whose product is the world size."""
+
+ONE_DEVICE = dict.fromkeys((*DEGREES, "cp_ulysses", "ep", "etp"), 1)
+"""Degrees of a run on one device, by key."""
 
 BLOCK_DEGREES = ("cp", "tp")
 """Keys of the axes whose collectives run inside a block."""

@@ -1,7 +1,6 @@
-"""Pipeline schedules: what each of them takes, and the actions that one in a file consists of.
+"""Pipeline schedules: properties of the named ones, and actions of one in a CSV file.
 
-A schedule is a list of actions for each pipeline rank, executed in order. An action is written `2F0`: stage 2, forward,
-micro-batch 0.
+A schedule lists the actions of each pipeline rank in execution order. `2F0` is stage 2, forward, micro-batch 0.
 """
 
 import csv
@@ -14,7 +13,7 @@ from typing import NamedTuple
 from titan_exp.config.groups.parallelism import ParallelismConfig
 
 KINDS = ("F", "B", "I", "W")
-"""Forward; backward; or backward in two: the gradient of the stage's input, and later those of its weights."""
+"""Forward; backward; input gradients and weight gradients of a split backward."""
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
@@ -24,18 +23,18 @@ class Action(NamedTuple):
     """One computation of one stage on one micro-batch."""
 
     stage: int
-    """Number of the stage, from 0."""
+    """Stage index."""
     kind: str
     """One of `KINDS`."""
     microbatch: int
-    """Number of the micro-batch, from 0."""
+    """Micro-batch index."""
 
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
 
 Schedule = list[list[Action]]
-"""The actions of each pipeline rank, in order."""
+"""Actions of each pipeline rank, in order."""
 
 
 @dataclass(frozen=True)
@@ -43,20 +42,20 @@ class ScheduleTraits:
     """Properties of a named schedule."""
 
     stages_per_rank: int
-    """Stages on a rank where the configuration does not say."""
+    """Stages on a rank by default."""
     fixed: bool
-    """True if it allows no other number."""
+    """True if the default is the only number."""
     v_shaped: bool = False
-    """Stages run down the ranks and up again, so that the first rank has the last stage; else they go round."""
+    """Stages run down the ranks and up again, so that the first rank has the last stage; else round robin."""
     splits_backward: bool = False
-    """True if weight gradients are computed apart from input gradients, in otherwise idle time."""
+    """True if weight gradients are computed after input gradients, in idle time."""
     in_rounds: bool = False
     """True if micro-batches must divide evenly into rounds of pp micro-batches."""
     fill: int = 0
-    """Micro-batches that it needs at least, for each rank."""
+    """Smallest number of micro-batches, per rank."""
 
     def takes(self, microbatches: int, ranks: int) -> bool:
-        """True if it can be laid out for this number of micro-batches."""
+        """True if the schedule exists for this number of micro-batches."""
         rounds = max(1, microbatches // ranks) if self.in_rounds else 1
         return microbatches >= max(1, self.fill * ranks) and microbatches % rounds == 0
 
@@ -74,7 +73,7 @@ SCHEDULES = {
 
 
 class MalformedSchedule(ValueError):
-    """A file that is no schedule; the message says what is wrong and where."""
+    """Error in a schedule file; the message has the place."""
 
 
 def is_file(name: str) -> bool:
@@ -83,9 +82,9 @@ def is_file(name: str) -> bool:
 
 
 def read_schedule(path: str | Path) -> Schedule:
-    """The schedule in a CSV file in torch's compute-only format: one row a rank, one action a cell.
+    """Schedule of a CSV file in torch's compute-only format: a row per rank, an action per cell.
 
-    Empty cells are the time that a rank waits, and count nothing. `(1F2;0B1)OVERLAP_F_B` is two actions, in this order.
+    Empty cells, in which a rank waits, are skipped. `(1F2;0B1)OVERLAP_F_B` is two actions, in this order.
 
     Raises:
         OSError: the file cannot be read.
@@ -105,7 +104,7 @@ def read_schedule(path: str | Path) -> Schedule:
 
 
 def placement_of(orders: Schedule) -> dict[int, int]:
-    """The rank of each stage.
+    """Rank of each stage.
 
     Raises:
         MalformedSchedule: a stage is on two ranks, or a number is left out.
@@ -124,14 +123,14 @@ def placement_of(orders: Schedule) -> dict[int, int]:
 
 
 def placement(schedule: ScheduleTraits, ranks: int, stages: int) -> list[int]:
-    """The rank of each stage of a named schedule."""
+    """Rank of each stage of a named schedule."""
     if schedule.v_shaped:
         return [*range(ranks), *reversed(range(ranks))]
     return [stage % ranks for stage in range(stages)]
 
 
 def takes(parallelism: ParallelismConfig, microbatches: int) -> bool:
-    """True if the configured schedule can be laid out for this number of micro-batches in one pass."""
+    """True if the configured schedule exists for this number of micro-batches in one pass."""
     if is_file(parallelism.pp_schedule):
         return microbatches == microbatches_of(read_schedule(parallelism.pp_schedule))
     return SCHEDULES[parallelism.pp_schedule].takes(microbatches, parallelism.pp)
@@ -148,10 +147,10 @@ def microbatches_of(orders: Schedule) -> int:
 
 
 def check_complete(orders: Schedule) -> None:
-    """Every stage does every micro-batch once forward and once backward, whole or in two.
+    """Check that every stage runs every micro-batch once forward and once backward, whole or split.
 
     Raises:
-        MalformedSchedule: it does not.
+        MalformedSchedule: a stage does not.
     """
     seen: set[Action] = set()
     for action in (action for order in orders for action in order):
@@ -170,8 +169,8 @@ def check_complete(orders: Schedule) -> None:
 
 
 def _read_cell(cell: str, where: str) -> Sequence[Action]:
-    thread_map = _OVERLAPPED.fullmatch(cell)
-    texts = [part.strip() for part in thread_map[1].split(";")] if thread_map else [cell] if cell else []
+    overlapped = _OVERLAPPED.fullmatch(cell)
+    texts = [part.strip() for part in overlapped[1].split(";")] if overlapped else [cell] if cell else []
     actions = []
     for text in texts:
         found = _ACTION.fullmatch(text)

@@ -1,4 +1,4 @@
-"""The layout of one run (processes, batch, pipeline stages, shapes on the wire), derived once from the experiment."""
+"""Resolved layout of a run (processes, batch, pipeline stages, P2P shapes), derived once from the experiment."""
 
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,18 +24,15 @@ from titan_exp.config.layout.pipeline_schedules import (
 from titan_exp.config.machine.devices import device_type, node_size
 
 SMALLEST_GEMM = 4096
-"""Inputs and outputs from which on float8 has been seen to pay for its casts (measured on an H200)."""
+"""Inputs and outputs from which float8 is faster in spite of its casts (measured on an H200)."""
 
 MICROBATCHES_PER_RANK = 4
-"""Micro-batches for each pipeline rank if the configuration gives no number."""
+"""Default micro-batches per pipeline rank."""
 
 
 @dataclass(frozen=True)
 class ResolvedLayout:
-    """Layout of a run whose degrees are all known. Properties are computed at first use and kept.
-
-    Those about stages and micro-batches hold only if the rules do.
-    """
+    """Layout of a run whose degrees are known. Properties of stages and micro-batches are valid if the rules hold."""
 
     parallelism: ParallelismConfig
     """Degrees and pipeline options; `dp_shard` is a number."""
@@ -50,7 +47,7 @@ class ResolvedLayout:
 
     @staticmethod
     def of(experiment: Experiment) -> "ResolvedLayout":
-        """The layout of an experiment that `resolve_layout` returned."""
+        """Layout of an experiment that `resolve_layout` returned."""
         assert experiment.parallelism.dp_shard > 0, "the layout is not resolved"
         model = experiment.model
         return ResolvedLayout(
@@ -126,11 +123,11 @@ class ResolvedLayout:
 
     @cached_property
     def layer_counts(self) -> list[int]:
-        """Number of layers of each stage; a negative one breaks a rule."""
+        """Number of layers of each stage; a rule refuses negative ones."""
         if self.parallelism.pp_layers is not None:
             return list(self.parallelism.pp_layers)
         first, last = self.parallelism.pp_first_stage_less, self.parallelism.pp_last_stage_less
-        # Divided as if the first and the last stage held the layers that they have less.
+        # Divide as if the first and the last stage held the layers that they have fewer.
         share, rest = divmod(self.layers + first + last, self.stage_count)
         counts = [share] * self.stage_count
         for stage in [*range(1, self.stage_count - 1), 0, self.stage_count - 1][:rest]:
@@ -155,7 +152,7 @@ class ResolvedLayout:
 
     @cached_property
     def splits_backward(self) -> bool:
-        """True if the schedule computes weight gradients apart from input gradients; False without a pipeline."""
+        """True if the schedule computes weight gradients after input gradients; False without a pipeline."""
         if self.parallelism.pp == 1:
             return False
         if is_file(self.parallelism.pp_schedule):
@@ -181,19 +178,18 @@ class ResolvedLayout:
         return self.micro_batch_size, self.tokens_per_rank, self.width
 
     def _default_microbatches(self, share: int) -> int:
-        """The fewest micro-batches that divide a rank's share of the batch, that the schedule takes, and that are at
-        least `MICROBATCHES_PER_RANK` for each pipeline rank; if there are not so many, the most."""
+        """Fewest micro-batches that divide the share, that the schedule takes, and that are at least
+        `MICROBATCHES_PER_RANK` per pipeline rank; else the most."""
         works = [number for number in divisors(share) if takes(self.parallelism, number)]
         enough = [number for number in works if number >= MICROBATCHES_PER_RANK * self.parallelism.pp]
         return (enough or works[-1:] or [1])[0]
 
 
 def resolve_layout(experiment: Experiment, offered: int) -> Experiment:
-    """Replace `parallelism.dp_shard=-1` by the number of offered devices that the other degrees leave, and
+    """Replace `parallelism.dp_shard=-1` by the quotient of offered devices and the other degrees, and
     `quantization.smallest_gemm=null` by a number.
 
-    If fewer devices are offered than the other degrees ask for, `dp_shard` becomes 1: on a CPU machine explicit degrees
-    ask for that many processes.
+    If the other degrees exceed the offered devices, `dp_shard` becomes 1: on CPU, degrees are numbers of processes.
 
     Raises:
         UserError: the other degrees do not divide the offered devices.
@@ -204,12 +200,9 @@ def resolve_layout(experiment: Experiment, offered: int) -> Experiment:
         return experiment
     others = world_size(replace(parallelism, dp_shard=1))
     if offered > others and offered % others:
-        violation = Violation(
-            "parallelism.dp_shard",
-            -1,
-            f"the other degrees multiply to {others}, which does not divide the {offered} devices offered",
-            f"make them multiply to {listed(divisors(offered))}, or give parallelism.dp_shard a number",
-        )
+        reason = f"the other degrees multiply to {others}, which does not divide the {offered} devices offered"
+        remedy = f"make them multiply to {listed(divisors(offered))}, or give parallelism.dp_shard a number"
+        violation = Violation("parallelism.dp_shard", -1, reason, remedy)
         raise UserError("The layout does not fit.", [violation])
     return replace(experiment, parallelism=replace(parallelism, dp_shard=max(1, offered // others)))
 

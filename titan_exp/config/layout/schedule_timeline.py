@@ -1,4 +1,4 @@
-"""When each action of a pipeline schedule runs, and how much of the time ranks are idle; needs no process."""
+"""Schedule timeline: end time of each action of a pipeline schedule, and the bubble."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,28 +6,26 @@ from dataclasses import dataclass
 from titan_exp.config.layout.pipeline_schedules import Action, MalformedSchedule, Schedule
 
 COST = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
-"""Time of an action where a stage's forward pass is 1: a backward pass has two matmuls for each of the forward's."""
+"""Time of an action, a forward pass being 1: a backward pass has twice the matmuls."""
 
 
 @dataclass(frozen=True)
 class Timeline:
-    """When everything happens, communication being free."""
+    """Times of a schedule without communication."""
 
     end: dict[Action, float]
-    """When each action ends."""
+    """End time of each action."""
     bubble: float
-    """Share of the ranks' time, until the last of them ends, in which they are idle."""
+    """Idle share of the ranks' time until the last one ends."""
 
 
 def timeline(orders: Schedule, stage_costs: Sequence[float] | None = None) -> Timeline:
-    """Run a schedule through: every rank in its order, every action once what it needs is there.
+    """Simulate a schedule: an action starts when its rank is free and its inputs exist.
 
-    Args:
-        orders: actions of each rank.
-        stage_costs: how long a forward pass of each stage takes; None takes 1 for all.
+    `stage_costs` are times of a forward pass of each stage, 1 by default.
 
     Raises:
-        MalformedSchedule: ranks wait for each other for ever.
+        MalformedSchedule: deadlock.
     """
     last = max((action.stage for order in orders for action in order), default=0)
     end: dict[Action, float] = {}
@@ -51,7 +49,7 @@ def timeline(orders: Schedule, stage_costs: Sequence[float] | None = None) -> Ti
         if next_of[rank] < len(order):
             stuck = order[next_of[rank]]
             missing = next(needs[0] for needs in _needs(stuck, last) if _ended(end, needs) is None)
-            raise MalformedSchedule(f"rank {rank} waits for ever in {stuck}: {missing} never comes before it")
+            raise MalformedSchedule(f"rank {rank} deadlocks in {stuck}: {missing} never comes before it")
     total = max(free, default=0.0) * len(orders)
     busy = sum(
         COST[action.kind] * (1.0 if stage_costs is None else stage_costs[action.stage])

@@ -1,4 +1,4 @@
-"""Names of torch's operators, known without importing torch: read from the list that comes with it."""
+"""ATen operator names, read from torch's `native_functions.yaml` without importing torch."""
 
 import re
 from functools import cache
@@ -17,22 +17,22 @@ COLLECTIVES = (
 
 
 class Kept(NamedTuple):
-    """An entry of `activation_checkpoint.save`, read: `aten.mm/2` keeps every second call, the first among them."""
+    """Entry of `activation_checkpoint.save`: `aten.mm/2` saves every second call, the first included."""
 
     operator: str
     """`namespace.name` or `namespace.name.overload`."""
     every: int
-    """Interval of saved calls in a block, the first included."""
+    """Interval of saved calls in a block."""
 
 
 def read_entry(entry: str) -> Kept | None:
-    """Read one entry; None where it has not the form `namespace.name[.overload][/number]`."""
+    """Parse an entry `namespace.name[.overload][/number]`; None if it has another form."""
     found = re.fullmatch(r"(\w+\.\w+(?:\.\w+)?)(?:/([1-9]\d*))?", entry)
     return Kept(found[1], int(found[2] or 1)) if found else None
 
 
 def known_operators(namespace: str) -> tuple[str, ...]:
-    """Every operator of a namespace, without it; empty where that cannot be known without torch."""
+    """Operators of a namespace, without its name; empty if unknown without torch."""
     if namespace == "_c10d_functional":
         return COLLECTIVES
     return _aten_operators() if namespace == "aten" else ()

@@ -13,9 +13,9 @@ class HeadSizes:
     """Head widths that a kernel trains with."""
 
     largest: int
-    """The largest."""
+    """Largest width."""
     multiple: int = 1
-    """All are multiples of this."""
+    """Divisor of every width."""
 
     def takes(self, head_dim: int) -> bool:
         """True if the kernel trains with heads of this width."""
@@ -28,8 +28,7 @@ HEAD_SIZES = {
     "fa3": HeadSizes(256, 8),
     "fa4": HeadSizes(128, 8),
 }
-"""By `model.attention_backend`; others take any. From 129 on cuDNN takes them on Hopper only, which `auto` leaves to
-flash."""
+"""By `model.attention_backend`; others take any. cuDNN takes over 128 on Hopper only, where `auto` prefers flash."""
 
 CUDNN_EVERYWHERE = HeadSizes(128, 8)
 """Head sizes of cuDNN on every GPU that has it."""
@@ -37,21 +36,21 @@ CUDNN_EVERYWHERE = HeadSizes(128, 8)
 
 @dataclass(frozen=True)
 class FlashPackage:
-    """A newer FlashAttention than torch's own, which takes its place where it is installed."""
+    """FlashAttention package newer than torch's own, which it replaces."""
 
     title: str
     """Name in messages."""
     implementation: str
     """Name in `torch.nn.attention.activate_flash_attention_impl`."""
     module: str
-    """The module, or the package and what is in it."""
+    """Import path of the module."""
     majors: tuple[int, ...]
     """Major CUDA compute capabilities that torch calls it on: 9 is Hopper, 10 Blackwell."""
     install: str
     """Command or hint to install it."""
 
     def is_installed(self) -> bool:
-        """True if the package can be imported; it is not imported here, as that would import torch."""
+        """True if the package can be imported; importing it would import torch."""
         package, _, inner = self.module.partition(".")
         found = importlib.util.find_spec(package)
         if found is None or not inner:

@@ -19,23 +19,23 @@ GROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/m
 
 
 def visible_gpus() -> int:
-    """Number of NVIDIA GPUs that a process started here would see, `CUDA_VISIBLE_DEVICES` honoured."""
+    """Number of NVIDIA GPUs that a process sees with this `CUDA_VISIBLE_DEVICES`."""
     present = _gpus_present()
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
     if mask is None:
         return present
-    chosen = 0
+    count = 0
     for entry in (part.strip() for part in mask.split(",")):
-        # CUDA stops at the first entry that names no device; names that are no numbers are UUIDs of GPUs or MIG slices.
+        # CUDA stops at the first invalid entry; entries that are not numbers are UUIDs of GPUs or MIG slices.
         if not entry or (re.fullmatch(r"-?\d+", entry) and not 0 <= int(entry) < present):
             break
-        chosen += 1
-    return chosen if present else 0
+        count += 1
+    return count if present else 0
 
 
 @cache
 def gpu_names() -> list[str]:
-    """Names of this machine's GPUs by the driver, as torch reports them; empty if unknown."""
+    """Names of this machine's GPUs, as torch reports them; empty if unknown."""
     found = []
     for path in sorted(DRIVER.glob("*/information")):
         try:
@@ -70,7 +70,7 @@ def command_lines(*command: str) -> list[str]:
 
 
 def host_memory() -> int | None:
-    """Bytes of memory that processes here may use together, a container's limit honoured; None where unknown."""
+    """Bytes of host memory, at most the container's limit; None if unknown."""
     try:
         total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
@@ -82,14 +82,14 @@ def host_memory() -> int | None:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Number of cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _gpus_present() -> int:
-    # In a container only the device files it was given count; the driver's folder lists every GPU of the host.
+    # A container has the device files of its GPUs, while the driver's folder lists all GPUs of the host.
     files = [path for path in DEVICES.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
     if files:
         return len(files)

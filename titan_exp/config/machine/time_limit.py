@@ -6,4 +6,4 @@ def hours(text: str) -> float:
     days, dash, rest = text.rpartition("-")
     parts = [int(part) for part in rest.split(":")]
     in_hours = parts if dash or len(parts) == 3 else [0, *parts]
-    return int(days or 0) * 24 + sum(part / 60**place for place, part in enumerate(in_hours))
+    return int(days or 0) * 24 + sum(part / 60**power for power, part in enumerate(in_hours))

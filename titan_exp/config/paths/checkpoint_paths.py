@@ -1,4 +1,4 @@
-"""Checkpoint folders of a run, found by name."""
+"""Checkpoint paths: complete checkpoints of a run, Hugging Face folders."""
 
 import re
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 COMPLETE_NAME = re.compile(r"step-(\d{8,})")
 """Name of a complete checkpoint's folder."""
 METADATA_FILE = ".metadata"
-"""The file in it that says what it holds."""
+"""DCP's index in a checkpoint's folder."""
 
 
 def step_name(step: int) -> str:
@@ -14,13 +14,9 @@ def step_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def saved_state(asked: str) -> Path | None:
-    """Checkpoint at a path: the folder itself, or the newest complete one of a run; None if there is none.
-
-    Args:
-        asked: a checkpoint's folder, a run folder, or its `checkpoints/`.
-    """
-    path = Path(asked).expanduser()
+def saved_state(path_text: str) -> Path | None:
+    """Checkpoint at a path: the folder itself, or the newest complete one of a run folder or its `checkpoints/`."""
+    path = Path(path_text).expanduser()
     if (path / METADATA_FILE).is_file() and not path.name.endswith(".partial"):
         return path
     for folder in (path / "checkpoints", path):
@@ -35,7 +31,7 @@ def saved_state(asked: str) -> Path | None:
     return None
 
 
-def huggingface_folder(asked: str) -> Path | None:
-    """The Hugging Face folder of weights that a path is; None where it is none."""
-    path = Path(asked).expanduser()
+def huggingface_folder(path_text: str) -> Path | None:
+    """Path, if it is a Hugging Face folder of weights."""
+    path = Path(path_text).expanduser()
     return path if (path / "config.json").is_file() and any(path.glob("*.safetensors")) else None

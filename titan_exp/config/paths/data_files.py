@@ -6,7 +6,7 @@ from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.data import DataConfig
 
 LOADERS = ("arrow", "csv", "json", "parquet", "text", "webdataset")
-"""Values of `data.dataset` that read files instead of naming a data set."""
+"""Values of `data.dataset` that are loaders of files."""
 
 
 def tokenizer_file(name: str) -> Path:
@@ -21,5 +21,5 @@ def unlimited_split(data: DataConfig) -> Violation:
         "data.validation_documents",
         data.validation_documents,
         "documents are held out of a stream, and all of it would have to be read to find them",
-        "data.validation_documents=1024 evaluates the first so many; or training.evaluate_every=0",
+        "data.validation_documents=1024 evaluates the first 1024; or training.evaluate_every=0",
     )

@@ -1,4 +1,4 @@
-"""Validation of remote URLs by their text: protocol, installed package, credentials."""
+"""Validation of remote URLs by text: protocol, installed package, credentials."""
 
 import importlib.util
 import re
@@ -7,12 +7,12 @@ _URL = re.compile(r"(?P<protocol>[A-Za-z][A-Za-z0-9+.-]+)://(?P<rest>.*)", re.DO
 _IN_PROCESS = ("memory",)
 """Protocols whose data ends with the process."""
 _PIP = {"huggingface_hub": "huggingface_hub", "google": "gcsfs", "libarchive": "libarchive-c"}
-"""PyPI names of modules with another name."""
+"""PyPI names of modules that differ."""
 
 
-def is_url(place: str) -> bool:
+def is_url(path: str) -> bool:
     """True for a URL (`s3://bucket/prefix`, `file:///mnt/share`), False for a path."""
-    return _URL.match(place) is not None
+    return _URL.match(path) is not None
 
 
 def joined(url: str, *names: str) -> str:
@@ -21,15 +21,15 @@ def joined(url: str, *names: str) -> str:
 
 
 def problem_of_url(url: str) -> tuple[str, str] | None:
-    """Reason why a URL cannot be used, and a remedy; None if its text and this machine's packages allow it.
+    """Reason why a URL cannot be used, and a remedy; None if it can. Uses no network and imports no package.
 
-    Uses no network and imports no package. The texts do not repeat the URL, which may hold a credential.
+    The texts do not repeat the URL, which may hold a credential.
     """
     if "::" in url:
         return "chains of protocols (a::b) are not supported", "use the URL of the store itself"
     match = _URL.match(url)
     if match is None:
-        return "it is no URL", "s3://bucket/prefix, gs://bucket/prefix, file:///mnt/share/prefix"
+        return "it is not a URL", "s3://bucket/prefix, gs://bucket/prefix, file:///mnt/share/prefix"
     user, at, _ = match["rest"].partition("/")[0].rpartition("@")
     if (at and ":" in user) or "?" in url or "#" in url:
         return (

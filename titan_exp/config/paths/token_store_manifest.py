@@ -19,7 +19,7 @@ from titan_exp.config.errors.user_error import UserError, Violation
 FORMAT, VERSION = "titan_exp token store", 1
 MANIFEST = "manifest.json"
 UNFINISHED = "unfinished"
-"""Folder in a store that is being made: the journal of what is complete."""
+"""Journal folder of an unfinished store."""
 BEGIN_BYTES = 8
 SPLITS = ("train", "validation")
 
@@ -45,7 +45,7 @@ class Manifest:
     path: Path
     """Its folder."""
     source: str
-    """Fingerprint of the text that it was made of."""
+    """Fingerprint of the source text."""
     tokenizer: str
     """Fingerprint of the tokenizer."""
     vocab_size: int
@@ -70,18 +70,18 @@ class Manifest:
         return {split: sum(shard.documents for shard in shards) for split, shards in self.splits.items()}
 
     def sizes(self) -> Iterator[tuple[str, int]]:
-        """Every shard's files, and how many bytes each has."""
+        """Names and bytes of all shards' files."""
         for shards in self.splits.values():
             for shard in shards:
                 yield f"{shard.name}.tokens", shard.tokens * self.token_bytes
                 yield f"{shard.name}.documents", shard.documents * BEGIN_BYTES
 
     def damaged(self) -> Iterator[tuple[str, str]]:
-        """Files that are missing or of another size, and what is wrong with each; nothing is read."""
+        """Files that are missing or of another size, each with the problem; reads no file."""
         for name, size in self.sizes():
-            trouble = wrong_size(self.path / name, size)
-            if trouble:
-                yield name, trouble
+            problem = wrong_size(self.path / name, size)
+            if problem:
+                yield name, problem
         yield from ((name, "it is missing") for name in self.files if not (self.path / name).is_file())
 
 
@@ -95,33 +95,28 @@ def wrong_size(path: Path, size: int) -> str:
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """The manifest of the store in `folder`.
-
-    Raises:
-        UserError: there is no store, it is not complete, or it is of another format.
-    """
+    """Read the manifest of the store in `folder`."""
     path = Path(folder).expanduser()
     try:
         values = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise _refusal(folder, *_absent(path)) from None
-    except OSError as error:
-        raise _refusal(folder, f"its {MANIFEST} cannot be read: {error.strerror}", "permission to read it") from error
-    except ValueError as error:
-        raise _refusal(folder, f"its {MANIFEST} is not JSON: {error}", "make the store anew") from error
+    except (OSError, ValueError) as error:
+        reason = f"its {MANIFEST} cannot be read as JSON: {error}"
+        raise _refusal(folder, reason, "permission to read it, or a new store") from error
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise _refusal(folder, f"its {MANIFEST} is not that of a token store", "a folder that titan-exp tokenize wrote")
     if values.get("version") != VERSION:
-        reason = f"it has version {values.get('version')} of the format, and this program reads version {VERSION}"
-        raise _refusal(folder, reason, "make it anew with this program, or read it with the one that made it")
+        reason = f"it has format version {values.get('version')}, and this version of titan-exp reads {VERSION}"
+        raise _refusal(folder, reason, "tokenize again, or use the version of titan-exp that wrote it")
     try:
         return _manifest(path, values)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _refusal(folder, f"its {MANIFEST} lacks or garbles {error}", "make the store anew") from error
+        raise _refusal(folder, f"its {MANIFEST} lacks or garbles {error}", "tokenize into a new store") from error
 
 
 def store_names(paths: Sequence[str]) -> list[str]:
-    """Short unique names of stores: the folder's name, with as many parents as tell them apart."""
+    """Short unique names of stores: the folder's name, with as many parents as needed."""
     parts = [Path(path).expanduser().absolute().parts[1:] for path in paths]
     for depth in range(1, max(map(len, parts), default=0)):
         names = ["/".join(part[-depth:]) for part in parts]
@@ -149,9 +144,9 @@ def _manifest(path: Path, values: Mapping[str, Any]) -> Manifest:
 
 def _absent(path: Path) -> tuple[str, str]:
     if not path.is_dir():
-        return "there is no such folder", "titan-exp tokenize data=text data.paths='[notes]' out=stores/mine makes one"
+        return "there is no such folder", "titan-exp tokenize data=text data.paths='[notes]' out=stores/mine writes one"
     if (path / UNFINISHED).is_dir():
-        return "this store is not complete yet", "the titan-exp tokenize command that began it, which continues it"
+        return "this store is not complete yet", "rerun the titan-exp tokenize command that began it"
     return f"it holds no {MANIFEST}, so it is no token store", "a folder that titan-exp tokenize wrote"
 
 

@@ -1,6 +1,6 @@
-"""Components by name: a module of this package, or a user's module with the same public names.
+"""Components (model families, optimizers): a module of this package, or a user's module with the same public names.
 
-A config group names its component (`model.architecture`, ...), and the component's `Config` types that group.
+A config group names its component (`model.architecture`, ...), whose `Config` types the group.
 """
 
 import importlib
@@ -12,18 +12,25 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
 
-from titan_exp.config.errors.did_you_mean import did_you_mean, listed
+from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.groups.experiment import Experiment
-from titan_exp.config.schema.import_path import find_dotted, is_dotted, locate, names_bound_by, search_current_directory
+from titan_exp.config.schema.import_path import (
+    find_dotted,
+    is_dotted,
+    locate,
+    names_bound_by,
+    search_current_directory,
+    unknown_name,
+)
 
 
 @dataclass(frozen=True)
 class ComponentKind:
-    """Modules with the same public names, one of which a config group chooses."""
+    """Modules with the same public names, from which a config group chooses one."""
 
     package: str
-    """Package of the built-in modules. A module of it without the public names is no component."""
+    """Package of the built-in modules; those without the public names are no components."""
     key: str
     """Key of the group that names the component."""
     public: tuple[str, ...]
@@ -31,7 +38,7 @@ class ComponentKind:
     plain: str
     """Module of the package that wraps a plain class or function, given by its import path."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Former names of built-in components, by which older runs and checkpoints refer to them."""
+    """Former names of built-in components, in older runs and checkpoints."""
 
 
 KINDS = {
@@ -53,7 +60,10 @@ def component(group: str, name: str) -> ModuleType:
     name, key = kind.aliases.get(name, name), f"{group}.{kind.key}"
     if not is_dotted(name):
         if name not in builtin_components(group):
-            raise UserError("This configuration cannot be read.", [_unknown(group, key, name)])
+            raise UserError(
+                "This configuration cannot be read.",
+                [unknown_name(key, name, builtin_components(group), f"my_package.my_{group}")],
+            )
         return importlib.import_module(f"{kind.package}.{name}")
     search_current_directory()
     module, attributes, _ = locate(name)
@@ -76,7 +86,7 @@ def component(group: str, name: str) -> ModuleType:
 
 @cache
 def builtin_components(group: str) -> tuple[str, ...]:
-    """Names of the components that come with the package, in alphabetical order. Imports none of them."""
+    """Names of the built-in components, sorted. Imports none of them."""
     kind, spec = KINDS[group], find_spec(KINDS[group].package)
     assert spec is not None, "the package is installed"
     files = sorted(file for folder in spec.submodule_search_locations or () for file in Path(folder).glob("*.py"))
@@ -85,11 +95,7 @@ def builtin_components(group: str) -> tuple[str, ...]:
 
 
 def config_class(group: str, values: object) -> Any:
-    """Dataclass that types a config group with these values.
-
-    Raises:
-        UserError: as of `component`.
-    """
+    """Dataclass that types a config group with these values."""
     base = get_type_hints(Experiment)[group]
     if group not in KINDS or not isinstance(values, Mapping):
         return base
@@ -105,19 +111,11 @@ def config_classes(group: str) -> list[Any]:
 
 
 def current_names(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of a config group with the component's current name, for groups that an older version wrote."""
+    """Values of a config group with the component's current name; older versions wrote others."""
     kind = KINDS.get(group)
     if kind is None or values.get(kind.key) not in kind.aliases:
         return dict(values)
     current = {**values, kind.key: kind.aliases[values[kind.key]]}
-    if not current.get("options"):  # written for every component then, and now known to plain classes alone
+    if not current.get("options"):  # older versions wrote it for every component; only plain classes have it
         current.pop("options", None)
     return current
-
-
-def _unknown(group: str, key: str, name: str) -> Violation:
-    names = builtin_components(group)
-    offer = did_you_mean(name, names)
-    example = "my_package.my_model" if group == "model" else f"my_package.my_{group}"
-    remedy = f"{offer + ' ' if offer else ''}Built in: {listed(names, 'and')}. For your own give its import path, "
-    return Violation(key, name, "there is no such component", f"{remedy}e.g. {key}={example}")

@@ -20,7 +20,7 @@ NOT_IN_RUN_ID = {
 """Keys that do not change what is computed, each with the reason. A group covers all of its keys."""
 
 IN_RUN_ID = ("checkpoint.initial", "checkpoint.initial_exclude")
-"""Keys of such a group that change what is computed nevertheless: the initial weights."""
+"""Exceptions in these groups, which change what is computed: the initial weights."""
 
 LAYOUT = {
     "parallelism": "how the same mathematics is spread over processes",
@@ -29,13 +29,12 @@ LAYOUT = {
     "training.micro_batch_size": "how the global batch is split",
     "training.loss_chunk_tokens": "how many logits are held at a time",
     "model.attention_backend": "which kernel computes attention",
-    "quantization.emulate": "whether the device's instructions compute the same products",
+    "quantization.emulate": "whether the device's instructions compute the same matmuls",
     "quantization.float8_all_gather": "whether weights are rounded before or after they are gathered",
     "quantization.precomputed_scales": "when the same scales are computed",
     "quantization.fused_casts": "whether the same casts are made in one pass",
 }
-"""Keys that say how the run is computed, and change rounding at most. They are in the run id, not in the experiment
-id."""
+"""Layout keys, which change rounding at most. They are in the run id, not in the experiment id."""
 
 COUNTS_BESIDE = {
     "quantization": "quantization.recipe",

@@ -1,18 +1,18 @@
-"""Dotted names: how a configuration points at code in the user's own package.
+"""Import paths of user code in the configuration, checked without importing it.
 
-Packages are found where Python finds them (installed, or on PYTHONPATH) and, after those, in the current directory.
+Packages are installed, on PYTHONPATH, or in the current directory.
 """
 
 import ast
 import importlib
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
-from titan_exp.config.errors.did_you_mean import did_you_mean
+from titan_exp.config.errors.did_you_mean import did_you_mean, listed
 from titan_exp.config.errors.user_error import UserError, Violation
 
 
@@ -22,18 +22,14 @@ def is_dotted(name: str) -> bool:
 
 
 def import_dotted(name: str, field: str) -> Any:
-    """The object that a dotted name points at.
-
-    Args:
-        name: `package.module.Name`; the name may itself be dotted (`package.module.Class.method`).
-        field: the configuration key that holds the name, for the message.
+    """Import an object, such as `package.module.Name` or `package.module.Class.method`, that the key `field` names.
 
     Raises:
-        UserError: the module or the name in it is not there, or the module fails to import.
+        UserError: the object does not exist, or its module fails to import.
     """
-    trouble = find_dotted(name, field)
-    if trouble is not None:
-        raise UserError("A name of your own cannot be found.", [trouble])
+    violation = find_dotted(name, field)
+    if violation is not None:
+        raise UserError("This import path cannot be found.", [violation])
     module, attributes, _ = locate(name)
     try:
         found: Any = importlib.import_module(module)
@@ -41,7 +37,7 @@ def import_dotted(name: str, field: str) -> Any:
             found = getattr(found, attribute)
     except AttributeError as error:
         offer = did_you_mean(attributes[0], dir(importlib.import_module(module)))
-        raise UserError("A name of your own cannot be found.", [_missing(name, field, module, offer)]) from error
+        raise UserError("This import path cannot be found.", [_missing(name, field, module, offer)]) from error
     except Exception as error:
         raise UserError(f"{field}={name}: importing {module} fails with {type(error).__name__}: {error}") from error
     return found
@@ -50,12 +46,12 @@ def import_dotted(name: str, field: str) -> Any:
 def find_dotted(name: str, field: str) -> Violation | None:
     """Violation of an import path, or None, without importing anything.
 
-    The module's source is read for the name, so a misspelt class is noticed before anything is launched; where the
-    module makes names in other ways (a star import, a module `__getattr__`, compiled code), it is trusted.
+    The name is looked up in the module's source; a module with star imports, `__getattr__` or compiled code may have
+    any name.
     """
     search_current_directory()
     if not all(part.isidentifier() for part in name.split(".")):
-        return Violation(field, name, "this is not a dotted name", "write package.module.Name")
+        return Violation(field, name, "this is not an import path", "write package.module.Name")
     module, attributes, spec = locate(name)
     if not module:
         reason = f"there is no module {name.partition('.')[0]} here"
@@ -70,15 +66,23 @@ def find_dotted(name: str, field: str) -> Violation | None:
     return _missing(name, field, module, did_you_mean(attributes[0], bound))
 
 
+def unknown_name(field: str, name: str, builtin: Sequence[str], example: str) -> Violation:
+    """Violation of a name that is neither built in nor an import path."""
+    group, _, key = field.partition(".")
+    offer = did_you_mean(name, builtin)
+    remedy = f"{offer + ' ' if offer else ''}Built in: {listed(builtin, 'and')}. For your own give its import path, "
+    return Violation(field, name, f"unknown {group if key == 'name' else key}", f"{remedy}e.g. {field}={example}")
+
+
 def find_module(name: str) -> Path | None:
-    """Source file of the module in an import path; None if it is not found. Imports nothing."""
+    """Source file of the module in an import path; None if there is none. Imports nothing."""
     search_current_directory()
     _, _, spec = locate(name)
     return Path(spec.origin).absolute() if spec is not None and spec.has_location and spec.origin else None
 
 
 def search_current_directory() -> None:
-    """Let Python find packages in the current directory, after every other place."""
+    """Append the current directory to Python's search path."""
     here = os.getcwd()
     if "" not in sys.path and here not in sys.path:
         sys.path.append(here)
@@ -105,7 +109,7 @@ def locate(name: str) -> tuple[str, list[str], ModuleSpec | None]:
 
 
 def _find_spec(module: str, path: Iterable[str] | None) -> ModuleSpec | None:
-    # importlib.util.find_spec imports the parents of what it looks for, which may take seconds.
+    # importlib.util.find_spec imports parent packages, which may take seconds.
     loaded = getattr(sys.modules.get(module), "__spec__", None)
     if loaded is not None:
         return loaded
@@ -114,7 +118,7 @@ def _find_spec(module: str, path: Iterable[str] | None) -> ModuleSpec | None:
         find = getattr(finder, "find_spec", None)
         try:
             spec = find(module, folders) if find else None
-        except KeyError:  # a folder without __init__.py, whose parent Python wants imported before
+        except KeyError:  # namespace packages need their parent imported
             spec = ModuleSpec(module, None, is_package=True)
             name = module.rpartition(".")[2]
             spec.submodule_search_locations = [f"{folder}/{name}" for folder in folders or ()]
@@ -124,7 +128,7 @@ def _find_spec(module: str, path: Iterable[str] | None) -> ModuleSpec | None:
 
 
 def _names_bound_by(spec: ModuleSpec | None) -> set[str] | None:
-    """Names that a module's source binds at its top level; None where its source cannot tell."""
+    """Top-level names of a module; None if its source does not determine them."""
     if spec is None or not spec.origin or not spec.origin.endswith(".py"):
         return None
     names = names_bound_by(Path(spec.origin))
@@ -132,14 +136,14 @@ def _names_bound_by(spec: ModuleSpec | None) -> set[str] | None:
 
 
 def names_bound_by(file: Path) -> set[str]:
-    """Names that a Python file binds at its top level, read from its source; `*` for a star import."""
+    """Top-level names of a Python file, read from its source; `*` for a star import."""
     names: set[str] = set()
     nodes: list[ast.AST] = [ast.parse(file.read_bytes())]
     while nodes:
         match node := nodes.pop():
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 names.add(name)
-                continue  # what is bound inside is not the module's
+                continue  # inner names are not the module's
             case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
                 names.update((alias.asname or alias.name).split(".")[0] for alias in aliases)
             case ast.Name(id=name, ctx=ast.Store()):

@@ -1,4 +1,4 @@
-"""The dataclasses read as a schema: which keys there are, of which type, and what each of them means."""
+"""Schema of the configuration, read from its dataclasses: keys, types and docstrings."""
 
 import ast
 import dataclasses
@@ -6,7 +6,6 @@ import inspect
 import textwrap
 import types
 import typing
-from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -15,59 +14,47 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.schema.component import config_classes
 
 
-def keys() -> Iterator[str]:
-    """Every key of the configuration, dotted: the groups, and the values in them."""
-    found: dict[str, None] = {}
-    for group in hints(Experiment):
-        found[group] = None
+@cache
+def _types_and_docstrings() -> dict[str, tuple[Any, str]]:
+    """Type and docstring of every dotted key, groups included; the first class of a group that has a key counts."""
+    found: dict[str, tuple[Any, str]] = {}
+
+    def add(kind: Any, prefix: str) -> None:
+        for name, annotation in hints(kind).items():
+            found.setdefault(f"{prefix}{name}", (annotation, docstrings(kind).get(name, "")))
+            if dataclasses.is_dataclass(annotation):
+                add(annotation, f"{prefix}{name}.")
+
+    for group, annotation in hints(Experiment).items():
+        found[group] = (annotation, docstrings(Experiment).get(group, ""))
         for kind in config_classes(group):
-            found |= dict.fromkeys(_keys_in(kind, f"{group}."))
-    yield from found
+            add(kind, f"{group}.")
+    return found
 
 
-def _keys_in(kind: Any, prefix: str) -> Iterator[str]:
-    for name, annotation in hints(kind).items():
-        yield f"{prefix}{name}"
-        if dataclasses.is_dataclass(annotation):
-            yield from _keys_in(annotation, f"{prefix}{name}.")
+def keys() -> list[str]:
+    """Dotted keys of the configuration: groups and the values in them."""
+    return list(_types_and_docstrings())
 
 
 def value_keys() -> list[str]:
-    """Every key that takes a value, dotted: the keys less the groups."""
-    return [key for key in keys() if not dataclasses.is_dataclass(annotation_of(key))]
+    """Dotted keys that take a value: all but the groups."""
+    return [key for key, (annotation, _) in _types_and_docstrings().items() if not dataclasses.is_dataclass(annotation)]
 
 
 def annotation_of(key: str) -> Any:
-    """The type of a key, with its bounds; None where there is no such key."""
-    group, _, below = key.rpartition(".")
-    found = (hints(kind).get(below) for kind in _dataclasses_of(group))
-    return next((annotation for annotation in found if annotation is not None), None)
+    """Type of a key, with its bounds; None if there is no such key."""
+    return _types_and_docstrings().get(key, (None, ""))[0]
 
 
 def meaning_of(key: str) -> str:
-    """The docstring below a field, on one line; empty where there is no such key."""
-    group, _, below = key.rpartition(".")
-    found = (docstrings(kind).get(below, "") for kind in _dataclasses_of(group))
-    return next(filter(None, found), "")
-
-
-def _dataclasses_of(group: str) -> Iterator[Any]:
-    """Dataclasses that may type a group, dotted where it is inside of another one; the whole for an empty name."""
-    if not group:
-        yield Experiment
-    elif "." not in group:
-        yield from config_classes(group) if group in hints(Experiment) else ()
-    else:
-        parent, _, below = group.rpartition(".")
-        for kind in _dataclasses_of(parent):
-            annotation = hints(kind).get(below)
-            if dataclasses.is_dataclass(annotation):
-                yield annotation
+    """Docstring of a key, on one line; empty if there is no such key."""
+    return _types_and_docstrings().get(key, (None, ""))[1]
 
 
 @cache
 def docstrings(kind: Any) -> dict[str, str]:
-    """The docstring below each field of a dataclass and its base classes, read from their source."""
+    """Docstrings of the fields of a dataclass and its bases, read from their source."""
     found = {}
     for base in reversed(kind.__mro__):
         if dataclasses.is_dataclass(base):
@@ -88,12 +75,12 @@ def _own_docstrings(kind: Any) -> dict[str, str]:
 
 @cache
 def hints(kind: Any) -> dict[str, Any]:
-    """The fields of a dataclass with their types, bounds included."""
+    """Types of the fields of a dataclass, bounds included."""
     return typing.get_type_hints(kind, include_extras=True)
 
 
 def optional_fields(kind: Any) -> set[str]:
-    """The fields of a dataclass that have a default."""
+    """Fields of a dataclass that have a default."""
     return {
         field.name
         for field in dataclasses.fields(kind)
@@ -122,7 +109,7 @@ def takes_null(annotation: Any) -> bool:
 
 
 def choices_of(annotation: Any) -> list[str]:
-    """The words that a type, or a list's every entry, allows; empty where it allows others."""
+    """Values of a Literal type, or of a list of them; empty for other types."""
     if typing.get_origin(annotation) is list:
         return choices_of(typing.get_args(annotation)[0])
     return list(typing.get_args(annotation)) if typing.get_origin(annotation) is typing.Literal else []

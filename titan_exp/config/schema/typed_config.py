@@ -1,6 +1,6 @@
-"""Typed configuration: a composed configuration in, an `Experiment` out, and back to YAML.
+"""Typed configuration: converts a composed configuration to an `Experiment`, and back to YAML.
 
-Types and bounds are pydantic's work, over plain dataclasses; every error is collected and explained.
+pydantic checks types and bounds of the plain dataclasses; all errors are reported at once.
 """
 
 import dataclasses
@@ -20,10 +20,10 @@ from titan_exp.config.schema.schema import annotation_of, hints, keys, meaning_o
 
 
 def to_experiment(cfg: DictConfig) -> Experiment:
-    """Turn a composed configuration into an `Experiment`.
+    """Convert a composed configuration to an `Experiment`.
 
     Raises:
-        UserError: with a violation for every key that is unknown, missing, of the wrong type or out of its bounds.
+        UserError: with a violation for every unknown, missing or invalid key.
     """
     values, uncomputed = resolve(cfg)
     return _build(values, uncomputed, "The configuration cannot be read.")
@@ -33,7 +33,7 @@ def load_experiment(path: str | Path) -> Experiment:
     """Read a resolved `config.yaml`, as `to_yaml` writes it.
 
     Raises:
-        UserError: the file is not there, is no YAML, or does not hold an experiment.
+        UserError: the file cannot be read, or holds no experiment.
     """
     import yaml
 
@@ -45,17 +45,17 @@ def load_experiment(path: str | Path) -> Experiment:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not YAML: {error}") from error
     if not isinstance(values, dict):
-        raise UserError(f"{path} holds no configuration; that of a run is in its folder, as config.yaml.")
+        raise UserError(f"{path} holds no configuration; a run's is config.yaml in its folder.")
     return _build(values, [], f"The configuration in {path} cannot be read.")
 
 
 def to_dict(experiment: Experiment) -> dict[str, Any]:
-    """The experiment as plain dictionaries, lists, strings, numbers, booleans and None."""
+    """Convert an experiment to plain dictionaries, lists and scalars."""
     return _plain(dataclasses.asdict(experiment))
 
 
 def to_yaml(experiment: Experiment) -> str:
-    """The experiment as resolved YAML text that `load_experiment` reads back equal."""
+    """Resolved YAML of an experiment, which `load_experiment` reads back equal."""
     import yaml
 
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the same text, ten times as fast
@@ -69,7 +69,7 @@ def _build(values: Mapping[str, Any], uncomputed: Sequence[Uncomputed], message:
     found: dict[str, Violation] = {}
 
     def add(violation: Violation) -> None:
-        # One for each key, and what lies below a wrong group is only a consequence of it.
+        # One per key; violations inside a wrong group are consequences.
         parts = violation.field.split(".")
         if not any(".".join(parts[: depth + 1]) in found for depth in range(len(parts))):
             found[violation.field] = violation
@@ -84,7 +84,10 @@ def _build(values: Mapping[str, Any], uncomputed: Sequence[Uncomputed], message:
             for violation in error.violations:
                 add(violation)
     known = {name: group for name, group in values.items() if name in classes or name not in hints(Experiment)}
-    for violation in (*(failure.violation for failure in uncomputed), *unknown_keys(known, classes)):
+    for violation in (
+        *(failure.violation for failure in uncomputed),
+        *unknown_keys(known, classes, optional_fields(Experiment)),
+    ):
         add(violation)
     built: dict[str, Any] = {}
     try:
@@ -98,7 +101,7 @@ def _build(values: Mapping[str, Any], uncomputed: Sequence[Uncomputed], message:
     if not found:
         return Experiment(**built)
     _drop_consequences(found, uncomputed)
-    order = {name: place for place, name in enumerate(keys())}
+    order = {name: index for index, name in enumerate(keys())}
     raise UserError(message, sorted(found.values(), key=lambda violation: order.get(violation.field, len(order))))
 
 
@@ -106,7 +109,7 @@ def _build(values: Mapping[str, Any], uncomputed: Sequence[Uncomputed], message:
 def _reader(classes: tuple[tuple[str, Any], ...]) -> Any:
     from pydantic import ConfigDict, Field, create_model
 
-    # A dataclass takes the settings of the model it stands in. Unknown keys have been found before, by `unknown_keys`.
+    # A dataclass takes the settings of the model around it. `unknown_keys` has found unknown keys already.
     settings = ConfigDict(coerce_numbers_to_str=True, allow_inf_nan=False, extra="ignore", protected_namespaces=())
     optional = optional_fields(Experiment)
     fields: dict[str, Any] = {
@@ -116,7 +119,7 @@ def _reader(classes: tuple[tuple[str, Any], ...]) -> Any:
 
 
 def _drop_consequences(found: dict[str, Violation], uncomputed: Sequence[Uncomputed]) -> None:
-    """Forget values that cannot be computed only because a key that they are computed from is at fault itself."""
+    """Drop values that cannot be computed only because a key in their interpolation has a violation."""
     at_fault = found.keys() - {failure.violation.field for failure in uncomputed}
     consequences: set[str] = set()
     for _ in uncomputed:

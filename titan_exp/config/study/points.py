@@ -51,11 +51,7 @@ def values_of(override: Override) -> list[str]:
 
 
 def chosen_size(study: Study, size: str | None) -> str:
-    """Requested size, or the first; empty if the study has none.
-
-    Raises:
-        UserError: the study has no such size.
-    """
+    """Requested size, or the first; empty if the study has none."""
     if size is None:
         return next(iter(study.sizes), "")
     if size in study.sizes:
@@ -192,8 +188,8 @@ def _keys_of(axis: Axis) -> list[str]:
 
 def _last_wins(overrides: Sequence[str]) -> tuple[str, ...]:
     """Overrides without those that a later one of the same key replaces."""
-    last = {text.partition("=")[0].lstrip("+"): place for place, text in enumerate(overrides)}
-    return tuple(overrides[place] for place in sorted(last.values()))
+    last = {text.partition("=")[0].lstrip("+"): index for index, text in enumerate(overrides)}
+    return tuple(overrides[index] for index in sorted(last.values()))
 
 
 def _require_different(study: Study, points: Sequence[Point]) -> None:

@@ -1,4 +1,4 @@
-"""A study: one question, the axes that answer it, and what is held fixed. `sweeps/NAME.yaml` holds one."""
+"""Study: a question, the axes that answer it, and fixed overrides, as in `sweeps/NAME.yaml`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ Direction = Literal["min", "max"]
 
 @dataclass(frozen=True)
 class Condition:
-    """A key, or a named axis, and the values of it that are meant."""
+    """Condition that a key, or a named axis, has one of some values."""
 
     key: str
     """`parallelism.tp`, or the `name` of a list."""
@@ -28,7 +28,7 @@ class Condition:
 
 @dataclass(frozen=True)
 class Choice:
-    """One place on an axis."""
+    """Point on an axis."""
 
     overrides: tuple[str, ...]
     """Overrides, as typed on the command line."""
@@ -38,18 +38,18 @@ class Choice:
 
 @dataclass(frozen=True)
 class Axis:
-    """Something that varies. The points of a study are the product of its axes."""
+    """Axis of a study, whose points are the product of its axes."""
 
     name: str
-    """The key, of a grid; of a list the name that the file gives; else empty."""
+    """Key of a grid, name of a list, else empty."""
     keys: tuple[str, ...]
-    """The keys that it sets everywhere; empty for a list, where each point sets its own."""
+    """Keys that every point sets; empty for a list."""
     choices: tuple[Choice, ...]
-    """Its places, in the order of the file."""
+    """Its points, in the order of the file."""
     when: tuple[Condition, ...] = ()
-    """The axis is there only at points that fulfil all of these on the axes above it."""
+    """The axis applies to points that fulfil all of these on the axes above it."""
     unless: tuple[Condition, ...] = ()
-    """The axis is left out at points that fulfil one of these."""
+    """The axis does not apply to points that fulfil one of these."""
 
 
 @dataclass(frozen=True)

@@ -34,11 +34,7 @@ def study_files() -> dict[str, Path]:
 
 
 def find_study(name: str) -> Path:
-    """File of a study, by its name or path.
-
-    Raises:
-        UserError: there is none.
-    """
+    """File of a study, by its name or path."""
     if name.endswith((".yaml", ".yml")) or os.sep in name:
         path = Path(name).expanduser()
         if path.is_file():
@@ -122,10 +118,10 @@ class _Reader:
         sizes = {str(name): self._overrides(f"sizes.{name}", value) for name, value in sizes.items()}
         axes = tuple(self._axes(content.get("axes")))
         known = {split_override(text)[0] for texts in (fixed, *sizes.values()) for text in texts}
-        for place, axis in enumerate(axes):
+        for index, axis in enumerate(axes):
             for field, conditions in (("when", axis.when), ("unless", axis.unless)):
                 for condition in conditions:
-                    self._check_condition(field, condition, axes[:place], known | _names(axes[:place]))
+                    self._check_condition(field, condition, axes[:index], known | _names(axes[:index]))
         known |= _names(axes)
         return Study(
             name=path.stem,
@@ -155,7 +151,7 @@ class _Reader:
     def _overrides(self, field: str, value: Any) -> tuple[str, ...]:
         if value is not None and not isinstance(value, list):
             example = f"{field}: [model=llama_debug, training.steps=100]"
-            self.report(field, value, "a list of overrides is meant", example)
+            self.report(field, value, "must be a list of overrides", example)
             return ()
         for entry in value or ():
             if not isinstance(entry, str) or ("=" not in entry and not entry.startswith("~")):
@@ -166,10 +162,10 @@ class _Reader:
     def _axes(self, value: Any) -> Iterator[Axis]:
         example = "axes:\n      - grid: {optimizer.lr: [1e-3, 3e-3]}"
         if not isinstance(value, list) or not value:
-            self.report("axes", "" if value is None else value, "a list of axes is meant", example)
+            self.report("axes", "" if value is None else value, "must be a list of axes", example)
             return
-        for place, block in enumerate(value, 1):
-            field = f"axes[{place}]"
+        for number, block in enumerate(value, 1):
+            field = f"axes[{number}]"
             keys = [str(key) for key in block] if isinstance(block, dict) else []
             kinds = [kind for kind in KINDS if kind in keys]
             if len(kinds) != 1:
@@ -196,7 +192,7 @@ class _Reader:
                 values_of[str(key)] = values
             else:
                 example = f"{key}: [{shown(values, _quoted)}]"
-                self.report(f"{field}.{kind}.{key}", values, "a list of values is meant", example)
+                self.report(f"{field}.{kind}.{key}", values, "must be a list of values", example)
         if kind == "grid":
             for key, values in values_of.items():
                 texts = [override(key, value) for value in values]
@@ -231,12 +227,12 @@ class _Reader:
         if value is not None and not isinstance(value, list):
             self.report("exclude", value, "must be a list", "exclude:\n      - {parallelism.tp: 4, parallelism.pp: 4}")
             return
-        for place, entry in enumerate(value or [], 1):
-            content = dict(self._mapping(f"exclude[{place}]", entry, "parallelism.tp: 4"))
+        for number, entry in enumerate(value or [], 1):
+            content = dict(self._mapping(f"exclude[{number}]", entry, "parallelism.tp: 4"))
             reason = content.pop("reason", None)
-            conditions = self._conditions(f"exclude[{place}]", content)
+            conditions = self._conditions(f"exclude[{number}]", content)
             for condition in conditions:
-                self._check_condition(f"exclude[{place}]", condition, axes, known)
+                self._check_condition(f"exclude[{number}]", condition, axes, known)
             yield Exclusion(conditions, f"excluded by the study: {reason or ' '.join(map(str, conditions))}")
 
     def _seeds(self, value: Any) -> tuple[int, ...]:
@@ -244,7 +240,7 @@ class _Reader:
         if seeds is None:
             return ()
         if not isinstance(seeds, list) or not seeds or not all(isinstance(seed, int) and seed >= 0 for seed in seeds):
-            reason = "a number of seeds, or a list of them, is meant"
+            reason = "must be a number of seeds, or a list of them"
             self.report("seeds", value, reason, "seeds: 3, or seeds: [0, 1, 2]")
             return ()
         return tuple(dict.fromkeys(seeds))

@@ -13,9 +13,7 @@ from titan_exp.parallel.step_observer import step_observer
 
 
 def disable_gradient_sync(module: nn.Module, *, keep_gathered: bool) -> None:
-    """Accumulate unreduced gradients from here on; `keep_gathered` keeps parameters gathered until
-    `reduce_gradients`.
-    """
+    """Accumulate unreduced gradients, and keep parameters gathered until `reduce_gradients` if `keep_gathered`."""
     if isinstance(module, FSDPModule):
         module.set_is_last_backward(False)
         module.set_requires_gradient_sync(False)

@@ -182,15 +182,6 @@ def test_labels_have_varied_keys_and_columns_differing_keys(tmp_path: Path):
     assert compared(tmp_path).rows[0].label == "steps=50 decay_steps=40"
 
 
-@pytest.mark.parametrize("metrics", [["loss"], [{"name": "loss", "direction": "min"}], {"loss": "min"}, None])
-def test_forms_of_study_metrics(tmp_path: Path, metrics: Any):
-    folder = make_study(tmp_path, {0.001: [3.0]})
-    (folder / "study.json").write_text(json.dumps({"metrics": metrics, "baseline": {"optimizer.lr": 0.001}}))
-    found = compared(tmp_path)
-    assert "loss" in [metric.name for metric in found.metrics]
-    assert found.baseline_why == "the study's"
-
-
 def test_ways_to_name_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder = make_study(tmp_path / "runs", {0.001: [3.0], 0.002: [3.0]})
     one, two = sorted(path.name for path in folder.iterdir())

@@ -3,7 +3,7 @@
 import pytest
 
 from titan_exp.config.errors.user_error import UserError
-from titan_exp.launch.provenance.secrets import mask, mask_override, require_none
+from titan_exp.launch.provenance.secrets import mask, mask_override, refuse_secrets
 
 # Put together here, so that no scanner takes this file for a leak.
 HUB_TOKEN = "hf_" + "aBcDeFgHiJkLmNoPqRsT"
@@ -81,7 +81,7 @@ def test_a_configuration_with_credentials_is_refused_without_repeating_them() ->
         "experiment": {"notes": HUB_TOKEN},
     }
     with pytest.raises(UserError) as caught:
-        require_none(config)
+        refuse_secrets(config)
     fields = [violation.field for violation in caught.value.violations]
     assert fields == ["data.options.api_key", "data.options.nested[0].url", "experiment.notes"]
     assert not any(secret in str(caught.value) for secret in ("abc", "pa55word", HUB_TOKEN))
@@ -91,4 +91,4 @@ def test_every_shipped_default_is_accepted() -> None:
     from titan_exp.config.hydra.compose import compose
     from titan_exp.config.schema.typed_config import to_dict, to_experiment
 
-    require_none(to_dict(to_experiment(compose(["data=c4", "tracking=all"]))))
+    refuse_secrets(to_dict(to_experiment(compose(["data=c4", "tracking=all"]))))

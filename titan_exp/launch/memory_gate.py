@@ -24,7 +24,7 @@ def gate_run(plan: RunPlan, echo: Echo) -> RunPlan:
     (memory_check,) = check_memory([plan.experiment], _runs(plan), echo)
     if memory_check.fits is False and plan.experiment.plan.gate == "refuse":
         raise UserError(_refusal(memory_check, _runs(plan), echo))
-    for line in remarks([memory_check]):
+    for line in gate_warnings([memory_check]):
         echo(line)
     return with_prediction(plan, memory_check)
 
@@ -36,7 +36,7 @@ def gate_runs(plans: Sequence[RunPlan], echo: Echo) -> list[RunPlan]:
     if refused:
         lines = [f"{plan.folder.path}: {explain_oom(check)}" for plan, check in refused]
         raise UserError("\n".join([*lines, GATE_HINT]))
-    for line in remarks([check for _, check in checked if check is not None]):
+    for line in gate_warnings([check for _, check in checked if check is not None]):
         echo(line)
     return [plan if check is None else with_prediction(plan, check) for plan, check in checked]
 
@@ -62,9 +62,9 @@ def with_prediction(plan: RunPlan, memory_check: MemoryCheck) -> RunPlan:
     return plan if found is None else replace(plan, prediction=json.dumps(found, indent=1) + "\n")
 
 
-def remarks(memory_checks: Sequence[MemoryCheck]) -> list[str]:
+def gate_warnings(memory_checks: Sequence[MemoryCheck]) -> list[str]:
     """Distinct warnings about runs that start, with the number of runs."""
-    counts = Counter(filter(None, map(_remark, memory_checks)))
+    counts = Counter(filter(None, map(_warning, memory_checks)))
     return [f"{text} ({count} runs)" if count > 1 else text for text, count in counts.items()]
 
 
@@ -74,7 +74,7 @@ def is_done(plan: RunPlan) -> bool:
     return state is not None and state.state == "done"
 
 
-def _remark(memory_check: MemoryCheck) -> str:
+def _warning(memory_check: MemoryCheck) -> str:
     if memory_check.fits is False:
         return f"This run is not expected to fit: {explain_oom(memory_check)}"
     if memory_check.why_not and memory_check.device_memory is not None:

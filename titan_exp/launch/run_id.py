@@ -32,7 +32,7 @@ def experiment_id(experiment: Experiment) -> str:
 
 def identity(experiment: Experiment) -> dict[str, Any]:
     """Values that name a run, by dotted key: those with an effect that are not at their default."""
-    changed = dict(_changed(experiment))
+    changed = dict(_non_default(experiment))
     inactive = [key for key, switch in COUNTS_BESIDE.items() if switch not in changed]
     return {key: value for key, value in changed.items() if has_effect(key) and not is_among(key, inactive)}
 
@@ -49,12 +49,12 @@ def _digest(values: dict[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:ID_LENGTH]
 
 
-def _changed(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _non_default(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Keys of a group, nested ones included, that are not at their default, with their values."""
     for field in dataclasses.fields(group):
         value, key = getattr(group, field.name), f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value):
-            yield from _changed(value, f"{key}.")
+            yield from _non_default(value, f"{key}.")
             continue
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         if value != default:

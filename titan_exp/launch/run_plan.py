@@ -20,7 +20,7 @@ from titan_exp.config.machine.devices import offered_devices
 from titan_exp.config.paths.checkpoint_paths import saved_state
 from titan_exp.config.schema.typed_config import load_experiment, to_dict, to_yaml
 from titan_exp.launch.provenance.provenance import Provenance, read_provenance
-from titan_exp.launch.provenance.secrets import mask_override, require_none
+from titan_exp.launch.provenance.secrets import mask_override, refuse_secrets
 from titan_exp.launch.run_id import experiment_id, run_id
 from titan_exp.rules import check
 from titan_exp.tracking.run_folder.atomic_write import sync_all
@@ -53,7 +53,7 @@ def plan_run(experiment: Experiment, overrides: Sequence[str] = (), folder: RunF
     if the run cannot start, holds credentials, or has no stable name.
     """
     # Credentials first: messages of the rules quote values.
-    require_none(to_dict(experiment))
+    refuse_secrets(to_dict(experiment))
 
     def path_of(resolved: Experiment) -> Path:
         return _path(resolved, run_id(resolved)) if folder is None else Path(os.path.abspath(folder.path))

@@ -32,9 +32,7 @@ class Config(TransformerConfig):
 
 
 def spec(config: Config) -> ModelSpec:
-    """Layers of one kind; residual outputs start smaller by sqrt(2 · layers), which preserves the variance (Radford
-    et al. 2019).
-    """
+    """Layers of one kind; residual outputs start smaller by sqrt(2 · layers) (Radford et al. 2019)."""
     layer = transformer_layer(config, out_std=config.init_std / math.sqrt(2 * config.layers))
     return transformer_spec(config, (layer,) * config.layers)
 

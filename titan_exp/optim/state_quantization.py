@@ -81,9 +81,7 @@ class Float8Blocks:
 
 
 class DynamicBlocks:
-    """Codes of 256 values, denser around zero (Dettmers et al. 2022), and an fp32 scale per block; half are negative
-    if `signed`.
-    """
+    """Codes of 256 values, denser around zero (Dettmers et al. 2022), and an fp32 scale per block."""
 
     def __init__(self, *, signed: bool) -> None:
         self.signed = signed

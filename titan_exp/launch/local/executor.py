@@ -22,7 +22,7 @@ class LocalExecutor(Executor):
 
     def submit(self, plans: Sequence[RunPlan], options: SubmitOptions) -> list[Submission]:
         """Run each plan to its end, whatever happens to the others; none starts after Ctrl-C or a stop request."""
-        results = {number: _already(plan) for number, plan in enumerate(plans)}
+        results = {number: _existing(plan) for number, plan in enumerate(plans)}
         for number, plan in enumerate(plans):
             submission = results[number]
             if submission is not None:
@@ -62,7 +62,7 @@ def _run_sequentially(
             continue
         except KeyboardInterrupt:
             break
-        results[number] = _ended(plan, outcome.summary.state, outcome.exit_code)
+        results[number] = _submission(plan, outcome.summary.state, outcome.exit_code)
         if outcome.exit_code == INTERRUPTED:
             break
     return results
@@ -82,7 +82,7 @@ def _run_concurrently(
 
     def on_end(plan: RunPlan, code: int, refusal: str | None) -> None:
         summary = summarize(plan.folder)
-        submission = _ended(plan, summary.state, code)
+        submission = _submission(plan, summary.state, code)
         if refusal:
             submission = Submission(plan, "refused", reason=refusal, exit_code=code)
         options.echo(f"{heading(plan)}: {refusal or describe(summary, plan.experiment.training.steps)}")
@@ -95,7 +95,7 @@ def _run_concurrently(
     return results
 
 
-def _already(plan: RunPlan) -> Submission | None:
+def _existing(plan: RunPlan) -> Submission | None:
     """The result of a run that is done or running already; None if it must be started."""
     if not plan.folder.path.exists():
         return None
@@ -106,7 +106,7 @@ def _already(plan: RunPlan) -> Submission | None:
     return None if holder is None else Submission(plan, "running", reason=f"already running ({holder}), left alone")
 
 
-def _ended(plan: RunPlan, state: str, code: int) -> Submission:
+def _submission(plan: RunPlan, state: str, code: int) -> Submission:
     outcome = state if state in ("done", "preempted") else "failed"
     return Submission(plan, outcome, reason=_reason(plan.folder), exit_code=code)
 

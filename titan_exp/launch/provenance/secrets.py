@@ -78,7 +78,7 @@ def is_secret_variable(name: str) -> bool:
     return bool(_SECRET_VARIABLE.search(name))
 
 
-def require_none(config: Mapping[str, object]) -> None:
+def refuse_secrets(config: Mapping[str, object]) -> None:
     """Refuse a configuration with credentials, naming their keys: ranks read it from the run folder as it is."""
     secrets = _secret_values(os.environ)
     found = [

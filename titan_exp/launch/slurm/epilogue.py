@@ -65,10 +65,10 @@ def _result(folder: RunFolder, row: Attempt, job: str) -> AttemptResult:
     # srun sends SIGTERM to the peers of a failed rank, which take it for a stop request.
     if stop is not None and not re.fullmatch(r"rank \d+ received SIGTERM", stop):
         return AttemptResult("preempted", STOPPED, f"{stop}; killed before all ranks had saved")
-    return _vanished(folder, row, job, records)
+    return _killed(folder, row, job, records)
 
 
-def _vanished(folder: RunFolder, row: Attempt, job: str, records: Mapping[int, RankRecord | None]) -> AttemptResult:
+def _killed(folder: RunFolder, row: Attempt, job: str, records: Mapping[int, RankRecord | None]) -> AttemptResult:
     """Failure of a rank that was killed without a record: srun's log names the first, and the signal."""
     missing = [rank for rank, record in records.items() if record is None or record.exit is None]
     reported = (entry for entry in _srun_errors(folder, job) if entry[0] in missing)

@@ -48,7 +48,7 @@ def split_runs_folder(words: Sequence[str]) -> tuple[Path, list[str]]:
 def find_runs(words: Sequence[str], runs: Path) -> list[RunEntry]:
     """Runs that words name, each once; without words all runs, newest first. Raises UserError if a word names nothing,
     or is a prefix of several ids."""
-    found = [entry for word in words for entry in _named(word, runs)] if words else _all(runs)
+    found = [entry for word in words for entry in _find(word, runs)] if words else _all(runs)
     return list({entry.folder.path: entry for entry in found}.values())
 
 
@@ -65,7 +65,9 @@ def run_groups(runs: Path) -> list[str]:
     """Studies and experiment names with runs, newest first."""
     if not runs.is_dir():
         return []
-    found = [path for path in runs.iterdir() if path.is_dir() and not path.name.startswith(".") and any(_inside(path))]
+    found = [
+        path for path in runs.iterdir() if path.is_dir() and not path.name.startswith(".") and any(_run_folders(path))
+    ]
     return [path.name for path in sorted(found, key=lambda path: -path.stat().st_mtime)]
 
 
@@ -79,10 +81,10 @@ def _default_runs() -> str:
 
 def _all(runs: Path) -> list[RunEntry]:
     found = [entry for name in run_groups(runs) for entry in _in_group(runs / name) if entry.folder.path.is_dir()]
-    return sorted(found, key=lambda entry: -_changed(entry.folder))
+    return sorted(found, key=lambda entry: -_mtime(entry.folder))
 
 
-def _named(word: str, runs: Path) -> list[RunEntry]:
+def _find(word: str, runs: Path) -> list[RunEntry]:
     path = Path(word).expanduser()
     for place in (path, runs / word):
         if (place / "config.yaml").is_file():
@@ -131,13 +133,13 @@ def _in_group(path: Path) -> list[RunEntry]:
             folder = study.run(point)
             if folder.path.is_dir():
                 found.setdefault(folder.path, RunEntry(folder, point.label, path.name, point, removed=True))
-    others = [RunEntry(RunFolder(place), f"{path.name}/{place.name}", path.name) for place in _inside(path)]
-    for entry in sorted(others, key=lambda entry: -_changed(entry.folder)):
+    others = [RunEntry(RunFolder(place), f"{path.name}/{place.name}", path.name) for place in _run_folders(path)]
+    for entry in sorted(others, key=lambda entry: -_mtime(entry.folder)):
         found.setdefault(entry.folder.path, entry)
     return list(found.values())
 
 
-def _inside(path: Path) -> Iterable[Path]:
+def _run_folders(path: Path) -> Iterable[Path]:
     """Run folders in a folder."""
     return (place for place in path.iterdir() if place.name[:1] != "." and (place / "config.yaml").is_file())
 
@@ -152,7 +154,7 @@ def _labelled(label: str, among: Sequence[RunEntry]) -> list[RunEntry]:
     return by_words or [entry for entry in among if len(label) >= 3 and entry.folder.path.name.startswith(label)]
 
 
-def _changed(folder: RunFolder) -> float:
+def _mtime(folder: RunFolder) -> float:
     for path in (folder.state, folder.config):
         try:
             return path.stat().st_mtime

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from titan_exp.launch.memory_gate import GATE_HINT, Echo, check_open_runs, is_refused, remarks, with_prediction
+from titan_exp.launch.memory_gate import GATE_HINT, Echo, check_open_runs, gate_warnings, is_refused, with_prediction
 from titan_exp.launch.sweep.sweep_plan import PlannedPoint, SkippedPoint, SweepPlan, cannot_run
 from titan_exp.plan.gate.gate import explain_oom
 
@@ -24,7 +24,7 @@ def predict_sweep_memory(sweep_plan: SweepPlan, echo: Echo, *, skip: bool, where
             refused[entry.plan.folder.path] = f"it does not fit: {explain_oom(memory_check)}"
         else:
             kept.append(replace(entry, plan=with_prediction(entry.plan, memory_check), memory_check=memory_check))
-    for line in remarks([entry.memory_check for entry in kept if entry.memory_check is not None]):
+    for line in gate_warnings([entry.memory_check for entry in kept if entry.memory_check is not None]):
         echo(line)
     if not refused:
         return replace(sweep_plan, planned=tuple(kept))

@@ -26,7 +26,5 @@ class GroupedLinearImpl(nn.Module):
     """Grouped matmul in the dtype of input and weight. A recipe is a subclass."""
 
     def forward(self, x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-        """x · weight[expert]ᵀ: [tokens, inputs] and [experts, outputs, inputs] to [tokens, outputs] (see
-        `grouped_linear`).
-        """
+        """x · weight[expert]ᵀ: [tokens, inputs] and [experts, outputs, inputs] to [tokens, outputs]."""
         return grouped_linear(x, weight, ends)

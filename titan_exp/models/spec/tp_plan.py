@@ -9,9 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ReplicatedKV:
-    """Sharding of a unit of outputs among several ranks: its query heads are split, its key and value heads
-    replicated.
-    """
+    """Sharding of a unit of outputs among ranks: query heads are split, key and value heads replicated."""
 
     pieces: int
     """Equal pieces at the start of a unit that can be split (query heads)."""
@@ -50,9 +48,7 @@ class Colwise:
 
 @dataclass(frozen=True)
 class Rowwise:
-    """Row-parallel linear: inputs are split like the outputs of the `Colwise` linear before; outputs are summed over
-    ranks.
-    """
+    """Row-parallel linear: inputs are split like the outputs of the `Colwise` linear before, outputs summed."""
 
 
 @dataclass(frozen=True)

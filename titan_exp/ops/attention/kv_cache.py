@@ -9,9 +9,7 @@ from torch import Tensor, nn
 
 
 class CachedAttention(nn.Module):
-    """Replaces `CausalAttention` while one sequence of at most `length` tokens grows; `core` computes its first
-    call.
-    """
+    """Replaces `CausalAttention` while one sequence of at most `length` tokens grows."""
 
     def __init__(self, core: nn.Module, length: int) -> None:
         super().__init__()

@@ -15,9 +15,7 @@ SIDE = 64
 
 @torch.library.custom_op("titan_exp::dual_amax", mutates_args=())
 def dual_amax(matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """Largest absolute values of the rows, [height, 1], and columns, [1, width], of a contiguous matrix; fp32, on
-    CUDA.
-    """
+    """Amax of rows, [height, 1], and columns, [1, width], of a contiguous matrix; fp32, on CUDA."""
     from titan_exp.ops.float8.kernels import amax_kernel
 
     height, width = matrix.shape

@@ -45,9 +45,7 @@ def grouped_rows(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
 
 
 def grouped_outer(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    """leftᵀ [tokens, m] · right [tokens, n] per expert without gradients: [experts, m, n], zeros for an empty
-    expert.
-    """
+    """leftᵀ [tokens, m] · right [tokens, n] per expert without gradients: [experts, m, n]."""
     if not _has_kernel(left, right):
         return _loop_outer(left, right, ends)
     return F.grouped_mm(left.contiguous().t(), right.contiguous(), offs=ends)

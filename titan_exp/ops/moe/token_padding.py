@@ -57,9 +57,7 @@ class TokenPadding:
         return _Move.apply(rows, self.source, self.filled, self.place, self.moved)  # type: ignore[return-value]
 
     def collect(self, rows: Tensor) -> Tensor:
-        """Remove the padding, [room, columns] to [tokens, columns], with zeros for rows of no expert;
-        differentiable.
-        """
+        """Remove the padding, [room, columns] to [tokens, columns]; zeros for rows of no expert; differentiable."""
         return _Move.apply(rows, self.place, self.moved, self.source, self.filled)  # type: ignore[return-value]
 
 

@@ -20,9 +20,7 @@ def set_gradient_sync(model: nn.Module, *, last: bool) -> None:
 
 
 def disable_gradient_sync(module: nn.Module, *, keep_gathered: bool) -> None:
-    """Accumulate unreduced gradients from here on; `keep_gathered` keeps parameters gathered until
-    `reduce_gradients`.
-    """
+    """Accumulate unreduced gradients, and keep parameters gathered until `reduce_gradients` if `keep_gathered`."""
     if isinstance(module, FSDPModule):
         module.set_is_last_backward(False)
         module.set_requires_gradient_sync(False)

@@ -88,7 +88,5 @@ def _quantized(
 
 
 def _multiply(left: tuple[Tensor, Tensor], right: tuple[Tensor, Tensor], dtype: torch.dtype) -> Tensor:
-    """left · rightᵀ, [m, k] and [n, k], each with its scale, applied one by one because their product may underflow
-    fp32.
-    """
+    """left [m, k] · right [n, k]ᵀ; scales are applied one by one because their product may underflow fp32."""
     return in_type(torch.mm(left[0], right[0].t()) * left[1] * right[1], dtype)

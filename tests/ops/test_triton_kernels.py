@@ -45,10 +45,10 @@ def variants() -> dict[str, tuple[Any, dict[str, str], dict[str, Any]]]:
     bits = {"matrix": "*bf16", "row_amax": "*i32", "column_amax": "*i32"}
     found["largest"] = (amax_kernel, bits | size, {"side": 64})
     for float8 in ("fp8e4nv", "fp8e5"):
-        for whole in (True, False):
+        for per_tensor in (True, False):
             types = {"matrix": "*bf16", "row_scales": "*fp32", "column_scales": "*fp32", "largest": "fp32"}
             types |= size | {"rows": f"*{float8}", "transposed": f"*{float8}"}
-            found[f"cast to {float8}, {whole=}"] = (cast_kernel, types, {"whole": whole, "side": 64})
+            found[f"cast to {float8}, {per_tensor=}"] = (cast_kernel, types, {"whole": whole, "side": 64})
     return found
 
 

@@ -280,9 +280,9 @@ def test_a_store_is_locked_while_it_is_made(tmp_path: Path):
 
 def test_partial_files_of_a_killed_process_are_removed(tmp_path: Path):
     (tmp_path / "store" / UNFINISHED).mkdir(parents=True)
-    (tmp_path / "store" / f"train-00000-0000.tokens.77{shard_files.TEMPORARY}").write_bytes(b"torn")
+    (tmp_path / "store" / f"train-00000-0000.tokens.77{shard_files.TEMPORARY_SUFFIX}").write_bytes(b"torn")
     make(tmp_path / "store")
-    assert [name for name in content(tmp_path / "store") if name.endswith(shard_files.TEMPORARY)] == []
+    assert [name for name in content(tmp_path / "store") if name.endswith(shard_files.TEMPORARY_SUFFIX)] == []
 
 
 def test_options_are_separated_from_overrides():

@@ -1,4 +1,4 @@
-"""Small layouts whose prediction is compared with what real ranks do, and the comparison itself."""
+"""Small layouts, their predictions, and measurements on real ranks."""
 
 import gc
 import itertools
@@ -129,7 +129,7 @@ operators; torch's own allocator sees it."""
 
 @dataclass(frozen=True)
 class Numbers:
-    """What is compared, of one pipeline rank."""
+    """Compared quantities of one pipeline rank, in bytes but for FLOPs."""
 
     parameters: int
     gradients: int
@@ -138,32 +138,32 @@ class Numbers:
     flops: int
     peak: int
     passing: int
-    """Of the peak, what is neither parameter nor optimizer state."""
-    standing: int
-    """Of that, what stands there between steps: buffers and the batch."""
+    """Peak without parameters and optimizer state."""
+    between_steps: int
+    """The part of it that is allocated between steps: buffers and the batch."""
 
 
 def experiment_of(overrides: str) -> Experiment:
-    """The experiment that is planned and run."""
+    """A resolved experiment."""
     return check(resolve_layout(to_experiment(compose([*SMALL, *overrides.split()])), 1))
 
 
 def predicted(experiment: Experiment, path: Path, mutate: Callable[[], None] | None = None) -> list[Numbers]:
-    """Of each pipeline rank, by one process."""
+    """Predictions of each pipeline rank, by one process."""
     _write(experiment, path)
-    (found,) = run_ranks(1, _foretell, str(path), mutate, limit=300)
+    (found,) = run_ranks(1, _predict_ranks, str(path), mutate, limit=300)
     return [Numbers(**numbers) for numbers in found]
 
 
 def measured(experiment: Experiment, path: Path, mutate: Callable[[], None] | None = None) -> list[Numbers]:
-    """Of each pipeline rank, on as many processes as the layout has. `mutate` is called first in each of them."""
+    """Measurements of each pipeline rank, on as many processes as the layout has. Each calls `mutate` first."""
     _write(experiment, path)
     results = run_ranks(ResolvedLayout.of(experiment).world_size, _on_rank, str(path), mutate)
     return [Numbers(**results[rank]) for rank in pipeline_ranks(ResolvedLayout.of(experiment))]
 
 
-def handed_out(experiment: Experiment, path: Path) -> list[int]:
-    """Of each pipeline rank, the most that torch's own allocator has handed out in a step beyond what it had before.
+def allocated_peaks(experiment: Experiment, path: Path) -> list[int]:
+    """Largest growth of torch's own allocator in a step, for each pipeline rank.
 
     By one process on real tensors, whose messages go nowhere: gloo's threads would allocate copies of their own.
     """
@@ -177,19 +177,19 @@ def _write(experiment: Experiment, path: Path) -> None:
     RunFolder(path).config.write_text(to_yaml(experiment))
 
 
-def _foretell(path: str, mutate: Callable[[], None] | None) -> list[dict[str, Any]]:
+def _predict_ranks(path: str, mutate: Callable[[], None] | None) -> list[dict[str, Any]]:
     if mutate is not None:
         mutate()
     experiment = load_experiment(RunFolder(path).config)
     found = []
     for rank in pipeline_ranks(ResolvedLayout.of(experiment)):
-        with fake_rank(experiment, rank) as it:
+        with fake_rank(experiment, rank) as fake:
             trace = trace_step(
-                it.state,
-                it.step,
-                warmup_step=it.warmup_step,
-                preallocated=it.preallocated,
-                batches=it.batches,
+                fake.state,
+                fake.step,
+                warmup_step=fake.warmup_step,
+                preallocated=fake.preallocated,
+                batches=fake.batches,
                 inductor=uses_inductor(experiment.compile),
             )
             found.append(asdict(_numbers(trace)))
@@ -211,7 +211,7 @@ def _numbers(trace: Trace) -> Numbers:
 
 
 def _on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, Any]:
-    """The trainer itself, its steps watched."""
+    """A step of the trainer, traced."""
     if mutate is not None:
         mutate()
     from titan_exp.trainer.distributed import joined
@@ -237,8 +237,8 @@ def _on_rank(path: str, mutate: Callable[[], None] | None) -> dict[str, Any]:
 
         # The parts are handed on, not put together again.
         parts = TrainState(trainer.mesh, None, trainer.model, trainer.optimizer)  # type: ignore[arg-type]
-        # Gloo's threads let go of what they have sent when they come to it: at times late, then the peak is too high.
-        numbers = min((_numbers(trace_step(parts, step)) for _ in range(2)), key=lambda it: it.peak)
+        # Gloo's threads release sent tensors late at times, and then the peak is too high.
+        numbers = min((_numbers(trace_step(parts, step)) for _ in range(2)), key=lambda found: found.peak)
         trainer.report.close("done")
         return asdict(numbers)
 
@@ -253,9 +253,9 @@ def _alone(path: str) -> list[int]:
             "fake", store=FakeStore(), rank=rank, world_size=ResolvedLayout.of(experiment).world_size
         )
         layout = ResolvedLayout.of(experiment)
-        it = FakeRank(experiment, assemble(experiment, layout, DEVICE), fake_batches(layout, experiment.data))
-        it.step()
-        found.append(allocated_by(it.step, Path(path)))
+        fake = FakeRank(experiment, assemble(experiment, layout, DEVICE), fake_batches(layout, experiment.data))
+        fake.step()
+        found.append(allocated_by(fake.step, Path(path)))
         dist.destroy_process_group()
         _clear_sharding_prop_cache()
         torch._dynamo.reset()

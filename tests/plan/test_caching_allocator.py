@@ -1,4 +1,4 @@
-"""Caching allocator: small cases worked out by hand, and invariants of random allocations."""
+"""Caching allocator: small cases with known results, and invariants of random allocations."""
 
 import itertools
 import random

@@ -50,7 +50,7 @@ PIPELINES = {
     "stages of one layer": BF16
     + "model.layers=5 parallelism.pp=4 parallelism.dp_shard=2 parallelism.pp_microbatches=4 activation_checkpoint=full",
 }
-"""Overrides with one, by name."""
+"""Overrides with a pipeline, by name."""
 
 QUICK = ("hsdp, every third recomputed, bf16", "fsdp x tp on CUDA, full", "1F1B x fsdp, full, bf16")
 """Compared each time; the others by `make night`."""
@@ -81,32 +81,32 @@ def both_ways(path: str) -> list[tuple[dict[str, object], dict[str, object]]]:
     assert unsupported_reason(experiment) is None
     parts, found, layout = trace_parts(experiment, cuda=cuda), [], ResolvedLayout.of(experiment)
     for number in extreme_ranks(experiment.parallelism.pp):
-        with fake_rank(experiment, pipeline_ranks(ResolvedLayout.of(experiment))[number]) as it:
+        with fake_rank(experiment, pipeline_ranks(ResolvedLayout.of(experiment))[number]) as fake:
             whole = trace_step(
-                it.state,
-                it.step,
-                warmup_step=it.warmup_step,
-                preallocated=it.preallocated,
-                batches=it.batches,
+                fake.state,
+                fake.step,
+                warmup_step=fake.warmup_step,
+                preallocated=fake.preallocated,
+                batches=fake.batches,
                 cuda=cuda,
             )
         kept = {name: whole.persistent[name] for name in ("parameters", "optimizer")}
         simulation = simulate_rank(layout, number, parts.samples)
         short = step_cost(layout, stages_of(layout, experiment.activation_checkpoint, number), parts, simulation)
-        its = {name: short.persistent[name] for name in kept}
-        found.append((told(kept, whole), told(its, short)))
+        persistent = {name: short.persistent[name] for name in kept}
+        found.append((totals(kept, whole), totals(persistent, short)))
     return found
 
 
-def told(kept: dict[str, int], step: object) -> dict[str, object]:
-    work, peak = step.costs, step.peak  # type: ignore[attr-defined]
+def totals(kept: dict[str, int], step: object) -> dict[str, object]:
+    costs, peak = step.costs, step.peak  # type: ignore[attr-defined]
     return {
         **kept,
         "gradients": step.gradients,  # type: ignore[attr-defined]
-        "messages": dict(work.messages),
-        "calls": dict(work.calls),
-        "flops": work.flops,
-        "bytes moved": work.bytes_moved,
+        "messages": dict(costs.messages),
+        "calls": dict(costs.calls),
+        "flops": costs.flops,
+        "bytes moved": costs.bytes_moved,
         "peak": peak.bytes,
         "categories": peak.by_category,
     }
@@ -151,9 +151,9 @@ def axes_both_ways(path: str) -> tuple[dict[str, list[int]], dict[str, list[int]
 
     experiment = load_experiment(path)
     small: Experiment = replace(experiment, model=replace(experiment.model, layers=2))
-    with fake_rank(small, pipeline_ranks(ResolvedLayout.of(small))[1]) as it:
-        axes = ranks_by_axis(it.state.mesh)
-    work = OpCosts()
+    with fake_rank(small, pipeline_ranks(ResolvedLayout.of(small))[1]) as fake:
+        axes = ranks_by_axis(fake.state.mesh)
+    costs = OpCosts()
     for axis in axes:
-        work.messages[axis, "send"] = 1
-    return axes, axis_ranks(small.parallelism, 1, work)
+        costs.messages[axis, "send"] = 1
+    return axes, axis_ranks(small.parallelism, 1, costs)

@@ -18,7 +18,7 @@ from titan_exp.plan.extrapolate.eligibility import is_worthwhile, unsupported_re
 
 WORKSPACE = 32 * 2**20
 MANY = {
-    "more micro-batches than are told": "training.micro_batch_size=1 training.global_batch_size=24 "
+    "more micro-batches than are composed": "training.micro_batch_size=1 training.global_batch_size=24 "
     "model.layers=6 parallelism.dp_shard=2",
     "tied, no clipping, moments in 8 bits": ACCUMULATED + BF16 + "model.layers=6 parallelism.dp_shard=2 "
     "model.tied_embeddings=true training.max_grad_norm=null optimizer.state_precision=int8",
@@ -36,7 +36,7 @@ QUICK = (
     "hsdp, every third recomputed, bf16",
     "1F1B x fsdp, full, bf16",
     "interleaved, every third recomputed",
-    "more micro-batches than are told",
+    "more micro-batches than are composed",
 )
 """Compared each time; the others by `make night`."""
 EVERY = {**WHOLE, **PIPELINES, **MANY}
@@ -49,51 +49,51 @@ def test_extrapolated_allocations_equal_the_full_trace(name: str, tmp_path: Path
     experiment = experiment_of(EVERY[name])
     assert unsupported_reason(experiment) is None
     (tmp_path / "config.yaml").write_text(to_yaml(experiment))
-    (found,) = run_ranks(1, both_ways, str(tmp_path / "config.yaml"), name == "more micro-batches than are told")
+    (found,) = run_ranks(1, both_ways, str(tmp_path / "config.yaml"), name == "more micro-batches than are composed")
     assert len(found) == experiment.parallelism.pp
     for whole, short in found:
-        for told, its in whole.items():
-            assert short[told] == its, told
+        for quantity, value in whole.items():
+            assert short[quantity] == value, quantity
 
 
-def both_ways(path: str, left_out: bool) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+def both_ways(path: str, beyond_limit: bool) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Full and extrapolated trace of each pipeline rank on CUDA."""
     from titan_exp.plan.extrapolate.extrapolated_trace import TraceExtrapolator
     from titan_exp.plan.trace.fake_world import fake_rank, pipeline_ranks
     from titan_exp.plan.trace.trace_step import trace_step
 
     experiment, found = load_experiment(path), []
-    retelling = TraceExtrapolator(experiment, cuda=True, matmul_workspace=WORKSPACE)
+    extrapolator = TraceExtrapolator(experiment, cuda=True, matmul_workspace=WORKSPACE)
     for number, rank in enumerate(pipeline_ranks(ResolvedLayout.of(experiment))):
-        # First, because what a process makes once, such as tables of 8-bit moments, is made by its first trace.
-        short = retelling.trace(number)
-        with fake_rank(experiment, rank) as it:
+        # First, since the first trace of a process allocates its constants, such as tables of 8-bit moments.
+        short = extrapolator.trace(number)
+        with fake_rank(experiment, rank) as fake:
             whole = trace_step(
-                it.state,
-                it.step,
-                warmup_step=it.warmup_step,
-                preallocated=it.preallocated,
-                batches=it.batches,
+                fake.state,
+                fake.step,
+                warmup_step=fake.warmup_step,
+                preallocated=fake.preallocated,
+                batches=fake.batches,
                 cuda=True,
                 matmul_workspace=WORKSPACE,
             )
         assert {axis: short.axes.get(axis, ranks) for axis, ranks in whole.axes.items()} == whole.axes
-        found.append((told(whole, left_out), told(short, left_out)))
+        found.append((quantities(whole, beyond_limit), quantities(short, beyond_limit)))
     return found
 
 
-def told(trace: Any, left_out: bool) -> dict[str, Any]:
+def quantities(trace: Any, beyond_limit: bool) -> dict[str, Any]:
     from titan_exp.plan.cuda.caching_allocator import reservations
 
-    work = trace.costs
+    costs = trace.costs
     found = {
         "peak": trace.peak,
         "kept": trace.persistent,
         "gradients": trace.gradients,
-        "work": (work.flops, work.bytes_moved, work.operators, dict(work.messages), dict(work.calls)),
+        "costs": (costs.flops, costs.bytes_moved, costs.operators, dict(costs.messages), dict(costs.calls)),
         "reserved": reservations(trace.setup_events, trace.step_events),
     }
-    if left_out:
+    if beyond_limit:
         return found
     return {
         **found,
@@ -105,14 +105,14 @@ def told(trace: Any, left_out: bool) -> dict[str, Any]:
 
 def named(events: list[Event]) -> list[tuple[int, int, int]]:
     """Events with storages and streams renumbered in order of first use."""
-    births: dict[int, int] = {}
+    allocations: dict[int, int] = {}
     streams: dict[int, int] = {0: 0}
     found = []
     for number, event in enumerate(events):
         if event.size:
-            births[event.storage] = number
+            allocations[event.storage] = number
         stream = streams.setdefault(event.stream, len(streams)) if event.size else 0
-        found.append((births[event.storage], event.size, stream))
+        found.append((allocations[event.storage], event.size, stream))
     return found
 
 
@@ -164,5 +164,5 @@ def test_small_runs_are_traced_in_full():
     pipeline = experiment_of(
         "model.layers=32 parallelism.pp=4 parallelism.pp_microbatches=8 training.global_batch_size=16"
     )
-    # What one rank would take is quicker traced; what four take is not.
+    # Extrapolation is faster for one rank and for four.
     assert [worthwhile(pipeline, ranks) for ranks in (1, 4)] == [True, True]

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.plan.layouts import experiment_of
-from tests.plan.test_extrapolate import BF16, told
+from tests.plan.test_extrapolate import BF16, totals
 from tests.plan.test_search import composed
 from tests.ranks import run_ranks
 from titan_exp.config.schema.typed_config import load_experiment, to_yaml
@@ -34,9 +34,9 @@ MEMO = "model.layers=3 parallelism.dp_shard=2 parallelism.tp=2 parallelism.cp=2 
 
 def test_cached_operators_equal_torch(tmp_path: Path):
     (tmp_path / "config.yaml").write_text(to_yaml(experiment_of(MEMO)))
-    ((asked, known, remembered),) = run_ranks(1, both_ways, str(tmp_path / "config.yaml"))
-    assert remembered > 100
-    assert known == asked
+    ((plain, cached, size),) = run_ranks(1, both_ways, str(tmp_path / "config.yaml"))
+    assert size > 100
+    assert cached == plain
 
 
 def both_ways(path: str) -> tuple[dict[str, object], dict[str, object], int]:
@@ -46,17 +46,17 @@ def both_ways(path: str) -> tuple[dict[str, object], dict[str, object], int]:
     from titan_exp.plan.trace.op_cache import OpCache
     from titan_exp.plan.trace.trace_step import trace_step
 
-    class Forgetful(OpCache):
+    class EmptyCache(OpCache):
         def get(self, key: object) -> None:
             return None
 
     experiment, found = load_experiment(path), []
     memo = OpCache()
-    for each in (Forgetful(), memo, memo):
-        dispatch_mode._OP_CACHE = each
-        with fake_rank(experiment, 0) as it:
-            trace = trace_step(it.state, it.step)
-        found.append(told({**trace.persistent, "moments": [moment.bytes for moment in trace.timeline]}, trace))  # type: ignore[dict-item]
+    for cache in (EmptyCache(), memo, memo):
+        dispatch_mode._OP_CACHE = cache
+        with fake_rank(experiment, 0) as fake:
+            trace = trace_step(fake.state, fake.step)
+        found.append(totals({**trace.persistent, "moments": [moment.bytes for moment in trace.timeline]}, trace))  # type: ignore[dict-item]
     return found[0], found[2], sum(cached is not None for cached in memo._cached.values())
 
 

@@ -126,7 +126,7 @@ def test_document_mask_is_kept_as_a_bias():
     assert not without.at_most
     assert plan_to_json(with_mask)["at_most"] is True
     # Keys and values are repeated for all heads of their group, and kept. The keys of their own are not, then, nor the
-    # projection that the values are a part of. Of dropout there are two numbers that nobody needs.
+    # projection that the values are a part of. Dropout adds two unused numbers.
     head = ROWS * SEQ * attention.qk_dim * 2
     own = kv_heads * head + (heads + 2 * kv_heads) * head
     kept, before = (plan.ranks[0].trace.peak.by_category["activations"] for plan in (with_mask, without))

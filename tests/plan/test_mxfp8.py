@@ -39,7 +39,7 @@ def test_fake_cast_equals_torchaos(shape: tuple[int, ...]):
     )
 
     def cast(x: torch.Tensor, by: MXFP8Dim0CastKernelChoice) -> list[tuple[object, ...]]:
-        its = MXTensor.to_mx(
+        reference = MXTensor.to_mx(
             x,
             torch.float8_e4m3fn,
             32,
@@ -47,7 +47,7 @@ def test_fake_cast_equals_torchaos(shape: tuple[int, ...]):
             KernelPreference.AUTO,
             mxfp8_dim0_cast_kernel_choice=by,
         )
-        parts: Any = its
+        parts: Any = reference
         return [(part.shape, part.stride(), part.dtype) for part in (parts.qdata, parts.scale)]
 
     real = cast(torch.randn(shape, dtype=torch.bfloat16), MXFP8Dim0CastKernelChoice.TORCH)

@@ -191,17 +191,17 @@ def test_pipeline_ranks_share_the_nodes_memory():
 
 def test_copies_take_time_and_host_operators_do_not(capsys: pytest.CaptureFixture[str]):
     plan, before = (planned("parallelism.dp_shard=2", word) for word in (OFFLOADED, "parallelism.cpu_offload=false"))
-    (rank,), (its,) = plan.ranks, before.ranks
+    (rank,), (other,) = plan.ranks, before.ranks
     assert rank.time is not None
-    assert its.time is not None
+    assert other.time is not None
     copied = sum(rank.trace.costs.messages["host", way] for way in ("to the GPU", "to the host"))
-    assert rank.time.behind - its.time.behind == pytest.approx(copied / (64e9 * 0.75))
+    assert rank.time.behind - other.time.behind == pytest.approx(copied / (64e9 * 0.75))
     # A lone rank gathers nothing, and waits for its parameters.
     alone = planned("parallelism.dp_shard=1", OFFLOADED).ranks[0]
     assert alone.time is not None
     assert alone.time.exposed > 0
     assert isinstance(rank.trace.host and rank.trace.host.costs, OpCosts)
-    assert rank.trace.costs.bytes_moved < its.trace.costs.bytes_moved
+    assert rank.trace.costs.bytes_moved < other.trace.costs.bytes_moved
     print_plan(plan)
     said = capsys.readouterr().out
     assert "On the host: " in said

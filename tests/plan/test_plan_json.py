@@ -1,4 +1,4 @@
-"""What is predicted without any rank is what real ranks do, byte by byte."""
+"""Predictions equal measurements of real ranks, byte by byte."""
 
 import os
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.patching import patch
-from tests.plan.layouts import COMPILED, LAYOUTS, experiment_of, handed_out, measured, predicted
+from tests.plan.layouts import COMPILED, LAYOUTS, allocated_peaks, experiment_of, measured, predicted
 from titan_exp.models.spec.lookup import model_spec
 
 BY_DAY = (
@@ -32,11 +32,11 @@ BY_DAY = (
 )
 def test_prediction_is_what_ranks_do(name: str, tmp_path: Path):
     experiment = experiment_of(LAYOUTS[name])
-    foretold = predicted(experiment, tmp_path / "plan")
+    guesses = predicted(experiment, tmp_path / "plan")
     found = measured(experiment, tmp_path / "run")
-    allocated = handed_out(experiment, tmp_path / "alone")
-    assert len(foretold) == len(found) == len(allocated) == experiment.parallelism.pp
-    for guess, fact, most in zip(foretold, found, allocated, strict=True):
+    allocated = allocated_peaks(experiment, tmp_path / "alone")
+    assert len(guesses) == len(found) == len(allocated) == experiment.parallelism.pp
+    for guess, fact, most in zip(guesses, found, allocated, strict=True):
         assert guess.parameters == fact.parameters > 0
         assert guess.gradients == fact.gradients > 0
         assert guess.optimizer == fact.optimizer > 0
@@ -46,7 +46,7 @@ def test_prediction_is_what_ranks_do(name: str, tmp_path: Path):
         assert guess.passing <= fact.passing <= 1.02 * guess.passing
         # In bf16 the CPU's matmuls take memory for a moment, as much as activations of a model as small as this.
         if experiment.training.mixed_precision == "fp32":
-            assert guess.passing - guess.standing == pytest.approx(most, rel=0.02)
+            assert guess.passing - guess.between_steps == pytest.approx(most, rel=0.02)
 
 
 @pytest.mark.parametrize(
@@ -54,12 +54,12 @@ def test_prediction_is_what_ranks_do(name: str, tmp_path: Path):
 )
 def test_compiled_code_is_predicted_without_a_compiler(name: str, tmp_path: Path):
     experiment = experiment_of(COMPILED[name])
-    foretold = predicted(experiment, tmp_path / "plan", no_compiler_is_there)
-    found = handed_out(experiment, tmp_path / "alone")
-    assert len(foretold) == len(found) == experiment.parallelism.pp
-    for guess, most in zip(foretold, found, strict=True):
+    guesses = predicted(experiment, tmp_path / "plan", no_compiler_is_there)
+    found = allocated_peaks(experiment, tmp_path / "alone")
+    assert len(guesses) == len(found) == experiment.parallelism.pp
+    for guess, most in zip(guesses, found, strict=True):
         # Seen were equal bytes, but where attention's kernel takes some for a moment.
-        assert guess.passing - guess.standing == pytest.approx(most, rel=0.02)
+        assert guess.passing - guess.between_steps == pytest.approx(most, rel=0.02)
 
 
 def no_compiler_is_there() -> None:
@@ -67,7 +67,7 @@ def no_compiler_is_there() -> None:
 
 
 def every_block_keeps_a_copy_of_its_feed_forward() -> None:
-    """A change of the trainer that the planner has never heard of."""
+    """A change of the trainer, unknown to the planner."""
     patch(
         "titan_exp.models.blocks.transformer.swiglu",
         lambda original: lambda gate_up: original(gate_up.sigmoid() * gate_up),

@@ -120,8 +120,8 @@ def _parts(layouts: list[str]) -> list[Any]:
         for rank in {0, ResolvedLayout.of(experiment).world_size // 2 + 1, ResolvedLayout.of(experiment).world_size - 1}
     ]
     for experiment, rank in ranks:
-        with fake_rank(experiment, rank) as it:
-            for module in it.state.model.parts:
+        with fake_rank(experiment, rank) as fake:
+            for module in fake.state.model.parts:
                 for weight in module.parameters():
                     assert isinstance(weight, DTensor)
                     mesh = weight.device_mesh
@@ -131,8 +131,8 @@ def _parts(layouts: list[str]) -> list[Any]:
                     with _disable_current_modes():
                         truth = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
                     found.append((sharded_dims(weight), list(weight.shape), degrees, places, *truth))
-            assert sum(max(1, len(weight.layers)) for weight in read_shards(it).weights) == len(
-                [1 for module in it.state.model.parts for _ in module.parameters()]
+            assert sum(max(1, len(weight.layers)) for weight in read_shards(fake).weights) == len(
+                [1 for module in fake.state.model.parts for _ in module.parameters()]
             )
     return found
 
@@ -181,16 +181,16 @@ def test_a_downsampled_timeline_keeps_its_peak():
         tensor = torch.empty(5000 if number == 777 else 10, dtype=torch.uint8)
         ledger.track(tensor, "activations")
         del tensor
-    told = ledger.timeline(20)
-    assert len(told) == 20
-    assert (told[0].bytes, told[0].by_category["parameters"]) == (100, 100)
-    assert max(told, key=lambda moment: moment.bytes) == ledger.peak()
+    drawn = ledger.timeline(20)
+    assert len(drawn) == 20
+    assert (drawn[0].bytes, drawn[0].by_category["parameters"]) == (100, 100)
+    assert max(drawn, key=lambda moment: moment.bytes) == ledger.peak()
     assert ledger.peak().where == "turn 777"
     # The full timeline has every change: up and down.
     every = [moment.bytes for moment in ledger.timeline(10_000)]
     assert len(every) == 2001
     assert {after - before for before, after in pairwise(every)} == {10, -10, 5000, -5000}
-    assert all(moment.bytes == sum(moment.by_category[name] for name in CATEGORIES) for moment in told)
+    assert all(moment.bytes == sum(moment.by_category[name] for name in CATEGORIES) for moment in drawn)
 
 
 def test_a_page_that_cannot_be_written_is_refused_before_the_plan(tmp_path: Path):
@@ -204,9 +204,9 @@ def test_a_page_that_cannot_be_written_is_refused_before_the_plan(tmp_path: Path
 def test_the_verb_writes_a_page_beside_what_it_prints(tmp_path: Path):
     path = tmp_path / "plan.html"
     found = json.loads(planned(*SMALL, "--json", "--html", str(path)))
-    told = numbers_in(path.read_text())["ranks"]["0"]
-    assert told["peak"]["bytes"] == found["ranks"][0]["peak_allocated_bytes"]
-    assert told["messages"] == []
+    drawn = numbers_in(path.read_text())["ranks"]["0"]
+    assert drawn["peak"]["bytes"] == found["ranks"][0]["peak_allocated_bytes"]
+    assert drawn["messages"] == []
     assert [row.name for row in tmp_path.iterdir()] == ["plan.html"]
     with pytest.raises(UserError, match=r"--html takes a value, as in --html plan\.html"):
         options_among(["model=llama_debug", "--html"])
@@ -248,9 +248,9 @@ def test_a_browser_draws_it(pages: dict[str, Path], browser: Any, width: int, sc
     weights = numbers_in(page)["ranks"]["0"]["weights"]
     uneven = {"shape": [11, 5], "cuts": [["tp", 0], ["fsdp", 0], ["fsdp", 1]]}
     for weight in [*weights, uneven]:
-        told = view.evaluate("(weight) => partOf(7, weight)", weight)
+        drawn = view.evaluate("(weight) => partOf(7, weight)", weight)
         cuts = [(axis, dim) for axis, dim in weight["cuts"]]
-        assert told == cut(weight["shape"], cuts, {"fsdp": 4, "tp": 2}, {"fsdp": 3, "tp": 1})
+        assert drawn == cut(weight["shape"], cuts, {"fsdp": 4, "tp": 2}, {"fsdp": 3, "tp": 1})
     view.locator("#ranks .plot").press("ArrowLeft")
     assert view.locator("#rank h2").inner_text() == "Rank 12"
     view.locator("#pipeline canvas").hover(position={"x": 75, "y": 12})

@@ -6,12 +6,12 @@ The segments of a sample are summed along the rank's schedule.
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 
 from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.layout.resolved_layout import ResolvedLayout
-from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 from titan_exp.plan.extrapolate.eligibility import recompute_modes
 from titan_exp.plan.extrapolate.optimizer_step import OptimizerStepsByStage, trace_optimizer_steps
 from titan_exp.plan.extrapolate.sample import Sample, take_sample
@@ -27,6 +27,7 @@ from titan_exp.plan.extrapolate.stages import (
     action_parts,
     reduction_parts,
 )
+from titan_exp.plan.time.roofline import schedule_and_bubble
 from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.memory_tracker import CATEGORIES, Moment
 from titan_exp.plan.trace.segments import CategoryBytes, Segment, category_bytes, join_segments, sum_costs
@@ -67,10 +68,11 @@ def trace_parts(experiment: Experiment, *, cuda: bool) -> TracedParts:
 def trace_samples(experiment: Experiment, *, cuda: bool, record_events: bool = False) -> Samples:
     """Trace the samples of a run."""
     modes, _ = recompute_modes(experiment.activation_checkpoint, experiment.model.layers)
-    pipeline, counts = experiment.parallelism.pp > 1, ResolvedLayout.of(experiment).layer_counts
+    pipeline = experiment.parallelism.pp > 1
+    lone = {count == 1 for count in ResolvedLayout.of(experiment).layer_counts} if pipeline else {False}
     return {
-        lone: [take_sample(experiment, mode, lone=lone, cuda=cuda, record_events=record_events) for mode in modes]
-        for lone in ({count == 1 for count in counts} if pipeline else {False})
+        alone: [take_sample(experiment, mode, lone=alone, cuda=cuda, record_events=record_events) for mode in modes]
+        for alone in lone
     }
 
 
@@ -118,12 +120,19 @@ def samples_of(samples: Samples, stage: StageShape) -> Sequence[Sample]:
 
 def simulate_rank(layout: ResolvedLayout, pipeline_rank: int, samples: Samples) -> ScheduleSimulation:
     """Simulate a rank's schedule."""
-    parallelism, placement = layout.parallelism, layout.stage_placement
-    sample = next(iter(samples.values()))[0]
+    parallelism, sample = layout.parallelism, next(iter(samples.values()))[0]
     if parallelism.pp == 1:
         return microbatch_loop(layout.gradient_accumulation, sample.micro_batches)
-    orders = build_schedule(parallelism.pp_schedule, parallelism.pp, len(placement), layout.pipeline_microbatches)
-    return simulate_schedule(orders, placement, pipeline_rank, 1, sample.sends_complete)
+    schedule = parallelism.pp_schedule, parallelism.pp, layout.stage_count, layout.pipeline_microbatches
+    return _simulate(schedule, tuple(layout.stage_placement), pipeline_rank, sample.sends_complete)
+
+
+@cache
+def _simulate(
+    schedule: tuple[str, int, int, int], placement: Sequence[int], rank: int, sends_complete: bool
+) -> ScheduleSimulation:
+    orders, _ = schedule_and_bubble(*schedule)
+    return simulate_schedule(orders, placement, rank, 1, sends_complete)
 
 
 def _segments(samples: Sequence[Sample], part: SampledPart, micro: int | None) -> Sequence[Segment]:

@@ -1,16 +1,12 @@
 """Step time and peak memory of a layout, extrapolated from traces of the same layout with another number of shards."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 
-from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.plan.cuda.devices import Device
-from titan_exp.plan.extrapolate.schedule_simulation import ScheduleSimulation, simulate_schedule
 from titan_exp.plan.extrapolate.stages import stages_of
 from titan_exp.plan.extrapolate.step_cost import StepCost, TracedParts, simulate_rank, step_cost
 from titan_exp.plan.search.layouts import Candidate
-from titan_exp.plan.time.roofline import axis_ranks, pipeline_bubble, rank_time, schedule_and_bubble
+from titan_exp.plan.time.roofline import axis_ranks, pipeline_bubble, rank_time
 
 SAFETY_FACTOR, SAFETY_FACTOR_VIEWS = 0.95, 0.85
 """Share of per-token bytes that is relied on when they are scaled from traces of other degrees; the second where the
@@ -44,7 +40,7 @@ class LayoutCost:
 def layout_cost(candidate: Candidate, sampled: Candidate, parts: TracedParts, device: Device) -> LayoutCost:
     """Cost of a layout from the traced parts of a sampled one, which may differ in the number of shards."""
     layout, seconds, peak = candidate.layout, 0.0, (-1, 0, "")
-    bubble = pipeline_bubble(layout, _schedule)
+    bubble = pipeline_bubble(layout)
     for rank in extreme_ranks(candidate.parallelism.pp):
         step = _step_cost(candidate, rank, parts)
         seconds = max(
@@ -104,24 +100,5 @@ def extreme_ranks(degree: int) -> list[int]:
 
 def _step_cost(candidate: Candidate, rank: int, parts: TracedParts) -> StepCost:
     stages = stages_of(candidate.layout, candidate.experiment.activation_checkpoint, rank)
-    return step_cost(candidate.layout, stages, parts, _simulate(candidate.layout, rank, parts))
-
-
-def _simulate(layout: ResolvedLayout, rank: int, parts: TracedParts) -> ScheduleSimulation:
-    parallelism = layout.parallelism
-    if parallelism.pp == 1:
-        return simulate_rank(layout, rank, parts.samples)
-    sample, placement = next(iter(parts.samples.values()))[0], tuple(layout.stage_placement)
-    key = (parallelism.pp_schedule, parallelism.pp, placement, layout.pipeline_microbatches, rank)
-    return _cached_simulation(*key, sample.sends_complete)
-
-
-@cache
-def _cached_simulation(  # noqa: PLR0917  # a cache takes arguments by place
-    schedule: str, ranks: int, placement: Sequence[int], microbatches: int, rank: int, sends_complete: bool
-) -> ScheduleSimulation:
-    orders, _ = _schedule(schedule, ranks, len(placement), microbatches)
-    return simulate_schedule(orders, placement, rank, 1, sends_complete)
-
-
-_schedule = cache(schedule_and_bubble)
+    simulation = simulate_rank(candidate.layout, rank, parts.samples)
+    return step_cost(candidate.layout, stages, parts, simulation)

@@ -4,8 +4,9 @@ Launch-bound kernels, the host's work under CPU offload, stragglers and congeste
 slower, rarely faster.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -86,19 +87,22 @@ def axis_ranks(parallelism: ParallelismConfig, pipeline_rank: int, costs: OpCost
     return groups
 
 
+@cache
 def schedule_and_bubble(schedule: str, ranks: int, stages: int, microbatches: int) -> tuple[Schedule, float]:
     """Actions of every pipeline rank, and the bubble as a share of the step."""
     orders = build_schedule(schedule, ranks, stages, microbatches)
     return orders, timeline(orders).bubble
 
 
-def pipeline_bubble(layout: ResolvedLayout, schedule: Callable[..., tuple[Schedule, float]] | None = None) -> float:
-    """Pipeline bubble as a share of the step; 0 without a pipeline. `schedule` may cache `schedule_and_bubble`."""
+def pipeline_bubble(layout: ResolvedLayout) -> float:
+    """Pipeline bubble as a share of the step; 0 without a pipeline."""
     parallelism = layout.parallelism
     if parallelism.pp == 1:
         return 0.0
-    shape = (parallelism.pp_schedule, parallelism.pp, layout.stage_count, layout.pipeline_microbatches)
-    return (schedule or schedule_and_bubble)(*shape)[1]
+    _, bubble = schedule_and_bubble(
+        parallelism.pp_schedule, parallelism.pp, layout.stage_count, layout.pipeline_microbatches
+    )
+    return bubble
 
 
 def message_seconds(kind: str, size: int, ranks: Sequence[int], device: Device, node: int) -> float:

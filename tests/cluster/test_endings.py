@@ -82,6 +82,8 @@ def test_ranks_that_do_not_stop_are_killed_and_requeued(cluster: Submitting, sta
     first = folder.read_attempts()[0]
     assert first.exit == 85
     assert "killed before all ranks had saved" in (first.reason or "")
+    # The intent is recorded before the requeue, which a cancellation in between would not stop.
+    cluster.slurm.wait_until(lambda: cluster.slurm.job(job)["Restarts"] == "1", "the requeued job")
     assert cluster.status(folder).state in ("queued", "running")
 
 

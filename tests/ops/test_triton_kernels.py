@@ -48,7 +48,7 @@ def variants() -> dict[str, tuple[Any, dict[str, str], dict[str, Any]]]:
         for per_tensor in (True, False):
             types = {"matrix": "*bf16", "row_scales": "*fp32", "column_scales": "*fp32", "largest": "fp32"}
             types |= size | {"rows": f"*{float8}", "transposed": f"*{float8}"}
-            found[f"cast to {float8}, {per_tensor=}"] = (cast_kernel, types, {"whole": whole, "side": 64})
+            found[f"cast to {float8}, {per_tensor=}"] = (cast_kernel, types, {"per_tensor": per_tensor, "side": 64})
     return found
 
 

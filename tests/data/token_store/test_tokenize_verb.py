@@ -132,7 +132,7 @@ def test_a_killed_tokenization_resumes_to_the_same_store(
     if victim == "worker":
         assert died.returncode == 2
         assert "SIGKILL" in died.stderr
-        assert "the same command continues" in died.stderr
+        assert "type the same command to continue" in died.stderr
     else:
         assert died.returncode == (130 if victim.startswith("interrupted") else -9)
     wait_for_the_end_of(int(once.read_text()))
@@ -227,7 +227,7 @@ def test_a_full_disk_is_reported_and_finished_shards_stay(tmp_path: Path, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(shard_files.AtomicFile, "commit", finish)
-        with pytest.raises(UserError, match=r"disk of .*store is full[\s\S]*same command continues"):
+        with pytest.raises(UserError, match=r"disk of .*store is full[\s\S]*same command to continue"):
             make(tmp_path / "store")
     with pytest.raises(UserError, match="not complete yet"):
         read_manifest(tmp_path / "store")

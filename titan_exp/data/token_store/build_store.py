@@ -134,11 +134,11 @@ def _explain_os_errors(folder: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise UserError(
-                f"The disk of {folder} is full. Finished shards stay: free some space and the same command continues; "
-                "or remove the folder."
+                f"The disk of {folder} is full. Finished shards are kept: free some space and type the "
+                "same command to continue, or remove the folder."
             ) from error
         begun = (folder / UNFINISHED).is_dir()
-        stays = f" Finished shards stay in {folder}; the same command continues." if begun else ""
+        stays = f" Finished shards are kept in {folder}; type the same command to continue." if begun else ""
         raise UserError(f"{error.filename or type(error).__name__}: {error.strerror or error}.{stays}") from error
 
 

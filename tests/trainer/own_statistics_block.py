@@ -20,7 +20,11 @@ class ReportingBlock(TransformerBlock):
 
     def metrics(self) -> dict[str, Tensor]:
         """Sums over this step's micro-batches on this rank."""
-        return {"hidden_square": self._square, "hidden_max": self._max, "block_tokens": self._tokens}
+        return {
+            "hidden_square": torch.stack([self._square, self._tokens]),
+            "hidden_max": self._max,
+            "block_tokens": self._tokens,
+        }
 
     def forward(self, x: Tensor, rope: Any, mask: Any) -> Tensor:
         """One layer; statistics are of training alone."""

@@ -16,9 +16,10 @@ class MetricReducer:
 
     Metrics are logged as `loss`, `objective/NAME`, `model/NAME` and `optimizer/NAME`. Modules and optimizers report
     them by `metric_reductions`, a mapping from name to `mean`, `sum` or `max`, and `metrics()`, which returns these
-    scalars as tensors. Modules also have `reset_metrics()`, called before each step. A module's `mean` and `sum` take
-    the sum over the tokens of this rank's micro-batches, recomputation excluded (`is_recomputing`), and modules with
-    the same name add up; an optimizer's are over ranks.
+    scalars as tensors. Modules also have `reset_metrics()`, called before each step. They accumulate over the tokens of
+    this rank's micro-batches, recomputation excluded (`is_recomputing`), and modules with the same name add up. A
+    module's `mean` is a tensor [2], sum and count, so that it is the same whether tensor-parallel ranks see all tokens
+    or, with sequence parallelism, their own; its `sum` is right only where they see all. An optimizer's are over ranks.
 
     `model` is the whole model, so that all ranks know all names; `parts` are the modules of this rank.
     """
@@ -43,21 +44,22 @@ class MetricReducer:
             **{f"model/{name}": reduction for name, reduction in model_metrics.items()},
             **{f"optimizer/{name}": reduction for name, reduction in optimizer_metrics.items()},
         }
+        self._counts = {
+            f"model/{name}": f"count of model/{name}" for name, kind in model_metrics.items() if kind == "mean"
+        }
 
     def begin_step(self) -> None:
         """Reset the metrics of the model's modules."""
         for module in self._modules:
             module.reset_metrics()  # type: ignore[operator]  # a method, not a submodule
 
-    def reduce(
-        self, metrics: Mapping[str, Tensor], tokens: int, own: Sequence[float]
-    ) -> tuple[dict[str, float], list[list[float]]]:
-        """Reduce the metrics of a step with `tokens` predicted tokens in the global batch; all ranks call it.
+    def reduce(self, metrics: Mapping[str, Tensor], own: Sequence[float]) -> tuple[dict[str, float], list[list[float]]]:
+        """Reduce the metrics of a step; all ranks call it.
 
         `metrics` are this rank's share, from `StepResult`. The numbers `own` of every rank are returned as rows.
         """
-        values = self._on_cpu(metrics, tokens)
-        sums = [name for name, reduction in self._reductions.items() if reduction != "max"]
+        values = self._on_cpu(metrics)
+        sums = [name for name, reduction in self._reductions.items() if reduction != "max"] + [*self._counts.values()]
         maxima = [name for name, reduction in self._reductions.items() if reduction == "max"]
         rank, size = dist.get_rank(), dist.get_world_size()
         # Every rank fills its own row and leaves the others zero, so that one sum gathers them.
@@ -68,7 +70,9 @@ class MetricReducer:
         if size > 1:
             dist.all_reduce(message, group=self._mesh.cpu_group)
         rows = message[len(sums) :].view(size, len(row))
-        reduced = {name: float(value / self._copies(name)) for name, value in zip(sums, message, strict=False)}
+        totals = dict(zip(sums, message[: len(sums)].tolist(), strict=True))
+        reduced = {name: total / self._copies(name) for name, total in totals.items()}
+        reduced |= {name: totals[name] / max(totals[count], 1) for name, count in self._counts.items()}
         reduced |= dict(zip(maxima, rows[:, len(own) :].amax(0).tolist(), strict=True))
         return {name: reduced[name] for name in self._reductions}, rows[:, : len(own)].tolist()
 
@@ -78,14 +82,14 @@ class MetricReducer:
             return self._mesh.loss_replicas
         return self._mesh.world.size() if self._reductions[name] == "mean" else 1
 
-    def _on_cpu(self, metrics: Mapping[str, Tensor], tokens: int) -> dict[str, float]:
+    def _on_cpu(self, metrics: Mapping[str, Tensor]) -> dict[str, float]:
         found = {name if name == "loss" else f"objective/{name}": value for name, value in metrics.items()}
         for name, value in (item for module in self._modules for item in module.metrics().items()):  # type: ignore[operator]
             key = f"model/{name}"
-            reduction = self._reductions[key]
-            share = value / max(tokens, 1) if reduction == "mean" else value
-            combine = torch.maximum if reduction == "max" else torch.add
-            found[key] = combine(found[key], share) if key in found else share
+            combine = torch.maximum if self._reductions[key] == "max" else torch.add
+            names = [key, self._counts[key]] if key in self._counts else [key]
+            for part, scalar in zip(names, value.reshape(-1), strict=True):
+                found[part] = combine(found[part], scalar) if part in found else scalar
         if hasattr(self._optimizer, "metric_reductions"):
             found |= {f"optimizer/{name}": value for name, value in self._optimizer.metrics().items()}  # type: ignore[attr-defined]
         # fp64, so that the order of ranks does not change the logged digits.

@@ -81,7 +81,7 @@ class Report:
         if "validation_loss" in also:
             self.compilation.after("evaluation", step)
         own = dataclasses.astuple(self.times.take())
-        reported, rows = self._reducer.reduce(result.metrics, result.tokens, own)
+        reported, rows = self._reducer.reduce(result.metrics, own)
         loss, times = reported.pop("loss"), [OwnTimes(*row) for row in rows]
         if self.leader:
             memory = self.memory.read()

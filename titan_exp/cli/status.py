@@ -14,6 +14,7 @@ from titan_exp.config.command_line.verb_options import StatusOptions
 from titan_exp.launch.state.run_lookup import find_runs, find_study_folder, split_runs_folder
 from titan_exp.launch.state.status_rows import StatusRow, status_rows
 from titan_exp.launch.sweep.sweep_table import plain_console
+from titan_exp.tracking.number_format import format_duration
 from titan_exp.tracking.sinks.sink import Value
 
 USAGE = """\
@@ -97,7 +98,7 @@ def _cells(row: StatusRow, with_group: bool) -> dict[str, str]:
         "step": f"{row.step}/{'?' if row.steps is None else row.steps}",
         "loss": _number(row.loss, ".4f"),
         "tokens/s": _number(speed, ",.0f"),
-        "left": "-" if row.seconds_left is None else _duration(row.seconds_left),
+        "left": "-" if row.seconds_left is None else format_duration(row.seconds_left),
         "/predicted": f"{speed / predicted:.0%}" if speed and predicted else "-",
         "MFU": _number(row.mfu, ".1%"),
         "GiB/predicted": "-" if peak is None else f"{_number(row.memory, '.2f')}/{peak:.2f}",
@@ -133,9 +134,3 @@ def _watch(named: Sequence[str], runs: Path) -> None:
 
 def _number(value: Value, form: str) -> str:
     return "-" if value is None else format(value, form)
-
-
-def _duration(seconds: float) -> str:
-    minutes, second = divmod(int(seconds), 60)
-    hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

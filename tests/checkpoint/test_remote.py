@@ -288,7 +288,7 @@ def test_permanent_errors_are_raised_at_start(tmp_path, s3, monkeypatch):
 @pytest.mark.parametrize(
     ("url", "words"),
     [
-        ("bucket/runs", "no URL"),
+        ("bucket/runs", "not a URL"),
         ("s3x://bucket", "knows no protocol s3x"),
         ("gs://bucket", "pip install gcsfs"),
         ("memory://runs", "ends with the process"),
@@ -299,7 +299,7 @@ def test_permanent_errors_are_raised_at_start(tmp_path, s3, monkeypatch):
 )
 def test_invalid_urls_are_refused(url, words):
     for key in ("remote", "initial"):
-        if key == "initial" and words in ("no URL", "chains"):
+        if key == "initial" and words in ("not a URL", "chains"):
             continue
         experiment = to_experiment(compose([]))
         experiment = replace(experiment, checkpoint=replace(experiment.checkpoint, **{key: url}))

@@ -1,4 +1,4 @@
-"""Peak memory of a rank: the CUDA allocator's, or the resident set."""
+"""Peak memory of a rank: CUDA allocator, or resident set."""
 
 import re
 import resource
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class PeakMemory:
     """Peak memory of this rank since construction or `reset`, in GiB.
 
-    On CUDA the allocator's allocated and reserved bytes; on a CPU the peak resident set of the process, which cannot
-    be reset outside Linux.
+    CUDA: allocated and reserved bytes of the caching allocator. CPU: peak resident set of the process, which cannot be
+    reset outside Linux.
     """
 
     def __init__(self, device: "torch.device") -> None:

@@ -53,7 +53,7 @@ class DoctorOptions:
 
 
 def machine_command(arguments: Sequence[str], run_on_ranks: RunOnRanks) -> int:
-    """Run `titan-exp doctor`; returns the exit code. Raises UserError about a wrong argument or missing device."""
+    """Run `titan-exp doctor`; returns the exit code. Raises UserError about an invalid argument or a missing device."""
     if set(arguments) & set(HELP):
         print(USAGE, end="")
         return 0
@@ -83,9 +83,9 @@ def machine_command(arguments: Sequence[str], run_on_ranks: RunOnRanks) -> int:
 def measure(
     device: torch.device, runs: Path, seconds: float, run_on_ranks: RunOnRanks, report: Callable[[str], None]
 ) -> DeviceRates:
-    """Measure a device (the first GPU, and the links between all), and the disk of `runs`, in about `seconds`.
+    """Measure a device (the first GPU), the links between all devices and the disk of `runs`, in about `seconds`.
 
-    `report` takes progress lines.
+    `report` receives progress lines.
     """
     start = time.perf_counter()
     name, rates = device_name(device), list[Measurement]()

@@ -43,8 +43,8 @@ DEFAULT_SEQUENCES = 4
 
 
 def doctor_command(arguments: Sequence[str]) -> int:
-    """Run `titan-exp doctor --numerics`; returns the exit code. Raises UserError about a wrong override or unreadable
-    weights."""
+    """Run `titan-exp doctor --numerics`; returns the exit code. Raises UserError about an invalid override or
+    unreadable weights."""
     if set(arguments) & set(HELP):
         print(USAGE)
         return 0

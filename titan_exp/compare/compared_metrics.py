@@ -81,7 +81,7 @@ def final_loss(run: Run, tokens: float) -> float | None:
 
 
 def fraction_before(run: Run, tokens: float) -> float:
-    """Fraction of a run's tokens up to `tokens`, which scales its time."""
+    """Fraction of a run's tokens up to `tokens`; scales its time."""
     return min(1.0, tokens / run.tokens) if run.tokens else 1.0
 
 
@@ -157,7 +157,7 @@ def _loss(name: str, title: str, meaning: str, read: Reader) -> Metric:
 
 
 def _rate(name: str, title: str, unit: str, meaning: str) -> Metric:
-    """Metric of each row: its median, which does not depend on the token budget."""
+    """Metric of each row: its median, independent of the token budget."""
     return Metric(name, title, unit, "max", meaning, _median(name), needs_point=False)
 
 

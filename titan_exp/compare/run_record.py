@@ -16,7 +16,7 @@ from titan_exp.tracking.run_folder.state import read_json
 from titan_exp.tracking.sinks.sink import Row
 
 SILENCE = 120.0
-"""Seconds without a heartbeat after which a running run without a visible lock counts as lost."""
+"""Seconds without a heartbeat before a running run without a visible lock counts as lost."""
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,8 @@ class Selection:
 def select(words: Sequence[str], runs: Path) -> Selection:
     """Find and read runs by study name, run folder, folder of runs, run id prefix, or glob pattern.
 
-    Names and ids are looked up in `runs`, the value of `paths.runs`. Raises UserError if a word matches no run, or no
-    matching run can be read.
+    Names and ids are looked up in `runs`, the value of `paths.runs`. Raises UserError if an argument matches no run, or
+    no matching run can be read.
     """
     if not words:
         raise UserError(f"compare takes a study, or run folders, ids or patterns. {_offer(runs)}")

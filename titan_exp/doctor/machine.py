@@ -37,9 +37,9 @@ titan-exp doctor --numerics [RUN|FOLDER] quantization=RECIPE ...
 """
 
 SHARES = {"gemm": 0.3, "attention": 0.25, "copy": 0.15, "link": 0.2, "disk": 0.1}
-"""Share of the measuring time by kind."""
+"""Fraction of the measuring time by kind."""
 LOW_SHARE = 0.6
-"""Share of the data sheet's rate below which a measurement is highlighted."""
+"""Fraction of the data-sheet rate below which a measurement is highlighted."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class DoctorOptions:
     """Options of `titan-exp doctor`."""
 
     seconds: Annotated[float, Interval(ge=1, le=86400)] = 60.0
-    """Seconds to measure; starting processes takes extra time."""
+    """Measuring time in seconds, without starting processes."""
     json: bool = False
     """Print only the saved results."""
 

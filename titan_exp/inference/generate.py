@@ -169,7 +169,7 @@ def _prompts(options: GenerateOptions, arguments: Sequence[str]) -> list[str]:
 
 
 def _stop_tokens(source: OpenCheckpoint, tokenizer: Tokenizer) -> set[int]:
-    """End-of-text tokens; published models may have several."""
+    """End-of-text tokens; a published model may define several."""
     eos = source.special_tokens.get("eos_token_id")
     return {tokenizer.end_of_text, *(eos if isinstance(eos, list) else [] if eos is None else [eos])}
 

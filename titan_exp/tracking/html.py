@@ -41,6 +41,6 @@ def _asset(package: str, name: str) -> str:
 
 
 def _script_safe(value: Any) -> str:
-    """JSON in which no character can end a <script> element or begin a comment."""
+    """JSON that cannot end a <script> element or begin a comment."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -45,7 +45,7 @@ class PeakMemory:
 
 
 def _reset_peak_resident() -> None:
-    # Outside Linux, or in a sandbox, the peak is that of the process lifetime.
+    # Outside Linux, or in a sandbox, the peak covers the process lifetime.
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
 

@@ -53,7 +53,7 @@ class _Measured:
 
 
 def calibrate_command(words: Sequence[str]) -> int:
-    """Run the verb; returns the exit code. Raises UserError if a word matches no run, or the runs are too few or on
+    """Run the verb; returns the exit code. Raises UserError if a name matches no run, or the runs are too few or on
     several kinds of device."""
     if {"--help", "-h"} & set(words):
         print(HELP, end="")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def take_options(
     words: Sequence[str], examples: dict[str, str], flags: Sequence[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Extract `--name VALUE` options, flags and `--help` from words; returns them by name, and the other words.
+    """Extract `--name VALUE` options, flags and `--help`; returns them by name, and the other words.
 
     `examples` maps each option to an example value for the error message. Raises UserError if an option lacks its
     value.

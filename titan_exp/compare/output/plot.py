@@ -109,7 +109,7 @@ def _mark_resumes(panels: tuple["Axes", ...], rows: list[dict[str, Value]]) -> N
 
 
 def _add_tokens(axes: "Axes", rows: list[dict[str, Value]]) -> None:
-    """Add a secondary x axis in tokens, which are proportional to steps."""
+    """Add a secondary x axis in tokens."""
     last = next((row for row in reversed(rows) if row.get("tokens") and row["step"]), None)
     if last is None:
         return

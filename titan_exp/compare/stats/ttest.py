@@ -115,7 +115,6 @@ def _unpaired(values: Sequence[float], baseline: Sequence[float]) -> Delta:
 
 
 def _student(name: str, *arguments: Any, **options: Any) -> Any:
-    """Run one of scipy's t-tests."""
     from scipy import stats
 
     with warnings.catch_warnings():

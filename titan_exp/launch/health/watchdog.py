@@ -26,7 +26,7 @@ OTHER_PHASE_FACTOR = 3.0
 MEDIAN_FACTOR = 10.0
 """Minimum limit of a regular step, in multiples of the median step time."""
 NATIVE_GRACE = 5.0
-"""Seconds past the limit after which the C timer kills a rank that runs no Python."""
+"""Seconds past the limit before the C timer kills a rank that runs no Python."""
 RECORDER_ENTRIES = "2000"
 """Default number of flight recorder entries."""
 
@@ -125,7 +125,7 @@ class Watchdog(threading.Thread):
             )
 
     def _reason(self, first: bool, position: ProgressSnapshot) -> str:
-        """Headline of the hang report, which the first rank writes once the others have reported."""
+        """Headline of the hang report, written by the first rank once the others have reported."""
         files = self._files
         deadline = time.monotonic() + min(REPORT_TIMEOUT, self._kill or REPORT_TIMEOUT) * (1.0 if first else 1.5)
         done = files.all_reported if first else files.report.exists

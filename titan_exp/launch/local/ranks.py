@@ -34,9 +34,9 @@ GRACE = 3.0
 LINGER = 30.0
 """Seconds for processes to exit after every rank has recorded its end."""
 START_LIMIT = 60.0
-"""Seconds after the first rank process appears within which all others must appear."""
+"""Seconds for all other rank processes to appear after the first."""
 TEN_YEARS = 10 * 365 * 24 * 60
-"""Timeout in minutes, which submitit's controller requires."""
+"""Timeout in minutes, required by submitit's controller."""
 
 
 class LocalRanks:

@@ -26,12 +26,12 @@ OWN_LIMIT = 10_000_000
 
 @dataclass(frozen=True)
 class CodeSnapshot:
-    """Folders from which ranks import a run's code."""
+    """Import folders of a run's code on the ranks."""
 
     package: str
     """Copy of titan_exp; first on sys.path."""
     own: str | None
-    """Copy of the user's repository, which replaces the current folder on sys.path; None if not copied."""
+    """Copy of the user's repository, replacing the current folder on sys.path; None if not copied."""
     loose: tuple[str, ...]
     """Imported files that were not copied: edits take effect until the job starts."""
 

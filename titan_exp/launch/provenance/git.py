@@ -37,7 +37,7 @@ class CodeVersion:
 def read_code_version(package: Path | None = None) -> tuple[CodeVersion, str]:
     """Code version of the folder `package` (default: titan_exp), and its diff from HEAD as one patch.
 
-    An untracked package inside a repository counts as without repository.
+    An untracked package inside a repository is treated as having no repository.
     """
     folder = package or Path(titan_exp.__file__).resolve().parent
     version = metadata.version("titan_exp")

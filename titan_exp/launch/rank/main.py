@@ -83,8 +83,6 @@ def _find_rank(folder: RunFolder) -> tuple[Executor | None, RankInfo]:
 
 
 class _Rank:
-    """One rank of one attempt."""
-
     def __init__(self, folder: RunFolder, rank: RankInfo) -> None:
         assert rank.attempt is not None
         self.folder, self.rank, self.attempt = folder, rank, rank.attempt

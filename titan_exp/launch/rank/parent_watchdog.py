@@ -59,7 +59,7 @@ class ParentWatchdog(threading.Thread):
         try:
             return psutil.Process(self._controller).ppid() != self._launcher
         except psutil.Error:
-            return False  # the controller is gone, which is checked next
+            return False  # the controller has exited; checked next
 
     def _end_as_orphan(self) -> None:
         """Wait until this rank has saved; exit if a peer failed, since its collectives would block forever."""

@@ -161,7 +161,7 @@ def _submit(
 
 
 def _make_ready(plan: RunPlan, provenance: Provenance, *, renew: bool) -> Submission | None:
-    """Close dead attempts and refresh the snapshot; returns a result if another process holds the run."""
+    """Close unrecorded attempts and refresh the snapshot; returns a result if another process holds the run."""
     folder = plan.folder
     try:
         lock = folder.claim("submission")

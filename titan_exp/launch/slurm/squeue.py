@@ -80,7 +80,7 @@ def ended_as(state: str, code: str) -> str:
     text = state.lower().replace("_", " ")
     by = re.fullmatch(r"(.* by )(\d+)", text)
     if by:
-        with contextlib.suppress(KeyError):  # an unknown uid stays a number
+        with contextlib.suppress(KeyError):  # an unknown uid is kept as a number
             text = by[1] + pwd.getpwuid(int(by[2])).pw_name
     exit_code, _, signal = code.partition(":")
     details = [f"exit code {exit_code}"] if exit_code not in ("", "0") else []

@@ -166,6 +166,6 @@ def _import_path(snapshot: CodeSnapshot) -> list[str]:
 
 
 def _without_job_variables() -> dict[str, str | None]:
-    """Environment changes that unset SLURM variables, which sbatch would read as options."""
+    """Environment changes that unset SLURM variables; sbatch would read them as options."""
     keep = {"SLURM_CONF", "SLURM_CLUSTERS"}
     return {name: None for name in os.environ if name.startswith("SLURM_") and name not in keep}

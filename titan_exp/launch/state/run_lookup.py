@@ -30,7 +30,7 @@ class RunEntry:
 
 
 def split_runs_folder(words: Sequence[str]) -> tuple[Path, list[str]]:
-    """Split `paths.runs=...` (or the user's default) from the other words. Raises UserError if a word sets another
+    """Split `paths.runs=...` (or the user's default) from other arguments. Raises UserError if an argument sets another
     key."""
     runs: str | None = None
     rest: list[str] = []
@@ -46,7 +46,7 @@ def split_runs_folder(words: Sequence[str]) -> tuple[Path, list[str]]:
 
 
 def find_runs(words: Sequence[str], runs: Path) -> list[RunEntry]:
-    """Find runs by name, without duplicates; without words all runs, newest first. Raises UserError if a word matches
+    """Find runs by name, without duplicates; all runs, newest first, without names. Raises UserError if a name matches
     no run, or is a prefix of several ids."""
     found = [entry for word in words for entry in _find(word, runs)] if words else _all(runs)
     return list({entry.folder.path: entry for entry in found}.values())

@@ -17,7 +17,7 @@ StatusName = Literal["new", "queued", "running", "done", "failed", "preempted", 
 """`new`: never started. `queued`: in the scheduler's queue. `lost`: exited without recording its end."""
 
 STALE = 60.0
-"""Seconds without a heartbeat after which a run without a known holder counts as lost."""
+"""Seconds without a heartbeat before a run without a known holder counts as lost."""
 ENDED = ("done", "failed", "preempted")
 """Recorded states that need no check of locks or heartbeat."""
 
@@ -64,7 +64,7 @@ def run_status(folder: RunFolder) -> RunStatus:
 
 
 def count_states(states: Sequence[str]) -> str:
-    """Counts of states for a message: `3 done, 1 failed`."""
+    """Format counts of states: `3 done, 1 failed`."""
     return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
 
 

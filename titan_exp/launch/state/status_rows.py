@@ -60,7 +60,7 @@ def status_rows(found: Sequence[RunEntry]) -> list[StatusRow]:
 
 def _row(entry: RunEntry, status: RunStatus) -> StatusRow:
     values, predicted = read_last_values(entry.folder.metrics), read_predicted_metrics(entry.folder)
-    # Metrics may be ahead of state.json, which is written at the end.
+    # Metrics may be ahead of state.json, written at the end.
     logged = int(values.get("step") or 0) if values.get("attempt") == status.attempt else 0
     step = max(status.step, logged)
     steps, on_gpu = _configured(entry)

@@ -21,7 +21,7 @@ class Attempt:
     attempt: int
     """Number, from 1."""
     intent: float
-    """Unix time of this row, which is written before the submission."""
+    """Unix time of this row, written before the submission."""
     job_id: str | None = None
     hosts: tuple[str, ...] = ()
     world_size: int = 1

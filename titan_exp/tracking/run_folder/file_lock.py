@@ -21,7 +21,7 @@ class LockHolder:
     pid: int
     host: str
     since: float
-    """Unix time at which it took the lock."""
+    """Unix time of the acquisition."""
 
     def __str__(self) -> str:
         return f"{self.role}, process {self.pid} on {self.host}"
@@ -36,7 +36,7 @@ class LockedError(Exception):
 
 
 class FileLock:
-    """flock on a file, which is never removed."""
+    """flock on a file that is never removed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

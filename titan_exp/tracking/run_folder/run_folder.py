@@ -122,7 +122,7 @@ class RunFolder:
     def claim(self, role: str, *, timeout: float = 0.5) -> FileLock:
         """Acquire the run lock, held until release or process exit. Raises LockedError if another process holds it.
 
-        `timeout` in seconds covers processes that query the holder, which take the lock briefly.
+        `timeout` in seconds covers processes that query the holder and hold the lock briefly.
         """
         lock = FileLock(self.lock)
         lock.acquire(role, timeout=timeout)

@@ -16,7 +16,7 @@ DONE, STOPPED, FAILED, HUNG = 0, 85, 1, 86
 
 @dataclass(frozen=True)
 class RunState:
-    """Content of `state.json`. `running` holds only while a process holds the run lock; otherwise the run is dead."""
+    """Content of `state.json`. `running` is valid only while a process holds the run lock."""
 
     state: StateName
     """`pending` before the first start; `preempted` after a requested stop, resumable; `failed` with a reason."""

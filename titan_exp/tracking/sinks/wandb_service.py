@@ -22,7 +22,7 @@ def stop_wandb_service(seconds: float = SECONDS) -> None:
         return
 
     def teardown() -> None:
-        with suppress(Exception):  # errors about a dead service do not matter
+        with suppress(Exception):  # errors of a stopped service do not matter
             wandb.teardown()
 
     # A daemon thread does not block interpreter exit; teardown first unregisters wandb's exit handler.

@@ -114,7 +114,7 @@ def _init(run: WandbRun, folder: Path, mode: str) -> "wandb.Run":
         notes=run.notes or None,
         config=run.config,
         dir=folder,
-        mode=mode,  # pyright: ignore[reportArgumentType]  # WANDB_MODE may be anything; wandb refuses it by itself
+        mode=mode,  # pyright: ignore[reportArgumentType]  # WANDB_MODE may be anything; wandb validates it
         settings=wandb.Settings(silent=True, console="off", **_timeouts()),
     )
 
@@ -122,7 +122,7 @@ def _init(run: WandbRun, folder: Path, mode: str) -> "wandb.Run":
 def _machine_settings() -> "wandb.Settings":
     import wandb
 
-    # Set for the whole library, which also prints outside of a run.
+    # Set for the whole library: it also prints outside a run.
     return wandb.setup(settings=wandb.Settings(silent=True, console="off")).settings
 
 

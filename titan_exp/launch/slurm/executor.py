@@ -248,7 +248,7 @@ def _record_dequeued(folder: RunFolder, row: Attempt | None, reason: str) -> Non
         folder.update_attempt(row.attempt, end=time.time(), reason=f"{CANCELLED}: {reason}")
     state = folder.read_state()
     if state is not None:
-        # `preempted`, not `failed`: the same command continues the run.
+        # `preempted`, not `lost`: the same command continues the run.
         folder.write_state(RunState("preempted", state.step, time.time(), state.attempt, f"{CANCELLED}: {reason}"))
 
 

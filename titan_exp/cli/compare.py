@@ -28,7 +28,7 @@ titan-exp compare STUDY|RUN... [options]
       Folder of studies and run ids."""
 
 PAGE = "compare.html"
-"""File name of the page beside the runs of a study."""
+"""File name of the HTML page beside the runs."""
 
 
 def run(argv: Sequence[str]) -> int:
@@ -62,7 +62,7 @@ def run(argv: Sequence[str]) -> int:
     if options.html != "none":
         from titan_exp.compare.output.comparison_page import to_html
 
-        # Before the table, so that a closed pipe (`| head`) does not cost the page.
+        # Written before the table, so that a closed pipe (`| head`) does not lose the page.
         page = Path(options.html).expanduser() if options.html else selection.folder / PAGE
         _write(page, to_html(comparison))
     _print_or_write(comparison, options)

@@ -14,7 +14,7 @@ _LINE = re.compile(r"\s*(?P<command>(?:\S*python\S*\s+-m\s+)?\S+)\s+(?P<verb>\S*
 
 
 def complete(argv: Sequence[str], verbs: Iterable[str]) -> int:
-    """Print completions of the line in COMP_LINE, none after an error; returns 0."""
+    """Print completions for COMP_LINE, none after an error; returns 0."""
     line = os.environ.get("COMP_LINE", "")
     typed = _LINE.match(line)
     if typed is None or not typed["space"]:
@@ -59,7 +59,7 @@ def _names(verb: str) -> list[str] | None:
 
 
 def _composed(rest: str, argv: Sequence[str]) -> list[str]:
-    """Hydra's completions after `titan-exp train`."""
+    """Hydra's completions for `titan-exp train`."""
     from titan_exp.cli.train import run
 
     os.environ["COMP_LINE"] = f"{command_name()} {rest}"

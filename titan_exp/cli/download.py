@@ -27,7 +27,7 @@ USAGE = "titan-exp download OWNER/NAME [files=tokenizer|config|weights|original|
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the verb; returns the exit code. The token for gated repositories is that of the variable HF_TOKEN."""
+    """Run the verb; returns the exit code. Gated repositories need a token in HF_TOKEN."""
     if set(argv) & set(HELP):
         print(options_help(USAGE, DownloadOptions), end="")
         return 0

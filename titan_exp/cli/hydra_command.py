@@ -1,4 +1,4 @@
-"""Composition by Hydra around a verb: flags and overrides in, one task call per composed configuration."""
+"""Hydra composition for a verb: one task call per composed configuration."""
 
 import os
 import sys
@@ -11,14 +11,13 @@ from typing import Any
 from titan_exp.config.errors.user_error import UserError
 
 Task = Callable[[Any, Sequence[str]], int]
-"""Function of a composed configuration and the typed overrides; returns an exit code."""
+"""Function of the composed configuration and the typed overrides; returns an exit code."""
 
 
 def run_with_hydra(words: Sequence[str], task: Task, *, nested: Sequence[str] = (), where: str = "") -> int:
-    """Call the task with each configuration that Hydra composes from the words; returns the highest exit code.
+    """Compose configurations from `words` and call the task with each; returns the highest exit code.
 
-    `nested` are overrides that Hydra sees only per point: a study's own, and those typed after its name. `where` is the
-    study's file, for error messages.
+    `nested` are overrides that Hydra sees only per point of a study. `where` is the study file, for error messages.
     """
     from titan_exp.config.command_line.hydra_args import read_arguments
 
@@ -38,7 +37,7 @@ def run_with_hydra(words: Sequence[str], task: Task, *, nested: Sequence[str] = 
     failures: list[Exception] = []
 
     def job(cfg: Any) -> None:
-        # Hydra adds its own text to an exception of its task, so exceptions bypass it.
+        # Exceptions bypass Hydra, which would add its own text.
         try:
             typed = [override for override in HydraConfig.get().overrides.task if override not in always]
             codes.append(task(cfg, typed))
@@ -57,7 +56,7 @@ def run_with_hydra(words: Sequence[str], task: Task, *, nested: Sequence[str] = 
             return 0
         everything = replace(arguments, overrides=(*nested, *arguments.overrides))
         if arguments.has("--multirun", "-m") and (found := unknown_names(everything)):
-            # Once, instead of for every point of the sweep.
+            # Checked once, not per point of the sweep.
             raise UserError(f"{MESSAGE} They were typed, or are in {where}." if where else MESSAGE, found)
         with _hydra_raises(), warnings.catch_warnings():
             warnings.filterwarnings("error", "provider=.* is not available", UserWarning)
@@ -74,7 +73,7 @@ def run_with_hydra(words: Sequence[str], task: Task, *, nested: Sequence[str] = 
 
 
 def run_sweep_with_hydra(args: Any, task: Task) -> int:
-    """The same for `SweepArgs`: its sweep options reach the sweeper without Hydra."""
+    """Call `run_with_hydra` for `SweepArgs`; the sweep options bypass Hydra."""
     from titan_exp.launch.sweep.options import use_sweep_options
 
     with use_sweep_options(args.options):
@@ -89,7 +88,7 @@ def command_name() -> str:
 
 @contextmanager
 def _hydra_raises() -> Iterator[None]:
-    """Let Hydra raise errors instead of printing them and exiting."""
+    """Make Hydra raise errors instead of printing them and exiting."""
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"
     try:

@@ -74,7 +74,7 @@ def _follow(folder: RunFolder, rank: int, attempt: int | None) -> None:
     follower, announced = _log(folder, number, rank), False
     while True:
         newest = _last_attempt(folder)
-        ended = newest > number or not (run_status(folder).active)  # before the last lines are read
+        ended = newest > number or not (run_status(folder).active)  # checked before the last lines are read
         for line in follower.lines():
             if not announced:
                 print(f"==> attempt {number}, rank {rank} <==", flush=True)
@@ -133,7 +133,7 @@ def _last_attempt(folder: RunFolder) -> int:
 
 
 def _first_to_fail(folder: RunFolder, attempt: int) -> int | None:
-    """Rank that failed first; None if none did."""
+    """First rank that failed; None if none did."""
     ranks = [int(path.stem[5:]) for path in folder.attempt_logs(attempt).glob("rank-*.json")]
     records = [record for rank in ranks if (record := read_record(folder, attempt, rank)) is not None]
     failed = [record for record in records if record.failed]

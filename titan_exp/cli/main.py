@@ -1,7 +1,7 @@
-"""Command line `titan-exp VERB ...`: dispatch to the module of the verb.
+"""Command line entry point: dispatches `titan-exp VERB ...` to the module of the verb.
 
-A verb is a module beside this one with a function `run(words) -> int`; its docstring's first line is its line in the
-list of verbs. Nothing heavy is imported here: help, completion and `--cfg` answer at once.
+A verb is a module of this package with a function `run(words) -> int`; the first line of its docstring is its help
+line. Heavy imports are avoided here, so that help, completion and `--cfg` are fast.
 """
 
 import ast
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @cache
 def verbs() -> dict[str, str]:
-    """Verbs and their one-line help, read from the modules' source without importing them."""
+    """One-line help of every verb, parsed from source without importing the modules."""
     found: dict[str, str] = {}
     for path in sorted(Path(__file__).parent.glob("*.py")):
         module = ast.parse(path.read_bytes())

@@ -30,19 +30,19 @@ titan-exp plan search ...   rank all layouts of a cluster by speed; see titan-ex
 titan-exp plan calibrate [STUDY|RUN ...]   fit a device's constants to finished runs; see --help there"""
 
 VERBS = ("search", "calibrate")
-"""Words that may stand before the overrides."""
+"""Sub-verbs of `titan-exp plan`."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the verb."""
+    """Options of `titan-exp plan`."""
 
     device: str | None = None
     """Key of the device table."""
     ranks: tuple[int, ...] | None = None
     """Pipeline ranks to predict; None is all."""
     html: str | None = None
-    """File of the page."""
+    """Path of the HTML page."""
     full: bool = False
     """True to trace every layer and micro-batch."""
     json: bool = False
@@ -75,11 +75,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def options_among(words: Sequence[str]) -> tuple[Options, list[str]]:
-    """Split the words of the command into options and overrides.
-
-    Raises:
-        UserError: an option lacks its value.
-    """
+    """Split command-line words into options and overrides. Raises UserError if an option lacks its value."""
     given, rest = take_options(words, {"device": "h100", "ranks": "0,15", "html": "plan.html"}, ("json", "full"))
     if "ranks" in given:
         if not all(number.isdecimal() for number in given["ranks"].split(",")):
@@ -89,11 +85,7 @@ def options_among(words: Sequence[str]) -> tuple[Options, list[str]]:
 
 
 def require_no_verb(words: Sequence[str]) -> None:
-    """Check that the first override is not a verb of `plan` or a misspelling of one.
-
-    Raises:
-        UserError: it is.
-    """
+    """Raise UserError if the first override is a sub-verb of `plan`, or a misspelling of one."""
     for word in words[:1]:
         meant = nearest(word, VERBS, 1) if word.isalpha() else []
         if meant:
@@ -101,11 +93,8 @@ def require_no_verb(words: Sequence[str]) -> None:
 
 
 def plan_command(cfg: Any, options: Options) -> int:
-    """Predict a composed run and print the plan; returns the exit code.
-
-    Raises:
-        UserError: the run breaks a rule or cannot be predicted.
-    """
+    """Predict a composed run and print the plan; returns the exit code. Raises UserError if the run breaks a rule or
+    cannot be predicted."""
     from titan_exp.config.layout.resolved_layout import resolve_layout
     from titan_exp.config.machine.devices import offered_devices
     from titan_exp.config.schema.typed_config import to_experiment

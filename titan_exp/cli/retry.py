@@ -18,7 +18,7 @@ Configuration is that of the folder, code is the current one. A stopped run has 
 it continues it.
 """
 RETRIED = ("failed", "lost")
-"""States of restarted runs."""
+"""States that are retried."""
 
 
 def run(argv: Sequence[str]) -> int:

@@ -73,7 +73,7 @@ def _headlines(named: Sequence[str], runs: Path) -> list[str]:
 
 
 def _table(rows: Sequence[StatusRow], *, in_full: bool) -> Table:
-    """Table of runs; an optional column is shown if a run has a value for it."""
+    """Table of runs; optional columns are shown if a run has a value."""
     with_group = in_full or len({row.group for row in rows}) > 1
     cells = [_cells(row, with_group) for row in rows]
     names = [*COLUMNS, *sorted({metric for row in rows for metric in row.reported}), "reason"]

@@ -1,6 +1,6 @@
 """Tokenize text into a token store, for training at any scale.
 
-The text is given by the `data` group as in `titan-exp train`; `out`, `workers`, ... are plain options beside it.
+The `data` group selects the text, as in `titan-exp train`; `out`, `workers`, ... are plain options.
 """
 
 from collections.abc import Sequence

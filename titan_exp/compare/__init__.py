@@ -1,1 +1,1 @@
-"""Finished runs read back: curves, tables, reports."""
+"""Comparison of runs: metrics, statistics, tables, plots, reports."""

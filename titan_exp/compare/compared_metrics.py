@@ -1,6 +1,6 @@
-"""Compared metrics: name, unit, better direction, and how each is read from a run's rows.
+"""Compared metrics: name, unit, better direction, reader.
 
-Any other number that a run logs is a metric too, under its key of metrics.jsonl.
+Any other key of metrics.jsonl is a metric too.
 """
 
 import math
@@ -19,15 +19,15 @@ from titan_exp.tracking.sinks.sink import REPORTED
 Direction = Literal["min", "max"]
 
 Reader = Callable[[Run, float], float | None]
-"""Reads a metric of a run at a number of tokens; None if unknown, NaN if the run has diverged."""
+"""Reads a metric of a run at a token budget; None if unknown, NaN if the run diverged."""
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A compared metric."""
+    """Compared metric."""
 
     name: str
-    """Name as typed, and key of metrics.jsonl if it is logged."""
+    """Command-line name, and key of metrics.jsonl if it is logged."""
     title: str
     unit: str
     """Empty for a ratio."""
@@ -39,11 +39,11 @@ class Metric:
     is_loss: bool = False
     """True for a loss, False for a cost."""
     needs_point: bool = True
-    """True if the metric is unknown for a run that has not reached the token budget."""
+    """True if the metric is unknown before a run has reached the token budget."""
 
 
 def target_metric(target: float) -> Metric:
-    """Tokens until the moving average of the training loss is at most `target`."""
+    """Metric: tokens until the smoothed training loss is at most `target`."""
 
     def read(run: Run, tokens: float) -> float | None:
         seen, losses = run.series("loss", tokens)
@@ -56,8 +56,8 @@ def target_metric(target: float) -> Metric:
 
 
 def choose_metrics(names: Sequence[tuple[str, str | None]], runs: Sequence[Run], target: float | None) -> list[Metric]:
-    """Choose metrics by name, each with an optional better direction; without names all of DEFAULT. Raises UserError if
-    no run has logged a name."""
+    """Select metrics by name, each with an optional better direction; without names DEFAULT and the reported ones.
+    Raises UserError if no run has logged a name."""
     logged = {key for run in runs for row in run.rows[-200:] for key, number in row.items() if number is not None}
     added = [target_metric(target)] if target is not None else []
     if not names:
@@ -74,14 +74,14 @@ def choose_metrics(names: Sequence[tuple[str, str | None]], runs: Sequence[Run],
 
 
 def final_loss(run: Run, tokens: float) -> float | None:
-    """Mean training loss over the last fiftieth of the rows up to `tokens`, since one batch is noisy."""
+    """Mean training loss of the last 2 % of the rows up to `tokens`; a single batch is noisy."""
     _, losses = run.series("loss", tokens)
     tail = last_fiftieth(losses)
     return math.fsum(tail) / len(tail) if tail and all(map(math.isfinite, tail)) else math.nan if tail else None
 
 
 def fraction_before(run: Run, tokens: float) -> float:
-    """Fraction of a run's tokens that lie before `tokens`, by which its time is scaled."""
+    """Fraction of a run's tokens up to `tokens`; scales its time."""
     return min(1.0, tokens / run.tokens) if run.tokens else 1.0
 
 
@@ -94,7 +94,7 @@ def _directed(metric: Metric, better: str | None) -> Metric:
 
 
 def _logged(name: str) -> Metric:
-    """Metric of any other key of metrics.jsonl: its last value."""
+    """Metric for any other key of metrics.jsonl: the last value."""
     better: Direction | None = "min" if "loss" in name or "perplexity" in name else None
     return Metric(name, name.replace("_", " "), "", better, "last value", _last(name), is_loss=better == "min")
 
@@ -125,7 +125,7 @@ def _memory(run: Run, tokens: float) -> float | None:
 
 
 def _of_predicted(measured: Reader, predicted: Callable[[PredictedMetrics], float | None]) -> Reader:
-    """Measured over predicted value."""
+    """Reader of the measured over the predicted value."""
 
     def read(run: Run, tokens: float) -> float | None:
         value, expected = measured(run, tokens), predicted(run.predicted)
@@ -143,7 +143,7 @@ def _device_hours(run: Run, tokens: float) -> float | None:
 
 
 def last_fiftieth(losses: list[float]) -> list[float]:
-    """The last fiftieth of the values, at least one."""
+    """Last 2 % of the values, at least one."""
     return losses[-max(1, len(losses) // 50) :]
 
 
@@ -157,7 +157,7 @@ def _loss(name: str, title: str, meaning: str, read: Reader) -> Metric:
 
 
 def _rate(name: str, title: str, unit: str, meaning: str) -> Metric:
-    """Metric of each row, whose median over the run does not depend on the budget."""
+    """Metric of each row: its median, independent of the token budget."""
     return Metric(name, title, unit, "max", meaning, _median(name), needs_point=False)
 
 
@@ -190,7 +190,7 @@ METRICS = (
     Metric("time", "time", "h", "min", "wall clock of all starts, scaled to these tokens", _hours),
     Metric("gpu_hours", "GPU-hours", "h", "min", "wall clock times processes; on CPU a process is one", _device_hours),
 )
-"""Metrics that every run has; a study or `--metrics` chooses, also any other key of metrics.jsonl."""
+"""Built-in metrics; a study or `--metrics` may select others from metrics.jsonl."""
 
 METRIC_BY_NAME = {metric.name: metric for metric in METRICS}
 

@@ -1,4 +1,4 @@
-"""Comparison of runs: rows of repetitions, metrics at equal tokens, differences to a baseline."""
+"""Comparison of runs: metrics at equal tokens, grouped over seeds, with differences to a baseline."""
 
 import math
 from collections import Counter
@@ -23,13 +23,13 @@ class Row:
     """Runs that differ only in their seed."""
 
     label: str
-    """Short values of the differing keys: `lr=0.003 tp=2`."""
+    """Short names and values of the differing keys: `lr=0.003 tp=2`."""
     values: Mapping[str, Any]
     """Value by differing key; `ABSENT` if the configuration lacks it."""
     runs: tuple[Run, ...]
     """One run per seed."""
     numbers: Mapping[str, Mapping[object, float]]
-    """Known values by metric and seed; NaN where the run has diverged."""
+    """Known values by metric and seed; NaN if the run diverged."""
     estimates: Mapping[str, Estimate | None]
     """Mean over seeds that have not diverged, by metric."""
     deltas: Mapping[str, Delta | None]
@@ -47,7 +47,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Runs compared at equal tokens: content of the table, the page and the files."""
+    """Runs compared at equal tokens; source of all outputs."""
 
     name: str
     """Name of the study or of the folders."""
@@ -55,16 +55,16 @@ class Comparison:
     """None if the runs belong to no study."""
     budget: TokenBudget
     differing_keys: DifferingKeys
-    """Columns."""
+    """Table columns."""
     metrics: tuple[Metric, ...]
-    """The main one first."""
+    """Metrics, the main one first."""
     rows: tuple[Row, ...]
     baseline: int
     """Index of the baseline row."""
     baseline_why: str
-    """Origin of the baseline, as a clause."""
+    """Reason for the baseline, as a clause."""
     notes: tuple[str, ...]
-    """Sentences about runs that were left out, missing or duplicated."""
+    """Remarks about omitted, missing or duplicate runs."""
 
     @property
     def runs(self) -> tuple[Run, ...]:
@@ -73,7 +73,7 @@ class Comparison:
 
     @property
     def main(self) -> Metric:
-        """The main metric."""
+        """Main metric."""
         return self.metrics[0]
 
 
@@ -85,11 +85,11 @@ def compare(
     metrics: Sequence[str] = (),
     target: float | None = None,
 ) -> Comparison:
-    """Compare runs at a token budget, as `choose_token_budget` takes it.
+    """Compare runs at the token budget `at` (see `choose_token_budget`).
 
-    `baseline` is the label of a row, `key=value` pairs, or a run id; by default the study's, else the first row.
-    `metrics` are by default the study's, else all known ones; `target` is the loss for `tokens_to_target`. Raises
-    UserError if there is no such budget, baseline or metric.
+    `baseline` is a row label, `key=value` pairs or a run id; default: the study's, else the first row. `metrics`
+    default to the study's, else all known ones; `target` is the loss for `tokens_to_target`. Raises UserError about an
+    unknown budget, baseline or metric.
     """
     notes = list(selection.notes)
     runs = _without_duplicates(selection.runs, notes)
@@ -108,7 +108,7 @@ def compare(
     ]
     if not wanted:
         chosen = [metric for metric in chosen if any(row.numbers[metric.name] for row in rows)] or chosen[:1]
-        # The validation split is the same for all runs, so its loss is less noisy than that of training batches.
+        # The validation split is the same for all runs, so its loss is less noisy than the training loss.
         validated = all(row.estimates["validation_loss"] for row in rows)
         chosen.sort(key=lambda metric: not validated or metric.name != "validation_loss")
     reference, why = _baseline(rows, columns, baseline, selection.study)
@@ -120,7 +120,7 @@ def compare(
 
 
 def _without_duplicates(runs: Sequence[Run], notes: list[str]) -> list[Run]:
-    """Keep one run of each id: the same run in two folders is no second repetition."""
+    """Keep the most advanced run per id: a copied folder is not a repetition."""
     best: dict[str, Run] = {}
     for run in runs:
         if run.run_id not in best or run.tokens > best[run.run_id].tokens:
@@ -152,15 +152,15 @@ def _grouped(runs: Sequence[Run], columns: DifferingKeys, notes: list[str]) -> l
 
 
 def _order(value: Any) -> tuple[int, float, str]:
-    """Sort key: numbers by size, before text."""
+    """Sort key: numbers by size, then text."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return (0, float(value), "") if is_number else (1, 0.0, str(value))
 
 
 def _label_keys(columns: DifferingKeys, rows: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> Sequence[str]:
-    """Columns of a row's label: those that the study varies if they tell all rows apart, else all.
+    """Columns of the row label: the keys that the study varies if they distinguish all rows, else all.
 
-    Other columns follow from these: decay steps from steps, keys of a group from its option.
+    Other columns follow from the varied keys: decay steps from steps, keys of a group from its option.
     """
     varied = {word.partition("=")[0] for name in names.values() for word in name.split()}
     keys = [key for key in columns.keys if columns.short[key] in varied]
@@ -185,7 +185,7 @@ def _row(
         numbers[metric.name] = {seed: number for seed, number in read.items() if number is not None}
     estimates = {name: estimate(list(_finite(found).values())) for name, found in numbers.items()}
     label = columns.label(values, labelled)
-    # A name that the study's author gave replaces the values behind it.
+    # A named point of a study keeps its name instead of its values.
     given = {names.get(run.run_id, "") for run in runs}
     if len(given) == 1 and (name := given.pop()):
         axes = {word.partition("=")[0] for word in name.split()}
@@ -228,7 +228,7 @@ def _baseline(
 
 
 def _find_row(rows: Sequence[Row], columns: DifferingKeys, requested: str, study: StudyRecord | None) -> int:
-    """Index of the requested row."""
+    """Index of the row that matches `requested`."""
     points = study.points if study else {}
     exact = [
         index
@@ -251,7 +251,7 @@ def _find_row(rows: Sequence[Row], columns: DifferingKeys, requested: str, study
 
 
 def _matches(row: Row, columns: DifferingKeys, pairs: Sequence[tuple[str, str, str]]) -> bool:
-    """True if a row has all of these values; columns by short or full name, other keys by their full name."""
+    """True if a row has all these values; columns by short or full name, other keys by full name."""
     values = {**flatten(row.runs[0].config), **{columns.short[key]: row.values[key] for key in columns.keys}}
     return all(name in values and _same(values[name], text) for name, _, text in pairs)
 

@@ -1,4 +1,4 @@
-"""Configuration diff of several runs: keys of the resolved configurations whose values differ."""
+"""Configuration diff: keys whose resolved values differ between runs."""
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -13,40 +13,40 @@ SEED = "experiment.seed"
 """Runs that differ only in this key are repetitions."""
 
 LABEL_OF_MODEL = "model.name"
-"""Key without effect that stands for the keys of a model's shape if equal names mean equal shapes."""
+"""Label key that replaces the model's shape keys if equal names mean equal shapes."""
 
 GENERIC = {"name", "mode", "enabled", "recipe"}
-"""Last parts of keys that the group's name replaces in a short name."""
+"""Generic key names; the short name is the group's instead."""
 
 ABSENT = "not there"
-"""Value of a key that a configuration lacks: an older version wrote it, or W&B left it out."""
+"""Value of a key missing from a configuration, written by an older version or read from W&B."""
 
 
 @dataclass(frozen=True)
 class DifferingKeys:
-    """Keys that tell runs apart."""
+    """Keys that distinguish runs."""
 
     keys: tuple[str, ...]
     """Full names of the columns, in the order of the configuration."""
     short: Mapping[str, str]
-    """Unambiguous short name of each key."""
+    """Unique short name of each key."""
     stands_for: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Keys without a column of their own, by the column that determines them."""
+    """Keys folded into a column that determines them, by column."""
 
     @property
     def all_keys(self) -> tuple[str, ...]:
-        """Every key that differs, including those without a column of their own."""
+        """All differing keys, including folded ones."""
         return tuple(key for column in self.keys for key in (self.stands_for.get(column) or (column,)))
 
     def label(self, values: Mapping[str, Any], keys: Iterable[str] | None = None) -> str:
-        """Short names with their values, of all keys or some: `lr=0.003 tp=2`."""
+        """Short names and values of all or some keys: `lr=0.003 tp=2`."""
         return " ".join(
             f"{self.short[key]}={value_text(values.get(key))}" for key in (self.keys if keys is None else keys)
         )
 
 
 def differing_keys(configs: Sequence[Mapping[str, Any]]) -> DifferingKeys:
-    """Keys in which nested configurations differ, without the seed and keys that change no number."""
+    """Keys in which nested configurations differ, without the seed and keys that do not affect results."""
     flat = [flatten(config) for config in configs]
     keys = [
         key
@@ -58,7 +58,7 @@ def differing_keys(configs: Sequence[Mapping[str, Any]]) -> DifferingKeys:
 
 
 def value_text(value: Any) -> str:
-    """A value as typed on the command line, numbers to ten digits."""
+    """Format a value as typed on the command line, numbers to ten digits."""
     return f"{value:.10g}" if isinstance(value, float) else shown(value)
 
 
@@ -93,7 +93,7 @@ def _shortest(key: str) -> str:
 
 
 def _hashable(value: Any) -> Hashable:
-    # Python's 1, 1.0 and True are equal; only the first two are equal to a run.
+    # 1 == 1.0 == True in Python, but True differs from 1 in a configuration.
     if isinstance(value, bool):
         return ("bool", value)
     return value if isinstance(value, int | float | str) or value is None else repr(value)

@@ -1,4 +1,4 @@
-"""Findings and remarks of a comparison as sentences, the same in every output."""
+"""Findings and remarks of a comparison as sentences, shared by all outputs."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -27,7 +27,7 @@ def token_budget_text(comparison: Comparison) -> str:
 
 
 def verdict(metric: Metric, delta: Delta | None) -> str:
-    """Verdict of a difference after Holm's correction; empty without a difference.
+    """Significance label of a difference after Holm correction; empty without a difference.
 
     `better`, `worse`, `different` (no direction is better), `not distinguishable`, `only uncorrected` or `no interval`.
     """
@@ -43,7 +43,7 @@ def verdict(metric: Metric, delta: Delta | None) -> str:
 
 
 def findings(comparison: Comparison) -> list[str]:
-    """A sentence for each row against the baseline, in the main metric."""
+    """One sentence per row: its difference to the baseline in the main metric."""
     metric = comparison.main
     baseline = comparison.rows[comparison.baseline].estimates[metric.name]
     mean = baseline.mean if baseline else None
@@ -74,7 +74,7 @@ def state_text(row: Row) -> str:
 
 
 def stands_for(comparison: Comparison) -> list[str]:
-    """A sentence for each column that stands for several keys."""
+    """One sentence per column that stands for several keys."""
     return [
         f"{comparison.differing_keys.short[column]} stands for {listed(keys, 'and')}."
         for column, keys in comparison.differing_keys.stands_for.items()
@@ -145,7 +145,7 @@ def _about_states(comparison: Comparison) -> Iterator[str]:
 
 
 def _about_layouts(checks: Sequence[LayoutCheck]) -> Iterator[str]:
-    """A sentence for each check, or one for all that hold where these are more than two."""
+    """One sentence per check; more than two passing checks share one."""
     held = [check for check in checks if check.holds]
     if len(held) > 2:
         largest = max(held, key=lambda check: check.largest or 0.0)

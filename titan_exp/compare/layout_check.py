@@ -1,7 +1,7 @@
 """Layout invariance check: losses of the same experiment id in two layouts.
 
-A layout changes only rounding, whose effect grows during training: the first steps have a tolerance, and the difference
-at the end is for information.
+A layout changes only rounding, whose effect grows during training: the tolerance applies to the first steps, and the
+final difference is informational.
 """
 
 from collections import defaultdict
@@ -17,7 +17,7 @@ STEPS = 10
 """Steps with a tolerance, as many as the parity tests train."""
 
 TOLERANCE = {"fp32": 2e-6, "bf16": 2e-3}
-"""Largest relative difference of the loss in the parity tests, by `training.mixed_precision`."""
+"""Maximum relative loss difference of the parity tests, by `training.mixed_precision`."""
 
 
 @dataclass(frozen=True)
@@ -29,19 +29,19 @@ class LayoutCheck:
     layouts: tuple[str, str]
     run_ids: tuple[str, str]
     steps: int
-    """Number of the first STEPS steps that both runs have logged."""
+    """Number of the first STEPS steps that both runs logged."""
     largest: float | None
-    """Largest relative difference of the loss over these steps; None without any."""
+    """Maximum relative loss difference over these steps; None without steps."""
     tolerance: float | None
-    """Largest accepted difference; None if the precision has none."""
+    """Maximum accepted difference; None if the precision has none."""
     last_step: int | None
-    """Last step that both have logged."""
+    """Last step that both runs logged."""
     last: float | None
-    """Relative difference of the loss there."""
+    """Relative loss difference at `last_step`."""
 
     @property
     def holds(self) -> bool | None:
-        """True if the difference is within the tolerance; None if that is unknown."""
+        """True if the difference is within the tolerance; None if unknown."""
         return None if self.largest is None or self.tolerance is None else self.largest <= self.tolerance
 
 

@@ -16,7 +16,7 @@ from titan_exp.tracking.run_folder.state import read_json
 from titan_exp.tracking.sinks.sink import Row
 
 SILENCE = 120.0
-"""Seconds without a heartbeat after which a running run without a lock visible here counts as lost."""
+"""Seconds without a heartbeat before a running run without a visible lock counts as lost."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,12 @@ class Run:
     """One run, finished or not; unknown fields are None."""
 
     study: str
-    """`experiment.name`: the folder above the run's, or the W&B group."""
+    """`experiment.name`, the parent folder's name, or the W&B group."""
     run_id: str
     experiment_id: str | None
     state: str
-    """`pending`, `running`, `done`, `failed`, `preempted` or `lost`: recorded as running, without a heartbeat."""
+    """`pending`, `running`, `done`, `failed`, `preempted`, or `lost` (recorded as running, without lock or
+    heartbeat)."""
     reason: str | None
     config: Mapping[str, Any]
     """Resolved configuration, nested."""
@@ -39,7 +40,7 @@ class Run:
     device_seconds: float | None
     """Wall-clock time times processes, over all attempts."""
     device: str | None
-    """GPU or CPU."""
+    """GPU or CPU name."""
     commit: str | None
     dirty: bool | None
     """True if the code differed from the commit."""
@@ -47,7 +48,7 @@ class Run:
     source: str
     """Folder or URL."""
     predicted: PredictedMetrics = field(default_factory=PredictedMetrics)
-    """Predictions before its start."""
+    """Predictions made before the start."""
 
     @property
     def seed(self) -> int | None:
@@ -56,16 +57,16 @@ class Run:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the whole job at its last row; 0 without rows."""
+        """Tokens of the whole job at the last row; 0 without rows."""
         return int(next((row["tokens"] for row in reversed(self.rows) if row.get("tokens")), 0) or 0)
 
     @property
     def step(self) -> int:
-        """Optimizer steps at its last row."""
+        """Optimizer steps at the last row."""
         return int(self.rows[-1]["step"] or 0) if self.rows else 0
 
     def series(self, key: str, up_to: float = math.inf) -> tuple[list[float], list[float]]:
-        """Known values of a metric with their tokens, up to a number of tokens."""
+        """Known values of a metric with their token counts, up to `up_to` tokens."""
         known = [
             (float(row["tokens"] or 0), float(value))
             for row in self.rows
@@ -75,8 +76,7 @@ class Run:
 
 
 def read_run(path: str | Path) -> Run:
-    """Read the run of a folder, in any state. Raises UserError if the folder holds no configuration, or a file is
-    damaged."""
+    """Read a run folder in any state. Raises UserError if it has no configuration or a damaged file."""
     folder = RunFolder(path)
     config = _read_config(folder.config)
     code = read_json(folder.code) or {}
@@ -115,7 +115,7 @@ def _state(folder: RunFolder) -> tuple[str, str | None]:
     if state.state != "running" or folder.holder() is not None:
         return state.state, state.reason
     beat = folder.read_heartbeat()
-    # A lock of another machine may be invisible here; a heartbeat is not.
+    # Locks of another machine may be invisible here; heartbeats are not.
     if beat is not None and beat.age < SILENCE:
         return "running", None
     return "lost", "recorded as running, but its folder is not locked and its heartbeat has stopped"
@@ -133,7 +133,7 @@ def _seconds(attempt: Attempt, living: RunFolder | None) -> float | None:
 def _read_config(path: Path) -> dict[str, Any]:
     import yaml
 
-    # Plain YAML, so that configurations of older versions can be compared.
+    # Not validated, so that configurations of older versions can be compared.
     try:
         values = yaml.load(path.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Run selection by folder, id, pattern or name of a study."""
+"""Run selection by folder, id, pattern or study name."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from titan_exp.config.errors.user_error import UserError
 from titan_exp.tracking.number_format import format_items
 
 SHORTEST_ID = 4
-"""Shortest prefix of a run id that selects it."""
+"""Minimum length of a run id prefix."""
 
 
 @dataclass(frozen=True)
@@ -19,21 +19,21 @@ class Selection:
     """Selected runs."""
 
     runs: tuple[Run, ...]
-    """Runs in the order of the command line; within a study, of its points."""
+    """Runs in command-line order; within a study, in point order."""
     study: StudyRecord | None
     """Study record, if exactly one study was selected."""
     name: str
     folder: Path
-    """Folder for its files."""
+    """Output folder."""
     notes: tuple[str, ...] = ()
-    """Sentences about runs that are missing, unreadable or left out."""
+    """Remarks about missing, unreadable or omitted runs."""
 
 
 def select(words: Sequence[str], runs: Path) -> Selection:
-    """Find and read runs by study names, run folders, folders of runs, run ids or their prefixes, or patterns of these.
+    """Find and read runs by study name, run folder, folder of runs, run id prefix, or glob pattern.
 
-    Names and ids are looked up in `runs`, the value of `paths.runs`. Raises UserError if a word selects nothing, or no
-    selected run can be read.
+    Names and ids are looked up in `runs`, the value of `paths.runs`. Raises UserError if an argument matches no run, or
+    no matching run can be read.
     """
     if not words:
         raise UserError(f"compare takes a study, or run folders, ids or patterns. {_offer(runs)}")
@@ -75,7 +75,7 @@ def _folders(word: str, runs: Path) -> list[Path]:
 
 
 def _study_folder(word: str, runs: Path) -> Path | None:
-    """Folder of runs of that name, below `paths.runs` or the current folder."""
+    """Folder of runs by name, below `paths.runs` or the current folder."""
     for path in (runs / word, Path(word).expanduser()):
         if word and path.is_dir() and not _is_run(path) and _runs_in(path):
             return path
@@ -100,7 +100,7 @@ def _glob(folder: Path, pattern: str) -> list[Path]:
 
 
 def _points_of(study: StudyRecord, folder: Path, folders: list[Path], notes: list[str]) -> list[Path]:
-    """Runs of a study in the order of its points; notes missing points and other runs."""
+    """Runs of a study in point order; adds remarks about missing points and other runs."""
     there = {path.name: path for path in folders}
     if study.skipped:
         reasons = [f"{label} ({reason.strip().splitlines()[-1].strip()})" for label, reason in study.skipped.items()]

@@ -12,23 +12,23 @@ STUDY_FILE = "study.json"
 
 @dataclass(frozen=True)
 class StudyRecord:
-    """A study as recorded at its launch. Runs that were started by hand have none."""
+    """Study as recorded at launch. Runs started by hand have none."""
 
     name: str
     """Name of the study: `experiment.name` of its runs."""
     question: str = ""
     points: Mapping[str, str] = field(default_factory=dict)
-    """Varied values of every point, without the seed, by run id."""
+    """Varied values of each point, without the seed, by run id."""
     baseline: str | None = None
     """Baseline point, as in `points`."""
     metrics: tuple[tuple[str, str], ...] = ()
-    """Names of metrics with their better direction, `min` or `max`."""
+    """Metric names with their better direction, `min` or `max`."""
     skipped: Mapping[str, str] = field(default_factory=dict)
-    """Reasons of points that cannot run, by label."""
+    """Skip reasons, by point label."""
 
 
 def read_study_record(folder: Path) -> StudyRecord | None:
-    """Read the study record of a folder of runs; None if there is none. Raises UserError if it holds something else."""
+    """Read the study record of a folder of runs; None if missing. Raises UserError if it is not a study record."""
     path = folder / STUDY_FILE
     found = read_json(path)
     if found is None:

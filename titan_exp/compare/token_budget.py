@@ -8,30 +8,31 @@ from titan_exp.compare.run_record import Run
 from titan_exp.config.errors.user_error import UserError
 
 COUNTED = ("done", "running", "preempted")
-"""States of runs that may limit the budget; other runs have ended early."""
+"""Run states that may limit the budget; other runs ended early."""
 
 
 @dataclass(frozen=True)
 class TokenBudget:
-    """A number of tokens at which metrics are taken."""
+    """Number of tokens at which metrics are read."""
 
     tokens: float
-    """Infinite if every run is compared at its own end."""
+    """Infinite if every run is compared at its end."""
     why: str
     """Reason, for the heading."""
 
     def reached(self, run: Run) -> bool:
-        """True if a run has seen so many tokens."""
+        """True if a run has trained on that many tokens."""
         if math.isinf(self.tokens):
             return bool(run.rows)
         return run.tokens >= self.tokens * (1 - 1e-9) and bool(run.rows)
 
 
 def choose_token_budget(runs: Sequence[Run], at: str) -> TokenBudget:
-    """Choose the token budget: `least` for the least advanced run that has not failed, `done` for the least advanced
-    finished run, `end` for every run's own end, or a number of tokens (`30720`, `1e9`, `2.5B`).
+    """Choose the token budget.
 
-    Raises UserError if `at` is none of these, or no run has seen so many tokens.
+    `at` is `least` (the least advanced run that has not failed), `done` (the least advanced finished run), `end` (each
+    run at its end), or a number of tokens (`30720`, `1e9`, `2.5B`). Raises UserError for any other value, or if no run
+    has that many tokens.
     """
     begun = [run for run in runs if run.tokens]
     if not begun:

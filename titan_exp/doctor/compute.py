@@ -24,14 +24,14 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp8": torch.float8_e4m
 
 
 def gemm_rates(device: torch.device, limit: float) -> Iterator[Measurement]:
-    """Measure matmuls of every dtype and shape in `limit` seconds; shapes that would take too long are skipped."""
+    """Measure matmuls of every dtype and shape in `limit` seconds; skips shapes that would take too long."""
     shapes = GEMMS[device.type]
     call_limit = limit / len(shapes) / len(DTYPES)
     for dtype in DTYPES:
         previous = 0.0
         for rows, inner, columns in shapes:
             name, work = f"{dtype} {rows}×{inner}×{columns}", 2.0 * rows * inner * columns
-            # A larger shape is faster per operation, by an unknown factor.
+            # Larger shapes reach a higher FLOP rate, by an unknown factor.
             if previous and (1 + MIN_CALLS) * work / previous > 16 * call_limit:
                 yield Measurement("gemm", name, None, "TFLOP/s", note="skipped: too slow")
                 continue

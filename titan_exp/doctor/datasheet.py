@@ -3,7 +3,7 @@
 import re
 
 # Memory bandwidth in GB/s (10⁹ bytes) by torch device name, from the data sheets listed in
-# `tracking.device_rates.PEAK_TFLOPS`, where a name must match as a whole as well.
+# `tracking.device_rates.PEAK_TFLOPS`. The whole name must match.
 BANDWIDTHS: tuple[tuple[str, float], ...] = (
     (r"(NVIDIA )?A100-SXM4-40GB", 1555.0),
     (r"(NVIDIA )?A100-SXM4-80GB", 2039.0),

@@ -18,9 +18,9 @@ SIZES = {"cuda": (2**20, 2**24, 2**28), "cpu": (2**16, 2**20, 2**24)}
 
 
 def link_rates(run_on_ranks: RunOnRanks, *, ranks: int, device: str, limit: float) -> list[Measurement]:
-    """Start one rank per device and measure for `limit` seconds, not counting the start."""
+    """Measure collectives between all devices, one rank each, for `limit` seconds without start-up."""
     layout = [f"parallelism.dp_shard={ranks}", f"training.global_batch_size={ranks}", f"cluster.device={device}"]
-    # No training step runs: a hang is killed after three times the limit.
+    # No training step runs, so a hang is killed after three times hang_kill_minutes.
     layout += ["cluster.hang_warn_minutes=null", "cluster.hang_kill_minutes=1"]
     experiment = resolve_layout(to_experiment(compose([*layout, "model=llama_debug"])), ranks)
     try:
@@ -36,7 +36,7 @@ def rank_main(run_folder: str) -> None:
 
 
 def _measure(_: object, request: Any, device: torch.device) -> list[dict[str, Any]]:
-    """Rates, measured on all ranks together."""
+    """Measure bus bandwidths on all ranks."""
     ranks, found = dist.get_world_size(), []
     backend = "NCCL" if device.type == "cuda" else "gloo"
     limit = float(request["limit"]) / len(SIZES[device.type]) / 2

@@ -37,9 +37,9 @@ titan-exp doctor --numerics [RUN|FOLDER] quantization=RECIPE ...
 """
 
 SHARES = {"gemm": 0.3, "attention": 0.25, "copy": 0.15, "link": 0.2, "disk": 0.1}
-"""Share of the measuring time by kind."""
+"""Fraction of the measuring time by kind."""
 LOW_SHARE = 0.6
-"""Share of the data sheet's rate below which a measurement is highlighted."""
+"""Fraction of the data-sheet rate below which a measurement is highlighted."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class DoctorOptions:
     """Options of `titan-exp doctor`."""
 
     seconds: Annotated[float, Interval(ge=1, le=86400)] = 60.0
-    """Seconds to measure; starting processes takes extra time."""
+    """Measuring time in seconds, without starting processes."""
     json: bool = False
     """Print only the saved results."""
 
 
 def machine_command(arguments: Sequence[str], run_on_ranks: RunOnRanks) -> int:
-    """Run `titan-exp doctor`; returns the exit code. Raises UserError about a wrong argument or missing device."""
+    """Run `titan-exp doctor`; returns the exit code. Raises UserError about an invalid argument or a missing device."""
     if set(arguments) & set(HELP):
         print(USAGE, end="")
         return 0
@@ -83,9 +83,9 @@ def machine_command(arguments: Sequence[str], run_on_ranks: RunOnRanks) -> int:
 def measure(
     device: torch.device, runs: Path, seconds: float, run_on_ranks: RunOnRanks, report: Callable[[str], None]
 ) -> DeviceRates:
-    """Measure a device (the first GPU, and the links between all), and the disk of `runs`, in about `seconds`.
+    """Measure a device (the first GPU), the links between all devices and the disk of `runs`, in about `seconds`.
 
-    `report` takes progress lines.
+    `report` receives progress lines.
     """
     start = time.perf_counter()
     name, rates = device_name(device), list[Measurement]()

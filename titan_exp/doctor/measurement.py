@@ -1,4 +1,4 @@
-"""Microbenchmark results: the median time of repeated calls within a time budget, as a rate."""
+"""Microbenchmark: median time of repeated calls within a time budget, as a rate."""
 
 import statistics
 import time
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 MIN_CALLS, MAX_CALLS = 3, 50
-"""Least and most timed calls."""
+"""Minimum and maximum number of timed calls."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Measurement:
     seconds: float | None = None
     """Median time of a call."""
     expected: float | None = None
-    """Peak rate by the device's data sheet, in `unit`, if known."""
+    """Data-sheet peak in `unit`, if known."""
     note: str = ""
     """Reason for a missing value, or a remark."""
 
@@ -56,7 +56,8 @@ def median_seconds(
 ) -> float:
     """Median seconds per synchronized call, after one warm-up call.
 
-    The first timed call sets the number of calls; `agree` all-reduces it where the call is a collective.
+    The first timed call determines the number of calls; `agree` makes it equal on all ranks if the call is a
+    collective.
     """
 
     def timed() -> float:

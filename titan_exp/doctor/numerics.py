@@ -1,6 +1,6 @@
 """Quantization error per linear layer: one batch in fp32 and with the recipe, from the same weights.
 
-The recipe's rounding is emulated on every device and all else is fp32, so that only the recipe's error is seen.
+The recipe's rounding is emulated on every device and the rest is fp32, which isolates the recipe's error.
 """
 
 import math
@@ -29,8 +29,8 @@ class ProjectionError:
     own: float
     """Output SNR on the fp32 input: the layer's own rounding."""
     output: float | None
-    """Output SNR in the model, with the rounding of all earlier layers. None if that rounding made a router send tokens
-    to other experts."""
+    """Output SNR in the model, including the rounding of all earlier layers. None if that rounding changed the routing
+    of tokens to experts."""
     weight_gradient: float
     """Weight gradient SNR in the model."""
 
@@ -56,7 +56,7 @@ class _Pass:
 
 
 def report_numerics(model: nn.Module, recipe: QuantizationConfig, layers: int, batch: Batch) -> NumericsReport:
-    """Compare a recipe with fp32 on an fp32 model of `layers` blocks, which is quantized afterwards; all on one
+    """Compare a recipe with fp32 on one batch. Quantizes the fp32 `model` of `layers` blocks; model and batch share one
     device."""
     config = replace(recipe, emulate=True, precomputed_scales=False, float8_all_gather=False)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, Linear | GroupedLinear)}

@@ -43,8 +43,8 @@ DEFAULT_SEQUENCES = 4
 
 
 def doctor_command(arguments: Sequence[str]) -> int:
-    """Run `titan-exp doctor --numerics`; returns the exit code. Raises UserError about a wrong override or unreadable
-    weights."""
+    """Run `titan-exp doctor --numerics`; returns the exit code. Raises UserError about an invalid override or
+    unreadable weights."""
     if set(arguments) & set(HELP):
         print(USAGE)
         return 0
@@ -96,7 +96,7 @@ def _build_initial(
 
 
 def _compose_single_device(path: Path | None, source: OpenCheckpoint | None, overrides: Sequence[str]) -> Experiment:
-    """Compose a single-device experiment; data, tokenizer and sequence length default to those of the checkpoint."""
+    """Compose a single-device experiment; data, tokenizer and sequence length default to the checkpoint's."""
     experiment = to_experiment(compose([*overrides, "training.mixed_precision=fp32"]))
     keys = {override.partition("=")[0].lstrip("+") for override in overrides}
     if path is not None and source is not None:

@@ -54,7 +54,7 @@ DEFAULT_BATCH = 8
 
 
 def evaluate_command(arguments: Sequence[str], run_on_ranks: RunOnRanks | None = None) -> int:
-    """Run `titan-exp evaluate`; returns the exit code. Raises UserError about wrong overrides, weights or data."""
+    """Run `titan-exp evaluate`; returns the exit code. Raises UserError about invalid overrides, weights or data."""
     if set(arguments) & set(HELP):
         print(USAGE)
         return 0
@@ -89,8 +89,8 @@ def evaluate_command(arguments: Sequence[str], run_on_ranks: RunOnRanks | None =
 def evaluate_source(
     source: OpenCheckpoint, experiment: Experiment, mesh: Mesh, all_documents: bool = False
 ) -> ValidationResult:
-    """Loss over the validation split of the experiment's data, or over all documents. Called by all ranks of the mesh,
-    each of which reads its shard of the weights."""
+    """Loss over the validation split of the experiment's data, or over all documents. All ranks of the mesh must call
+    it; each reads its shard of the weights."""
     loader = ValidationLoader(
         experiment.data,
         experiment.training.seq_len,
@@ -132,10 +132,10 @@ def rank_main(run_folder: str) -> None:
 def evaluation_experiment(
     path: Path, source: OpenCheckpoint, overrides: Sequence[str], all_documents: bool = False
 ) -> Experiment:
-    """Apply overrides to the run's configuration, or to the defaults for weights from elsewhere.
+    """Apply overrides to the run's configuration, or to the defaults for weights without a run.
 
-    The tokenizer stays that of the weights unless overridden. With `all_documents`, no documents need be held out.
-    Raises UserError about an unknown key, or a value that cannot be evaluated.
+    The tokenizer defaults to the checkpoint's. `all_documents` needs no validation split. Raises UserError about an
+    unknown key, or a value that cannot be evaluated.
     """
     groups = [override for override in overrides if "." not in override.partition("=")[0]]
     values = [override for override in overrides if override not in groups]

@@ -36,7 +36,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def generate_command(arguments: Sequence[str], run_on_ranks: RunOnRanks | None = None) -> int:
-    """Run `titan-exp generate`; returns the exit code. Raises UserError about a wrong option or missing weights."""
+    """Run `titan-exp generate`; returns the exit code. Raises UserError about an invalid option or missing weights."""
     if set(arguments) & set(HELP):
         print(options_help(USAGE, GenerateOptions), end="")
         return 0
@@ -62,11 +62,11 @@ def generate(
 ) -> list[str]:
     """Complete prompts one at a time; returns the completions without their prompts.
 
-    `window` is the maximum sequence length in tokens. All ranks of a tensor-parallel `mesh` call it; None is one
+    `window` is the maximum sequence length in tokens. All ranks of a tensor-parallel `mesh` must call it; None is one
     device. Raises UserError if the weights have no tokenizer.
     """
     tokenizer = tokenizer_of(source)
-    # Published models begin with BOS. Ours are trained on documents separated by EOS, so EOS begins the prompt.
+    # Published models expect BOS. Ours are trained on documents separated by EOS, so EOS starts the prompt.
     bos = source.special_tokens.get("bos_token_id")
     first = bos if isinstance(bos, int) else tokenizer.end_of_text
     encoded = [[first, *(int(token) for token in tokenizer.encode(prompt))] for prompt in prompts]
@@ -112,8 +112,8 @@ def rank_main(run_folder: str) -> None:
 
 
 def tensor_parallel_experiment(source: OpenCheckpoint, degree: int) -> Experiment:
-    """Experiment that shards a checkpoint's model over `degree` tensor-parallel ranks. Raises UserError if it cannot
-    be, or there are too few GPUs."""
+    """Experiment that shards a checkpoint's model over `degree` tensor-parallel ranks. Raises UserError if the model
+    cannot be sharded, or there are too few GPUs."""
     # Decoding feeds one token at a time, so sequence parallelism does not apply.
     overrides = [f"parallelism.tp={degree}", "parallelism.dp_shard=1", "parallelism.sequence_parallel=false"]
     experiment = dataclasses.replace(to_experiment(compose(overrides)), model=source.model)
@@ -169,7 +169,7 @@ def _prompts(options: GenerateOptions, arguments: Sequence[str]) -> list[str]:
 
 
 def _stop_tokens(source: OpenCheckpoint, tokenizer: Tokenizer) -> set[int]:
-    """End-of-text tokens; published models may have several."""
+    """End-of-text tokens; a published model may define several."""
     eos = source.special_tokens.get("eos_token_id")
     return {tokenizer.end_of_text, *(eos if isinstance(eos, list) else [] if eos is None else [eos])}
 

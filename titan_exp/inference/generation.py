@@ -1,4 +1,4 @@
-"""Autoregressive decoding: next-token logits of a growing text, with or without a KV cache."""
+"""Autoregressive decoding: next-token logits, with or without a KV cache."""
 
 import torch
 from torch import Tensor, nn
@@ -8,10 +8,10 @@ from titan_exp.ops.attention.kv_cache import CachedAttention
 
 
 class DecodeSession:
-    """Decoding state of one text; `cache` keeps keys and values.
+    """Decoding state of one text; `cache` enables the KV cache.
 
-    A full window of `window` tokens drops its first half and is recomputed, because positions count from its start. A
-    user's model is decoded without a KV cache.
+    A full window of `window` tokens drops its first half and is recomputed, because positions are relative to its
+    start. User-defined models are decoded without a KV cache.
     """
 
     def __init__(self, model: nn.Module, window: int, *, cache: bool) -> None:
@@ -26,14 +26,14 @@ class DecodeSession:
         self._begin = 0
 
     def reset(self) -> None:
-        """Start another text."""
+        """Start a new text."""
         self._begin = 0
         for core in self._cores:
             core.reset()
 
     @torch.no_grad()
     def next_logits(self, ids: list[int]) -> Tensor:
-        """fp32 logits [vocab] of the token after `ids`, which extend those of the previous call."""
+        """Next-token logits in fp32 [vocab]; `ids` must extend the ids of the previous call."""
         begin = window_start(len(ids), self._window)
         if begin != self._begin:
             self._begin = begin
@@ -47,6 +47,6 @@ class DecodeSession:
 
 
 def window_start(length: int, window: int) -> int:
-    """First token of the window at the end of a text; it advances by half windows."""
+    """First token of the window at the end of a text; advances by half windows."""
     half = max(1, window // 2)
     return 0 if length <= window else -(-(length - window) // half) * half

@@ -1,1 +1,1 @@
-"""From a checked experiment to processes: identity, run folder, executors, state."""
+"""Launching: run id, run folder, executors, run state."""

@@ -1,7 +1,7 @@
-"""Executor interface: submit, status and cancel for the submitter, rank and rendezvous for the ranks.
+"""Executor interface: submit, query and cancel runs; identify a rank and join its rendezvous.
 
-An executor is one folder with an `executor.py` (`launch/local`, `launch/slurm`) or a user's class. `cluster.kind` gives
-the folder's name or the class's import path, and nothing else knows an executor by name.
+An executor is `launch/KIND/executor.py` (`local`, `slurm`) or a user-defined class. `cluster.kind` is the folder name
+or the import path of the class.
 """
 
 import os
@@ -27,13 +27,13 @@ class Submission:
 
     plan: RunPlan
     outcome: Literal["submitted", "done", "queued", "running", "failed", "preempted", "refused", "not started"]
-    """`submitted` now; `done`, `queued` or `running` already and left alone; the run's end if the executor waits for
-    it; `refused` with a reason; or `not started` because of a signal or a stop request."""
+    """`submitted` by this call; `done`, `queued` or `running` before it; the final state if the executor waits;
+    `refused`; `not started` after a signal or a stop request."""
     job_id: str | None = None
     reason: str | None = None
-    """One line for the user."""
+    """Explanation for the user."""
     exit_code: int = 0
-    """The run's exit code if the executor waits for it, 2 if refused, 130 if not started."""
+    """Exit code of the run if the executor waits, 2 if refused, 130 if not started."""
 
 
 @dataclass(frozen=True)
@@ -42,43 +42,43 @@ class SubmitOptions:
 
     echo: Callable[[str], None] = print
     title: Callable[[RunPlan], str] = lambda plan: str(plan.folder.path)
-    """A run's name in lines for the user."""
+    """Display name of a run."""
     jobs: int = 1
-    """Runs at a time, for executors that wait."""
+    """Maximum number of concurrent runs, for executors that wait."""
     stop_requested: Callable[[], bool] = lambda: False
-    """Checked before each start: True if no further run may start."""
+    """Polled before each start; no run starts once it returns True."""
 
 
 @dataclass(frozen=True)
 class JobStatus:
-    """The scheduler's view of a run. The run folder holds the rest."""
+    """Scheduler state of a run."""
 
     state: Literal["queued", "running", "gone", "unknown"]
-    """`gone`: the scheduler ended or forgot the job; `unknown`: the scheduler did not answer."""
+    """`gone`: ended or no longer known to the scheduler; `unknown`: the scheduler did not respond."""
     job_id: str | None = None
     reason: str | None = None
-    """Why the job waits, or how it ended."""
+    """Pending reason, or how the job ended."""
 
 
 class Executor(ABC):
-    """Starts runs somewhere, and tells each rank its place.
+    """Launches runs and identifies their ranks.
 
-    Submitter and ranks are separate processes, so an executor keeps no state between them.
+    Submitter and ranks are separate processes, so an executor holds no state between calls.
     """
 
     waits = False
-    """True if `submit` returns only after the runs have ended."""
+    """True if `submit` blocks until the runs have ended."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        """`cluster.kind`, and `launched_by` of the attempts that it submits."""
+        """`cluster.kind`, recorded as `launched_by` of its attempts."""
 
     @abstractmethod
     def submit(self, plans: Sequence[RunPlan], options: SubmitOptions) -> list[Submission]:
-        """Start runs that are not done, queued or running; one result per plan, in order.
+        """Submit runs that are not done, queued or running; returns one result per plan, in order.
 
-        Before a job exists, its intent is in the run's attempts.jsonl: `launched_by=self.kind`, and a token that the
-        ranks find in `TITAN_EXP_TOKEN`.
+        The intent is recorded in attempts.jsonl before the job exists: `launched_by=self.kind`, and a token that the
+        ranks read from `TITAN_EXP_TOKEN`.
         """
 
     def launch(self, plan: RunPlan) -> int:
@@ -88,11 +88,11 @@ class Executor(ABC):
         return submission.exit_code
 
     def status(self, folders: Sequence[RunFolder]) -> Mapping[Path, JobStatus]:
-        """Job status by run folder path, in one query. Runs left out are known by their files and locks alone."""
+        """Job status by run folder path, in one query. The status of omitted runs comes from files and locks."""
         return {}
 
     def cancel(self, folders: Sequence[RunFolder], *, reason: str) -> Mapping[Path, str]:
-        """Take waiting runs out of the queue, and let active ones save and stop; returns a line per folder path."""
+        """Dequeue waiting runs and request save-and-stop of active ones; returns a message per folder path."""
         lines: dict[Path, str] = {}
         for folder in folders:
             holder = folder.holder()
@@ -103,17 +103,17 @@ class Executor(ABC):
 
     @abstractmethod
     def rank_info(self) -> RankInfo | None:
-        """This process's rank, from its environment; None if another launcher started it."""
+        """Rank of this process, from the environment; None under another launcher."""
 
     def publish_rendezvous(self, folder: RunFolder, rank: RankInfo) -> None:  # noqa: B027  # optional
-        """Choose the address at which ranks meet. Called on rank 0 before the attempt's start is recorded."""
+        """Publish the rendezvous address. Called on rank 0 before the attempt's start is recorded."""
 
     def join_rendezvous(self, folder: RunFolder, rank: RankInfo) -> None:  # noqa: B027  # optional
         """Set MASTER_ADDR and MASTER_PORT. Called on every rank after rank 0 recorded the start."""
 
 
 def executor_for(kind: str) -> Executor:
-    """Build the executor of a `cluster.kind`, or of an attempt's `launched_by`. Raises UserError if there is none."""
+    """Build the executor for a `cluster.kind` or an attempt's `launched_by`. Raises UserError if unknown."""
     if is_dotted(kind):
         return import_dotted(kind, "cluster.kind")(kind)
     kind = LOCAL if kind == BY_HAND else kind
@@ -123,14 +123,14 @@ def executor_for(kind: str) -> Executor:
 
 
 def worst_exit_code(submissions: Sequence[Submission]) -> int:
-    """0 if all are submitted or done, 130 after Ctrl-C, 1 if any failed or was refused, 85 if any stopped."""
+    """Combined exit code: 130 after Ctrl-C, else 1 if any failed or was refused, 85 if any stopped, 0 otherwise."""
     order = (0, 85, 1, 130)
     codes = [code if code in order else 1 for code in (submission.exit_code for submission in submissions)]
     return max(codes, key=order.index, default=0)
 
 
 def print_submission(submission: Submission) -> None:
-    """Print the outcome of one run, a refusal to stderr, and the next commands for an active run."""
+    """Print the outcome of one run (refusals to stderr) and the next commands if it is active."""
     layout, name = submission.plan.layout, os.path.relpath(submission.plan.folder.path)
     if name.startswith(".."):
         name = str(submission.plan.folder.path)
@@ -146,10 +146,10 @@ def print_submission(submission: Submission) -> None:
 
 
 def last_executor(folder: RunFolder) -> str:
-    """Kind of the executor that launched a run's last attempt; the default before the first."""
+    """Executor kind of a run's last attempt; `local` before the first."""
     attempts = folder.read_attempts()
     return attempts[-1].launched_by if attempts else LOCAL
 
 
 BY_HAND = "hand"
-"""`launched_by` of ranks started by torchrun, srun or a user; files and locks tell their status."""
+"""`launched_by` of ranks started by torchrun, srun or a user; their status comes from files and locks."""

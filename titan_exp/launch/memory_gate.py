@@ -1,4 +1,4 @@
-"""Memory gate of a launch: prints the prediction, writes it into the run folder, and refuses runs that cannot fit."""
+"""Memory gate: predicts memory before launch, records it in the run folder, refuses runs that do not fit."""
 
 import json
 from collections import Counter
@@ -18,7 +18,7 @@ GATE_HINT = "  plan.gate=warn starts it anyway, plan.gate=off without a check."
 
 
 def gate_run(plan: RunPlan, echo: Echo) -> RunPlan:
-    """The plan with its memory prediction. Raises UserError if it does not fit and plan.gate=refuse."""
+    """Add the memory prediction to a plan. Raises UserError if it does not fit and plan.gate=refuse."""
     if is_done(plan):
         return plan
     (memory_check,) = check_memory([plan.experiment], _runs(plan), echo)
@@ -30,7 +30,7 @@ def gate_run(plan: RunPlan, echo: Echo) -> RunPlan:
 
 
 def gate_runs(plans: Sequence[RunPlan], echo: Echo) -> list[RunPlan]:
-    """Plans with their memory predictions. Raises UserError if any is refused, naming all of these."""
+    """Add memory predictions to plans. Raises one UserError that lists all refused runs."""
     checked = list(zip(plans, check_open_runs(plans, echo), strict=True))
     refused = [(plan, check) for plan, check in checked if check is not None and is_refused(check)]
     if refused:
@@ -42,7 +42,7 @@ def gate_runs(plans: Sequence[RunPlan], echo: Echo) -> list[RunPlan]:
 
 
 def check_open_runs(plans: Sequence[RunPlan], echo: Echo) -> list[MemoryCheck | None]:
-    """Memory check of each plan; None for runs that are done."""
+    """Memory check per plan; None for finished runs."""
     found: dict[int, MemoryCheck] = {}
     open_plans = [number for number, plan in enumerate(plans) if not is_done(plan)]
     for runs in dict.fromkeys(_runs(plans[number]) for number in open_plans):
@@ -52,24 +52,24 @@ def check_open_runs(plans: Sequence[RunPlan], echo: Echo) -> list[MemoryCheck | 
 
 
 def is_refused(memory_check: MemoryCheck) -> bool:
-    """True if the run must not start."""
+    """True if the run does not fit and plan.gate=refuse."""
     return memory_check.fits is False and memory_check.experiment.plan.gate == "refuse"
 
 
 def with_prediction(plan: RunPlan, memory_check: MemoryCheck) -> RunPlan:
-    """The plan with its content of plan.json."""
+    """Set the plan's content of plan.json."""
     found = plan_record(memory_check)
     return plan if found is None else replace(plan, prediction=json.dumps(found, indent=1) + "\n")
 
 
 def gate_warnings(memory_checks: Sequence[MemoryCheck]) -> list[str]:
-    """Distinct warnings about runs that start, with the number of runs."""
+    """Distinct warnings about accepted runs, with the number of runs."""
     counts = Counter(filter(None, map(_warning, memory_checks)))
     return [f"{text} ({count} runs)" if count > 1 else text for text, count in counts.items()]
 
 
 def is_done(plan: RunPlan) -> bool:
-    """True if the run is done."""
+    """True if state.json records the run as done."""
     state = plan.folder.read_state() if plan.folder.path.exists() else None
     return state is not None and state.state == "done"
 

@@ -1,4 +1,4 @@
-"""Retry of failed and lost runs in their own folders, by the executors of their configurations."""
+"""Retry failed and lost runs in their existing folders, by their configured executors."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,8 +12,8 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 
 def retry_runs(labels: Mapping[Path, str]) -> int:
-    """Restart the runs in these folders and print each result under its label; returns the exit code. Raises UserError
-    if a run cannot start or is not expected to fit."""
+    """Restart runs by folder path and print each result under its label; returns the exit code. Raises UserError if a
+    run cannot start or is not expected to fit."""
     by_kind: dict[str, list[RunPlan]] = {}
     for path in labels:
         plan = plan_relaunch(RunFolder(path))

@@ -1,4 +1,4 @@
-"""Console of the launcher. A closed terminal or a broken pipe does not end the run."""
+"""Launcher console. A closed terminal or broken pipe does not end the run."""
 
 import os
 import sys
@@ -10,7 +10,7 @@ from titan_exp.tracking.sinks.sink import Row
 
 
 class RunConsole:
-    """Progress and permanent lines on stdout, errors on stderr."""
+    """Progress and log lines on stdout, errors on stderr."""
 
     def __init__(self) -> None:
         self._sink: ConsoleSink | None = None
@@ -18,34 +18,34 @@ class RunConsole:
         self._log_over = False
 
     def open(self, title: str, total_steps: int) -> None:
-        """Show the progress of a run."""
+        """Start the progress display of a run."""
         self._try(lambda: setattr(self, "_sink", ConsoleSink(total_steps, title=title)))
 
     def row(self, row: Row) -> None:
-        """Show a row of metrics."""
+        """Display a row of metrics."""
         if self._sink is not None:
             self._try(self._sink.log, row)
 
     def log_lines(self, lines: Iterator[str]) -> None:
-        """Show rank 0's output up to its traceback: that of the first failed rank is shown at the end."""
+        """Print rank 0's log up to its traceback; the first failed rank's traceback is printed at the end."""
         for line in lines:
             self._log_over = self._log_over or line == FAILURE_MARK
             if not self._log_over:
                 self.echo(line)
 
     def echo(self, line: str) -> None:
-        """Show a permanent line."""
+        """Print a line above the progress display."""
         if self._sink is not None:
             self._try(self._sink.note, line)
         else:
             self._try(lambda: print(line, flush=True))
 
     def error(self, text: str) -> None:
-        """Show an error."""
+        """Print an error."""
         self._try(lambda: print(text, file=sys.stderr, flush=True))
 
     def close(self, state: str) -> None:
-        """End the progress with the run's final state."""
+        """Close the progress display with the run's final state."""
         sink, self._sink = self._sink, None
         if sink is not None:
             self._try(sink.close, state)

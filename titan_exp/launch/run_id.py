@@ -1,7 +1,7 @@
-"""Run id and experiment id: hashes of the resolved configuration, without keys that have no effect.
+"""Run id and experiment id: hashes of the resolved configuration, without keys that do not affect the run.
 
-A key at its declared default (that of its dataclass) is left out, so a new key with a default renames no run. The same
-command finds the same folder, and a repeated sweep starts only missing runs.
+Keys at their dataclass default are left out, so a new key with a default changes no id. Repeating a command finds the
+same folder, and repeating a sweep starts only missing runs.
 """
 
 import dataclasses
@@ -16,30 +16,28 @@ from titan_exp.config.groups.experiment import Experiment
 from titan_exp.config.schema.identity_keys import COUNTS_BESIDE, LAYOUT, has_effect, is_among
 
 ID_LENGTH = 12
-"""Hexadecimal digits of an id: with 48 bits, two of a million runs collide with a probability of 0.2 %."""
+"""Hex digits of an id (48 bits): collision probability 0.2 % for a million runs."""
 
 
 def run_id(experiment: Experiment) -> str:
-    """Hash of all effective keys, layout included, which must be resolved. Raises UserError if a value has no stable
-    text."""
+    """Hash of all effective keys, including the resolved layout. Raises UserError if a value has no canonical JSON."""
     return _digest(identity(experiment))
 
 
 def experiment_id(experiment: Experiment) -> str:
-    """Hash of all effective keys but the layout's. Raises UserError if a value has no stable text."""
+    """Hash of all effective keys except the layout. Raises UserError if a value has no canonical JSON."""
     return _digest({key: value for key, value in identity(experiment).items() if not is_among(key, LAYOUT)})
 
 
 def identity(experiment: Experiment) -> dict[str, Any]:
-    """Values that name a run, by dotted key: those with an effect that are not at their default."""
+    """Values hashed into the run id, by dotted key: effective keys that are not at their default."""
     changed = dict(_non_default(experiment))
     inactive = [key for key, switch in COUNTS_BESIDE.items() if switch not in changed]
     return {key: value for key, value in changed.items() if has_effect(key) and not is_among(key, inactive)}
 
 
 def canonical(value: object, key: str = "") -> str:
-    """Canonical JSON of a value: sorted keys, no spaces, floats by `repr`. Raises UserError about `key` if it has
-    none."""
+    """Canonical JSON: sorted keys, no spaces, floats by `repr`. Raises UserError about `key` for other types."""
     _require_stable(value, key)
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
@@ -50,7 +48,7 @@ def _digest(values: dict[str, Any]) -> str:
 
 
 def _non_default(group: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Keys of a group, nested ones included, that are not at their default, with their values."""
+    """Keys and values of a group that are not at their default, recursively."""
     for field in dataclasses.fields(group):
         value, key = getattr(group, field.name), f"{prefix}{field.name}"
         if dataclasses.is_dataclass(value):

@@ -1,6 +1,6 @@
-"""Run plan and run folder: planning checks and names a run and writes nothing; committing creates its folder.
+"""Run plan and run folder.
 
-The folder is published by one rename.
+Planning checks a run and computes its id without writing. The folder is written under a temporary name and renamed.
 """
 
 import contextlib
@@ -29,37 +29,37 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState, write_
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A checked and named run that may start."""
+    """Checked run with its id and folder."""
 
     experiment: Experiment
     overrides: tuple[str, ...]
     run_id: str
     experiment_id: str
     folder: RunFolder
-    """Run folder, which need not exist yet."""
+    """Run folder; may not exist yet."""
     prediction: str | None = None
-    """Content of plan.json; None keeps the file."""
+    """Content of plan.json; None keeps an existing file."""
 
     @property
     def layout(self) -> ResolvedLayout:
-        """Layout of the experiment."""
+        """Resolved layout of the experiment."""
         return ResolvedLayout.of(self.experiment)
 
 
 def plan_run(experiment: Experiment, overrides: Sequence[str] = (), folder: RunFolder | None = None) -> RunPlan:
-    """Check an experiment, resolve its layout and name it; writes nothing.
+    """Check an experiment, resolve its layout and compute its ids; writes nothing.
 
-    `folder` is an existing folder of the run, which may have been moved or named by an older version. Raises UserError
-    if the run cannot start, holds credentials, or has no stable name.
+    `folder` is the existing folder of a run that was moved or named by an older version. Raises UserError if the run
+    cannot start, contains credentials, or has no canonical JSON.
     """
-    # Credentials first: messages of the rules quote values.
+    # Before the rules, whose messages quote values.
     refuse_secrets(to_dict(experiment))
 
     def path_of(resolved: Experiment) -> Path:
         return _path(resolved, run_id(resolved)) if folder is None else Path(os.path.abspath(folder.path))
 
     def has_begun(resolved: Experiment) -> bool:
-        # Then the initial weights (`checkpoint.initial`) need not exist any more.
+        # A run with a checkpoint no longer needs `checkpoint.initial`.
         return saved_state(str(path_of(resolved))) is not None
 
     resolved = resolve_layout(check(experiment, has_begun), offered_devices(experiment.cluster))
@@ -67,10 +67,10 @@ def plan_run(experiment: Experiment, overrides: Sequence[str] = (), folder: RunF
 
 
 def create_run_folder(plan: RunPlan, provenance: Provenance | None = None) -> bool:
-    """Create the plan's run folder unless it exists; returns True if it existed.
+    """Create the run folder if it is missing; returns True if it existed.
 
-    The provenance is read anew if none is given. Raises UserError if the folder cannot be written, which leaves nothing
-    of it, or is not of this run.
+    `provenance` defaults to the current one. Raises UserError if the folder belongs to another run, or cannot be
+    written; a partial folder is removed.
     """
     target = plan.folder.path
     with explain_write_errors(target):
@@ -81,10 +81,9 @@ def create_run_folder(plan: RunPlan, provenance: Provenance | None = None) -> bo
 
 
 def refresh_snapshot(plan: RunPlan, last_attempt: int, provenance: Provenance | None = None) -> None:
-    """Update the snapshot in an existing folder before another start; the caller holds the run lock.
+    """Update configuration, code and environment files before another attempt; the caller holds the run lock.
 
-    Keys without effect, the code and the machine may differ; the files of the previous attempt are kept beside its
-    logs. Raises UserError if the folder cannot be written.
+    Replaced files are kept in the previous attempt's log folder. Raises UserError if the folder cannot be written.
     """
     with explain_write_errors(plan.folder.path):
         for name, text in _snapshot(plan, provenance).items():
@@ -101,7 +100,7 @@ def refresh_snapshot(plan: RunPlan, last_attempt: int, provenance: Provenance | 
 
 @contextlib.contextmanager
 def explain_write_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError about writing under `path` into a UserError."""
+    """Convert an OSError while writing under `path` into a UserError."""
     try:
         yield
     except OSError as error:
@@ -117,7 +116,7 @@ def _path(resolved: Experiment, name: str) -> Path:
 
 
 def _snapshot(plan: RunPlan, provenance: Provenance | None) -> dict[str, str]:
-    """Content by name of the files that describe the run before it starts."""
+    """Contents by file name: configuration, overrides, code, environment, prediction."""
     provenance = provenance or read_provenance()
     ids = {"run_id": plan.run_id, "experiment_id": plan.experiment_id}
     typed = [f"- {json.dumps(mask_override(override), ensure_ascii=False)}\n" for override in plan.overrides]
@@ -133,7 +132,7 @@ def _snapshot(plan: RunPlan, provenance: Provenance | None) -> dict[str, str]:
 
 
 def _create(plan: RunPlan, provenance: Provenance | None) -> bool:
-    """Write the folder elsewhere and rename it; returns True if another process was first."""
+    """Write a temporary folder and rename it; returns True if another process created the folder first."""
     target = plan.folder.path
     missing = [parent for parent in target.parents if not parent.exists()]
     try:
@@ -160,7 +159,7 @@ def _create(plan: RunPlan, provenance: Provenance | None) -> bool:
 
 
 def _require_same(plan: RunPlan) -> None:
-    """Refuse a folder of another run: it was edited by hand, or is no run."""
+    """Check that the existing folder holds this run."""
     folder = plan.folder
     if not folder.config.exists():
         raise UserError(

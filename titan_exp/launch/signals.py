@@ -1,4 +1,4 @@
-"""Signals to the launcher: the first requests a stop, a second one ends everything."""
+"""Launcher signals: the first requests a graceful stop, the second an immediate one."""
 
 import contextlib
 import signal
@@ -9,20 +9,20 @@ from types import FrameType
 from typing import Any
 
 DEBOUNCE = 0.5
-"""Seconds within which signals count as one: a tool may signal both the process and its group."""
+"""Debounce window in seconds: some tools signal both the process and its group."""
 
 
 class Interrupts:
-    """Counts Ctrl-C (SIGINT), SIGTERM and a closed terminal (SIGHUP) inside the block.
+    """Counts SIGINT, SIGTERM and SIGHUP inside the block.
 
-    A process that ignores SIGHUP, as under nohup, keeps ignoring it. Outside the main thread nothing is caught.
+    An ignored SIGHUP (nohup) stays ignored. Outside the main thread no handler is installed.
     """
 
     def __init__(self) -> None:
         self.first: str | None = None
-        """Name of the first signal; None so far."""
+        """Name of the first signal; None before it."""
         self.again = False
-        """True if another signal followed."""
+        """True after a second signal."""
         self._time = 0.0
         self._before: dict[signal.Signals, Any] = {}
 
@@ -49,7 +49,7 @@ class Interrupts:
 
 @contextlib.contextmanager
 def block_terminal_signals() -> Iterator[None]:
-    """Hide the terminal's signals from processes started in the block; this process gets them after it."""
+    """Block SIGINT and SIGHUP for processes started in the block; this process receives them after it."""
     terminal = {signal.SIGINT, signal.SIGHUP}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, terminal)
     try:

@@ -12,17 +12,17 @@ from titan_exp.tracking.sinks.sink import Value
 
 @dataclass(frozen=True)
 class Summary:
-    """Summary of a run's files; None is unknown."""
+    """Final state and metrics of a run; None if unknown."""
 
     state: str
     """`done`, `failed`, `preempted`, ..."""
     step: int
     loss: Value
-    """Last logged, in nats per token."""
+    """Last logged training loss, in nats per token."""
     validation_loss: Value
-    """Last evaluated."""
+    """Last validation loss."""
     tokens_per_second: Value
-    """Median over rows, without each attempt's first, which includes compilation and warm-up."""
+    """Median over rows, excluding the first of each attempt (compilation and warm-up)."""
     roofline: str | None = None
     """Roofline note of the newest finished attempt."""
 
@@ -35,7 +35,7 @@ def summarize(folder: RunFolder) -> Summary:
     speeds = [speed for row in warm or rows if (speed := row.get("tokens_per_second")) is not None]
     step = state.step if state else 0
     if state and rows and rows[-1].get("attempt") == state.attempt:
-        step = max(step, int(rows[-1]["step"] or 0))  # where the disk is full, the newest row is newer
+        step = max(step, int(rows[-1]["step"] or 0))  # ahead of state.json if the disk is full
     return Summary(
         state=state.state if state else "pending",
         step=step,
@@ -47,7 +47,7 @@ def summarize(folder: RunFolder) -> Summary:
 
 
 def describe(summary: Summary, total_steps: int) -> str:
-    """One line with everything known."""
+    """Format the known fields as one line."""
     parts = [f"{summary.state} after step {summary.step} of {total_steps}"]
     if summary.loss is not None:
         parts.append(f"loss {summary.loss:.4f}")

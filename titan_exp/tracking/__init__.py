@@ -1,1 +1,1 @@
-"""The run folder and the sinks that metrics go to."""
+"""Tracking: run folder and metric sinks."""

@@ -1,4 +1,4 @@
-"""Progress bar for work counted in bytes; occasional lines if the output is no terminal."""
+"""Progress bar in bytes; periodic lines if the output is not a terminal."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ INTERVAL = 5.0
 
 
 ProgressCallback = Callable[[int, int], None]
-"""Shows bytes done and total bytes."""
+"""Called with bytes done and total bytes."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Device rates: data-sheet bf16 peaks by torch name, and rates measured by `titan-exp doctor`, kept beside the runs."""
+"""Device rates: data-sheet bf16 peaks by torch device name, and rates measured by `titan-exp doctor`."""
 
 import json
 import re
@@ -14,8 +14,8 @@ from titan_exp.tracking.run_folder.atomic_write import write_atomically
 if TYPE_CHECKING:
     import torch
 
-# Dense bf16 matmul peak with fp32 accumulation, in TFLOP/s per torch device. Data sheets mostly print twice this, "with
-# sparsity". The whole name must match: a MIG slice or an unlisted variant is unknown.
+# Dense bf16 matmul peak with fp32 accumulation, in TFLOP/s per torch device. Most data sheets list twice this rate,
+# with sparsity. The whole name must match: a MIG slice or an unlisted variant is unknown.
 PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     (r"(NVIDIA )?A100(-SXM4-|-PCIE-| )(40|80)GB( PCIe)?", 312.0),  # A100 data sheet
     (r"NVIDIA A800(-SXM4-|-PCIE-| )(40|80)GB( PCIe)?", 312.0),  # A800 data sheet: A100 with a slower NVLink
@@ -75,13 +75,15 @@ class PeakRate:
 
     tflops: float
     source: str
-    """A key, the data sheet or a measurement."""
+    """Configuration key, data sheet or measurement."""
 
 
 def mfu_peak(device: "torch.device", configured: float | None, cache: Path) -> PeakRate | None:
-    """Dense bf16 peak for MFU: `configured` (`cluster.peak_tflops`), else the data sheet's, else the best bf16 matmul
-    measured by `titan-exp doctor` on a GPU without a data sheet, from `cache`, the `.cache` of the runs. None if all
-    are unknown, with a warning on a GPU."""
+    """Dense bf16 peak for MFU; None if unknown, with a warning on a GPU.
+
+    The first known of `configured` (`cluster.peak_tflops`), the data sheet, and the best bf16 matmul that `titan-exp
+    doctor` measured, from `cache` (the `.cache` of the runs). On a CPU only `configured` counts.
+    """
     if configured is not None:
         return PeakRate(configured, "cluster.peak_tflops")
     if device.type != "cuda":
@@ -118,7 +120,7 @@ def write_rates(cache: Path, measured: DeviceRates) -> Path:
 
 
 def read_rates(cache: Path, device: str) -> DeviceRates | None:
-    """Read the rates of a device; None if there are none, or the file is unreadable."""
+    """Read the rates of a device; None if the file is missing or unreadable."""
     try:
         return DeviceRates(**json.loads(rates_file(cache, device).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -135,7 +137,7 @@ def device_name(device: "torch.device") -> str:
 
 
 def peak_by_name(name: str) -> float | None:
-    """Dense bf16 peak in TFLOP/s by torch device name; None if unknown, never a guess."""
+    """Dense bf16 peak in TFLOP/s by torch device name; None if unknown."""
     return next((peak for pattern, peak in PEAK_TFLOPS if re.fullmatch(pattern, name)), None)
 
 

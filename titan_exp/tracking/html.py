@@ -1,7 +1,6 @@
-"""Self-contained HTML pages: no network, no other file, no library.
+"""Self-contained HTML pages without external resources.
 
-All text is escaped, data is embedded as JSON that cannot end its script element, and a content security policy blocks
-loading anything.
+Text is escaped, data is embedded as script-safe JSON, and a content security policy blocks all loading.
 """
 
 import json
@@ -11,14 +10,14 @@ from importlib.resources import files
 from typing import Any
 
 FOLDER = "page"
-"""Folder of a package with its template, style and scripts; the one beside this file has those of all pages."""
+"""Folder of a package with its template, style and scripts; `tracking/page` is shared by all pages."""
 
 
 def render_page(package: str, scripts: Sequence[str], numbers: Any, **words: Any) -> str:
-    """Render `page.html`, which extends our `base.html`, and `page.css` from the folder `page` of a package.
+    """Render `page.html` (extends `base.html`) and `page.css` from the folder `page` of a package.
 
-    `scripts` are files in that folder, `numbers` their data (finite JSON values), `words` the escaped template
-    variables.
+    `scripts` are files in that folder, `numbers` their data (finite JSON values), `words` the template variables, which
+    are escaped.
     """
     from jinja2 import Environment, FunctionLoader, StrictUndefined
     from markupsafe import Markup
@@ -27,7 +26,7 @@ def render_page(package: str, scripts: Sequence[str], numbers: Any, **words: Any
     loader = FunctionLoader(lambda name: _asset(common, name))
     options = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(autoescape=True, loader=loader, **options)
-    # Markup is not escaped: our own files, and data made safe for a script.
+    # Markup is not escaped: files of the package, and script-safe data.
     return environment.from_string(_asset(package, "page.html")).render(
         drawn_at=time.strftime("%Y-%m-%d %H:%M"),
         style=Markup(_asset(common, "base.css") + _asset(package, "page.css")),
@@ -42,6 +41,6 @@ def _asset(package: str, name: str) -> str:
 
 
 def _script_safe(value: Any) -> str:
-    """JSON in which no character can end a <script> element or begin a comment."""
+    """JSON that cannot end a <script> element or begin a comment."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

@@ -1,4 +1,4 @@
-"""Logging of ranks: rank 0 to standard output, warnings of other ranks to a file each."""
+"""Rank logging: rank 0 to standard output, warnings of other ranks to one file each."""
 
 import logging
 import sys
@@ -6,14 +6,14 @@ from pathlib import Path
 
 
 def get_logger() -> logging.Logger:
-    """Logger of the whole package."""
+    """Package logger."""
     return logging.getLogger("titan_exp")
 
 
 def configure_logging(rank: int, logs: Path) -> None:
-    """Set up this process: rank 0 logs to standard output, other ranks only warnings, to `logs/rank-<rank>.log`.
+    """Configure logging: rank 0 logs to standard output, other ranks log warnings to `logs/rank-<rank>.log`.
 
-    Warnings of Python and of libraries are logged as well, each text once. A later call replaces an earlier one.
+    Warnings of Python and of libraries are included, each text once. A later call replaces an earlier one.
     """
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if isinstance(handler.formatter, _Formatter)]:
@@ -51,7 +51,7 @@ class _Formatter(logging.Formatter):
 
 
 class _OnceFilter(logging.Filter):
-    """Passes each message of another library once, and all messages of our own loggers."""
+    """Passes each message of other libraries once, and all messages of titan_exp."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Peak memory of a rank: the CUDA allocator's, or the resident set."""
+"""Peak memory of a rank: CUDA allocator, or resident set."""
 
 import re
 import resource
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class PeakMemory:
     """Peak memory of this rank since construction or `reset`, in GiB.
 
-    On CUDA the allocator's allocated and reserved bytes; on a CPU the peak resident set of the process, which cannot
-    be reset outside Linux.
+    CUDA: allocated and reserved bytes of the caching allocator. CPU: peak resident set of the process, which cannot be
+    reset outside Linux.
     """
 
     def __init__(self, device: "torch.device") -> None:
@@ -45,7 +45,7 @@ class PeakMemory:
 
 
 def _reset_peak_resident() -> None:
-    # Outside Linux, or in a sandbox, the peak is that of the process lifetime.
+    # Outside Linux, or in a sandbox, the peak covers the process lifetime.
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM, see proc(5)
 

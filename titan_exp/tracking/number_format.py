@@ -7,7 +7,7 @@ _BYTE_UNITS = ((2**40, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (1024, "KiB"))
 
 
 def format_bytes(size: float) -> str:
-    """Binary units: 38.2 GiB, 1,234 TiB."""
+    """Format bytes in binary units: 38.2 GiB, 1,234 TiB."""
     for scale, unit in _BYTE_UNITS:
         if size >= scale:
             return f"{size / scale:.3g} {unit}" if size < 999.5 * scale else f"{size / scale:,.0f} {unit}"
@@ -15,13 +15,13 @@ def format_bytes(size: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """A short time: 1.25 s, 340 ms, 12 µs."""
+    """Format a short time: 1.25 s, 340 ms, 12 µs."""
     scale, unit = (1, "s") if seconds >= 0.9995 else (1e3, "ms") if seconds >= 0.9995e-3 else (1e6, "µs")
     return f"{seconds * scale:.3g} {unit}"
 
 
 def format_duration(seconds: float) -> str:
-    """A long time in its two largest units: 2h 05m, 3m 20s, 12.5s."""
+    """Format a long time in its two largest units: 2h 05m, 3m 20s, 12.5s."""
     whole = round(seconds)
     hours, minutes = divmod(whole // 60, 60)
     if hours:
@@ -30,7 +30,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_count(number: float) -> str:
-    """A count in at most six characters: 950, 30.72k, 1.25M, 2.5B."""
+    """Format a count in at most six characters: 950, 30.72k, 1.25M, 2.5B."""
     for scale, unit in _COUNT_UNITS:
         if abs(number) >= scale * 0.99995:
             return f"{number / scale:.4g}{unit}"
@@ -38,7 +38,7 @@ def format_count(number: float) -> str:
 
 
 def format_si(number: float, unit: str) -> str:
-    """Decimal prefixes: 8.77 MFLOP, 1.2 GB."""
+    """Format a number with a decimal prefix: 8.77 MFLOP, 1.2 GB."""
     for power, prefix in ((5, "P"), (4, "T"), (3, "G"), (2, "M"), (1, "k")):
         if number >= 1000**power:
             return f"{number / 1000**power:.3g} {prefix}{unit}"
@@ -46,6 +46,6 @@ def format_si(number: float, unit: str) -> str:
 
 
 def format_items(number: int, noun: str) -> str:
-    """A number of things: 1 run, 3 runs, 12 micro-batches."""
+    """Format a number of items: 1 run, 3 runs, 12 micro-batches."""
     plural = f"{noun}es" if noun.endswith(("s", "ch")) else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"

@@ -1,6 +1,6 @@
-"""In-process progress of training for the watchdog thread: step, phase, and time since the last report.
+"""In-process training progress for the watchdog thread: step, phase, time since the last report.
 
-Reports come from the trainer and cost no more than reading a clock.
+A report costs one clock read.
 """
 
 import statistics
@@ -30,16 +30,16 @@ class ProgressSnapshot:
 
     @property
     def at(self) -> int:
-        """The current step: the one being trained, or the last one during an evaluation or a save."""
+        """Current step: the one in training, or the last finished one during evaluation or saving."""
         return self.step + (self.phase in (STEP, FIRST_STEP))
 
 
 class ProgressTracker:
-    """Progress of one process, reported by one thread and read by another. `clock` is in seconds."""
+    """Progress of one process, written by one thread and read by another. `clock` is in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        # One tuple, replaced as a whole, so that a reader never sees half of an update.
+        # One tuple, replaced as a whole, so that readers never see a partial update.
         self._now: tuple[int, str, float] = (0, START, clock())
         self._last_step_end: float | None = None
         self._times: deque[float] = deque(maxlen=MEDIAN_WINDOW)
@@ -49,7 +49,7 @@ class ProgressTracker:
         self._now = (step, FIRST_STEP, self._clock())
 
     def step(self, step: int) -> None:
-        """Report the end of a step."""
+        """Report a finished step."""
         now = self._clock()
         if self._last_step_end is not None:
             self._times.append(now - self._last_step_end)
@@ -57,7 +57,7 @@ class ProgressTracker:
         self._now = (step, STEP, now)
 
     def keep_alive(self) -> None:
-        """Report progress within a long phase, such as one batch of an evaluation."""
+        """Report progress within a long phase, such as a batch of an evaluation."""
         step, phase, _ = self._now
         self._now = (step, phase, self._clock())
 

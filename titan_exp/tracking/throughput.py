@@ -1,4 +1,4 @@
-"""Training throughput: tokens per second, TFLOP/s and MFU, without warm-up, evaluation and blocking saves."""
+"""Training throughput: tokens per second, TFLOP/s and MFU, excluding warm-up, evaluation and blocking saves."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass
 class TimeBreakdown:
-    """Seconds of one attempt by activity, and tokens trained in the measured ones."""
+    """Time of one attempt by activity in seconds, and tokens trained after warm-up."""
 
     warmup: float = 0.0
     """First steps: compilation, allocation, autotuning."""
@@ -21,12 +21,12 @@ class TimeBreakdown:
 
 
 class Throughput:
-    """Throughput between two readings, one for each logged row.
+    """Throughput between two readings, one per logged row.
 
-    `devices` is the number of processes, `flops_per_token` the model's FLOPs per token in forward and backward
-    (6 × active parameters in matmuls + attention), `peak_tflops` the dense bf16 peak of one device; metrics that need
-    a None are unknown. `synchronize` waits for the device: it is called at the ends of pauses and of warm-up, so that
-    queued kernels are counted on the right side.
+    `devices` is the number of processes, `flops_per_token` the model's forward and backward FLOPs per token (6 × active
+    parameters in matmuls + attention), `peak_tflops` the dense bf16 peak of one device; None makes the dependent
+    metrics unknown. `synchronize` waits for the device; it is called at the ends of pauses and of warm-up, so that
+    queued kernels are attributed correctly.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Throughput:
 
     @contextmanager
     def pause(self, reason: str) -> Iterator[None]:
-        """Exclude the time of the block and book it under `reason`. Not reentrant."""
+        """Exclude the block from throughput and count its time under `reason`. Not reentrant."""
         self._synchronize()
         begin = self._clock()
         try:
@@ -72,7 +72,7 @@ class Throughput:
     def read(self) -> dict[str, float | None]:
         """Throughput since the last reading, under the keys of a row; None if unmeasured or unknown.
 
-        `tflops` is per device, `mfu` that over its peak. Call it after synchronizing with the device.
+        `tflops` is per device, `mfu` is `tflops` over the peak. Synchronize with the device before the call.
         """
         per_second = tflops = mfu = None
         if self._window_tokens > 0:
@@ -93,7 +93,7 @@ class Throughput:
         }
 
     def _restart(self) -> float:
-        """Start a new window; returns the seconds of the old one without pauses."""
+        """Start a new window; returns the seconds of the old one, without pauses."""
         now = self._clock()
         seconds = now - self._window_start - self._window_paused
         self._window_start, self._window_tokens, self._window_paused = now, 0, 0.0

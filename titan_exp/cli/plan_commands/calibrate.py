@@ -1,4 +1,4 @@
-"""`titan-exp plan calibrate`: fits a device's constants to finished runs."""
+"""`titan-exp plan calibrate`: fit device constants to finished runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -43,7 +43,7 @@ one kind of device. A CPU must have been measured by titan-exp doctor.
 
 @dataclass(frozen=True)
 class _Measured:
-    """A finished run that the fit can use."""
+    """Finished run that the fit uses."""
 
     label: str
     experiment: Experiment
@@ -53,11 +53,8 @@ class _Measured:
 
 
 def calibrate_command(words: Sequence[str]) -> int:
-    """Run the verb; returns the exit code.
-
-    Raises:
-        UserError: a word names no run, the runs are on several kinds of device, or they are too few.
-    """
+    """Run the verb; returns the exit code. Raises UserError if a name matches no run, or the runs are too few or on
+    several kinds of device."""
     if {"--help", "-h"} & set(words):
         print(HELP, end="")
         return 0
@@ -90,7 +87,7 @@ def calibrate_command(words: Sequence[str]) -> int:
 
 
 def _measured(found: Sequence[RunEntry], cache: Path, left_out: dict[str, int]) -> list[_Measured]:
-    """Runs that the fit can use; counts the others by reason."""
+    """Runs that the fit can use; counts the others by reason in `left_out`."""
     taken = list[_Measured]()
     for run in found:
         try:
@@ -116,7 +113,7 @@ def _read(run: RunEntry, cache: Path) -> _Measured:
 
 
 def _resolve_device(experiment: Experiment, on_gpu: bool, gpus: int) -> Experiment:
-    """Resolve `auto` and null by the run's own machine, which may be another one."""
+    """Resolve `auto` and null for the run's machine, which may differ from this one."""
     cluster = experiment.cluster
     if cluster.device == "auto":
         cluster = replace(cluster, device="cuda" if on_gpu else "cpu")

@@ -1,4 +1,4 @@
-"""Options that `titan-exp plan` and `titan-exp plan search` share."""
+"""Options shared by `titan-exp plan` and `titan-exp plan search`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +15,10 @@ if TYPE_CHECKING:
 def take_options(
     words: Sequence[str], examples: dict[str, str], flags: Sequence[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Take `--name VALUE` options, flags and `--help` out of words; returns them by name, and the other words.
+    """Extract `--name VALUE` options, flags and `--help`; returns them by name, and the other words.
 
-    `examples` has a value of each option, for the message.
-
-    Raises:
-        UserError: an option lacks its value.
+    `examples` maps each option to an example value for the error message. Raises UserError if an option lacks its
+    value.
     """
     rest, given = list(words), dict[str, Any]()
     for name, example in examples.items():
@@ -40,11 +38,8 @@ def take_options(
 
 
 def device_for(experiment: Experiment, key: str | None) -> "Device | None":
-    """Device of a run: that of `--device`, else the cluster's; None is a CPU of unknown speed.
-
-    Raises:
-        UserError: the device table has no such GPU.
-    """
+    """Device of a run, from `--device` or the cluster; None for a CPU of unknown speed. Raises UserError if the device
+    table lacks the GPU."""
     from titan_exp.config.layout.resolved_layout import ResolvedLayout
     from titan_exp.config.machine.devices import device_type
     from titan_exp.plan.cuda.devices import DEVICES, device_named

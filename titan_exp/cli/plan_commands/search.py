@@ -1,4 +1,4 @@
-"""`titan-exp plan search [options] [overrides]`: ranks the layouts of a cluster by predicted speed."""
+"""`titan-exp plan search`: rank the layouts of a cluster by predicted speed."""
 
 import json
 import sys
@@ -40,7 +40,7 @@ _EXAMPLES = {"gpus": "512", "tokens": "15e12", "global-batch-size": "1024", "lim
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """Options of the verb."""
+    """Options of `titan-exp plan search`."""
 
     gpus: int | None = None
     """Number of GPUs."""
@@ -57,11 +57,8 @@ class SearchOptions:
 
 
 def search_options(words: Sequence[str]) -> tuple[SearchOptions, list[str]]:
-    """Split the words of the command into options and overrides.
-
-    Raises:
-        UserError: an option lacks its value or has a wrong one.
-    """
+    """Split command-line words into options and overrides. Raises UserError if an option lacks its value or has a wrong
+    one."""
     given, rest = take_options(words, _EXAMPLES, ("json",))
     for name in ("gpus", "tokens", "global-batch-size", "limit"):
         if (key := name.replace("-", "_")) in given:
@@ -72,11 +69,8 @@ def search_options(words: Sequence[str]) -> tuple[SearchOptions, list[str]]:
 
 
 def search_command(cfg: Any, options: SearchOptions, typed: Sequence[str]) -> int:
-    """Search the layouts of a composed run and print them; returns the exit code.
-
-    Raises:
-        UserError: the run cannot be searched, or no layout fits.
-    """
+    """Search the layouts of a composed run and print them; returns the exit code. Raises UserError if the run cannot be
+    searched, or no layout fits."""
     from titan_exp.config.schema.typed_config import to_experiment
     from titan_exp.plan.search.layouts import fixed_keys, search_space
     from titan_exp.plan.supported import check_supported, check_supported_on
@@ -90,7 +84,7 @@ def search_command(cfg: Any, options: SearchOptions, typed: Sequence[str]) -> in
     device = device_for(experiment, options.device)
     assert device is not None, "a GPU is in the device table, or refused"
     gpus = options.gpus or offered_devices(experiment.cluster)
-    # Options that no layout changes are refused before the search.
+    # Refuse unsupported options that no layout changes before the search.
     check_supported(experiment)
     check_supported_on(experiment, device)
     if experiment.training.mixed_precision == "fp32":
@@ -127,7 +121,7 @@ def _whole_number(name: str, value: str) -> int:
 
 
 def _check_homogeneous(experiment: Experiment) -> None:
-    """Check that layers are homogeneous: a search extrapolates from a few."""
+    """Check that layers are homogeneous, since a search extrapolates from a few."""
     from titan_exp.plan.extrapolate.eligibility import unsupported_reason
 
     parallelism = replace(experiment.parallelism, dp_replicate=1, dp_shard=1, tp=1, cp=1, pp=1, pp_microbatches=None)

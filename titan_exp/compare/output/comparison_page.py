@@ -1,6 +1,6 @@
-"""Comparison as one self-contained HTML page: no network, no other file, no library.
+"""Comparison as a self-contained HTML page without external resources.
 
-Tables are text and need no scripts; the scripts in `page/` draw the plots from numbers in the page.
+Tables need no scripts; the scripts in `page/` draw the plots from embedded numbers.
 """
 
 from collections import Counter
@@ -22,11 +22,11 @@ from titan_exp.tracking.html import render_page
 from titan_exp.tracking.number_format import format_count
 
 SCRIPTS = ("frame.js", "curves.js", "bars.js", "dots.js", "tables.js", "start.js")
-"""Files of `page/` in the order of inclusion."""
+"""Scripts of `page/`, in load order."""
 
 
 def to_html(comparison: Comparison) -> str:
-    """HTML of a comparison."""
+    """Render a comparison as HTML."""
     checks = layout_checks(comparison.runs)
     series = scaling(comparison)
     return render_page(
@@ -49,14 +49,14 @@ def to_html(comparison: Comparison) -> str:
 
 
 def _findings(comparison: Comparison) -> list[tuple[str, str]]:
-    """Findings with their verdicts, which colour them."""
+    """Findings with their significance labels, which select the colour."""
     metric = comparison.main
     verdicts = [verdict(metric, delta) for row in comparison.rows if (delta := row.deltas.get(metric.name)) is not None]
     return list(zip(verdicts, findings(comparison), strict=True))
 
 
 def _differing(comparison: Comparison) -> list[tuple[str, list[str]]]:
-    """Every key that differs with its value in each row, including keys without a column."""
+    """All differing keys with their value in each row, including folded keys."""
     flat = [flatten(row.runs[0].config) for row in comparison.rows]
     return [
         (key, [value_text(values[key]) if key in values else ABSENT for values in flat])
@@ -65,7 +65,7 @@ def _differing(comparison: Comparison) -> list[tuple[str, list[str]]]:
 
 
 def _numbers(comparison: Comparison, series: Sequence[Any]) -> dict[str, Any]:
-    """Numbers that the scripts draw."""
+    """Plot data of the scripts."""
     loss = loss_metric(comparison)
     return {
         "rows": [

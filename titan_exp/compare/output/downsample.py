@@ -7,16 +7,16 @@ from titan_exp.compare.comparison import Comparison
 from titan_exp.compare.run_record import Run
 
 POINTS = 120_000
-"""Largest number of points of all runs of a page."""
+"""Maximum number of points of a page, over all runs."""
 
 MIN_POINTS, MAX_POINTS = 60, 1_000
-"""Bounds of the number of points of one run."""
+"""Minimum and maximum number of points of one curve."""
 
 
 def downsampled_curves(comparison: Comparison) -> list[dict[str, Any]]:
     """Curves of every run with rows: `loss` and `validation_loss` as [tokens, steps, values].
 
-    A value that is not finite is None, which leaves a gap.
+    A non-finite value is None, which leaves a gap.
     """
     runs = comparison.runs
     most = max(MIN_POINTS, min(MAX_POINTS, POINTS // max(1, len(runs))))
@@ -37,7 +37,7 @@ def downsampled_curves(comparison: Comparison) -> list[dict[str, Any]]:
 def downsample(run: Run, key: str, most: int) -> list[list[float | None]]:
     """Tokens, steps and values of a metric, averaged over neighbours to at most `most` points.
 
-    A group with a value that is not finite becomes None, so that no divergence is averaged away.
+    A group with a non-finite value becomes None, so that a divergence stays visible.
     """
     known = [
         (float(row["tokens"] or 0), float(row["step"] or 0), float(value))

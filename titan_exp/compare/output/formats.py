@@ -23,7 +23,7 @@ RUN_FIELDS = (
 
 
 def records(comparison: Comparison) -> list[dict[str, Any]]:
-    """One flat dictionary per row for a data frame: full keys, and every metric as plain numbers.
+    """One flat dictionary per row, for a data frame: full keys, and plain numbers for every metric.
 
     A metric NAME gives NAME, NAME.low, NAME.high, NAME.n, and against the baseline NAME.delta, NAME.delta_low,
     NAME.delta_high, NAME.p, NAME.p_holm and NAME.verdict. Unknown numbers are None.
@@ -42,7 +42,7 @@ def to_csv(comparison: Comparison) -> str:
 
 
 def to_json(comparison: Comparison) -> str:
-    """The whole comparison as JSON, without curves."""
+    """Comparison as JSON, without curves."""
     study = comparison.study
     checks = layout_checks(comparison.runs)
     value = {
@@ -71,7 +71,7 @@ def to_json(comparison: Comparison) -> str:
 
 
 def to_markdown(comparison: Comparison) -> str:
-    """Table in GitHub's Markdown, findings and remarks."""
+    """Comparison as GitHub Markdown: table, findings, remarks."""
     found = text_table(comparison)
     heads = [*found.keys, *["n"][: found.has_seeds], *["state"][: found.has_states]]
     lines = [
@@ -109,7 +109,7 @@ def to_latex(comparison: Comparison) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Convert to JSON values: a number that is not finite becomes None, a tuple a list."""
+    """Convert to JSON values: non-finite numbers become None, tuples become lists."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):

@@ -29,8 +29,7 @@ Series = tuple[list[float], list[float]]
 
 
 def draw(run_folder: Path) -> Path:
-    """Draw the run's curves to `loss.png` in its folder; returns the path. Raises UserError if the run has logged no
-    step."""
+    """Plot the run's curves to `loss.png` in its folder; returns the path. Raises UserError if no step is logged."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -110,7 +109,7 @@ def _mark_resumes(panels: tuple["Axes", ...], rows: list[dict[str, Value]]) -> N
 
 
 def _add_tokens(axes: "Axes", rows: list[dict[str, Value]]) -> None:
-    """Add an x axis in tokens, which are proportional to steps."""
+    """Add a secondary x axis in tokens."""
     last = next((row for row in reversed(rows) if row.get("tokens") and row["step"]), None)
     if last is None:
         return
@@ -150,6 +149,6 @@ def _save(figure: "Figure", path: Path) -> Path:
 
 
 def _series(rows: list[dict[str, Value]], key: str) -> Series:
-    """Known values; infinity becomes NaN, which leaves a gap in a line."""
+    """Steps and values of a metric; infinity becomes NaN, which leaves a gap."""
     known = [(float(row["step"] or 0), float(value)) for row in rows if (value := row.get(key)) is not None]
     return [step for step, _ in known], [value if math.isfinite(value) else math.nan for _, value in known]

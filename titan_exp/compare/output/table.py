@@ -1,4 +1,4 @@
-"""Comparison table as text, cell by cell, for every output."""
+"""Comparison table as text cells, shared by all outputs."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from titan_exp.compare.findings import state_text, verdict
 from titan_exp.compare.stats.format_numbers import change, with_interval
 
 MARKS = {"not distinguishable": "n.d.", "only uncorrected": "n.d.*", "no interval": "n = 1", "different": "differs"}
-"""Short verdicts; better and worse stay as they are."""
+"""Abbreviated significance labels; `better` and `worse` are not abbreviated."""
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,7 @@ class Cell:
     """One metric of one row."""
 
     value: str
-    """Mean with half the width of its interval."""
+    """Mean ± half-width of its interval."""
     change: str
     """Difference to the baseline; empty in the baseline's row."""
     verdict: str
@@ -29,7 +29,7 @@ class TextRow:
     """One row of the text table."""
 
     keys: tuple[str, ...]
-    """Values of the columns that differ."""
+    """Values of the differing keys."""
     n: int
     state: str
     cells: tuple[Cell, ...]
@@ -44,7 +44,7 @@ class TextTable:
     keys: tuple[str, ...]
     """Short names of the differing keys."""
     metrics: tuple[Metric, ...]
-    """Metrics of the columns after them."""
+    """Metrics of the other columns."""
     rows: tuple[TextRow, ...]
     has_seeds: bool
     """True if a row has more than one run."""
@@ -53,7 +53,7 @@ class TextTable:
 
 
 def text_table(comparison: Comparison) -> TextTable:
-    """Text table of a comparison."""
+    """Build the text table of a comparison."""
     rows = tuple(_row(comparison, index, row) for index, row in enumerate(comparison.rows))
     names = tuple(comparison.differing_keys.short[key] for key in comparison.differing_keys.keys)
     return TextTable(
@@ -66,7 +66,7 @@ def text_table(comparison: Comparison) -> TextTable:
 
 
 def title(metric: Metric) -> str:
-    """Heading of a metric's column."""
+    """Column heading of a metric."""
     unit = "" if metric.unit in ("", "h", "nats") or metric.unit in metric.title else f" ({metric.unit})"
     return f"{metric.title}{unit}"
 

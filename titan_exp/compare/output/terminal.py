@@ -19,7 +19,7 @@ COLORS = {"better": "green", "worse": "red", "different": "yellow"}
 QUIET = "bright_black"
 
 FINDINGS = 12
-"""Printed findings; the table has all differences."""
+"""Maximum number of printed findings; the table has all differences."""
 
 
 def show(comparison: Comparison, console: Console) -> None:
@@ -77,7 +77,7 @@ def _head(metric: Metric) -> Text:
 
 
 def _split_to_width(found: TextTable, metrics: Sequence[int], width: int) -> list[list[int]]:
-    """Split metrics into as many tables as fit the width without wrapping a cell."""
+    """Split metrics into tables that fit the width without wrapping."""
     tables: list[list[int]] = []
     for place in metrics:
         if tables and _width(found, [*tables[-1], place]) <= width:
@@ -88,7 +88,7 @@ def _split_to_width(found: TextTable, metrics: Sequence[int], width: int) -> lis
 
 
 def _width(found: TextTable, metrics: Sequence[int]) -> int:
-    """Width of the table without wrapping a cell, in characters."""
+    """Table width in characters, without wrapping."""
     columns = [[name, *(row.keys[place] for row in found.rows)] for place, name in enumerate(found.keys)]
     columns += [["state", *(row.state for row in found.rows)]] if found.has_states else []
     columns += [["n"]] if found.has_seeds else []

@@ -8,10 +8,11 @@ from titan_exp.compare.sources.wandb import explain_wandb_errors
 
 
 def publish(comparison: Comparison, place: str) -> str:
-    """Create a Report in a project `ENTITY/PROJECT`, whose panels show its runs of the same group, and return its URL.
+    """Create a Report in the project `place` (`ENTITY/PROJECT`), with panels of the runs in the same group; returns its
+    URL.
 
-    Existing reports stay unchanged. Raises UserError if wandb or its report package is not installed, or the server
-    cannot be used.
+    Existing reports stay unchanged. Raises UserError if wandb or wandb_workspaces is not installed, or the server is
+    unavailable.
     """
     with explain_wandb_errors(place):
         report = report_of(comparison, place)
@@ -20,7 +21,7 @@ def publish(comparison: Comparison, place: str) -> str:
 
 
 def report_of(comparison: Comparison, place: str) -> Any:
-    """The unsaved Report; imports `wandb_workspaces`."""
+    """Build the Report without saving it; imports `wandb_workspaces`."""
     import wandb_workspaces.reports.v2 as reports
     from wandb_workspaces import expr
 
@@ -33,7 +34,7 @@ def report_of(comparison: Comparison, place: str) -> Any:
         filters=[expr.Metric("group") == study],
         groupby=[f"config.{key}" for key in comparison.differing_keys.all_keys],
     )
-    # W&B has the keys of metrics.jsonl, not the metrics that compare derives from them.
+    # W&B has the keys of metrics.jsonl, but no derived metrics.
     downsampled_curves = [
         reports.LinePlot(title=title, x="tokens", y=[key], smoothing_type="none")
         for key, title in (("loss", "training loss"), ("validation_loss", "validation loss"))

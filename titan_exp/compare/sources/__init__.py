@@ -1,1 +1,1 @@
-"""Sources of runs beside the run folder."""
+"""Run sources other than run folders."""

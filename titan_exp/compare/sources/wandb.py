@@ -1,6 +1,6 @@
-"""Runs read from Weights & Biases through its public API.
+"""Read runs from Weights & Biases through its public API.
 
-Run folders are the source of truth: W&B may lack the last rows of a killed run and the times of attempts.
+Run folders are authoritative: W&B may lack the last rows of a killed run and the times of attempts.
 """
 
 import sys
@@ -21,15 +21,14 @@ if TYPE_CHECKING:
     from wandb.apis.public import Run as ApiRun
 
 STATES = {"finished": "done", "running": "running", "preempted": "preempted", "preempting": "preempted"}
-"""Run states by W&B's; `pending` is the same, any other is `failed`."""
+"""Run state by W&B state; `pending` is unchanged, any other is `failed`."""
 
 
 def select_from_wandb(place: str, group: str | None, ids: Sequence[str], runs: Path) -> Selection:
-    """Select runs of the W&B project `place` (`ENTITY/PROJECT`), by group (None is all) and prefixes of W&B's or our
+    """Select runs of the W&B project `place` (`ENTITY/PROJECT`), by group (None is all) and by prefixes of W&B or run
     ids.
 
-    The comparison's files go into `runs`. Raises UserError if wandb or its server cannot be used, or there are no such
-    runs.
+    Output files go to a folder in `runs`. Raises UserError if wandb or its server is unavailable, or no run matches.
     """
     with explain_wandb_errors(place):
         import wandb
@@ -47,7 +46,7 @@ def select_from_wandb(place: str, group: str | None, ids: Sequence[str], runs: P
 
 
 def from_wandb(run: "ApiRun") -> Run:
-    """Convert a run of the API."""
+    """Convert a run of W&B's API."""
     config = {key: value for key, value in run.config.items() if not key.startswith("_")}
     identity = config.pop("run", None) or {}
     rows = _rows(run.scan_history())
@@ -75,9 +74,9 @@ def from_wandb(run: "ApiRun") -> Run:
 
 @contextmanager
 def explain_wandb_errors(place: str) -> Iterator[None]:
-    """Turn wandb's errors into UserErrors: no package, no account, no network, no such project.
+    """Convert wandb's errors (package, login, network, project) into UserErrors.
 
-    Ends the service that wandb started, in bounded time.
+    Stops wandb's service process at the end, in bounded time.
     """
     try:
         yield
@@ -111,7 +110,7 @@ def _is_named(run: "ApiRun", ids: Sequence[str]) -> bool:
 
 
 def _rows(history: Any) -> list[Row]:
-    """Rows by step; if a resumed run has logged a step again, the later row counts."""
+    """Rows sorted by step; a step logged again after a resume keeps the later row."""
     rows: dict[int, dict[str, Value]] = {}
     for entry in history:
         step = entry.get("step")
@@ -122,7 +121,7 @@ def _rows(history: Any) -> list[Row]:
 
 
 def _runtime(summary: Any) -> float | None:
-    """Seconds of all starts, as W&B counts them."""
+    """Runtime of all attempts in seconds, from W&B's summary."""
     inner = summary.get("_wandb") or {}
     found = inner.get("runtime") if hasattr(inner, "get") else None
     return found if found is not None else summary.get("_runtime")

@@ -8,11 +8,11 @@ from titan_exp.tracking.number_format import format_count, format_duration
 
 MINUS = "\N{MINUS SIGN}"
 MISSING = "\N{EM DASH}"
-"""Printed for an unknown number."""
+"""Text for an unknown number."""
 
 
 def value(metric: Metric, number: float | None) -> str:
-    """A value of a metric, without its unit."""
+    """Format a metric's value without its unit."""
     if number is None:
         return MISSING
     if not math.isfinite(number):
@@ -27,7 +27,7 @@ def value(metric: Metric, number: float | None) -> str:
 
 
 def with_interval(metric: Metric, estimate: Estimate | None) -> str:
-    """A mean, with half the width of its confidence interval if known."""
+    """Format a mean; a loss with the half-width of its confidence interval, if known."""
     if estimate is None:
         return MISSING
     text = value(metric, estimate.mean)
@@ -37,13 +37,13 @@ def with_interval(metric: Metric, estimate: Estimate | None) -> str:
 
 
 def signed(metric: Metric, number: float) -> str:
-    """A difference with its sign."""
+    """Format a difference with its sign."""
     sign = MINUS if number < 0 else "+" if number > 0 else "±"
     return f"{sign}{_magnitude(metric, abs(number))}"
 
 
 def percent(ratio: float) -> str:
-    """A relative change: +3.1 %."""
+    """Format a ratio as a relative change: +3.1 %."""
     number = 100 * (ratio - 1)
     text = f"{abs(number):.0f}" if abs(number) >= 10 else f"{abs(number):.1f}"
     sign = "±" if float(text) == 0 else MINUS if number < 0 else "+"
@@ -51,7 +51,7 @@ def percent(ratio: float) -> str:
 
 
 def change(metric: Metric, delta: Delta | None, baseline: float | None) -> str:
-    """A difference to the baseline: losses with their interval, costs in per cent."""
+    """Format a difference to the baseline: losses with their interval, costs in per cent."""
     if delta is None:
         return MISSING
     if not metric.is_loss and baseline:
@@ -60,7 +60,7 @@ def change(metric: Metric, delta: Delta | None, baseline: float | None) -> str:
 
 
 def interval(metric: Metric, delta: Delta) -> str:
-    """Confidence interval of a difference in brackets; empty if unknown."""
+    """Format the confidence interval of a difference in brackets; empty if unknown."""
     if delta.low is None or delta.high is None:
         return ""
     return f" [{signed(metric, delta.low)}, {signed(metric, delta.high)}]"

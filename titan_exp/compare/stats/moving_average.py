@@ -4,8 +4,8 @@ import numpy as np
 
 
 def moving_average(values: list[float]) -> list[float]:
-    """Average over up to a twenty-fifth of the values, symmetric also towards the ends, so that it neither lags behind
-    a falling loss nor bends at its end. NaN stays NaN and does not count in its neighbours' averages."""
+    """Centred moving average over about 4 % of the values. The window shrinks symmetrically at both ends, to avoid lag.
+    Non-finite values become NaN and do not count in their neighbours' averages."""
     loss = np.array(values)
     known = np.isfinite(loss)
     index = np.arange(len(loss))

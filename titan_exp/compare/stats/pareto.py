@@ -6,14 +6,14 @@ from titan_exp.compare.compared_metrics import METRIC_BY_NAME, Metric
 from titan_exp.compare.comparison import Comparison
 
 ROUNDING = 1e-4
-"""Relative difference below which losses count as equal: layouts round differently, and none is better for that."""
+"""Relative loss difference that counts as equal, since layouts round differently."""
 
 COST = METRIC_BY_NAME["gpu_hours"]
 
 
 @dataclass(frozen=True)
 class ParetoPoint:
-    """One row of the comparison, by index."""
+    """Row of the comparison, by index."""
 
     row: int
     gpu_hours: float
@@ -21,16 +21,16 @@ class ParetoPoint:
     loss: float
     """Mean over seeds of the loss metric; lower is better."""
     is_on_front: bool
-    """True unless another row is cheaper with no higher loss, or better at no higher cost."""
+    """True unless another row is cheaper at no higher loss, or better at no higher cost."""
 
 
 def loss_metric(comparison: Comparison) -> Metric | None:
-    """Loss of the front: the first compared one."""
+    """First compared loss metric; None without one."""
     return next((metric for metric in comparison.metrics if metric.is_loss and metric.better == "min"), None)
 
 
 def pareto(comparison: Comparison) -> list[ParetoPoint]:
-    """Rows with a known loss and cost, cheapest first. Noise of seeds counts as a difference."""
+    """Rows with a known loss and cost, cheapest first. Noise between seeds is not considered."""
     metric, budget = loss_metric(comparison), comparison.budget
     known: list[tuple[float, float, int]] = []
     for index, row in enumerate(comparison.rows):

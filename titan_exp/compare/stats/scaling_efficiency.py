@@ -18,30 +18,30 @@ SPEED = METRIC_BY_NAME["tokens_per_second"]
 
 @dataclass(frozen=True)
 class ScalingPoint:
-    """One row of the comparison, by index, in its series."""
+    """Row of the comparison, by index, in a scaling series."""
 
     label: str
-    """Short layout."""
+    """Short names and values of the layout keys."""
     row: int
     world_size: int
     tokens_per_second: float
     """Throughput of the whole job: mean over seeds of the median over steps."""
     speedup: float
-    """Throughput over that of the fastest row with the smallest world size."""
+    """Throughput relative to the fastest row at the smallest world size."""
     efficiency: float
     """Speedup over the ratio of world sizes; 1 is ideal."""
 
 
 @dataclass(frozen=True)
 class ScalingSeries:
-    """Rows that compute the same in different layouts."""
+    """Rows of the same experiment in different layouts."""
 
     kind: Literal["strong", "weak"]
-    """Strong: the same global batch. Weak: a global batch that grows with the world size."""
+    """Strong scaling: fixed global batch. Weak scaling: global batch grows with the world size."""
     fixed: str
-    """Values that tell this series from others; empty if it is the only one."""
+    """Values that distinguish this series; empty if it is the only one."""
     points: tuple[ScalingPoint, ...]
-    """By world size, the fastest first."""
+    """Points sorted by world size, the fastest first."""
 
 
 def scaling(comparison: Comparison) -> list[ScalingSeries]:

@@ -1,6 +1,6 @@
-"""Significance over seeds: confidence intervals by Student's t, paired differences, Holm's correction.
+"""Significance over seeds: Student's t confidence intervals, paired differences, Holm correction.
 
-The tests are scipy's, imported where they are used (0.6 s). Every number has its n; one seed gives no interval.
+scipy is imported lazily (0.6 s). Every estimate has its n; one seed gives no interval.
 """
 
 import warnings
@@ -12,16 +12,16 @@ from typing import Any, Literal
 LEVEL = 0.95
 
 Pairing = Literal["paired", "unpaired", "single"]
-"""Equal seeds against each other; means against each other (Welch); one number against one."""
+"""`paired`: equal seeds; `unpaired`: means (Welch); `single`: one number against one."""
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Mean of a metric over the seeds for which it is known."""
+    """Mean of a metric over seeds with a known value."""
 
     mean: float
     low: float | None
-    """Ends of the confidence interval; None with one seed."""
+    """Bounds of the confidence interval; None with one seed."""
     high: float | None
     n: int
 
@@ -33,7 +33,7 @@ class Delta:
     difference: float
     """Difference of means; over common seeds if paired."""
     low: float | None
-    """Ends of the confidence interval, without Holm's correction; None without one."""
+    """Bounds of the confidence interval, not Holm-corrected; None without an interval."""
     high: float | None
     n: int
     """Number of pairs; the smaller number of seeds if unpaired."""
@@ -41,11 +41,11 @@ class Delta:
     p: float | None = None
     """Two-sided p-value; None without an interval."""
     p_holm: float | None = None
-    """p-value corrected for all comparisons of this metric (Holm 1979)."""
+    """Holm-corrected p-value over all comparisons of this metric (Holm 1979)."""
 
     @property
     def is_distinguishable(self) -> bool | None:
-        """True if it differs from 0 after Holm's correction; None without an interval."""
+        """True if it differs from 0 after Holm correction; None without an interval."""
         p = self.p if self.p_holm is None else self.p_holm
         return None if p is None else p < 1 - LEVEL
 
@@ -69,10 +69,10 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 
 
 def difference(values: Mapping[object, float], baseline: Mapping[object, float]) -> Delta | None:
-    """Difference of values to those of the baseline, both by seed; None if either has none.
+    """Difference of values to the baseline, both by seed; None if either is empty.
 
-    Common seeds are paired: they share initial weights and data order, whose effect cancels. Other seeds are left out.
-    With fewer than two common seeds and at least two on both sides, means are compared (Welch 1947).
+    Common seeds are paired, which cancels the effect of initial weights and data order; other seeds are left out. With
+    fewer than two common seeds and at least two on both sides, means are compared (Welch 1947).
     """
     common = [seed for seed in values if seed in baseline]
     if len(common) < 2 and len(values) >= 2 and len(baseline) >= 2:
@@ -85,7 +85,8 @@ def difference(values: Mapping[object, float], baseline: Mapping[object, float])
 
 
 def holm(deltas: Sequence[Delta | None]) -> list[Delta | None]:
-    """Set `p_holm` of differences: the smallest of m p-values is multiplied by m, the next by m - 1, and so on."""
+    """Set `p_holm` by Holm's step-down correction: the smallest of m p-values times m, the next times m - 1, and so
+    on."""
     known = sorted((delta.p, index) for index, delta in enumerate(deltas) if delta is not None and delta.p is not None)
     found, largest = list(deltas), 0.0
     for rank, (p, index) in enumerate(known):
@@ -102,7 +103,7 @@ def _paired(differences: Sequence[float]) -> Delta:
         return Delta(mean, None, None, 1, "single")
     if _is_constant(differences):
         return _certain(mean, n, "paired")
-    # Identical to scipy's paired test.
+    # Equivalent to scipy's paired t-test.
     return _delta(mean, _student("ttest_1samp", differences, 0.0), n, "paired")
 
 
@@ -114,11 +115,10 @@ def _unpaired(values: Sequence[float], baseline: Sequence[float]) -> Delta:
 
 
 def _student(name: str, *arguments: Any, **options: Any) -> Any:
-    """Run one of scipy's t-tests."""
     from scipy import stats
 
     with warnings.catch_warnings():
-        # Values that differ by rounding rightly give an interval as narrow as rounding.
+        # Values that differ only by rounding correctly give a narrow interval.
         warnings.filterwarnings("ignore", "Precision loss", RuntimeWarning)
         return getattr(stats, name)(*arguments, **options)
 
@@ -129,7 +129,7 @@ def _delta(mean: float, test: Any, n: int, pairing: Pairing) -> Delta:
 
 
 def _certain(mean: float, n: int, pairing: Pairing) -> Delta:
-    """Difference of constant values, for which scipy would divide by zero."""
+    """Delta of constant values, for which scipy divides by zero."""
     return Delta(mean, mean, mean, n, pairing, 1.0 if mean == 0 else 0.0)
 
 

@@ -1,6 +1,6 @@
-"""Hang report: flag of the rank that noticed first, stack record and progress of every rank, diagnosis.
+"""Hang report: stack records of all ranks, and a diagnosis of the blocking ranks.
 
-All are files in the folder of the attempt's logs; ranks coordinate through them, without a collective.
+Ranks coordinate through files in the attempt's log folder, without collectives.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from titan_exp.launch.health.stack_dump import RankStack
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
 
 REPORT_TIMEOUT = 15.0
-"""Seconds for all ranks to write their stack records after the hang was declared."""
+"""Seconds to wait for the stack records of all ranks after a hang is declared."""
 
 
 @dataclass(frozen=True)
@@ -23,30 +23,30 @@ class HangDiagnosis:
     """Headline and text of a hang report."""
 
     headline: str
-    """One line: step, phase, blocking ranks and the evidence."""
+    """One line: step, phase, blocking ranks and evidence."""
     text: str
-    """The headline, and a line per code position with the ranks at it."""
+    """Headline, then one line per code position with its ranks."""
 
 
 class HangFiles:
-    """Files about a hang in the folder of one attempt's logs."""
+    """Hang files in the log folder of one attempt."""
 
     def __init__(self, logs: Path, world_size: int) -> None:
         self.logs, self.world_size = logs, world_size
         self.flag = logs / "hang"
-        """Created by the rank that noticed first."""
+        """Created by the first rank that detects the hang."""
         self.report = logs / "hang.txt"
 
     def stacks(self, rank: int) -> Path:
-        """Python stacks of all threads of a rank; empty until the hang."""
+        """Path of a rank's Python stacks (all threads); empty until the hang."""
         return self.logs / f"stacks-rank-{rank:05d}.txt"
 
     def recorder(self, rank: int) -> Path:
-        """Torch's flight recorder of a rank."""
+        """Path of a rank's flight recorder dump."""
         return self.logs / f"collectives-rank-{rank:05d}.json"
 
     def rank_stack(self, rank: int) -> Path:
-        """Stack record of a rank."""
+        """Path of a rank's stack record."""
         return self.logs / f"stack-rank-{rank:05d}.json"
 
     def declare(self) -> bool:
@@ -66,7 +66,7 @@ class HangFiles:
         write_atomically(self.rank_stack(record.rank), json.dumps(asdict(record), indent=2) + "\n", durable=False)
 
     def rank_stacks(self) -> dict[int, RankStack]:
-        """Stack records written so far, by rank."""
+        """Read the stack records written so far, by rank."""
         found = {}
         for rank in range(self.world_size):
             with contextlib.suppress(OSError, ValueError, TypeError):
@@ -74,7 +74,7 @@ class HangFiles:
         return found
 
     def native_ranks(self) -> list[int]:
-        """Ranks stuck in native code: only the C timer could write their stacks."""
+        """Ranks stuck in native code: only faulthandler's C timer wrote their stacks."""
         return [
             rank
             for rank in range(self.world_size)
@@ -86,7 +86,7 @@ class HangFiles:
         return all(self.rank_stack(rank).exists() for rank in range(self.world_size))
 
     def report_pending(self) -> bool:
-        """True if a hang is declared and its report is not written yet."""
+        """True if a hang is declared and its report is not yet written."""
         return self.is_declared() and not self.report.exists()
 
     def remove_empty(self) -> None:
@@ -97,7 +97,7 @@ class HangFiles:
                     self.stacks(rank).unlink(missing_ok=True)
 
     def report_hang(self) -> HangDiagnosis | None:
-        """Read the report, or diagnose the hang and write it; None if no rank hung."""
+        """Read the hang report, or diagnose the hang and write it; None without a hang."""
         with contextlib.suppress(OSError):
             text = self.report.read_text(encoding="utf-8")
             return HangDiagnosis(text.partition("\n")[0], text)
@@ -113,8 +113,8 @@ class HangFiles:
 def diagnose_hang(known: Iterable[RankStack], *, native: Sequence[int], world_size: int, logs: Path) -> HangDiagnosis:
     """Find the ranks that block the others.
 
-    `known` are the stack records of ranks that answered, `native` the ranks stuck in native code. `logs` is only named
-    in the text.
+    `known` are the stack records of responsive ranks, `native` the ranks stuck in native code, and `logs` the log
+    folder named in the text.
     """
     rank_stacks = sorted(known, key=lambda stack: stack.rank)
     silent = sorted(set(range(world_size)) - {stack.rank for stack in rank_stacks} - set(native))
@@ -138,7 +138,7 @@ def diagnose_hang(known: Iterable[RankStack], *, native: Sequence[int], world_si
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0-6, 9`."""
+    """Format ranks: `rank 3`, `ranks 0-6, 9`."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and spans[-1][-1] == rank - 1:
@@ -168,7 +168,7 @@ def _blocking_ranks(
 
 
 def _blocking_in_collectives(rank_stacks: Sequence[RankStack]) -> tuple[list[int], str]:
-    """Blocking ranks if every rank waits in a collective."""
+    """Blocking ranks when every rank waits in a collective."""
     behind = _lagging_ranks(rank_stacks)
     if behind:
         first = next(stack for stack in rank_stacks if stack.rank in behind)
@@ -183,7 +183,7 @@ def _blocking_in_collectives(rank_stacks: Sequence[RankStack]) -> tuple[list[int
 
 
 def _lagging_ranks(rank_stacks: Sequence[RankStack]) -> list[int]:
-    """Ranks that have issued fewer collectives in a group than another rank of it has."""
+    """Ranks that issued fewer collectives in a process group than another rank of it."""
     behind = set()
     for group in {group for stack in rank_stacks for group in stack.issued}:
         issued = {stack.rank: stack.issued[group] for stack in rank_stacks if group in stack.issued}
@@ -192,7 +192,7 @@ def _lagging_ranks(rank_stacks: Sequence[RankStack]) -> list[int]:
 
 
 def _group_by_place(rank_stacks: Sequence[RankStack]) -> list[tuple[RankStack, list[int]]]:
-    """Ranks grouped by code position, the smallest group first."""
+    """Group ranks by code position, smallest group first."""
     groups: dict[tuple[int, str, str, str | None], list[RankStack]] = {}
     for stack in rank_stacks:
         groups.setdefault((stack.step, stack.phase, stack.place, stack.collective), []).append(stack)

@@ -1,4 +1,4 @@
-"""Stack record of a hung rank: position of its main thread, current collective, issued collectives."""
+"""Stack record of a hung rank: main-thread position, current collective, issued collectives."""
 
 import json
 import sys
@@ -12,40 +12,40 @@ from typing import Any
 from titan_exp.tracking.progress_tracker import ProgressSnapshot
 
 RECORDER_SIZE = "TORCH_FR_BUFFER_SIZE"
-"""Environment variable of torch: entries of the flight recorder, read when the process group is created."""
+"""torch environment variable: flight recorder entries, read when the process group is created."""
 COLLECTIVES = "torch/distributed/distributed_c10d.py"
 WAITING = frozenset({"wait", "wait_tensor", "synchronize", "item"})
-"""Functions of torch that wait for other ranks, or for a device that does."""
+"""torch functions that block on other ranks or on the device."""
 
 
 @dataclass(frozen=True)
 class RankStack:
-    """Position of one rank when the run hung."""
+    """Position of one rank at a hang."""
 
     rank: int
     host: str
     pid: int
     step: int
-    """Current step; the last one during an evaluation or a save."""
+    """Current step; the last finished one during evaluation or saving."""
     phase: str
     seconds: float
-    """Seconds since its last progress report."""
+    """Seconds since the last progress report."""
     place: str
-    """`file:line in function`: the innermost frame of the main thread outside torch and Python's library."""
+    """`file:line in function` of the innermost main-thread frame outside site-packages and the standard library."""
     collective: str | None
-    """Collective that the main thread waits in; None outside of one."""
+    """Collective that blocks the main thread; None outside a collective."""
     issued: dict[str, int] = field(default_factory=dict)
-    """Collectives issued so far by process group, from the flight recorder."""
+    """Collectives issued so far per process group, from the flight recorder."""
 
 
 def rank_stack(
     position: ProgressSnapshot, *, rank: int, host: str, pid: int, recorder: dict[str, Any] | None
 ) -> RankStack:
-    """Stack record of this process's main thread now; `recorder` is the result of `read_flight_recorder`."""
+    """Stack record of this process; `recorder` is the result of `read_flight_recorder`."""
     frames = list(_outwards(sys._current_frames().get(threading.main_thread().ident or 0)))
     own = next((frame for frame in frames if _is_own_code(frame.f_code)), frames[0] if frames else None)
     place = "unknown" if own is None else f"{_short(own.f_code)}:{own.f_lineno} in {own.f_code.co_name}"
-    # Only frames below that position: above it may be a collective that has called back into our code.
+    # Only frames called from that position: an outer frame may be a collective that called back into our code.
     called = frames[: frames.index(own)] if own is not None else frames
     return RankStack(
         rank, host, pid, position.at, position.phase, position.seconds, place, _collective(called),
@@ -54,12 +54,12 @@ def rank_stack(
 
 
 def read_flight_recorder() -> dict[str, Any] | None:
-    """Torch's flight recorder of this process; None without torch or entries."""
+    """Torch's flight recorder of this process; None without torch or without entries."""
     if "torch.distributed" not in sys.modules:
         return None
     from torch._C import _distributed_c10d as c10d
 
-    # NCCL's recorder, if torch was built with it, knows what runs on the device; the other is of any backend.
+    # NCCL's recorder tracks execution on the device, but needs a build with NCCL; the other covers any backend.
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):
         dump = getattr(c10d, name, None)
         if dump is None:
@@ -80,7 +80,7 @@ def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def _is_own_code(code: CodeType) -> bool:
-    """True if a function belongs to titan_exp or the user."""
+    """True for code of titan_exp or the user."""
     path = code.co_filename
     library = sysconfig.get_paths()
     if path.startswith("<") or "titan_exp" in path.split("/"):
@@ -94,7 +94,7 @@ def _short(code: CodeType) -> str:
 
 
 def _collective(frames: list[FrameType]) -> str | None:
-    """Outermost torch collective among the frames below a code position, innermost first."""
+    """Outermost torch collective; `frames` are ordered innermost first."""
     for frame in reversed(frames):
         if frame.f_code.co_filename.endswith(COLLECTIVES) and not frame.f_code.co_name.startswith("_"):
             return frame.f_code.co_name
@@ -103,7 +103,7 @@ def _collective(frames: list[FrameType]) -> str | None:
 
 
 def _issued(recorder: dict[str, Any] | None) -> dict[str, int]:
-    """Number of the last collective of every process group."""
+    """Sequence number of the last collective per process group."""
     last: dict[str, int] = {}
     for entry in (recorder or {}).get("entries", []):
         if not entry.get("is_p2p"):

@@ -1,7 +1,7 @@
-"""Watchdog of a rank: warns without progress, then writes the rank's stack and exits with code 86.
+"""Hang watchdog of a rank: warns without progress, then dumps stacks and exits with code 86.
 
-No collective is needed: the first rank to notice leaves a flag file, and all others write their stacks too. A rank
-stuck in native code is ended by faulthandler's C timer, which also writes its stacks.
+It uses no collective: the first rank to detect the hang creates a flag file, and the others dump their stacks too. A
+rank stuck in native code is dumped and killed by faulthandler's C timer.
 """
 
 import contextlib
@@ -22,17 +22,17 @@ from titan_exp.tracking.progress_tracker import STEP, ProgressSnapshot, Progress
 POLL_INTERVAL = 1.0
 """Maximum seconds between polls."""
 OTHER_PHASE_FACTOR = 3.0
-"""Multiple of the limit for any phase but an ordinary step."""
+"""Limit multiplier for phases other than a regular step."""
 MEDIAN_FACTOR = 10.0
-"""Minimum limit of an ordinary step, in multiples of the median step."""
+"""Minimum limit of a regular step, in multiples of the median step time."""
 NATIVE_GRACE = 5.0
-"""Seconds past the limit after which a rank that runs no Python is ended."""
+"""Seconds past the limit before the C timer kills a rank that runs no Python."""
 RECORDER_ENTRIES = "2000"
-"""Entries of torch's flight recorder, unless the environment sets them."""
+"""Default number of flight recorder entries."""
 
 
 class Watchdog(threading.Thread):
-    """Thread beside the training until `stop`. `give_up` ends this process, with the reason."""
+    """Watchdog thread, running until `stop`. `give_up(reason)` exits the process."""
 
     def __init__(
         self,
@@ -57,10 +57,10 @@ class Watchdog(threading.Thread):
             self._stacks = files.stacks(rank).open("w", encoding="utf-8")
 
     def stop(self) -> None:
-        """Stop, and remove an empty stack file.
+        """Stop the thread and remove an empty stack file.
 
-        Does not return while this rank is about to exit as hung: an error that its main thread raises because peers
-        have exited already is not the cause.
+        Blocks while this rank exits as hung, so that an error caused by peers that have already exited is not recorded
+        as the cause.
         """
         self._stopped.set()
         while self._hanging:
@@ -86,7 +86,7 @@ class Watchdog(threading.Thread):
             self._stopped.wait(self._poll_interval)
 
     def _is_declared(self, position: ProgressSnapshot) -> bool:
-        """True if another rank has declared a hang. Only ranks without progress look."""
+        """True if another rank has declared a hang. Checked only without recent progress."""
         assert self._kill is not None
         return position.seconds > self._kill / 4 and self._files.is_declared()
 
@@ -103,9 +103,9 @@ class Watchdog(threading.Thread):
         self._warned = late
 
     def _hung(self) -> None:
-        """Write this rank's stack record, wait for those of the others, and exit."""
+        """Write this rank's stack record, wait for the other ranks' records, and exit."""
         self._hanging = True
-        # Ends the process if anything below hangs as well.
+        # Kills the process if the code below hangs too.
         faulthandler.dump_traceback_later(2 * REPORT_TIMEOUT, exit=True, file=self._stacks)
         position = self._progress.snapshot()
         first = False
@@ -125,7 +125,7 @@ class Watchdog(threading.Thread):
             )
 
     def _reason(self, first: bool, position: ProgressSnapshot) -> str:
-        """Headline of the report, which the rank that noticed first writes once the others have answered."""
+        """Headline of the hang report, written by the first rank once the others have reported."""
         files = self._files
         deadline = time.monotonic() + min(REPORT_TIMEOUT, self._kill or REPORT_TIMEOUT) * (1.0 if first else 1.5)
         done = files.all_reported if first else files.report.exists
@@ -136,7 +136,7 @@ class Watchdog(threading.Thread):
 
 
 def limit(seconds: float, position: ProgressSnapshot) -> float:
-    """Seconds without a report until action, by phase; `seconds` is the configured limit of an ordinary step."""
+    """Seconds without progress before action, by phase; `seconds` is the configured limit of a regular step."""
     if position.phase == STEP:
         return max(seconds, MEDIAN_FACTOR * position.median_step_seconds)
     return OTHER_PHASE_FACTOR * seconds

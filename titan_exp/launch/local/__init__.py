@@ -1,1 +1,1 @@
-"""Local executor: ranks as child processes of this machine."""
+"""Local executor: ranks as child processes on this machine."""

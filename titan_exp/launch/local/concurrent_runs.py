@@ -17,7 +17,7 @@ from titan_exp.launch.signals import Interrupts
 POLL_INTERVAL = 0.1
 """Seconds between polls of the launcher processes."""
 LOG = "launcher.log"
-"""Output of the launcher process, in the run's log folder."""
+"""Log file of the launcher process, in the run's log folder."""
 
 
 @dataclass
@@ -30,9 +30,9 @@ class _Slot:
 
 
 class ConcurrentRuns:
-    """Runs plans, at most `jobs` at a time, with the cores divided among them.
+    """Runs up to `jobs` plans at a time, with the cores split among them.
 
-    `on_end` gets the launcher's exit code, and the reason if it could not be started. No run starts once
+    `on_end` receives the launcher's exit code, and the reason if it failed to start. No run starts once
     `stop_requested` returns True.
     """
 
@@ -68,7 +68,7 @@ class ConcurrentRuns:
                         self._signal()
                     time.sleep(POLL_INTERVAL)
         finally:
-            for slot in self._running():  # only after an error here
+            for slot in self._running():  # only after an exception
                 assert slot.process is not None
                 slot.process.terminate()
 
@@ -92,7 +92,7 @@ class ConcurrentRuns:
             return
         slot.plan = plan
         if slot.cores:
-            os.sched_setaffinity(slot.process.pid, slot.cores)  # before it has imported anything; ranks inherit
+            os.sched_setaffinity(slot.process.pid, slot.cores)  # before its imports; ranks inherit it
         self._on_start(plan)
 
     def _collect(self) -> None:
@@ -105,14 +105,14 @@ class ConcurrentRuns:
                 self._on_end(plan, code, None)
 
     def _signal(self) -> None:
-        """Forward the signal; launchers have their own process groups and get none from the terminal."""
+        """Forward the signal: launchers have their own process groups and receive none from the terminal."""
         for slot in self._running():
             assert slot.process is not None
             slot.process.send_signal(signal.SIGINT)
 
 
 def _split_cores(jobs: int) -> list[set[int]]:
-    """Cores of each slot; empty sets if processes cannot be bound, or there are fewer cores than slots."""
+    """Cores per slot; empty sets without CPU affinity, or with fewer cores than slots."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     if len(cores) < jobs:
         return [set() for _ in range(jobs)]

@@ -1,4 +1,4 @@
-"""Ranks on this machine for a verb that is no run, in a scratch run folder that is removed afterwards."""
+"""Ephemeral local ranks: run a function on all ranks, with a temporary run folder."""
 
 import json
 import socket
@@ -22,15 +22,10 @@ POLL_INTERVAL = 0.05
 
 
 def run_on_ranks(main: str, experiment: Experiment, request: Any) -> Any:
-    """Call `main`, an import path, with the scratch folder on all ranks of an experiment's layout; returns rank 0's
-    response.
+    """Call `main`, an import path, on all ranks of an experiment's layout; returns rank 0's response.
 
-    Request and response are JSON values.
-
-    Raises:
-        UserError: a rank raised one.
-        RuntimeError: a rank died of something else; with its traceback or the end of its log.
-        KeyboardInterrupt: Ctrl-C or another terminating signal.
+    Request and response are JSON values. Raises UserError if a rank raised one, RuntimeError with the traceback or log
+    tail if a rank failed otherwise, and KeyboardInterrupt after a signal.
     """
     with tempfile.TemporaryDirectory(prefix="titan_exp-") as scratch:
         folder = RunFolder(scratch)

@@ -1,4 +1,4 @@
-"""Local executor: ranks as child processes, runs one after another or several at once on separate cores."""
+"""Local executor: ranks as child processes; runs are sequential, or concurrent on separate cores."""
 
 import os
 from collections.abc import Sequence
@@ -16,12 +16,12 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 
 class LocalExecutor(Executor):
-    """Runs on this machine, and waits for each. Ranks meet at a file that the launcher names in their environment."""
+    """Runs on this machine and waits for each run. Ranks rendezvous through a file."""
 
     waits = True
 
     def submit(self, plans: Sequence[RunPlan], options: SubmitOptions) -> list[Submission]:
-        """Run each plan to its end, whatever happens to the others; none starts after Ctrl-C or a stop request."""
+        """Run every plan to its end, even if others fail; none starts after Ctrl-C or a stop request."""
         results = {number: _existing(plan) for number, plan in enumerate(plans)}
         for number, plan in enumerate(plans):
             submission = results[number]
@@ -37,11 +37,11 @@ class LocalExecutor(Executor):
         ]
 
     def launch(self, plan: RunPlan) -> int:
-        """Run one plan, showing its progress."""
+        """Run one plan with a progress display."""
         return run(plan).exit_code
 
     def rank_info(self) -> RankInfo | None:
-        """The rank that submitit's local controller started."""
+        """Rank started by submitit's local controller; None under another launcher."""
         return submitit_rank() if ATTEMPT in os.environ else None
 
 
@@ -96,7 +96,7 @@ def _run_concurrently(
 
 
 def _existing(plan: RunPlan) -> Submission | None:
-    """The result of a run that is done or running already; None if it must be started."""
+    """Result of a run that is already done or running; None if it must be started."""
     if not plan.folder.path.exists():
         return None
     state = plan.folder.read_state()

@@ -1,7 +1,7 @@
 """Rank processes on this machine, started through submitit's local executor and polled by the launcher.
 
-submitit's controller, the parent of all ranks, waits until every rank has ended, so peers of a dead rank would wait
-for ever. The launcher therefore polls each rank and kills all of them soon after the first failure.
+submitit's controller, their parent, waits for every rank, so peers of a failed rank would block forever. The launcher
+therefore polls each rank and kills all of them soon after the first failure.
 """
 
 import contextlib
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from submitit import Job
 
 GRACE = 3.0
-"""Seconds for ranks to exit, and to record why, after the first failure."""
+"""Seconds after the first failure for ranks to record their error and exit."""
 LINGER = 30.0
 """Seconds for processes to exit after every rank has recorded its end."""
 START_LIMIT = 60.0
-"""Seconds after the first rank's process appeared within which every other one must appear."""
+"""Seconds for all other rank processes to appear after the first."""
 TEN_YEARS = 10 * 365 * 24 * 60
-"""Minutes: submitit's controller requires a timeout."""
+"""Timeout in minutes, required by submitit's controller."""
 
 
 class LocalRanks:
@@ -57,14 +57,14 @@ class LocalRanks:
         self._last_seen: dict[int, float] = {}
         self._records: dict[int, RankRecord] = {}
         self._failures: dict[int, RankFailure] = {}
-        # By the monotonic clock.
+        # Monotonic clock times.
         self._first_seen: float | None = None
         self._first_death: float | None = None
         self._all_ended: float | None = None
         self._killed = False
 
     def log(self, rank: int) -> Path:
-        """Log of a rank."""
+        """Path of a rank's log."""
         return self.logs / f"rank-{rank:05d}.log"
 
     def start(self) -> None:
@@ -88,7 +88,7 @@ class LocalRanks:
                 self.log(rank).symlink_to(f"{self.job_id}_{rank}_log.out")
 
     def poll(self) -> bool:
-        """Check all ranks; returns True once they and the controller are gone."""
+        """Poll all ranks; returns True once they and the controller have exited."""
         now, over = time.monotonic(), self._over()
         self._find_processes()
         for rank in range(self.world_size):
@@ -99,14 +99,14 @@ class LocalRanks:
             self._all_ended = now
         if over and not self._any_alive():
             return True
-        # Also if the controller died before the ranks, whatever their parent watchdogs do.
+        # Also covers a controller that exited before the ranks, in addition to their parent watchdogs.
         grace = 2 * REPORT_TIMEOUT if self._hang.report_pending() else GRACE
         if _is_past(self._first_death, grace) or _is_past(self._all_ended, LINGER):
             self.kill()
         return False
 
     def kill(self) -> None:
-        """Kill every process."""
+        """Kill all ranks, and the controller if it does not exit."""
         self._killed = True
         self._find_processes()
         _kill_trees(self._processes.values())
@@ -115,7 +115,7 @@ class LocalRanks:
             self._wait_until_over()
 
     def close(self) -> None:
-        """Kill the ranks that are left, then remove the rendezvous folder and empty stack files."""
+        """Kill remaining ranks, then remove the rendezvous folder and empty stack files."""
         if self._job is not None and (not self._over() or self._any_alive()):
             self.kill()
         self._hang.remove_empty()
@@ -134,7 +134,7 @@ class LocalRanks:
         return AttemptResult("failed", 1, "the parent process of the ranks (submitit's controller) died", text)
 
     def _over(self) -> bool:
-        """True if the controller is gone."""
+        """True if the controller has exited."""
         assert self._job is not None
         return self._job.done()
 
@@ -157,7 +157,8 @@ class LocalRanks:
                     self._first_seen = self._first_seen or time.monotonic()
 
     def _update(self, rank: int, over: bool) -> None:
-        """Update one rank: alive, ended or failed. Liveness is read before the record, whose end is written first."""
+        """Update one rank: alive, ended or failed. Liveness is read before the record, which a rank writes before it
+        exits."""
         if rank in self._failures or self._has_ended(rank):
             return
         now, alive = time.time(), self._is_alive(rank)
@@ -170,7 +171,7 @@ class LocalRanks:
         elif alive or self._killed:
             self._last_seen[rank] = now
         elif rank in self._processes or over:
-            # Its process is gone; or the controller is, which would start it.
+            # The rank exited, or the controller exited before starting it.
             seen = self._last_seen.get(rank, now)
             kind = exit_status.failure_at_start if record is None else exit_status.failure_from_signal
             self._failures[rank] = kind(rank, seen, self.log(rank))
@@ -197,7 +198,7 @@ def _is_past(since: float | None, seconds: float) -> bool:
 
 
 def _rank_of(process: psutil.Process) -> int | None:
-    """Rank of a process, from its environment; None if that cannot be read."""
+    """Rank of a process, from its environment; None if unreadable."""
     try:
         number = process.environ().get("SUBMITIT_LOCAL_GLOBALID")
     except psutil.Error:
@@ -206,7 +207,7 @@ def _rank_of(process: psutil.Process) -> int | None:
 
 
 def _kill_trees(roots: Iterable[psutil.Process]) -> None:
-    """Kill processes with all descendants, and wait a bounded time until they are gone."""
+    """Kill processes with all descendants, and wait up to GRACE seconds for their exit."""
     victims: list[psutil.Process] = []
     for process in roots:
         with contextlib.suppress(psutil.Error):
@@ -219,7 +220,7 @@ def _kill_trees(roots: Iterable[psutil.Process]) -> None:
 
 @contextlib.contextmanager
 def _output_to(path: Path) -> Iterator[None]:
-    """Redirect the output of processes started in the block: a pipe behind the launcher must not stay open after it."""
+    """Redirect the output of processes started in the block, so that they do not keep the launcher's pipe open."""
     sys.stdout.flush()
     sys.stderr.flush()
     kept = [os.dup(1), os.dup(2)]

@@ -1,7 +1,7 @@
-"""Relaunch of an existing run folder, by `retry` and by concurrent local runs.
+"""Relaunch an existing run folder, for `retry` and concurrent local runs.
 
 `python -m titan_exp.launch.local.relaunch RUN_FOLDER [--prediction]` launches its ranks on this machine and waits for
-them; with the flag, the content of plan.json comes from standard input.
+them; with the flag, plan.json is read from standard input.
 """
 
 import sys
@@ -18,7 +18,7 @@ PREDICTION_FLAG = "--prediction"
 
 
 def plan_relaunch(folder: RunFolder) -> RunPlan:
-    """Plan of an existing run folder, which may have moved. Raises UserError if it is no run or cannot start here."""
+    """Plan an existing run folder, which may have moved. Raises UserError if it is not a run or cannot start here."""
     import yaml
 
     experiment = load_experiment(folder.config)

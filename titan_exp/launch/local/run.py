@@ -1,6 +1,6 @@
-"""Local run from plan to end: create or find the folder, start the ranks, show progress, close the attempt.
+"""Local run: create or find the folder, start the ranks, show progress, close the attempt.
 
-The same command finds the same folder and continues the run, or reports that it is done.
+Repeating the command resumes the run in the same folder, or reports that it is done.
 """
 
 import socket
@@ -22,7 +22,7 @@ from titan_exp.tracking.run_folder.run_folder import RunState
 POLL_INTERVAL = 0.1
 """Seconds between polls of the ranks and their files."""
 INTERRUPTED = 130
-"""Exit code after Ctrl-C, as in shells."""
+"""Exit code after Ctrl-C."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,13 @@ class RunOutcome:
     """Result of `run`."""
 
     exit_code: int
-    """0 done, 130 stopped by a signal to the launcher, 85 stopped otherwise, 2 or 1 failed."""
+    """0 done, 130 stopped by a signal to the launcher, 85 stopped otherwise; 86 hung, 2 UserError, 1 other failure."""
     summary: Summary
 
 
 def run(plan: RunPlan, *, console: RunConsole | None = None) -> RunOutcome:
-    """Run a plan to its end; if it is done already, only report it. Raises UserError if its folder cannot be written or
-    another process runs it."""
+    """Run a plan to its end, or report that it is done. Raises UserError if its folder cannot be written or another
+    process runs it."""
     console = console or RunConsole()
     create_run_folder(plan)
     with explain_write_errors(plan.folder.path), acquire_run(plan.folder, "launcher", console.echo):
@@ -64,7 +64,7 @@ def _open_attempt(plan: RunPlan, state: RunState | None, console: RunConsole) ->
     close_dead_attempts(folder)
     refresh_snapshot(plan, last)
     attempt = folder.add_attempt(world_size=size, hosts=[socket.gethostname()]).attempt
-    # A rank of the previous attempt that was still starting either sees this row and ends, or is waited for here.
+    # A rank of the previous attempt that is still starting either sees this row and exits, or is awaited here.
     wait_for_orphans(folder, console.echo)
     folder.clear_stop()
     folder.write_state(RunState("running", state.step if state else 0, time.time(), attempt, None))
@@ -78,7 +78,7 @@ def _open_attempt(plan: RunPlan, state: RunState | None, console: RunConsole) ->
 
 
 class _Execution:
-    """One attempt, followed from start to end."""
+    """Executes and monitors one attempt."""
 
     def __init__(self, plan: RunPlan, attempt: int, console: RunConsole) -> None:
         self.plan, self.folder, self.attempt, self.console = plan, plan.folder, attempt, console
@@ -88,7 +88,7 @@ class _Execution:
         self.interrupts = Interrupts()
 
     def run(self) -> AttemptResult:
-        """Start, follow and close the attempt."""
+        """Start, monitor and close the attempt."""
         result = AttemptResult("failed", 1, "the launcher failed")
         try:
             with self.interrupts:
@@ -107,7 +107,7 @@ class _Execution:
         try:
             close_attempt(self.folder, self.attempt, state, exit_code=code, reason=reason, overrule=True)
         except OSError as error:
-            # The exit code matters more than the file; the next start finds a run without holder.
+            # The exit code must still be returned; the next start closes the attempt.
             self.console.error(f"{self.folder.state} cannot be written ({error.strerror}).")
 
     def _follow(self) -> AttemptResult:

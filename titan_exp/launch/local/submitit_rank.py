@@ -1,4 +1,4 @@
-"""Entry point of a rank that submitit's local controller starts, and its RankInfo."""
+"""Entry point and RankInfo of a rank started by submitit's local controller."""
 
 import os
 import sys
@@ -9,7 +9,7 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 
 def submitit_rank() -> RankInfo:
-    """The rank in submitit's environment. Restores the launcher's CUDA_VISIBLE_DEVICES and sys.path."""
+    """Rank from submitit's environment. Restores the launcher's CUDA_VISIBLE_DEVICES and sys.path."""
     extend_import_path()
     gpus = os.environ.get(VISIBLE_GPUS)
     if gpus is None:
@@ -27,7 +27,7 @@ def submitit_rank() -> RankInfo:
 
 
 def run_submitit_rank(path: str) -> None:
-    """Run one rank of the run folder at `path`; exits with its code unless that is 0."""
+    """Run one rank of the run folder at `path`; calls `sys.exit` with a nonzero exit code."""
     code = run_rank(RunFolder(path), submitit_rank())
     if code:
         sys.exit(code)

@@ -1,6 +1,6 @@
-"""Code snapshot at submission, so that later edits do not affect a waiting job.
+"""Code snapshot at submission, so that later edits do not affect a queued job.
 
-The copy is named by a hash of its content: all runs of a sweep share one, and it is never written again.
+Snapshots are content-addressed: all runs of a sweep share one.
 """
 
 import hashlib
@@ -17,27 +17,27 @@ from titan_exp.config.schema.import_path import find_module, is_dotted
 from titan_exp.launch.provenance.git import run_git
 
 FOLDER = ".code"
-"""Folder of the copies, beside the runs."""
+"""Folder of the snapshots, beside the runs."""
 ROOTS = ("titan_exp", "hydra_plugins", "conf")
-"""Folders of the package in a checkout; an installed package has `conf` inside."""
+"""Snapshot folders of a checkout; an installed package contains `conf`."""
 OWN_LIMIT = 10_000_000
-"""Maximum bytes of Python files in the current folder's repository; a larger one is not copied."""
+"""Maximum total bytes of the user repository's Python files; a larger repository is not copied."""
 
 
 @dataclass(frozen=True)
 class CodeSnapshot:
-    """Folders from which ranks import a run's code."""
+    """Import folders of a run's code on the ranks."""
 
     package: str
-    """Copy of our package; first on the path."""
+    """Copy of titan_exp; first on sys.path."""
     own: str | None
-    """Copy of the user's repository, which replaces the current folder; None if the run imports none of it."""
+    """Copy of the user's repository, replacing the current folder on sys.path; None if not copied."""
     loose: tuple[str, ...]
-    """Imported files that could not be copied: edits count until the job starts."""
+    """Imported files that were not copied: edits take effect until the job starts."""
 
 
 def take_code_snapshot(runs: Path, experiments: Sequence[Experiment], package: Path | None = None) -> CodeSnapshot:
-    """Copy the code of the experiments, found by their import paths, to `runs`, unless the same copy is there."""
+    """Copy titan_exp, and user code that the experiments import, to `runs` unless the same copy exists."""
     ours = package or Path(titan_exp.__file__).resolve().parent
     copy = _keep(runs, ours.parent, _files(ours.parent, ROOTS))
     here = Path.cwd()
@@ -73,7 +73,7 @@ def _is_installed(module: Path) -> bool:
 
 
 def _files(root: Path, names: Sequence[str]) -> list[str]:
-    """Files below `root / name`: tracked and new ones in a repository, else all."""
+    """Files below `root / name`: tracked and untracked ones in a repository, else all."""
     found = _tracked(root, [*names]) if _tracked(root, ["titan_exp"], others=False) else None
     if found is None:
         found = [
@@ -87,7 +87,7 @@ def _files(root: Path, names: Sequence[str]) -> list[str]:
 
 
 def _tracked(folder: Path, patterns: Sequence[str], *, others: bool = True) -> list[str] | None:
-    """Matching files of a repository, with `others` new ones too; None without a repository."""
+    """Tracked files that match, with `others` untracked ones too; None outside a repository."""
     kinds = ["--cached", "--others", "--exclude-standard"] if others else ["--cached"]
     listed = run_git(folder, "ls-files", "-z", *kinds, "--", *patterns)
     # The index also lists deleted files.
@@ -95,7 +95,7 @@ def _tracked(folder: Path, patterns: Sequence[str], *, others: bool = True) -> l
 
 
 def _keep(runs: Path, root: Path, names: Sequence[str]) -> Path:
-    """Copy of these files, published by a rename."""
+    """Copy files to a content-addressed folder, published by a rename."""
     contents = {name: (root / name).read_bytes() for name in sorted(names)}
     target = runs / FOLDER / _digest(contents)
     if target.is_dir():

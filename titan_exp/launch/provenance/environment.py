@@ -24,7 +24,7 @@ _FIELD = re.compile(r"^(Name|Version):[ \t]*(\S+)[ \t\r]*$", re.MULTILINE)
 
 
 def read_environment() -> dict[str, Any]:
-    """Versions, hardware, host and chosen environment variables, as JSON values. Imports no torch."""
+    """Versions, hardware, host and selected environment variables, as JSON values. Imports no torch."""
     packages = _packages()
     return {
         "python": platform.python_version(),
@@ -51,10 +51,10 @@ def _environment() -> dict[str, str]:
 
 
 def _packages() -> dict[str, str]:
-    """Version by installed distribution; the first on the path is the imported one."""
+    """Version by installed distribution; the first on sys.path wins."""
     found: dict[str, str] = {}
     for distribution in metadata.distributions():
-        # `distribution.metadata` parses everything, which takes a second for a hundred packages.
+        # `distribution.metadata` parses the whole file: one second for a hundred packages.
         text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
         fields = dict(_FIELD.findall(text.partition("\n\n")[0]))
         if "Name" in fields and "Version" in fields:

@@ -12,14 +12,14 @@ import titan_exp
 from titan_exp.launch.provenance.secrets import MASK, mask
 
 NEW_FILE_LIMIT, NEW_FILES_LIMIT = 1_000_000, 10_000_000
-"""Bytes of a new file, and of all new files, in the diff; larger ones are data rather than code and are only listed."""
+"""Maximum bytes of one untracked file, and of all untracked files, in the diff; larger ones are only listed."""
 GIT_TIMEOUT = 60
-"""Seconds; a repository on a slow network disk must not block a launch."""
+"""Timeout in seconds: a repository on a slow network disk must not block a launch."""
 
 
 @dataclass(frozen=True)
 class CodeVersion:
-    """Code version of a run. Without a repository only `version`, that of the installed package, is known."""
+    """Code version of a run. Without a repository only the package `version` is known."""
 
     version: str
     commit: str | None
@@ -27,17 +27,17 @@ class CodeVersion:
     branch: str | None
     """Branch; None if HEAD is detached."""
     dirty: bool | None
-    """True if the working tree differs from the commit, new files included."""
+    """True if the working tree differs from the commit, including untracked files."""
     left_out: tuple[str, ...]
-    """New files too large for the diff, and nested repositories."""
+    """Untracked files too large for the diff, and nested repositories."""
     masked: bool
-    """True if credentials were masked in the diff, which then does not apply."""
+    """True if credentials were masked in the diff, so that it does not apply."""
 
 
 def read_code_version(package: Path | None = None) -> tuple[CodeVersion, str]:
-    """Version of the code in `package` (a folder; ours by default), and the diff from its commit as one patch.
+    """Code version of the folder `package` (default: titan_exp), and its diff from HEAD as one patch.
 
-    A package installed inside a repository that does not track it counts as without repository.
+    An untracked package inside a repository is treated as having no repository.
     """
     folder = package or Path(titan_exp.__file__).resolve().parent
     version = metadata.version("titan_exp")
@@ -62,13 +62,13 @@ def read_code_version(package: Path | None = None) -> tuple[CodeVersion, str]:
 
 
 def _diff(top: Path, base: str) -> tuple[str, list[str]]:
-    """Patch of changed and new files, and the new files left out of it. Works on a copy of the index."""
+    """Patch of changed and untracked files, and the omitted files. Works on a copy of the index."""
     taken, left_out = _new_files(top)
     with tempfile.TemporaryDirectory() as folder:
         index = {"GIT_INDEX_FILE": str(Path(folder) / "index")}
         original = top / (run_git(top, "rev-parse", "--git-path", "index") or "").strip()
         if original.is_file():
-            # With its mtime: git rereads only files that are as new as the index.
+            # Keeps the mtime: git rereads only files that are as new as the index.
             shutil.copy2(original, index["GIT_INDEX_FILE"])
         names = "\0".join(taken)
         run_git(top, "add", "--intent-to-add", "--pathspec-from-file=-", "--pathspec-file-nul", stdin=names, **index)
@@ -76,7 +76,7 @@ def _diff(top: Path, base: str) -> tuple[str, list[str]]:
 
 
 def _new_files(top: Path) -> tuple[list[str], list[str]]:
-    """New files that go into the patch, and those that are too large for it."""
+    """Untracked files within the size limits, and the others."""
     taken, left_out, room = [], [], NEW_FILES_LIMIT
     for name in filter(None, (run_git(top, "ls-files", "--others", "--exclude-standard", "-z") or "").split("\0")):
         path = top / name
@@ -91,7 +91,7 @@ def _new_files(top: Path) -> tuple[list[str], list[str]]:
 
 
 def run_git(folder: Path, *arguments: str, stdin: str = "", **environment: str) -> str | None:
-    """Output of git; None without git, without a repository, or after the timeout. Bytes that are not UTF-8 survive."""
+    """Output of git; None if it fails or times out. Non-UTF-8 bytes are kept (surrogateescape)."""
     try:
         answer = subprocess.run(
             ["git", "-C", str(folder), "-c", "core.quotepath=off", *arguments],

@@ -26,6 +26,6 @@ class Provenance:
 
 
 def read_provenance(frozen: CodeSnapshot | None = None) -> Provenance:
-    """Read the provenance of a launch now."""
+    """Read the current code version, diff and environment."""
     code, diff = read_code_version()
     return Provenance(code, diff, read_environment(), frozen)

@@ -1,7 +1,6 @@
-"""Credential masking and refusal, since people share run folders.
+"""Credential masking and refusal, since run folders are shared.
 
-Three signs: a shape that only tokens have, a name such as `api_key` before a value, and the value of a secret
-environment variable of this process.
+Detects known token formats, values after names such as `api_key`, and values of secret environment variables.
 """
 
 import os
@@ -26,14 +25,14 @@ _PRIVATE_KEY = re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(-----END [A-
 _URL_USER = re.compile(
     r"(?P<before>[a-z][a-z0-9+.-]*://)(?P<secret>[^\s/@:'\"]*:[^\s/@'\"]+|[^\s/@:'\"]{16,})(?=@)", re.IGNORECASE
 )
-# `token` alone, or one of these kinds of it: `pad_token` and `text_key` are no credentials.
+# `token` alone or with one of these prefixes: `pad_token` and `text_key` are not credentials.
 _NAME = (
     r"(?:(?:[A-Za-z0-9_.-]*[_.-])?"
     r"(?:api[_-]?key|access[_-]?key|secret(?:[_-]?key)?|private[_-]?key|password|passwd|passphrase|credentials?"
     r"|bearer|authorization|(?:auth|access|api|bearer|hf|hub|refresh|session|wandb)[_-]?token)"
     r"|(?:[A-Za-z0-9_-]+\.)*(?:token|sig))"
 )
-# A value in quotes counts as it is; a bare one must look random, or `token = tokenizer.next` would be masked in code.
+# Any quoted value matches; a bare one needs a digit, or code such as `token = tokenizer.next` would be masked.
 _QUOTED = re.compile(
     rf"(?P<before>\b{_NAME}[\"']?\s*[:=]\s*(?P<quote>[\"']))(?P<secret>[^\"'\s]{{6,}})(?=(?P=quote))", re.I
 )
@@ -61,7 +60,7 @@ def _masked(text: str, secrets: Sequence[str]) -> str:
 
 
 def mask_override(override: str, environment: Mapping[str, str] = os.environ) -> str:
-    """Mask a command-line override; its whole value if its key names a credential."""
+    """Mask a command-line override; the whole value if its key names a credential."""
     key, equals, value = override.partition("=")
     if equals and value not in ("", "null") and is_secret_key(key):
         return f"{key}={MASK}"
@@ -79,7 +78,7 @@ def is_secret_variable(name: str) -> bool:
 
 
 def refuse_secrets(config: Mapping[str, object]) -> None:
-    """Refuse a configuration with credentials, naming their keys: ranks read it from the run folder as it is."""
+    """Raise UserError about keys with credentials; config.yaml cannot be masked, since ranks read it."""
     secrets = _secret_values(os.environ)
     found = [
         Violation(key, MASK, "looks like a credential, and config.yaml would keep it", _REMEDY)
@@ -99,7 +98,7 @@ def _secret_values(environment: Mapping[str, str]) -> list[str]:
 
 
 def _is_random(value: str) -> bool:
-    """True if a value is long and mixed enough to be a secret rather than a switch, a path or a word."""
+    """True if a value looks like a secret rather than a flag, a path or a word."""
     return len(value) >= 8 and not value.startswith(("/", ".")) and any(c.isdigit() for c in value)
 
 

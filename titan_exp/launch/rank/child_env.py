@@ -1,4 +1,4 @@
-"""Environment of rank processes on this machine, set before they start, since much of it is read at import."""
+"""Environment of local rank processes, set before they start because libraries read it at import."""
 
 import contextlib
 import os
@@ -19,9 +19,9 @@ from titan_exp.launch.rank.rank_status import FALLBACK_FOLDER
 def rank_environment(
     cluster: ClusterConfig, world_size: int, attempt: int, rendezvous_folder: Path
 ) -> dict[str, str | None]:
-    """Environment variables of the ranks, added to the launcher's; None removes one.
+    """Changes to the launcher's environment for the ranks; None unsets a variable.
 
-    `rendezvous_folder` is a fresh folder on a local disk: unlike a port, a file in it cannot be taken by another job.
+    `rendezvous_folder` is a new folder on a local disk; unlike a port, a file in it cannot be taken by another job.
     """
     threads = cluster.threads_per_process or max(1, usable_cores() // world_size)
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -37,10 +37,10 @@ def rank_environment(
         FALLBACK_FOLDER: str(rendezvous_folder),
         VISIBLE_GPUS: "" if device_type(cluster) == "cpu" else gpus,
         "PYTHONPATH": os.pathsep.join(_python_path()),
-        # The current folder comes last, as for the launcher: first, its `random.py` would shadow Python's own.
+        # The current folder comes last, as for the launcher: its `random.py` must not shadow the standard library.
         "PYTHONSAFEPATH": "1",
         IMPORT_PATH: os.pathsep.join(os.path.abspath(entry) for entry in [*sys.path, os.getcwd()]),
-        # A rank that crashes in native code dumps its stack.
+        # Dump the stack on a crash in native code.
         "PYTHONFAULTHANDLER": "1",
         "SUBMITIT_LOG_LEVEL": "WARNING",
     }
@@ -48,7 +48,7 @@ def rank_environment(
 
 @contextlib.contextmanager
 def environment(changes: Mapping[str, str | None]) -> Iterator[None]:
-    """Change this process's environment for the block."""
+    """Set environment variables of this process for the block; None unsets one."""
     before = {name: os.environ.get(name) for name in changes}
     _set(changes)
     try:
@@ -66,14 +66,14 @@ def _set(variables: Mapping[str, str | None]) -> None:
 
 
 def _python_path() -> list[str]:
-    """PYTHONPATH, extended by the folder of our package unless that is installed."""
+    """PYTHONPATH, extended by the parent folder of titan_exp unless that is installed."""
     inherited = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     ours = Path(titan_exp.__file__).resolve().parents[1]
     return inherited if ours.name in ("site-packages", "dist-packages") else [*inherited, str(ours)]
 
 
 def _loopback() -> str:
-    """Loopback network interface, so that ranks meet without a network."""
+    """Name of the loopback interface, so that ranks connect without a network."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(address.address == "127.0.0.1" for address in addresses):
             return name

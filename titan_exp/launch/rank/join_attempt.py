@@ -1,4 +1,4 @@
-"""Rank 0 claims the run folder and records the attempt's start; the other ranks wait for it."""
+"""Join an attempt: rank 0 takes the run lock and records the start, the other ranks wait for it."""
 
 import time
 from dataclasses import replace
@@ -19,8 +19,8 @@ ATTEMPT_TIMEOUT = 60.0
 def join_attempt(folder: RunFolder, rank: RankInfo, executor: Executor | None) -> RankInfo:
     """Join the run's attempt and its rendezvous; returns the rank with its attempt number.
 
-    Without an executor, torchrun has set the rendezvous address. Raises UserError if another process runs this folder,
-    or the number of ranks is not its layout's world size.
+    Without an executor, torchrun has set the rendezvous address. Raises UserError if another process holds the run, or
+    the number of ranks differs from the layout's world size.
     """
     _check_world_size(folder, rank)
     claim = None
@@ -36,7 +36,7 @@ def join_attempt(folder: RunFolder, rank: RankInfo, executor: Executor | None) -
 
 
 def _open_attempt(folder: RunFolder, rank: RankInfo, executor: Executor | None) -> int:
-    """Record the start: in the row written at submission, or in a new one if the scheduler restarted the job."""
+    """Record the start in the row written at submission, or in a new row if the scheduler restarted the job."""
     rows = folder.read_attempts()
     last = rows[-1] if rows else None
     same_job = last is not None and rank.token is not None and last.token == rank.token
@@ -56,7 +56,7 @@ def _open_attempt(folder: RunFolder, rank: RankInfo, executor: Executor | None) 
             requeues=last.requeues + 1 if last is not None and same_job else 0,
         ).attempt
     if rank.token is None:
-        folder.clear_stop()  # the batch script of a job has done so, and a stop may have been requested since
+        folder.clear_stop()  # a batch script has already cleared it, and a stop may have been requested since
     if executor is not None:
         executor.publish_rendezvous(folder, replace(rank, attempt=number))
     folder.update_attempt(number, job_id=rank.job_id, hosts=rank.hosts, restarts=rank.restarts, start=time.time())

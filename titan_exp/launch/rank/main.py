@@ -1,6 +1,6 @@
-"""Process of one rank around the trainer: status record, signals, watchdogs.
+"""Rank process around the trainer: status record, signals, watchdogs.
 
-`python -m titan_exp.launch.rank.main RUN_FOLDER` runs it under srun, torchrun, an executor's own starter, or alone.
+`python -m titan_exp.launch.rank.main RUN_FOLDER` runs it under an executor, srun, torchrun, or alone.
 """
 
 import contextlib
@@ -34,15 +34,16 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.run_folder.state import DONE, FAILED, HUNG, STOPPED, StateName
 
 RANK_MAIN = "TITAN_EXP_RANK_MAIN"
-"""Environment variable: dotted name of what a rank runs; the trainer unless set."""
+"""Environment variable: import path of the rank's main function; the trainer by default."""
 TRAINER = "titan_exp.trainer.rank_main.main"
 FAILURE_MARK = "titan_exp: this rank failed"
-"""Line in a rank's log before its traceback; the launcher, which shows the traceback itself, shows the log up to it."""
+"""Line in a rank's log before its traceback. The launcher shows the log up to it, and the traceback separately."""
 STATES: dict[int, StateName] = {DONE: "done", STOPPED: "preempted"}
 
 
 def run_rank(folder: RunFolder, rank: RankInfo) -> int:
-    """Run one rank that has joined its attempt; returns its exit code, 0 for a saved stop if srun would kill peers."""
+    """Run one rank that has joined its attempt; returns its exit code, or 0 for a saved stop if srun would kill
+    peers."""
     code = _Rank(folder, rank).run()
     return DONE if rank.gang and code == STOPPED else code
 
@@ -69,7 +70,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _find_rank(folder: RunFolder) -> tuple[Executor | None, RankInfo]:
-    """Executor that started this process, asking the run's own first, and its rank; None with torchrun's rank."""
+    """Executor that started this process, trying the configured one first, and its rank; else None and torchrun's
+    rank."""
     if not folder.config.exists():
         raise UserError(f"{folder.path} has no config.yaml, so it is not a run. `titan-exp train` creates runs.")
     kinds = dict.fromkeys([load_experiment(folder.config).cluster.kind, *executor_names()])
@@ -81,8 +83,6 @@ def _find_rank(folder: RunFolder) -> tuple[Executor | None, RankInfo]:
 
 
 class _Rank:
-    """One rank of one attempt."""
-
     def __init__(self, folder: RunFolder, rank: RankInfo) -> None:
         assert rank.attempt is not None
         self.folder, self.rank, self.attempt = folder, rank, rank.attempt
@@ -121,7 +121,7 @@ class _Rank:
             self._remove_rendezvous_folder()
 
     def _remove_rendezvous_folder(self) -> None:
-        """Remove the rendezvous folder after the last rank, since the launcher is gone."""
+        """Remove the rendezvous folder after the last rank has ended, if the launcher has exited."""
         rendezvous_folder = os.environ.get(FALLBACK_FOLDER)
         records = [read_record(self.folder, self.attempt, rank) for rank in range(self.rank.world_size)]
         if rendezvous_folder is not None and all(record is None or record.end is not None for record in records):
@@ -134,8 +134,8 @@ class _Rank:
             print(f"the status of rank {record.rank} cannot be written: {error}", file=sys.stderr)
 
     def _handle_signals(self) -> None:
-        """SIGTERM and SIGUSR2 save and stop. With a launcher, which handles them, SIGINT and SIGHUP are ignored;
-        without one the first SIGINT saves and the second ends at once."""
+        """SIGTERM and SIGUSR2 save and stop. Under a launcher, which handles them, SIGINT and SIGHUP are ignored;
+        without one they save and stop too, and a second SIGINT kills."""
         launched = self.rank.launcher is not None
         signal.signal(signal.SIGINT, signal.SIG_IGN if launched else self._interrupt)
         signal.signal(signal.SIGHUP, signal.SIG_IGN if launched else self._request_stop)
@@ -178,7 +178,7 @@ class _Rank:
         return watchdog
 
     def _give_up(self, reason: str, code: int = FAILED, kind: str = "GivenUp") -> None:
-        """Exit from a watchdog's thread, whatever the main thread hangs in."""
+        """Exit from a watchdog thread; the main thread may hang."""
         self._end(code, RankError(kind, reason, "", user=False))
         for child in psutil.Process().children(recursive=True):
             with contextlib.suppress(psutil.Error):
@@ -192,7 +192,7 @@ def _rank_main(path: str) -> None:
 
 
 def _call(function: Callable[[str], None], path: str) -> tuple[int, RankError | None]:
-    """Exit code of `function(path)`, and what it raised."""
+    """Run `function(path)`; returns its exit code and its error."""
     try:
         function(path)
     except SystemExit as error:

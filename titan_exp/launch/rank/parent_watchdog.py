@@ -1,6 +1,6 @@
-"""Parent watchdog of a rank: watches the launcher and submitit's controller, the rank's parent.
+"""Parent watchdog of a rank: monitors the launcher and submitit's controller, the rank's parent.
 
-Without the launcher no one shows or stops the run, so the rank saves and stops. Without the controller it exits.
+If the launcher exits, the rank saves and stops. If the controller exits, the rank exits.
 """
 
 import contextlib
@@ -16,16 +16,15 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder
 
 POLL_INTERVAL = 0.25
 GRACE = 3.0
-"""Seconds for an orphan to fail by itself after another rank died."""
+"""Seconds for an orphaned rank to fail by itself after a peer failed."""
 SAVE_LIMIT = 600.0
-"""Seconds for an orphan to save, since no user can press Ctrl-C twice."""
+"""Seconds for an orphaned rank to save, since no user can press Ctrl-C twice."""
 
 
 class ParentWatchdog(threading.Thread):
-    """Thread beside the training until the process exits.
+    """Watchdog thread, running until the process exits.
 
-    `launcher` and `controller` are the pids of this process's grandparent and parent; `give_up` ends this process, with
-    the reason.
+    `launcher` and `controller` are the pids of the grandparent and parent process; `give_up(reason)` exits this one.
     """
 
     def __init__(
@@ -41,12 +40,12 @@ class ParentWatchdog(threading.Thread):
     ) -> None:
         super().__init__(name="titan_exp parent watchdog", daemon=True)
         self.orphaned = False
-        """True if the launcher is gone."""
+        """True if the launcher has exited."""
         self._folder, self._attempt, self._rank, self._world_size = folder, attempt, rank, world_size
         self._launcher, self._controller, self._give_up = launcher, controller, give_up
 
     def run(self) -> None:
-        """Poll the parents. A dead parent shows by its child's new parent, even as a zombie."""
+        """Poll the parents. An exited parent, even a zombie, shows as a changed parent pid of its child."""
         while not self._launcher_is_gone():
             if os.getppid() != self._controller:
                 self._give_up("the parent process of the ranks (submitit's controller) is gone")
@@ -60,10 +59,10 @@ class ParentWatchdog(threading.Thread):
         try:
             return psutil.Process(self._controller).ppid() != self._launcher
         except psutil.Error:
-            return False  # the controller is gone, which is checked next
+            return False  # the controller has exited; checked next
 
     def _end_as_orphan(self) -> None:
-        """Let this rank save, but exit if a peer died: it would wait for that one without limit."""
+        """Wait until this rank has saved; exit if a peer failed, since its collectives would block forever."""
         began, peer_died = time.monotonic(), None
         while True:
             now = time.monotonic()
@@ -82,7 +81,7 @@ class ParentWatchdog(threading.Thread):
             siblings = psutil.Process(self._controller).children()
             alive = {sibling.pid for sibling in siblings if sibling.status() != psutil.STATUS_ZOMBIE}
         except psutil.Error:
-            return False  # changed meanwhile: the next poll decides
+            return False  # processes have changed; retried at the next poll
         for rank in set(range(self._world_size)) - {self._rank}:
             record = read_record(self._folder, self._attempt, rank)
             if record is not None and (record.failed or (record.exit is None and record.pid not in alive)):

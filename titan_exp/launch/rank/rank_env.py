@@ -1,4 +1,4 @@
-"""Rank, world size and launcher of this process."""
+"""Rank environment: rank, world size and launcher of this process."""
 
 import os
 import socket
@@ -12,7 +12,7 @@ ATTEMPT = "TITAN_EXP_ATTEMPT"
 LAUNCHER = "TITAN_EXP_LAUNCHER"
 """Environment variable: pid of the launcher."""
 VISIBLE_GPUS = "TITAN_EXP_VISIBLE_GPUS"
-"""Environment variable: the launcher's CUDA_VISIBLE_DEVICES, which submitit overwrites; unset if unset."""
+"""Environment variable: the launcher's CUDA_VISIBLE_DEVICES, overwritten by submitit; unset if that is unset."""
 IMPORT_PATH = "TITAN_EXP_IMPORT_PATH"
 """Environment variable: the launcher's sys.path; ranks search it after their own."""
 TOKEN = "TITAN_EXP_TOKEN"
@@ -21,25 +21,25 @@ TOKEN = "TITAN_EXP_TOKEN"
 
 @dataclass(frozen=True)
 class RankInfo:
-    """Rank of this process, and the job around it."""
+    """Rank of this process and its job."""
 
     rank: int
     world_size: int
     local_rank: int
-    """Rank on this machine, or of the only visible GPU."""
+    """Rank on this machine; 0 if only one GPU is visible."""
     job_id: str = ""
-    """The scheduler's job id; the same on every rank, and another for the next job."""
+    """Job id of the scheduler or torchrun; equal on all ranks, unique per job."""
     hosts: tuple[str, ...] = ()
     restarts: int | None = None
-    """Times the scheduler restarted the job; None if it does not count."""
+    """Number of restarts of the job by the scheduler; None if not counted."""
     token: str | None = None
     """Submission token; None for ranks started by hand."""
     gang: bool = False
-    """True if the scheduler may kill all ranks when one exits with a code other than 0."""
+    """True if the scheduler may kill all ranks after a nonzero exit code of one."""
     by_hand: str = "torchrun --nproc-per-node {}"
-    """Command that starts this many ranks by hand, for error messages."""
+    """Command template that starts the ranks by hand, for error messages."""
     launcher: int | None = None
-    """Pid of the launcher on this machine; None without one. `controller` is that of submitit's controller."""
+    """Pid of the launcher on this machine; None without one. `controller` is the pid of submitit's controller."""
     controller: int | None = None
     attempt: int | None = None
     """Attempt number; None until the rank has joined the attempt."""
@@ -54,7 +54,7 @@ class RankInfo:
 
 
 def torchrun_rank() -> RankInfo:
-    """The rank in torchrun's environment; rank 0 of 1 without one."""
+    """Rank from torchrun's environment; rank 0 of 1 without torchrun."""
     env = os.environ
     port = env.get("MASTER_PORT", "")
     job_id = f"{env.get('MASTER_ADDR', 'localhost')}:{port or '0'}"

@@ -1,6 +1,6 @@
-"""Rank status: a small file per rank and attempt, written when the rank starts and when it ends.
+"""Rank status: one small file per rank and attempt, written at the rank's start and end.
 
-A rank that is gone without a recorded end was killed.
+A rank that has exited without a recorded end was killed.
 """
 
 import json
@@ -17,7 +17,7 @@ FALLBACK_FOLDER = "TITAN_EXP_SPARE"
 
 @dataclass(frozen=True)
 class RankError:
-    """Why a rank ended early."""
+    """Error that ended a rank."""
 
     type: str
     """Class name of the exception."""
@@ -36,14 +36,14 @@ class RankRecord:
     host: str
     start: float
     end: float | None = None
-    """None while it runs."""
+    """None while running."""
     exit: int | None = None
-    """Exit code; None while it runs."""
+    """Exit code; None while running."""
     error: RankError | None = None
 
     @property
     def failed(self) -> bool:
-        """True if the rank ended neither done nor saved."""
+        """True if the rank ended with an exit code other than DONE and STOPPED."""
         return self.exit not in (None, DONE, STOPPED)
 
 

@@ -1,7 +1,6 @@
-"""Epilogue of a batch script: `python -m titan_exp.launch.slurm.epilogue RUN_FOLDER JOB CODE`.
+"""Batch script epilogue: `python -m titan_exp.launch.slurm.epilogue RUN_FOLDER JOB CODE`.
 
-Closes the attempt, which ranks do themselves where they can: finds the cause among the ranks and records killed ones.
-The exit code says whether the run is requeued.
+Closes the attempt with its cause, from the rank records and srun's log. Exit code 85 requeues the run.
 """
 
 import os
@@ -24,13 +23,13 @@ from titan_exp.tracking.run_folder.run_folder import RunFolder
 from titan_exp.tracking.run_folder.state import DONE, FAILED, HUNG, STOPPED
 
 CANCELLED = "cancelled"
-"""Prefix of the reason of a stop after which the run is not requeued."""
+"""Prefix of stop reasons that prevent a requeue."""
 ENDED_BY_HAND = 130
-"""Exit code of a cancelled run, as shells have it for Ctrl-C."""
+"""Exit code of a cancelled run, as after Ctrl-C."""
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Close the attempt of this job; returns 0 if the run is done, 85 if it is to be requeued, else a failure's code.
+    """Close the attempt of this job; returns 0 if the run is done, 85 to requeue it, else the failure's exit code.
 
     `arguments` are the run folder, the job id and srun's exit code.
     """
@@ -62,14 +61,14 @@ def _result(folder: RunFolder, row: Attempt, job: str) -> AttemptResult:
     stop = folder.stop_reason()
     if len(codes) == row.world_size:
         return exit_status.ended(codes, stop)
-    # srun sends SIGTERM to the peers of a failed rank, which take it for a stop request.
+    # srun sends SIGTERM to the peers of a failed rank, which record it as a stop request.
     if stop is not None and not re.fullmatch(r"rank \d+ received SIGTERM", stop):
         return AttemptResult("preempted", STOPPED, f"{stop}; killed before all ranks had saved")
     return _killed(folder, row, job, records)
 
 
 def _killed(folder: RunFolder, row: Attempt, job: str, records: Mapping[int, RankRecord | None]) -> AttemptResult:
-    """Failure of a rank that was killed without a record: srun's log names the first, and the signal."""
+    """Failure of a rank killed without a record: srun's log gives the first one and the signal."""
     missing = [rank for rank, record in records.items() if record is None or record.exit is None]
     reported = (entry for entry in _srun_errors(folder, job) if entry[0] in missing)
     rank, message = next(reported, (missing[0], ""))
@@ -80,7 +79,7 @@ def _killed(folder: RunFolder, row: Attempt, job: str, records: Mapping[int, Ran
 
 
 def _srun_errors(folder: RunFolder, job: str) -> Iterator[tuple[int, str]]:
-    """Ranks with srun's error messages since the job's last start, in order."""
+    """Ranks and srun's error messages since the job's last start, in order."""
     try:
         text = (folder.logs / f"slurm-{job}.out").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -91,8 +90,7 @@ def _srun_errors(folder: RunFolder, job: str) -> Iterator[tuple[int, str]]:
 
 
 def _close_unstarted(folder: RunFolder, row: Attempt, job: str, code: int) -> int:
-    """Close an attempt whose start no rank recorded: the run was done, is held by another process, or Python did not
-    start."""
+    """Close an attempt without a recorded start: the run was done, another process held it, or Python did not start."""
     state = folder.read_state()
     if state is not None and state.state == "done":
         folder.update_attempt(row.attempt, job_id=job, end=time.time(), reason="the run was done before this start")
@@ -111,7 +109,7 @@ def _close_unstarted(folder: RunFolder, row: Attempt, job: str, code: int) -> in
 
 
 def _requeue(folder: RunFolder, row: Attempt, job: str, result: AttemptResult, cluster: ClusterConfig) -> int:
-    """Print the result and, if the run is to be requeued, record the intent; returns the exit code."""
+    """Print the result and record the intent of a requeue; returns the exit code."""
     text = f"{folder.path}: attempt {row.attempt} {result.state}" + (f" ({result.reason})" if result.reason else "")
     if result.exit_code not in (STOPPED, HUNG):
         print(text)

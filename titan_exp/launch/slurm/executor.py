@@ -1,6 +1,6 @@
-"""SLURM executor: jobs by sbatch, their status by squeue and sacct, cancellation by scancel.
+"""SLURM executor: sbatch to submit, squeue and sacct for status, scancel to cancel.
 
-Intent is recorded before submission, so no job is lost and none is submitted twice.
+The intent is recorded before submission, so no job is lost or submitted twice.
 """
 
 import os
@@ -35,15 +35,15 @@ from titan_exp.tracking.run_folder.state import STOPPED
 
 SCANCEL_JOBS = 500
 SUBMITTER_LIMIT = 120.0
-"""Seconds to wait for another submitter to the same folder of runs."""
+"""Seconds to wait for another submission to the same folder of runs."""
 
 
 class SlurmExecutor(Executor):
-    """Runs as SLURM jobs, or arrays of jobs for runs with equal resources."""
+    """Submits runs as SLURM jobs; runs with equal resources form a job array."""
 
     def submit(self, plans: Sequence[RunPlan], options: SubmitOptions) -> list[Submission]:
-        """Submit runs that are not done, queued or running, and return at once. Raises UserError without SLURM, inside
-        a job, or if the folder of runs cannot be written."""
+        """Submit runs that are not done, queued or running, without waiting for them. Raises UserError without SLURM,
+        inside a job, or if the folder of runs cannot be written."""
         _require_slurm(plans)
         found: dict[Path, Submission] = {}
         for runs in dict.fromkeys(map(_runs, plans)):
@@ -56,7 +56,7 @@ class SlurmExecutor(Executor):
     def status(self, folders: Sequence[RunFolder]) -> Mapping[Path, JobStatus]:
         """Job status by run folder path, in one query.
 
-        A run whose last attempt is not SLURM's is `gone`; without an answer from SLURM the status is `unknown`.
+        `gone` if another executor submitted the last attempt, `unknown` if SLURM does not respond.
         """
         rows = {folder.path: self._attempt(folder) for folder in folders}
         known = {path: row for path, row in rows.items() if row is not None}
@@ -75,9 +75,9 @@ class SlurmExecutor(Executor):
         return statuses
 
     def cancel(self, folders: Sequence[RunFolder], *, reason: str) -> Mapping[Path, str]:
-        """Remove queued jobs, and let active ones save and stop; returns a line per folder path.
+        """Remove queued jobs and request save-and-stop of active ones; returns a message per folder path.
 
-        Returns at once: the batch script kills a job that does not end within cluster.stop_limit seconds.
+        Does not wait: the batch script kills a job that does not end within cluster.stop_limit seconds.
         """
         statuses, lines = self.status(folders), {}
         queued: dict[str, RunFolder] = {}
@@ -91,7 +91,7 @@ class SlurmExecutor(Executor):
         for folder in running.values():
             folder.request_stop(f"{CANCELLED}: {reason}")
         failures = _scancel([], queued)
-        # To the batch script, not the ranks: it enforces the time limit while they save.
+        # Signal the batch script, not the ranks: it enforces cluster.stop_limit while they save.
         failures |= _scancel(["--batch", "--signal=USR2"], running)
         thread_map(
             lambda job: _record_dequeued(queued[job], self._attempt(queued[job]), reason),
@@ -103,31 +103,31 @@ class SlurmExecutor(Executor):
         return lines
 
     def rank_info(self) -> RankInfo | None:
-        """The rank that srun started."""
+        """Rank from srun's environment."""
         return srun_rank()
 
     def publish_rendezvous(self, folder: RunFolder, rank: RankInfo) -> None:
-        """Write rank 0's address into the attempt's logs."""
+        """Write rank 0's address into the attempt's log folder."""
         publish_rendezvous(folder, rank)
 
     def join_rendezvous(self, folder: RunFolder, rank: RankInfo) -> None:
-        """Read rank 0's address."""
+        """Set MASTER_ADDR and MASTER_PORT to rank 0's address."""
         join_rendezvous(folder, rank)
 
     def _attempt(self, folder: RunFolder) -> Attempt | None:
-        """The run's last attempt, if this executor submitted it."""
+        """Last attempt of a run if this executor submitted it, else None."""
         rows = folder.read_attempts()
         return rows[-1] if rows and rows[-1].launched_by == self.kind else None
 
     def existing(self, plan: RunPlan, status: JobStatus | None) -> Submission | None:
-        """The result of a run that needs no submission now; None if it needs one."""
+        """Result of a run that needs no submission; None if it needs one."""
         state, row = plan.folder.read_state(), self._attempt(plan.folder)
         if state is not None and state.state == "done":
             return Submission(plan, "done", row and row.job_id)
         if status is None or row is None:
             return None
         if status.state in ("queued", "running"):
-            if row.job_id is None:  # the submitter died before sbatch answered
+            if row.job_id is None:  # the submitter was killed before sbatch returned
                 plan.folder.update_attempt(row.attempt, job_id=status.job_id)
             return Submission(plan, "queued" if status.state == "queued" else "running", status.job_id, status.reason)
         if status.state == "unknown" and (row.end is None or row.exit == STOPPED):
@@ -161,7 +161,7 @@ def _submit(
 
 
 def _make_ready(plan: RunPlan, provenance: Provenance, *, renew: bool) -> Submission | None:
-    """Close dead attempts and refresh the snapshot; returns a result if another process holds the run."""
+    """Close unrecorded attempts and refresh the snapshot; returns a result if another process holds the run."""
     folder = plan.folder
     try:
         lock = folder.claim("submission")
@@ -216,7 +216,7 @@ def _job_status(row: Attempt, job: Job | None, ends: Mapping[str, str]) -> JobSt
 
 
 def _job_of(row: Attempt, jobs: Sequence[Job]) -> Job | None:
-    """The attempt's job, preferring one that has not ended; chained jobs share its token."""
+    """Job of an attempt, preferably one that has not ended; chained jobs share the token."""
     own = [job for job in jobs if (row.token and job.token == row.token) or (row.job_id == job.job_id)]
     return min(own, key=lambda job: job.phase == "gone", default=None)
 
@@ -226,9 +226,9 @@ def _refused(plan: RunPlan, reason: str, job_id: str | None = None) -> Submissio
 
 
 def _scancel(options: Sequence[str], jobs: Collection[str], at_once: int = SCANCEL_JOBS) -> dict[str, str]:
-    """Call scancel for many jobs at a time; returns the error message of each job that failed.
+    """Call scancel for many jobs at a time; returns error messages by job id.
 
-    scancel does not say for which job it failed, so they are then tried one by one.
+    scancel does not report which job failed, so a failed call is repeated job by job.
     """
     failures: dict[str, str] = {}
     names = list(jobs)
@@ -243,12 +243,12 @@ def _scancel(options: Sequence[str], jobs: Collection[str], at_once: int = SCANC
 
 
 def _record_dequeued(folder: RunFolder, row: Attempt | None, reason: str) -> None:
-    """Close the attempt of a job that was removed from the queue."""
+    """Close the attempt of a job removed from the queue."""
     if row is not None and row.start is None and row.end is None:
         folder.update_attempt(row.attempt, end=time.time(), reason=f"{CANCELLED}: {reason}")
     state = folder.read_state()
     if state is not None:
-        # Not lost: the command that submitted it continues it.
+        # `preempted`, not `lost`: the same command continues the run.
         folder.write_state(RunState("preempted", state.step, time.time(), state.attempt, f"{CANCELLED}: {reason}"))
 
 

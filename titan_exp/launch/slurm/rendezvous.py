@@ -10,13 +10,13 @@ from titan_exp.launch.rank.rank_env import TOKEN, RankInfo
 from titan_exp.tracking.run_folder.run_folder import RunFolder, write_atomically
 
 FIRST_PORT, LAST_PORT = 20000, 32000
-"""Ports for the rendezvous, below the ephemeral ports that systems give to clients."""
+"""Port range of the rendezvous, below the ephemeral ports."""
 RENDEZVOUS_TIMEOUT = 60.0
-"""Seconds that other ranks wait for the address: a network disk may show a new file late."""
+"""Seconds to wait for rank 0's address: network disks may show new files late."""
 
 
 def srun_rank() -> RankInfo | None:
-    """The rank in srun's environment; None without srun, or under torchrun below srun."""
+    """Rank from srun's environment; None without srun, or under torchrun."""
     env = os.environ
     if "SLURM_PROCID" not in env or "SLURM_STEP_ID" not in env or "RANK" in env:
         return None
@@ -37,13 +37,13 @@ def srun_rank() -> RankInfo | None:
 
 
 def slurm_job_id() -> str:
-    """Job id of this process, `ARRAY_TASK` for an array task: a task's own SLURM_JOB_ID may be the whole array's."""
+    """Job id of this process; `ARRAY_TASK` for an array task, whose SLURM_JOB_ID may be the array's."""
     array = os.environ.get("SLURM_ARRAY_JOB_ID")
     return f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ["SLURM_JOB_ID"]
 
 
 def publish_rendezvous(folder: RunFolder, rank: RankInfo) -> None:
-    """Write rank 0's address into the attempt's logs (loopback on one node), and link the ranks' logs there."""
+    """Write rank 0's address (loopback on one node) and links to the rank logs into the attempt's log folder."""
     assert rank.attempt is not None
     address = "127.0.0.1" if os.environ.get("SLURM_STEP_NUM_NODES") == "1" else socket.gethostname()
     logs = folder.attempt_logs(rank.attempt)
@@ -71,12 +71,12 @@ def join_rendezvous(folder: RunFolder, rank: RankInfo) -> None:
 def _local_rank() -> int:
     number = int(os.environ.get("SLURM_LOCALID", "0"))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    # If the site binds each task to its GPU, the task sees only that one, as number 0.
+    # With GPU binding per task, a task sees one GPU, as device 0.
     return 0 if visible and "," not in visible else number
 
 
 def _free_port(job: int) -> int:
-    """A free port; the search starts at one that depends on the job."""
+    """Find a free port, starting at an offset derived from the job id."""
     count = LAST_PORT - FIRST_PORT
     for offset in range(count):
         port = FIRST_PORT + (job * 7 + offset) % count

@@ -1,4 +1,4 @@
-"""Batch script of a run or an array of runs, as one would write it by hand: a pure function to text."""
+"""sbatch script of a run or a job array, rendered to text."""
 
 import shlex
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from titan_exp.config.machine.devices import device_type
 from titan_exp.launch.provenance.code_snapshot import CodeSnapshot
 
 MARK = "titan_exp:"
-"""Prefix of the job's comment, before its token."""
+"""Prefix of the token in the job comment."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +24,11 @@ class Resources:
 
 @dataclass(frozen=True)
 class Script:
-    """Content of a batch script."""
+    """Parameters of a batch script."""
 
     name: str
     token: str
-    """Identifies the job in its comment; array tasks append their index."""
+    """Token in the job comment; array tasks append their index."""
     resources: Resources
     snapshot: CodeSnapshot
     python: str
@@ -36,21 +36,21 @@ class Script:
     import_path: Sequence[str]
     """Folders appended to the ranks' sys.path."""
     folder: str
-    """Run folder; of an array, the folder whose entries 0, 1, ... link to the run folders."""
+    """Run folder; for an array, a folder whose entries 0, 1, ... link to the run folders."""
     runs: str
     """Folder of all runs, mounted in a container."""
     array: int | None = None
 
 
 def render(script: Script) -> str:
-    """Text of the batch script."""
+    """Render the batch script."""
     cluster = script.resources.cluster
     stop = _STOP.replace("@LEAD@", str(cluster.signal_lead)).replace("@LIMIT@", str(cluster.stop_limit))
     return "\n".join([_head(script), _run(script), _environment(script), stop, _ranks(script)])
 
 
 def sbatch_options(script: Script) -> Iterator[tuple[str, object]]:
-    """Options of sbatch with their values; True for a switch."""
+    """sbatch options with their values; True for a flag."""
     cluster, resources = script.resources.cluster, script.resources
     log = "%A_%a" if script.array is not None else "%j"
     yield "job-name", script.name
@@ -165,7 +165,7 @@ def _ranks(script: Script) -> str:
 
 
 def _closing(script: Script) -> str:
-    """Python outside the ranks' step, in the container if there is one."""
+    """Python command of the epilogue, in the container if there is one."""
     start = shlex.join(["srun", "--nodes=1", "--ntasks=1", *_pyxis(script)]) + " " if _pyxis(script) else ""
     return start + _python(script)
 

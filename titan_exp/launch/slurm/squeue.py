@@ -1,4 +1,4 @@
-"""Job states from squeue and sacct, many jobs per query, with a timeout."""
+"""Job states from squeue and sacct: batched queries with a timeout."""
 
 import contextlib
 import pwd
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from titan_exp.launch.slurm.script import MARK
 
 TIMEOUT = 20.0
-"""Seconds for SLURM to answer; its commands wait while the controller is down."""
+"""Timeout of SLURM commands in seconds; they block while the controller is down."""
 
 QUEUED = ("PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 RUNNING = ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
@@ -19,16 +19,16 @@ RUNNING = ("RUNNING", "CONFIGURING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGN
 
 @dataclass(frozen=True)
 class Job:
-    """A job, or a task of an array, as squeue lists it."""
+    """Job or array task, as listed by squeue."""
 
     job_id: str
     """`12`, or `12_3` for task 3 of array 12."""
     state: str
     """SLURM's state: `PENDING`, `RUNNING`, `TIMEOUT`, ..."""
     reason: str
-    """Why it waits, or how it ended; `None` without a reason."""
+    """Pending reason, or how the job ended; the text `None` without a reason."""
     token: str
-    """Submission token; empty for jobs of others."""
+    """Submission token; empty for unrelated jobs."""
 
     @property
     def phase(self) -> str:
@@ -41,8 +41,7 @@ class Job:
 
 
 class UnreachableError(Exception):
-    """SLURM did not answer, or refused, with its message. `silent`: it timed out, and asking again would take as
-    long."""
+    """A SLURM command failed or timed out. `silent`: it timed out, and so would a retry."""
 
     def __init__(self, message: str, *, silent: bool = False) -> None:
         super().__init__(message)
@@ -50,8 +49,7 @@ class UnreachableError(Exception):
 
 
 def listed_jobs(owners: Sequence[int]) -> list[Job]:
-    """Jobs of these users (by uid) that SLURM remembers: all that have not ended, and the rest for some minutes. Raises
-    UnreachableError."""
+    """Jobs of users (by uid) from squeue: active ones, and recently ended ones. Raises UnreachableError."""
     users = ",".join(str(owner) for owner in sorted(set(owners)))
     text = ask("squeue", "--noheader", "--array", "--states=all", f"--user={users}", "--format=%i|%T|%r|%k")
     jobs = []
@@ -59,13 +57,13 @@ def listed_jobs(owners: Sequence[int]) -> list[Job]:
         job_id, state, reason, comment = line.split("|", 3)
         token = comment.removeprefix(MARK) if comment.startswith(MARK) else ""
         _, _, task = job_id.partition("_")
-        # The job that continues one run of an array already has its task in the token.
+        # A chained job of an array task already has the task in its token.
         jobs.append(Job(job_id, state, reason, f"{token}_{task}" if token and task else token))
     return jobs
 
 
 def accounted(job_ids: Sequence[str]) -> Mapping[str, str]:
-    """End of jobs that the controller forgot, by job id, from sacct; empty without accounting."""
+    """Final state by job id from sacct, for jobs that squeue no longer lists; empty without accounting."""
     if not job_ids or shutil.which("sacct") is None:
         return {}
     try:
@@ -78,11 +76,11 @@ def accounted(job_ids: Sequence[str]) -> Mapping[str, str]:
 
 
 def ended_as(state: str, code: str) -> str:
-    """End of a job from sacct's state and exit code, such as `CANCELLED by 1000` and `0:0`."""
+    """Format sacct's state and exit code, such as `CANCELLED by 1000` and `0:0`."""
     text = state.lower().replace("_", " ")
     by = re.fullmatch(r"(.* by )(\d+)", text)
     if by:
-        with contextlib.suppress(KeyError):  # an unknown uid stays a number
+        with contextlib.suppress(KeyError):  # an unknown uid is kept as a number
             text = by[1] + pwd.getpwuid(int(by[2])).pw_name
     exit_code, _, signal = code.partition(":")
     details = [f"exit code {exit_code}"] if exit_code not in ("", "0") else []

@@ -1,7 +1,7 @@
-"""sbatch submission of a job or an array: folder, batch script, recorded intent, and sbatch through submitit.
+"""sbatch submission of a job or job array through submitit.
 
-Every run's attempts.jsonl holds the intent, with a token that the job carries too, before sbatch is called. After a
-crash in between, the token tells if there is a job.
+Before sbatch is called, the intent is recorded in each run's attempts.jsonl, with a token that is also in the job's
+comment. After a crash in between, the token shows if a job exists.
 """
 
 import contextlib
@@ -25,19 +25,19 @@ from titan_exp.tracking.run_folder.file_lock import is_held
 from titan_exp.tracking.run_folder.run_folder import write_atomically
 
 FOLDER = ".slurm"
-"""Folder of submissions, in the folder of runs."""
+"""Submission folder, in the folder of runs."""
 ARRAY_LIMIT = 1000
 """Runs per array; SLURM's MaxArraySize is 1001 by default."""
 SBATCH_LIMIT = 120
-"""Timeout of sbatch in seconds; it waits while the controller is down."""
+"""Timeout of sbatch in seconds; it blocks while the controller is down."""
 
 
 class RejectedError(Exception):
-    """sbatch made no job; with sbatch's message."""
+    """sbatch failed; carries its message."""
 
 
 class UncertainError(Exception):
-    """sbatch did not answer, so there may be a job; the next submission asks SLURM."""
+    """sbatch timed out, so a job may exist; the next submission queries SLURM."""
 
 
 def resources_of(plan: RunPlan) -> Resources:
@@ -47,7 +47,7 @@ def resources_of(plan: RunPlan) -> Resources:
 
 
 def group_by_resources(plans: Sequence[RunPlan]) -> list[list[RunPlan]]:
-    """Runs with equal resources, at most `ARRAY_LIMIT` in a group, in order."""
+    """Group runs by equal resources, at most `ARRAY_LIMIT` per group, in order."""
     groups: dict[str, list[RunPlan]] = {}
     for plan in plans:
         groups.setdefault(repr(resources_of(plan)), []).append(plan)
@@ -57,17 +57,17 @@ def group_by_resources(plans: Sequence[RunPlan]) -> list[list[RunPlan]]:
 
 
 class Batch:
-    """A job for one run, or an array for several with equal resources.
+    """Job of one run, or job array of several runs with equal resources.
 
-    The run folders exist, and the caller holds the submission lock.
+    The run folders must exist, and the caller must hold the submission lock.
     """
 
     def __init__(self, runs: Path, plans: Sequence[RunPlan], snapshot: CodeSnapshot) -> None:
         self.plans = plans
         self.token = uuid.uuid4().hex[:12]
-        """Identifies the job in its comment."""
+        """Token in the job comment."""
         self.folder = runs / FOLDER / self.token
-        """Folder of the submission; entries 0, 1, ... link to the run folders of an array."""
+        """Submission folder; entries 0, 1, ... link to the run folders of an array."""
         single = len(plans) == 1
         first = plans[0]
         self._script = Script(
@@ -83,11 +83,11 @@ class Batch:
         )
 
     def token_of(self, index: int) -> str:
-        """Token of a run; an array task's ends in its index."""
+        """Token of a run, with the task index in an array."""
         return self.token if len(self.plans) == 1 else f"{self.token}_{index}"
 
     def prepare(self) -> None:
-        """Write each run's own script, and the links from array index to run folder."""
+        """Write a batch script per run, and the links from array index to run folder."""
         self.folder.mkdir(parents=True)
         for index, plan in enumerate(self.plans):
             folder = plan.folder
@@ -129,12 +129,12 @@ class Batch:
 
 
 def is_being_submitted(runs: Path, token: str) -> bool:
-    """True if a submission's sbatch still runs, though its caller is gone."""
+    """True if the submission's sbatch is still running."""
     return is_held(runs / FOLDER / token.partition("_")[0] / "sbatch.lock")
 
 
 class _Executor(SlurmExecutor):
-    """submitit's executor with our own batch script: it submits a path and pickles nothing."""
+    """submitit's SlurmExecutor with our batch script: submits a path and pickles nothing."""
 
     def __init__(self, folder: Path, text: str) -> None:
         super().__init__(folder)
@@ -158,7 +158,7 @@ def _job_name(plan: RunPlan) -> str:
 
 
 def _import_path(snapshot: CodeSnapshot) -> list[str]:
-    """This process's sys.path without its installation; the code snapshot replaces the current folder."""
+    """sys.path without the Python installation; the code snapshot replaces the current folder."""
     here, own = os.getcwd(), (sys.prefix, sys.base_prefix)
     places = dict.fromkeys(os.path.abspath(entry) for entry in [*sys.path, here])
     added = [place for place in places if not place.startswith(own)]
@@ -166,6 +166,6 @@ def _import_path(snapshot: CodeSnapshot) -> list[str]:
 
 
 def _without_job_variables() -> dict[str, str | None]:
-    """Removes the variables of a job around this process, which sbatch would read as options."""
+    """Environment changes that unset SLURM variables; sbatch would read them as options."""
     keep = {"SLURM_CONF", "SLURM_CLUSTERS"}
     return {name: None for name in os.environ if name.startswith("SLURM_") and name not in keep}

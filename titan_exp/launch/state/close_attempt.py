@@ -17,8 +17,8 @@ def close_attempt(
 ) -> None:
     """Record the end of an attempt: exit code 0 is done, 85 stopped after saving, any other failed.
 
-    With `overrule`, a failure that a rank recorded is replaced. Only the launcher does so, which saw every rank end;
-    among ranks the first failure stays, because it causes the others.
+    `overrule` replaces a failure recorded by a rank. The launcher and the SLURM epilogue set it, after all ranks have
+    ended; among ranks the first recorded failure is kept as the cause.
     """
     now = folder.read_state()
     if not overrule and now is not None and now.attempt == attempt and now.state == "failed":
@@ -28,7 +28,7 @@ def close_attempt(
 
 
 def last_step(folder: RunFolder, attempt: int) -> int:
-    """Last step that the attempt is known to have finished, or the step it resumed from."""
+    """Last step that an attempt is known to have finished, or the step it resumed from."""
     state, beat = folder.read_state(), folder.read_heartbeat()
     steps = [0 if state is None else state.step]
     row = next((row for row in folder.read_attempts() if row.attempt == attempt), None)
@@ -43,7 +43,7 @@ def last_step(folder: RunFolder, attempt: int) -> int:
 
 
 def close_dead_attempts(folder: RunFolder) -> None:
-    """Close attempts that died without a record; the caller holds the run lock."""
+    """Close attempts without a recorded end; the caller holds the run lock."""
     for row in folder.read_attempts():
         if row.end is None:
             beat = folder.read_heartbeat()

@@ -1,4 +1,4 @@
-"""Result of an attempt from its ranks' exit codes; the first failure is the cause."""
+"""Attempt result from the ranks' exit codes; the first failure is the cause."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from titan_exp.launch.rank.rank_status import RankRecord
 from titan_exp.tracking.run_folder.state import DONE, FAILED, HUNG, STOPPED, StateName
 
 TAIL = 20
-"""Lines of a rank's log shown if it left no traceback."""
+"""Log lines shown for a rank without a traceback."""
 
 
 @dataclass(frozen=True)
 class AttemptResult:
-    """End of an attempt."""
+    """Result of an attempt."""
 
     state: StateName
     exit_code: int
@@ -50,7 +50,7 @@ def failure_from_error(record: RankRecord) -> RankFailure:
     first_line = error.message.strip().partition("\n")[0]
     reason = f"rank {record.rank}: {error.type}: {first_line}".removesuffix(": ")
     if record.exit == HUNG:
-        reason = first_line  # of the run, not of this rank
+        reason = first_line  # applies to the run, not to this rank
     return RankFailure(record.rank, record.end, record.exit, reason, error.message if error.user else error.traceback)
 
 
@@ -61,31 +61,31 @@ def failure_from_signal(rank: int, last_seen: float, log: Path) -> RankFailure:
 
 
 def failure_at_start(rank: int, time: float, log: Path) -> RankFailure:
-    """Failure of a rank whose process ended before it ran our code."""
+    """Failure of a rank whose process exited before writing its status record."""
     return RankFailure(rank, time, FAILED, f"rank {rank} did not start", tail(log))
 
 
 def failed(failures: Iterable[RankFailure]) -> AttemptResult:
-    """Result with failed ranks: the first failure is the cause of the others."""
+    """Attempt result with failed ranks; the first failure is the cause."""
     first = min(failures, key=lambda failure: (failure.time, failure.rank))
     code = UserError.exit_code if first.exit_code == UserError.exit_code else FAILED
     return AttemptResult("failed", code, first.reason, first.detail)
 
 
 def hung(hang: HangDiagnosis) -> AttemptResult:
-    """Result of a hang."""
+    """Attempt result of a hang."""
     return AttemptResult("failed", HUNG, hang.headline, hang.text)
 
 
 def ended(exit_codes: Iterable[int], stop_reason: str | None) -> AttemptResult:
-    """Result without failed ranks."""
+    """Attempt result without failed ranks."""
     if STOPPED in exit_codes:
         return AttemptResult("preempted", STOPPED, stop_reason or "stopped after saving")
     return AttemptResult("done", DONE, None)
 
 
 def tail(log: Path) -> str:
-    """Last lines of a log under its path; empty if there are none."""
+    """Last lines of a log, below its path; empty if there are none."""
     try:
         lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Run lock: two starts of one run never write into its folder at once."""
+"""Run lock: prevents concurrent starts of one run."""
 
 import time
 from collections.abc import Callable
@@ -8,12 +8,12 @@ from titan_exp.tracking.run_folder.file_lock import FileLock, LockHolder
 from titan_exp.tracking.run_folder.run_folder import LockedError, RunFolder
 
 ORPHANS_LIMIT = 15.0
-"""Seconds to wait for ranks whose launcher was killed: they save and stop."""
+"""Seconds to wait for orphaned ranks to save and stop."""
 
 
 def acquire_run(folder: RunFolder, role: str, echo: Callable[[str], None]) -> FileLock:
-    """Take the run lock as `role`, and wait until no rank of an earlier start is alive. Raises UserError if the run
-    runs elsewhere."""
+    """Acquire the run lock as `role`, and wait for orphaned ranks of an earlier start. Raises UserError if the run is
+    active elsewhere."""
     try:
         lock = folder.claim(role)
     except LockedError as error:
@@ -27,7 +27,7 @@ def acquire_run(folder: RunFolder, role: str, echo: Callable[[str], None]) -> Fi
 
 
 def wait_for_orphans(folder: RunFolder, echo: Callable[[str], None]) -> None:
-    """Wait a bounded time for ranks of an earlier start whose launcher is gone. Raises UserError if they stay."""
+    """Wait up to ORPHANS_LIMIT seconds for orphaned ranks of an earlier start. Raises UserError if they remain."""
     if not folder.ranks_alive():
         return
     echo(

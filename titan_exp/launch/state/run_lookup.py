@@ -1,4 +1,4 @@
-"""Run lookup by study, study/label, prefix of an id, or path."""
+"""Run lookup by study, study/label, id prefix or path."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -15,23 +15,23 @@ NAMED = "Name a run by its path, the beginning of its id, or STUDY/LABEL; a stud
 
 @dataclass(frozen=True)
 class RunEntry:
-    """A run found by name."""
+    """Run found by name."""
 
     folder: RunFolder
-    """Run folder, which need not exist if its study has not started it."""
+    """Run folder; may not exist if its study has not started it."""
     label: str
-    """Name in tables."""
+    """Display name."""
     group: str
-    """Folder of the run's folder: a study or an `experiment.name`."""
+    """Name of the parent folder: a study or an `experiment.name`."""
     point: StudyRun | None = None
-    """Point of the study; None outside of one."""
+    """Point of the study; None outside a study."""
     removed: bool = False
-    """True if the study no longer has this point."""
+    """True if the study no longer contains this point."""
 
 
 def split_runs_folder(words: Sequence[str]) -> tuple[Path, list[str]]:
-    """Folder of all runs, by `paths.runs=...` or the user's defaults, and the other words. Raises UserError if a word
-    sets another key."""
+    """Split `paths.runs=...` (or the user's default) from other arguments. Raises UserError if an argument sets another
+    key."""
     runs: str | None = None
     rest: list[str] = []
     for word in words:
@@ -46,14 +46,14 @@ def split_runs_folder(words: Sequence[str]) -> tuple[Path, list[str]]:
 
 
 def find_runs(words: Sequence[str], runs: Path) -> list[RunEntry]:
-    """Runs that words name, each once; without words all runs, newest first. Raises UserError if a word names nothing,
-    or is a prefix of several ids."""
+    """Find runs by name, without duplicates; all runs, newest first, without names. Raises UserError if a name matches
+    no run, or is a prefix of several ids."""
     found = [entry for word in words for entry in _find(word, runs)] if words else _all(runs)
     return list({entry.folder.path: entry for entry in found}.values())
 
 
 def find_study_folder(word: str, runs: Path) -> StudyFolder | None:
-    """Study that a word names; None if it names none."""
+    """Find a study folder by path or name; None if there is none."""
     for path in (Path(word).expanduser(), runs / word):
         folder = StudyFolder(path)
         if folder.json.is_file():
@@ -113,7 +113,7 @@ def _find(word: str, runs: Path) -> list[RunEntry]:
 
 
 def _entry(path: Path) -> RunEntry:
-    """Run of a folder, with its label if a study has it."""
+    """Entry of a run folder, with its label if it belongs to a study."""
     for entry in _in_group(path.parent):
         if entry.folder.path == path:
             return entry
@@ -121,7 +121,7 @@ def _entry(path: Path) -> RunEntry:
 
 
 def _in_group(path: Path) -> list[RunEntry]:
-    """Runs of a study in its order, those it no longer has, and any others in its folder."""
+    """Runs of a study in order, then its removed runs, then other runs in its folder."""
     study = StudyFolder(path)
     record: StudyRecord | None = study.read()
     found: dict[Path, RunEntry] = {}
@@ -140,12 +140,11 @@ def _in_group(path: Path) -> list[RunEntry]:
 
 
 def _run_folders(path: Path) -> Iterable[Path]:
-    """Run folders in a folder."""
     return (place for place in path.iterdir() if place.name[:1] != "." and (place / "config.yaml").is_file())
 
 
 def _labelled(label: str, among: Sequence[RunEntry]) -> list[RunEntry]:
-    """Runs by label, by words of it in any order, or by prefix of their id."""
+    """Find runs by label, by words of the label in any order, or by id prefix."""
     exact = [entry for entry in among if entry.label == label]
     if exact:
         return exact

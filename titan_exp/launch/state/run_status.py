@@ -1,4 +1,4 @@
-"""Status of a run now, from its files and locks first, then from its executor."""
+"""Run status from files and locks, then from the executor."""
 
 import socket
 import time
@@ -14,17 +14,17 @@ from titan_exp.tracking.number_format import format_duration
 from titan_exp.tracking.run_folder.run_folder import RunFolder, RunState
 
 StatusName = Literal["new", "queued", "running", "done", "failed", "preempted", "lost", "unreadable"]
-"""`new`: never started. `queued`: in the scheduler's queue. `lost`: died without recording its end."""
+"""`new`: never started. `queued`: in the scheduler's queue. `lost`: exited without recording its end."""
 
 STALE = 60.0
-"""Seconds without a heartbeat after which a run without a known holder counts as lost."""
+"""Seconds without a heartbeat before a run without a known holder counts as lost."""
 ENDED = ("done", "failed", "preempted")
-"""States after which a run's files need no check."""
+"""Recorded states that need no check of locks or heartbeat."""
 
 
 @dataclass(frozen=True)
 class RunStatus:
-    """Status of a run now."""
+    """Current status of a run."""
 
     state: StatusName
     step: int
@@ -35,12 +35,12 @@ class RunStatus:
 
     @property
     def active(self) -> bool:
-        """True if it is queued or running."""
+        """True if queued or running."""
         return self.state in ("queued", "running")
 
 
 def run_statuses(folders: Sequence[RunFolder]) -> dict[Path, RunStatus]:
-    """Status of each run by folder path. Each executor is asked once, about all runs whose files leave doubt."""
+    """Status of each run by folder path. Each executor is queried once, for all its unfinished runs."""
     statuses: dict[Path, RunStatus] = {}
     unsure: dict[str, list[RunFolder]] = {}
     for folder in folders:
@@ -64,7 +64,7 @@ def run_status(folder: RunFolder) -> RunStatus:
 
 
 def count_states(states: Sequence[str]) -> str:
-    """Counts of states for a message: `3 done, 1 failed`."""
+    """Format counts of states: `3 done, 1 failed`."""
     return ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
 
 
@@ -104,7 +104,7 @@ def _job_statuses(kind: str, folders: Sequence[RunFolder]) -> Mapping[Path, JobS
 
 
 def _merge(status: RunStatus, job: JobStatus | None) -> RunStatus:
-    """Overlay the job's status on the status by files."""
+    """Merge the job status into the status from files."""
     if job is None or job.state == "unknown":
         return status
     step, attempt, job_id = status.step, status.attempt, job.job_id or status.job_id

@@ -19,7 +19,7 @@ _DEVICE = re.compile(r"^cluster:\n(?:  .*\n)*?  device: (\w+)$", re.MULTILINE)
 
 @dataclass(frozen=True)
 class StatusRow:
-    """A run in the status table; None is unknown. Metrics are the newest."""
+    """Row of the status table with the latest metrics; None if unknown."""
 
     label: str
     group: str
@@ -29,7 +29,7 @@ class StatusRow:
     state: str
     step: int
     steps: int | None
-    """Optimizer steps of the whole run."""
+    """Total optimizer steps."""
     loss: Value
     """In nats per token."""
     tokens_per_second: Value
@@ -37,15 +37,15 @@ class StatusRow:
     mfu: Value
     """From 0 to 1."""
     seconds_left: Value
-    """Of a running run, by its newest throughput."""
+    """Remaining seconds of a running run at its latest throughput."""
     gpu_hours: Value
     """GPU-hours of all attempts; None on CPU."""
     job_id: str | None
     reason: str | None
     removed: bool
-    """True if the study no longer has this point."""
+    """True if the study no longer contains this point."""
     memory: Value = None
-    """Peak of rank 0 in GiB: allocated tensors on a GPU, resident set on a CPU."""
+    """Peak memory of rank 0 in GiB: allocated tensors on a GPU, resident set on a CPU."""
     memory_predicted: Value = None
     tokens_per_second_predicted: Value = None
     reported: Mapping[str, Value] = field(default_factory=dict)
@@ -53,14 +53,14 @@ class StatusRow:
 
 
 def status_rows(found: Sequence[RunEntry]) -> list[StatusRow]:
-    """Row of each run."""
+    """Build the status row of each run."""
     now = run_statuses([entry.folder for entry in found])
     return [_row(entry, now[entry.folder.path]) for entry in found]
 
 
 def _row(entry: RunEntry, status: RunStatus) -> StatusRow:
     values, predicted = read_last_values(entry.folder.metrics), read_predicted_metrics(entry.folder)
-    # The newest row may be newer than state.json, which is written at the end.
+    # Metrics may be ahead of state.json, written at the end.
     logged = int(values.get("step") or 0) if values.get("attempt") == status.attempt else 0
     step = max(status.step, logged)
     steps, on_gpu = _configured(entry)
@@ -98,7 +98,7 @@ def _seconds_left(values: dict[str, Value], steps_left: int) -> float | None:
 
 
 def _hours(folder: RunFolder, status: RunStatus) -> float:
-    """Process hours of all attempts."""
+    """Process-hours of all attempts."""
     seconds = 0.0
     for row in folder.read_attempts():
         if row.start is not None:
@@ -108,12 +108,12 @@ def _hours(folder: RunFolder, status: RunStatus) -> float:
 
 
 def _configured(entry: RunEntry) -> tuple[int | None, bool]:
-    """Steps of the whole run, and True if it runs on GPUs, from its configuration."""
+    """Total steps, and True if the run is on GPUs, from its configuration."""
     try:
         text = entry.folder.config.read_text(encoding="utf-8")
     except OSError:
         return (None if entry.point is None else entry.point.steps), False
-    # We wrote the file, so a regular expression will do; parsing a thousand of them as YAML takes many seconds.
+    # The format is our own, and parsing a thousand files as YAML takes many seconds.
     found, device = _STEPS.search(text), _DEVICE.search(text)
     steps = int(found[1]) if found else None
     if device is not None and device[1] != "auto":

@@ -1,6 +1,6 @@
-"""Study folder: the study file as launched, and its points with their runs.
+"""Study folder `runs/NAME`: the study file as launched, and the runs of its points.
 
-`runs/NAME/study.yaml` and `study.json`; earlier versions of both lie in `history/`.
+Holds `study.yaml` and `study.json`, with earlier versions in `history/`.
 """
 
 import json
@@ -19,16 +19,16 @@ from titan_exp.tracking.run_folder.state import read_json
 
 @dataclass(frozen=True)
 class StudyRun:
-    """A point of a study and its run. Points with the same run share it."""
+    """Study point and its run. Several points may share a run."""
 
     label: str
-    """Varied values, with the seed."""
+    """Varied values, including the seed."""
     variant: str
-    """Varied values without the seed: runs of one variant are repetitions."""
+    """Varied values without the seed; runs of one variant are repetitions."""
     seed: int | None
-    """Seed, if the study gives seeds."""
+    """Seed, if the study sets one."""
     run_id: str
-    """Also the name of its folder."""
+    """Run id and folder name."""
     experiment_id: str
     processes: int
     steps: int
@@ -46,15 +46,15 @@ class StudyRecord:
     """Chosen size; empty if the study has none."""
     typed: tuple[str, ...]
     baseline: str | None
-    """Variant with which the others are compared."""
+    """Baseline variant of the comparison."""
     metrics: Mapping[str, str]
     """Better direction, `min` or `max`, by compared metric."""
     points: tuple[StudyRun, ...]
-    """Points that can run, in the order of the study."""
+    """Points that can run, in study order."""
     skipped: Mapping[str, str]
-    """Reasons of all other points, by label."""
+    """Skip reasons of all other points, by label."""
     removed: tuple[StudyRun, ...] = ()
-    """Points of earlier versions of the study, whose runs still exist."""
+    """Points of earlier versions that the study no longer contains."""
     time: float = 0.0
     """Unix time of writing."""
 
@@ -68,18 +68,18 @@ class StudyFolder:
         """Study file at the last launch."""
         self.json = path / "study.json"
         self.history = path / "history"
-        """Earlier versions of both."""
+        """Earlier versions of study.yaml and study.json."""
         self.stop = path / "stop"
-        """Flag: start no further run."""
+        """Stop flag: no further run is started."""
         self.lock = path / ".lock"
-        """Held by the process that runs the study's points on its machine."""
+        """Lock of the process that runs the study on its machine."""
 
     def run(self, point: StudyRun) -> RunFolder:
-        """Folder of a point's run, which need not exist yet."""
+        """Run folder of a point; may not exist yet."""
         return RunFolder(self.path / point.run_id)
 
     def read(self) -> StudyRecord | None:
-        """Read study.json; None if there is none. Raises UserError if it holds something else."""
+        """Read study.json; None if missing. Raises UserError if it is not a study record."""
         fields = read_json(self.json)
         if fields is None:
             return None
@@ -96,9 +96,9 @@ class StudyFolder:
             raise UserError(f"{self.json} is not a study record ({error}). Remove it; sweep writes it anew.") from None
 
     def write(self, record: StudyRecord, text: str) -> StudyRecord:
-        """Replace both files, keeping earlier versions, and return the record as written, with its removed points.
+        """Write study.yaml and study.json, archiving earlier versions; returns the record with its removed points.
 
-        `text` is the study file. After an OSError (disk full) the earlier files are unchanged.
+        `text` is the study file. Each file is replaced atomically.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         before = self.read()
@@ -112,11 +112,11 @@ class StudyFolder:
         return now
 
     def holder(self) -> LockHolder | None:
-        """Process that runs the study's points now; None if none does."""
+        """Process that currently runs the study; None without one."""
         return FileLock(self.lock).holder() if is_held(self.lock) else None
 
     def request_stop(self, reason: str) -> None:
-        """Ask that process to start no further run."""
+        """Set the stop flag."""
         write_atomically(self.stop, reason + "\n")
 
     def _archive(self) -> None:
@@ -132,7 +132,7 @@ def _study_run(fields: Mapping[str, Any]) -> StudyRun:
 
 
 def removed_runs(before: StudyRecord | None, now: StudyRecord) -> tuple[StudyRun, ...]:
-    """Runs that an earlier version of a study had and this one does not, each once."""
+    """Runs of earlier versions that the study no longer contains, without duplicates."""
     kept = {point.run_id for point in now.points}
     earlier = {} if before is None else {point.run_id: point for point in (*before.removed, *before.points)}
     return tuple(point for run_id, point in earlier.items() if run_id not in kept)

@@ -1,4 +1,4 @@
-"""Tail of files that others write: whole lines, each once."""
+"""File tail: complete lines as other processes append them."""
 
 import json
 from collections.abc import Iterator
@@ -9,16 +9,16 @@ from titan_exp.tracking.sinks.sink import Row
 
 
 class FileTail:
-    """Lines appended to a file, which need not exist yet; `from_now` skips those already in it."""
+    """Lines appended to a file, which may not exist yet; `from_now` skips existing lines."""
 
     def __init__(self, path: Path, *, from_now: bool = False) -> None:
         self._path, self._offset = path, 0
         if from_now and path.exists():
-            # A torn last line will be truncated, and the next one is written in its place.
+            # A torn last line will be truncated and overwritten.
             self._offset = path.read_bytes().rfind(b"\n") + 1
 
     def lines(self) -> Iterator[str]:
-        """Whole lines appended since the last call."""
+        """Complete lines appended since the last call."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._offset)
@@ -31,7 +31,7 @@ class FileTail:
 
 
 def rows(lines: Iterator[str], attempt: int) -> Iterator[Row]:
-    """Rows of metrics of one attempt among lines."""
+    """Parse metric rows of one attempt; other lines are skipped."""
     for line in lines:
         try:
             row = json.loads(line)

@@ -11,7 +11,7 @@ WAITING = 16
 
 
 def thread_map(do: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-    """Results of `do` for each item, in order; raises the first exception once all are done. Items must share
-    nothing."""
+    """Apply `do` to each item in a thread pool; returns results in order or raises the first exception. Calls must not
+    share state."""
     with ThreadPoolExecutor(WAITING) as pool:
         return list(pool.map(do, items))

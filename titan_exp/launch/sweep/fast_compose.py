@@ -1,6 +1,6 @@
-"""Fast composition of many points: Hydra composes each choice of groups once, and plain values are set in copies.
+"""Cached Hydra composition: each choice of groups is composed once, and plain values are set in copies.
 
-Hydra takes tens of milliseconds per composition, nearly all of it for groups that points share.
+One Hydra composition takes tens of milliseconds, nearly all of it for groups that points share.
 """
 
 import pickle
@@ -23,7 +23,7 @@ class FastCompose:
         self._parsed: dict[str, Override] = {}
 
     def __call__(self, overrides: Sequence[str]) -> DictConfig:
-        """Compose overrides. Raises HydraException if one names no key or option."""
+        """Compose overrides. Raises HydraException if a key or option does not exist."""
         parsed = [self._parse(text) for text in overrides]
         later = [override for override in parsed if _is_plain_value(override)]
         first = [override for override in parsed if not _is_plain_value(override)]
@@ -32,7 +32,7 @@ class FastCompose:
         chosen = tuple(str(override.input_line) for override in first)
         if chosen not in self._composed:
             self._composed[chosen] = pickle.dumps(self._compose(list(chosen)))
-        cfg: DictConfig = pickle.loads(self._composed[chosen])  # our own bytes; five times as fast as a deep copy
+        cfg: DictConfig = pickle.loads(self._composed[chosen])  # trusted bytes; five times as fast as deepcopy
         try:
             for override in later:
                 OmegaConf.update(cfg, override.key_or_group, override.value(), merge=True)
@@ -54,7 +54,7 @@ def _is_plain_value(override: Override) -> bool:
 
 
 def _overlap(first: Sequence[Override], later: Sequence[Override]) -> bool:
-    """True if the order of the two kinds could matter, because both set the same key."""
+    """True if both kinds set the same key, so that their order could matter."""
     set_first = {override.key_or_group for override in first if "." in override.key_or_group}
     set_first |= {override.key_or_group for override in first if isinstance(override.value(), dict)}
     return any(

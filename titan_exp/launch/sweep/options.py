@@ -12,18 +12,18 @@ class SweepOptions:
     """Options of a sweep."""
 
     study: Path | None = None
-    """Study file, whose points are swept over instead of the comma-separated values."""
+    """Study file; its points replace the comma-separated values."""
     size: str | None = None
-    """Size of the study; None is the first."""
+    """Study size; None is the first."""
     typed: tuple[str, ...] = ()
-    """Overrides typed after a study's name; they may need groups that only its points choose."""
+    """Overrides typed after a study's name; they may refer to groups that only its points choose."""
     dry_run: bool = False
     """Print the plan and start nothing."""
     skip: bool = False
     """Skip points that cannot run; studies always do."""
     jobs: int = 1
     prune: bool = False
-    """Cancel runs that the study no longer has."""
+    """Cancel runs that the study no longer contains."""
     yes: bool = False
     """Do not ask for confirmation."""
 

@@ -1,4 +1,4 @@
-"""Study sweep: a study file with its planned points and the folder of its runs."""
+"""Study sweep: study file, planned points and study folder."""
 
 import contextlib
 import sys
@@ -21,9 +21,9 @@ from titan_exp.tracking.run_folder.run_folder import LockedError, RunFolder
 
 
 class StudySweep:
-    """A study of a size (None is the first) with the overrides typed on the command line.
+    """Study at one size (None is the first), with overrides typed on the command line.
 
-    Raises UserError if there is no such size, or the overrides leave no points or split values that belong together.
+    Raises UserError if the size does not exist, or the overrides leave no points or split values that belong together.
     """
 
     def __init__(self, study: Study, size: str | None, typed: Sequence[Override]) -> None:
@@ -35,31 +35,31 @@ class StudySweep:
         self._typed = tuple(text for text in texts if text not in leave_out)
         varied, fixed = narrowed(study, typed)
         self.points = study_points(varied, self.size, fixed)
-        """All points, excluded ones too."""
+        """All points, including excluded ones."""
         self._baseline: str | None = None
         try:
             self._baseline = baseline_of(varied, self.points)
         except UserError:
             if not self._typed:
                 raise
-            # The typed overrides may exclude it; the study then has none.
+            # The typed overrides may exclude the baseline.
         self._folder: StudyFolder | None = None
         self._record: StudyRecord | None = None
 
     @property
     def folder(self) -> StudyFolder:
-        """Folder of its runs, known once they are planned."""
+        """Study folder, known after `plan`."""
         assert self._folder is not None
         return self._folder
 
     @property
     def words(self) -> str:
-        """Arguments that name the study for other verbs: its folder, and `paths.runs` unless that is `runs/`."""
+        """Command-line arguments for other verbs: the study's name, and `paths.runs` unless that is `runs/`."""
         runs = self.folder.path.parent
         return self.folder.path.name + ("" if runs == Path.cwd() / "runs" else f" paths.runs={runs}")
 
     def plan(self, sweep_plan: SweepPlan) -> None:
-        """Take over a sweep plan. Raises UserError if its runs would be in several folders."""
+        """Build the study record from a sweep plan. Raises UserError if its runs would be in several folders."""
         parents = {entry.plan.folder.path.parent for entry in sweep_plan.planned}
         if len(parents) > 1:
             raise UserError(
@@ -89,7 +89,7 @@ class StudySweep:
         self.report_changes(sweep_plan, echo)
 
     def report_changes(self, sweep_plan: SweepPlan, echo: Callable[[str], None]) -> None:
-        """Report a missing baseline, and active runs that the study no longer has."""
+        """Report a missing baseline, and active runs that the study no longer contains."""
         variants = {entry.point.variant for entry in (*sweep_plan.planned, *sweep_plan.duplicates)}
         if self._baseline is not None and self._baseline not in variants:
             echo(f"The baseline {self._baseline} cannot run here, so the comparison will have none.")
@@ -102,7 +102,7 @@ class StudySweep:
                 echo(f"  {run.label}  {run.run_id}")
 
     def prune(self, echo: Callable[[str], None], *, ask: bool) -> None:
-        """Cancel active runs that the study no longer has; with `ask`, after confirmation."""
+        """Cancel active runs that the study no longer contains; with `ask`, after confirmation."""
         removed = self._still_active()
         if not removed:
             echo("No active run has left the study, so nothing was cancelled.")
@@ -118,7 +118,7 @@ class StudySweep:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Be the only process that runs the study's points on this machine. Raises UserError if another one does."""
+        """Hold the study lock for the block. Raises UserError if another process holds it."""
         with explain_write_errors(self.folder.path), FileLock(self.folder.lock) as lock:
             try:
                 lock.acquire("sweep", timeout=0.5)
@@ -131,7 +131,7 @@ class StudySweep:
             yield
 
     def _still_active(self) -> list[StudyRun]:
-        """Active runs that the study no longer has."""
+        """Active runs that the study no longer contains."""
         before = self.folder.read() if self.folder.json.exists() else None
         if before is None or self._record is None:
             return []
@@ -141,7 +141,7 @@ class StudySweep:
 
 
 def cancel_runs(folders: Sequence[RunFolder], labels: dict[str, str], echo: Callable[[str], None]) -> None:
-    """Cancel runs by their executors and report each under its label, given by run id."""
+    """Cancel runs through their executors; prints each result under its label from `labels`, keyed by run id."""
     by_kind: dict[str, list[RunFolder]] = {}
     for folder in folders:
         by_kind.setdefault(last_executor(folder), []).append(folder)

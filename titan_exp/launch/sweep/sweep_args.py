@@ -20,14 +20,14 @@ class SweepArgs:
     words: list[str]
     options: SweepOptions
     nested: tuple[str, ...] = ()
-    """Overrides that Hydra sees only per point: the study's, and those typed after its name."""
+    """Overrides that Hydra sees only per point: from the study, and typed after its name."""
     where: str = ""
     """Study file, for error messages."""
 
 
 def sweep_args(typed: Sequence[str]) -> SweepArgs | None:
-    """Arguments of `titan-exp sweep`; None without any, which lists the studies. Raises UserError about an unknown
-    study or flag."""
+    """Parse the arguments of `titan-exp sweep`; None without arguments. Raises UserError about an unknown study or
+    flag."""
     flags, rest = take_flags(typed, FLAGS[:-1], {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="sweep")
     arguments = read_arguments(rest)
     names = [word for word in arguments.overrides if "=" not in word and not word.startswith(("~", "+"))]
@@ -46,8 +46,7 @@ def sweep_args(typed: Sequence[str]) -> SweepArgs | None:
 
 
 def train_args(typed: Sequence[str]) -> SweepArgs:
-    """Arguments of `titan-exp train`, with sweep flags if -m is given. Raises UserError about a sweep flag without
-    -m."""
+    """Parse the arguments of `titan-exp train`. Raises UserError about a sweep flag without -m."""
     if not any(word.partition("=")[0] in (*FLAGS, "--jobs") for word in typed):
         return SweepArgs(list(typed), SweepOptions())
     flags, rest = take_flags(typed, FLAGS, {"--jobs": int}, others=(*SWITCHES, *VALUED), verb="train")
@@ -69,7 +68,7 @@ def _options(flags: Mapping[str, str | int | bool]) -> SweepOptions:
 
 
 def _overrides_in(study: Study) -> list[str]:
-    """All overrides of a study, one per key, with its values separated by commas."""
+    """All overrides of a study, one per key with comma-separated values."""
     by_key: dict[str, dict[str, None]] = {}
     for text in (
         *study.held_fixed,

@@ -11,8 +11,8 @@ from titan_exp.plan.gate.gate import explain_oom
 def predict_sweep_memory(sweep_plan: SweepPlan, echo: Echo, *, skip: bool, where: str = "of the sweep") -> SweepPlan:
     """Add memory predictions to a sweep plan, and skip points that do not fit.
 
-    Raises UserError if points do not fit and `skip` is False, or none is left; `where` completes "n point(s) ..."
-    there.
+    Raises UserError if points do not fit and `skip` is False, or no point is left. `where` follows "n point(s)" in the
+    message.
     """
     memory_checks = check_open_runs([entry.plan for entry in sweep_plan.planned], echo)
     kept: list[PlannedPoint] = []

@@ -1,4 +1,4 @@
-"""Sweep plan: every point is composed, checked and named before any starts. Nothing is written."""
+"""Sweep plan: every point is composed and checked before any run starts. Writes nothing."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -12,17 +12,17 @@ from titan_exp.plan.gate.gate import MemoryCheck
 
 @dataclass(frozen=True)
 class PlannedPoint:
-    """A point that may start."""
+    """Point that can run."""
 
     point: Point
     plan: RunPlan
     memory_check: MemoryCheck | None = None
-    """None before the check, and for runs that are done."""
+    """None before the check, and for finished runs."""
 
 
 @dataclass(frozen=True)
 class SkippedPoint:
-    """A point that does not start, and the reason."""
+    """Point that does not run, with the reason."""
 
     point: Point
     reason: str
@@ -33,20 +33,20 @@ class SweepPlan:
     """Planned and skipped points of a sweep."""
 
     planned: tuple[PlannedPoint, ...]
-    """Every run once."""
+    """One point per run."""
     duplicates: tuple[PlannedPoint, ...]
-    """Further points of these runs."""
+    """Further points with the same runs."""
     skipped: tuple[SkippedPoint, ...]
-    """Points that cannot run, or that the study excludes."""
+    """Points that cannot run, or are excluded by the study."""
 
 
 def plan_sweep(
     points: Sequence[Point], compose: Callable[[Point], Experiment], *, skip: bool, where: str = "of the sweep"
 ) -> SweepPlan:
-    """Plan every point. `compose` raises UserError if a point cannot be read.
+    """Plan every point; `compose` raises UserError for an invalid point.
 
-    With `skip`, points that break a rule are left out. Raises UserError, naming all of them, if points cannot be read
-    or run, or none is left; `where` completes "n point(s) ..." there.
+    With `skip`, points that break a rule are left out. Raises one UserError that lists all points that cannot run, or
+    if no point is left. `where` follows "n point(s)" in the message.
     """
     planned: dict[object, PlannedPoint] = {}
     duplicates: list[PlannedPoint] = []
@@ -80,7 +80,7 @@ def plan_sweep(
 
 
 def labels_by_reason(skipped: Iterable[SkippedPoint]) -> dict[str, list[str]]:
-    """Labels of points by the reason why they do not start."""
+    """Point labels grouped by skip reason."""
     labels: dict[str, list[str]] = {}
     for entry in skipped:
         labels.setdefault(entry.reason, []).append(entry.point.label)
@@ -88,7 +88,7 @@ def labels_by_reason(skipped: Iterable[SkippedPoint]) -> dict[str, list[str]]:
 
 
 def cannot_run(headline: str, points: Iterable[SkippedPoint], *hints: str) -> UserError:
-    """Error that lists points by reason."""
+    """Build a UserError that lists points by reason."""
     lines = [headline]
     for reason, labels in labels_by_reason(points).items():
         lines += [*(f"[{label}]" for label in labels), *(f"  {line}" for line in reason.splitlines())]

@@ -1,4 +1,4 @@
-"""Tables of a sweep: the plan before, the outcomes after."""
+"""Sweep tables: the plan before the start, the outcomes after the end."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,7 +22,7 @@ from titan_exp.tracking.sinks.sink import Value
 
 
 def plain_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, left: int = 1) -> None:
-    """Print a table whose first `left` columns are left-aligned and the others right-aligned."""
+    """Print a table with its first `left` columns left-aligned and the others right-aligned."""
     table = Table(box=None, pad_edge=False)
     for place, heading in enumerate(headings):
         table.add_column(heading, justify="left" if place < left else "right", overflow="fold")
@@ -32,7 +32,7 @@ def plain_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, left:
 
 
 def plain_console() -> Console:
-    """Console as wide as the terminal, or wide enough for any table in a file."""
+    """Console with the terminal's width, or 240 columns if the output is not a terminal."""
     console = Console(highlight=False, markup=False)
     return console if console.is_terminal else Console(highlight=False, markup=False, width=240)
 
@@ -99,7 +99,7 @@ def show_outcomes(sweep_plan: SweepPlan, found: Mapping[Path, Submission], study
     _show_skipped(sweep_plan.skipped)
     for entry in sweep_plan.planned:
         submission = found.get(entry.plan.folder.path)
-        # Executors that wait have printed it.
+        # Executors that wait have already printed it.
         if (
             submission
             and submission.outcome == "refused"
@@ -113,7 +113,7 @@ def show_outcomes(sweep_plan: SweepPlan, found: Mapping[Path, Submission], study
 
 
 def _next(states: Sequence[str], sweep_plan: SweepPlan, study: StudySweep | None) -> list[str]:
-    """Next commands."""
+    """Suggested next commands."""
     name = sweep_plan.planned[0].plan.folder.path.parent if study is None else study.words
     if any(state in ("submitted", "queued") for state in states):
         first = sweep_plan.planned[0].plan.folder.path
@@ -133,7 +133,7 @@ PREDICTED = (
 
 
 def _predicted(memory_check: MemoryCheck | None) -> dict[str, str]:
-    """Predicted cells of a point."""
+    """Predicted memory and speed of a point, by column."""
     cells: dict[str, str] = dict.fromkeys(_PREDICTED, "-")
     if memory_check is None or memory_check.device_memory is None:
         return cells
@@ -148,7 +148,7 @@ def _predicted(memory_check: MemoryCheck | None) -> dict[str, str]:
 
 
 _LEFT_ALONE = ("done", "queued", "running")
-"""States of runs that are not started again."""
+"""States of runs that are not restarted."""
 
 
 def _show_skipped(skipped: Sequence[SkippedPoint]) -> None:
@@ -160,7 +160,7 @@ def _show_skipped(skipped: Sequence[SkippedPoint]) -> None:
 
 
 def _gpu_hours(plan: RunPlan) -> float | None:
-    """Time limit times GPUs; None without a limit or a GPU."""
+    """Requested GPU-hours: time limit × GPUs; None without a limit or on CPU."""
     cluster = plan.experiment.cluster
     if cluster.time_limit is None or device_type(cluster) != "cuda":
         return None

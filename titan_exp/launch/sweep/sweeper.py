@@ -1,6 +1,6 @@
-"""Sweep: composes and checks every point before any starts, then submits them to their executors.
+"""Sweep: plans and checks every point, then submits the runs to their executors.
 
-Points that are done are not run again, so an interrupted sweep continues.
+Finished runs are not repeated, so the same command continues an interrupted sweep.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from titan_exp.launch.sweep.sweep_table import show_outcomes, show_plan
 
 
 def points(overrides: Sequence[Override]) -> list[Point]:
-    """Product of all swept values, the last key varying fastest. Raises UserError about an interval."""
+    """Cartesian product of the swept values, the last key varying fastest. Raises UserError about an interval."""
     choices: dict[str, list[tuple[str, bool]]] = {}
     for override in overrides:
         choices[override.get_key_element()] = [(text, override.is_sweep_override()) for text in values_of(override)]
@@ -44,16 +44,16 @@ def sweep(
 ) -> int:
     """Run every point and print the outcomes, or print the plan; returns the exit code.
 
-    `compose` raises UserError if a point cannot be read. The record of a study is written before anything starts. The
-    exit code is 0 if all are done or submitted, 130 after Ctrl-C, 1 if any failed, 85 if any stopped. Raises UserError,
-    naming all of them, if points cannot run; none was started.
+    A study record is written before any run starts. The exit code is 0 if all runs are done or submitted, 130 after
+    Ctrl-C, 1 if any failed, 85 if any stopped. Raises one UserError, before any start, that lists all points that
+    cannot run.
     """
     options = options or SweepOptions()
     where = "of the sweep" if study is None else f"of {study.study.path}"
     console, skip = RunConsole(), options.skip or study is not None
     sweep_plan = plan_sweep(points, compose, skip=skip, where=where)
     if study is not None:
-        study.plan(sweep_plan)  # errors about the whole study come before slow predictions
+        study.plan(sweep_plan)  # study errors are raised before slow predictions
     sweep_plan = predict_sweep_memory(sweep_plan, console.echo, skip=skip, where=where)
     if study is not None:
         study.plan(sweep_plan)
@@ -72,7 +72,7 @@ def sweep(
 def _submit(
     sweep_plan: SweepPlan, options: SweepOptions, console: RunConsole, study: StudySweep | None
 ) -> tuple[dict[Path, Submission], int]:
-    """The result of each run by folder path, and the exit code. Executors that wait come last."""
+    """Submit all runs, executors that wait last; returns results by folder path, and the exit code."""
     titles = {entry.plan.folder.path: entry.point.label for entry in sweep_plan.planned}
     by_kind: dict[str, list[RunPlan]] = {}
     for entry in sweep_plan.planned:

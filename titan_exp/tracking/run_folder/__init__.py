@@ -1,1 +1,1 @@
-"""Run folder: its files, state, attempts, metrics."""
+"""Run folder: files, state, attempts, metrics."""

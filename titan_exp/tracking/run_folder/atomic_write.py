@@ -9,13 +9,13 @@ _counter = itertools.count()
 
 
 def write_atomically(path: str | Path, text: str, *, durable: bool = True) -> None:
-    """Replace the file at `path` atomically: readers, and a crash at any instant, leave the old or the new content.
+    """Replace the file at `path` atomically: readers and crashes see the old or the new content.
 
     Bytes decoded with `surrogateescape` are written unchanged. Without `durable` there is no fsync: a power failure may
-    lose the newest writes. After an OSError (disk full) the temporary file is removed.
+    lose the newest writes. The temporary file is removed after an error.
     """
     path = Path(path)
-    # Unique within the machine, even if a signal handler interrupts a write of the same file.
+    # Unique on this machine, even if a signal handler interrupts a write of the same file.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{next(_counter)}.tmp")
     try:
         with temporary.open("w", encoding="utf-8", errors="surrogateescape", newline="") as file:
@@ -32,7 +32,7 @@ def write_atomically(path: str | Path, text: str, *, durable: bool = True) -> No
 
 
 def sync_all(folder: Path) -> None:
-    """Fsync every file in `folder` and the folder itself, after several writes with `durable=False`."""
+    """Fsync a folder and every file in it, after several writes with `durable=False`."""
     for path in folder.iterdir():
         sync_file(path)
     sync_folder(folder)

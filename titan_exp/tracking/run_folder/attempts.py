@@ -11,7 +11,7 @@ from titan_exp.tracking.run_folder.atomic_write import write_atomically
 from titan_exp.tracking.run_folder.file_lock import FileLock
 
 LOCK_TIMEOUT = 30.0
-"""Seconds to wait for another process that rewrites the file, which takes milliseconds."""
+"""Lock timeout in seconds; a rewrite of the file takes milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -21,29 +21,29 @@ class Attempt:
     attempt: int
     """Number, from 1."""
     intent: float
-    """Unix time of the decision to start; the row is written before the submission."""
+    """Unix time of this row, written before the submission."""
     job_id: str | None = None
     hosts: tuple[str, ...] = ()
     world_size: int = 1
     start: float | None = None
-    """Unix time at which the ranks were started."""
+    """Unix time of the start of the ranks."""
     end: float | None = None
-    """Unix time at which the last rank had ended."""
+    """Unix time of the end of the last rank."""
     exit: int | None = None
     """Exit code: 0 done, 85 stopped after saving, any other failed."""
     reason: str | None = None
     launched_by: str = "local"
     """Launcher: `local`, `slurm`, or `hand` if torchrun or a user started the ranks."""
     token: str | None = None
-    """Token in the scheduler's job that identifies it even if its id was never recorded."""
+    """Submission token in the scheduler's job; identifies the job even if its id was not recorded."""
     restarts: int | None = None
-    """Earlier starts of the same job by the scheduler."""
+    """Earlier restarts of the same job by the scheduler."""
     requeues: int = 0
     """Consecutive automatic requeues before this start; 0 if a user submitted it."""
 
 
 class AttemptLog:
-    """Rows of one run. The file is rewritten atomically under a lock, so that rows are neither lost nor torn."""
+    """Attempt rows of one run. The file is rewritten atomically under a lock."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,4 +1,4 @@
-"""Advisory file locks (flock) that the kernel releases when their process exits."""
+"""Advisory file locks (flock), which the kernel releases at process exit."""
 
 import contextlib
 import fcntl
@@ -14,14 +14,14 @@ from titan_exp.config.errors.user_error import UserError
 
 @dataclass(frozen=True)
 class LockHolder:
-    """The process that holds a lock, as recorded in the lock file."""
+    """Process that holds a lock, as recorded in the lock file."""
 
     role: str
-    """Role in the run: `launcher` or `rank 0`."""
+    """Role, such as `launcher`, `rank 0` or `submission`."""
     pid: int
     host: str
     since: float
-    """Unix time at which it took the lock."""
+    """Unix time of the acquisition."""
 
     def __str__(self) -> str:
         return f"{self.role}, process {self.pid} on {self.host}"
@@ -36,7 +36,7 @@ class LockedError(Exception):
 
 
 class FileLock:
-    """An flock on a file that is never removed."""
+    """flock on a file that is never removed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -48,9 +48,9 @@ class FileLock:
         return self._descriptor is not None
 
     def acquire(self, role: str | None = None, *, shared: bool = False, timeout: float = 0.0) -> None:
-        """Take the lock, exclusive or shared, trying for `timeout` seconds; `role` records this process for `holder`.
+        """Acquire the lock, exclusive or shared, within `timeout` seconds; `role` records this process for `holder`.
 
-        Raises LockedError if another process kept it, UserError if the file system has no locks.
+        Raises LockedError if another process holds it, UserError if the file system does not support locks.
         """
         assert not self.held
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
@@ -72,7 +72,7 @@ class FileLock:
             self._descriptor = None
 
     def holder(self) -> LockHolder | None:
-        """The process recorded last; None if there is none or the text is incomplete."""
+        """Last recorded process; None if missing or incomplete."""
         try:
             return LockHolder(**json.loads(self.path.read_text()))
         except (OSError, ValueError, TypeError):

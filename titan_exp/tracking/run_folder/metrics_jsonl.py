@@ -1,4 +1,4 @@
-"""metrics.jsonl, the primary record of metrics: one flushed JSON line per logged step, readable after any crash.
+"""metrics.jsonl, the primary record of metrics: one JSON line per logged step, readable after any crash.
 
 JSON has no NaN: non-finite numbers are written as the strings "NaN", "Infinity" and "-Infinity", as in protobuf's JSON
 mapping, and null means unknown. `float(x)` in Python and `Number(x)` in JavaScript read all of them.
@@ -16,14 +16,14 @@ from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.sinks.sink import Row, Value
 
 TAIL_BYTES = 16384
-"""Bytes at the end of the file that hold the newest rows, dozens of them."""
+"""Bytes read from the end of the file for the newest rows; they hold dozens."""
 
 
 class JsonlSink:
     """Appends rows to `path`; a line torn by an earlier crash is removed first.
 
-    Each row reaches the operating system before `log` returns, so it survives the death of the process. If the disk is
-    full, rows are kept in memory, the error is logged, and the next row retries; at the end it is raised.
+    Writes are unbuffered, so rows survive a killed process. On a full disk, rows are kept in memory, the error is
+    logged, and the next row retries; `close` raises if rows are left.
     """
 
     def __init__(self, path: Path, attempt: int) -> None:
@@ -67,16 +67,15 @@ class JsonlSink:
 
     def _write(self) -> None:
         while self._buffer:
-            # A disk that fills up takes the beginning of a line; the rest follows once there is space.
+            # A write to a full disk may be partial; the rest follows once there is space.
             self._buffer = self._buffer[self._file.write(self._buffer) :]
 
 
 def read_metrics(path: Path) -> list[dict[str, Value]]:
-    """Read the rows of a metrics file, one per step in the order of steps.
+    """Read the rows of a metrics file, one per step, sorted by step.
 
-    After a resume, steps past the restored checkpoint are logged again: the row of the latest attempt is kept. Rows of
-    one step and attempt are merged. A torn last line is ignored, so that a running run may be read; any other line that
-    is not a row raises UserError.
+    A step logged again after a resume keeps the row of the latest attempt; rows of one step and attempt are merged. A
+    torn last line is ignored, so that a running run can be read; any other invalid line raises UserError.
     """
     if not path.exists():
         return []
@@ -92,7 +91,7 @@ def read_metrics(path: Path) -> list[dict[str, Value]]:
 
 
 def read_last_values(path: Path) -> dict[str, Value]:
-    """Newest value of every key, read from the end of the file alone."""
+    """Latest value of every key, read from the end of the file alone."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -113,7 +112,7 @@ def decode(row: Mapping[str, Any]) -> dict[str, Value]:
 
 
 def repair(path: Path) -> None:
-    """Truncate a last line torn by a crash; a complete last line without a newline gets one."""
+    """Truncate a last line torn by a crash; a complete last line without a newline is terminated."""
     if not path.exists():
         return
     with path.open("r+b") as file:

@@ -1,6 +1,6 @@
-"""The run folder, the interface between launching, training and comparing: everything about a run is a file in it.
+"""Run folder: all files of a run, the interface between launching, training and comparing.
 
-Rank 0 and the launcher write; any process may read at any time, and a crash at any instant leaves every file whole.
+Rank 0 and the launcher write; any process may read at any time. Every file stays readable after a crash.
 """
 
 import json
@@ -22,7 +22,7 @@ HEARTBEAT_SECONDS = 1.0
 
 
 class RunFolder:
-    """Paths of the entries of a run folder, and its state, heartbeat, attempts and locks."""
+    """Paths of a run folder, and its state, heartbeat, attempts and locks."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -58,16 +58,16 @@ class RunFolder:
         self.lock = self.path / ".lock"
         """Held by the process that may start and end attempts: the launcher, or rank 0 without one."""
         self.ranks_lock = self.path / ".lock.ranks"
-        """Held, shared, by every live rank: it outlives a killed launcher."""
+        """Shared lock of all live ranks; still held after the launcher is killed."""
         self._attempt_log = AttemptLog(self.attempts)
         self._last_heartbeat = -HEARTBEAT_SECONDS
 
     def attempt_logs(self, number: int) -> Path:
-        """Folder of the output of attempt `number` and of how its ranks ended."""
+        """Log folder of attempt `number`, with the ranks' status records."""
         return self.logs / f"attempt-{number:03d}"
 
     def read_state(self) -> RunState | None:
-        """Read the run state; None before the run was committed."""
+        """Read state.json; None before the run folder is created."""
         return parse_state(self.state)
 
     def write_state(self, state: RunState, *, durable: bool = True) -> None:
@@ -92,7 +92,7 @@ class RunFolder:
         return self.stop.exists()
 
     def request_stop(self, reason: str) -> None:
-        """Ask the ranks to save and stop; the first reason is kept."""
+        """Request save-and-stop of the ranks; the first reason is kept."""
         if not self.stop.exists():
             write_atomically(self.stop, reason + "\n")
 
@@ -108,11 +108,11 @@ class RunFolder:
         self.stop.unlink(missing_ok=True)
 
     def read_attempts(self) -> list[Attempt]:
-        """All starts, oldest first."""
+        """Read all attempts, oldest first."""
         return self._attempt_log.read()
 
     def add_attempt(self, *, world_size: int, hosts: Sequence[str], **fields: Any) -> Attempt:
-        """Record the intent to start, before the submission; `fields` are further ones of Attempt. Returns the row."""
+        """Record an attempt before its submission; `fields` are further fields of Attempt. Returns the row."""
         return self._attempt_log.add(world_size=world_size, hosts=tuple(hosts), **fields)
 
     def update_attempt(self, number: int, **fields: Any) -> Attempt:
@@ -120,16 +120,16 @@ class RunFolder:
         return self._attempt_log.update(number, **fields)
 
     def claim(self, role: str, *, timeout: float = 0.5) -> FileLock:
-        """Take the run lock, until it is released or the process exits. Raises LockedError if another process holds it.
+        """Acquire the run lock, held until release or process exit. Raises LockedError if another process holds it.
 
-        A process that queries the holder takes the lock for an instant, hence the timeout in seconds.
+        `timeout` in seconds covers processes that query the holder and hold the lock briefly.
         """
         lock = FileLock(self.lock)
         lock.acquire(role, timeout=timeout)
         return lock
 
     def join(self, rank: int, *, timeout: float = 10.0) -> FileLock:
-        """Take the shared lock of a live rank. A launcher that checks for ranks holds it for an instant."""
+        """Acquire the shared lock of live ranks; `timeout` covers launchers that check for ranks."""
         lock = FileLock(self.ranks_lock)
         lock.acquire("rank 0" if rank == 0 else None, shared=True, timeout=timeout)
         return lock
@@ -139,7 +139,7 @@ class RunFolder:
         return is_held(self.ranks_lock, shared=True)
 
     def holder(self) -> LockHolder | None:
-        """The process that claimed the folder, else the rank 0 still running in it."""
+        """Process that holds the run lock, else the live rank 0; None without either."""
         if is_held(self.lock):
             return FileLock(self.lock).holder()
         return FileLock(self.ranks_lock).holder() if self.ranks_alive() else None

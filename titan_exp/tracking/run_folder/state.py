@@ -16,7 +16,7 @@ DONE, STOPPED, FAILED, HUNG = 0, 85, 1, 86
 
 @dataclass(frozen=True)
 class RunState:
-    """Content of `state.json`. `running` is true only while a process holds the folder's lock; else the run is dead."""
+    """Content of `state.json`. `running` is valid only while a process holds the run lock."""
 
     state: StateName
     """`pending` before the first start; `preempted` after a requested stop, resumable; `failed` with a reason."""
@@ -44,7 +44,7 @@ class Heartbeat:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Read a JSON object from a file; None if there is no file. Raises UserError if it holds something else."""
+    """Read a JSON object from a file; None if missing. Raises UserError if it is not a JSON object."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -57,7 +57,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def parse_state(path: Path) -> RunState | None:
-    """Read a run state; None if there is no file. Raises UserError if it holds something else."""
+    """Read a run state; None if missing. Raises UserError if it is not a run state."""
     fields = read_json(path)
     if fields is None:
         return None

@@ -1,4 +1,4 @@
-"""Best-effort sink: its first failure is one warning, then it is off; the run continues."""
+"""Best-effort sink: disabled with a warning after its first failure; the run continues."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ from titan_exp.tracking.sinks.sink import Row, Sink
 
 
 class BestEffortSink:
-    """Wraps the sink made by `start` and swallows every exception of it, including those of `start`."""
+    """Wraps the sink built by `start`; suppresses all its exceptions, including construction."""
 
     def __init__(self, name: str, switch: str, start: Callable[[], Sink]) -> None:
         self._name, self._switch = name, switch

@@ -11,7 +11,7 @@ from titan_exp.tracking.sinks.tensorboard import TensorBoardSink
 
 
 def build_sinks(experiment: Experiment, folder_path: Path, run_id: str, attempt: int) -> list[Sink]:
-    """Sinks of rank 0, metrics.jsonl first; the others are best-effort. `attempt` counts from 1."""
+    """Sinks of rank 0, metrics.jsonl first; the others are best-effort. `attempt` starts at 1."""
     folder = RunFolder(folder_path)
     sinks: list[Sink] = [JsonlSink(folder.metrics, attempt)]
     if experiment.tracking.tensorboard:

@@ -17,7 +17,7 @@ from titan_exp.tracking.sinks.sink import Row, Value
 class ConsoleSink:
     """Prints rows as they arrive.
 
-    On a terminal: a bar with step and time left, the newest metrics below it, and one permanent line per evaluation.
+    On a terminal: a bar with step and time left, the latest metrics below it, and one permanent line per evaluation.
     Elsewhere (a file, a CI log): one line per row, at most one per `interval` seconds, and always the first, the last
     and every evaluation.
     """
@@ -87,7 +87,7 @@ class ConsoleSink:
         self._write("  ".join(fields))
 
     def _write(self, line: str) -> None:
-        # Not through rich, which would wrap the line at an assumed width.
+        # Bypasses rich, which would wrap the line at an assumed width.
         self._console.file.write(line + "\n")
         self._console.file.flush()
 
@@ -107,10 +107,9 @@ class ConsoleSink:
 
 
 class _Eta:
-    """Seconds left, by the wall clock between rows or by the rows' throughput, whichever is longer.
+    """Remaining seconds: the larger of a wall-clock and a throughput estimate.
 
-    The clock includes evaluations and saves. Throughput is right if a running run is joined and its old rows arrive
-    all at once.
+    The clock includes evaluations and saves. Throughput stays correct if old rows of a running run arrive all at once.
     """
 
     def __init__(self, total_steps: int, clock: Callable[[], float]) -> None:
@@ -138,7 +137,7 @@ class _Eta:
 
 
 def _fields(row: Row) -> list[str]:
-    """Formatted metrics of a row; those that are always present first, so that lines align."""
+    """Format the metrics of a row, always-present ones first to align lines."""
     speed = row.get("tokens_per_second")
     fields = [
         f"loss {_number(row.get('loss'))}",
@@ -157,7 +156,7 @@ def _fields(row: Row) -> list[str]:
 
 
 def _number(value: Value) -> str:
-    """A number in six characters, unless it is far too large."""
+    """Format a number in six characters, unless it is far too large."""
     if value is None:
         return f"{'-':>6}"
     return f"{value:6.4f}" if abs(value) < 9.99995 else f"{value:6.3f}" if abs(value) < 99.9995 else f"{value:6.4g}"

@@ -19,7 +19,7 @@ Row = Mapping[str, Value]
 | `memory`, `memory_reserved` | peak GiB of a rank in this attempt: allocated (resident set on CPU), reserved |
 | `validation_loss`, `validation_perplexity`, `validation_tokens` | over the whole validation split, when evaluated |
 | `validation_loss/NAME` | per source of a mixture, when evaluated |
-| `objective/NAME`, `model/NAME`, `optimizer/NAME` | metrics that these report, reduced over all ranks |
+| `objective/NAME`, `model/NAME`, `optimizer/NAME` | reported metrics, reduced over all ranks |
 | `epoch`, `epoch/NAME` | passes over the training documents so far; per source of a mixture |
 """
 

@@ -1,4 +1,4 @@
-"""TensorBoard sink: one scalar per metric, under the same name as everywhere."""
+"""TensorBoard sink: one scalar per metric key."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 
 class TensorBoardSink:
-    """Writes event files to `folder`. The first row of an attempt purges older events from its step on (purge_step),
-    so that curves do not double back after a resume."""
+    """Writes event files to `folder`. The first row of an attempt purges older events from its step on (purge_step), so
+    that resumed curves do not overlap."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

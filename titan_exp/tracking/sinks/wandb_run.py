@@ -1,6 +1,6 @@
-"""Identity, group and configuration of a run in W&B. Imports no wandb.
+"""W&B run: id, group and configuration. Imports no wandb.
 
-Paths, hosts and job ids are left out of the configuration, so that two runs differ only in what they compute.
+Paths, hosts and job ids are omitted from the configuration, so that runs differ only in keys that affect results.
 """
 
 import json
@@ -27,7 +27,7 @@ class WandbRun:
     """Arguments of `wandb.init`."""
 
     id: str
-    """The same for every attempt of this run folder."""
+    """Constant over all attempts of a run folder."""
     name: str
     """Typed overrides, else the run id."""
     group: str
@@ -38,11 +38,11 @@ class WandbRun:
     tags: tuple[str, ...]
     notes: str
     config: dict[str, Any]
-    """Resolved configuration, and a flat block `run` to filter by."""
+    """Resolved configuration, and a flat block `run` for filters."""
 
 
 def describe_wandb_run(experiment: Experiment, folder: RunFolder, run_id: str) -> WandbRun:
-    """Describe the run of this folder."""
+    """Build the W&B arguments of a run."""
     tracking, naming = experiment.tracking, experiment.experiment
     return WandbRun(
         id=_fixed_id(folder.path, run_id),
@@ -58,7 +58,7 @@ def describe_wandb_run(experiment: Experiment, folder: RunFolder, run_id: str) -
 
 
 def _fixed_id(folder: Path, run_id: str) -> str:
-    """The W&B id, made once and kept in the folder. Its random suffix tells apart two folders of the same run: another
+    """W&B id, created once and stored in the folder. The random suffix distinguishes folders of the same run: another
     user's in the same project, or a deleted one, whose id W&B never reuses."""
     path = folder / "wandb" / "id"
     if not path.exists():
@@ -78,10 +78,9 @@ def _typed(overrides: Path) -> list[str]:
 
 
 def _axis(folder: RunFolder, run_id: str) -> tuple[str, str]:
-    """The axis that the study varies and this run's value; outside a study the typed overrides. The seed is no axis.
+    """Varied keys of this run's study and their values, or the typed overrides outside a study; without the seed.
 
-    Several keys are joined by spaces, in the same order as their values. A named point of a study has its name as the
-    value, and no axis.
+    Keys and values are joined by spaces, in the same order. A named point has its name as the value and no key.
     """
     label = _study_label(folder, run_id)
     words = _typed(folder.overrides) if label is None else label.split()

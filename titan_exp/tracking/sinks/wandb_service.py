@@ -1,4 +1,4 @@
-"""Bounded shutdown of wandb's service process, for which wandb's exit handler would wait without limit."""
+"""Bounded shutdown of wandb's service process; wandb's exit handler waits for it without limit."""
 
 import os
 import signal
@@ -7,15 +7,14 @@ from contextlib import suppress
 from pathlib import Path
 
 SECONDS = 15.0
-"""Time for the service to send the rest of its data after every run has been finished."""
+"""Seconds for the service to send its remaining data after every run is finished."""
 
 
 def stop_wandb_service(seconds: float = SECONDS) -> None:
-    """End this process's use of wandb and its service within `seconds`.
+    """Shut down wandb and its service process within `seconds`.
 
-    The service is a child process that may keep retrying a lost network after it was asked to stop; if so, it is
-    killed. Call it after the last use of wandb: finishing a run has sent its data, which also stays in its folder. An
-    open run of the caller (in a notebook) keeps the service.
+    A service that keeps retrying a lost network is killed. Call it after the last use of wandb: finished runs have sent
+    their data, which also stays in their folders. Does nothing while a run of the caller is open, as in a notebook.
     """
     import wandb
 
@@ -23,7 +22,7 @@ def stop_wandb_service(seconds: float = SECONDS) -> None:
         return
 
     def teardown() -> None:
-        with suppress(Exception):  # errors about a dead service help no one
+        with suppress(Exception):  # errors of a stopped service do not matter
             wandb.teardown()
 
     # A daemon thread does not block interpreter exit; teardown first unregisters wandb's exit handler.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import wandb
 
 LOWER_IS_BETTER = ("loss", "perplexity")
-"""A metric with one of these in its name has its minimum as its summary in W&B."""
+"""Substrings of metric names whose W&B summary is the minimum."""
 
 EXIT_CODES = {"done": 0, "preempted": 85}
 """Exit codes of W&B runs by final state; any other state is a failure."""
@@ -26,9 +26,9 @@ EXIT_CODES = {"done": 0, "preempted": 85}
 class WandbSink:
     """Logs to W&B, with files under `folder/wandb`.
 
-    Online, the server joins all attempts of a run by its id. Offline, each attempt has a directory of its own, and its
-    first row also copies the earlier rows of `metrics`: the newest directory (`wandb/latest-run`) holds the whole run,
-    and `wandb sync` of that one is enough.
+    Online, the server joins all attempts of a run by its id. Offline, each attempt has a separate directory, and its
+    first row replays the earlier rows of `metrics`: syncing only the newest directory (`wandb/latest-run`) uploads the
+    whole run.
     """
 
     def __init__(self, run: WandbRun, folder: Path, metrics: Path) -> None:
@@ -39,7 +39,7 @@ class WandbSink:
         self._defined: set[str] = set()
 
     def log(self, row: Row) -> None:
-        """Log the known values of the row at its own step."""
+        """Log the known values of the row at its step."""
         if self._replay:
             self._replay = False
             for earlier in read_metrics(self._metrics):
@@ -48,7 +48,7 @@ class WandbSink:
         self._log(row)
 
     def close(self, state: str) -> None:
-        """End the W&B run with the exit code of `state`, and wandb's service process."""
+        """Finish the W&B run with the exit code of `state`, and stop wandb's service process."""
         if state == "preempted":
             self._run.mark_preempting()
         self._run.finish(exit_code=EXIT_CODES.get(state, 1))
@@ -94,7 +94,7 @@ def _start(run: WandbRun, folder: Path) -> "wandb.Run":
             str(error).strip().partition("\n")[0],
             folder / "wandb",
         )
-        stop_wandb_service()  # it still holds the id of the failed attempt
+        stop_wandb_service()  # the service still holds the id of the failed attempt
         return _init(run, folder, "offline")
 
 
@@ -114,7 +114,7 @@ def _init(run: WandbRun, folder: Path, mode: str) -> "wandb.Run":
         notes=run.notes or None,
         config=run.config,
         dir=folder,
-        mode=mode,  # pyright: ignore[reportArgumentType]  # WANDB_MODE may be anything; wandb refuses it by itself
+        mode=mode,  # pyright: ignore[reportArgumentType]  # WANDB_MODE may be anything; wandb validates it
         settings=wandb.Settings(silent=True, console="off", **_timeouts()),
     )
 
@@ -122,7 +122,7 @@ def _init(run: WandbRun, folder: Path, mode: str) -> "wandb.Run":
 def _machine_settings() -> "wandb.Settings":
     import wandb
 
-    # Set for the whole library, which also prints outside of a run.
+    # Set for the whole library: it also prints outside a run.
     return wandb.setup(settings=wandb.Settings(silent=True, console="off")).settings
 
 

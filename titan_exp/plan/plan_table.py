@@ -164,7 +164,6 @@ def _sent_activations(plan: Plan, largest: RankPlan) -> Iterator[str]:
 
 
 def _on_host(plan: Plan, largest: RankPlan) -> Iterator[str]:
-    """Lines about offloaded tensors."""
     host, node = largest.trace.host, plan.host_bytes_per_node
     if host is None:
         return

@@ -44,7 +44,7 @@ class SafetensorsReader:
         missing = sorted({file for file in listed.values() if not (self.folder / Path(file).name).is_file()})
         if missing:
             raise UserError(f"{index} lists {', '.join(missing)}, not in the folder. Download the missing files.")
-        # Files are next to the index, whatever path it lists.
+        # Files are next to the index; ignore listed folders.
         return {name: Path(file).name for name, file in listed.items()}
 
     @property

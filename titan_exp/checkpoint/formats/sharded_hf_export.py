@@ -114,7 +114,6 @@ class ShardedHFExporter:
         dtype: torch.dtype,
         parts: Sequence[nn.Module],
     ) -> None:
-        """Write this rank's shards."""
         writer = _RowWriter(row_map, tensor_locations(specs, file_bytes=self._file_bytes), dtype)
         with _OffsetFiles(partial) as files:
             for key, tensor in model_state_dict(parts).items():

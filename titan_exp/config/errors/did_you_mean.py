@@ -53,7 +53,7 @@ def _similarity(word: str, choice: str) -> float:
     score = SequenceMatcher(None, word, choice).ratio()
     if choice_group:
         by_leaf = SequenceMatcher(None, leaf, choice_leaf).ratio()
-        # A shared group says nothing about the rest of the word.
+        # A shared group is no evidence for the rest of the word.
         score = min(1.0, by_leaf + 0.1) if group == choice_group else max(score, 0.95 * by_leaf)
     shared = set(leaf.split("_")) & set(choice_leaf.split("_"))
     if max(map(len, shared), default=0) > 2:

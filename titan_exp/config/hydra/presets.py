@@ -10,7 +10,7 @@ from titan_exp.config.hydra.compose import CONF_DIR, compose
 from titan_exp.config.schema.config_diff import flatten
 
 NOT_THE_SHAPE = ("name", "init_std", "attention_backend", "options")
-"""Keys of the model group that do not affect the shapes of weights."""
+"""Keys of the model group that do not determine which weights fit."""
 
 
 def model_overrides(model: ModelConfig) -> list[str]:

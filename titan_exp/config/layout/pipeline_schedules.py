@@ -147,7 +147,7 @@ def microbatches_of(orders: Schedule) -> int:
 
 
 def check_complete(orders: Schedule) -> None:
-    """Check that every stage runs every micro-batch once forward and once backward, whole or split.
+    """Check that every stage runs every micro-batch once forward and once backward (full or split).
 
     Raises:
         MalformedSchedule: an action is missing or repeated.

@@ -187,7 +187,7 @@ def _keys_of(axis: Axis) -> list[str]:
 
 
 def _last_wins(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Overrides without those replaced by a later override of the same key."""
+    """Overrides, keeping the last of each key."""
     last = {text.partition("=")[0].lstrip("+"): index for index, text in enumerate(overrides)}
     return tuple(overrides[index] for index in sorted(last.values()))
 

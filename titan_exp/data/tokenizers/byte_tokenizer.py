@@ -19,5 +19,5 @@ class ByteTokenizer:
         return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(np.uint16)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`; ids above 255 (end-of-text, vocabulary padding) decode to nothing."""
+        """Text of `ids`; ids above 255 (end-of-text, vocabulary padding) are skipped."""
         return bytes(token for token in map(int, ids) if token < 256).decode("utf-8", errors="replace")

@@ -21,9 +21,9 @@ SMALL_BUFFER = 2 * MIB
 LARGE_BUFFER = 20 * MIB
 """kLargeBuffer: segment size of the large pool for blocks below `MIN_LARGE`."""
 MIN_LARGE = 10 * MIB
-"""kMinLargeAlloc: larger blocks get a segment of their own size."""
+"""kMinLargeAlloc: larger blocks get a dedicated segment."""
 ROUND_LARGE = 2 * MIB
-"""kRoundLarge: rounding of those segments."""
+"""kRoundLarge: rounding of dedicated segments."""
 
 ADDRESSES = 2**21 * LARGE_BUFFER
 """Address range of an expandable segment, larger than any device's memory."""
@@ -118,7 +118,7 @@ def _successors(before: Sequence[Event], step: Sequence[Event]) -> dict[int, int
 
 
 def replay(steps: Iterable[Iterable[Event]], *, expandable: bool, capacity: int | None = None) -> Reserved:
-    """Replay equal steps until one leaves every block where it was before; arguments as in `CachingAllocator`."""
+    """Replay equal steps until the block layout is stable; arguments as in `CachingAllocator`."""
     allocator = CachingAllocator(expandable=expandable, capacity=capacity)
     blocks: dict[int, Block] = {}
     found: object = None
@@ -318,7 +318,7 @@ class CachingAllocator:
         return block
 
     def _room(self, pool: _Pool, size: int) -> Block:
-        """First unmapped range that fits such a block, together with free memory before it."""
+        """First unmapped range that fits the block, together with free memory before it."""
         for block in pool.unmapped:
             start = block.before if block.before is not None and not block.before.allocated else block
             room, at = 0, start

@@ -11,9 +11,9 @@ from titan_exp.config.errors.user_error import UserError
 MATMUL_SHARE = 0.75
 """Share of the peak rate in large matmuls. A round number, not fitted to this trainer."""
 BANDWIDTH_SHARE = 0.8
-"""Share of memory bandwidth in elementwise operators. A round number, likewise."""
+"""Share of memory bandwidth in elementwise operators; a round number too."""
 LINK_SHARE = 0.75
-"""Share of a link's rate in large messages. A round number, likewise."""
+"""Share of a link's rate in large messages; a round number too."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Allocation events of a full step, composed from those of samples.
+"""Allocation events of a full step, composed from samples.
 
 A storage released but not allocated by a segment was allocated nearby: in the forward pass of the same block, in the
 next block, or in the first micro-batch. It is looked up at the same relative position in the full step; if missing,

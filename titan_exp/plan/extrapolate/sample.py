@@ -78,7 +78,7 @@ class AllocationSite(NamedTuple):
     position: StepPosition
     key: StorageKey
     place: int
-    """Index among storages of the same key."""
+    """Index among storages with the same key."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ class Sample:
     hidden: Sequence[CategoryBytes]
     """Bytes of hidden states, by kind as in `ScheduleSimulation`."""
     sends_complete: bool
-    """True if sends complete at once."""
+    """True if sends complete immediately."""
     message: OpCosts
     """Costs of one send and one receive."""
     handed_over: Mapping[tuple[int, str, int], CategoryBytes]

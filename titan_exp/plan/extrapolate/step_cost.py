@@ -33,7 +33,7 @@ from titan_exp.plan.trace.memory_tracker import CATEGORIES, Moment
 from titan_exp.plan.trace.segments import CategoryBytes, Segment, category_bytes, join_segments, sum_costs
 
 Samples = Mapping[bool, Sequence[Sample]]
-"""One sample per activation checkpointing mode; with a pipeline, for stages of several blocks (False) and one (True)."""
+"""One sample per activation checkpointing mode; with a pipeline, for stages of several blocks (False) or one."""
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def predict_many(
 
 
 def _predict_in_processes(pending: dict[str, PredictionRequest]) -> dict[str, Prediction | NotPredicted]:
-    # Imported here: most launches predict nothing.
+    # Imported lazily: most launches need no prediction.
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 

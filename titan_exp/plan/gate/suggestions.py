@@ -1,6 +1,6 @@
 """Suggestions for a run that does not fit: the cheapest option changes and their combinations, each predicted.
 
-Changes whose best case, estimated from the breakdown of the peak, is not enough are skipped without a prediction.
+Changes with an insufficient best case, estimated from the breakdown of the peak, are not predicted.
 """
 
 import itertools
@@ -63,7 +63,7 @@ def suggestions(memory_check: MemoryCheck, runs: Path, say: Callable[[str], None
     say("It does not fit; looking for changes that would ...")
     candidates = _candidates(memory_check)
     while len(found) < MAX_SUGGESTIONS and time.monotonic() - began < TIME_LIMIT:
-        # A superset of a suggested change is no further suggestion.
+        # Skip supersets of a suggested change.
         fresh = (candidate for candidate in candidates if not any(_contains(candidate[0], other) for other in chosen))
         batch = list(itertools.islice(fresh, BATCH))
         if not batch:

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import flop_registry
 from titan_exp.config.errors.user_error import UserError
 
 KNOWN_NAMESPACES = ("aten", "c10d", "_c10d_functional", "fsdp", "prims", "titan_exp")
-"""Namespaces of traceable operators; those of other libraries may allocate memory that is not traced."""
+"""Namespaces of traceable operators; operators of other libraries may allocate untraced memory."""
 COMPUTING = ("mm", "bmm", "baddbmm", "addmm", "conv", "attention", "lstm", "gru", "linalg", "fft", "flex")
 """Parts of names of aten operators that are bound by FLOPs, not by bytes."""
 
@@ -48,7 +48,7 @@ _LARGER_SIDE = {"_allgather_base_": 0, "_reduce_scatter_base_": 1, "alltoall_bas
 
 
 def count_flops(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
-    """FLOPs of a call, 2 for each multiply-add; 0 where it is bound by bytes.
+    """FLOPs of a call, 2 per multiply-add; 0 if it is bound by bytes.
 
     Raises:
         UserError: the operator is unknown.
@@ -57,7 +57,7 @@ def count_flops(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], out:
     if packet in _ATTENTION:
         return _attention(args, _ATTENTION[packet])
     if str(packet) in GROUPED and args[0].dim() == 2:
-        # Each row is multiplied by one expert's matrix, whatever the number of experts.
+        # Each row is multiplied by one expert's matrix, independent of the number of experts.
         return 2 * args[0].numel() * args[1].shape[-1]
     namespace, _, name = str(packet).partition(".")
     # The in-place variant has the same FLOPs.

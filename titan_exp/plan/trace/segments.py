@@ -186,7 +186,7 @@ class SegmentTracker(MemoryTracker):
         return category_bytes(held)
 
     def tracked_by_category(self, tensor: Tensor) -> CategoryBytes:
-        """Bytes of a tensor's storage; zeros where it is not tracked."""
+        """Bytes of a tensor's storage; zeros if it is not tracked."""
         if not self.is_tracked(tensor):
             return category_bytes({})
         storage, _ = self._alive[tensor.untyped_storage()._cdata]

@@ -43,7 +43,7 @@ class Trace:
     step_events: list[Event]
     """Allocations and releases in the step."""
     host: HostUsage | None = None
-    """Memory and costs on the host, where parameters are offloaded."""
+    """Memory and costs on the host, with offloaded parameters."""
 
 
 def trace_step(
@@ -75,7 +75,7 @@ def trace_step(
     if cuda:
         tracker.stream = _Streams()
         if state.built.pipeline is not None:
-            # A fake process group completes sends at once in torch 2.15, and never in 2.13.
+            # A fake process group completes sends immediately in torch 2.15, and never in 2.13.
             state.built.pipeline.transport.sees_completion = False
     with (
         _no_garbage_collection(),

@@ -32,7 +32,7 @@ class Visualization:
         self._shards[pipeline_rank] = read_shards(rank)
 
     def write(self, plan: Plan) -> None:
-        """Write the page of a plan whose ranks were recorded, atomically.
+        """Write the page of a plan with recorded ranks, atomically.
 
         Raises:
             UserError: the file cannot be written.

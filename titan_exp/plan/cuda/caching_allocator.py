@@ -77,7 +77,7 @@ def reservations(before: Sequence[Event], step: Sequence[Event], capacity: int |
 
 
 def repeated(before: Sequence[Event], step: Sequence[Event], times: int) -> Iterator[list[Event]]:
-    """Events of setup and `times` steps, as in training.
+    """Events of `times` equal steps as in training, one list per step; the first includes the setup.
 
     A storage released but not allocated by a step is replaced, in the next step, by a storage of the same size and
     stream that this step kept. A step that keeps other storages is not repeated.
@@ -99,7 +99,7 @@ def repeated(before: Sequence[Event], step: Sequence[Event], times: int) -> Iter
 
 
 def _successors(before: Sequence[Event], step: Sequence[Event]) -> dict[int, int] | None:
-    """Map from storages of the previous step, released by this one, to storages it keeps; None if they do not match."""
+    """Map from earlier storages that a step releases to equal ones that it keeps; None if they do not match."""
     allocated = {event.storage: event for event in before if event.size}
     left = {event.storage: event for event in step if event.size}
     found = [event.storage for event in step if not event.size and event.storage not in left]

@@ -1,1 +1,1 @@
-"""Distributed checkpoints of the whole training state, keyed by full parameter names."""
+"""Distributed checkpoints of the full training state, keyed by full parameter names."""

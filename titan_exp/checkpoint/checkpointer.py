@@ -1,4 +1,4 @@
-"""Checkpointer: saves the training state atomically, in the background if asked, and restores it in any layout."""
+"""Checkpointer: saves the training state atomically, optionally in the background, and restores it in any layout."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -75,7 +75,7 @@ class Checkpointer:
         self._last_save = clock()
         self._timings: dict[str, float] = {}
         self._async_saver: AsyncSaver | None = None
-        # Its own group: a background save must not interleave with the training step's collectives.
+        # Separate group: a background save must not interleave with the training step's collectives.
         self._group = new_cpu_group()
         self._leader = dist.get_rank() == 0
         self._remote = remote
@@ -84,20 +84,20 @@ class Checkpointer:
             self._prepare_folder()
 
     def interval_elapsed(self) -> bool:
-        """True if `every_minutes` have passed on this process's clock. Clocks differ: the ranks must use rank 0's."""
+        """True if `every_minutes` have passed on this process's clock. Clocks differ: use rank 0's result."""
         minutes = self.config.every_minutes
         return self.config.mode != "off" and minutes is not None and self._clock() - self._last_save >= 60 * minutes
 
     def due(self, step: int) -> bool:
-        """True if `every` asks for a checkpoint after this step."""
+        """True if `every` requires a checkpoint after this step."""
         every = self.config.every
         return self.config.mode != "off" and every is not None and step % every == 0
 
     def pop_timings(self) -> dict[str, float]:
-        """Seconds of the last save that ended since the previous call, as metrics.
+        """Timings of the last save completed since the previous call, as metrics in seconds.
 
-        `checkpoint_pause` is the time that training stood still, `checkpoint_write` the time until the checkpoint was
-        durable, `checkpoint_upload` the duration of the last background upload.
+        `checkpoint_pause` is the pause of training, `checkpoint_write` the time until the checkpoint was durable,
+        `checkpoint_upload` the duration of the last background upload.
         """
         timings, self._timings = self._timings, {}
         uploaded = None if self._uploader is None else self._uploader.pop_seconds()
@@ -115,9 +115,9 @@ class Checkpointer:
         *,
         weights_only: bool = False,
     ) -> None:
-        """Save the state after a step, unless it is saved already. In async modes training may continue on return.
+        """Save the state after a step, unless already saved. In async modes training may continue on return.
 
-        With `weights_only`, optimizer and data state are left out: no run can be resumed from such a checkpoint.
+        With `weights_only`, optimizer and data state are omitted; such a checkpoint cannot resume a run.
         """
         if self.config.mode == "off":
             return
@@ -145,14 +145,14 @@ class Checkpointer:
             future.add_done_callback(lambda _: save.mark_durable(self._clock()))
 
     def poll(self) -> None:
-        """Finish a background save that has ended; called between steps."""
+        """Finalize a completed background save; called between steps."""
         if self._pending is not None and self._pending.future is not None and self._pending.future.done():
             self.wait()
 
     def wait(self) -> None:
         """Wait until the pending save is durable.
 
-        A failed save (disk full) is logged and dropped: the last complete checkpoint stays.
+        A failed save (disk full) is logged and dropped; the last complete checkpoint stays.
         """
         if self._pending is None:
             return
@@ -208,8 +208,8 @@ class Checkpointer:
     def latest(self) -> int | None:
         """Step of the newest intact checkpoint, the same on all ranks.
 
-        Newer damaged ones are logged and quarantined. A newer intact remote checkpoint is downloaded first. Raises
-        UserError if all checkpoints are damaged, or the remote store is needed and does not answer.
+        Newer damaged checkpoints are logged and quarantined. A newer intact remote checkpoint is downloaded first.
+        Raises UserError if all checkpoints are damaged, or the remote store is needed and unreachable.
         """
         step, damaged = self._newest_intact()
         if self._remote is not None:
@@ -230,7 +230,7 @@ class Checkpointer:
         return step
 
     def _newest_intact(self) -> tuple[int | None, dict[int, str]]:
-        """Newest intact local step, and the damage of each newer one."""
+        """Newest intact local step, and the damage of each newer step."""
         steps: list[Any] = [self.folder.complete_steps() if self._leader else None]
         dist.broadcast_object_list(steps, src=0, group=self._group)
         damaged: dict[int, str] = {}
@@ -244,7 +244,7 @@ class Checkpointer:
         return None, damaged
 
     def _start_uploads(self) -> None:
-        """Start the uploader with local checkpoints that are not uploaded yet."""
+        """Start the uploader with local checkpoints not yet uploaded."""
         if self._uploader is None or self._remote is None:
             return
         missing: list[int] = []
@@ -267,7 +267,7 @@ class Checkpointer:
             load_into(path, model_state_dict(parts))
             data: dict[str, Any] = {}
         else:
-            # An optimizer has no state before its first step, and none is saved then.
+            # Before its first step an optimizer has no state, and none is saved.
             if any(key.startswith(OPTIMIZER_PREFIX) for key in shapes):
                 init_optimizer_state(parts, optimizer)
             load_into(path, {**model_state_dict(parts), **optimizer_state_dict(parts, optimizer)})
@@ -291,7 +291,7 @@ class Checkpointer:
         load_initial_weights(path, parts, self.config.initial_exclude, self._group)
 
     def _is_saved(self, step: int) -> bool:
-        """True if every rank has saved this step: a save process may die after others reported success."""
+        """True if every rank has saved this step; a save process may be killed after others reported success."""
         if self.config.mode != "async_process":
             return step == self._newest
         self.wait()
@@ -353,15 +353,15 @@ class _PendingSave:
 
     step: int
     begin: float
-    """Time at which training paused."""
+    """Start of the training pause."""
     write_started: float
     wait: Callable[[], object] = lambda: None
-    """Returns once the checkpoint is durable, or raises."""
+    """Blocks until the checkpoint is durable; raises if the save failed."""
     future: Future[Any] | None = None
     pause_seconds: float = -1.0
-    """Length of the pause of training; below 0 until it ends."""
+    """Duration of the training pause; negative until it ends."""
     durable_at: float = -1.0
-    """Time at which the checkpoint was durable; below 0 before."""
+    """Time at which the checkpoint became durable; negative before."""
 
     def mark_durable(self, now: float) -> None:
         """Record the end of the save; the first call counts."""
@@ -372,14 +372,14 @@ class _PendingSave:
 
 
 def _read_json_entries(path: Path, shapes: Mapping[str, torch.Size], prefix: str) -> dict[str, Any]:
-    """Decode the entries of a checkpoint that hold JSON, by key prefix."""
+    """Decode the JSON entries of a checkpoint with a key prefix."""
     entries = {key: torch.empty(shape, dtype=torch.uint8) for key, shape in shapes.items() if key.startswith(prefix)}
     load_into(path, entries)
     return {key: decode_json(entry) for key, entry in entries.items()}
 
 
 def _first_failure(error: BaseException) -> str:
-    """The error of the lowest rank that failed, in one line."""
+    """First failing rank's error, in one line."""
     if isinstance(error, dcp.CheckpointException) and error.failures:
         rank, (cause, _) = sorted(error.failures.items())[0]
         return f"rank {rank}: {cause}"
@@ -387,6 +387,6 @@ def _first_failure(error: BaseException) -> str:
 
 
 def load_model(path: Path, model: nn.Module) -> None:
-    """Load only the weights of a checkpoint into a model. Raises UserError if it is damaged."""
+    """Load only the weights of a checkpoint into a model. Raises UserError if the checkpoint is damaged."""
     require_intact(path)
     load_into(path, model_state_dict([model]))

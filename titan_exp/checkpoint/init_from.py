@@ -1,4 +1,4 @@
-"""Initialize a new run from the weights of another one, except those excluded by name."""
+"""Weight initialization of a new run from another run's weights, except those excluded by name."""
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
@@ -19,10 +19,10 @@ MAX_LISTED = 12
 def load_initial_weights(
     path: Path, parts: Sequence[nn.Module], exclude: Sequence[str], group: dist.ProcessGroup | None = None
 ) -> None:
-    """Load a checkpoint's weights into the model (or its parts on this rank); all ranks of the group together.
+    """Load a checkpoint's weights into the model (or its parts on this rank); collective over the group.
 
-    `exclude` are patterns of full names (`head.*`) that keep their values; group None is all ranks. Raises UserError
-    with every missing, unexpected or reshaped weight, and every pattern that matches no weight.
+    Weights whose full names match a pattern of `exclude` (`head.*`) keep their values; group None is all ranks. Raises
+    UserError with every missing, unexpected or reshaped weight, and every pattern that matches no weight.
     """
     state = {name.removeprefix(MODEL_PREFIX): value for name, value in model_state_dict(parts).items()}
     shapes = {
@@ -41,7 +41,7 @@ def load_initial_weights(
         for name, value in wanted.items()
         if name in shapes and shapes[name] != value.shape
     ]
-    # Ranks hold different parts: the names in the whole model, and any mismatch, are reduced over the ranks.
+    # Ranks hold different parts: names of the whole model and mismatches are reduced over the ranks.
     names = sorted(shapes)
     present = [name in state for name in names]
     matched = [any(fnmatchcase(name, pattern) for name in (*state, *names)) for pattern in exclude]

@@ -14,7 +14,7 @@ _REPLACED = ".replaced"
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """The `checkpoints/` folder of a run, which need not exist yet."""
+    """Checkpoint folder `checkpoints/` of a run, which need not exist yet."""
 
     path: Path
 
@@ -30,11 +30,11 @@ class CheckpointFolder:
         return self.path / step_name(step)
 
     def partial_path(self, step: int) -> Path:
-        """Folder of a checkpoint that is being written."""
+        """Folder of a checkpoint while it is written."""
         return self.path / f"{step_name(step)}.partial"
 
     def publish(self, step: int) -> None:
-        """Turn a partial checkpoint into a complete one by a durable rename."""
+        """Publish a partial checkpoint by a durable rename."""
         target, partial = self.path_of(step), self.partial_path(step)
         replaced = target.with_name(target.name + _REPLACED)
         sync_folder(partial)
@@ -52,8 +52,7 @@ class CheckpointFolder:
         shutil.rmtree(self.partial_path(step), ignore_errors=True)
 
     def apply_retention(self, newest: int, every: int | None = None, in_use: Container[int] = ()) -> None:
-        """Delete complete checkpoints, the oldest first, except the `newest` ones, multiples of `every`, and those in
-        use."""
+        """Delete complete checkpoints, oldest first, except the `newest`, multiples of `every`, and `in_use`."""
         for step in self.complete_steps()[:-newest]:
             if (every is None or step % every) and step not in in_use:
                 self._remove(self.path_of(step))
@@ -79,7 +78,7 @@ class CheckpointFolder:
                 shutil.rmtree(entry)
 
     def _remove(self, target: Path) -> None:
-        # Renamed first: a half-deleted checkpoint must not look complete.
+        # Rename first: a partially deleted checkpoint must not look complete.
         deleted = target.with_name(target.name + ".deleted")
         shutil.rmtree(deleted, ignore_errors=True)
         os.rename(target, deleted)

@@ -1,4 +1,4 @@
-"""The training state as one flat state dict keyed by full names, readable in any layout.
+"""Training state dict: flat, keyed by full names, readable in any layout.
 
 Non-tensor state is stored as JSON in byte tensors, so that loading a checkpoint executes no code.
 """
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 MODEL_PREFIX, OPTIMIZER_PREFIX, DATA_PREFIX, PROGRESS_KEY = "model.", "optimizer.", "data.", "progress"
 WEIGHTS_ONLY_KEY = "weights_only"
-"""Progress key that marks a checkpoint from which no run can be resumed."""
+"""Progress key that marks a checkpoint as weights-only."""
 
 
 def training_state_dict(
@@ -34,7 +34,7 @@ def training_state_dict(
 def model_state_dict(parts: Sequence[nn.Module]) -> dict[str, Tensor]:
     """Parameters and persistent buffers by full name, not copied.
 
-    A tied tensor that two parts hold copies of is the first part's.
+    For a tied tensor with copies in two parts, the first part's is used.
     """
     return _first_by_name(_model_tensors(parts))
 
@@ -46,18 +46,18 @@ def optimizer_state_dict(parts: Sequence[nn.Module], optimizer: torch.optim.Opti
 
 @torch.no_grad()
 def sync_tied_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
-    """Copy tied weights and their optimizer state from the first part, which is loaded, to the other parts."""
+    """Copy tied weights and their optimizer state from the first (loaded) part to the others."""
     _copy_first_to_others((*_model_tensors(parts), *_optimizer_tensors(parts, optimizer)))
 
 
 @torch.no_grad()
 def sync_tied_weights(parts: Sequence[nn.Module]) -> None:
-    """Copy tied weights from the first part to the other parts."""
+    """Copy tied weights from the first part to the others."""
     _copy_first_to_others(_model_tensors(parts))
 
 
 def init_optimizer_state(parts: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
-    """Allocate the optimizer's state, to load into, by a step with zero gradients; parameters keep their values."""
+    """Allocate optimizer state for loading, by a step with zero gradients; parameters keep their values."""
     parameters = [parameter for part in parts for parameter in part.parameters() if parameter.requires_grad]
     values = [parameter.detach().clone() for parameter in parameters]
     for parameter in parameters:

@@ -1,1 +1,1 @@
-"""The configuration: one frozen dataclass per group, resolvers, and the rules between fields. Imports no torch."""
+"""Configuration: frozen dataclasses per group, Hydra composition, layout, error messages. Imports no torch."""

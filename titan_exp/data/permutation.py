@@ -1,7 +1,7 @@
-"""A keyed random permutation with O(1) memory and random access (Feistel network).
+"""Keyed random permutation with O(1) memory and random access (Feistel network).
 
-Generalized Feistel cipher over the smallest grid that covers the range, cycle-walking until it lands inside (Black and
-Rogaway 2002, "Ciphers with arbitrary finite domains"). Unlike a library's shuffle it never changes between versions.
+Generalized Feistel cipher with cycle-walking over the smallest grid that covers the range (Black and Rogaway 2002,
+"Ciphers with arbitrary finite domains"). Unlike library shuffles, it is stable across versions.
 """
 
 import math
@@ -12,7 +12,7 @@ _ROUNDS = 8
 
 
 class Permutation:
-    """Bijection of `range(size)` onto itself, a pure function of `size` and `key`."""
+    """Pseudorandom bijection of `range(size)`, a pure function of `size` and `key`."""
 
     def __init__(self, size: int, *key: object) -> None:
         assert size >= 1

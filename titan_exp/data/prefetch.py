@@ -1,7 +1,7 @@
 """Background prefetching of an iterator through a bounded queue.
 
-The daemon thread stops when its owner is closed, garbage-collected, or the interpreter exits; a blocked read delays
-none of them.
+The daemon thread stops when its owner is closed or garbage-collected, or the interpreter exits; a blocked read delays
+none of these.
 """
 
 import threading
@@ -15,23 +15,23 @@ _JOIN_TIMEOUT_SECONDS = 5.0
 
 
 class Prefetcher(Iterator[Item]):
-    """Iterates over `items` with up to `depth` of them ready; an exception of the thread is raised after its items."""
+    """Iterator over `items` with up to `depth` items prefetched; the thread's exception is raised after its items."""
 
     def __init__(self, items: Iterator[Item], depth: int) -> None:
         self._queue = _Queue[Item](depth)
-        # The thread references the queue but not this object, so that dropping this object ends the thread.
+        # The thread references only the queue, so that dropping this object ends the thread.
         thread = threading.Thread(target=_fill, args=(items, self._queue), name="titan_exp-prefetch", daemon=True)
         self.close = weakref.finalize(self, _stop, self._queue, thread)
         """Stop the thread; idempotent."""
         thread.start()
 
     def __next__(self) -> Item:
-        """The next item; StopIteration after the last one or after `close`."""
+        """Next item; StopIteration after the last one or after `close`."""
         return self._queue.get()
 
 
 class _Queue(Generic[Item]):
-    """Bounded queue that wakes producer and consumer when it ends; `get` on an empty ended queue raises the reason."""
+    """Bounded queue; `end` wakes producer and consumer, and `get` on an empty ended queue raises the end reason."""
 
     def __init__(self, depth: int) -> None:
         self._items: deque[Item] = deque()
@@ -40,7 +40,7 @@ class _Queue(Generic[Item]):
         self._changed = threading.Condition()
 
     def put(self, item: Item) -> bool:
-        """Wait for room and append; False once the queue has ended."""
+        """Wait for space and append; returns False once the queue has ended."""
         with self._changed:
             self._changed.wait_for(lambda: self._end_reason is not None or len(self._items) < self._depth)
             if self._end_reason is not None:

@@ -16,11 +16,11 @@ _MAX_TEXT = 200
 
 
 def preview(data: DataConfig, training: TrainingConfig, seed: int, step: int) -> Iterator[str]:
-    """Lines that describe the global batch of a step, counted from 1 as in the metrics.
+    """Describe the global batch of a step, counted from 1 as in the metrics, as lines of text.
 
-    Each row gives its number in the run and its source; each document in it gives its token range, its positions, its
-    tokens without a label, and its text, shortened in the middle. Token stores are read at the step; other sources are
-    read from the beginning.
+    Each row lists its number in the run and its source; each of its documents lists token range, positions, tokens
+    without a label, and text, shortened in the middle. Token stores are read at the step, other sources from the
+    beginning.
     """
     rows = training.global_batch_size
     loader = TrainLoader(data, training, seed, dp_rank=0, dp_degree=1, micro_batch_size=rows, pin_memory=False)
@@ -46,7 +46,7 @@ def preview(data: DataConfig, training: TrainingConfig, seed: int, step: int) ->
 
 
 def _documents(batch: Batch, row: int, tokenizer: Tokenizer) -> Iterator[str]:
-    """Two lines per document of a row, split at end-of-text tokens."""
+    """Lines for the documents of a row, split at end-of-text tokens; two per document."""
     tokens, labels = batch.tokens[row], batch.labels[row]
     positions = torch.arange(len(tokens)) if batch.positions is None else batch.positions[row]
     ends = (tokens == tokenizer.end_of_text).nonzero().flatten().tolist()

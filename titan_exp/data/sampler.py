@@ -1,4 +1,4 @@
-"""Sampler interface: a layout-invariant order of packed rows, and one data rank's share of it."""
+"""Sampler interface: layout-invariant order of packed rows, and one data rank's share of it."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -6,36 +6,36 @@ from typing import Any, Protocol
 import numpy as np
 
 SamplerState = dict[str, dict[str, Any]]
-"""JSON-serializable positions by name; each data rank holds some of a run's."""
+"""JSON-serializable positions by name; each data rank holds a part of the run's."""
 
 NextRow = Callable[[np.ndarray], tuple[list[int], SamplerState]]
-"""Fills a window [seq_len + 1] with the next row; returns the document starts in it (each in 1..seq_len) and the
-positions that changed."""
+"""Fills a window [seq_len + 1] with the next row; returns its document starts (each in 1..seq_len) and the changed
+positions."""
 
 
 class Sampler(Protocol):
-    """One data rank's rows. Row j of the run belongs to rank j mod dp, in every layout."""
+    """Rows of one data rank. Row j of the run belongs to rank j mod dp, in every layout."""
 
     corpus: dict[str, Any]
-    """Identity of the data that positions refer to, equal on all ranks; keys are the config keys that errors quote."""
+    """Identity of the data that positions refer to, equal on all ranks; keyed by config keys for error messages."""
     initial_state: SamplerState
     """Positions before the first row."""
 
     def restrict(self, states: Mapping[str, dict[str, Any]]) -> SamplerState:
-        """This rank's positions among those of all ranks, saved at the end of a global batch under any dp degree.
-        Raises UserError if positions are missing or belong to different rows."""
+        """Select this rank's positions from all ranks', saved at the end of a global batch under any dp degree. Raises
+        UserError if positions are missing or belong to different rows."""
         ...
 
     def open(self, state: SamplerState) -> NextRow:
-        """Start reading this rank's rows at its positions."""
+        """Open a reader of this rank's rows at its positions."""
         ...
 
     def state_at(self, rows: int) -> SamplerState | None:
-        """Positions after `rows` rows of the run (a multiple of dp); None if they can only be reached by reading."""
+        """Positions after `rows` rows of the run (a multiple of dp); None if they require reading."""
         ...
 
     def source_name(self, row: int) -> str:
-        """Source that a row of the run comes from; empty if there is only one."""
+        """Source of a row of the run; empty for a single source."""
         ...
 
     def epochs(self, state: SamplerState) -> dict[str, float]:

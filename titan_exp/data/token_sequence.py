@@ -6,12 +6,12 @@ from dataclasses import dataclass
 import numpy as np
 
 ReadWindow = Callable[[int, np.ndarray], list[int]]
-"""Fills a window with the tokens from an offset on; returns the document starts in it, without its first token."""
+"""Fills a window with the tokens from an offset on; returns its document starts, except at the first token."""
 
 
 @dataclass(frozen=True)
 class TokenSequence:
-    """Concatenated documents."""
+    """Tokens of concatenated documents."""
 
     tokens: int
     """Number of tokens, at least 2."""

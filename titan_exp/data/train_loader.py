@@ -1,4 +1,4 @@
-"""Training data loader: endless micro-batches whose order depends on data, seed and batch size, never on the layout.
+"""Training data loader: endless micro-batches in an order that depends on data, seed and batch size, not on the layout.
 
 Data rank r of dp takes the rows j ≡ r (mod dp) of the run; a `Sampler` defines the rows.
 """
@@ -24,8 +24,8 @@ from titan_exp.data.virtual_shards.sampler import VirtualShardSampler
 class TrainLoader(Iterator[Batch]):
     """Micro-batches [micro_batch_size, seq_len] of one data rank, prefetched by a thread.
 
-    Global batch k, counted from 0, holds rows k·G to (k + 1)·G - 1 of the run in every layout (G = global_batch_size);
-    a rank's micro-batches are consecutive groups of its rows. Raises UserError if the corpus or the tokenizer cannot be
+    Global batch k, counted from 0, has rows k·G to (k + 1)·G - 1 of the run in every layout (G = global_batch_size); a
+    rank's micro-batches are consecutive groups of its rows. Raises UserError if the corpus or the tokenizer cannot be
     used; `next` raises errors of the thread.
     """
 
@@ -46,7 +46,7 @@ class TrainLoader(Iterator[Batch]):
         self._dp_degree = dp_degree
         self._micro_batch_size = micro_batch_size
         self._pin_memory = pin_memory
-        # A source of tokens (token stores) brings its own sampler; text is packed from virtual shards.
+        # Token stores have their own sampler; text is packed from virtual shards.
         build_sampler = getattr(builtin_source(data), "build_sampler", VirtualShardSampler)
         self._sampler: Sampler = build_sampler(data, training.seq_len, seed, dp_rank=dp_rank, dp_degree=dp_degree)
         self._consumed: SamplerState = dict(self._sampler.initial_state)
@@ -55,11 +55,11 @@ class TrainLoader(Iterator[Batch]):
 
     @property
     def fingerprint(self) -> str:
-        """Digest of everything that a data state refers to: corpus, split, tokenizer, seed, order."""
+        """Digest of a data state's references: corpus, split, tokenizer, seed, order."""
         return blake2b(json.dumps(self._sampler.corpus, sort_keys=True).encode(), digest_size=16).hexdigest()
 
     def __next__(self) -> Batch:
-        """The next micro-batch. Raises RuntimeError after `close`."""
+        """Next micro-batch. Raises RuntimeError after `close`."""
         if self._closed:
             raise RuntimeError("the loader is closed")
         if self._prefetcher is None:
@@ -84,7 +84,7 @@ class TrainLoader(Iterator[Batch]):
         self._seek(self._sampler.restrict({key: position for key, position in state.items() if key != "corpus"}))
 
     def skip(self, global_batches: int) -> None:
-        """Seek to the state after that many global batches; virtual shards have to read them."""
+        """Seek to the state after `global_batches` global batches; virtual shards have to read them."""
         rows = global_batches * self._global_batch_size
         state = self._sampler.state_at(rows)
         self._seek(dict(self._sampler.initial_state) if state is None else state)
@@ -93,7 +93,7 @@ class TrainLoader(Iterator[Batch]):
                 next(self)
 
     def source_name(self, row: int) -> str:
-        """Source that a row of the run comes from; empty if there is only one."""
+        """Source of a row of the run; empty for a single source."""
         return self._sampler.source_name(row)
 
     def epochs(self) -> float:
@@ -119,7 +119,7 @@ class TrainLoader(Iterator[Batch]):
         self._consumed = dict(state)
 
     def _batches(self) -> Iterator[tuple[Batch, SamplerState]]:
-        # The generator must not reference this object: see `Prefetcher`.
+        # The generator must not reference this object (see `Prefetcher`).
         return _read_batches(
             self._sampler.open(self._consumed),
             shape=(self._micro_batch_size, self._seq_len + 1),
@@ -131,9 +131,9 @@ class TrainLoader(Iterator[Batch]):
 def _read_batches(
     next_row: NextRow, *, shape: tuple[int, int], data: DataConfig, pin_device: int | None
 ) -> Iterator[tuple[Batch, SamplerState]]:
-    """Micro-batches from windows of `shape`, each with the sampler positions that it changed."""
+    """Micro-batches from windows of `shape`, each with the changed sampler positions."""
     if pin_device is not None:
-        torch.cuda.set_device(pin_device)  # a new thread starts on GPU 0, where every rank would open a context
+        torch.cuda.set_device(pin_device)  # a new thread starts on GPU 0, and every rank would open a context there
     while True:
         windows = np.empty(shape, dtype=np.int64)
         starts: list[list[int]] = []

@@ -1,7 +1,7 @@
-"""Validation data loader: one pass over the validation split per iteration, in rows that do not depend on the layout.
+"""Validation data loader: one pass over the validation split per iteration, in layout-invariant rows.
 
 The split's documents, in source order and limited by `data.validation_documents`, form one sequence of tokens; its
-row n belongs to data rank n mod dp. Each store of a mixture is a sequence of its own and has a loss of its own.
+row n belongs to data rank n mod dp. Each store of a mixture has a separate sequence and a separate loss.
 """
 
 import math
@@ -25,11 +25,11 @@ from titan_exp.ops.loss.cross_entropy import IGNORE_INDEX
 
 
 class ValidationLoader:
-    """One data rank's validation batches [micro_batch_size, seq_len].
+    """Validation batches [micro_batch_size, seq_len] of one data rank.
 
-    All ranks yield equally many batches, and each row of the split is on exactly one rank; padding rows have no labels.
-    Text is tokenized once and its tokens stay in memory. With `all_documents`, the split is the whole source, training
-    documents included. Raises UserError if the split is empty, or held out of a stream without a limit.
+    All ranks yield the same number of batches, and each row of the split is on exactly one rank; padding rows have no
+    labels. Text is tokenized once and its tokens stay in memory. With `all_documents`, the split is the whole source,
+    training documents included. Raises UserError if the split is empty, or held out of a stream without a limit.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ValidationLoader:
             )
             for name, open_ in splits.items()
         }
-        """Batches by source of a mixture; a single source has an empty name."""
+        """Batches by source of a mixture; the name of a single source is empty."""
 
     def __len__(self) -> int:
         """Number of batches, equal on all ranks."""
@@ -60,7 +60,7 @@ class ValidationLoader:
 
 
 class SplitBatches:
-    """One data rank's batches of one sequence, which `open_` gives when it is first needed."""
+    """Batches of one sequence for one data rank; `open_` is called on first use."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class SplitBatches:
 
 
 def _text_split(data: DataConfig, all_documents: bool) -> dict[str, Callable[[], TokenSequence]]:
-    """Opener of the validation documents of a text source, under an empty name."""
+    """Opener of a text source's validation documents, under an empty name."""
     return {"": partial(_tokenize, _ValidationTexts(data, all_documents), build_tokenizer(data))}
 
 
@@ -118,7 +118,7 @@ def _tokenize(texts: "_ValidationTexts", tokenizer: Tokenizer) -> TokenSequence:
 
 
 class _ValidationTexts:
-    """Validation documents; each iteration reads them again. Raises UserError if there are none."""
+    """Validation documents, re-read by each iteration. Raises UserError if there are none."""
 
     def __init__(self, data: DataConfig, all_documents: bool) -> None:
         self._limit = data.validation_documents

@@ -1,4 +1,4 @@
-"""Train/validation split: a document is held out by a hash of its identity, independent of the seed."""
+"""Train/validation split by a hash of each document's identity, independent of the seed."""
 
 from hashlib import blake2b
 
@@ -9,7 +9,7 @@ from titan_exp.data.sources.base import RandomAccessSource
 
 
 class Subset:
-    """Documents `indices` (ascending) of a random-access source."""
+    """Subset `indices` (ascending) of a random-access source's documents."""
 
     def __init__(self, source: RandomAccessSource, indices: np.ndarray) -> None:
         self._source = source
@@ -29,7 +29,7 @@ def unit_hash(identity: str) -> float:
 
 
 def training_subset(source: RandomAccessSource, fraction: float) -> Subset:
-    """Documents to train on. Raises UserError if the held-out fraction leaves none."""
+    """Training documents. Raises UserError if the held-out fraction leaves none."""
     kept = np.flatnonzero(unit_hashes(source) >= fraction)
     if len(kept) == 0:
         reason = f"it leaves none of the {len(source)} documents to train on"
@@ -51,7 +51,7 @@ def validation_subset(source: RandomAccessSource, fraction: float) -> Subset:
 
 
 def unit_hashes(source: RandomAccessSource, indices: range | None = None) -> np.ndarray:
-    """Unit hashes of documents (None: all) by their keys, or by their indices if the source has no keys; float64."""
+    """Unit hashes (float64) of documents (None: all) by key, or by index if the source has no keys."""
     indices = range(len(source)) if indices is None else indices
     key = getattr(source, "key", None)
     if key is not None:

@@ -1,1 +1,1 @@
-"""Predicting memory and speed: the trainer's own build and step on tensors without data, in a world without ranks."""
+"""Memory and speed prediction: the trainer's own build and step on fake tensors and a fake process group."""

@@ -1,4 +1,4 @@
-"""Calibrated constants of a device, fitted by `titan-exp plan calibrate`, beside the rates that `doctor` measured."""
+"""Calibrated device constants, fitted by `titan-exp plan calibrate` and stored next to rates measured by `doctor`."""
 
 import json
 from dataclasses import asdict, dataclass, replace
@@ -14,7 +14,7 @@ FITTED = ("matmul_share", "bandwidth_share", "link_share", "operator_us", "overh
 
 @dataclass(frozen=True)
 class Constants:
-    """Fitted constants; None keeps the device's own."""
+    """Fitted constants; None keeps the device's value."""
 
     device: str = ""
     """Name of the device."""
@@ -31,21 +31,21 @@ class Constants:
     runs: int = 0
     """Number of fitted runs."""
     when: str = ""
-    """Date and time, in UTC."""
+    """Date and time of the fit, in UTC."""
 
     def apply_to(self, device: Device) -> Device:
-        """The device with these constants in place of its own."""
+        """Device with the fitted constants applied."""
         fitted = {name: getattr(self, name) for name in FITTED if getattr(self, name) is not None}
         return replace(device, **fitted)
 
 
 def constants_file(cache: Path, device: str) -> Path:
-    """File of a device's constants, beside its measured rates."""
+    """Path of a device's constants file."""
     return rates_file(cache, device).with_suffix(".calibration.json")
 
 
 def read_constants(cache: Path, device: str) -> Constants:
-    """Read a device's constants; none where the file is missing or cannot be read."""
+    """Read a device's constants; all None if the file is missing or invalid."""
     try:
         return Constants(**json.loads(constants_file(cache, device).read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):

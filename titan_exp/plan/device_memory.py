@@ -1,7 +1,7 @@
-"""Device and memory of a run: rates, capacity, and the number of processes that share it. Imports no torch.
+"""Device and memory of a run: rates, capacity, number of processes that share it. Imports no torch.
 
-A GPU's numbers come from the device table, a CPU's from `titan-exp doctor`; measured rates replace those of the table,
-and constants of `titan-exp plan calibrate` replace both.
+GPU rates come from the device table, CPU rates from `titan-exp doctor`. Measured rates override the table, and
+constants of `titan-exp plan calibrate` override both.
 """
 
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ from titan_exp.tracking.device_rates import read_rates
 from titan_exp.tracking.number_format import GIB
 
 CPU_OVERHEAD_GB = 0.45
-"""Memory of Python, torch and its allocator in a CPU rank's process, measured with torch 2.13; a default."""
+"""Default memory of Python, torch and its allocator in a CPU rank's process, measured with torch 2.13."""
 DEVICE_KEYS = {
     "NVIDIA A100-SXM4-80GB": "a100",
     "NVIDIA H100 80GB HBM3": "h100",
@@ -26,29 +26,29 @@ DEVICE_KEYS = {
     "NVIDIA B200": "b200",
     "AMD Instinct MI300X": "mi300x",
 }
-"""Keys of the device table by the device name that drivers and torch report."""
+"""Keys of the device table, by device name as reported by drivers and torch."""
 
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory that a run has, and the device."""
+    """Device and memory capacity of a run."""
 
     device: Device | None
-    """Device with its rates; None where they are not known."""
+    """Device with its rates; None if unknown."""
     capacity: int | None
-    """Bytes that `sharing` processes have together; None where they are not known."""
+    """Bytes shared by `sharing` processes; None if unknown."""
     sharing: int
-    """Processes that share the memory: one on a GPU, those of a node on a CPU."""
+    """Processes that share the memory: one on a GPU, all of a node on a CPU."""
     overhead: int
-    """Bytes of each process beside its predicted tensors."""
+    """Bytes per process in addition to predicted tensors."""
     name: str
-    """Owner of the memory: `H100 80GB SXM`, `this machine`."""
+    """Name of the device: `H100 80GB SXM`, `this machine`."""
     unknown: str = ""
-    """Reason why the capacity is not known, and the key that sets it."""
+    """Reason for an unknown capacity, and the key that sets it."""
 
 
 def device_memory_of(layout: ResolvedLayout, runs: Path) -> DeviceMemory:
-    """Device and memory of a run. The `.cache` of `runs` keeps measured and fitted numbers."""
+    """Device and memory of a run; `runs/.cache` holds measured rates and fitted constants."""
     cache = runs / ".cache"
     if layout.device_type == "cuda":
         return gpu_memory(layout.cluster, cache)
@@ -56,9 +56,9 @@ def device_memory_of(layout: ResolvedLayout, runs: Path) -> DeviceMemory:
 
 
 def cpu_device(name: str, cache: Path, *, dtype: str, threads: int, processes: int) -> Device | None:
-    """Device of one of several processes on a CPU; None where `titan-exp doctor` has not measured the CPU.
+    """Device of one of several processes on a CPU; None if `titan-exp doctor` has not measured the CPU.
 
-    Matmuls are in `dtype` (`fp32` or `bf16`) on the process's `threads` cores; `processes` share the bandwidth.
+    Matmuls run in `dtype` (`fp32` or `bf16`) on the process's `threads` cores; `processes` share the bandwidth.
     """
     measured = read_rates(cache, name)
     if measured is None or dtype not in measured.tflops or measured.copy is None:
@@ -68,19 +68,19 @@ def cpu_device(name: str, cache: Path, *, dtype: str, threads: int, processes: i
     link = measured.link or measured.copy / 2
     memory = (host_memory() or 0) / 1e9
     device = Device(name, memory, measured.tflops[dtype] * min(1.0, threads / cores), None, bandwidth, link, link)
-    # Measured rates are reached rates.
+    # Measured rates are already achieved rates.
     device = replace(device, matmul_share=1.0, bandwidth_share=1.0, link_share=1.0, overhead_gb=CPU_OVERHEAD_GB)
     return read_constants(cache, name).apply_to(device)
 
 
 def refine_gpu(device: Device, cluster: ClusterConfig, cache: Path) -> Device:
-    """A GPU of the table with the links of its cluster, and with measured rates and fitted constants of `cache`."""
+    """GPU of the device table with its cluster's links, and with measured rates and fitted constants from `cache`."""
     links = {name: getattr(cluster, name) for name in ("link_gbs", "network_gbs") if getattr(cluster, name) is not None}
     device = replace(device, **links)
     names = [name for name, key in DEVICE_KEYS.items() if DEVICES[key].name == device.name]
     measured = next((found for name in names if (found := read_rates(cache, name)) is not None), None)
     if measured is not None:
-        # Peaks stay those of the data sheet, which MFU is defined by.
+        # Data-sheet peaks stay, since they define MFU.
         reached = {
             "matmul_share": measured.tflops.get("bf16", 0) / device.bf16_tflops,
             "bandwidth_share": (measured.copy or 0) / 1e3 / device.bandwidth_tbs,
@@ -93,7 +93,7 @@ def refine_gpu(device: Device, cluster: ClusterConfig, cache: Path) -> Device:
 
 
 def gpu_memory(cluster: ClusterConfig, cache: Path) -> DeviceMemory:
-    """Device and memory of a run on GPUs. `cache` is the `.cache` of the runs."""
+    """Device and memory of a run on GPUs; `cache` is `.cache` of the runs folder."""
     installed = gpu_names() if not cluster.is_remote and cluster.gpu_type is None else []
     key = (cluster.gpu_type or "").lower()
     if installed and len(set(installed)) == 1:

@@ -1,6 +1,6 @@
-"""Predictions as plain values, which cross processes, are cached and are written to plan.json.
+"""Prediction as plain values: passed between processes, cached, and written to plan.json.
 
-Imports no torch, so that commands that only read a prediction answer at once.
+Imports no torch, so that commands that only read a prediction start fast.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,26 +10,26 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RankPrediction:
-    """Prediction of one pipeline rank, which is the same for every rank of its stage."""
+    """Prediction for one pipeline rank, identical on all ranks of its stage."""
 
     pipeline_rank: int
     """Rank along pp."""
     allocated: int
     """Peak of allocated tensors in bytes."""
     reserved: int | None
-    """Peak that the caching allocator reserves, in bytes; None on a CPU and where it is not predicted."""
+    """Peak bytes reserved by the caching allocator; None on a CPU or if not predicted."""
     by_category: Mapping[str, int]
     """Breakdown of `allocated`."""
     during: str
-    """Phase of the peak, as `forward, block 3`."""
+    """Phase of the peak, e.g. `forward, block 3`."""
     seconds: Mapping[str, float] | None
-    """Step time by what bounds it (`RankTime`); None without known rates."""
+    """Step time by bound (`RankTime`); None if rates are unknown."""
     operators: int
     """Operators of a step."""
 
     @property
     def peak(self) -> int:
-        """Bytes that the device must have: reserved ones where they are known."""
+        """Required device memory in bytes: reserved if predicted, else allocated."""
         return self.reserved or self.allocated
 
 
@@ -38,32 +38,32 @@ class Prediction:
     """Prediction of a run."""
 
     ranks: tuple[RankPrediction, ...]
-    """Every pipeline rank."""
+    """Predictions by pipeline rank."""
     bubble: float
     """Pipeline bubble as a share of the step."""
     step_seconds: float | None
-    """Step time; None without known rates."""
+    """Step time; None if rates are unknown."""
     tokens_per_second_per_device: float | None
-    """Throughput of one device; None without known rates."""
+    """Throughput per device; None if rates are unknown."""
     mfu: float | None
-    """Model FLOPs over the bf16 peak; None on a CPU and without known rates."""
+    """Model FLOPs over the bf16 peak; None on a CPU or if rates are unknown."""
 
     @property
     def largest(self) -> RankPrediction:
-        """The rank with the highest peak."""
+        """Pipeline rank with the highest peak."""
         return max(self.ranks, key=lambda rank: rank.peak)
 
 
 @dataclass(frozen=True)
 class NotPredicted:
-    """A run that could not be predicted."""
+    """Failed prediction of a run."""
 
     reason: str
     """Reason, as a clause."""
 
 
 def merge_ranks(parts: Sequence[Mapping[str, Any]]) -> Prediction:
-    """Merge plans of pipeline ranks, each in the form of `plan_table.plan_to_json`; the slowest sets the speed."""
+    """Merge per-rank plans, each in the form of `plan_table.plan_to_json`; the slowest rank sets the speed."""
     slowest = max(parts, key=lambda part: part["step_seconds"] or 0.0)
     ranks = sorted((_rank(rank) for part in parts for rank in part["ranks"]), key=lambda rank: rank.pipeline_rank)
     speed = (slowest[name] for name in ("bubble", "step_seconds", "tokens_per_second_per_device", "mfu"))
@@ -71,7 +71,7 @@ def merge_ranks(parts: Sequence[Mapping[str, Any]]) -> Prediction:
 
 
 def to_json(prediction: Prediction) -> dict[str, Any]:
-    """A prediction as JSON values; `from_json` reads them back equal."""
+    """Prediction as JSON values; `from_json` is the inverse."""
     return asdict(prediction)
 
 
@@ -79,7 +79,7 @@ def from_json(values: Mapping[str, Any]) -> Prediction:
     """Inverse of `to_json`.
 
     Raises:
-        TypeError, KeyError: the values are something else.
+        TypeError, KeyError: the values do not form a prediction.
     """
     return Prediction(**{**values, "ranks": tuple(RankPrediction(**rank) for rank in values["ranks"])})
 

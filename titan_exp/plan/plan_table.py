@@ -53,14 +53,14 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
 
 
 def print_unwrapped(console: Console, table: Table) -> None:
-    """Print a table without truncating cells, even where it is wider than the terminal or the pipe."""
+    """Print a table without truncating cells, even if it is wider than the terminal."""
     unlimited = console.options.update(width=10_000)
     console.width = max(console.width, Measurement.get(console, unlimited, table).maximum)
     console.print(table)
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
-    """A plan as JSON values in bytes, seconds and FLOPs."""
+    """Plan as JSON values in bytes, seconds and FLOPs."""
     return {
         "device": None if plan.device is None else asdict(plan.device),
         "world_size": plan.layout.world_size,
@@ -164,7 +164,6 @@ def _sent_activations(plan: Plan, largest: RankPlan) -> Iterator[str]:
 
 
 def _on_host(plan: Plan, largest: RankPlan) -> Iterator[str]:
-    """Lines about offloaded tensors."""
     host, node = largest.trace.host, plan.host_bytes_per_node
     if host is None:
         return

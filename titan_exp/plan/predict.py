@@ -1,4 +1,4 @@
-"""Prediction of a run: traces or extrapolates the steps of pipeline ranks and estimates the step time."""
+"""Prediction of a run: traced or extrapolated steps of pipeline ranks, and a step time estimate."""
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -27,14 +27,14 @@ from titan_exp.plan.trace.trace_step import Trace, trace_step
 
 @dataclass(frozen=True)
 class RankPlan:
-    """Prediction of one pipeline rank, which is the same for every rank of its stage."""
+    """Prediction for one pipeline rank, identical on all ranks of its stage."""
 
     pipeline_rank: int
     """Rank along pp."""
     trace: Trace
     """Memory, operators and messages of the step."""
     time: RankTime | None
-    """Step time; None without known rates."""
+    """Step time; None if rates are unknown."""
     reserved: Reservations | None = None
     """Memory that the caching allocator reserves; None on a CPU."""
 
@@ -42,7 +42,7 @@ class RankPlan:
     def sent(self) -> int:
         """Bytes of activations sent in a step.
 
-        All sends of a pass count as alive until it ends: the host, which frees them, may be that far ahead of the GPU.
+        Sends of a pass count as live until it ends, since the host frees them and may run that far ahead of the GPU.
         """
         messages = self.trace.costs.messages.items()
         return sum(size for (axis, kind), size in messages if kind == "send" and "pp" in axis.split("="))
@@ -58,24 +58,23 @@ class Plan:
     """Prediction of a run with the traces of its ranks."""
 
     experiment: Experiment
-    """The run, with its layout resolved."""
+    """Run with a resolved layout."""
     device: Device | None
-    """Device that it runs on; None is a CPU of unknown speed."""
+    """Device; None for a CPU of unknown speed."""
     ranks: list[RankPlan]
     """Predicted pipeline ranks."""
     bubble: float
     """Pipeline bubble as a share of the step."""
     step_seconds: float | None
-    """Step time; None without known rates."""
+    """Step time; None if rates are unknown."""
     flops_per_token: float
     """Model FLOPs of a training step per token."""
     checkpoint_bytes: int
     """Size of a checkpoint with the optimizer's state."""
     planning_seconds: float
-    """Time that the prediction took."""
+    """Duration of the prediction."""
     why_full: str = ""
-    """Reason why a large run was traced in full; empty where it was extrapolated, or a full trace was as fast or
-    requested."""
+    """Reason for tracing a large run in full; empty if extrapolated, or if a full trace was as fast or requested."""
 
     @cached_property
     def layout(self) -> ResolvedLayout:
@@ -89,19 +88,19 @@ class Plan:
 
     @property
     def checkpoint_bytes_per_node(self) -> float:
-        """Bytes of a checkpoint that each node writes."""
+        """Checkpoint bytes written by each node."""
         return self.checkpoint_bytes / self.layout.nodes
 
     @property
     def at_most(self) -> bool:
-        """True if the prediction is an upper bound, since only a bound of an attention workspace is known."""
+        """True if the prediction is an upper bound, because the attention workspace is only known as one."""
         return self.layout.device_type == "cuda" and attention_kernel(self.experiment) == "efficient"
 
     @property
     def host_bytes_per_node(self) -> int | None:
-        """Host memory of offloaded tensors on the node with the most of them.
+        """Largest host memory of offloaded tensors on any node.
 
-        None where nothing is offloaded or some pipeline ranks were not predicted.
+        None without offload, or if some pipeline ranks were not predicted.
         """
         world, hosts = self.layout.world_size, {rank.pipeline_rank: rank.trace.host for rank in self.ranks}
         if len(hosts) < self.experiment.parallelism.pp or None in hosts.values():
@@ -113,7 +112,7 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Throughput of one device."""
+        """Throughput per device."""
         return self.step_seconds and self.tokens_per_step / self.step_seconds / self.layout.world_size
 
     @property
@@ -138,10 +137,10 @@ def predict(
     *,
     full: bool = False,
 ) -> Plan:
-    """Predict a run with a resolved layout on a device; None is a CPU of unknown speed.
+    """Predict a run with a resolved layout; `device` is None for a CPU of unknown speed.
 
-    All pipeline ranks are predicted, or those given; `on_rank` is called with each and its fake rank before its step.
-    With `full`, every layer and micro-batch is traced instead of extrapolated.
+    `pipeline_ranks` defaults to all; `on_rank` is called with each rank and its fake rank before the step. `full`
+    traces every layer and micro-batch instead of extrapolating.
 
     Raises:
         UserError: an option of the run is not supported.
@@ -186,7 +185,7 @@ class _Tracer:
     on_rank: Callable[[int, FakeRank], None] | None
     cuda: bool
     workspace: int
-    """Bytes that the matmul library keeps for each thread."""
+    """Bytes kept by the matmul library per thread."""
     where: torch.device
     """Device of the fake tensors."""
     parameters: int = 0
@@ -240,5 +239,5 @@ class _Tracer:
 
 
 def on_cpu(experiment: Experiment) -> Experiment:
-    """The run as traced without CUDA; the CPU's flash kernel keeps the same tensors as CUDA's flash and cuDNN."""
+    """Run as traced on a CPU, whose flash kernel saves the same tensors as CUDA's flash and cuDNN kernels."""
     return replace(experiment, model=with_attention_backend(experiment.model, attention_kernel(experiment)))

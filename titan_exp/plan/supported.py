@@ -1,4 +1,4 @@
-"""Options that the planner supports; checked without torch, so that a refusal comes at once."""
+"""Supported options of the planner, checked without importing torch for a fast error."""
 
 from titan_exp.config.errors.did_you_mean import listed
 from titan_exp.config.errors.user_error import UserError, Violation
@@ -19,11 +19,11 @@ WHY_NOT = {
     "fa4": "only its own package knows its workspaces",
     "flex": "FlexAttention's kernels have no backward pass on a CPU, where runs are traced",
 }
-"""Reasons by unsupported attention backend."""
+"""Reason by unsupported attention backend."""
 
 
 def check_supported(experiment: Experiment) -> None:
-    """Check that the memory of every option of a run can be predicted.
+    """Check that the planner supports every option of a run.
 
     Raises:
         UserError: an option is not supported.
@@ -50,10 +50,10 @@ def check_supported(experiment: Experiment) -> None:
 
 
 def check_supported_on(experiment: Experiment, device: Device) -> None:
-    """Check that the run's kernels on this GPU can be modelled.
+    """Check that the planner models the run's kernels on this GPU.
 
     Raises:
-        UserError: one cannot.
+        UserError: a kernel is not supported.
     """
     found = list[Violation]()
     if device.capability is None and attention_kernel(experiment) == "efficient":
@@ -71,7 +71,7 @@ def check_supported_on(experiment: Experiment, device: Device) -> None:
 
 
 def attention_kernel(experiment: Experiment) -> str:
-    """Attention kernel of a plan for CUDA: `flash` (cuDNN keeps the same tensors), `efficient` or `math`.
+    """Attention kernel of a plan for CUDA: `flash` (cuDNN saves the same tensors), `efficient` or `math`.
 
     Resolves `auto` like `ops.attention.choose_backend` on CUDA.
     """

@@ -1,4 +1,4 @@
-"""Cross-field rules, checked before anything is launched; every violation is reported at once."""
+"""Cross-field validation rules, checked before launch; all violations are reported together."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -31,10 +31,10 @@ _MODULES = (paths, training, model, quantization, triton, recompute, cuda_graphs
 _MODULES += (pipeline_parallel, import_paths, data, token_store, checkpoint, degrees, cluster)
 
 RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in module.RULES)
-"""Rules that are checked even if the layout cannot be resolved; `dp_shard` is 1 then."""
+"""Rules checked even if the layout cannot be resolved; `dp_shard` is 1 then."""
 
 LAYOUT_RULES: tuple[Rule, ...] = tuple(rule for module in _MODULES for rule in getattr(module, "LAYOUT_RULES", ()))
-"""Rules that need the resolved layout."""
+"""Rules that need a resolved layout."""
 
 
 def _never(_: Experiment) -> bool:
@@ -42,10 +42,10 @@ def _never(_: Experiment) -> bool:
 
 
 def check(experiment: Experiment, has_begun: Callable[[Experiment], bool] = _never) -> Experiment:
-    """Return the experiment unchanged if no rule is violated.
+    """Check an experiment against all rules and return it unchanged.
 
-    The layout may be unresolved. `has_begun`, called with a resolved one, is True if the run has a checkpoint to
-    continue from.
+    The layout may be unresolved. `has_begun`, called with a resolved one, is True if the run has a checkpoint to resume
+    from.
 
     Raises:
         UserError: with every violation.
@@ -57,7 +57,7 @@ def check(experiment: Experiment, has_begun: Callable[[Experiment], bool] = _nev
 
 
 def violations(experiment: Experiment, has_begun: Callable[[Experiment], bool] = _never) -> list[Violation]:
-    """Every violation of a rule, on this machine."""
+    """All rule violations of an experiment on this machine."""
     try:
         resolved = resolve_layout(experiment, offered_devices(experiment.cluster))
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Checkpoints: initial weights, exports, remote storage."""
+"""Checkpoint rules: initial weights, exports, remote storage."""
 
 import re
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from titan_exp.rules.rule import Refuse, rules
 
 
 def initial_weights_exist(checkpoint: CheckpointConfig) -> Iterator[Violation]:
-    """The path holds a complete checkpoint. A URL is opened by the run, when it starts."""
+    """The path is a complete checkpoint. URLs are opened when the run starts."""
     path = checkpoint.initial
     if path is not None and is_url(path):
         if (problem := problem_of_url(path)) is not None:
@@ -28,7 +28,7 @@ def initial_weights_exist(checkpoint: CheckpointConfig) -> Iterator[Violation]:
 
 
 def remote_is_supported(checkpoint: CheckpointConfig) -> Iterator[Violation]:
-    """The protocol of the remote URL is installed, and checkpoints are saved."""
+    """The package for the remote URL's protocol is installed, and checkpoints are saved."""
     if checkpoint.remote is None:
         return
     url = _without_credentials(checkpoint.remote)
@@ -76,7 +76,7 @@ RULES = rules(
         "checkpoint.export=bf16 or fp32, or checkpoint.export_every=null",
     ),
 )
-"""Rules that hold at every start."""
+"""Rules checked at every start."""
 
 BEGINNING_RULES = rules(initial_weights_exist)
-"""Rules about inputs of a run's first start, skipped when it continues."""
+"""Rules about inputs of a run's first start, skipped on resume."""

@@ -1,4 +1,4 @@
-"""SLURM options, and whole nodes."""
+"""Cluster rules: SLURM options and full nodes."""
 
 import re
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ _TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}")
 
 
 def arguments_are_well_formed(cluster: ClusterConfig) -> Iterator[Violation]:
-    """Names of environment variables and arguments of sbatch and srun have the form that they expect."""
+    """Environment variable names and arguments of sbatch and srun are well-formed."""
     for name in cluster.environment:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             reason = "this is no name of an environment variable"
@@ -26,7 +26,7 @@ def arguments_are_well_formed(cluster: ClusterConfig) -> Iterator[Violation]:
 
 
 def nodes_are_full(cluster: ClusterConfig, layout: ResolvedLayout, device: str) -> Iterator[Violation]:
-    """Every node runs the same number of processes, and `cluster.nodes` is the number that the degrees fill."""
+    """Every node runs the same number of processes, and `cluster.nodes` matches the degrees."""
     if device == "cuda" and not cluster.gpus_per_node:
         return
     world, size, nodes = layout.world_size, layout.node_size, layout.nodes

@@ -1,4 +1,4 @@
-"""Context parallelism: divisible sequences and heads, and kernels whose partial softmax can be merged."""
+"""Context parallelism rules: divisible sequences and heads, and attention kernels that return the log-sum-exp."""
 
 import math
 from collections.abc import Iterator
@@ -11,14 +11,14 @@ from titan_exp.models.spec.model_spec import ModelSpec
 from titan_exp.rules.rule import Refuse, check_multiple, check_number, rules
 
 MERGING = ("auto", "flash", "efficient")
-"""Kernels that return the log-sum-exp by which ring and all-gather merge, where the device has them."""
+"""Kernels that return the log-sum-exp needed for merging by ring and all-gather, if the device supports them."""
 
 HEAD_DIM_MULTIPLE = 8
-"""Multiple that `model.head_dim` must be on CUDA: these kernels are called without the padding that others get."""
+"""Required divisor of `model.head_dim` on CUDA, since these kernels are called without padding."""
 
 
 def groups_divide(parallelism: ParallelismConfig) -> Iterator[Violation]:
-    """Ranks of a sequence form equal Ulysses groups; with cp_method=ulysses there is one group."""
+    """Ranks that share a sequence form equal Ulysses groups; with cp_method=ulysses there is one group."""
     cp, degree, field = parallelism.cp, parallelism.cp_ulysses, "parallelism.cp_ulysses"
     if degree > 1 and parallelism.cp_method == "ulysses":
         reason = "with parallelism.cp_method=ulysses all ranks exchange heads"
@@ -29,7 +29,7 @@ def groups_divide(parallelism: ParallelismConfig) -> Iterator[Violation]:
 
 
 def sequence_divides(parallelism: ParallelismConfig, training: TrainingConfig) -> Iterator[Violation]:
-    """Every rank has the same number of tokens, and the same amount of causal attention."""
+    """Every rank has the same number of tokens and the same amount of causal attention."""
     chunks, cp = parallelism.sequence_chunks, parallelism.cp
     per_rank = "" if chunks == cp else f", two for each of {cp} ranks"
     reason = f"parallelism.cp={cp} by {parallelism.cp_method} cuts a sequence into {chunks} equal chunks{per_rank}"
@@ -37,7 +37,7 @@ def sequence_divides(parallelism: ParallelismConfig, training: TrainingConfig) -
 
 
 def heads_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
-    """Ulysses divides the heads that tensor parallelism leaves on a rank."""
+    """The Ulysses degree divides the heads of a tensor-parallel rank."""
     attention, degree, tp = spec.attention, parallelism.ulysses_degree, parallelism.tp
     if attention is None or degree == 1 or attention.heads % tp:
         return
@@ -56,11 +56,11 @@ def heads_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Vi
 
 
 def kernel_merges(spec: ModelSpec, parallelism: ParallelismConfig, device: str) -> Iterator[Violation]:
-    """Ring and all-gather attend to parts of the keys, and merge them by the kernel's log-sum-exp."""
+    """With ring and all-gather, the attention kernel returns the log-sum-exp for merging partial results."""
     backend, method = spec.attention_backend, parallelism.cp_method
     if method == "ulysses":
         return
-    # Kernels that a CPU lacks are refused by the rules about attention.
+    # Kernels unavailable on CPUs violate the attention rules.
     if backend not in MERGING and (device == "cuda" or backend == "math"):
         yield Violation(
             "model.attention_backend",

@@ -1,4 +1,4 @@
-"""CUDA graphs: options under which a forward and backward pass can be captured and replayed."""
+"""CUDA graph rules: options with which forward and backward can be captured and replayed."""
 
 from collections.abc import Iterator
 
@@ -12,18 +12,18 @@ from titan_exp.models.spec.lookup import model_spec
 from titan_exp.rules.rule import Refuse, rules
 
 BACKENDS = ("inductor", "aot_eager", "eager")
-"""Backends of torch.compile that capture no graphs themselves."""
+"""Backends of torch.compile that do not capture CUDA graphs themselves."""
 KERNELS = ("auto", "cudnn", "flash", "efficient", "math")
 """Attention kernels of torch itself, mask included."""
 RECIPES = ("none", "float8_tensorwise", "float8_rowwise", "float8_rowwise_gw_hp")
-"""Recipes whose casts are torch's or ours."""
+"""Recipes with casts of torch or titan_exp."""
 
 _FIELD = "compile.cuda_graphs"
 _OFF = f"{_FIELD}=false"
 
 
 def one_rank_captures(parallelism: ParallelismConfig, layout: ResolvedLayout) -> Iterator[Violation]:
-    """One rank, so that a pass has no collectives and no gathered weights."""
+    """A single rank, so that a pass has no collectives and no gathered weights."""
     if layout.world_size > 1:
         degrees = {key: getattr(parallelism, key) for key in DEGREES}
         used = ", ".join(f"{key}={degree}" for key, degree in degrees.items() if degree > 1)

@@ -1,4 +1,4 @@
-"""Data source, validation split and tokenizer."""
+"""Data rules: source, validation split and tokenizer."""
 
 import glob
 import json
@@ -18,7 +18,7 @@ from titan_exp.rules.token_store import STORE_OPTIONS, store_vocabulary
 
 
 def source_has_input(data: DataConfig) -> Iterator[Violation]:
-    """The files or the data set that a source reads are given and exist."""
+    """The source's input files or data set are given and exist."""
     if data.source == "text":
         if not data.paths:
             reason = "source text reads files, and none is given"
@@ -33,7 +33,7 @@ def source_has_input(data: DataConfig) -> Iterator[Violation]:
 
 
 def no_input_is_ignored(data: DataConfig) -> Iterator[Violation]:
-    """The source reads every input that is given. A source of the user's own may read any of them."""
+    """The source reads every given input. A user-defined source may read any of them."""
     if data.source not in SOURCES:
         return
     if data.source not in ("text", "tokens") and data.paths:
@@ -48,7 +48,7 @@ def no_input_is_ignored(data: DataConfig) -> Iterator[Violation]:
 
 
 def one_file_has_documents(data: DataConfig, training: TrainingConfig) -> Iterator[Violation]:
-    """A single file is not the only document if some have to be held out."""
+    """A single file is not the only document if documents are held out."""
     if data.source != "text" or data.document != "file" or data.validation_fraction == 0:
         return
     found = {match.resolve() for path in data.paths for match in _matches(path)}
@@ -59,7 +59,7 @@ def one_file_has_documents(data: DataConfig, training: TrainingConfig) -> Iterat
 
 
 def streamed_validation_is_limited(data: DataConfig, training: TrainingConfig) -> Iterator[Violation]:
-    """A validation split that is held out of a stream has a number of documents; the stream may be endless."""
+    """A validation split held out of a stream has a limit, since the stream may be endless."""
     streamed = data.source == "huggingface" and data.streaming and data.validation_split is None
     held_out = training.evaluate_every and data.validation_fraction
     if streamed and held_out and data.validation_documents is None:
@@ -67,7 +67,7 @@ def streamed_validation_is_limited(data: DataConfig, training: TrainingConfig) -
 
 
 def vocabulary_fits(data: DataConfig, model: ModelConfig) -> Iterator[Violation]:
-    """The embedding has a row for every token."""
+    """The embedding has a row for every token id."""
     name, rows, path = data.tokenizer, model.vocab_size, tokenizer_file(data.tokenizer)
     if name not in TOKENIZERS and not path.is_file():
         remedy = "a tokenizer.json, its folder, or data.tokenizer=bytes"
@@ -87,7 +87,7 @@ def vocabulary_fits(data: DataConfig, model: ModelConfig) -> Iterator[Violation]
 
 
 def unreadable_source(experiment: Experiment) -> list[Violation]:
-    """Violations in the source and its tokenizer, for `titan-exp tokenize`."""
+    """Violations about the source and its tokenizer, for `titan-exp tokenize`."""
     checks = rules(source_is_known, source_has_input, no_input_is_ignored, vocabulary_fits)
     return [
         violation

@@ -1,4 +1,4 @@
-"""Mesh degrees and the devices of the machine."""
+"""Mesh degree rules, and devices of the machine."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ from titan_exp.rules.rule import Refuse, rules
 
 
 def expert_degrees_are_one(parallelism: ParallelismConfig) -> Iterator[Violation]:
-    """Expert-parallel degrees are reserved keys."""
+    """Expert-parallel degrees are 1 (reserved keys)."""
     for key in ("ep", "etp"):
         degree = getattr(parallelism, key)
         if degree != 1:
@@ -25,7 +25,7 @@ def expert_degrees_are_one(parallelism: ParallelismConfig) -> Iterator[Violation
 def ranks_have_gpus(
     cluster: ClusterConfig, parallelism: ParallelismConfig, layout: ResolvedLayout, device: str
 ) -> Iterator[Violation]:
-    """On CUDA every rank has a GPU of its own."""
+    """On CUDA, every rank has its own GPU."""
     offered, world = offered_devices(cluster), layout.world_size
     if device == "cuda" and offered and world > offered:
         field = "dp_shard" if parallelism.dp_shard >= parallelism.dp_replicate else "dp_replicate"
@@ -38,7 +38,7 @@ def ranks_have_gpus(
 
 
 def collectives_are_not_captured(compile: CompileConfig, parallelism: ParallelismConfig) -> Iterator[Violation]:
-    """Replaying collectives from a CUDA graph is untested here."""
+    """CUDA graphs of compiled blocks contain no collectives; replaying them is untested."""
     degrees = {key: getattr(parallelism, key) for key in BLOCK_DEGREES}
     used = [f"parallelism.{key}={degree}" for key, degree in degrees.items() if degree > 1]
     if used and compile.compiles("blocks") and compile.backend == "cudagraphs":

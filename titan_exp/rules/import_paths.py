@@ -1,4 +1,4 @@
-"""Names of components and compile backends: built in, or import paths that exist."""
+"""Component and compile backend rules: built-in names or existing import paths."""
 
 import shutil
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from titan_exp.config.schema.import_path import find_dotted, is_dotted, unknown_
 from titan_exp.rules.rule import rules
 
 CPP_COMPILERS = ("g++", "clang++", "c++")
-"""Commands that inductor can compile C++ with."""
+"""C++ compilers that inductor can use."""
 
 
 def source_is_known(data: DataConfig) -> Iterator[Violation]:
@@ -30,7 +30,7 @@ def components_are_known(
     """Objective, decay and executor are built in or can be imported; built-in ones have no options."""
     objective = "my_package.objectives.Distillation"
     yield from _known("training.objective", training.objective, OBJECTIVES, training.objective_options, objective)
-    if optimizer.name in OPTIMIZERS:  # `component` has found the others
+    if optimizer.name in OPTIMIZERS:  # `component` has checked the others
         yield from _known("optimizer.name", optimizer.name, OPTIMIZERS, optimizer.options)
     decay = "my_package.schedules.exponential"
     yield from _known("lr_schedule.decay", lr_schedule.decay, DECAYS, lr_schedule.options, decay)
@@ -38,7 +38,7 @@ def components_are_known(
 
 
 def compiler_exists(compile: CompileConfig, device: str) -> Iterator[Violation]:
-    """The compile backend is one of torch's, and finds the C++ compiler that it needs on CPU."""
+    """The compile backend exists in torch, and the C++ compiler that it needs on CPU is installed."""
     backend, field = compile.backend, "compile.backend"
     if backend not in COMPILE_BACKENDS:
         offer = did_you_mean(backend, COMPILE_BACKENDS) or f"it is one of {listed(COMPILE_BACKENDS)}"
@@ -53,7 +53,7 @@ def compiler_exists(compile: CompileConfig, device: str) -> Iterator[Violation]:
 def _known(
     field: str, name: str, builtin: tuple[str, ...], options: dict[str, Any], example: str = ""
 ) -> Iterator[Violation]:
-    """A name is built in, without options, or an import path that exists."""
+    """The name is built in, without options, or an existing import path."""
     group, _, key = field.partition(".")
     if name in builtin:
         if options:

@@ -1,4 +1,4 @@
-"""The model's shape, and its attention kernel: device, package, precision, mask and head size (as of torch 2.13)."""
+"""Model rules: shape, and attention kernel by device, package, precision, mask and head size (as of torch 2.13)."""
 
 from collections.abc import Iterator
 
@@ -14,12 +14,12 @@ FIELD = "model.attention_backend"
 
 
 def family_supports_the_shape(model: ModelConfig) -> Iterator[Violation]:
-    """The family's own rules hold."""
+    """The model family's own rules hold."""
     yield from family_violations(model)
 
 
 def kernel_is_installed(spec: ModelSpec) -> Iterator[Violation]:
-    """FlashAttention 3 and 4 are packages of their own."""
+    """The package of FlashAttention 3 or 4 is installed."""
     package = FLASH_PACKAGES.get(spec.attention_backend)
     if package is not None and not package.is_installed():
         reason = f"{package.title} is not installed: there is no module {package.module}"
@@ -27,7 +27,7 @@ def kernel_is_installed(spec: ModelSpec) -> Iterator[Violation]:
 
 
 def kernel_supports_head_size(spec: ModelSpec) -> Iterator[Violation]:
-    """The CUDA kernel supports heads of this width."""
+    """The CUDA kernel supports the head size."""
     backend, sizes = spec.attention_backend, HEAD_SIZES.get(spec.attention_backend)
     if sizes is None or spec.attention is None or sizes.takes(spec.attention.qk_dim):
         return
@@ -42,7 +42,7 @@ def kernel_supports_head_size(spec: ModelSpec) -> Iterator[Violation]:
 RULES = (
     *rules(
         family_supports_the_shape,
-        # A plain class has no spec, and no such bound.
+        # A plain class has no spec and no such bound.
         Refuse(
             "training.seq_len",
             lambda spec, model, training: spec and training.seq_len > model.context,

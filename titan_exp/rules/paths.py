@@ -1,4 +1,4 @@
-"""Name and folder of a run."""
+"""Path rules: name and folder of a run."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from titan_exp.rules.rule import rules
 
 
 def name_is_a_folder_name(run: RunConfig) -> Iterator[Violation]:
-    """The experiment's name is safe as a folder name everywhere."""
+    """The experiment's name is a portable folder name."""
     if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]*", run.name) or len(run.name) > 128:
         cleaned = re.sub(r"[^A-Za-z0-9._-]+", "_", run.name).lstrip(".-")[:128] or "my_idea"
         reason = (
@@ -21,7 +21,7 @@ def name_is_a_folder_name(run: RunConfig) -> Iterator[Violation]:
 
 
 def runs_folder_is_writable(paths: PathsConfig) -> Iterator[Violation]:
-    """The folder of runs exists or can be made."""
+    """The folder of runs exists or can be created."""
     folder = Path(paths.runs).expanduser().absolute()
     nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not paths.runs:

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: stages, schedules and micro-batches that go together, and options that a pipeline excludes."""
+"""Pipeline parallelism rules: consistent stages, schedules and micro-batches, and incompatible options."""
 
 from collections.abc import Iterator
 
@@ -29,7 +29,7 @@ WHOLE_BACKWARD = "GPipe, 1F1B, Interleaved1F1B or LoopedBFS"
 
 
 def keys_have_an_effect(parallelism: ParallelismConfig) -> Iterator[Violation]:
-    """Without a pipeline no key of one is set."""
+    """Without a pipeline, no pipeline key is set."""
     for key in ("pp_microbatches", "pp_layers", "pp_layers_per_stage", "pp_first_stage_less", "pp_last_stage_less"):
         value = getattr(parallelism, key)
         if value:
@@ -39,7 +39,7 @@ def keys_have_an_effect(parallelism: ParallelismConfig) -> Iterator[Violation]:
 
 
 def schedule_is_known(parallelism: ParallelismConfig) -> Iterator[Violation]:
-    """The schedule has one of torch's names, or is a file with a row per pipeline rank."""
+    """The schedule is one of torch's, or a file with one row per pipeline rank."""
     name, ranks = parallelism.pp_schedule, parallelism.pp
     if not is_file(name):
         if name not in SCHEDULES:
@@ -71,7 +71,7 @@ def schedule_is_known(parallelism: ParallelismConfig) -> Iterator[Violation]:
 
 
 def stages_fit(model: ModelConfig, parallelism: ParallelismConfig, layout: ResolvedLayout) -> Iterator[Violation]:
-    """Stages are as many as the schedule takes, and their layers add up."""
+    """The number of stages fits the schedule, and their layers add up."""
     if not _can_be_read(parallelism) or model_spec(model) is None:
         return
     conflicts = [*_one_way_to_split(parallelism), *_stage_count(parallelism, layout)]
@@ -81,10 +81,10 @@ def stages_fit(model: ModelConfig, parallelism: ParallelismConfig, layout: Resol
 def microbatches_fit(
     parallelism: ParallelismConfig, training: TrainingConfig, layout: ResolvedLayout
 ) -> Iterator[Violation]:
-    """A data-parallel rank's share of the batch divides into passes of as many micro-batches as the schedule takes."""
+    """A data-parallel rank's share of the batch divides into passes of micro-batches valid for the schedule."""
     micro, share = training.micro_batch_size, layout.sequences_per_dp_rank
     if not _can_be_read(parallelism) or training.global_batch_size % (layout.dp_degree * (micro or 1)):
-        return  # The batch is refused by the rules about training.
+        return  # An indivisible batch violates the training rules.
     total, number, is_csv = share // (micro or 1), parallelism.pp_microbatches, is_file(parallelism.pp_schedule)
     passes = [count for count in divisors(total) if takes(parallelism, count)]
     accepted = f"{parallelism.pp_schedule} takes {_accepted_numbers(parallelism)}"
@@ -113,7 +113,7 @@ def microbatches_fit(
 
 
 def _one_way_to_split(parallelism: ParallelismConfig) -> Iterator[Violation]:
-    """Layers given for each stage exclude every other key about them."""
+    """Explicit layers per stage exclude every other key about them."""
     for key in ("pp_layers_per_stage", "pp_first_stage_less", "pp_last_stage_less"):
         value = getattr(parallelism, key)
         if parallelism.pp_layers is not None and value:
@@ -122,7 +122,7 @@ def _one_way_to_split(parallelism: ParallelismConfig) -> Iterator[Violation]:
 
 
 def _stage_count(parallelism: ParallelismConfig, layout: ResolvedLayout) -> Iterator[Violation]:
-    """Every rank has as many stages as the schedule takes."""
+    """The number of stages per rank fits the schedule."""
     count, ranks, name = layout.stage_count, parallelism.pp, parallelism.pp_schedule
     if is_file(name):
         required = len(placement_of(read_schedule(name)))
@@ -155,7 +155,7 @@ def _stage_count(parallelism: ParallelismConfig, layout: ResolvedLayout) -> Iter
 
 
 def _stage_layers(parallelism: ParallelismConfig, layout: ResolvedLayout) -> Iterator[Violation]:
-    """Layers add up, and only the first and the last stage, which hold more than layers, may have none."""
+    """Layers add up, and only the first and the last stage (embedding, head) may have none."""
     counts, layers = layout.layer_counts, layout.layers
     first, last = parallelism.pp_first_stage_less, parallelism.pp_last_stage_less
     if parallelism.pp_layers is not None:
@@ -244,7 +244,7 @@ RULES = (
             "would be freed: silently wrong gradients",
             f"parallelism.reshard_after_forward=auto or never; or parallelism.pp_schedule={WHOLE_BACKWARD}",
         ),
-        # A compiler that partitions graphs chose earlier what to save, for both parts.
+        # A graph-partitioning compiler has already chosen the saved tensors for both parts.
         Refuse(
             "activation_checkpoint.mode",
             lambda activation_checkpoint, compile: (

@@ -1,4 +1,4 @@
-"""Low-precision recipes and optimizer moments: options, divisibility, devices."""
+"""Quantization rules for recipes and optimizer moments: options, divisibility, devices."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ RECIPE = "quantization.recipe"
 
 
 def filter_matches(spec: ModelSpec, quantization: QuantizationConfig) -> Iterator[Violation]:
-    """Every pattern matches a linear layer."""
+    """Every filter pattern matches a linear layer."""
     names = [name for name, _ in spec.linears()]
     for pattern in quantization.filter:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -31,7 +31,7 @@ def filter_matches(spec: ModelSpec, quantization: QuantizationConfig) -> Iterato
 def some_linear_is_quantized(
     spec: ModelSpec, model: ModelConfig, quantization: QuantizationConfig
 ) -> Iterator[Violation]:
-    """The recipe quantizes a linear layer."""
+    """The recipe quantizes at least one linear layer."""
     config, layers = quantization, len(spec.layers)
     if any(_quantized(spec, config)):
         return
@@ -56,11 +56,11 @@ def some_linear_is_quantized(
 def dims_divide(
     spec: ModelSpec, quantization: QuantizationConfig, parallelism: ParallelismConfig, device: str
 ) -> Iterator[Violation]:
-    """Every rank's part of a quantized weight has whole scaling blocks."""
+    """Every rank's shard of a quantized weight has whole scaling blocks."""
     recipe, degree, block = quantization.recipe, parallelism.tp, _block(quantization, device)
     for linear in dict.fromkeys(linear for _, linear in _quantized(spec, quantization)):
         if _is_replicated(linear, degree):
-            continue  # refused by kv_heads_are_whole
+            continue  # reported by kv_heads_are_whole
         for dim, size, style in (("inputs", linear.inputs, Rowwise), ("outputs", linear.outputs, Colwise)):
             shards = degree if isinstance(linear.tp, style) else 1
             if size % (block * shards) == 0 or size % shards:
@@ -81,7 +81,7 @@ def tokens_divide(
     layout: ResolvedLayout,
     device: str,
 ) -> Iterator[Violation]:
-    """Weight gradients sum over a micro-batch's tokens, which are quantized in whole blocks too."""
+    """A micro-batch's tokens, the reduction dim of weight gradients, form whole scaling blocks."""
     recipe, cp, chunks = quantization.recipe, parallelism.cp, parallelism.sequence_chunks
     if recipe == "float8_rowwise_gw_hp":
         return
@@ -100,7 +100,7 @@ def tokens_divide(
 def kv_heads_are_whole(
     spec: ModelSpec, quantization: QuantizationConfig, parallelism: ParallelismConfig
 ) -> Iterator[Violation]:
-    """No rank has a partial gradient of a key or value head, which would be rounded before parts are added."""
+    """No rank has a partial gradient of a key or value head, which would be rounded before the reduction."""
     degree = parallelism.tp
     for _, linear in _quantized(spec, quantization):
         if isinstance(linear.tp, Colwise) and _is_replicated(linear, degree):
@@ -135,7 +135,7 @@ def all_gather_in_float8(quantization: QuantizationConfig, parallelism: Parallel
 def fp32_modules_are_not_quantized(
     spec: ModelSpec, quantization: QuantizationConfig, training: TrainingConfig
 ) -> Iterator[Violation]:
-    """A module that computes in fp32 is not quantized too."""
+    """No fp32 module is quantized."""
     for pattern in training.fp32_modules:
         modules = (module for name, _ in _quantized(spec, quantization) for module in _enclosing(name))
         inside = next((module for module in modules if fnmatchcase(module, pattern)), None)
@@ -170,18 +170,18 @@ def _quantized(spec: ModelSpec, config: QuantizationConfig) -> Iterator[tuple[st
 
 
 def _is_replicated(linear: LinearSpec, degree: int) -> bool:
-    """True if several tensor-parallel ranks compute the same outputs."""
+    """True if tensor-parallel ranks replicate outputs."""
     return isinstance(linear.tp, Colwise) and linear.tp.common is not None and linear.tp.units % degree != 0
 
 
 def _block(config: QuantizationConfig, device: str) -> int:
-    """Multiple that dims and tokens must be; a GPU is taken to have the recipe's instructions."""
+    """Required divisor of dims and tokens; GPUs are assumed to have the recipe's instructions."""
     native = config.emulate is not True and device == "cuda"
     return NVFP4_TILE if config.recipe == "nvfp4" and native else BLOCK[config.recipe]
 
 
 def _enclosing(name: str) -> Iterator[str]:
-    """A module's name and those of its parents, less the list of blocks."""
+    """Names of a module and its parents, except the list of blocks."""
     parts = name.split(".")
     for end in range(2, len(parts) + 1):
         yield ".".join(parts[:end])
@@ -230,7 +230,7 @@ RULES = (
             "quantization.precomputed_scales=false, or quantization=float8_tensorwise",
         ),
         all_gather_in_float8,
-        # The ranks check that the GPU has the recipe's instructions.
+        # Ranks check that the GPU has the recipe's instructions.
         Refuse(
             "quantization.emulate",
             lambda quantization, device: quantization.emulate is False and device == "cpu",

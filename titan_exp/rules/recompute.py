@@ -1,4 +1,4 @@
-"""Activation checkpointing and torch.compile."""
+"""Activation checkpointing and torch.compile rules."""
 
 from collections.abc import Iterator
 
@@ -9,11 +9,11 @@ from titan_exp.config.machine.aten_ops import known_operators, read_entry
 from titan_exp.rules.rule import Refuse, rules
 
 PARTITIONING_BACKENDS = ("inductor", "aot_eager")
-"""Compile backends that choose which activations a graph saves for backward."""
+"""Compile backends that choose a graph's saved activations."""
 
 
 def saved_operators_exist(activation_checkpoint: ActivationCheckpointConfig) -> Iterator[Violation]:
-    """torch has every operator whose output is saved; operators of other libraries are looked up by the ranks."""
+    """Every operator to save exists in torch; ranks look up other libraries' operators."""
     field = "activation_checkpoint.save"
     for entry in activation_checkpoint.save if activation_checkpoint.mode == "selective" else ():
         parsed = read_entry(entry)

@@ -1,7 +1,7 @@
-"""Rules: refused values as a table, generator functions for rules that loop or compute a remedy.
+"""Rule types: a table of refused values, and generator functions for rules that loop or compute a remedy.
 
-Both take groups and derived values by parameter name; the texts of `Refuse` are format strings over the same names, as
-in `{training.steps}`.
+Both take groups and derived values by parameter name; the texts of `Refuse` are format strings over the same names,
+e.g. `{training.steps}`.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from titan_exp.config.machine.local_machine import visible_gpus
 from titan_exp.models.spec.lookup import model_spec
 
 GROUPS = {"run" if field.name == "experiment" else field.name: field.name for field in dataclasses.fields(Experiment)}
-"""Groups by parameter name: every group has its own, and `experiment` is `run`."""
+"""Groups by parameter name: the group's name, except `run` for `experiment`."""
 
 DERIVED: dict[str, Callable[[Experiment], Any]] = {
     "layout": ResolvedLayout.of,
@@ -28,11 +28,11 @@ DERIVED: dict[str, Callable[[Experiment], Any]] = {
     "gpus": lambda _: visible_gpus(),
     "spec": lambda experiment: model_spec(experiment.model),
 }
-"""Derived values by parameter name. A rule about the `spec` is skipped for a model without one; `gpus` counts those of
-this machine."""
+"""Derived values by parameter name. Rules with `spec` are skipped for models without one; `gpus` is the number of local
+GPUs."""
 
 Condition = Callable[..., object]
-"""Function of groups and derived values, such as `lambda parallelism: parallelism.tp > 1`."""
+"""Predicate over groups and derived values, e.g. `lambda parallelism: parallelism.tp > 1`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,23 +44,23 @@ class Refuse:
     condition: Condition
     """True if the value is refused."""
     reason: str
-    """Why it cannot be."""
+    """Reason for the refusal."""
     remedy: str
     """Values that work."""
 
     def violations(self, values: "Values") -> Iterator[Violation]:
-        """The violation, if the condition holds."""
+        """Violation, if the condition holds."""
         if values.call(self.condition):
             value = attrgetter(self.field)(values.experiment)
             yield Violation(self.field, value, self.reason.format_map(values), self.remedy.format_map(values))
 
 
 Check = Refuse | Callable[..., Iterator[Violation]]
-"""A refused value, or a generator function of groups and derived values."""
+"""Refused value, or generator function of groups and derived values."""
 
 
 class Values(dict[str, Any]):
-    """Groups and derived values of an experiment whose layout is resolved, each computed at first use."""
+    """Groups and derived values of an experiment with a resolved layout, computed on first use."""
 
     def __init__(self, experiment: Experiment) -> None:
         super().__init__()
@@ -72,12 +72,12 @@ class Values(dict[str, Any]):
         return self[name]
 
     def call(self, function: Callable[..., Any]) -> Any:
-        """Call a function with the values that its parameters name."""
+        """Call a function with values looked up by parameter name."""
         return function(*map(self.__getitem__, parameters(function)))
 
 
 class Rule:
-    """A check, skipped where `when` is false."""
+    """Check that is skipped if `when` is false."""
 
     def __init__(self, check: Check, when: Condition | None = None) -> None:
         self.check, self.when = check, when
@@ -93,12 +93,12 @@ class Rule:
 
 
 def rules(*checks: Check, when: Condition | None = None) -> tuple[Rule, ...]:
-    """Rules, all skipped where `when` is false."""
+    """Create rules that are all skipped if `when` is false."""
     return tuple(Rule(check, when) for check in checks)
 
 
 def find_violations(checked: Iterable[Rule], experiment: Experiment) -> list[Violation]:
-    """Violations of an experiment whose layout is resolved."""
+    """Violations of an experiment with a resolved layout."""
     values = Values(experiment)
     return [violation for rule in checked for violation in rule.violations(values)]
 
@@ -106,14 +106,14 @@ def find_violations(checked: Iterable[Rule], experiment: Experiment) -> list[Vio
 def check_number(
     field: str, value: int, accepts: Callable[[int], object], reason: str, *, largest: int, more: str = ""
 ) -> Iterator[Violation]:
-    """Violation of a number that is not accepted, with the nearest accepted ones up to `largest`."""
+    """Violation of an unaccepted number, with the nearest accepted numbers up to `largest`."""
     if not accepts(value):
         near = nearest_numbers(value, filter(accepts, range(1, largest + 1)))
         yield Violation(field, value, reason, f"nearest: {field}={listed(near)}{more}" if near else more)
 
 
 def check_multiple(field: str, value: int, of: int, reason: str, more: str = "") -> Iterator[Violation]:
-    """Violation of a number that is not a multiple of another one, with the nearest multiples."""
+    """Violation of a number that is not a multiple of `of`, with the nearest multiples."""
     if value % of:
         yield Violation(field, value, reason, f"nearest: {field}={listed(multiples_near(value, of))}{more}")
 
@@ -123,7 +123,7 @@ def parameters(function: Callable[..., object]) -> tuple[str, ...]:
     """Names of a function's parameters.
 
     Raises:
-        TypeError: one is named neither in `GROUPS` nor in `DERIVED`.
+        TypeError: a name is neither in `GROUPS` nor in `DERIVED`.
     """
     names = tuple(inspect.signature(function).parameters)
     unknown = [name for name in names if name not in GROUPS and name not in DERIVED]

@@ -1,4 +1,4 @@
-"""Tensor parallelism: divisible heads, channels, vocabulary and tokens, and async TP."""
+"""Tensor parallelism rules: divisible heads, channels, vocabulary and tokens, and async TP."""
 
 import math
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ FIELD = "parallelism.tp"
 
 
 def async_tp_is_supported(parallelism: ParallelismConfig, compile: CompileConfig, device: str) -> Iterator[Violation]:
-    """Async tensor parallelism is a compiler pass over symmetric memory."""
+    """Async tensor parallelism, a compiler pass over symmetric memory, is supported."""
     field = "parallelism.async_tp"
     if not parallelism.async_tp:
         return
@@ -37,7 +37,7 @@ def async_tp_is_supported(parallelism: ParallelismConfig, compile: CompileConfig
 
 
 def units_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
-    """Every rank has whole units of a column-parallel linear: groups of heads, or of feed-forward channels."""
+    """Every rank has whole units of a column-parallel linear: head groups or feed-forward channels."""
     degree = parallelism.tp
     unsharded = next((name for name, linear in spec.linears() if linear.tp is None), None)
     if unsharded is not None:
@@ -50,16 +50,16 @@ def units_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Vi
 
 
 def vocabulary_divides(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
-    """Every rank has rows of the embedding, the last one maybe fewer."""
+    """Every rank has rows of the embedding; the last rank may have fewer."""
     rows, degree = spec.vocab_size, parallelism.tp
     reason = f"the embedding's {rows} rows are divided into parts of {-(-rows // degree)}, which leaves empty ranks"
     yield from check_number(FIELD, degree, lambda tp: (tp - 1) * -(-rows // tp) < rows, reason, largest=degree)
 
 
 def tokens_divide(spec: ModelSpec, parallelism: ParallelismConfig, training: TrainingConfig) -> Iterator[Violation]:
-    """With sequence parallelism every rank has as many tokens of each sequence."""
+    """With sequence parallelism, every rank has the same number of tokens of each sequence."""
     cp, tp, chunks, seq_len = parallelism.cp, parallelism.tp, parallelism.sequence_chunks, training.seq_len
-    # Indivisible chunks are reported by the rules about context parallelism.
+    # Indivisible chunks violate the context parallelism rules.
     if parallelism.sequence_parallel and seq_len % chunks == 0:
         among = f" and parallelism.cp={cp}" if cp > 1 else ""
         reason = f"sequence parallelism cuts it into equal parts for parallelism.tp={tp}{among}"
@@ -68,7 +68,7 @@ def tokens_divide(spec: ModelSpec, parallelism: ParallelismConfig, training: Tra
 
 
 def shards_divide(spec: ModelSpec, parallelism: ParallelismConfig) -> Iterator[Violation]:
-    """FSDP shards a column-parallel weight by its rows if that is even, else by its columns, if that is."""
+    """FSDP can shard every column-parallel weight evenly, by rows or else by columns."""
     cp, tp, dp_shard = parallelism.cp, parallelism.tp, parallelism.dp_shard
     shards = dp_shard * cp
     rows = {"model.vocab_size": spec.vocab_size}

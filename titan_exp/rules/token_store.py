@@ -1,6 +1,6 @@
-"""Token stores: complete, of one tokenizer, large enough.
+"""Token store rules: complete, one tokenizer, large enough.
 
-File sizes are checked here, once for a run, and not by every rank.
+File sizes are checked here once per run instead of by every rank.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _NAMED = 3
 
 
 def stores_are_complete(data: DataConfig) -> Iterator[Violation]:
-    """Every store exists, is complete, and all are of one tokenizer."""
+    """Every store exists and is complete, and all have the same tokenizer."""
     if not data.paths:
         yield Violation("data.paths", (), "source tokens reads stores, and none is given", "data.paths='[stores/mine]'")
     manifests: list[Manifest] = []
@@ -58,7 +58,7 @@ def stores_are_large_enough(data: DataConfig, training: TrainingConfig) -> Itera
 
 
 def weights_fit(data: DataConfig) -> Iterator[Violation]:
-    """Each store has a weight, and is named once."""
+    """Each store has a weight and is listed once."""
     if data.weights and len(data.weights) != len(data.paths):
         reason = f"there are {len(data.weights)} weights for {len(data.paths)} stores"
         example = ",".join("1" for _ in data.paths)
@@ -69,7 +69,7 @@ def weights_fit(data: DataConfig) -> Iterator[Violation]:
 
 
 def store_vocabulary(data: DataConfig) -> int | None:
-    """Vocabulary size of the stores' tokenizer; None if no store can be read."""
+    """Vocabulary size of the stores' tokenizer; None if no store is readable."""
     return max((manifest.vocab_size for manifest in _readable(data)), default=None)
 
 
@@ -111,7 +111,7 @@ STORE_OPTIONS = rules(
         "titan-exp tokenize each source, and mix the stores: data=tokens data.paths='[a,b]' data.weights=...",
     ),
 )
-"""A store fixes its tokenizer and its validation split."""
+"""Rules for options fixed by the store: tokenizer and validation split."""
 
 RULES = (
     *rules(stores_are_complete, stores_are_large_enough, weights_fit, when=_reads_stores),

@@ -1,4 +1,4 @@
-"""Batch, steps and precision of training: divisible batches, lengths in steps, fp32 modules, chunked loss."""
+"""Training rules: divisible batches, lengths in steps, fp32 modules, chunked loss."""
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -51,7 +51,7 @@ def schedule_fits(lr_schedule: LRScheduleConfig, training: TrainingConfig) -> It
 
 
 def trace_fits(profiling: ProfilingConfig, training: TrainingConfig) -> Iterator[Violation]:
-    """The profiler's window closes before the run ends; an open one writes no trace."""
+    """The profiler window ends within the run; otherwise no trace is written."""
     steps = training.steps
     if profiling.enabled and profiling.start + profiling.steps > steps:
         reason = f"a window of {profiling.steps} steps after it does not end within the run of {steps}"
@@ -60,7 +60,7 @@ def trace_fits(profiling: ProfilingConfig, training: TrainingConfig) -> Iterator
 
 
 def tied_embedding_has_the_heads_precision(spec: ModelSpec, training: TrainingConfig) -> Iterator[Violation]:
-    """A tied embedding is the head's weight too, and one weight has one precision."""
+    """A tied embedding has the head's precision, since they share a weight."""
     for pattern in training.fp32_modules if spec.tied else ():
         if fnmatchcase("embedding", pattern):
             reason = "the embedding is the head's weight as well (model.tied_embeddings=true)"
@@ -69,7 +69,7 @@ def tied_embedding_has_the_heads_precision(spec: ModelSpec, training: TrainingCo
 
 
 def compiled_blocks_have_one_precision(compile: CompileConfig, training: TrainingConfig) -> Iterator[Violation]:
-    """A block that is compiled as one graph has one precision."""
+    """A block compiled as one graph has one precision."""
     for pattern in training.fp32_modules if compile.compiles("blocks") else ():
         if fnmatchcase("blocks.0.part", pattern) or pattern.count(".") > 1:
             reason = "it names modules inside blocks, and compile=blocks makes one graph of a block"
@@ -119,7 +119,7 @@ RULES = rules(
         "model.architecture={model.architecture} returns all logits at once",
         "training.loss_chunk_tokens=null",
     ),
-    # The chunked loss takes the head's weight from FSDP's root group, whose precision it has.
+    # The chunked loss takes the head's weight in the precision of FSDP's root group.
     Refuse(
         "training.loss_chunk_tokens",
         lambda training: training.loss_chunk_tokens is not None and _head_is_fp32(training),

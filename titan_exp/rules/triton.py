@@ -1,4 +1,4 @@
-"""Triton kernels: device, optimizer and recipe that they support."""
+"""Triton kernel rules: supported devices, optimizers and recipes."""
 
 import importlib.util
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from titan_exp.config.groups.quantization import QuantizationConfig
 from titan_exp.rules.rule import rules
 
 DUAL_CAST_RECIPES = ("float8_tensorwise", "float8_rowwise")
-"""Recipes that use a matrix both as it is and transposed, each time in float8."""
+"""Recipes that use a matrix in float8 both untransposed and transposed."""
 
 
 def fused_adamw_is_supported(
     optimizer: OptimizerConfig, parallelism: ParallelismConfig, device: str
 ) -> Iterator[Violation]:
-    """The fused clip and AdamW kernel supports device, options and precision."""
+    """The fused clip and AdamW kernel supports the device, options and precision."""
     field = "optimizer.implementation"
     if not isinstance(optimizer, AdamWConfig) or optimizer.implementation != "triton":
         return
@@ -36,7 +36,7 @@ def fused_adamw_is_supported(
 
 
 def dual_cast_is_supported(quantization: QuantizationConfig, device: str) -> Iterator[Violation]:
-    """The dual-cast kernel, for a matrix and its transpose, supports device and recipe."""
+    """The dual-cast kernel (a matrix and its transpose) supports the device and recipe."""
     field = "quantization.fused_casts"
     if not quantization.fused_casts or quantization.recipe == "none":
         return
@@ -53,7 +53,7 @@ def dual_cast_is_supported(quantization: QuantizationConfig, device: str) -> Ite
 
 
 def missing_triton(device: str) -> tuple[str, str] | None:
-    """Reason why a Triton kernel cannot run, and a remedy, which may be empty; None if it can."""
+    """Reason why Triton kernels cannot run, and a possibly empty remedy; None if they can."""
     if device != "cuda":
         return "Triton kernels run on GPUs, and this run is on a CPU", ""
     if importlib.util.find_spec("triton") is None:

@@ -1,7 +1,7 @@
-"""Checkpoint save process beside each rank: torch's, silenced, and restarted after it died.
+"""Async checkpoint process per rank: torch's, without its log, and restarted after a failure.
 
-The save processes of all ranks communicate. If one is killed, the others would block for half an hour: each rank
-notifies the others through the store, kills its own, and the next save starts new ones.
+The save processes of all ranks communicate. If one is killed, the others would block for half an hour: its rank
+notifies the others through the store, each rank kills its own process, and the next save starts new ones.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import _async_process_executor as executor
 from torch.distributed.distributed_c10d import _get_default_store
 
 POLL_SECONDS = 0.5
-"""Seconds between checks for the death of another rank's save process."""
+"""Interval in seconds of checks for failures of other ranks' save processes."""
 _torch_subprocess = executor._AsyncCheckpointProcess._checkpointing_subprocess
 
 
@@ -33,12 +33,12 @@ class AsyncSaveProcess:
         self._generation = 0
         self._other_children = set(multiprocessing.active_children())
         if "TITAN_EXP_RENDEZVOUS" in os.environ or dist.get_world_size() == 1:
-            # Save processes meet over TCP; on a single machine the address is the loopback.
+            # Save processes rendezvous over TCP; on a single machine the address is the loopback.
             os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         executor._AsyncCheckpointProcess._checkpointing_subprocess = staticmethod(run_save_process)
 
     def restart_if_any_failed(self) -> None:
-        """Kill the process if that of any rank has failed, so that the next save starts a new one; on all ranks."""
+        """Kill the process if any rank's has failed, so that the next save starts a new one; collective."""
         started = executor._CHECKPOINT_PROCESS is not None
         failed = torch.tensor([self._failed or (started and not _is_alive())], dtype=torch.uint8)
         dist.all_reduce(failed, op=dist.ReduceOp.MAX, group=self._group)
@@ -48,8 +48,8 @@ class AsyncSaveProcess:
             self._generation += 1
 
     def wait(self, future: Future[Any]) -> None:
-        """Wait until the checkpoint is written. Raises OSError if it was not or the process died, or
-        CheckpointException if so on any rank."""
+        """Wait until the checkpoint is written. Raises OSError if writing or the process failed, CheckpointException if
+        any rank failed."""
         while True:
             try:
                 future.result(timeout=POLL_SECONDS)
@@ -74,8 +74,8 @@ class AsyncSaveProcess:
                 ) from error
 
     def kill(self) -> None:
-        """Kill the process, whatever it is doing."""
-        # By type: torch has no handle before the process has met those of the other ranks.
+        """Kill the process at any point of its work."""
+        # By type: torch has no handle before the process has completed its rendezvous.
         for process in set(multiprocessing.active_children()) - self._other_children:
             if isinstance(process, SpawnProcess):
                 process.kill()
@@ -95,13 +95,13 @@ class AsyncSaveProcess:
 def run_save_process(pg_init_info: executor._ProcessGroupInitInfo, parent_conn: Any) -> None:
     """Entry point of the process: torch's loop without its log on standard error.
 
-    It ignores Ctrl-C and the scheduler's signals, which reach it as well: the trainer handles them by saving.
+    It ignores Ctrl-C and the scheduler's signals, which it also receives: the trainer handles them by saving.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # Failures are raised and logged in the trainer.
     logging.disable(logging.ERROR)
-    # A killed trainer reads no answer, which needs no traceback.
+    # If the trainer was killed, a failed reply needs no traceback.
     with contextlib.suppress(ConnectionError, EOFError):
         _torch_subprocess(pg_init_info, parent_conn)
 

@@ -1,7 +1,7 @@
-"""Async save: staging of the state while training pauses, and writing of the copy in the background.
+"""Async save: the state is staged while training pauses, and the copy is written in the background.
 
-`async` stages into fresh memory and a thread writes; `async_pinned` stages from the GPU into pinned memory that is
-kept between saves; `async_process` stages into shared memory and another process writes, outside Python's GIL.
+`async` stages into new memory and a thread writes; `async_pinned` stages from the GPU into pinned memory that is
+reused between saves; `async_process` stages into shared memory and another process writes, outside Python's GIL.
 """
 
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from titan_exp.tracking.logging import get_logger
 
 
 class AsyncSaver:
-    """Background saves of one run, one at a time, in mode `async`, `async_pinned` (CUDA) or `async_process`."""
+    """Background saver of a run, one save at a time, in mode `async`, `async_pinned` (CUDA) or `async_process`."""
 
     def __init__(self, mode: str, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -29,7 +29,7 @@ class AsyncSaver:
         self._staged = False
 
     def start(self, state: dict[str, Tensor], writer: dcp.StorageWriter) -> Future[Any]:
-        """Stage the state and start writing it. The tensors may change once this returns."""
+        """Stage the state and start writing it. The tensors may change after return."""
         if self._process is not None:
             self._process.restart_if_any_failed()
             if not self._staged:
@@ -50,7 +50,7 @@ class AsyncSaver:
         return future
 
     def wait(self, future: Future[Any]) -> None:
-        """Wait until a save has ended; raises as `AsyncSaveProcess.wait` does."""
+        """Wait until a save has ended; raises like `AsyncSaveProcess.wait`."""
         if self._process is None:
             future.result()
         else:
@@ -64,7 +64,7 @@ class AsyncSaver:
             self._process.kill()
 
     def _fall_back_without_shared_memory(self, state: Mapping[str, Tensor]) -> None:
-        """Switch to a thread if the state does not fit into shared memory, where writing would raise SIGBUS."""
+        """Switch to a thread if the state does not fit into shared memory; staging would raise SIGBUS."""
         shortage = shared_memory_shortage(state, self._group)
         if shortage is None:
             return

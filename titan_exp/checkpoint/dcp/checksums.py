@@ -19,14 +19,14 @@ from titan_exp.config.paths.checkpoint_paths import METADATA_FILE
 from titan_exp.tracking.run_folder.atomic_write import write_atomically
 
 CHECKSUMS_FILE = "checksums.json"
-"""Written last."""
+"""File name of the checksums, written last."""
 _CHUNK_BYTES = 8 * 2**20
 _THREADS = 4
 
 
 @dataclass(frozen=True)
 class FileChecksum:
-    """Size in bytes, and CRC-32 of a whole file."""
+    """Size in bytes and CRC-32 of a file."""
 
     size: int
     crc32: int
@@ -43,21 +43,21 @@ def parse_checksums(text: str) -> dict[str, FileChecksum]:
     files = json.loads(text)["files"]
     checksums = {name: FileChecksum(entry["size"], int(entry["crc32"], 16)) for name, entry in files.items()}
     for name, checksum in checksums.items():
-        # int() accepts capitals too: a flipped bit that makes one is damage like any other.
+        # int() also accepts capitals, which a flipped bit may produce.
         if files[name]["crc32"] != f"{checksum.crc32:08x}":
             raise ValueError(f"{files[name]['crc32']!r} is not a checksum as it is written")
     return checksums
 
 
 def has_checksums(path: Path) -> bool:
-    """True if a checkpoint has checksums; those of early versions have none."""
+    """True if a checkpoint has checksums; early versions wrote none."""
     return (path / CHECKSUMS_FILE).exists()
 
 
 def find_damage(path: Path, shard: int = 0, shards: int = 1) -> str | None:
     """Verify a checkpoint's files; returns a description of the first damaged file, or None.
 
-    Only files of index `shard` modulo `shards` are read, so that each rank can read different ones.
+    Only files with index `shard` modulo `shards` are read, so that ranks can read different files.
     """
     try:
         if not has_checksums(path):
@@ -74,7 +74,7 @@ def find_damage(path: Path, shard: int = 0, shards: int = 1) -> str | None:
 
 
 def find_damage_on_ranks(path: Path, group: dist.ProcessGroup | None) -> str | None:
-    """`find_damage` with the files sharded over the ranks of the group, or by this process alone without one."""
+    """`find_damage` with the files sharded over the ranks of the group; without a group, by this process alone."""
     if not dist.is_initialized():
         return find_damage(path)
     world = dist.get_world_size(group)
@@ -84,7 +84,7 @@ def find_damage_on_ranks(path: Path, group: dist.ProcessGroup | None) -> str | N
 
 
 def require_intact(path: Path, group: dist.ProcessGroup | None = None) -> None:
-    """Verify a checkpoint that the user named; all ranks of the group together. Raises UserError if it is damaged."""
+    """Verify a checkpoint given by the user; collective over the group. Raises UserError if it is damaged."""
     raise_if_damaged(path, find_damage_on_ranks(path, group))
 
 
@@ -116,7 +116,7 @@ def _crc32(path: Path) -> int:
 
 
 def _find_short_file(path: Path) -> str | None:
-    """Without checksums: find a file that is shorter than the metadata says."""
+    """Find a file shorter than its extents in the metadata, for checkpoints without checksums."""
     for name, end in sorted(min_file_sizes(path).items()):
         file = path / name
         if not file.exists():

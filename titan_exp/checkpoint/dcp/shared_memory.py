@@ -1,4 +1,4 @@
-"""Shared-memory capacity check for staging. Containers have 64 MB of it by default."""
+"""Shared-memory capacity check for staging. Containers have 64 MB by default."""
 
 import shutil
 import socket
@@ -34,7 +34,7 @@ def shared_memory_shortage(state: Mapping[str, Tensor], group: dist.ProcessGroup
 
 
 def _storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of distinct storages, which torch stages whole, rounded up to pages."""
+    """Bytes of distinct storages, rounded up to pages; torch stages whole storages."""
     local = [local_tensor(tensor) for tensor in tensors]
     storages = [tensor.untyped_storage() for tensor in local]
     return sum({storage.data_ptr(): -(-storage.nbytes() // 4096) * 4096 for storage in storages}.values())

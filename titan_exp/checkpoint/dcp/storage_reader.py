@@ -1,4 +1,4 @@
-"""DCP storage reader that unpickles metadata from an allow-list, so that reading a checkpoint executes no code."""
+"""DCP storage reader that unpickles metadata with an allow-list, so that reading a checkpoint executes no code."""
 
 import pickle
 import warnings
@@ -45,7 +45,7 @@ class SafeStorageReader(dcp.FileSystemReader):
     """torch's file system reader with safe unpickling of the metadata."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Read the metadata. Raises pickle.UnpicklingError if it holds anything but checkpoint metadata."""
+        """Read the metadata. Raises pickle.UnpicklingError on anything other than checkpoint metadata."""
         with (Path(self.path) / METADATA_FILE).open("rb") as file:
             metadata = _MetadataUnpickler(file).load()
         if getattr(metadata, "storage_meta", None) is None:
@@ -69,7 +69,7 @@ def min_file_sizes(path: Path) -> dict[str, int]:
 
 
 def load_into(path: Path, state: dict[str, Tensor]) -> None:
-    """Load a checkpoint into tensors in place, in any layout; all ranks call it together, or one process alone."""
+    """Load a checkpoint into tensors in place, in any layout; collective if a process group exists."""
     with warnings.catch_warnings():
         # Without a process group, torch warns that it assumes a single process.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

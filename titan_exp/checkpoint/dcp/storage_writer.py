@@ -1,7 +1,7 @@
 """DCP storage writer with checksums and atomic publication.
 
-Checksums are taken from the bytes on their way to the disk; no file is read again. Publication is part of the write,
-so that its failure fails the save on every rank.
+Checksums are computed from the written bytes, without reading files back. Publication is part of the write, so that a
+failure of it fails the save on every rank.
 """
 
 import multiprocessing
@@ -23,19 +23,18 @@ from titan_exp.checkpoint.retention import CheckpointFolder
 
 
 class ChecksumWriter(dcp.FileSystemWriter):
-    """torch's file system writer, which also writes `checksums.json` last. It writes one file per rank or per
-    tensor."""
+    """torch's file system writer with a final `checksums.json`; writes one file per rank or per tensor."""
 
     def __init__(self, path: Path, *, single_file_per_rank: bool) -> None:
         super().__init__(path, single_file_per_rank=single_file_per_rank, sync_files=True)
         self.fs = self._recording = _RecordingFileSystem()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[Any]]:
-        """Write this rank's files; their checksums travel to rank 0 with torch's own results."""
+        """Write this rank's files; rank 0 receives their checksums with torch's own results."""
         try:
             results = super().write_data(plan, planner).value()
         except RuntimeError as error:
-            # torch.save hides the OSError, such as a full disk.
+            # torch.save hides an OSError such as a full disk.
             if self._recording.failure is not None:
                 raise self._recording.failure from error
             raise
@@ -54,7 +53,7 @@ class ChecksumWriter(dcp.FileSystemWriter):
 
 
 class PublishingWriter(ChecksumWriter):
-    """Writes the checkpoint of a step into the run's folder and publishes it once it is on disk."""
+    """Writes the checkpoint of a step into the run's folder and publishes it once durable."""
 
     def __init__(self, folder: CheckpointFolder, step: int) -> None:
         super().__init__(folder.partial_path(step), single_file_per_rank=True)
@@ -76,7 +75,7 @@ class _RecordingFileSystem(FileSystem):
     def __init__(self) -> None:
         self.checksums: dict[str, FileChecksum] = {}
         self.failure: OSError | None = None
-        """First error of the operating system while writing."""
+        """First OSError while writing."""
 
     @contextmanager
     def create_stream(self, path: str | PathLike[str], mode: str) -> Generator[Any]:
@@ -98,7 +97,7 @@ class _RecordingFileSystem(FileSystem):
 
 
 class _RecordingStream:
-    """A file written sequentially, with its running checksum."""
+    """Sequentially written file with a running checksum."""
 
     def __init__(self, stream: IO[bytes]) -> None:
         self._stream = stream

@@ -21,7 +21,7 @@ from titan_exp.checkpoint.state_dict import MODEL_PREFIX
 
 
 class DCPTensorReader:
-    """Model tensors of a training checkpoint by full name. A slice reads only the saved shards that overlap it."""
+    """Reader of a training checkpoint's model tensors by full name. A slice reads only overlapping saved shards."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -62,7 +62,7 @@ class DCPTensorReader:
 
 
 def write_dcp(path: Path, specs: Sequence[TensorSpec], produce: TensorProducer) -> None:
-    """Write a checkpoint of the model alone, with one tensor in memory at a time."""
+    """Write a weights-only checkpoint, with one tensor in memory at a time."""
     named = {f"{MODEL_PREFIX}{spec.name}": spec for spec in specs}
     state = {key: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for key, spec in named.items()}
     # One file per tensor: torch holds the tensors of a file until it is written.
@@ -72,7 +72,7 @@ def write_dcp(path: Path, specs: Sequence[TensorSpec], produce: TensorProducer) 
 
 
 class _CachedMetadataReader(SafeStorageReader):
-    """Storage reader with metadata read once: it is long, and needed for every tensor."""
+    """Storage reader with cached metadata, which is large and needed for every tensor."""
 
     def __init__(self, path: Path, metadata: Metadata) -> None:
         super().__init__(path)
@@ -103,7 +103,7 @@ class _SlicePlanner(dcp.DefaultLoadPlanner):
 
 
 class _LazySavePlanner(dcp.DefaultSavePlanner):
-    """Save planner over meta tensors, which produces each when it is written."""
+    """Save planner over meta tensors that produces each tensor when it is written."""
 
     def __init__(self, specs: dict[str, TensorSpec], produce: TensorProducer) -> None:
         super().__init__()

@@ -38,9 +38,9 @@ class ExportOptions:
     format: str
     """One of `open_checkpoint.FORMATS`."""
     dtype: torch.dtype | None = None
-    """Dtype of all floating-point weights; None keeps each."""
+    """Dtype of all floating-point weights; None keeps their dtypes."""
     file_bytes: float = 5e9
-    """Maximum size of a safetensors file; a larger tensor has a file to itself."""
+    """Maximum size of a safetensors file; a larger tensor gets a separate file."""
     progress: Callable[[int, int], None] = lambda done, total: None
     """Called with bytes written and total bytes."""
 
@@ -48,8 +48,8 @@ class ExportOptions:
 def export_weights(source: OpenCheckpoint, target: Path, export: ExportOptions) -> int:
     """Write the weights of a checkpoint to a new path; returns the bytes of weights.
 
-    Only the written tensor and those it is made of are in memory, never the model. Raises UserError if the target
-    exists, the disk has no room, or the format cannot hold the model.
+    Only the written tensor and its source tensors are in memory, never the model. Raises UserError if the target
+    exists, the disk has no room, or the format does not support the model.
     """
     if target.exists():
         raise UserError(f"{target} exists. Use another path, or remove it first.")
@@ -148,7 +148,7 @@ def _write_tokenizer(
 
 
 def _end_of_text(tokenizer: str, special_tokens: Mapping[str, Any]) -> str | None:
-    """Text of the end-of-text token, if a tokenizer.json has its id."""
+    """Text of the end-of-text token, if its id is in tokenizer.json."""
     import tokenizers
 
     from titan_exp.rules.data import tokenizer_file
@@ -166,7 +166,7 @@ def _json(path: Path, values: object) -> None:
 
 @contextmanager
 def _published(target: Path, size: int) -> Iterator[Path]:
-    """A path beside the target that is renamed to it at the end, or removed on failure."""
+    """Temporary path next to the target, renamed to it on success and removed on failure."""
     target.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(target.parent).free
     if free < size + METADATA_BYTES:
@@ -187,7 +187,7 @@ def _published(target: Path, size: int) -> Iterator[Path]:
 
 
 def _is_disk_full(error: BaseException) -> bool:
-    """True if the error is that of a full disk."""
+    """True if the error was caused by a full disk."""
     if isinstance(error, dcp.CheckpointException):
         return any(_is_disk_full(failure[0]) for failure in error.failures.values())
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)

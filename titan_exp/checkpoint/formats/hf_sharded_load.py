@@ -23,8 +23,8 @@ from titan_exp.parallel.meta_init import local_shard
 def load_hf_sharded(model: nn.Module, config: ModelConfig, folder: Path, exclude: Sequence[str] = ()) -> None:
     """Load the weights of a Hugging Face folder into a model or a pipeline stage, without communication.
 
-    The model's dtypes may differ from those of the files; parameters whose full name matches `exclude` keep their
-    values. Raises UserError if the folder cannot be read, or its model differs from `config`.
+    The model's dtypes may differ from the files'; parameters whose full name matches `exclude` keep their values.
+    Raises UserError if the folder cannot be read, or its model differs from `config`.
     """
     if "huggingface" not in checkpoint_formats(config):
         reason = "has no tensor names in Hugging Face's format"

@@ -1,4 +1,4 @@
-"""Readers that map between our parameters and another tool's tensors, one slice at a time."""
+"""Mapping readers between titan_exp parameters and another format's tensors, one slice at a time."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from titan_exp.models.convert.state_dict_map import RowRange, StateDictMap
 
 
 class ImportReader:
-    """Reads our parameters, by full name, from a checkpoint in another format."""
+    """Reads titan_exp parameters, by full name, from a checkpoint in another format."""
 
     def __init__(self, store: TensorReader, row_map: StateDictMap) -> None:
         self._store, self._map = store, row_map
@@ -28,7 +28,7 @@ class ImportReader:
         return found
 
     def read(self, name: str, rows: slice = FULL_SLICE, columns: slice = FULL_SLICE) -> Tensor:
-        """Read a slice of a parameter; only the source rows it needs are read."""
+        """Read a slice of a parameter, and only the needed source rows."""
         shape = self.shapes[name]
         start, stop, _ = rows.indices(shape[0])
         width = [len(range(*columns.indices(shape[1])))] if len(shape) > 1 else []
@@ -46,11 +46,11 @@ class ImportReader:
 
 
 class ExportReader:
-    """Reads another format's tensors, whole, from a checkpoint of our parameters."""
+    """Reads whole tensors of another format from a checkpoint of titan_exp parameters."""
 
     def __init__(self, store: TensorReader, row_map: StateDictMap) -> None:
         self._store, self._map = store, row_map
-        # Query, key and value are read in sequence and are rows of one fused parameter.
+        # Query, key and value are read in sequence as rows of one fused parameter.
         self._held: tuple[str, Tensor] | None = None
 
     def dtype(self, name: str) -> torch.dtype:
@@ -70,7 +70,7 @@ class ExportReader:
 
     def _read_once(self, ours: str) -> Tensor:
         if self._held is None or self._held[0] != ours:
-            self._held = None  # freed before the next one is read
+            self._held = None  # free before reading the next one
             self._held = (ours, self._store.read(ours))
         return self._held[1]
 
@@ -85,9 +85,9 @@ def check_tensors(
     where: str,
     optional: frozenset[str] = frozenset(),
 ) -> None:
-    """Refuse a checkpoint whose tensors, shapes by name, are not exactly those of the model, and list the differences.
+    """Check that a checkpoint's tensors match the model's in name and shape; raises UserError with the differences.
 
-    `where` names the checkpoint in the message; tensors named in `optional` may be present and are ignored.
+    `where` names the checkpoint in the message; `optional` tensors may be present and are ignored.
     """
     lines = [
         *(f"missing: {name} {_shape(wanted[name])}" for name in wanted if name not in found),

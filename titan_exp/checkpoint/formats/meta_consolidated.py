@@ -36,7 +36,7 @@ class ConsolidatedReader:
         return self._pieces[0][name].dtype
 
     def read(self, name: str, rows: slice = FULL_SLICE, columns: slice = FULL_SLICE) -> Tensor:
-        """Read a slice. A column-sharded tensor is concatenated first."""
+        """Read a slice; a column-sharded tensor is concatenated first."""
         pieces, dim = self._shards(name, self.shapes[name])
         if len(pieces) == 1:
             return slice_tensor(pieces[0], rows, columns)
@@ -52,12 +52,12 @@ class ConsolidatedReader:
         return torch.cat(found)
 
     def _shards(self, name: str, shape: tuple[int, ...]) -> tuple[list[Tensor], int]:
-        """Shards of a tensor, and their dim."""
+        """Shards of a tensor and their dim."""
         pieces = [piece[name] for piece in self._pieces]
         if tuple(pieces[0].shape) == shape:
             return pieces[:1], 0
         dim = 0 if pieces[0].shape[1:] == torch.Size(shape[1:]) else 1
-        # With more ranks than KV heads, neighbours hold replicas.
+        # With more ranks than KV heads, adjacent ranks hold replicas.
         wanted = shape[dim] // pieces[0].shape[dim]
         return pieces[:: max(1, len(pieces) // max(1, wanted))], dim
 

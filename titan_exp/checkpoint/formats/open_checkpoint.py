@@ -1,4 +1,4 @@
-"""Open a checkpoint of any format: a run, DCP, Hugging Face, Meta, torchtune or a torch file."""
+"""Checkpoint opening in any format: run, DCP, Hugging Face, Meta, torchtune or torch file."""
 
 import json
 from collections.abc import Mapping
@@ -30,18 +30,18 @@ FORMATS = ("dcp", "huggingface", "llama", "torch", "torchtune")
 """Readable and writable formats."""
 
 TORCHTUNE_FILE = "model.pt"
-"""Weights in a torchtune folder, beside `model.json`."""
+"""Weights file in a torchtune folder, next to `model.json`."""
 
 
 @dataclass(frozen=True)
 class OpenCheckpoint:
-    """An opened checkpoint: its weights as our parameters, its model and tokenizer."""
+    """Opened checkpoint: weights as titan_exp parameters, model and tokenizer."""
 
     path: Path
     format: str
     model: ModelConfig
     parameters: TensorReader
-    """Reader of our parameters by full name."""
+    """Reader of titan_exp parameters by full name."""
     tokenizer: str | None = None
     """`bytes`, or the path of a tokenizer.json or a folder with tokenizer files; None without one."""
     special_tokens: Mapping[str, Any] = field(default_factory=dict)
@@ -49,9 +49,9 @@ class OpenCheckpoint:
 
 
 def open_checkpoint(path: Path, step: int = 0) -> OpenCheckpoint:
-    """Detect the format of a path and open it; of a run folder, the checkpoint of `step` (0 is the newest).
+    """Detect a path's format and open it; for a run folder, the checkpoint of `step` (0 is the newest).
 
-    Raises UserError if the path is no checkpoint, or it is incomplete or damaged.
+    Raises UserError if the path is not a checkpoint, or the checkpoint is incomplete or damaged.
     """
     if not path.exists():
         raise UserError(f"{path} does not exist. Runs are listed by: ls -d runs/*/*/")
@@ -73,7 +73,7 @@ def open_checkpoint(path: Path, step: int = 0) -> OpenCheckpoint:
 
 
 def open_huggingface(folder: Path, architecture: str | None = None) -> OpenCheckpoint:
-    """Open a Hugging Face folder as an architecture; None is the one named in config.json. Raises UserError if the
+    """Open a Hugging Face folder as an architecture; None reads it from config.json. Raises UserError if the
     architecture is unknown, or a file is missing or damaged."""
     try:
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -93,7 +93,7 @@ def open_huggingface(folder: Path, architecture: str | None = None) -> OpenCheck
 
 
 def run_tokenizer(config: DataConfig) -> tuple[str | None, dict[str, Any]]:
-    """Tokenizer and special tokens of a run as `OpenCheckpoint` holds them; none if the tokenizer is gone."""
+    """Tokenizer and special tokens of a run, as in `OpenCheckpoint`; None and empty if the tokenizer is missing."""
     try:
         end = build_tokenizer(config).end_of_text
         return tokenizer_path(config), {"bos_token_id": end, "eos_token_id": end}
@@ -114,7 +114,7 @@ def _checkpoint_of_run(path: Path, step: int) -> Path:
 
 
 def _open_dcp(path: Path) -> OpenCheckpoint:
-    # Without collectives: in a job of several ranks, not all of them may open it.
+    # Without collectives: in a job of several ranks, only some may open it.
     raise_if_damaged(path, find_damage(path))
     store = DCPTensorReader(path)
     if not store.shapes:
@@ -138,7 +138,7 @@ def _open_dcp(path: Path) -> OpenCheckpoint:
 
 
 def _open_meta(folder: Path) -> OpenCheckpoint:
-    # Our own model.json holds more than Meta's params.json.
+    # titan_exp's model.json contains more than Meta's params.json.
     known, special = _described_model(folder) if (folder / FILE).is_file() else (None, {})
     model, store = open_consolidated(folder, known)
     model = _require_supported(model, folder)

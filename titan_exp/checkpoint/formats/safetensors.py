@@ -1,4 +1,4 @@
-"""safetensors files of a Hugging Face folder, single or sharded with an index."""
+"""safetensors reader and writer for Hugging Face folders, single-file or sharded with an index."""
 
 import json
 import os
@@ -44,7 +44,7 @@ class SafetensorsReader:
         missing = sorted({file for file in listed.values() if not (self.folder / Path(file).name).is_file()})
         if missing:
             raise UserError(f"{index} lists {', '.join(missing)}, not in the folder. Download the missing files.")
-        # Files are beside the index, whatever path the index has.
+        # Files are next to the index; ignore listed folders.
         return {name: Path(file).name for name, file in listed.items()}
 
     @property
@@ -64,7 +64,7 @@ class SafetensorsReader:
         return _DTYPES[kind]
 
     def read(self, name: str, rows: slice = FULL_SLICE, columns: slice = FULL_SLICE) -> Tensor:
-        """Read a slice, and nothing else, from disk."""
+        """Read only a slice from disk."""
         part = self._slice(name)
         return part[rows, columns] if len(part.get_shape()) > 1 else part[rows]
 
@@ -85,7 +85,7 @@ class SafetensorsReader:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name, full shape and dtype of a tensor to be written."""
+    """Name, full shape and dtype of a tensor to write."""
 
     name: str
     shape: tuple[int, ...]
@@ -98,13 +98,13 @@ class TensorSpec:
 
 
 TensorProducer = Callable[[TensorSpec], Tensor]
-"""Produces the tensor of a spec; called once for each, in order."""
+"""Produces the tensor of a spec; called once per spec, in order."""
 
 
 def write_safetensors(folder: Path, specs: Sequence[TensorSpec], produce: TensorProducer, *, file_bytes: float) -> None:
     """Write `model.safetensors`, or numbered files of at most `file_bytes` (or one tensor) each and their index.
 
-    One tensor is in memory at a time, where the library's writer would hold a whole file.
+    One tensor is in memory at a time; the library's writer would hold a whole file.
     """
     parts = _files(specs, file_bytes)
     for name, part in parts.items():
@@ -114,7 +114,7 @@ def write_safetensors(folder: Path, specs: Sequence[TensorSpec], produce: Tensor
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """File of a tensor in a folder, and the offset of its first byte."""
+    """File name of a tensor, and the offset of its first byte."""
 
     file: str
     begin: int
@@ -122,7 +122,7 @@ class TensorLocation:
 
 
 def tensor_locations(specs: Sequence[TensorSpec], *, file_bytes: float) -> dict[str, TensorLocation]:
-    """Locations of all tensors in the files that `write_safetensors` would write."""
+    """Tensor locations in the files that `write_safetensors` would write, by name."""
     return {
         spec.name: TensorLocation(file, len(header) + begin, spec)
         for file, part in _files(specs, file_bytes).items()
@@ -177,7 +177,7 @@ def _split_by_size(specs: Iterable[TensorSpec], file_bytes: float) -> list[list[
 
 
 def _header(specs: Sequence[TensorSpec]) -> tuple[bytes, list[int]]:
-    """Header of a file, and the offset after it of each tensor."""
+    """Header of a file, and the offset of each tensor after it."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     begins, end = [], 0
     for spec in specs:

@@ -1,7 +1,7 @@
 """Sharded Hugging Face export: all ranks write their own shards of the weights in parallel.
 
-The location of every tensor is known in advance: rank 0 preallocates the files and each rank writes its rows at their
-offsets. Nothing is communicated, and a rank holds one extra copy of one of its parameters.
+All tensor locations are known in advance: rank 0 preallocates the files and each rank writes its rows at their
+offsets. No tensor is communicated, and a rank holds one extra copy of one parameter.
 """
 
 import os
@@ -38,11 +38,11 @@ from titan_exp.tracking.run_folder.atomic_write import sync_all, sync_folder
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 FILE_BYTES = 5e9
-"""Maximum size of a file; a larger tensor has a file to itself."""
+"""Maximum size of a file; a larger tensor gets a separate file."""
 
 
 class ShardedHFExporter:
-    """Exports of one run into its `export/` folder `path`; all ranks call `write` together."""
+    """Exporter of a run into its `export/` folder `path`; `write` is collective over all ranks."""
 
     def __init__(
         self,
@@ -62,16 +62,16 @@ class ShardedHFExporter:
                 shutil.rmtree(stale, ignore_errors=True)
 
     def due(self, step: int) -> bool:
-        """True if `export_every` asks for an export after this step."""
+        """True if `export_every` requires an export after this step."""
         every = self._config.export_every
         return self._config.export != "none" and every is not None and step % every == 0
 
     def path_of(self, step: int) -> Path:
-        """Folder of a step; it exists only once complete."""
+        """Export folder of a step; exists only once complete."""
         return self._path / step_name(step)
 
     def write(self, step: int, parts: Sequence[nn.Module]) -> bool:
-        """Export the weights after a step, unless it exists; returns True if the export exists or is turned off.
+        """Export the weights after a step, unless already exported; returns True if the export exists or is turned off.
 
         A failure (disk full) is logged and leaves no files. `parts` is the model, or its parts on this rank.
         """
@@ -99,7 +99,7 @@ class ShardedHFExporter:
         return bool(found[0])
 
     def _preallocate(self, partial: Path, specs: Sequence[TensorSpec], dtype: torch.dtype) -> None:
-        """Write everything but the tensors."""
+        """Write metadata and preallocate the tensors' files."""
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         tokenizer, special = run_tokenizer(self._data)
@@ -114,7 +114,6 @@ class ShardedHFExporter:
         dtype: torch.dtype,
         parts: Sequence[nn.Module],
     ) -> None:
-        """Write this rank's shards."""
         writer = _RowWriter(row_map, tensor_locations(specs, file_bytes=self._file_bytes), dtype)
         with _OffsetFiles(partial) as files:
             for key, tensor in model_state_dict(parts).items():
@@ -142,9 +141,9 @@ class ShardedHFExporter:
 
 
 def is_first_replica(tensor: Tensor, mesh: Mesh) -> bool:
-    """True if this rank is the first replica of its shard of a tensor.
+    """True if this rank holds the first replica of its shard of a tensor.
 
-    A tied tensor of several pipeline stages has a first replica on each of them.
+    A tied tensor has a first replica on each of its pipeline stages.
     """
     sharded = set()
     if isinstance(tensor, DTensor):
@@ -183,7 +182,7 @@ class _OffsetFiles:
 
 
 class _RowWriter:
-    """Writes rows of our parameters to their locations."""
+    """Writes rows of titan_exp parameters to their locations."""
 
     def __init__(self, row_map: StateDictMap, locations: Mapping[str, TensorLocation], dtype: torch.dtype) -> None:
         self._map, self._locations, self._dtype = row_map, locations, dtype

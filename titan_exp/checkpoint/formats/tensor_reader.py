@@ -1,4 +1,4 @@
-"""Interface of lazy tensor readers: tensors of a checkpoint by name, read in slices."""
+"""Lazy tensor reader interface: tensors of a checkpoint by name, read in slices."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -22,9 +22,9 @@ class TensorReader(Protocol):
         ...
 
     def read(self, name: str, rows: slice = FULL_SLICE, columns: slice = FULL_SLICE) -> Tensor:
-        """Read consecutive rows (and, of a matrix, consecutive columns) to the CPU; the result is read-only.
+        """Read consecutive rows (and columns of a matrix) to the CPU; the result is read-only.
 
-        Nothing else is read from disk, except whole shards in sharded formats.
+        Only the slice is read from disk, or whole shards in sharded formats.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""torch files, read through a memory map and written one tensor at a time."""
+"""torch file reader (memory-mapped) and writer (one tensor at a time)."""
 
 import mmap
 import os
@@ -33,8 +33,8 @@ class TorchFileReader:
 
 
 def torch_load_safely(path: Path) -> dict[str, Any]:
-    """Load a file with memory-mapped tensors, without executing code in it. Raises UserError if it is no torch file, is
-    damaged, or holds more than tensors and plain values."""
+    """Load a file with memory-mapped tensors, without executing its code. Raises UserError if it is not a torch file,
+    is damaged, or contains more than tensors and plain values."""
     try:
         found = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
     except pickle.UnpicklingError as error:
@@ -52,17 +52,17 @@ def torch_load_safely(path: Path) -> dict[str, Any]:
 def write_torch_file(path: Path, state: Mapping[str, Any], produce: TensorProducer) -> None:
     """Write nested dictionaries of plain values and `TensorSpec`s for `torch.load(..., weights_only=True)`.
 
-    The file is laid out first and filled through a memory map, so that one tensor is in memory at a time. The archive's
-    checksums, which torch does not read, stay empty.
+    The file is laid out first and filled through a memory map, with one tensor in memory at a time. The archive's
+    checksums stay empty; torch does not read them.
     """
     specs: list[tuple[tuple[str, ...], TensorSpec]] = []
     with tempfile.NamedTemporaryFile(dir=path.parent) as file:
-        # A sparse file of the largest tensor's size backs every tensor: no memory, no disk.
+        # A sparse file of the largest tensor's size backs every tensor, without memory or disk space.
         file.truncate(max(1, _largest(state)))
         with torch.serialization.skip_data():
             torch.save(_blank(state, file.name, (), specs), path)
     with path.open("r+b") as file:
-        # Preallocated: a disk that fills up under a memory map would raise SIGBUS.
+        # Preallocate: a disk that fills up under a memory map would raise SIGBUS.
         os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
         laid_out = torch.load(path, mmap=True, weights_only=True)

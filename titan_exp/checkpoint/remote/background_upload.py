@@ -1,6 +1,6 @@
 """Background upload: each rank's thread uploads its shards, and rank 0 writes the completion marker last.
 
-Training never waits for uploads, except for the bounded time given to `finish`.
+Training never waits for uploads, except for a bounded time in `finish`.
 """
 
 import threading
@@ -19,16 +19,16 @@ from titan_exp.config.groups.checkpoint import CheckpointConfig
 from titan_exp.tracking.logging import get_logger
 
 STOP_SECONDS = 60.0
-"""Longest wait for uploads after a stop request: an allocation may be about to end."""
+"""Maximum wait for uploads after a stop request; the allocation may be about to end."""
 MARGIN = 20.0
-"""Seconds for a cancelled transfer to end, and for the ranks to leave their group."""
+"""Seconds allowed for a cancelled transfer to end, and for the ranks to leave their group."""
 
 
 class BackgroundUploader:
-    """Uploads of one run, one checkpoint at a time. All ranks construct it together.
+    """Uploads the checkpoints of a run, one at a time. The constructor is collective over all ranks.
 
-    Rank 0 chooses the next checkpoint: the newest durable one. A checkpoint that is superseded before its upload
-    began is skipped; one that `keep_every` retains is uploaded when nothing newer waits, as is a failed one.
+    Rank 0 chooses the newest durable checkpoint next. A checkpoint superseded before its upload began is skipped;
+    checkpoints retained by `keep_every` and failed ones are uploaded when nothing newer waits.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class BackgroundUploader:
     ) -> None:
         self._run, self._folder, self._config, self._clock = run, folder, config, clock
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-        # Its own group, whose ranks wait for as long as there is nothing to upload.
+        # Separate group, whose ranks wait while there is nothing to upload.
         self._group: Any = dist.new_group(backend="gloo", timeout=timedelta(days=365))
         self._changed = threading.Condition()
         self._waiting: int | None = None
@@ -52,10 +52,7 @@ class BackgroundUploader:
         self._thread = threading.Thread(target=self._work, name="uploads", daemon=True)
 
     def start(self, steps: list[int]) -> None:
-        """Start with local checkpoints that are not uploaded yet, ascending; all ranks call it, rank 0's list counts.
-
-        A second call does nothing.
-        """
+        """Start with local checkpoints not yet uploaded, ascending; collective, with rank 0's list. Idempotent."""
         if self._thread.ident is not None:
             return
         self._skipped = set(steps[:-1])
@@ -63,7 +60,7 @@ class BackgroundUploader:
         self._thread.start()
 
     def offer(self, step: int) -> None:
-        """Enqueue a durable checkpoint (rank 0). Returns at once."""
+        """Enqueue a durable checkpoint (rank 0) without blocking."""
         with self._changed:
             if self._waiting is not None:
                 get_logger().warning(
@@ -77,7 +74,7 @@ class BackgroundUploader:
             self._changed.notify_all()
 
     def steps_in_use(self) -> set[int]:
-        """Steps that retention must not delete yet (rank 0)."""
+        """Steps protected from retention (rank 0)."""
         with self._changed:
             return {step for step in (self._waiting, self._current) if step is not None}
 
@@ -88,9 +85,9 @@ class BackgroundUploader:
             return seconds
 
     def finish(self, seconds: float) -> None:
-        """Wait until all uploads have ended, `seconds` at most, then cancel the rest. All ranks call it.
+        """Wait for all uploads, at most `seconds`, then cancel the rest. Collective over all ranks.
 
-        A last upload that has failed is retried once. Later checkpoints are not accepted.
+        A failed last upload is retried once. Later checkpoints are not accepted.
         """
         if self._rank == 0:
             with self._changed:
@@ -111,7 +108,7 @@ class BackgroundUploader:
                     self._folder.path,
                 )
         else:
-            # Rank 0 ends the queue; if it is late, this rank cancels by its own clock.
+            # Rank 0 ends the queue; if it is late, this rank cancels by its local clock.
             self._thread.join(seconds + MARGIN / 2)
         self.cancel()
 
@@ -140,13 +137,13 @@ class BackgroundUploader:
             while (step := self._next()) is not None:
                 self._upload(step)
         except (RuntimeError, ValueError) as error:
-            # Another rank is gone and the run is about to fail, or this rank has left the process group.
+            # Another rank has exited and the run is about to fail, or this rank has left the process group.
             get_logger().debug("uploads have ended: %s", error)
         finally:
             self._finish_current()
 
     def _next(self) -> int | None:
-        """The step that all ranks upload next; None at the end."""
+        """Step that all ranks upload next; None at the end."""
         chosen: list[Any] = [None]
         if self._rank == 0:
             with self._changed:
@@ -160,7 +157,7 @@ class BackgroundUploader:
         return chosen[0]
 
     def _retriable(self) -> set[int]:
-        # After a failure, the next upload is that of a new checkpoint.
+        # After a failure, the next upload is a new checkpoint.
         return set() if self._failed is not None else self._skipped
 
     def _upload(self, step: int) -> None:
@@ -210,14 +207,13 @@ class BackgroundUploader:
 def _failure_of(action: Callable[[], None]) -> str | None:
     try:
         action()
-    except Exception as error:  # of any kind: the other ranks wait for a result
+    except Exception as error:  # any error: the other ranks wait for a result
         return str(error) if isinstance(error, RemoteError | OSError) else f"{type(error).__name__}: {error}"
     return None
 
 
 def steps_to_upload(run: RemoteRun, folder: CheckpointFolder, keep_every: int | None) -> list[int]:
-    """Local complete steps that are not uploaded, ascending: the newest, and those that `keep_every` retains. Raises
-    RemoteError."""
+    """Local complete steps to upload, ascending: the newest, and steps retained by `keep_every`. Raises RemoteError."""
     local = [step for step in folder.complete_steps() if has_checksums(folder.path_of(step))]
     wanted = [step for step in local if step == local[-1] or (keep_every is not None and step % keep_every == 0)]
     listed = run.listed_steps()

@@ -1,8 +1,8 @@
 """Local cache of remote checkpoints, shared by commands, runs and ranks; and uploads of exports.
 
-Downloaded are: of a run, the requested checkpoint with all of its files, optimizer state included; of a Hugging Face
-folder, the safetensors named by its index, configuration and tokenizer; of any other folder, all files. Ranks download
-different files into one cache. Files are downloaded whole.
+Downloads are whole files: for a run, all files of the requested checkpoint, optimizer state included; for a Hugging
+Face folder, the safetensors in its index, configuration and tokenizer; for any other folder, all files. Ranks download
+different files into one cache.
 """
 
 import contextlib
@@ -30,18 +30,17 @@ from titan_exp.tracking.logging import get_logger
 from titan_exp.tracking.progress_tracker import PROGRESS
 
 CACHE = Path("runs/.cache/remote")
-"""Cache of commands that belong to no run; it may be deleted while none of them is running."""
+"""Cache of commands outside runs; may be deleted while no command is running."""
 _HUGGINGFACE_SUFFIXES = (".safetensors", ".json", ".model", ".txt", ".jinja")
 _UPLOADED_LAST = ("config.json", "params.json", "model.json", ".metadata", CHECKSUMS_FILE)
-"""Files without which a folder is no checkpoint, in the order in which they are uploaded."""
+"""Files that make a folder a checkpoint, in upload order."""
 
 
 def local_copy(path_or_url: str, *, cache: Path = CACHE, step: int = 0) -> Path:
     """Local path of a run, a checkpoint, or weights: `path_or_url` itself if it is a path, else a cached download.
 
-    `step` is the checkpoint of a run; 0 is the newest. In a job of several ranks, all ranks call it together and see
-    the same `cache`. Raises UserError if the URL cannot be reached or holds no checkpoint, a file is damaged, or the
-    disk is full.
+    `step` selects a run's checkpoint; 0 is the newest. Collective in a job of several ranks, which must share `cache`.
+    Raises UserError if the URL is unreachable or contains no checkpoint, a file is damaged, or the disk is full.
     """
     if not is_url(path_or_url):
         return Path(path_or_url).expanduser()
@@ -58,10 +57,10 @@ def local_copy(path_or_url: str, *, cache: Path = CACHE, step: int = 0) -> Path:
 
 @contextlib.contextmanager
 def staged_upload(path_or_url: str, *, cache: Path = CACHE) -> Iterator[Path]:
-    """A local path to write weights to in the block; if `path_or_url` is a URL, they are uploaded afterwards.
+    """Local path to write weights to in the `with` block; if `path_or_url` is a URL, they are uploaded afterwards.
 
-    Files that make a folder a checkpoint are uploaded last, so that a partial upload is none. Until then the weights
-    are in the cache, which needs room for all of them. Raises UserError if the URL exists or cannot be written to.
+    Files that make a folder a checkpoint are uploaded last, so that a partial upload is not a checkpoint. Until then,
+    the cache needs room for all weights. Raises UserError if the URL exists or is not writable.
     """
     if not is_url(path_or_url):
         yield Path(path_or_url).expanduser()
@@ -93,16 +92,16 @@ def staged_upload(path_or_url: str, *, cache: Path = CACHE) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class _Manifest:
-    """Files of one download."""
+    """Files to download."""
 
     url: str
-    """Folder that remote names are relative to."""
+    """Base folder of the remote names."""
     path: str
-    """Path in the cache of the complete download."""
+    """Cache path of the complete download."""
     files: dict[str, tuple[str, RemoteFile]]
-    """Path in the cache → remote name, size and version."""
+    """Remote name, size and version by cache path."""
     checksums: Mapping[str, FileChecksum] = field(default_factory=dict)
-    """Path in the cache → size and checksum, where known."""
+    """Size and checksum by cache path, if known."""
 
     @property
     def bytes(self) -> int:
@@ -152,7 +151,7 @@ def _run_manifest(remote: RemoteFolder, root: str, prefix: str, steps: list[str]
 def _step_manifest(
     remote: RemoteFolder, prefix: str, run: RemoteFolder, root: str, name: str, *, whole_run: bool = False
 ) -> _Manifest:
-    """A training checkpoint, with the configuration of its run if there is one."""
+    """Manifest of a training checkpoint, with its run's configuration if present."""
     listed = remote.listing(prefix.rstrip("/")).files
     try:
         checksums = parse_checksums((remote.read(f"{prefix}{CHECKSUMS_FILE}") or b"").decode())
@@ -161,11 +160,11 @@ def _step_manifest(
     if bad := [file for file in checksums if Path(file).name != file or file not in listed]:
         raise UserError(f"{joined(remote.url, prefix)}: the checkpoint is damaged: {bad[0]} is missing.")
     folder = f"{root}/checkpoints/{name}"
-    # A converted checkpoint describes its model itself, and may have a tokenizer beside it.
+    # A converted checkpoint contains its model description, and may contain a tokenizer.
     names = dict.fromkeys((*checksums, CHECKSUMS_FILE, *(listed if FILE in listed else ())))
     files = {f"{folder}/{file}": (f"{prefix}{file}", listed[file]) for file in names}
     if run is not remote:
-        # Names are relative to the run above this checkpoint, for its configuration.
+        # Names are relative to the run's folder, which has the configuration.
         files = {path: (f"{name}/{file}", entry) for path, (file, entry) in files.items()}
     config = run.stat(CONFIG)
     if config is not None:
@@ -175,7 +174,7 @@ def _step_manifest(
 
 
 def _files_to_download(remote: RemoteFolder, files: dict[str, RemoteFile]) -> dict[str, RemoteFile]:
-    """All files; of a Hugging Face folder, those that `transformers` would read."""
+    """Files to download: all, or those that `transformers` would read from a Hugging Face folder."""
     if "config.json" not in files or not any(name.endswith(".safetensors") for name in files):
         return files
     indexed = None
@@ -217,7 +216,7 @@ def _download_on_ranks(path_or_url: str, cache: Path, step: int, world: int) -> 
 def _download(
     manifest: _Manifest, cache: Path, paths: list[str], progress: ProgressCallback | None = None
 ) -> str | None:
-    """Download the given files that are not cached yet; returns the error message of the first failure."""
+    """Download the given files unless cached; returns the error message of the first failure."""
     remote, done = RemoteFolder(manifest.url), 0
     try:
         for path in paths:

@@ -1,4 +1,4 @@
-"""Download of a repository from the Hugging Face hub, by huggingface_hub, which resumes interrupted downloads."""
+"""Hugging Face hub downloads through huggingface_hub, which resumes interrupted downloads."""
 
 import os
 from collections.abc import Sequence
@@ -9,13 +9,13 @@ from titan_exp.config.errors.user_error import UserError
 
 
 def download(repo: str, target: Path, patterns: Sequence[str], revision: str | None = None) -> None:
-    """Download the files of a repository that match the patterns, or resume. Raises UserError if the repository or the
-    hub cannot be reached, or access is refused."""
+    """Download a repository's files that match the patterns, or resume. Raises UserError if the repository or the hub
+    is unreachable, or access is denied."""
     from huggingface_hub import HfApi, errors, snapshot_download
 
     token = os.environ.get("HF_TOKEN") or False
     try:
-        # First, because without network `snapshot_download` accepts an existing folder with any content.
+        # Checked first: without network, `snapshot_download` accepts an existing folder with any content.
         revision = HfApi(token=token).repo_info(repo, revision=revision).sha
         snapshot_download(repo, revision=revision, local_dir=target, allow_patterns=list(patterns), token=token)
     except errors.GatedRepoError as error:
@@ -27,7 +27,7 @@ def download(repo: str, target: Path, patterns: Sequence[str], revision: str | N
     except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled, OSError) as error:
         raise UserError(_unreachable(repo, error)) from error
     except Exception as error:
-        # The library lets errors of its HTTP client through.
+        # The library does not wrap its HTTP client's errors.
         if not type(error).__module__.startswith(("httpx", "httpcore", "requests", "huggingface_hub")):
             raise
         raise UserError(_unreachable(repo, error)) from error

@@ -1,7 +1,7 @@
-"""Object-store and remote folders through fsspec, with bounded timeouts and errors that say what to do.
+"""Remote folders (object stores and others) through fsspec, with bounded timeouts and actionable errors.
 
-Credentials come from the environment (AWS_*, GOOGLE_APPLICATION_CREDENTIALS, ...), as does the endpoint of an
-S3-compatible store (AWS_ENDPOINT_URL). None of them is in a configuration.
+Credentials (AWS_*, GOOGLE_APPLICATION_CREDENTIALS, ...) and the endpoint of an S3-compatible store (AWS_ENDPOINT_URL)
+come from the environment, never from a configuration.
 """
 
 import errno
@@ -20,19 +20,19 @@ from titan_exp.tracking.run_folder.atomic_write import write_atomically
 
 CONNECT_SECONDS = 10
 READ_SECONDS = 60
-"""Read timeout of S3. Other protocols use the timeouts of their own packages."""
+"""Read timeout of S3 in seconds. Other protocols use their packages' timeouts."""
 ATTEMPTS = 3
 """Attempts per S3 request before the store counts as unreachable."""
 CONCURRENT_PARTS = 4
-"""Concurrent 50 MB parts of one S3 transfer; bounds its memory."""
+"""Number of concurrent 50 MB parts of an S3 transfer; bounds its memory."""
 _S3 = ("s3", "s3a")
 _CHUNK_BYTES = 8 * 2**20
 
 
 class RemoteError(Exception):
-    """A failed request to a remote store, as a readable message.
+    """Failed request to a remote store, with a readable message.
 
-    `permanent` is True if waiting will not help: wrong name, no credentials, no permission. Otherwise the network may
+    `permanent` is True if retrying will not help: wrong name, no credentials, no permission. Otherwise the network may
     be down.
     """
 
@@ -42,21 +42,21 @@ class RemoteError(Exception):
 
 
 class TransferCancelled(RemoteError):
-    """A transfer was cancelled by its `stop` callback."""
+    """Transfer cancelled by its `stop` callback."""
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file in a remote folder; sizes are in bytes."""
+    """File in a remote folder; sizes are in bytes."""
 
     name: str
     size: int
     version: str
-    """ETag, generation or modification time, as far as the store reports one."""
+    """ETag, generation or modification time, if the store reports one."""
 
     @property
     def version_tag(self) -> str:
-        """A short hash that changes with the file."""
+        """Short hash that changes with the file."""
         return hashlib.sha256(json.dumps([self.name, self.size, self.version]).encode()).hexdigest()[:16]
 
 
@@ -69,7 +69,7 @@ class RemoteListing:
 
 
 class RemoteFolder:
-    """The folder at `url`, which need not exist. Names are relative and may have parts (`step-00000100/x`).
+    """Remote folder at `url`, which need not exist. Names are relative and may have parts (`step-00000100/x`).
 
     Every method raises RemoteError if the store fails. Raises UserError if the protocol is unknown or not installed, or
     the URL may hold a credential.
@@ -84,7 +84,7 @@ class RemoteFolder:
         self._opened: tuple[Any, str] | None = None
 
     def listing(self, name: str = "") -> RemoteListing:
-        """List the folder, or a folder below it; empty if there is none."""
+        """List the folder, or a folder below it; empty if it does not exist."""
         with self._store(name) as (store, path):
             try:
                 entries = store.ls(path, detail=True)
@@ -103,7 +103,7 @@ class RemoteFolder:
             return RemoteListing(files, tuple(sorted(folders)))
 
     def stat(self, name: str = "") -> RemoteFile | None:
-        """Size and version of a file (without a name, of the URL itself); None if it is no file."""
+        """Size and version of a file (without a name, of the URL itself); None if it is not a file."""
         with self._store(name) as (store, path):
             try:
                 entry = store.info(path)
@@ -120,7 +120,7 @@ class RemoteFolder:
                 return None
 
     def write(self, name: str, content: bytes) -> None:
-        """Write a small file, atomically in an object store and on a disk."""
+        """Write a small file; atomic in object stores and on local disks."""
         with self._store(name) as (store, path):
             if _is_local(store):
                 Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -140,7 +140,7 @@ class RemoteFolder:
                 store.put_file(str(source), path, callback=_stopping(stop))
 
     def download(self, name: str, target: Path) -> None:
-        """Download a file (without a name, the URL itself); `target` appears once it is complete. Raises OSError if the
+        """Download a file (without a name, the URL itself); `target` appears once complete. Raises OSError if the
         local disk is full or read-only."""
         partial = target.with_name(f"{target.name}.{os.urandom(4).hex()}.part")
         partial.touch()  # an error of the local disk must not count as one of the store
@@ -152,7 +152,7 @@ class RemoteFolder:
             partial.unlink(missing_ok=True)
 
     def download_verified(self, name: str, target: Path, find_damage: Callable[[], str | None]) -> str | None:
-        """Download a file, and once more if it arrives damaged; returns the damage that remains."""
+        """Download a file, and once more if it is damaged; returns the remaining damage."""
         damage = None
         for _ in range(2):
             self.download(name, target)
@@ -179,7 +179,7 @@ class RemoteFolder:
 
     @contextmanager
     def _store(self, name: str) -> Iterator[tuple[Any, str]]:
-        """The fsspec file system, its listing cache dropped, and the path of `name`; errors become RemoteError."""
+        """File system of fsspec with an empty listing cache, and the path of `name`; errors become RemoteError."""
         try:
             if self._opened is None:
                 self._opened = _open(self.url)
@@ -188,7 +188,7 @@ class RemoteFolder:
             yield store, f"{root}/{name}" if name else root
         except RemoteError:
             raise
-        except Exception as error:  # each store raises its own exceptions, most of them not OSErrors
+        except Exception as error:  # stores raise different exceptions, most of them not OSErrors
             raise _to_remote_error(error, self.url) from error
 
 
@@ -233,7 +233,7 @@ def _copy(source: Path, target: Path, stop: Callable[[], bool]) -> None:
 
 
 def _stopping(stop: Callable[[], bool]) -> Any:
-    """An fsspec callback that cancels a transfer between two parts."""
+    """Callback for fsspec that cancels a transfer between two parts."""
     from fsspec.callbacks import Callback
 
     class Stopping(Callback):

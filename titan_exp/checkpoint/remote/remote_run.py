@@ -1,6 +1,6 @@
 """Remote checkpoints of a run. The marker file `checksums.json`, written last, completes `step-00000100/`.
 
-Object stores have no atomic rename; the file that lists all others marks the checkpoint as complete instead.
+Object stores have no atomic rename; instead, the file that lists all others marks the checkpoint as complete.
 """
 
 import re
@@ -14,15 +14,14 @@ from titan_exp.config.paths.remote_url import joined
 from titan_exp.tracking.logging import get_logger
 
 CONFIG = "config.yaml"
-"""Configuration of the run, beside its checkpoints."""
+"""Configuration file of the run, next to its checkpoints."""
 DAMAGED = "checksums.damaged.json"
 """Name of `checksums.json` in a quarantined checkpoint."""
 _RANK_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 
 
 class RemoteRun:
-    """Remote folder of one run below `remote`, the value of `checkpoint.remote`. Raises UserError if the URL cannot be
-    used."""
+    """Remote folder of a run below `remote` (`checkpoint.remote`). Raises UserError if the URL is not usable."""
 
     def __init__(self, remote: str, name: str, run_id: str) -> None:
         self.folder = RemoteFolder(joined(remote, name, run_id))
@@ -31,7 +30,7 @@ class RemoteRun:
         self._kept: set[int] = set()
 
     def write_config(self, config: Path) -> None:
-        """Upload the run's configuration, which also shows that the store is writable."""
+        """Upload the run's configuration; this also verifies that the store is writable."""
         text = config.read_bytes() if config.is_file() else b""
         if self.folder.read(CONFIG) != text:
             self.folder.write(CONFIG, text)
@@ -47,24 +46,24 @@ class RemoteRun:
         try:
             checksums = parse_checksums((text or b"").decode())
         except (ValueError, KeyError, TypeError, AttributeError):
-            return None  # a torn or foreign file marks no checkpoint as complete
-        # A name with a path in it would be downloaded to anywhere.
+            return None  # a partial or foreign file does not complete a checkpoint
+        # Names with path components could be written outside the checkpoint.
         safe = METADATA_FILE in checksums and all(Path(name).name == name for name in checksums)
         return checksums if safe else None
 
     def complete_steps(self) -> list[int]:
-        """Steps of all complete checkpoints, ascending; one request for each listed step."""
+        """Steps of all complete checkpoints, ascending; sends one request per listed step."""
         return [step for step in self.listed_steps() if self.checksums(step) is not None]
 
     def has_same(self, step: int, path: Path) -> bool:
-        """True if the checkpoint at `path` is there, complete and identical."""
+        """True if the checkpoint at `path` is already uploaded, complete and identical."""
         return self._marker(step) == (path / CHECKSUMS_FILE).read_bytes()
 
     def upload_shard(self, step: int, path: Path, rank: int, world: int, stop: Callable[[], bool]) -> None:
-        """Upload one rank's shard of a checkpoint's files: those it wrote itself, if the layout is unchanged.
+        """Upload one rank's share of a checkpoint's files: its own files, if the layout is unchanged.
 
-        An existing checkpoint of the step stops being complete with the first file. Raises RemoteError if the store did
-        not take all of it, OSError if the checkpoint at `path` cannot be read.
+        The first file invalidates an existing checkpoint of the step. Raises RemoteError if an upload fails, OSError if
+        the checkpoint at `path` cannot be read.
         """
         listed = self.folder.listing(step_name(step)).files
         if CHECKSUMS_FILE in listed and self.has_same(step, path):
@@ -90,9 +89,9 @@ class RemoteRun:
         self.folder.write(f"{step_name(step)}/{CHECKSUMS_FILE}", text.encode())
 
     def apply_retention(self, newest: int, every: int | None, published: int) -> None:
-        """Delete old complete checkpoints and the remains of interrupted uploads, up to the step just published.
+        """Delete old complete checkpoints and files of interrupted uploads, up to the step just published.
 
-        The `newest` ones stay, and those whose step is a multiple of `every`.
+        The `newest` checkpoints and multiples of `every` are kept.
         """
         listed = [step for step in self.listed_steps() if step <= published]
         complete = [step for step in listed if step in self._kept or self.checksums(step) is not None]
@@ -102,14 +101,14 @@ class RemoteRun:
                 if DAMAGED not in self.folder.listing(step_name(step)).files:
                     self.folder.remove_folder(step_name(step))
             elif step not in complete[-newest:] and (every is None or step % every):
-                # The marker goes first: a half-deleted checkpoint must not look complete.
+                # Delete the marker first: a partially deleted checkpoint must not look complete.
                 self.folder.remove(f"{step_name(step)}/{CHECKSUMS_FILE}")
                 self.folder.remove_folder(step_name(step))
             else:
                 self._kept.add(step)
 
     def quarantine(self, step: int) -> None:
-        """Rename the marker file of a damaged checkpoint; its other files stay."""
+        """Rename the marker file of a damaged checkpoint; its other files are kept."""
         try:
             self.folder.write(f"{step_name(step)}/{DAMAGED}", self._marker(step) or b"")
             self.folder.remove(f"{step_name(step)}/{CHECKSUMS_FILE}")
@@ -121,6 +120,6 @@ class RemoteRun:
 
 
 def uploading_rank(name: str, world: int) -> int:
-    """Rank that uploads a file: its writer, modulo the world size; rank 0 for files of no rank."""
+    """Rank that uploads a file: its writer, modulo the world size; rank 0 for files without a rank."""
     match = _RANK_FILE.fullmatch(name)
     return int(match[1]) % world if match else 0

@@ -1,6 +1,6 @@
-"""Download of a run's newer checkpoints: each rank downloads and verifies its shard of the files.
+"""Download of a run's newer checkpoints: each rank downloads and verifies its share of the files.
 
-Files that arrived intact survive a crash: the next start downloads only the missing ones.
+Intact files are kept after a crash: the next start downloads only the missing ones.
 """
 
 import os
@@ -22,17 +22,16 @@ from titan_exp.tracking.progress_tracker import PROGRESS
 from titan_exp.tracking.run_folder.atomic_write import sync_file
 
 DOWNLOADING = ".fetching"
-"""Suffix of a checkpoint folder that is being downloaded; unlike a partial one, it is kept for the next start."""
+"""Suffix of a checkpoint folder during download; unlike a partial one, it is kept for the next start."""
 
 
 def download_newer(
     run: RemoteRun, folder: CheckpointFolder, than: int | None, group: dist.ProcessGroup | None
 ) -> int | None:
-    """Download the newest intact checkpoint that is newer than step `than`; returns its step, or None. All ranks
-    together.
+    """Download the newest intact checkpoint after step `than`; returns its step, or None. Collective over the group.
 
-    A damaged remote checkpoint is logged and quarantined, and the one before it is tried. If the store does not answer,
-    the run continues from the local checkpoint, and the log says so. Raises UserError if there is no local checkpoint
+    A damaged remote checkpoint is logged and quarantined, and the previous one is tried. If the store is unreachable,
+    this is logged and the run continues from the local checkpoint. Raises UserError if there is no local checkpoint
     either, so that the run would start over, or if the disk is full.
     """
     leader = dist.get_rank(group) == 0
@@ -68,8 +67,8 @@ def download_newer(
 def _download_files(
     run: RemoteRun, step: int, checksums: dict[str, FileChecksum], target: Path, group: dist.ProcessGroup | None
 ) -> str | RemoteError | None:
-    """Download all files of a checkpoint; returns the damage found there, or the failure of the store. Raises UserError
-    if the local disk cannot be written to."""
+    """Download all files of a checkpoint; returns the damage found, or the store's failure. Raises UserError if the
+    local disk is not writable."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     shard = {name: checksums[name] for name in sorted(checksums)[rank::world]}
     found: list[Any] = [None] * world
@@ -136,8 +135,8 @@ def _continue_without(error: RemoteError, than: int | None) -> None:
 
 
 def _on_rank_0(call: Callable[[], Any], group: dist.ProcessGroup | None) -> Any:
-    """Result of `call` on rank 0, broadcast; a RemoteError is returned. Raises UserError on every rank if rank 0 cannot
-    write to the local disk."""
+    """Broadcast the result of `call` on rank 0; a RemoteError is returned. Raises UserError on every rank if rank 0
+    cannot write to the local disk."""
     result: list[Any] = [None]
     if dist.get_rank(group) == 0:
         try:

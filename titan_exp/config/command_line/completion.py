@@ -1,4 +1,4 @@
-"""Shell completion after a verb: its options here, keys of groups by Hydra; the shell completes paths itself."""
+"""Shell completion after a verb: options of the verb here, config keys by Hydra, paths by the shell."""
 
 from dataclasses import fields
 
@@ -25,7 +25,7 @@ OPTIONS: dict[str, type] = {
     "logs": LogsOptions,
     "status": StatusOptions,
 }
-"""Options of the verbs that take groups in part or not at all."""
+"""Option dataclasses of verbs that take only some config groups or none."""
 
 GROUPS = {
     "train": ("",),
@@ -33,11 +33,11 @@ GROUPS = {
     "tokenize": ("data=", "data.", "experiment.seed"),
     "evaluate": ("data=", "data.", "training.", "parallelism.", "model.attention_backend"),
 }
-"""Prefixes of the overrides that a verb takes."""
+"""Accepted override prefixes by verb."""
 
 
 def complete_option(verb: str, word: str) -> list[str]:
-    """Options of a verb that begin with a word, or values of the option in it."""
+    """Completions of a word: a verb's options, or the values of the option in the word."""
     if verb not in OPTIONS or not word:
         return []
     name, equals, _ = word.partition("=")
@@ -56,5 +56,5 @@ def is_override(verb: str, word: str) -> bool:
 
 
 def takes_override(verb: str, offer: str) -> bool:
-    """True if the verb takes an override that Hydra offers."""
+    """True if the verb accepts an override offered by Hydra."""
     return offer.startswith(GROUPS[verb]) or any(prefix.startswith(offer) for prefix in GROUPS[verb])

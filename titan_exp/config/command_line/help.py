@@ -1,4 +1,4 @@
-"""Help of `titan-exp train`: config groups with their options, flags, examples."""
+"""Help text of `titan-exp train`: config groups with their options, flags, examples."""
 
 import shutil
 import textwrap
@@ -38,10 +38,10 @@ Tab completion in bash: eval "$(titan-exp train -sc install=bash)\"
 
 
 def train_help(arguments: Arguments) -> str:
-    """Help text, with a star at the options that these arguments choose."""
+    """Help text, with a star at the options chosen by these arguments."""
     overrides = [override for override in arguments.overrides if not override.startswith("hydra.searchpath=")]
     with groups_for(arguments) as groups:
-        # Hydra lists choices in the reverse of the order in which they were composed.
+        # Hydra lists choices in reverse order of composition.
         choices = dict(reversed(groups.compose(overrides).hydra.runtime.choices.items()))
         options = {name: groups.options(name) for name in groups.inside()}
     chosen = {

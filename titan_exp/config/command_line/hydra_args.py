@@ -1,4 +1,4 @@
-"""Hydra's flags and overrides, typed in any order."""
+"""Hydra arguments: flags and overrides, in any order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,27 +15,27 @@ VALUED += ("--experimental-rerun", "--info", "-i")
 """Hydra's flags with a value."""
 
 TOPICS = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
-"""Values of `--info`, which may stand without one."""
+"""Values of `--info`, which are optional."""
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """Flags and overrides of one command."""
+    """Flags and overrides of a command."""
 
     flags: tuple[str, ...]
     """Hydra's flags, each followed by its value."""
     overrides: tuple[str, ...]
-    """Other arguments, in their order."""
+    """Other arguments, in order."""
 
     def value_of(self, *names: str) -> str | None:
-        """Value of a flag, under any of its names; None if it was not given."""
+        """Value of a flag, given under any of its names; None if absent."""
         for index, flag in enumerate(self.flags):
             if flag in names:
                 return self.flags[index + 1]
         return None
 
     def has(self, *names: str) -> bool:
-        """True if a flag was given, under any of its names."""
+        """True if a flag was given under any of its names."""
         return any(name in self.flags for name in names)
 
 
@@ -54,7 +54,7 @@ def read_arguments(argv: Sequence[str]) -> Arguments:
 
 
 def _own_config(path: str) -> list[str]:
-    """Flags for a user's primary configuration, by folder or file. Hydra needs absolute folders."""
+    """Flags for a user's primary configuration, given as folder or file. Hydra needs absolute folders."""
     if "://" in path:
         return ["--config-path", path]
     absolute = Path(path).expanduser().absolute()

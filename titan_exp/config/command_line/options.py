@@ -1,4 +1,4 @@
-"""Option parser of every verb: `--name value`, `--name=value` and `name=value`, read into a dataclass."""
+"""Option parser of all verbs: `--name value`, `--name=value` and `name=value`, parsed into a dataclass."""
 
 import dataclasses
 import textwrap
@@ -12,11 +12,11 @@ from titan_exp.config.schema.schema import docstrings, hints, takes_switch
 Options = TypeVar("Options")
 
 HELP = ("--help", "-h", "help")
-"""Words that ask for a verb's help."""
+"""Help flags of a verb."""
 
 
 def options_help(usage: str, kind: type) -> str:
-    """Help of a verb: its usage, and every option with default and meaning."""
+    """Help text of a verb: usage, and every option with default and description."""
     lines = [usage, ""]
     for field in dataclasses.fields(kind):
         default = "" if field.default in ("", None, False) else shown(field.default)
@@ -27,13 +27,13 @@ def options_help(usage: str, kind: type) -> str:
 
 
 def option_name(kind: type, field: dataclasses.Field[Any]) -> str:
-    """Usual spelling of an option: `--watch` for a switch that is off, else `name=`."""
+    """Canonical spelling of an option: `--watch` for a switch that is off by default, else `name=`."""
     is_switch = field.default is False and takes_switch(hints(kind)[field.name])
     return _flag(field.name) if is_switch else f"{field.name}="
 
 
 def parse_options(kind: type[Options], argv: Sequence[str], *, positional: Sequence[str] = ()) -> Options:
-    """Read words into a dataclass; the first words without a name are those of the `positional` fields."""
+    """Parse arguments into a dataclass; the first unnamed arguments fill the `positional` fields."""
     options, rest = take_options(kind, argv, positional=positional)
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]  # a dataclass
     if rest:
@@ -50,9 +50,9 @@ def parse_options(kind: type[Options], argv: Sequence[str], *, positional: Seque
 def take_options(
     kind: type[Options], argv: Sequence[str], *, positional: Sequence[str] = (), others: Sequence[str] = ()
 ) -> tuple[Options, list[str]]:
-    """Read the words that are options into a dataclass, named after its verb; returns it, and the other words.
+    """Parse the arguments that are options into a dataclass, named after its verb; returns it and the other arguments.
 
-    `others` are flags of another parser, which stay among the words.
+    `others` are flags of another parser, which are returned unparsed.
     """
     from pydantic import TypeAdapter, ValidationError
 
@@ -93,10 +93,10 @@ def take_flags(
     others: Iterable[str] | None = None,
     verb: str = "",
 ) -> tuple[dict[str, str | int | bool], list[str]]:
-    """Flags with their values, and the words that are none.
+    """Flags with their values, and the other arguments.
 
-    `switches` stand without a value; `valued` have one, `--jobs 4` or `--jobs=4`, of type `str`, or `int` from 0. A
-    flag among both may have one after `=`. `others` belong to another parser and stay among the words.
+    `switches` take no value; `valued` flags take one, `--jobs 4` or `--jobs=4`, of type `str`, or `int` from 0. A
+    flag in both may have one after `=`. `others` belong to another parser and are returned unparsed.
     """
     alone, with_value, foreign = set(switches), dict(valued or {}), set(others or ())
     found: dict[str, str | int | bool] = {}

@@ -1,4 +1,4 @@
-"""Composition errors: every unreadable override and unknown key, group or option at once, with the nearest names."""
+"""Hydra composition errors: all unreadable overrides and unknown keys, groups and options, with the nearest names."""
 
 import re
 import traceback
@@ -26,21 +26,21 @@ from titan_exp.config.schema.schema import annotation_of, value_keys
 
 MESSAGE = "These overrides cannot be composed."
 UNREADABLE = (HydraException, OmegaConfBaseException, yaml.YAMLError)
-"""Exceptions of text that cannot be composed."""
+"""Exceptions of overrides or YAML that cannot be composed."""
 
 
 def is_composition_error(error: Exception) -> bool:
-    """True if an error is about overrides or YAML, and not a bug."""
+    """True if an error was caused by overrides or YAML, not by a bug."""
     if isinstance(error, UNREADABLE):
         return True
-    # Hydra raises plain ValueErrors and warnings as well.
+    # Hydra also raises plain ValueErrors and warnings.
     raised_in = [frame.filename for frame in traceback.extract_tb(error.__traceback__)][-1:]
     folders = tuple(str(Path(str(module.__file__)).parent) for module in (hydra, omegaconf))
     return isinstance(error, ValueError | UserWarning) and any(name.startswith(folders) for name in raised_in)
 
 
 def explain(error: Exception, arguments: Arguments) -> UserError:
-    """User error for what Hydra raised while it composed these arguments; Hydra's own words if no name is unknown."""
+    """Convert Hydra's error for these arguments to a UserError; keeps Hydra's message if all names are known."""
     found = unknown_names(arguments)
     if found:
         return UserError(MESSAGE, found)
@@ -56,7 +56,7 @@ def explain(error: Exception, arguments: Arguments) -> UserError:
 
 
 def unknown_names(arguments: Arguments) -> list[Violation]:
-    """Violations of overrides that cannot be read, or name a key, a group or an option that does not exist."""
+    """Violations of unreadable overrides, and of overrides with unknown keys, groups or options."""
     parsed: list[Override] = []
     found: list[Violation] = []
     for text in arguments.overrides:
@@ -66,7 +66,7 @@ def unknown_names(arguments: Arguments) -> list[Violation]:
             found.append(_unreadable(text))
     if not found:
         with suppress(*UNREADABLE, OSError), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Hydra has warned about its search path already
+            warnings.simplefilter("ignore")  # Hydra has already warned about its search path
             with groups_for(arguments) as groups:
                 names = _Names(groups)
                 names.choose(parsed)
@@ -75,19 +75,19 @@ def unknown_names(arguments: Arguments) -> list[Violation]:
 
 
 class _Names:
-    """Groups, options and keys of a configuration, against which overrides are checked."""
+    """Groups, options and keys of a configuration, for checking overrides."""
 
     def __init__(self, groups: Groups) -> None:
         self.groups = groups
         self.names = groups.names()
         composed = groups.compose()
         self.chosen = _chosen(composed)
-        """Option of each group of the defaults list."""
+        """Option of each group in the defaults list."""
         self.tree = _tree(composed)
         """Configuration with these options."""
 
     def choose(self, parsed: Sequence[Override]) -> None:
-        """Take the keys that come with the existing options among the overrides."""
+        """Add the keys of the existing options among the overrides."""
         options = [
             str(override.input_line)
             for override in parsed
@@ -121,7 +121,7 @@ class _Names:
         parent, node = ".".join(parents), self.tree
         for part in parents:
             node = node.get(part) if isinstance(node, dict) else None
-        # Hydra offers the plus that adds a key to keyword arguments.
+        # Hydra suggests the `+` that adds a key to keyword arguments.
         if (isinstance(node, dict) and name in node) or str(annotation_of(parent)).startswith("dict"):
             return
         value = "" if override.is_delete() else str(override.input_line).partition("=")[2]

@@ -23,9 +23,9 @@ from titan_exp.config.schema.schema import (
 def unknown_keys(
     values: Mapping[str, Any], fields: Mapping[str, Any], optional: Collection[str], prefix: str = ""
 ) -> Iterator[Violation]:
-    """Unknown and missing keys, values in place of a group, and booleans in place of a number.
+    """Violations of unknown and missing keys, values in place of a group, and booleans in place of a number.
 
-    `fields` has the type of each key, `optional` the keys with a default, of a group with this prefix.
+    `fields` has the type of each key, `optional` the keys with a default, of the group with this prefix.
     """
     for name in values:
         if name not in fields:
@@ -52,12 +52,12 @@ def unknown_keys(
 
 
 def _reachable(prefix: str, fields: Mapping[str, Any]) -> list[str]:
-    """Keys that take a value, less those that a group with this prefix has for other components alone."""
+    """Value keys, except those that the group with this prefix has only for other components."""
     return [key for key in value_keys() if not key.startswith(prefix) or key[len(prefix) :].partition(".")[0] in fields]
 
 
 def from_pydantic(error: Mapping[str, Any], field: str, annotation: Any, meaning: str) -> Violation:
-    """Violation of a key's type or bounds, from one of pydantic's errors."""
+    """Violation of a key's type or bounds, from a pydantic error."""
     reason, remedy = _reason(error, field, annotation)
     return Violation(field, error["input"], reason, remedy or _about(field, meaning))
 
@@ -97,7 +97,7 @@ _REASONS = {
     "dict_type": ("must be keyword arguments", "add one: +{field}.key=value"),
     "string_type": ("must be text", "quote it: {field}='\"{value}\"'"),
 }
-"""Reason and remedy by pydantic's error type; an empty remedy stands for the key's meaning."""
+"""Reason and remedy by pydantic error type; an empty remedy is replaced by the key's meaning."""
 
 
 def _choice(value: Any, annotation: Any) -> tuple[str, str]:

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Violation:
-    """A violated rule or type: key, value, reason, remedy."""
+    """Violation of a rule or type: key, value, reason, remedy."""
 
     field: str
     """Configuration key, as typed on the command line (`training.global_batch_size`)."""
     value: object
-    """Its value."""
+    """Value of the key."""
     reason: str
-    """Why the value cannot be used."""
+    """Reason why the value cannot be used."""
     remedy: str
     """Nearest values that work, or the command to type."""
 
@@ -23,7 +23,7 @@ class Violation:
 
 
 class UserError(Exception):
-    """Error that a user can fix. The command line prints it without a traceback and exits 2."""
+    """Error that the user can fix; printed without a traceback, exit status 2."""
 
     exit_code = 2
 
@@ -34,7 +34,7 @@ class UserError(Exception):
 
 
 def shown(value: object, text: Callable[[str], str] = str) -> str:
-    """A value as it is typed on the command line, its strings through `text`."""
+    """Format a value as typed on the command line; `text` formats its strings."""
     match value:
         case None:
             return "null"

@@ -1,4 +1,4 @@
-"""Composition from overrides, outside the command line."""
+"""Hydra composition from overrides, outside the command line."""
 
 import os
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from titan_exp.config.hydra.resolvers import register_resolvers
 _PACKAGE = Path(__file__).resolve().parents[2]
 
 CONF_DIR = next(folder for folder in (_PACKAGE / "conf", _PACKAGE.parent / "conf") if folder.is_dir())
-"""Folder of the groups' YAML: inside an installed package, beside the package in a checkout."""
+"""Folder of the groups' YAML: inside an installed package, next to the package in a checkout."""
 
 CONFIG_NAME = "config"
-"""YAML file with the defaults list."""
+"""Name of the YAML file with the defaults list."""
 
 HYDRA_VERSION: dict[str, Any] = {"version_base": "1.3"} if __version__.startswith("1.3") else {}
-"""Version argument of Hydra's entry points: 1.3 wants it, 1.4 rejects it."""
+"""Version argument of Hydra's entry points: required by 1.3, rejected by 1.4."""
 
 OWN_FILE = [
     *(
@@ -32,17 +32,17 @@ OWN_FILE = [
     ),
     *("hydra/job_logging=none", "hydra/hydra_logging=none", "hydra/sweeper=titan_exp"),
 ]
-"""Hydra's settings in `conf/config.yaml`, for other primary files (`--config-path`), such as a run's."""
+"""Hydra settings of `conf/config.yaml`, for other primary files (`--config-path`) such as a run's."""
 
 
 def compose(overrides: Sequence[str] = ()) -> DictConfig:
-    """Compose the configuration as `titan-exp train` does, without Hydra's own node."""
+    """Compose the configuration like `titan-exp train`, without Hydra's own node."""
     register_resolvers()
     with initialize_config_dir(str(CONF_DIR), **HYDRA_VERSION):
         return hydra_compose(CONFIG_NAME, [*default_overrides(), *overrides])
 
 
 def default_overrides() -> list[str]:
-    """Overrides of the environment: `TITAN_EXP_LOCAL=none` leaves `conf/local/default.yaml` out."""
+    """Overrides from the environment: `TITAN_EXP_LOCAL=none` omits `conf/local/default.yaml`."""
     leave_out = os.environ.get("TITAN_EXP_LOCAL") == "none" and (CONF_DIR / "local").is_dir()
     return ["~local@_global_"] if leave_out else []

@@ -1,4 +1,4 @@
-"""Config groups and their options, of the package and of folders that a user adds."""
+"""Config groups and their options, from the package and from folders added by the user."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -19,17 +19,17 @@ from titan_exp.config.hydra.compose import CONF_DIR, CONFIG_NAME, HYDRA_VERSION
 
 
 class Groups:
-    """Config groups of a Hydra loader, with an override of `hydra.searchpath` if folders are added."""
+    """Config groups of a Hydra loader, with a `hydra.searchpath` override for added folders."""
 
     def __init__(self, loader: ConfigLoader, searchpath: Sequence[str], config_name: str) -> None:
         self.loader, self.searchpath, self.config_name = loader, list(searchpath), config_name
 
     def compose(self, overrides: Sequence[str] = ()) -> DictConfig:
-        """Compose, Hydra's own node included."""
+        """Compose the configuration, including Hydra's own node."""
         return hydra_compose(self.config_name, [*self.searchpath, *overrides], return_hydra_config=True)
 
     def names(self, parent: str = "") -> list[str]:
-        """Groups, nested ones with a slash, without Hydra's own."""
+        """Names of groups, nested ones with a slash, without Hydra's own."""
         found = []
         for path in self.inside(parent):
             found += [path] if self.options(path) else []
@@ -42,17 +42,17 @@ class Groups:
         return [f"{prefix}{name}" for name in self._list(parent, ObjectType.GROUP) if f"{prefix}{name}" != "hydra"]
 
     def options(self, group: str) -> list[str]:
-        """Options of a group, numbers in natural order; empty if there is no such group."""
+        """Options of a group in natural order; empty if the group does not exist."""
         return sorted(self._list(group, ObjectType.CONFIG), key=_naturally)
 
     def _list(self, group: str, kind: ObjectType) -> list[str]:
-        # Without a config_name Hydra does not read that file again in each call.
+        # Without a config_name, Hydra does not re-read that file in each call.
         return self.loader.get_group_options(group, results_filter=kind, overrides=self.searchpath)
 
 
 @contextmanager
 def groups_for(arguments: Arguments) -> Iterator[Groups]:
-    """Groups of the package, of `--config-dir` and of `hydra.searchpath`."""
+    """Groups from the package, `--config-dir` and `hydra.searchpath`."""
     added = arguments.value_of("--config-dir", "-cd")
     folders = [f"file://{Path(added).absolute()}"] if added else []
     for override in arguments.overrides:

@@ -1,4 +1,4 @@
-"""Overrides that compose a model group of a given shape, from the nearest shipped preset."""
+"""Model presets: overrides that compose a model group of a given shape from the nearest preset."""
 
 import dataclasses
 
@@ -10,11 +10,11 @@ from titan_exp.config.hydra.compose import CONF_DIR, compose
 from titan_exp.config.schema.config_diff import flatten
 
 NOT_THE_SHAPE = ("name", "init_std", "attention_backend", "options")
-"""Keys of the model group that do not say which weights fit."""
+"""Keys of the model group that do not determine which weights fit."""
 
 
 def model_overrides(model: ModelConfig) -> list[str]:
-    """Overrides that compose a model group of this shape: the nearest preset, then the keys that differ from it."""
+    """Overrides that compose a model group of this shape: the nearest preset and the keys that differ from it."""
     presets = [
         preset
         for preset in sorted(path.stem for path in (CONF_DIR / "model").glob("*.yaml"))
@@ -22,7 +22,7 @@ def model_overrides(model: ModelConfig) -> list[str]:
     ]
     candidates = ([f"model={preset}", *_differing(model, [f"model={preset}"])] for preset in presets)
     found = min(candidates, key=len)
-    # A key of the preset that interpolates an overridden key may have changed with it.
+    # Preset keys that interpolate an overridden key may have changed with it.
     return [*found, *_differing(model, found)]
 
 

@@ -1,4 +1,4 @@
-"""Interpolation of a composed configuration, key by key, so that every failure is reported."""
+"""Interpolation of a composed configuration, key by key, so that all failures are reported."""
 
 import re
 from collections.abc import Iterator
@@ -16,16 +16,16 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class Uncomputed:
-    """A key without a value."""
+    """Key whose value could not be computed."""
 
     violation: Violation
     """Violation to report."""
     sources: tuple[str, ...] = ()
-    """Keys that its interpolation reads; a violation of one of them is the cause."""
+    """Keys read by its interpolation; their violations are the cause."""
 
 
 def resolve(cfg: DictConfig) -> tuple[dict[str, Any], list[Uncomputed]]:
-    """Plain values of a configuration without Hydra's own node, and the keys that have no value."""
+    """Plain values of a configuration without Hydra's own node, and the keys whose values could not be computed."""
     uncomputed: list[Uncomputed] = []
     keys = [key for key in cfg if key != "hydra"]
     pairs = [(str(key), _value(cfg, key, str(key), uncomputed)) for key in keys]

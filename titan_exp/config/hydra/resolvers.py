@@ -1,4 +1,4 @@
-"""OmegaConf resolvers: arithmetic between keys, as in `${share_of:0.05,${training.steps}}`."""
+"""OmegaConf resolvers: arithmetic between keys, e.g. `${share_of:0.05,${training.steps}}`."""
 
 from omegaconf import OmegaConf
 
@@ -6,12 +6,12 @@ from titan_exp.config.errors.did_you_mean import divisors, listed, nearest_numbe
 
 
 def share_of(fraction: float, whole: float) -> int:
-    """A fraction of a whole number, rounded: at least 1 unless the fraction is 0, and never more than the whole."""
+    """Rounded fraction of a whole number: at least 1 unless the fraction is 0, at most the whole."""
     return min(max(round(fraction * whole), 1 if fraction else 0), int(whole))
 
 
 def rest_of(whole: float, part: float) -> int:
-    """Remainder of a whole after a part, at least 0."""
+    """Difference of a whole and a part, at least 0."""
     return max(int(whole) - int(part), 0)
 
 

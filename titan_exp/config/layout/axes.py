@@ -1,4 +1,4 @@
-"""Mesh axes: degree, what an axis splits, and its collectives. Imports no torch."""
+"""Mesh axes: degree, split dimension and collectives. Imports no torch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,20 +9,20 @@ from titan_exp.config.groups.parallelism import ParallelismConfig
 
 @dataclass(frozen=True)
 class Axis:
-    """An axis of the device mesh."""
+    """Axis of the device mesh."""
 
     name: str
-    """Name in the mesh."""
+    """Name of the mesh dim."""
     key: str
     """Key of the degree, in group `parallelism`."""
     degree: Callable[[ParallelismConfig], int]
     """Number of ranks along the axis."""
     splits: str
-    """Dimension of the work that its ranks share."""
+    """Dimension split over its ranks."""
     collectives: str
     """Communication along the axis."""
     shards_parameters: bool = False
-    """True if FSDP shards parameters over the axis, flattened with the other such axes."""
+    """True if FSDP shards parameters over the axis, flattened with other such axes."""
 
 
 AXES = (
@@ -60,17 +60,17 @@ AXES = (
         "all-reduce, or all-gather and reduce-scatter, of activations",
     ),
 )
-"""Axes from the outermost to the innermost: ranks along the last one are neighbours. Expert parallelism (`ep`, `etp`)
-will regroup these ranks and starts no processes."""
+"""Axes from the outermost to the innermost: ranks along the last are adjacent. Expert parallelism (`ep`, `etp`) will
+regroup these ranks without additional processes."""
 
 DEGREES = tuple(dict.fromkeys(axis.key for axis in AXES))
-"""Keys whose product is the world size."""
+"""Keys of the degrees whose product is the world size."""
 
 ONE_DEVICE = dict.fromkeys((*DEGREES, "cp_ulysses", "ep", "etp"), 1)
-"""Degrees of a run on one device, by key."""
+"""Degrees of a single-device run, by key."""
 
 BLOCK_DEGREES = ("cp", "tp")
-"""Keys of the axes whose collectives run inside a block."""
+"""Keys of the axes with collectives inside a block."""
 
 
 def world_size(parallelism: ParallelismConfig) -> int:

@@ -1,4 +1,4 @@
-"""Pipeline schedules: properties of the named ones, and actions of one in a CSV file.
+"""Pipeline schedules: properties of named schedules, and parsing of CSV schedules.
 
 A schedule lists the actions of each pipeline rank in execution order. `2F0` is stage 2, forward, micro-batch 0.
 """
@@ -13,14 +13,14 @@ from typing import NamedTuple
 from titan_exp.config.groups.parallelism import ParallelismConfig
 
 KINDS = ("F", "B", "I", "W")
-"""Forward; backward; input gradients and weight gradients of a split backward."""
+"""Forward; full backward; input gradients and weight gradients of a split backward."""
 
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)")
 _OVERLAPPED = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 
 
 class Action(NamedTuple):
-    """One computation of one stage on one micro-batch."""
+    """Computation of one stage on one micro-batch."""
 
     stage: int
     """Stage index."""
@@ -34,7 +34,7 @@ class Action(NamedTuple):
 
 
 Schedule = list[list[Action]]
-"""Actions of each pipeline rank, in order."""
+"""Actions by pipeline rank, in order."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,17 @@ class ScheduleTraits:
     """Properties of a named schedule."""
 
     stages_per_rank: int
-    """Stages on a rank by default."""
+    """Default number of stages per rank."""
     fixed: bool
-    """True if the default is the only number."""
+    """True if only the default number of stages is valid."""
     v_shaped: bool = False
-    """Stages run down the ranks and up again, so that the first rank has the last stage; else round robin."""
+    """True if stages are placed down the ranks and up again, with the last on the first rank; else round-robin."""
     splits_backward: bool = False
     """True if weight gradients are computed after input gradients, in idle time."""
     in_rounds: bool = False
     """True if micro-batches must divide evenly into rounds of pp micro-batches."""
     fill: int = 0
-    """Smallest number of micro-batches, per rank."""
+    """Minimum number of micro-batches per rank."""
 
     def takes(self, microbatches: int, ranks: int) -> bool:
         """True if the schedule exists for this number of micro-batches."""
@@ -73,7 +73,7 @@ SCHEDULES = {
 
 
 class MalformedSchedule(ValueError):
-    """Error in a schedule file; the message has the place."""
+    """Error in a schedule file; the message includes the location."""
 
 
 def is_file(name: str) -> bool:
@@ -82,13 +82,13 @@ def is_file(name: str) -> bool:
 
 
 def read_schedule(path: str | Path) -> Schedule:
-    """Schedule of a CSV file in torch's compute-only format: a row per rank, an action per cell.
+    """Read a CSV file in torch's compute-only format: a row per rank, an action per cell.
 
-    Empty cells, in which a rank waits, are skipped. `(1F2;0B1)OVERLAP_F_B` is two actions, in this order.
+    Empty (idle) cells are skipped. `(1F2;0B1)OVERLAP_F_B` is two actions, in this order.
 
     Raises:
         OSError: the file cannot be read.
-        MalformedSchedule: a cell is no action.
+        MalformedSchedule: a cell is not an action.
     """
     with open(path, newline="", encoding="utf-8") as file:
         rows = list(csv.reader(file))
@@ -107,7 +107,7 @@ def placement_of(orders: Schedule) -> dict[int, int]:
     """Rank of each stage.
 
     Raises:
-        MalformedSchedule: a stage is on two ranks, or a number is left out.
+        MalformedSchedule: a stage is on two ranks, or a stage number is missing.
     """
     placement: dict[int, int] = {}
     for rank, order in enumerate(orders):
@@ -147,10 +147,10 @@ def microbatches_of(orders: Schedule) -> int:
 
 
 def check_complete(orders: Schedule) -> None:
-    """Check that every stage runs every micro-batch once forward and once backward, whole or split.
+    """Check that every stage runs every micro-batch once forward and once backward (full or split).
 
     Raises:
-        MalformedSchedule: a stage does not.
+        MalformedSchedule: an action is missing or repeated.
     """
     seen: set[Action] = set()
     for action in (action for order in orders for action in order):

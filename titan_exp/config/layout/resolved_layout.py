@@ -24,7 +24,7 @@ from titan_exp.config.layout.pipeline_schedules import (
 from titan_exp.config.machine.devices import device_type, node_size
 
 SMALLEST_GEMM = 4096
-"""Inputs and outputs from which float8 is faster in spite of its casts (measured on an H200)."""
+"""Minimum input and output dims for which float8 is faster despite its casts (measured on an H200)."""
 
 MICROBATCHES_PER_RANK = 4
 """Default micro-batches per pipeline rank."""
@@ -32,10 +32,10 @@ MICROBATCHES_PER_RANK = 4
 
 @dataclass(frozen=True)
 class ResolvedLayout:
-    """Layout of a run whose degrees are known. Properties of stages and micro-batches are valid if the rules hold."""
+    """Layout of a run with known degrees. Properties of stages and micro-batches are valid if no rule is violated."""
 
     parallelism: ParallelismConfig
-    """Degrees and pipeline options; `dp_shard` is a number."""
+    """Degrees and pipeline options; `dp_shard` is resolved."""
     training: TrainingConfig
     """Global batch size, micro-batch size, sequence length."""
     cluster: ClusterConfig
@@ -47,7 +47,7 @@ class ResolvedLayout:
 
     @staticmethod
     def of(experiment: Experiment) -> "ResolvedLayout":
-        """Layout of an experiment that `resolve_layout` returned."""
+        """Layout of an experiment resolved by `resolve_layout`."""
         assert experiment.parallelism.dp_shard > 0, "the layout is not resolved"
         model = experiment.model
         return ResolvedLayout(
@@ -56,7 +56,7 @@ class ResolvedLayout:
 
     @cached_property
     def device_type(self) -> Literal["cpu", "cuda"]:
-        """Type of the devices that the ranks compute on."""
+        """Device type of the ranks."""
         return device_type(self.cluster)
 
     @cached_property
@@ -71,12 +71,12 @@ class ResolvedLayout:
 
     @cached_property
     def nodes(self) -> int:
-        """Number of nodes that the processes fill."""
+        """Number of nodes."""
         return -(-self.world_size // self.node_size)
 
     @cached_property
     def dp_degree(self) -> int:
-        """Data-parallel degree: shares of the global batch."""
+        """Data-parallel degree: number of shares of the global batch."""
         return self.parallelism.dp_replicate * self.parallelism.dp_shard
 
     @cached_property
@@ -110,7 +110,7 @@ class ResolvedLayout:
 
     @cached_property
     def stage_count(self) -> int:
-        """Pipeline stages of the whole model; by default as many as the schedule has."""
+        """Number of pipeline stages of the whole model; by default the schedule's."""
         parallelism = self.parallelism
         if parallelism.pp_layers is not None:
             return len(parallelism.pp_layers)
@@ -123,11 +123,11 @@ class ResolvedLayout:
 
     @cached_property
     def layer_counts(self) -> list[int]:
-        """Number of layers of each stage; a rule refuses negative ones."""
+        """Number of layers of each stage; a rule rejects negative numbers."""
         if self.parallelism.pp_layers is not None:
             return list(self.parallelism.pp_layers)
         first, last = self.parallelism.pp_first_stage_less, self.parallelism.pp_last_stage_less
-        # Divide as if the first and the last stage held the layers that they have fewer.
+        # Divide as if the first and the last stage had their missing layers.
         share, rest = divmod(self.layers + first + last, self.stage_count)
         counts = [share] * self.stage_count
         for stage in [*range(1, self.stage_count - 1), 0, self.stage_count - 1][:rest]:
@@ -138,7 +138,7 @@ class ResolvedLayout:
 
     @cached_property
     def stage_layers(self) -> list[list[int]]:
-        """Numbers of the layers of each stage."""
+        """Layer numbers of each stage."""
         counts = self.layer_counts
         starts = [sum(counts[:stage]) for stage in range(len(counts))]
         return [list(range(start, start + count)) for start, count in zip(starts, counts, strict=True)]
@@ -161,33 +161,33 @@ class ResolvedLayout:
 
     @cached_property
     def reshard_policy(self) -> Literal["always", "never", "all_but_last"]:
-        """FSDP's resharding after forward, with `auto` decided."""
+        """FSDP's reshard-after-forward policy, with `auto` resolved."""
         if self.parallelism.reshard_after_forward != "auto":
             return self.parallelism.reshard_after_forward
         return "never" if self.parallelism.pp > 1 else "all_but_last"
 
     @cached_property
     def tokens_per_rank(self) -> int:
-        """Tokens of one sequence in a rank's hidden states, between blocks."""
+        """Tokens of a sequence in a rank's hidden states between blocks."""
         divided_by_tp = self.parallelism.tp if self.parallelism.sequence_parallel else 1
         return self.training.seq_len // self.parallelism.cp // divided_by_tp
 
     @cached_property
     def hidden_shape(self) -> tuple[int, int, int]:
-        """Shape of the hidden states that pipeline stages send: [micro-batch, tokens, width]."""
+        """Shape of hidden states sent between pipeline stages: [micro-batch, tokens, width]."""
         return self.micro_batch_size, self.tokens_per_rank, self.width
 
     def _default_microbatches(self, share: int) -> int:
-        """Fewest micro-batches that divide the share, that the schedule takes, and that are at least
-        `MICROBATCHES_PER_RANK` per pipeline rank; else the most."""
+        """Minimum valid number of micro-batches with at least `MICROBATCHES_PER_RANK` per pipeline rank, else the
+        maximum."""
         works = [number for number in divisors(share) if takes(self.parallelism, number)]
         enough = [number for number in works if number >= MICROBATCHES_PER_RANK * self.parallelism.pp]
         return (enough or works[-1:] or [1])[0]
 
 
 def resolve_layout(experiment: Experiment, offered: int) -> Experiment:
-    """Replace `parallelism.dp_shard=-1` by the quotient of offered devices and the other degrees, and
-    `quantization.smallest_gemm=null` by a number.
+    """Resolve `parallelism.dp_shard=-1` to the quotient of offered devices and the other degrees, and
+    `quantization.smallest_gemm=null` to a number.
 
     If the other degrees exceed the offered devices, `dp_shard` becomes 1: on CPU, degrees are numbers of processes.
 

@@ -1,4 +1,4 @@
-"""Schedule timeline: end time of each action of a pipeline schedule, and the bubble."""
+"""Pipeline schedule timeline: end time of each action, and the bubble."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from titan_exp.config.layout.pipeline_schedules import Action, MalformedSchedule, Schedule
 
 COST = {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}
-"""Time of an action, a forward pass being 1: a backward pass has twice the matmuls."""
+"""Relative time of an action; forward is 1, and backward has twice the matmuls."""
 
 
 @dataclass(frozen=True)
@@ -16,13 +16,13 @@ class Timeline:
     end: dict[Action, float]
     """End time of each action."""
     bubble: float
-    """Idle share of the ranks' time until the last one ends."""
+    """Idle share of all ranks' time until the last rank ends."""
 
 
 def timeline(orders: Schedule, stage_costs: Sequence[float] | None = None) -> Timeline:
-    """Simulate a schedule: an action starts when its rank is free and its inputs exist.
+    """Simulate a schedule: an action starts when its rank is idle and its inputs exist.
 
-    `stage_costs` are times of a forward pass of each stage, 1 by default.
+    `stage_costs` are the forward times of each stage, 1 by default.
 
     Raises:
         MalformedSchedule: deadlock.
@@ -60,7 +60,7 @@ def timeline(orders: Schedule, stage_costs: Sequence[float] | None = None) -> Ti
 
 
 def _needs(action: Action, last: int) -> list[tuple[Action, ...]]:
-    """Actions that must end before an action, each with its alternatives."""
+    """Dependencies of an action, each as a tuple of alternatives."""
     stage, kind, microbatch = action
     if kind == "F":
         return [(Action(stage - 1, "F", microbatch),)] if stage else []

@@ -1,1 +1,1 @@
-"""Facts about the machine and its kernels, found without importing torch."""
+"""Machine and kernel detection without importing torch."""

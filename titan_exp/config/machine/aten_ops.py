@@ -32,7 +32,7 @@ def read_entry(entry: str) -> Kept | None:
 
 
 def known_operators(namespace: str) -> tuple[str, ...]:
-    """Operators of a namespace, without its name; empty if unknown without torch."""
+    """Operator names of a namespace, unqualified; empty if unknown without torch."""
     if namespace == "_c10d_functional":
         return COLLECTIVES
     return _aten_operators() if namespace == "aten" else ()

@@ -1,24 +1,24 @@
-"""Attention kernels on GPUs: head sizes and packages, without asking a device."""
+"""Attention kernels on GPUs: supported head sizes and packages, without querying a device."""
 
 import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
 ON_CPU = ("auto", "flash", "math")
-"""Kernels that a CPU can train with; FlexAttention has no backward there."""
+"""Kernels with training support on CPUs; FlexAttention has no CPU backward."""
 
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """Head widths that a kernel trains with."""
+    """Head sizes supported by a kernel in training."""
 
     largest: int
-    """Largest width."""
+    """Maximum head size."""
     multiple: int = 1
-    """Divisor of every width."""
+    """Required divisor of head sizes."""
 
     def takes(self, head_dim: int) -> bool:
-        """True if the kernel trains with heads of this width."""
+        """True if the kernel supports training with this head size."""
         return head_dim <= self.largest and head_dim % self.multiple == 0
 
 
@@ -28,15 +28,16 @@ HEAD_SIZES = {
     "fa3": HeadSizes(256, 8),
     "fa4": HeadSizes(128, 8),
 }
-"""By `model.attention_backend`; others take any. cuDNN takes over 128 on Hopper only, where `auto` prefers flash."""
+"""Head sizes by `model.attention_backend`; others support any. cuDNN supports over 128 only on Hopper, where `auto`
+prefers flash."""
 
 CUDNN_EVERYWHERE = HeadSizes(128, 8)
-"""Head sizes of cuDNN on every GPU that has it."""
+"""Head sizes of cuDNN on all GPUs with cuDNN."""
 
 
 @dataclass(frozen=True)
 class FlashPackage:
-    """FlashAttention package newer than torch's own, which it replaces."""
+    """FlashAttention package that replaces torch's older implementation."""
 
     title: str
     """Name in messages."""
@@ -45,12 +46,12 @@ class FlashPackage:
     module: str
     """Import path of the module."""
     majors: tuple[int, ...]
-    """Major CUDA compute capabilities that torch calls it on: 9 is Hopper, 10 Blackwell."""
+    """Major CUDA compute capabilities supported by torch's integration: 9 is Hopper, 10 Blackwell."""
     install: str
     """Command or hint to install it."""
 
     def is_installed(self) -> bool:
-        """True if the package can be imported; importing it would import torch."""
+        """True if the package is installed; does not import it, since that imports torch."""
         package, _, inner = self.module.partition(".")
         found = importlib.util.find_spec(package)
         if found is None or not inner:
@@ -68,4 +69,4 @@ FLASH_PACKAGES = {
     ),
     "fa4": FlashPackage("FlashAttention 4", "FA4", "flash_attn.cute", (9, 10), "pip install flash-attn-4"),
 }
-"""By `model.attention_backend`."""
+"""FlashAttention packages by `model.attention_backend`."""

@@ -1,4 +1,4 @@
-"""Devices that the cluster group offers: their type and number, without torch."""
+"""Devices of the cluster group: type and number, without torch."""
 
 from typing import Literal
 
@@ -7,21 +7,21 @@ from titan_exp.config.machine.local_machine import visible_gpus
 
 
 def device_type(cluster: ClusterConfig) -> Literal["cpu", "cuda"]:
-    """`cluster.device`; `auto` is CUDA if this machine has a GPU. A rule refuses `auto` for SLURM's nodes."""
+    """Device type of `cluster.device`; `auto` is CUDA if this machine has a GPU. A rule rejects `auto` for SLURM."""
     if cluster.device != "auto":
         return cluster.device
     return "cuda" if visible_gpus() else "cpu"
 
 
 def offered_devices(cluster: ClusterConfig) -> int:
-    """Number of devices that `parallelism.dp_shard=-1` fills; a CPU machine offers one process."""
+    """Number of devices for `parallelism.dp_shard=-1`; a CPU machine offers one process."""
     if device_type(cluster) == "cpu":
         return 1
     return (cluster.nodes or 1) * (cluster.gpus_per_node or visible_gpus())
 
 
 def node_size(cluster: ClusterConfig, world_size: int) -> int:
-    """Processes on a full node: one for each GPU; on CPU `cluster.processes_per_node`, or all of them."""
+    """Processes on a full node: one per GPU; on CPU `cluster.processes_per_node`, or all processes."""
     if device_type(cluster) == "cpu":
         return cluster.processes_per_node or world_size
     return cluster.gpus_per_node or visible_gpus() or 1

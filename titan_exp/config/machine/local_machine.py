@@ -1,4 +1,4 @@
-"""Hardware of this machine, without torch."""
+"""Hardware of the local machine, detected without torch."""
 
 import os
 import platform
@@ -12,21 +12,21 @@ DEVICES = Path("/dev")
 """Folder of device files."""
 
 DRIVER = Path("/proc/driver/nvidia/gpus")
-"""Folder in which the driver lists the GPUs."""
+"""Folder of the driver's list of GPUs."""
 
 GROUP_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
-"""Files with a container's memory limit."""
+"""Files with the container's memory limit."""
 
 
 def visible_gpus() -> int:
-    """Number of NVIDIA GPUs that a process sees with this `CUDA_VISIBLE_DEVICES`."""
+    """Number of NVIDIA GPUs visible to a process with the current `CUDA_VISIBLE_DEVICES`."""
     present = _gpus_present()
     mask = os.environ.get("CUDA_VISIBLE_DEVICES")
     if mask is None:
         return present
     count = 0
     for entry in (part.strip() for part in mask.split(",")):
-        # CUDA stops at the first invalid entry; entries that are not numbers are UUIDs of GPUs or MIG slices.
+        # CUDA stops at the first invalid entry; non-numeric entries are UUIDs of GPUs or MIG slices.
         if not entry or (re.fullmatch(r"-?\d+", entry) and not 0 <= int(entry) < present):
             break
         count += 1
@@ -56,7 +56,7 @@ def cpu_model() -> str:
 
 
 def cpu_name() -> str:
-    """Model name of the CPU, with the number of cores of the machine."""
+    """Model name of the CPU and number of cores of the machine."""
     return f"{cpu_model()}, {os.cpu_count()} cores"
 
 
@@ -89,10 +89,10 @@ def usable_cores() -> int:
 
 
 def _gpus_present() -> int:
-    # A container has the device files of its GPUs, while the driver's folder lists all GPUs of the host.
+    # A container has device files only for its GPUs; the driver's folder lists all GPUs of the host.
     files = [path for path in DEVICES.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
     if files:
         return len(files)
-    if (DEVICES / "dxg").exists():  # Windows' Linux subsystem: no device files, but the driver's tool
+    if (DEVICES / "dxg").exists():  # WSL: no device files, but nvidia-smi exists
         return sum(line.startswith("GPU ") for line in command_lines("nvidia-smi", "-L"))
     return len(list(DRIVER.iterdir())) if DRIVER.is_dir() else 0

@@ -1,1 +1,1 @@
-"""Paths and URLs that a configuration names: checkpoints, token stores."""
+"""Paths and URLs in a configuration: checkpoints, data files, token stores."""

@@ -4,9 +4,9 @@ import re
 from pathlib import Path
 
 COMPLETE_NAME = re.compile(r"step-(\d{8,})")
-"""Name of a complete checkpoint's folder."""
+"""Pattern of a complete checkpoint's folder name."""
 METADATA_FILE = ".metadata"
-"""DCP's index in a checkpoint's folder."""
+"""DCP metadata file in a checkpoint's folder."""
 
 
 def step_name(step: int) -> str:
@@ -32,6 +32,6 @@ def saved_state(path_text: str) -> Path | None:
 
 
 def huggingface_folder(path_text: str) -> Path | None:
-    """Path, if it is a Hugging Face folder of weights."""
+    """Path of a Hugging Face folder with weights; None for anything else."""
     path = Path(path_text).expanduser()
     return path if (path / "config.json").is_file() and any(path.glob("*.safetensors")) else None

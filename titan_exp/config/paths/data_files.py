@@ -1,4 +1,4 @@
-"""Files that the data group names: dataset loaders, tokenizer, validation split."""
+"""Data files of the data group: dataset loaders, tokenizer, validation split."""
 
 from pathlib import Path
 
@@ -6,17 +6,17 @@ from titan_exp.config.errors.user_error import Violation
 from titan_exp.config.groups.data import DataConfig
 
 LOADERS = ("arrow", "csv", "json", "parquet", "text", "webdataset")
-"""Values of `data.dataset` that are loaders of files."""
+"""Values of `data.dataset` that are file loaders."""
 
 
 def tokenizer_file(name: str) -> Path:
-    """Path of the tokenizer.json that `data.tokenizer` names, as a file or by its folder."""
+    """Path of the tokenizer.json for `data.tokenizer`, given as a file or a folder."""
     path = Path(name).expanduser()
     return path / "tokenizer.json" if path.is_dir() else path
 
 
 def unlimited_split(data: DataConfig) -> Violation:
-    """Violation for documents held out of a stream without a limit."""
+    """Violation of a validation split held out of a stream without a limit."""
     return Violation(
         "data.validation_documents",
         data.validation_documents,

@@ -1,13 +1,13 @@
-"""Validation of remote URLs by text: protocol, installed package, credentials."""
+"""Remote URL validation without network: protocol, installed package, credentials."""
 
 import importlib.util
 import re
 
 _URL = re.compile(r"(?P<protocol>[A-Za-z][A-Za-z0-9+.-]+)://(?P<rest>.*)", re.DOTALL)
 _IN_PROCESS = ("memory",)
-"""Protocols whose data ends with the process."""
+"""Protocols whose data does not outlive the process."""
 _PIP = {"huggingface_hub": "huggingface_hub", "google": "gcsfs", "libarchive": "libarchive-c"}
-"""PyPI names of modules that differ."""
+"""PyPI names of packages whose module name differs."""
 
 
 def is_url(path: str) -> bool:
@@ -23,7 +23,7 @@ def joined(url: str, *names: str) -> str:
 def problem_of_url(url: str) -> tuple[str, str] | None:
     """Reason why a URL cannot be used, and a remedy; None if it can. Uses no network and imports no package.
 
-    The texts do not repeat the URL, which may hold a credential.
+    The texts do not repeat the URL, which may contain a credential.
     """
     if "::" in url:
         return "chains of protocols (a::b) are not supported", "use the URL of the store itself"

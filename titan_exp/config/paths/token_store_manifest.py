@@ -1,10 +1,11 @@
-"""Manifest of a token store: `manifest.json`, which `titan-exp tokenize` writes last, so that a store that has
-one is complete. Read by rules before a run and by the loaders, without numpy.
+"""Token store manifest: `manifest.json`, written last by `titan-exp tokenize`, so that a store with a manifest is
+complete. Read by rules before a run and by the loaders, without numpy.
 
 A store is a folder. A split (`train`, `validation`) is a list of shards; a shard is two files without headers:
-NAME.tokens holds its tokens as little-endian unsigned integers of `token_bytes` bytes, each document followed by the
-end-of-text token; NAME.documents holds where each document begins, in tokens from the shard's start, as little-endian
-64-bit integers. A document lies in one shard. `tokenizer.json` is a copy, unless the tokenizer is built in.
+NAME.tokens contains its tokens as little-endian unsigned integers of `token_bytes` bytes, each document followed by the
+end-of-text token; NAME.documents contains the start of each document, in tokens from the shard's start, as
+little-endian 64-bit integers. A document never spans shards. `tokenizer.json` is a copy, unless the tokenizer is built
+in.
 """
 
 import json
@@ -26,58 +27,58 @@ SPLITS = ("train", "validation")
 
 @dataclass(frozen=True)
 class Shard:
-    """Two files of a split."""
+    """Shard of a split: two files."""
 
     name: str
     """Name of the files, without their endings."""
     tokens: int
-    """Number of tokens, ends of texts included."""
+    """Number of tokens, including end-of-text tokens."""
     documents: int
     """Number of documents."""
     checksums: Mapping[str, str]
-    """blake2b, 16 bytes, of each file, by its ending (`tokens`, `documents`)."""
+    """16-byte blake2b digest of each file, by extension (`tokens`, `documents`)."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """A complete store."""
+    """Manifest of a complete store."""
 
     path: Path
-    """Its folder."""
+    """Folder of the store."""
     source: str
     """Fingerprint of the source text."""
     tokenizer: str
     """Fingerprint of the tokenizer."""
     vocab_size: int
-    """One more than the largest token."""
+    """Largest token id plus 1."""
     token_bytes: int
-    """Bytes of a token: 2 or 4."""
+    """Bytes per token: 2 or 4."""
     fingerprint: str
     """Checksum of the whole store."""
     splits: Mapping[str, Sequence[Shard]]
-    """Shards of each split, in the order of the source."""
+    """Shards of each split, in source order."""
     files: Mapping[str, str]
     """Checksums of the other files, by name."""
 
     @cached_property
     def tokens(self) -> dict[str, int]:
-        """Tokens of each split."""
+        """Number of tokens of each split."""
         return {split: sum(shard.tokens for shard in shards) for split, shards in self.splits.items()}
 
     @cached_property
     def documents(self) -> dict[str, int]:
-        """Documents of each split."""
+        """Number of documents of each split."""
         return {split: sum(shard.documents for shard in shards) for split, shards in self.splits.items()}
 
     def sizes(self) -> Iterator[tuple[str, int]]:
-        """Names and bytes of all shards' files."""
+        """Names and sizes in bytes of all shards' files."""
         for shards in self.splits.values():
             for shard in shards:
                 yield f"{shard.name}.tokens", shard.tokens * self.token_bytes
                 yield f"{shard.name}.documents", shard.documents * BEGIN_BYTES
 
     def damaged(self) -> Iterator[tuple[str, str]]:
-        """Files that are missing or of another size, each with the problem; reads no file."""
+        """Files that are missing or have the wrong size, each with the problem; reads no file."""
         for name, size in self.sizes():
             problem = wrong_size(self.path / name, size)
             if problem:
@@ -86,7 +87,7 @@ class Manifest:
 
 
 def wrong_size(path: Path, size: int) -> str:
-    """Problem with the size of a file; empty if it is right."""
+    """Problem with the size of a file; empty if correct."""
     try:
         found = path.stat().st_size
     except OSError as error:
@@ -116,7 +117,7 @@ def read_manifest(folder: str | Path) -> Manifest:
 
 
 def store_names(paths: Sequence[str]) -> list[str]:
-    """Short unique names of stores: the folder's name, with as many parents as needed."""
+    """Shortest unique names of stores: the folder's name, prefixed by parents if needed."""
     parts = [Path(path).expanduser().absolute().parts[1:] for path in paths]
     for depth in range(1, max(map(len, parts), default=0)):
         names = ["/".join(part[-depth:]) for part in parts]

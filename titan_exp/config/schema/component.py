@@ -1,6 +1,6 @@
-"""Components (model families, optimizers): a module of this package, or a user's module with the same public names.
+"""Components (model families, optimizers): modules of this package, or user modules with the same public names.
 
-A config group names its component (`model.architecture`, ...), whose `Config` types the group.
+A key of the config group selects the component (`model.architecture`, ...), whose `Config` types the group.
 """
 
 import importlib
@@ -27,18 +27,18 @@ from titan_exp.config.schema.import_path import (
 
 @dataclass(frozen=True)
 class ComponentKind:
-    """Modules with the same public names, from which a config group chooses one."""
+    """Kind of component: interchangeable modules with the same public names, selected by a config group."""
 
     package: str
-    """Package of the built-in modules; those without the public names are no components."""
+    """Package of the built-in modules; modules without the public names are not components."""
     key: str
-    """Key of the group that names the component."""
+    """Key of the group that selects the component."""
     public: tuple[str, ...]
-    """Names that every component defines."""
+    """Names defined by every component."""
     plain: str
-    """Module of the package that wraps a plain class or function, given by its import path."""
+    """Module of the package that wraps a plain class or function, given by import path."""
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Former names of built-in components, in older runs and checkpoints."""
+    """Former names of built-in components, used in older runs and checkpoints."""
 
 
 KINDS = {
@@ -51,7 +51,7 @@ KINDS = {
 
 
 def component(group: str, name: str) -> ModuleType:
-    """Import a component: a built-in one by its short name, a user's by import path.
+    """Import a component: built-in by short name, user-defined by import path.
 
     Raises:
         UserError: the name is unknown, the module fails to import, or lacks a public name.
@@ -86,7 +86,7 @@ def component(group: str, name: str) -> ModuleType:
 
 @cache
 def builtin_components(group: str) -> tuple[str, ...]:
-    """Names of the built-in components, sorted. Imports none of them."""
+    """Sorted names of the built-in components, without importing them."""
     kind, spec = KINDS[group], find_spec(KINDS[group].package)
     assert spec is not None, "the package is installed"
     files = sorted(file for folder in spec.submodule_search_locations or () for file in Path(folder).glob("*.py"))
@@ -95,7 +95,7 @@ def builtin_components(group: str) -> tuple[str, ...]:
 
 
 def config_class(group: str, values: object) -> Any:
-    """Dataclass that types a config group with these values."""
+    """Dataclass of a config group with these values."""
     base = get_type_hints(Experiment)[group]
     if group not in KINDS or not isinstance(values, Mapping):
         return base
@@ -104,14 +104,14 @@ def config_class(group: str, values: object) -> Any:
 
 
 def config_classes(group: str) -> list[Any]:
-    """Dataclasses that may type a config group: the base class, then those of the built-in components."""
+    """Possible dataclasses of a config group: the base class, then the built-in components'."""
     base = get_type_hints(Experiment)[group]
     names = builtin_components(group) if group in KINDS else ()
     return [base, *(component(group, name).Config for name in names)]
 
 
 def current_names(group: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Values of a config group with the component's current name; older versions wrote others."""
+    """Values of a config group with the component's current name, in place of former names."""
     kind = KINDS.get(group)
     if kind is None or values.get(kind.key) not in kind.aliases:
         return dict(values)

@@ -1,4 +1,4 @@
-"""Differences of two configurations, for people."""
+"""Configuration diff for messages."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from titan_exp.config.errors.user_error import shown
 
 LISTED = 20
-"""Number of keys that are listed."""
+"""Maximum number of listed keys."""
 
 
 def differences(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> list[str]:
-    """A line, indented and preceded by a line break, for each key that differs; empty where `old` is not known."""
+    """Lines for the keys that differ, indented and preceded by a line break; empty if `old` is unknown."""
     if old is None:
         return []
     before, after = flatten(old), flatten(new)
@@ -24,7 +24,7 @@ def differences(old: Mapping[str, Any] | None, new: Mapping[str, Any]) -> list[s
 
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Values of nested dictionaries by dotted key; an empty dictionary is a value."""
+    """Flatten nested dictionaries to dotted keys; an empty dictionary is a value."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         nested = isinstance(value, Mapping) and value

@@ -1,4 +1,4 @@
-"""Identity of a run: keys outside the run id, layout keys, and keys that count only beside another one."""
+"""Run identity: keys outside the run id, layout keys, and keys whose effect depends on another key."""
 
 from collections.abc import Iterable
 
@@ -17,10 +17,10 @@ NOT_IN_RUN_ID = {
     "data.preview": "prints data and trains nothing",
     "training.gc_every": "when Python collects garbage",
 }
-"""Keys that do not change what is computed, each with the reason. A group covers all of its keys."""
+"""Keys without effect on results, each with the reason. A group covers all of its keys."""
 
 IN_RUN_ID = ("checkpoint.initial", "checkpoint.initial_exclude")
-"""Exceptions in these groups, which change what is computed: the initial weights."""
+"""Exceptions in these groups that affect results: the initial weights."""
 
 LAYOUT = {
     "parallelism": "how the same mathematics is spread over processes",
@@ -34,20 +34,20 @@ LAYOUT = {
     "quantization.precomputed_scales": "when the same scales are computed",
     "quantization.fused_casts": "whether the same casts are made in one pass",
 }
-"""Layout keys, which change rounding at most. They are in the run id, not in the experiment id."""
+"""Layout keys, which affect at most rounding. They are in the run id, not in the experiment id."""
 
 COUNTS_BESIDE = {
     "quantization": "quantization.recipe",
     "checkpoint.initial_exclude": "checkpoint.initial",
 }
-"""Keys, or groups, without effect while another key is at its default."""
+"""Keys or groups without effect while another key has its default."""
 
 
 def is_among(key: str, keys: Iterable[str]) -> bool:
-    """True if a dotted key is one of `keys`, or in a group that is."""
+    """True if a dotted key is in `keys`, or in a group in `keys`."""
     return any(key == other or key.startswith(f"{other}.") for other in keys)
 
 
 def has_effect(key: str) -> bool:
-    """True if a key may change what is computed, or how."""
+    """True if a key may affect results or rounding."""
     return is_among(key, IN_RUN_ID) or not is_among(key, NOT_IN_RUN_ID)

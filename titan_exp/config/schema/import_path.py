@@ -1,4 +1,4 @@
-"""Import paths of user code in the configuration, checked without importing it.
+"""Import paths of user code in the configuration, checked without importing.
 
 Packages are installed, on PYTHONPATH, or in the current directory.
 """
@@ -17,12 +17,12 @@ from titan_exp.config.errors.user_error import UserError, Violation
 
 
 def is_dotted(name: str) -> bool:
-    """True if a name is an import path (`package.module.Name`), and not built in."""
+    """True if a name is an import path (`package.module.Name`) instead of a built-in name."""
     return "." in name
 
 
 def import_dotted(name: str, field: str) -> Any:
-    """Import an object, such as `package.module.Name` or `package.module.Class.method`, that the key `field` names.
+    """Import the object named by the key `field`, e.g. `package.module.Name` or `package.module.Class.method`.
 
     Raises:
         UserError: the object does not exist, or its module fails to import.
@@ -44,10 +44,10 @@ def import_dotted(name: str, field: str) -> Any:
 
 
 def find_dotted(name: str, field: str) -> Violation | None:
-    """Violation of an import path, or None, without importing anything.
+    """Check an import path without importing; returns its violation, or None.
 
-    The name is looked up in the module's source; a module with star imports, `__getattr__` or compiled code may have
-    any name.
+    The name is looked up in the module's source; modules with star imports, `__getattr__` or compiled code may have any
+    name.
     """
     search_current_directory()
     if not all(part.isidentifier() for part in name.split(".")):
@@ -75,7 +75,7 @@ def unknown_name(field: str, name: str, builtin: Sequence[str], example: str) ->
 
 
 def find_module(name: str) -> Path | None:
-    """Source file of the module in an import path; None if there is none. Imports nothing."""
+    """Source file of the module in an import path, found without importing; None if there is none."""
     search_current_directory()
     _, _, spec = locate(name)
     return Path(spec.origin).absolute() if spec is not None and spec.has_location and spec.origin else None
@@ -94,7 +94,7 @@ def _missing(name: str, field: str, module: str, offer: str) -> Violation:
 
 
 def locate(name: str) -> tuple[str, list[str], ModuleSpec | None]:
-    """Longest leading part of an import path that is a module, the parts after it, and the module's specification."""
+    """Longest prefix of an import path that is a module, the remaining parts, and the module's spec."""
     parts = name.split(".")
     path: Iterable[str] | None = None
     found: ModuleSpec | None = None
@@ -118,7 +118,7 @@ def _find_spec(module: str, path: Iterable[str] | None) -> ModuleSpec | None:
         find = getattr(finder, "find_spec", None)
         try:
             spec = find(module, folders) if find else None
-        except KeyError:  # namespace packages need their parent imported
+        except KeyError:  # namespace packages require an imported parent
             spec = ModuleSpec(module, None, is_package=True)
             name = module.rpartition(".")[2]
             spec.submodule_search_locations = [f"{folder}/{name}" for folder in folders or ()]
@@ -143,7 +143,7 @@ def names_bound_by(file: Path) -> set[str]:
         match node := nodes.pop():
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 names.add(name)
-                continue  # inner names are not the module's
+                continue  # inner names are not module attributes
             case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
                 names.update((alias.asname or alias.name).split(".")[0] for alias in aliases)
             case ast.Name(id=name, ctx=ast.Store()):

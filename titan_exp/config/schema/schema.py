@@ -1,4 +1,4 @@
-"""Schema of the configuration, read from its dataclasses: keys, types and docstrings."""
+"""Configuration schema: keys, types and docstrings, read from the dataclasses."""
 
 import ast
 import dataclasses
@@ -16,7 +16,7 @@ from titan_exp.config.schema.component import config_classes
 
 @cache
 def _types_and_docstrings() -> dict[str, tuple[Any, str]]:
-    """Type and docstring of every dotted key, groups included; the first class of a group that has a key counts."""
+    """Type and docstring of every dotted key, groups included, from the first class of a group with the key."""
     found: dict[str, tuple[Any, str]] = {}
 
     def add(kind: Any, prefix: str) -> None:
@@ -33,28 +33,28 @@ def _types_and_docstrings() -> dict[str, tuple[Any, str]]:
 
 
 def keys() -> list[str]:
-    """Dotted keys of the configuration: groups and the values in them."""
+    """Dotted keys of the configuration: groups and their keys."""
     return list(_types_and_docstrings())
 
 
 def value_keys() -> list[str]:
-    """Dotted keys that take a value: all but the groups."""
+    """Dotted keys that take a value: all except groups."""
     return [key for key, (annotation, _) in _types_and_docstrings().items() if not dataclasses.is_dataclass(annotation)]
 
 
 def annotation_of(key: str) -> Any:
-    """Type of a key, with its bounds; None if there is no such key."""
+    """Type of a key with its bounds; None for an unknown key."""
     return _types_and_docstrings().get(key, (None, ""))[0]
 
 
 def meaning_of(key: str) -> str:
-    """Docstring of a key, on one line; empty if there is no such key."""
+    """Docstring of a key on one line; empty for an unknown key."""
     return _types_and_docstrings().get(key, (None, ""))[1]
 
 
 @cache
 def docstrings(kind: Any) -> dict[str, str]:
-    """Docstrings of the fields of a dataclass and its bases, read from their source."""
+    """Field docstrings of a dataclass and its bases, read from source."""
     found = {}
     for base in reversed(kind.__mro__):
         if dataclasses.is_dataclass(base):
@@ -75,12 +75,12 @@ def _own_docstrings(kind: Any) -> dict[str, str]:
 
 @cache
 def hints(kind: Any) -> dict[str, Any]:
-    """Types of the fields of a dataclass, bounds included."""
+    """Field types of a dataclass, bounds included."""
     return typing.get_type_hints(kind, include_extras=True)
 
 
 def optional_fields(kind: Any) -> set[str]:
-    """Fields of a dataclass that have a default."""
+    """Fields of a dataclass with a default."""
     return {
         field.name
         for field in dataclasses.fields(kind)
@@ -89,7 +89,7 @@ def optional_fields(kind: Any) -> set[str]:
 
 
 def is_number(annotation: Any) -> bool:
-    """True if a type is a number or None, so that a boolean is a mistake."""
+    """True if a type is a number or None, so that a boolean is invalid."""
     origin = typing.get_origin(annotation)
     if origin is typing.Annotated:
         return is_number(typing.get_args(annotation)[0])
@@ -99,7 +99,7 @@ def is_number(annotation: Any) -> bool:
 
 
 def takes_switch(annotation: Any) -> bool:
-    """True if true and false are values of this type."""
+    """True if booleans are values of this type."""
     return annotation is bool or bool in typing.get_args(annotation)
 
 
@@ -109,7 +109,7 @@ def takes_null(annotation: Any) -> bool:
 
 
 def choices_of(annotation: Any) -> list[str]:
-    """Values of a Literal type, or of a list of them; empty for other types."""
+    """Values of a Literal type or a list of Literals; empty for other types."""
     if typing.get_origin(annotation) is list:
         return choices_of(typing.get_args(annotation)[0])
     return list(typing.get_args(annotation)) if typing.get_origin(annotation) is typing.Literal else []

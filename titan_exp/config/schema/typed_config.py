@@ -1,4 +1,4 @@
-"""Typed configuration: converts a composed configuration to an `Experiment`, and back to YAML.
+"""Typed configuration: conversion of a composed configuration to an `Experiment`, and back to YAML.
 
 pydantic checks types and bounds of the plain dataclasses; all errors are reported at once.
 """
@@ -30,15 +30,15 @@ def to_experiment(cfg: DictConfig) -> Experiment:
 
 
 def load_experiment(path: str | Path) -> Experiment:
-    """Read a resolved `config.yaml`, as `to_yaml` writes it.
+    """Read a resolved `config.yaml` written by `to_yaml`.
 
     Raises:
-        UserError: the file cannot be read, or holds no experiment.
+        UserError: the file cannot be read, or is not an experiment.
     """
     import yaml
 
     try:
-        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same values, ten times as fast
+        loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # same values, ten times faster
         values = yaml.load(Path(path).read_text(encoding="utf-8"), loader)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}.") from error
@@ -55,10 +55,10 @@ def to_dict(experiment: Experiment) -> dict[str, Any]:
 
 
 def to_yaml(experiment: Experiment) -> str:
-    """Resolved YAML of an experiment, which `load_experiment` reads back equal."""
+    """Resolved YAML of an experiment; `load_experiment` is the inverse."""
     import yaml
 
-    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # the same text, ten times as fast
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)  # same text, ten times faster
     return yaml.dump(to_dict(experiment), Dumper=dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -95,7 +95,7 @@ def _build(values: Mapping[str, Any], uncomputed: Sequence[Uncomputed], message:
         built = {name: getattr(read, name) for name in classes}
     except ValidationError as error:
         for detail in error.errors(include_url=False):
-            # Numbers in the location are indices of a list.
+            # Numbers in the location are list indices.
             field = ".".join(part for part in detail["loc"] if isinstance(part, str))
             add(from_pydantic(detail, field, annotation_of(field), meaning_of(field)))
     if not found:
@@ -109,7 +109,7 @@ def _build(values: Mapping[str, Any], uncomputed: Sequence[Uncomputed], message:
 def _reader(classes: tuple[tuple[str, Any], ...]) -> Any:
     from pydantic import ConfigDict, Field, create_model
 
-    # A dataclass takes the settings of the model around it. `unknown_keys` has found unknown keys already.
+    # A dataclass inherits the settings of the enclosing model. `unknown_keys` has already found unknown keys.
     settings = ConfigDict(coerce_numbers_to_str=True, allow_inf_nan=False, extra="ignore", protected_namespaces=())
     optional = optional_fields(Experiment)
     fields: dict[str, Any] = {
@@ -119,7 +119,7 @@ def _reader(classes: tuple[tuple[str, Any], ...]) -> Any:
 
 
 def _drop_consequences(found: dict[str, Violation], uncomputed: Sequence[Uncomputed]) -> None:
-    """Drop values that cannot be computed only because a key in their interpolation has a violation."""
+    """Drop uncomputed values whose interpolation reads a key with a violation."""
     at_fault = found.keys() - {failure.violation.field for failure in uncomputed}
     consequences: set[str] = set()
     for _ in uncomputed:

@@ -1,4 +1,4 @@
-"""Points of a study: the product of its axes where they apply, once per seed, less the excluded ones."""
+"""Study points: product of the applicable axes and the seeds, without excluded points."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,27 +17,27 @@ NAME = "experiment.name"
 
 @dataclass(frozen=True)
 class Point:
-    """One point of a study or sweep, before it is composed."""
+    """Point of a study or sweep before composition."""
 
     overrides: tuple[str, ...]
-    """All overrides, one per key."""
+    """Overrides, one per key."""
     label: str
-    """Varied overrides, the seed included: the point's name."""
+    """Name of the point: its varied overrides, including the seed."""
     variant: str = ""
-    """In a study, varied overrides without the seed: runs of one variant are repetitions."""
+    """Varied overrides of a study without the seed; runs of one variant are repetitions."""
     seed: int | None = None
-    """Seed, if the study gives seeds."""
+    """Seed, if the study lists seeds."""
     facts: dict[str, str] = field(default_factory=dict, hash=False)
-    """Values by key of everything that the study fixes or varies."""
+    """Values by key of all fixed and varied overrides."""
     excluded: str | None = None
-    """Reason for which the study excludes the point; None if it does not."""
+    """Reason for excluding the point; None if included."""
 
 
 def values_of(override: Override) -> list[str]:
-    """Values of an override, which may be a sweep, each as an override `key=value`.
+    """Expand an override, which may be a sweep, to overrides `key=value`.
 
     Raises:
-        UserError: the override is an interval, which has infinitely many values.
+        UserError: the override is an interval, with infinitely many values.
     """
     key = override.get_key_element()
     if not override.is_sweep_override():
@@ -61,17 +61,17 @@ def chosen_size(study: Study, size: str | None) -> str:
 
 
 def folder_name(study: Study, size: str) -> str:
-    """Folder of the study's runs under `paths.runs`; each size but the first has its own."""
+    """Folder of the study's runs under `paths.runs`; each size except the first has a separate one."""
     return study.name if size == next(iter(study.sizes), "") else f"{study.name}_{size}"
 
 
 def narrowed(study: Study, typed: Sequence[Override]) -> tuple[Study, tuple[str, ...]]:
-    """Lay typed overrides over a study; returns it, and the overrides that hold for every point.
+    """Apply typed overrides to a study; returns it, and the overrides common to all points.
 
-    An override of an axis' key replaces its values; one that lists values of another key is a further axis.
+    An override of an axis' key replaces its values; an override with several values of another key adds an axis.
 
     Raises:
-        UserError: an override would separate values that the study gives together.
+        UserError: an override would separate values that the study sets together.
     """
     fixed: list[str] = []
     for change in typed:
@@ -98,12 +98,12 @@ def narrowed(study: Study, typed: Sequence[Override]) -> tuple[Study, tuple[str,
 
 
 def study_points(study: Study, size: str, fixed: Sequence[str] = ()) -> list[Point]:
-    """Every point, excluded ones too; the last axis varies fastest, and the seed faster still.
+    """Points of a study, including excluded ones; the seed varies fastest, then the last axis.
 
-    The size may be empty; `fixed` overrides win over those of the study.
+    The size may be empty; `fixed` overrides take precedence over the study's.
 
     Raises:
-        UserError: no point is left, or two have the same label.
+        UserError: no point is left, or two points have the same label.
     """
     base = [override(NAME, folder_name(study, size)), *study.held_fixed, *study.sizes.get(size, ())]
     combinations: list[tuple[tuple[Choice, ...], dict[str, str]]] = [((), dict(map(split_override, [*base, *fixed])))]
@@ -133,10 +133,10 @@ def study_points(study: Study, size: str, fixed: Sequence[str] = ()) -> list[Poi
 
 
 def baseline_of(study: Study, points: Sequence[Point]) -> str | None:
-    """Variant that the study names as its baseline; None if it names none.
+    """Baseline variant of a study; None without one.
 
     Raises:
-        UserError: the baseline names no point, or several.
+        UserError: the baseline matches no point, or several.
     """
     baseline = study.baseline
     if baseline is None:
@@ -162,7 +162,7 @@ def baseline_of(study: Study, points: Sequence[Point]) -> str | None:
 
 
 def _shortened(choice: Choice, leaves: Mapping[str, int]) -> str:
-    """Label of a choice; keys without their groups where no other axis has a key of that name."""
+    """Label of a choice; keys omit their groups if no other axis has a key of that name."""
     if choice.label != " ".join(choice.overrides):
         return choice.label
     parts = []
@@ -187,7 +187,7 @@ def _keys_of(axis: Axis) -> list[str]:
 
 
 def _last_wins(overrides: Sequence[str]) -> tuple[str, ...]:
-    """Overrides without those that a later one of the same key replaces."""
+    """Overrides, keeping the last of each key."""
     last = {text.partition("=")[0].lstrip("+"): index for index, text in enumerate(overrides)}
     return tuple(overrides[index] for index in sorted(last.values()))
 

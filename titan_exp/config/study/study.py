@@ -1,4 +1,4 @@
-"""Study: a question, the axes that answer it, and fixed overrides, as in `sweeps/NAME.yaml`."""
+"""Study definition: a question, axes, and fixed overrides, as in `sweeps/NAME.yaml`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ Direction = Literal["min", "max"]
 
 @dataclass(frozen=True)
 class Condition:
-    """Condition that a key, or a named axis, has one of some values."""
+    """Condition that a key or a named axis has one of the given values."""
 
     key: str
     """`parallelism.tp`, or the `name` of a list."""
     values: tuple[str, ...]
-    """Values as overrides write them; any one of them fulfils the condition."""
+    """Values in override syntax; any of them fulfils the condition."""
 
     def holds(self, facts: Mapping[str, str]) -> bool:
-        """True if a point has one of the values."""
+        """True if a point fulfils the condition."""
         return self.key in facts and any(_same(facts[self.key], value) for value in self.values)
 
     def __str__(self) -> str:
@@ -28,64 +28,64 @@ class Condition:
 
 @dataclass(frozen=True)
 class Choice:
-    """Point on an axis."""
+    """Value of an axis."""
 
     overrides: tuple[str, ...]
     """Overrides, as typed on the command line."""
     label: str
-    """Label in tables: the overrides themselves, or the name in the file."""
+    """Label in tables: the overrides, or the name in the file."""
 
 
 @dataclass(frozen=True)
 class Axis:
-    """Axis of a study, whose points are the product of its axes."""
+    """Axis of a study; its points are the product of the axes."""
 
     name: str
     """Key of a grid, name of a list, else empty."""
     keys: tuple[str, ...]
-    """Keys that every point sets; empty for a list."""
+    """Keys set by every choice; empty for a list."""
     choices: tuple[Choice, ...]
-    """Its points, in the order of the file."""
+    """Choices of the axis, in file order."""
     when: tuple[Condition, ...] = ()
-    """The axis applies to points that fulfil all of these on the axes above it."""
+    """Conditions on the axes above, all of which a point must fulfil for the axis to apply."""
     unless: tuple[Condition, ...] = ()
-    """The axis does not apply to points that fulfil one of these."""
+    """Conditions, any of which excludes a point from the axis."""
 
 
 @dataclass(frozen=True)
 class Exclusion:
-    """Points that are left out on purpose."""
+    """Excluded points."""
 
     conditions: tuple[Condition, ...]
-    """A point that fulfils all of them is left out."""
+    """Conditions, all of which an excluded point fulfils."""
     reason: str
-    """Reason, as the plan prints it."""
+    """Reason, printed by the plan."""
 
 
 @dataclass(frozen=True)
 class Study:
-    """The content of a study's file."""
+    """Content of a study file."""
 
     name: str
-    """The file's name without its ending; also the folder of its runs."""
+    """File name without extension; also the folder of its runs."""
     path: Path
-    """The file."""
+    """Path of the study file."""
     question: str
     """Question of the study, in a sentence."""
     held_fixed: tuple[str, ...]
     """Overrides of every point."""
     sizes: Mapping[str, tuple[str, ...]]
-    """Further overrides by the name of a size; the first is the default, `size=NAME` chooses another."""
+    """Additional overrides by size name; the first is the default, `size=NAME` selects another."""
     axes: tuple[Axis, ...]
-    """Axes that vary."""
+    """Varied axes."""
     exclude: tuple[Exclusion, ...]
-    """Points left out on purpose."""
+    """Excluded points."""
     seeds: tuple[int, ...]
-    """Every point runs once with each; empty leaves `experiment.seed` alone."""
+    """Seeds of every point; empty keeps `experiment.seed`."""
     baseline: tuple[Condition, ...] | str | None
-    """The point that the others are compared with: its label, a list's point by name, or values that only it has."""
+    """Point that the others are compared with: its label, a list's point by name, or values that only it has."""
     metrics: Mapping[str, Direction]
-    """Metrics to compare, and the better direction of each."""
+    """Compared metrics, with the better direction of each."""
 
 
 def split_override(text: str) -> tuple[str, str]:

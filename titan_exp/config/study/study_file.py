@@ -1,4 +1,4 @@
-"""Study files: found by name, read into a `Study`, with every mistake reported at once."""
+"""Study files: lookup by name and parsing into a `Study`, with all mistakes reported together."""
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,13 +15,13 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 SWEEPS_DIR = next(
     (folder for folder in (_PACKAGE / "sweeps", _PACKAGE.parent / "sweeps") if folder.is_dir()), _PACKAGE / "sweeps"
 )
-"""Folder of the shipped studies: inside an installed package, beside the package in a checkout."""
+"""Folder of the shipped studies: inside an installed package, next to the package in a checkout."""
 OWN_DIR = Path("sweeps")
-"""Folder of the user's studies, in the current directory; they hide shipped ones of the same name."""
+"""Folder of the user's studies in the current directory; they override shipped studies of the same name."""
 
 METRICS = ("loss", "validation_loss", "validation_perplexity", "grad_norm", "tokens_per_second")
 METRICS += ("tokens_per_second_per_device", "tflops", "mfu", "memory", "memory_reserved")
-"""Metrics that runs log. Those of a mixture's source (`validation_loss/NAME`) may be compared as well."""
+"""Metrics logged by runs. Metrics of a mixture's source (`validation_loss/NAME`) are also comparable."""
 FIELDS = ("question", "held_fixed", "sizes", "axes", "exclude", "seeds", "baseline", "metrics")
 KINDS = ("grid", "zip", "list")
 DIRECTIONS: tuple[str, ...] = get_args(Direction)
@@ -34,7 +34,7 @@ def study_files() -> dict[str, Path]:
 
 
 def find_study(name: str) -> Path:
-    """File of a study, by its name or path."""
+    """Path of a study file, by name or path."""
     if name.endswith((".yaml", ".yml")) or os.sep in name:
         path = Path(name).expanduser()
         if path.is_file():
@@ -72,20 +72,20 @@ def read_study(path: Path) -> Study:
 
 
 def override(key: str, value: Any) -> str:
-    """Override that gives a key a value from YAML, quoted where Hydra would read text otherwise."""
+    """Override for a key and a YAML value, quoted if Hydra would parse the text differently."""
     return f"{key}={shown(value, _quoted)}"
 
 
 def facts_of(axis: Axis, choice: Choice) -> dict[str, str]:
-    """Values that a choice gives, by key; a point of a list also by the list's name, or its own."""
+    """Values set by a choice, by key; for a list's point also by the list's name, or its own."""
     facts = dict(map(split_override, choice.overrides))
     return facts if axis.keys else facts | {axis.name or choice.label: choice.label.removeprefix(f"{axis.name}=")}
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which a repeated key is an error, and `on`, `off`, `yes` and `no` are strings."""
+    """YAML loader that rejects repeated keys and reads `on`, `off`, `yes` and `no` as strings."""
 
-    yaml_implicit_resolvers = {  # noqa: RUF012  # PyYAML's own name, read when the class is used
+    yaml_implicit_resolvers = {  # noqa: RUF012  # PyYAML's name, read when the class is used
         first: [(tag, form) for tag, form in pairs if not tag.endswith(":bool") or first in "tTfF"]
         for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
@@ -100,7 +100,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Reader:
-    """Reads the parts of a study and collects violations."""
+    """Parser of a study's parts that collects violations."""
 
     def __init__(self) -> None:
         self.found: list[Violation] = []
@@ -211,7 +211,7 @@ class _Reader:
         return tuple(Condition(key, tuple(shown(value, _quoted) for value in values)) for key, values in lists.items())
 
     def _check_condition(self, field: str, condition: Condition, axes: Sequence[Axis], known: set[str]) -> None:
-        """Report a condition on a key that neither is `known` nor an axis, or on a value that its axis lacks."""
+        """Report a condition on a key that is neither `known` nor an axis, or on a value missing on its axis."""
         field = f"{field}.{condition.key}"
         if condition.key not in known:
             offer = did_you_mean(condition.key, sorted(known)) or f"there are {listed(sorted(known), 'and')}"
@@ -269,7 +269,7 @@ def _names(axes: Sequence[Axis]) -> set[str]:
 
 
 def _quoted(text: str) -> str:
-    """Text as an override's value, in quotes where Hydra would read it otherwise."""
+    """Text as an override's value, quoted if Hydra would parse it differently."""
     if text and not set(text) & set(" ,()[]{}'\"\\=#\t\n"):
         return text
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")

@@ -1,3 +1,3 @@
-"""Data sources. A built-in `data.source` is a module here that defines `build(config) -> Source`, and optionally
-`build_validation(config)` for a validation split of its own; a source of tokens defines `build_sampler` and
+"""Data sources. A built-in `data.source` is a module of this package that defines `build(config) -> Source`, and
+optionally `build_validation(config)` for a separate validation split; a token source defines `build_sampler` and
 `validation_splits` instead."""

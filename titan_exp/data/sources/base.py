@@ -1,6 +1,7 @@
-"""Document source interfaces: random access and streaming. A class with either interface can be named in `data.source`.
+"""Document source interfaces: random access and streaming.
 
-Give its import path (`data.source=my_package.data.Source`); it is called with the `DataConfig` and `data.options`.
+`data.source` takes the import path of a class with either interface (`data.source=my_package.data.Source`); it is
+called with the `DataConfig` and `data.options`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,10 +14,10 @@ from titan_exp.config.groups.data import DataConfig
 class RandomAccessSource(Protocol):
     """Documents indexed by number, such as files or rows of a table.
 
-    Optional members: `key(index) -> str`, a stable document identity (a path, an id) that the held-out split is hashed
-    from (default: the index); `fingerprint: str`, which changes with the documents (default: class, paths, options and
-    number of documents); `split_further: str | None`, the setting that splits the same text into more documents,
-    offered when there are too few to hold any out.
+    Optional members: `key(index) -> str`, a stable document identity (path, id) hashed for the held-out split (default:
+    the index); `fingerprint: str`, which changes with the documents (default: class, paths, options and number of
+    documents); `split_further: str | None`, a setting that splits the same text into more documents, suggested when
+    there are too few to hold any out.
     """
 
     def __len__(self) -> int:
@@ -24,19 +25,19 @@ class RandomAccessSource(Protocol):
         ...
 
     def __getitem__(self, index: int, /) -> str:
-        """Text of a document; equal in every process and run."""
+        """Text of a document, identical in every process and run."""
         ...
 
 
 class PartReader(Protocol):
-    """One pass over one part of a streaming source."""
+    """Reader of one pass over one part of a streaming source."""
 
     def __iter__(self) -> Iterator[str]:
-        """The remaining documents of the part; iterating again continues."""
+        """Iterate over the remaining documents of the part; iterating again continues."""
         ...
 
     def __next__(self) -> str:
-        """The next document; StopIteration at the end of the part."""
+        """Next document; StopIteration at the end of the part."""
         ...
 
     def state_dict(self) -> Mapping[str, Any]:
@@ -46,9 +47,9 @@ class PartReader(Protocol):
 
 @runtime_checkable
 class StreamingSource(Protocol):
-    """Documents read in order, in parts that can be read independently (the files of a large data set).
+    """Documents read in order, in independently readable parts (e.g. files of a large data set).
 
-    Provide at least `data.virtual_shards` parts if possible: shards that share a part each read all of it. Optional
+    Provide at least `data.virtual_shards` parts if possible: each shard that shares a part reads all of it. Optional
     member: `fingerprint: str`, as for random access.
     """
 
@@ -58,7 +59,7 @@ class StreamingSource(Protocol):
         ...
 
     def open(self, part: int, state: Mapping[str, Any] | None) -> PartReader:
-        """Read a part from its beginning or from a reader's `state_dict()`. Called from several threads."""
+        """Read a part from its beginning or from a reader's `state_dict()`. Must be thread-safe."""
         ...
 
 

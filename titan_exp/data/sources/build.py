@@ -23,12 +23,12 @@ def build_source(config: DataConfig) -> Source:
 
 
 def has_validation_split(config: DataConfig) -> bool:
-    """True if the source has a validation split of its own, so that no training documents are held out."""
+    """True if the source has a separate validation split, so that no training documents are held out."""
     return config.validation_split is not None and hasattr(builtin_source(config), "build_validation")
 
 
 def build_validation_source(config: DataConfig) -> Source | None:
-    """Open the source's own validation split; None if validation documents are held out of the training documents."""
+    """Open the source's validation split; None if validation documents are held out of the training documents."""
     module = builtin_source(config)
     return module.build_validation(config) if module is not None and has_validation_split(config) else None
 

@@ -1,4 +1,4 @@
-"""Source `huggingface`: any data set of `datasets.load_dataset`, as a random-access table or streamed by file."""
+"""Source `huggingface`: data sets of `datasets.load_dataset`, as a random-access table or streamed by file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def build_validation(config: DataConfig) -> Source:
 
 
 class HuggingFaceTable:
-    """Random access to one column of a downloaded, memory-mapped split."""
+    """Random-access source over one column of a downloaded, memory-mapped split."""
 
     def __init__(self, dataset: Dataset, config: DataConfig, split: str) -> None:
         _check_column(dataset.column_names, config)
@@ -44,17 +44,17 @@ class HuggingFaceTable:
         return _text(self._dataset[index][self._column], self._config)
 
     def _sample_digest(self) -> str:
-        """Digest of a few documents: reading all would take hours, and file names differ between machines."""
+        """Digest of a few documents: reading all may take hours, and file names differ between machines."""
         count = len(self)
         sample = sorted({0, count // 3, count // 2, count - 1}) if count else []
         return _digest("\0".join(self[index] for index in sample))
 
 
 class HuggingFaceStream:
-    """Streamed split; a part is a shard that `datasets` can read independently, usually a file."""
+    """Streamed split; a part is a shard of `datasets`, usually a file."""
 
     def __init__(self, dataset: IterableDataset, config: DataConfig, split: str) -> None:
-        if dataset.column_names is not None:  # some formats know their columns only after the first row
+        if dataset.column_names is not None:  # in some formats, columns are known only after the first row
             _check_column(dataset.column_names, config)
         self._dataset = dataset
         self._config = config
@@ -73,7 +73,7 @@ class HuggingFaceStream:
 
 
 class HuggingFaceReader:
-    """One pass over one part, resumable at any row."""
+    """Reader of one pass over one part, resumable at any row."""
 
     def __init__(self, dataset: IterableDataset, config: DataConfig) -> None:
         self._dataset = dataset

@@ -1,5 +1,5 @@
-"""`datasets.load_dataset` with a short offline check, no progress bars outside a terminal, no remote code, and
-readable errors."""
+"""`datasets.load_dataset` with a short offline check, readable errors, no remote code, and progress bars only on a
+terminal."""
 
 import os
 import sys
@@ -25,7 +25,7 @@ def load_split(config: DataConfig, split: str) -> Any:
         datasets.disable_progress_bars()
     needs_hub = _needs_hub(config)
     if not needs_hub:
-        # The library otherwise reports every load of local files to a server, and waits for it.
+        # By default the library reports every load of local files to a server, and waits for it.
         datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
     offline = needs_hub and not _hub_answers()
     try:
@@ -36,20 +36,20 @@ def load_split(config: DataConfig, split: str) -> Any:
             split=split,
             streaming=config.streaming,
         )
-    except Exception as error:  # the library and its dependencies raise dozens of types
+    except Exception as error:  # the library and its dependencies raise many types
         raise _explain(config, split, error, offline=offline) from error
 
 
 def _needs_hub(config: DataConfig) -> bool:
-    """True if files may have to come from the hub: not for a local folder or a loader with local files."""
+    """True if the hub may be needed: not for a local folder or a loader with local files."""
     assert config.dataset is not None
     if any("://" in file for file in config.data_files):
-        return False  # another server, whose health the hub does not tell
+        return False  # another server, independent of the hub
     return config.dataset not in LOADERS and not Path(config.dataset).expanduser().exists()
 
 
 def _hub_answers() -> bool:
-    """True if the hub answers one short request; otherwise switch the libraries to their caches.
+    """True if the hub answers a short request; otherwise switch the libraries to offline mode.
 
     By default they would retry for minutes, on every rank.
     """
@@ -61,7 +61,7 @@ def _hub_answers() -> bool:
         return False
     try:
         huggingface_hub.get_session().head(constants.ENDPOINT, timeout=_HUB_TIMEOUT_SECONDS)
-    except Exception:  # every version of the hub client uses another HTTP library
+    except Exception:  # the HTTP library differs between versions of the hub client
         datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
         return False
     return True

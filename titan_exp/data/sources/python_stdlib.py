@@ -1,8 +1,7 @@
-"""Source `python_stdlib`: source code of the running Python's standard library, about 10 MB of text on every machine.
+"""Source `python_stdlib`: source code of the running Python's standard library, about 10 MB of text on any machine.
 
-Excluded are the test suites (two thirds of the bytes, generated tables and broken syntax, absent from many
-distributions), the codec tables (near copies of each other that would leak into the held-out split), `pydoc_data`, and
-build configuration of this machine.
+Excludes test suites (two thirds of the bytes, generated tables and broken syntax, missing in many distributions), codec
+tables (near duplicates that would leak into the held-out split), `pydoc_data`, and the machine's build configuration.
 """
 
 import os

@@ -15,13 +15,13 @@ from titan_exp.data.sources.text_files import FileSource
 
 _OPEN_FILES = 32
 Granularity = Literal["paragraph", "line"]
-"""Unit of text that becomes one document."""
+"""Unit of text per document."""
 
 
 class SplitFileSource:
-    """Random access to paragraphs or lines, in file order.
+    """Random-access source over paragraphs or lines, in file order.
 
-    Whitespace-only lines separate paragraphs and are no documents. Trailing whitespace of a document is dropped.
+    Whitespace-only lines separate paragraphs and are not documents. Trailing whitespace of a document is dropped.
     Splitting at ASCII newlines never cuts a UTF-8 character. The index takes 8 bytes per document. Files must not
     change while in use. Raises UserError if all files are blank.
     """
@@ -38,7 +38,7 @@ class SplitFileSource:
         self.fingerprint = f"{files.fingerprint}, {len(self)} documents, each a {unit}"
         """Identity of the files and of their split."""
         self.split_further = "data.document=line" if unit == "paragraph" else None
-        """Setting that makes more documents of the same text, if any."""
+        """Setting that splits the same text into more documents, if any."""
 
     def __len__(self) -> int:
         return len(self._offsets)
@@ -59,7 +59,7 @@ class SplitFileSource:
 
 
 class _OpenFile:
-    """File kept open between reads: on a network file system, opening takes far longer than reading."""
+    """File kept open between reads, since opening is much slower than reading on network file systems."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""Source `text`: files, folders (recursively, without hidden entries) and globs of the user."""
+"""Source `text`: the user's files, folders (recursive, without hidden entries) and globs."""
 
 import glob
 import os
@@ -15,7 +15,7 @@ _BINARY_CHECK_BYTES = 8192
 
 
 def build(config: DataConfig) -> "TextSource | SplitFileSource":
-    """Open the files of `data.paths`, split as `data.document` says."""
+    """Open the files of `data.paths`, split by `data.document`."""
     files = TextSource(config.paths)
     return files if config.document == "file" else SplitFileSource(files, config.document)
 
@@ -25,7 +25,7 @@ class TextSource(FileSource):
     entry of `paths` matches nothing, or no text is left."""
 
     split_further = "data.document=paragraph"
-    """Setting that makes more documents of the same text."""
+    """Setting that splits the same text into more documents."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         if not paths:
@@ -50,7 +50,7 @@ class TextSource(FileSource):
 
 
 def _matches(entry: str) -> Iterator[tuple[str, Path]]:
-    """Pairs of key and path; keys are relative to the entry's fixed part, so that a moved corpus keeps its keys."""
+    """Pairs of key and path; keys are relative to the entry's fixed part, so that moving a corpus keeps its keys."""
     path = Path(entry).expanduser()
     if path.is_dir():
         yield from _walk(path, path)

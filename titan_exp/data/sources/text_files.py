@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class FileSource:
-    """Random access to files in the order of their keys.
+    """Random-access source over files, ordered by key.
 
     `files` are pairs of key (path relative to the corpus) and path. Empty files are skipped. Undecodable bytes become
     U+FFFD; a leading byte-order mark is dropped.
@@ -25,7 +25,7 @@ class FileSource:
             digest.update(f"{key}\0{length}\0".encode("utf-8", errors="surrogateescape"))
             size += length
         self.fingerprint = f"{name}: {len(self._keys)} files, {size} bytes, {digest.hexdigest()}"
-        """Identity of the files' keys and sizes; survives moving or touching the corpus."""
+        """Identity of the files' keys and sizes; unaffected by moving or touching the corpus."""
 
     def __len__(self) -> int:
         return len(self._paths)

@@ -1,4 +1,4 @@
-"""Source `tokens`: token stores written by `titan-exp tokenize`, one or a mixture of several."""
+"""Source `tokens`: a token store written by `titan-exp tokenize`, or a mixture of several."""
 
 import functools
 from collections.abc import Callable

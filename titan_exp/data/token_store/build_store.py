@@ -29,14 +29,14 @@ _KEYS = {
     "tokenizer": "data.tokenizer",
     "token_bytes": "data.tokenizer",
 }
-"""Configuration keys of the settings in a store's description; the others have the names of `tokenize` options."""
+"""Configuration keys of the settings in a store's description; other settings are `tokenize` options."""
 
 
 def build_store(
     out: str, data: DataConfig, *, parts: int, shard_tokens: int, shuffle: int, workers: int
 ) -> tuple[Manifest, bool]:
-    """Make or resume the store in folder `out`; returns its manifest, and whether anything was tokenized. Raises
-    UserError if a file cannot be read or written, or the folder holds something else."""
+    """Build or resume the store in folder `out`; returns its manifest, and True if anything was tokenized. Raises
+    UserError if a file cannot be read or written, or the folder contains something else."""
     folder = Path(out).expanduser()
     with _explain_os_errors(folder):
         _check_folder(folder, out)
@@ -54,7 +54,7 @@ def build_store(
                 write_json(job.journal / _JOB, description)
             remove_temporary_files(job)
             _copy_tokenizer(data, folder)
-            # Tokenize with the copy, so that the tokens belong to it.
+            # Tokenize with the copy, so that tokens and copy agree.
             own = data if data.tokenizer == "bytes" else replace(data, tokenizer=str(folder))
             _tokenize(replace(job, data=own), corpus, out, workers or len(os.sched_getaffinity(0)))
             write_manifest(job, corpus, description)
@@ -95,12 +95,12 @@ def _check_folder(folder: Path, out: str) -> None:
 
 
 def _check_same(path: Path, description: dict[str, Any], out: str) -> None:
-    """Check that the finished or unfinished store in the folder has the requested settings."""
+    """Check that an existing store in the folder, finished or not, has the requested settings."""
     try:
         saved = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise _refusal(out, f"its {path.name} is not JSON: {error}", "remove the folder") from error
-    saved = {"shuffle": 0, **saved}  # stores made before the option existed
+    saved = {"shuffle": 0, **saved}  # stores written before the option existed
     violations = [
         Violation(
             _KEYS.get(key, key),
@@ -117,7 +117,7 @@ def _check_same(path: Path, description: dict[str, Any], out: str) -> None:
 
 @contextmanager
 def _lock(path: Path, out: str) -> Iterator[None]:
-    """Hold the store's lock, which the system releases when this process exits."""
+    """Hold the store's lock; the operating system releases it when this process exits."""
     with path.open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

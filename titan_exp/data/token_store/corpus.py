@@ -1,4 +1,4 @@
-"""Corpus to tokenize, in parts that can be read independently and resumed in the middle."""
+"""Corpus to tokenize, in independently readable and resumable parts."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ _CHUNK = 4096
 
 @dataclass(frozen=True, order=True)
 class CorpusPart:
-    """One part of the corpus; parts are ordered."""
+    """Part of the corpus; parts are ordered."""
 
     split: str
-    """`train` (held-out documents included), or `validation` for a split of its own."""
+    """`train` (held-out documents included), or `validation` for a separate split."""
     number: int
-    """From 0, in source order."""
+    """Index in source order."""
 
     def __str__(self) -> str:
         return f"{self.split}-{self.number:05d}"
@@ -31,21 +31,21 @@ class CorpusPart:
 
 @dataclass(frozen=True)
 class Document:
-    """Document of a part."""
+    """Document of a corpus part."""
 
     text: str
     """May be empty."""
     split: str
     next_position: Callable[[], Any]
-    """JSON-serializable position after this document; only for the latest document."""
+    """Returns the JSON-serializable position after this document; valid only for the latest document."""
 
 
 class Corpus:
-    """Text of a `data` group, divided into at most `max_parts` parts (a stream has parts of its own).
+    """Text of a `data` group, divided into at most `max_parts` parts (a stream keeps its parts).
 
-    Held-out documents are those of `TrainLoader` and `ValidationLoader`. A non-zero `shuffle` seed permutes the
-    training documents (held-out ones included), as a function of seed and number of documents. Raises UserError if the
-    text cannot be read or shuffled.
+    The held-out documents are the same as in `TrainLoader` and `ValidationLoader`. A non-zero `shuffle` seed permutes
+    the training documents (held-out ones included), as a function of seed and number of documents. Raises UserError if
+    the text cannot be read or shuffled.
     """
 
     def __init__(self, data: DataConfig, max_parts: int, shuffle: int = 0) -> None:
@@ -68,7 +68,7 @@ class Corpus:
         }
         self.fingerprint = "; ".join(fingerprint(source, data) for source in self._sources.values())
         self.held_out = f"split {data.validation_split}" if own is not None else self._fraction
-        """Validation documents: a share of the documents, or a split of its own."""
+        """Validation documents: a share of the documents, or a separate split."""
 
     @property
     def parts(self) -> list[CorpusPart]:
@@ -82,7 +82,7 @@ class Corpus:
         return sum(lengths) if len(lengths) == len(self._sources) else None
 
     def read(self, part: CorpusPart, position: Any) -> Iterator[Document]:
-        """Documents of a part from a position on (None: its beginning)."""
+        """Documents of a part from a position on (None: the beginning)."""
         source = self._sources[part.split]
         fraction = self._fraction if part.split == "train" else 1.0
         if not isinstance(source, RandomAccessSource):

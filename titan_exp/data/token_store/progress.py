@@ -1,4 +1,4 @@
-"""Tokenization progress: a bar on a terminal, a line every few seconds elsewhere."""
+"""Tokenization progress: a bar on a terminal, otherwise a line every few seconds."""
 
 import sys
 import time
@@ -9,7 +9,7 @@ _LINE_INTERVAL_SECONDS = 10.0
 
 
 class ProgressDisplay:
-    """Counts documents, tokens and finished parts; `documents` is None for a stream."""
+    """Progress of documents, tokens and finished parts; `documents` is None for a stream."""
 
     def __init__(self, parts: int, done: int, documents: int | None) -> None:
         self._parts, self._done, self._total = parts, done, documents
@@ -19,7 +19,7 @@ class ProgressDisplay:
 
     @contextmanager
     def shown(self) -> Iterator["ProgressDisplay"]:
-        """Show the counts until the block ends."""
+        """Show the counts during the `with` block."""
         if not sys.stderr.isatty():
             yield self
             return

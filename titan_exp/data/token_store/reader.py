@@ -1,4 +1,4 @@
-"""Token store reader: one split as one long sequence of tokens, read through memory maps."""
+"""Token store reader: a split as one sequence of tokens, read through memory maps."""
 
 from bisect import bisect_right
 from functools import lru_cache
@@ -13,7 +13,7 @@ _MAX_MAPPED_SHARDS = 256
 
 
 class TokenSplit:
-    """Concatenated shards of a split. A shard is mapped when a window first needs it."""
+    """Concatenated shards of a split, memory-mapped on first use."""
 
     def __init__(self, manifest: Manifest, split: str) -> None:
         self._manifest = manifest
@@ -25,8 +25,8 @@ class TokenSplit:
         return self._offsets[-1]
 
     def read(self, begin: int, window: np.ndarray) -> list[int]:
-        """Fill `window` with the tokens from `begin` on; returns the document starts in it, without its first token.
-        Raises UserError if a shard is damaged."""
+        """Fill `window` with the tokens from `begin` on; returns its document starts, except at the first token. Raises
+        UserError if a shard is damaged."""
         filled, starts = 0, []
         number = bisect_right(self._offsets, begin) - 1
         while filled < len(window):
@@ -41,7 +41,7 @@ class TokenSplit:
         return starts[1:] if starts and starts[0] == 0 else starts
 
     def tokens_in(self, documents: int | None) -> int:
-        """Tokens of the first `documents` documents (None: all)."""
+        """Number of tokens in the first `documents` documents (None: all)."""
         if documents is None:
             return len(self)
         for number, shard in enumerate(self._shards):
@@ -59,11 +59,11 @@ def _map(manifest: Manifest, shard: Shard) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _array(path: Path, dtype: str, length: int) -> np.ndarray:
-    # Reading a map beyond the end of its file kills the process (SIGBUS), so sizes are checked first.
+    # Check sizes first: reading a map beyond the end of its file raises SIGBUS.
     problem = wrong_size(path, length * np.dtype(dtype).itemsize)
     if problem:
         remedy = f"titan-exp tokenize check={path.parent} checks the whole store; then copy or remake it"
         violation = Violation("data.paths", str(path.parent), f"{path.name}: {problem}", remedy)
         raise UserError("The token store is damaged.", [violation])
-    # As a plain array, which slices three times as fast as a memmap.
+    # A plain array slices three times as fast as a memmap.
     return np.memmap(path, dtype, mode="r", shape=(length,)).view(np.ndarray)

@@ -13,7 +13,7 @@ import numpy as np
 from titan_exp.config.paths.token_store_manifest import BEGIN_BYTES
 
 TEMPORARY_SUFFIX = ".part"
-"""Suffix of a file that is being written."""
+"""Suffix of a file during writing."""
 _BUFFER_BYTES = 1 << 20
 
 
@@ -38,7 +38,7 @@ class AtomicFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        # A process whose parent was killed may briefly be writing the same file.
+        # A process whose parent was killed may briefly write the same file.
         self._temporary = path.with_name(f"{path.name}.{os.getpid()}{TEMPORARY_SUFFIX}")
         self._file = self._temporary.open("wb", buffering=_BUFFER_BYTES)
         self._digest = checksum()

@@ -1,7 +1,7 @@
-"""Window sampler: shuffled windows of seq_len + 1 tokens of token stores, a pure function of seed and row number.
+"""Window sampler: shuffled windows of seq_len + 1 tokens from token stores, a pure function of seed and row number.
 
 A store's training tokens are cut into windows that overlap by one, so that each token is predicted once per epoch, in
-the order of a keyed permutation. The remainder of less than seq_len tokens is at another offset in every epoch. The
+the order of a keyed permutation. The remainder of less than seq_len tokens has a different offset in every epoch. The
 sampler's state is a number of rows: any dp degree resumes from it without reading.
 """
 
@@ -41,7 +41,7 @@ class WindowSampler:
         self.initial_state: SamplerState = {_STATE: {"rows": 0}}
 
     def restrict(self, states: Mapping[str, dict[str, Any]]) -> SamplerState:
-        """Return the single position, which all ranks share."""
+        """Return the single position, shared by all ranks."""
         if _STATE not in states:
             raise UserError("The checkpoint's data state holds no position in a token store.")
         rows = states[_STATE]["rows"]
@@ -51,7 +51,7 @@ class WindowSampler:
         return {_STATE: {"rows": rows}}
 
     def open(self, state: SamplerState) -> NextRow:
-        """Read this rank's rows; the position counts the rows of all ranks, which advance together."""
+        """Open a reader of this rank's rows; the position counts the rows of all ranks, which advance together."""
         rows = state[_STATE]["rows"]
 
         def next_row(window: np.ndarray) -> tuple[list[int], SamplerState]:
@@ -67,7 +67,7 @@ class WindowSampler:
         return {_STATE: {"rows": rows}}
 
     def source_name(self, row: int) -> str:
-        """Store that a row comes from; empty for a single store."""
+        """Store of a row; empty for a single store."""
         return self._names[self._mixture[row][0]] if len(self._names) > 1 else ""
 
     def epochs(self, state: SamplerState) -> dict[str, float]:
@@ -84,9 +84,9 @@ class WindowSampler:
 
 
 class ShuffledWindows:
-    """Windows of one store, in another order every epoch. Raises UserError if the store is smaller than a window.
+    """Windows of one store, reshuffled every epoch. Raises UserError if the store is smaller than a window.
 
-    `number` distinguishes the stores of a mixture, so that equal sizes do not mean equal orders.
+    `number` distinguishes the stores of a mixture, so that stores of equal size have different orders.
     """
 
     def __init__(self, manifest: Manifest, seq_len: int, seed: int, number: int) -> None:
@@ -107,7 +107,7 @@ class ShuffledWindows:
         return self._count
 
     def read(self, number: int, window: np.ndarray) -> list[int]:
-        """Fill `window` [seq_len + 1] with the window after `number` others; returns the document starts in it (each in
-        1..seq_len)."""
+        """Fill `window` [seq_len + 1] with the window of index `number` over all epochs; returns its document starts
+        (each in 1..seq_len)."""
         epoch, rank = divmod(number, self._count)
         return self._tokens.read(self._shift(epoch) + self._order(epoch)[rank] * self._seq_len, window)

@@ -1,4 +1,4 @@
-"""Pool of tokenizer processes, which get parts of the corpus over pipes and exit with their parent."""
+"""Tokenizer process pool: workers receive corpus parts over pipes and exit with their parent."""
 
 import multiprocessing
 import os
@@ -14,10 +14,10 @@ from titan_exp.data.token_store.writer import PartTokenizer, ReportProgress, Tok
 
 
 def tokenize_parts(job: TokenizeJob, parts: Sequence[CorpusPart], workers: int, report: ReportProgress) -> None:
-    """Tokenize parts in `workers` processes, or in this one with `workers=1`.
+    """Tokenize parts in `workers` processes, or in this process with `workers=1`.
 
-    Raises UserError if a process was killed, else a process's own exception. The other processes are killed; finished
-    shards are kept.
+    Raises UserError if a process was killed, or re-raises a process's exception. The other processes are killed;
+    finished shards are kept.
     """
     workers = min(workers, len(parts))
     if workers == 1:
@@ -46,7 +46,7 @@ def tokenize_parts(job: TokenizeJob, parts: Sequence[CorpusPart], workers: int, 
 
 
 def _distribute(pool: dict[Connection, BaseProcess], pending: list[CorpusPart], report: ReportProgress) -> None:
-    """Send the next part to each idle process until all parts are done."""
+    """Send parts to idle processes until all parts are done."""
     busy = set(pool)
     while busy:
         for connection in wait(list(busy)):

@@ -1,7 +1,7 @@
 """Token store writer: tokenizes the parts of a corpus into shards, resumable after a kill at any time.
 
-A part is cut into shards by token count, so a store's content does not depend on the number of processes or restarts.
-The journal, one file per cut, lists the complete shards and the position to resume from.
+Parts are cut into shards by token count, so that a store's content does not depend on the number of processes or
+restarts. The journal, one file per cut, lists the complete shards and the position to resume from.
 """
 
 import json
@@ -22,20 +22,20 @@ from titan_exp.data.tokenizers.base import Tokenizer, encode_document
 from titan_exp.data.tokenizers.build import build_tokenizer
 
 ReportProgress = Callable[[int, int, int], None]
-"""Takes the numbers of documents, tokens and parts completed since the last call."""
+"""Called with the numbers of documents, tokens and parts completed since the last call."""
 _REPORT_DOCUMENTS, _REPORT_TOKENS = 64, 1 << 18
 
 
 @dataclass(frozen=True)
 class TokenizeJob:
-    """Token store to make."""
+    """Settings of a token store to build."""
 
     folder: Path
     data: DataConfig
     parts: int
     """Maximum number of parts of a random-access source."""
     shard_tokens: int
-    """Tokens after which a shard is full."""
+    """Number of tokens after which a shard is closed."""
     source: str
     """Fingerprint of the text."""
     shuffle: int = 0
@@ -86,7 +86,7 @@ class PartTokenizer:
         self._report(0, 0, 1)
 
     def _write_cut(self, part: CorpusPart, cut: int, documents: Iterator[Document]) -> bool:
-        """Write the next shard of each split and its journal entry; returns whether there may be more documents."""
+        """Write the next shard of each split and its journal entry; returns True if there may be more documents."""
         name = f"{part.number:05d}-{cut:04d}"
         writers: dict[str, ShardWriter] = {}
         try:
@@ -108,7 +108,7 @@ class PartTokenizer:
             counted += 1
             if document.text:
                 tokens = encode_document(document.text, self._tokenizer)
-                # Training from text also skips documents without a token.
+                # Training from text also skips documents without tokens.
                 if len(tokens) > 1 or document.split == "validation":
                     if document.split not in writers:
                         writers[document.split] = ShardWriter(

@@ -7,7 +7,7 @@ import numpy as np
 
 
 class Tokenizer(Protocol):
-    """Interface of a tokenizer, as the data loaders and `generate` need it."""
+    """Tokenizer interface of the data loaders and `generate`."""
 
     @property
     def vocab_size(self) -> int:
@@ -16,12 +16,12 @@ class Tokenizer(Protocol):
 
     @property
     def end_of_text(self) -> int:
-        """Id of the end-of-text (EOS) token, which follows every document."""
+        """Id of the end-of-text (EOS) token, appended to every document."""
         ...
 
     @property
     def fingerprint(self) -> str:
-        """String that identifies the vocabulary and merges."""
+        """Identity of vocabulary and merges."""
         ...
 
     def encode(self, text: str) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Byte-level tokenizer without a trained vocabulary."""
+"""Byte tokenizer without a trained vocabulary."""
 
 from collections.abc import Iterable
 
@@ -15,9 +15,9 @@ class ByteTokenizer:
     fingerprint = "bytes"
 
     def encode(self, text: str) -> np.ndarray:
-        """Ids of the UTF-8 bytes of `text`, uint16 [bytes]. A lone surrogate, which is no character, becomes `?`."""
+        """Ids of the UTF-8 bytes of `text`, uint16 [bytes]. Lone surrogates become `?`."""
         return np.frombuffer(text.encode("utf-8", errors="replace"), dtype=np.uint8).astype(np.uint16)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of `ids`; ids above 255 (end-of-text, vocabulary padding) decode to nothing."""
+        """Text of `ids`; ids above 255 (end-of-text, vocabulary padding) are skipped."""
         return bytes(token for token in map(int, ids) if token < 256).decode("utf-8", errors="replace")

@@ -1,4 +1,4 @@
-"""Tokenizer files: copying them beside weights, and the byte tokenizer as a `tokenizer.json`."""
+"""Tokenizer files for export with weights, and the byte tokenizer as a `tokenizer.json`."""
 
 import json
 import shutil
@@ -24,8 +24,8 @@ END_OF_TEXT = "<|endoftext|>"
 def write_tokenizer(tokenizer: str, folder: Path, *, end_of_text: str | None, context: int) -> list[str]:
     """Write a tokenizer's files for `transformers.AutoTokenizer` into a folder; returns their names.
 
-    `tokenizer` is `bytes`, or the path of a tokenizer.json or of a folder, which may hold none. `end_of_text` names the
-    end-of-text token if no tokenizer_config.json does; `context` is the maximum sequence length in tokens.
+    `tokenizer` is `bytes`, or the path of a tokenizer.json or of a folder, which may have none. `end_of_text` names the
+    end-of-text token if tokenizer_config.json does not; `context` is the maximum sequence length in tokens.
     """
     if tokenizer == "bytes":
         _write_byte_tokenizer(folder / "tokenizer.json")

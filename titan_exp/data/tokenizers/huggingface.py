@@ -1,4 +1,4 @@
-"""Hugging Face `tokenizer.json`, with the end-of-text token from the `tokenizer_config.json` beside it."""
+"""Hugging Face tokenizer: `tokenizer.json`, and the end-of-text token from `tokenizer_config.json`."""
 
 import json
 from collections.abc import Iterable
@@ -12,11 +12,11 @@ from titan_exp.config.errors.user_error import UserError, Violation
 from titan_exp.config.paths.data_files import tokenizer_file
 
 END_OF_TEXT_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "<|end▁of▁sentence|>", "[EOS]")
-"""End-of-text names of published tokenizers, tried in this order."""
+"""End-of-text names of published tokenizers, in order of preference."""
 
 
 class HuggingFaceTokenizer:
-    """Tokenizer of the file `path`, or of `tokenizer.json` in the folder `path`.
+    """Tokenizer from the file `path`, or from `tokenizer.json` in the folder `path`.
 
     Special tokens in text are encoded as plain text. Raises UserError if the file cannot be read or has no known
     end-of-text token.
@@ -31,7 +31,7 @@ class HuggingFaceTokenizer:
         except Exception as error:  # the library raises plain Exception
             remedy = "data.tokenizer=bytes, or the path of a tokenizer.json or of the folder that holds one"
             raise _refusal(path, f"{file} cannot be read as a tokenizer ({error})", remedy) from error
-        # A saved truncation or padding length would silently cut documents.
+        # A saved truncation length would silently cut documents.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._tokenizer.encode_special_tokens = True
@@ -46,7 +46,7 @@ class HuggingFaceTokenizer:
         """Ids of `text`, uint16 or int32 [tokens], without added special tokens."""
         try:
             return self._encode(text)
-        except (TypeError, UnicodeEncodeError):  # a lone surrogate, which JSON can hold and UTF-8 cannot
+        except (TypeError, UnicodeEncodeError):  # a lone surrogate, possible in JSON but not in UTF-8
             return self._encode(text.encode("utf-8", errors="replace").decode("utf-8"))
 
     def decode(self, ids: Iterable[int]) -> str:

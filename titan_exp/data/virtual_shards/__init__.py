@@ -1,1 +1,1 @@
-"""Row order of text tokenized while training: virtual shards, each an endless packed stream of documents."""
+"""Virtual shards: endless packed streams of documents that define the row order of text tokenized during training."""

@@ -1,11 +1,11 @@
 """Document stream over a streaming source, shuffled within blocks.
 
 With P parts and V shards: if P >= V, shard s reads the parts at ranks s, s + V, ... of each epoch's order. If P < V,
-shards at equal ranks (mod P) share a part in every epoch and take turns at its documents; each reads all of it. A shard
-whose turn never comes in a short part takes the whole part, so that every shard always has rows.
+shards at equal ranks (mod P) share a part in every epoch and alternate on its documents; each reads all of it. A shard
+without documents in a short part takes the whole part, so that every shard always has rows.
 
-Documents are shuffled within blocks of `shuffle_buffer`. A block's only state is the reader's at its start, so an exact
-resume reads one block again.
+Documents are shuffled within blocks of `shuffle_buffer`. A block's state is the reader's state at its start, so an
+exact resume re-reads one block.
 """
 
 from collections.abc import Generator, Iterator, Mapping
@@ -36,24 +36,24 @@ class StreamSpec:
     """Order of the source's parts."""
     seed: int
     shards: int
-    """Virtual shards of the whole run."""
+    """Number of virtual shards of the run."""
     shuffle_buffer: int
     """Documents per block."""
     held_out: float
-    """Fraction of documents, by hash of their text, that is never trained on."""
+    """Held-out fraction of documents, by hash of their text."""
 
 
 @dataclass(frozen=True)
 class _BlockStart:
-    """Position at which a block begins."""
+    """Start position of a block."""
 
     epoch: int = 0
     part: int = 0
     """Parts finished in this epoch."""
     seen: int = 0
-    """Documents of the part before the block, those of other shards included."""
+    """Documents of the part before the block, including other shards' documents."""
     alone: bool = False
-    """True if the shard takes the whole part, because its turn never comes in it."""
+    """True if the shard takes the whole part, because it has no documents in it otherwise."""
     reader: Mapping[str, Any] | None = None
     """Reader state; None at the beginning of the part."""
 
@@ -83,7 +83,7 @@ class BlockShuffledStream:
         self.seek(None)
 
     def prefetch(self) -> None:
-        """Read the next block in the pool, so that all shards wait for their first one together."""
+        """Read the next block in the pool, so that all shards load their first block concurrently."""
         if self._next is None:
             blocks = self._blocks
             self._next = self._pool.submit(lambda: next(blocks))
@@ -103,7 +103,7 @@ class BlockShuffledStream:
             self._block, self._document = None, 0
 
     def position(self) -> dict[str, Any]:
-        """Start of the block, and the document's index in it."""
+        """Start of the block, and the document's index within it."""
         return {**self._current_block().start, "document": self._document}
 
     def seek(self, position: Mapping[str, Any] | None) -> None:
@@ -117,7 +117,7 @@ class BlockShuffledStream:
         self._tokens: np.ndarray | None = None
 
     def epochs(self, position: Mapping[str, Any]) -> float:
-        """Parts finished until `position`, in epochs over the corpus (whose length is unknown)."""
+        """Parts finished at `position`, in epochs over the corpus (of unknown length)."""
         return position.get("epoch", 0) + position.get("part", 0) / self._parts
 
     def _current_block(self) -> _Block:
@@ -129,7 +129,7 @@ class BlockShuffledStream:
         return self._block
 
     def _read_blocks(self, start: _BlockStart) -> Iterator[_Block]:
-        """Endless blocks. Runs in the pool's threads, one task of a shard at a time."""
+        """Endless blocks, read in the pool's threads, one task per shard at a time."""
         empty = 0
         while True:
             found, seen = yield from self._read_part(start)
@@ -144,7 +144,7 @@ class BlockShuffledStream:
                 start = _BlockStart(start.epoch + 1)
 
     def _read_part(self, start: _BlockStart) -> Generator[_Block, None, tuple[bool, int]]:
-        """Blocks of one part; returns whether it has any, and the number of documents in the part."""
+        """Blocks of one part; returns True if it has any, and the number of documents in the part."""
         spec = self._spec
         turn, turns = (0, 1) if start.alone else (self._turn, self._turns)
         part = spec.order.item(start.epoch, self._shard + start.part * spec.shards)

@@ -1,4 +1,4 @@
-"""Document stream interface: the endless tokenized documents of one virtual shard."""
+"""Document stream interface: endless tokenized documents of one virtual shard."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -10,7 +10,7 @@ class DocumentStream(Protocol):
     """Endless tokenized documents of one virtual shard, positioned at a non-empty document."""
 
     start: float
-    """Fraction of the shard's first document that is skipped, because another shard starts there."""
+    """Skipped fraction of the shard's first document, in which another shard starts."""
 
     def prefetch(self) -> None:
         """Start fetching the current document without waiting for it."""
@@ -33,5 +33,5 @@ class DocumentStream(Protocol):
         ...
 
     def epochs(self, position: Mapping[str, Any]) -> float:
-        """Epochs over the whole corpus if all shards are as far as this one at `position`; 0 for `{}`."""
+        """Epochs over the whole corpus if all shards have progressed like this one at `position`; 0 for `{}`."""
         ...

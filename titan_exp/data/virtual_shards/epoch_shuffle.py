@@ -1,4 +1,4 @@
-"""Epoch shuffling: a stateless permutation of a corpus's items (documents or stream parts), by seed and epoch."""
+"""Epoch shuffling: stateless permutation of a corpus's items (documents or stream parts) by seed and epoch."""
 
 from functools import lru_cache
 
@@ -10,7 +10,7 @@ class EpochShuffle:
 
     def __init__(self, items: int, seed: int) -> None:
         self.items = items
-        # Shards reach the end of an epoch at different times, so a few epochs are in use together.
+        # Shards reach the end of an epoch at different times, so that a few epochs are in use simultaneously.
         self._epoch = lru_cache(maxsize=8)(lambda epoch: Permutation(items, "order", seed, epoch))
 
     def item(self, epoch: int, rank: int) -> int:

@@ -2,8 +2,8 @@
 
 With N documents and V shards: if N >= V, shard s reads the documents at ranks s, s + V, s + 2V, ... of each epoch's
 order, so that all shards together read each document once per epoch. If N < V, every shard reads all documents in that
-order, and the shards start evenly spread around it, inside documents too, so that even one long file gives different
-rows. Seeking costs reading one document.
+order, starting at evenly spread offsets, also within documents, so that even one long file gives different rows.
+Seeking reads one document.
 """
 
 import weakref
@@ -21,7 +21,7 @@ _MAX_EMPTY_DOCUMENTS = 10_000
 
 
 class TokenizedDocuments:
-    """Documents as tokens with an end-of-text. A document used by several shards is in memory once."""
+    """Documents as tokens with end-of-text. A document used by several shards is in memory once."""
 
     def __init__(self, source: RandomAccessSource, tokenizer: Tokenizer) -> None:
         self._source = source
@@ -40,7 +40,7 @@ class TokenizedDocuments:
 
 
 class IndexedStream:
-    """`DocumentStream` whose position is `epoch` and `document`, the number of documents read in that epoch."""
+    """`DocumentStream` with position `epoch` and `document`, the number of documents read in that epoch."""
 
     def __init__(self, documents: TokenizedDocuments, order: EpochShuffle, *, shard: int, shards: int) -> None:
         self._documents = documents
@@ -65,7 +65,7 @@ class IndexedStream:
         return self._tokens
 
     def advance(self) -> None:
-        """Move to the next document, into the next epoch after the last."""
+        """Move to the next document, or to the next epoch after the last."""
         self.tokens()
         self._step_forward()
         self._tokens = None
@@ -81,7 +81,7 @@ class IndexedStream:
         self._tokens = None
 
     def epochs(self, position: Mapping[str, Any]) -> float:
-        """Documents read until `position`, in epochs over the corpus."""
+        """Documents read at `position`, in epochs over the corpus."""
         read = position.get("epoch", 0) * self._length + position.get("document", 0)
         return read * self._shards / self._order.items
 

@@ -1,5 +1,5 @@
 """Sequence packing: a shard's documents, concatenated and cut into windows of seq_len + 1 tokens that overlap by one,
-so that every token but the shard's first is predicted exactly once."""
+so that every token except the shard's first is predicted exactly once."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from titan_exp.data.virtual_shards.document_stream import DocumentStream
 
 
 class PackedStream:
-    """Endless packed rows of one virtual shard. Its state is the position of the next row's first token."""
+    """Endless packed rows of one virtual shard. The state is the position of the next row's first token."""
 
     def __init__(self, stream: DocumentStream, seq_len: int) -> None:
         self._stream = stream
@@ -19,7 +19,7 @@ class PackedStream:
         self._offset: int | None = None  # tokens into the current document; None before the first read
 
     def next_row(self, window: np.ndarray) -> list[int]:
-        """Fill `window` [seq_len + 1] with the next row; returns the document starts in it (each in 1..seq_len)."""
+        """Fill `window` [seq_len + 1] with the next row; returns its document starts (each in 1..seq_len)."""
         tokens = self._stream.tokens()
         offset = int(len(tokens) * self._stream.start) if self._offset is None else self._offset
         filled, starts = 0, []
@@ -37,12 +37,12 @@ class PackedStream:
         return starts
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-serializable position: `rows` read so far, and the stream position and `offset` of the next one."""
+        """JSON-serializable position: `rows` read, and the stream position and `offset` of the next row."""
         if self._offset is None:
             return {"rows": 0}
         return {"rows": self._rows, "offset": self._offset, **self._stream.position()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume from the `state_dict()` of the same shard; `{"rows": 0}` is its beginning."""
+        """Resume from a `state_dict()` of the same shard; `{"rows": 0}` is the beginning."""
         self._rows, self._offset = state["rows"], state.get("offset")
         self._stream.seek(None if self._offset is None else state)

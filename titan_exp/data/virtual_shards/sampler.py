@@ -1,4 +1,4 @@
-"""Virtual-shard sampler: rows of documents that are tokenized while training.
+"""Virtual-shard sampler: rows of documents tokenized during training.
 
 Row j of the run comes from virtual shard j mod V. The dp degree divides V, so rank r owns the shards ≡ r (mod dp) and
 no other rank needs their state: a checkpoint of all shards resumes under any dp degree.
@@ -62,7 +62,7 @@ class VirtualShardSampler:
         return {shard: dict(states[shard]) for shard in self.initial_state}
 
     def open(self, state: SamplerState) -> NextRow:
-        """Read a row from each shard in turn. Only one reader may be in use: it moves this rank's streams."""
+        """Open a reader of one row per shard in turn. Only one may be in use: it moves this rank's streams."""
         packed = {shard: PackedStream(stream, self._seq_len) for shard, stream in sorted(self._streams.items())}
         for shard, position in state.items():
             packed[int(shard)].load_state_dict(position)
@@ -71,7 +71,7 @@ class VirtualShardSampler:
         shards = list(packed)
         rows = sum(position["rows"] for position in state.values())
 
-        # Holds no reference to the sampler, whose collection ends the pool that a reading thread may wait for.
+        # No reference to the sampler: its collection closes the pool that a reading thread may wait for.
         def next_row(window: np.ndarray) -> tuple[list[int], SamplerState]:
             nonlocal rows
             shard = shards[rows % len(shards)]
@@ -82,11 +82,11 @@ class VirtualShardSampler:
         return next_row
 
     def state_at(self, rows: int) -> SamplerState | None:
-        """Only the beginning is known without reading."""
+        """Initial state for 0 rows; None otherwise, since positions require reading."""
         return None if rows else self.initial_state
 
     def source_name(self, row: int) -> str:
-        """Empty: there is one source."""
+        """Empty, since there is one source."""
         return ""
 
     def epochs(self, state: SamplerState) -> dict[str, float]:
@@ -94,7 +94,7 @@ class VirtualShardSampler:
         return {"": sum(self._streams[int(shard)].epochs(position) for shard, position in state.items()) / len(state)}
 
     def close(self) -> None:
-        """Stop the read-ahead threads."""
+        """Stop the prefetch threads."""
         if self._pool is not None:
             self._pool.close()
 

@@ -1,7 +1,7 @@
-"""Daemon thread pool that reads ahead for the shards of a streaming source, whose readers wait for disks and networks.
+"""Daemon thread pool for prefetching the shards of a streaming source from disks and networks.
 
-Threads stop when their owner is closed, garbage-collected, or the interpreter exits; `ThreadPoolExecutor` would wait at
-exit for a read that hangs.
+Threads stop when their owner is closed or garbage-collected, or the interpreter exits; `ThreadPoolExecutor` would wait
+at exit for a hanging read.
 """
 
 import threading
@@ -17,7 +17,7 @@ _JOIN_TIMEOUT_SECONDS = 2.0
 
 
 class DaemonThreadPool:
-    """Runs tasks in daemon threads. `close` cancels queued tasks; running ones notice by `check_open`."""
+    """Runs tasks in daemon threads. `close` cancels queued tasks; running tasks poll `check_open`."""
 
     def __init__(self, threads: int) -> None:
         self._tasks: SimpleQueue[_Task] = SimpleQueue()
@@ -52,7 +52,7 @@ def _work(tasks: "SimpleQueue[_Task]") -> None:
             future.set_result(task())
         except BaseException as error:
             future.set_exception(error)
-        del job, task, future  # an idle thread must not keep a finished task's data alive
+        del job, task, future  # an idle thread must not keep references to a finished task's data
 
 
 def _stop(tasks: "SimpleQueue[_Task]", closed: threading.Event, workers: list[threading.Thread]) -> None:

@@ -1,1 +1,1 @@
-"""CUDA on a machine without a GPU: caching allocator, fake kernels, device data sheets."""
+"""CUDA models without a GPU: caching allocator, fake kernels, device data sheets."""

@@ -1,8 +1,8 @@
-"""Replay of allocation events by torch's CUDA caching allocator, without a GPU.
+"""CUDA caching allocator of torch, replayed on allocation events without a GPU.
 
-Rules and sizes are those of c10/cuda/CUDACachingAllocator.cpp in torch 2.13 at its defaults; c10/core/AllocatorConfig.h
-has the constants. Where a fresh segment lies is the driver's choice; here each lies above those before. Memory that
-another stream still reads is not held back: the trainer and FSDP2 wait by events instead of `record_stream`.
+Rules and sizes follow c10/cuda/CUDACachingAllocator.cpp in torch 2.13 with default settings; the constants are in
+c10/core/AllocatorConfig.h. The driver chooses the address of a new segment; here addresses ascend. Memory still read
+by another stream is not held back: the trainer and FSDP2 wait on events instead of using `record_stream`.
 """
 
 from bisect import bisect_left, insort
@@ -21,19 +21,19 @@ SMALL_BUFFER = 2 * MIB
 LARGE_BUFFER = 20 * MIB
 """kLargeBuffer: segment size of the large pool for blocks below `MIN_LARGE`."""
 MIN_LARGE = 10 * MIB
-"""kMinLargeAlloc: larger blocks get a segment of their own size."""
+"""kMinLargeAlloc: larger blocks get a dedicated segment."""
 ROUND_LARGE = 2 * MIB
-"""kRoundLarge: rounding of those segments."""
+"""kRoundLarge: rounding of dedicated segments."""
 
 ADDRESSES = 2**21 * LARGE_BUFFER
-"""Address range of an expandable segment: more than any device has."""
+"""Address range of an expandable segment, larger than any device's memory."""
 
 
 class Event(NamedTuple):
     """Allocation or release of a storage."""
 
     storage: int
-    """Its number; a released storage may be allocated again."""
+    """Number of the storage; a released storage may be allocated again."""
     size: int
     """Bytes allocated; 0 for a release."""
     stream: int
@@ -49,23 +49,23 @@ class Reserved:
     reserved: int
     """Peak bytes reserved from the driver: `torch.cuda.max_memory_reserved`."""
     retries: int
-    """Allocation retries: the device was full, and cached segments were released first, which synchronizes."""
+    """Allocation retries on a full device, after a synchronizing release of cached segments."""
     fits: bool
     """False if a retry failed: out of memory."""
 
 
 @dataclass(frozen=True)
 class Reservations:
-    """Steady-state reservations with both kinds of segments."""
+    """Steady-state reserved memory with both kinds of segments."""
 
     segments: Reserved
-    """With segments of fixed size, torch's default."""
+    """With fixed-size segments, torch's default."""
     expandable: Reserved
     """With `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`."""
 
 
 STEPS = 3
-"""Replayed steps; block addresses are stable after them."""
+"""Number of replayed steps; block addresses are stable afterwards."""
 
 
 def reservations(before: Sequence[Event], step: Sequence[Event], capacity: int | None = None) -> Reservations:
@@ -77,10 +77,10 @@ def reservations(before: Sequence[Event], step: Sequence[Event], capacity: int |
 
 
 def repeated(before: Sequence[Event], step: Sequence[Event], times: int) -> Iterator[list[Event]]:
-    """A step's events `times` times as in training, the first after the setup's.
+    """Events of `times` equal steps as in training, one list per step; the first includes the setup.
 
-    A storage that a step releases but does not allocate is, in the next step, one of the same size and stream that this
-    step has kept. A step that keeps other storages is not repeated.
+    A storage released but not allocated by a step is replaced, in the next step, by a storage of the same size and
+    stream that this step kept. A step that keeps other storages is not repeated.
     """
     yield [*before, *step]
     successors = _successors(before, step)
@@ -92,14 +92,14 @@ def repeated(before: Sequence[Event], step: Sequence[Event], times: int) -> Iter
     for _ in range(times - 1):
         following = {storage: fresh + place for place, storage in enumerate(inside)}
         fresh += len(following)
-        # Storages from before the step are those that the previous step has kept.
+        # Storages from before the step are the ones kept by the previous step.
         called = following | {storage: names[successor] for storage, successor in successors.items()}
         yield [Event(called[event.storage], event.size, event.stream) for event in step]
         names = following
 
 
 def _successors(before: Sequence[Event], step: Sequence[Event]) -> dict[int, int] | None:
-    """A storage that a step keeps, for each that it releases from before; None where they do not match."""
+    """Map from earlier storages that a step releases to equal ones that it keeps; None if they do not match."""
     allocated = {event.storage: event for event in before if event.size}
     left = {event.storage: event for event in step if event.size}
     found = [event.storage for event in step if not event.size and event.storage not in left]
@@ -118,7 +118,7 @@ def _successors(before: Sequence[Event], step: Sequence[Event]) -> dict[int, int
 
 
 def replay(steps: Iterable[Iterable[Event]], *, expandable: bool, capacity: int | None = None) -> Reserved:
-    """Replay equal steps until one leaves every block where it was before; arguments as in `CachingAllocator`."""
+    """Replay equal steps until the block layout is stable; arguments as in `CachingAllocator`."""
     allocator = CachingAllocator(expandable=expandable, capacity=capacity)
     blocks: dict[int, Block] = {}
     found: object = None
@@ -140,13 +140,13 @@ def replay(steps: Iterable[Iterable[Event]], *, expandable: bool, capacity: int 
 
 @dataclass(eq=False)
 class Block:
-    """A block of a segment."""
+    """Block of a segment."""
 
     address: int
     size: int
     pool: "_Pool"
     mapped: bool = True
-    """False for address ranges of expandable segments without memory."""
+    """False for unmapped address ranges of expandable segments."""
     allocated: bool = False
     before: "Block | None" = None
     after: "Block | None" = None
@@ -166,7 +166,7 @@ class _Pool:
 
     @property
     def page(self) -> int:
-        """Bytes by which an expandable segment grows."""
+        """Page size of expandable segments in bytes."""
         return SMALL_BUFFER if self.small else LARGE_BUFFER
 
     def put(self, block: Block) -> None:
@@ -258,7 +258,7 @@ class CachingAllocator:
 
     @staticmethod
     def _merge(block: Block) -> None:
-        """Merge a free block, which is in no list, with free neighbours of its kind."""
+        """Merge a free block that is in no list with free neighbours of its kind."""
         for other in (block.before, block.after):
             if other is None or other.allocated or other.mapped != block.mapped:
                 continue
@@ -274,7 +274,7 @@ class CachingAllocator:
                     block.after.before = block
 
     def _grow(self, pool: _Pool, size: int) -> Block | None:
-        """Reserve memory for a free block, in no list."""
+        """Reserve memory; returns a free block that is in no list."""
         if self._expandable:
             return self._expand(pool, size)
         if not self._reserve(size):
@@ -318,7 +318,7 @@ class CachingAllocator:
         return block
 
     def _room(self, pool: _Pool, size: int) -> Block:
-        """The first unmapped range that fits such a block, together with free memory before it."""
+        """First unmapped range that fits the block, together with free memory before it."""
         for block in pool.unmapped:
             start = block.before if block.before is not None and not block.before.allocated else block
             room, at = 0, start
@@ -326,7 +326,7 @@ class CachingAllocator:
                 room, at = room + at.size, at.after
             if room >= size:
                 return start
-        # As torch: an address range larger than the device, aligned to pages of either pool.
+        # Like torch: an address range larger than the device, aligned to pages of either pool.
         block = Block(self._next_address, ADDRESSES, pool, mapped=False)
         self._next_address += ADDRESSES
         pool.put(block)

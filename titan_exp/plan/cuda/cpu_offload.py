@@ -1,7 +1,7 @@
-"""CPU offload: GPU and host memory side by side, and copies between them.
+"""CPU offload: GPU memory, host memory and copies between them.
 
-Fake tensors have a device, by which FSDP2's own code for `CPUOffloadPolicy` decides what it copies. The fake GPU is
-named as a second CPU, because torch without CUDA cannot run backward on CUDA tensors.
+FSDP2's own `CPUOffloadPolicy` code decides by the device of fake tensors what it copies. The fake GPU is named as a
+second CPU, because torch without CUDA cannot run backward on CUDA tensors.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,17 +19,16 @@ from titan_exp.plan.trace.memory_tracker import CATEGORIES, MemoryTracker, Momen
 from titan_exp.plan.trace.torch_patches import replaced_attributes
 
 GPU = torch.device("cpu", 1)
-"""Device of the fake GPU beside the host."""
+"""Device of the fake GPU."""
 AXIS = "host"
 """Axis name of copies between host and GPU."""
 TO_GPU, WAITED_FOR, TO_HOST = "to the GPU", "to the GPU, waited for", "to the host"
-"""Kinds of copies. FSDP2 copies parameters and gradients on its own streams, but parameters of a single rank, which
-gathers nothing, on the compute stream (`WAITED_FOR`)."""
+"""Kinds of copies. FSDP2 copies parameters and gradients on its own streams; on a single rank, which gathers nothing,
+parameters are copied on the compute stream (`WAITED_FOR`)."""
 PINNED = ("parameters", "gradients")
-"""Categories in pinned host memory: the trainer asks for `CPUOffloadPolicy(pin_memory=True)` on CUDA. FSDP2 pins
-parameters before the first step (`FSDPParam.reset_sharded_param`); a gradient's copy is pinned by torch, whose copies
-to the host are where they do not block (`foreach_reduce`, ATen's `_to_copy`). Optimizer state is created
-like its parameter, which does not pass on pinning."""
+"""Categories in pinned host memory: the trainer uses `CPUOffloadPolicy(pin_memory=True)` on CUDA. FSDP2 pins parameters
+before the first step (`FSDPParam.reset_sharded_param`); torch pins the target of non-blocking copies of gradients
+(`foreach_reduce`, ATen's `_to_copy`). Optimizer state is created like its parameter, but not pinned."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +66,7 @@ class HostTracker(MemoryTracker):
 
 @dataclass
 class HostAndGpuTracker(MemoryTracker):
-    """Tracks GPU memory, and host memory in a tracker of its own."""
+    """Tracks GPU memory, and host memory in a separate tracker."""
 
     alone = False
 
@@ -111,7 +110,7 @@ class HostAndGpuTracker(MemoryTracker):
         return host + super().tracked_bytes([tensor for tensor in tracked if not on_host(tensor)])
 
     def begin_step(self) -> None:
-        """Begin the step that is evaluated, in both trackers."""
+        """Begin the evaluated step in both trackers."""
         super().begin_step()
         self.host.begin_step()
 
@@ -138,5 +137,5 @@ def gpu_beside_host() -> Iterator[None]:
 
 
 def power_of_two(size: int) -> int:
-    """The smallest power of two that is at least `size`."""
+    """Smallest power of two that is at least `size`."""
     return 1 << max(0, size - 1).bit_length()

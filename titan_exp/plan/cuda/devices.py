@@ -1,4 +1,4 @@
-"""Accelerator specifications from public data sheets, and the share of peak rates that training reaches.
+"""Accelerator specifications from public data sheets, and the achieved share of peak rates.
 
 Rates are dense (no sparsity) with fp32 accumulation; link rates are per device and direction.
 """
@@ -11,14 +11,14 @@ from titan_exp.config.errors.user_error import UserError
 MATMUL_SHARE = 0.75
 """Share of the peak rate in large matmuls. A round number, not fitted to this trainer."""
 BANDWIDTH_SHARE = 0.8
-"""Share of memory bandwidth in elementwise operators. A round number, likewise."""
+"""Share of memory bandwidth in elementwise operators; a round number too."""
 LINK_SHARE = 0.75
-"""Share of a link's rate in large messages. A round number, likewise."""
+"""Share of a link's rate in large messages; a round number too."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator."""
+    """Specification of an accelerator."""
 
     name: str
     """Product name."""
@@ -39,7 +39,7 @@ class Device:
     capability: tuple[int, int] | None = (9, 0)
     """CUDA compute capability; None without CUDA."""
     matmul_workspace: int = 32 * 2**20
-    """Bytes of torch's cuBLAS workspace per thread; 0 where unknown."""
+    """Bytes of torch's cuBLAS workspace per thread; 0 if unknown."""
     matmul_share: float = MATMUL_SHARE
     """Share of the peak rate in matmuls and attention. `titan-exp plan calibrate` fits this and the following, except
     `fp8_reach`."""
@@ -75,16 +75,16 @@ DEVICES = {
     "h100": Device("H100 80GB SXM", 80, 989.4, 1978.9, 3.35, 450),
     # NVIDIA H200 data sheet (SXM): the H100's rates, 141 GB at 4.8 TB/s.
     "h200": Device("H200 141GB SXM", 141, 989.4, 1978.9, 4.8, 450),
-    # NVIDIA HGX B200 data sheet, an eighth of it: 36 / 2 PFLOP/s bf16, 72 / 2 fp8, 1,440 GB, 62 TB/s, NVLink 1.8 TB/s.
+    # NVIDIA HGX B200 data sheet, divided by eight: 36 / 2 PFLOP/s bf16, 72 / 2 fp8, 1,440 GB, 62 TB/s, NVLink 1.8 TB/s.
     "b200": Device("B200 180GB SXM", 180, 2250.0, 4500.0, 7.7, 900, capability=(10, 0)),
     # AMD Instinct MI300X data sheet: 1,307.4 bf16, 2,614.9 fp8, 192 GB, 5.3 TB/s, seven links of 128 GB/s both ways.
     "mi300x": Device("MI300X 192GB", 192, 1307.4, 2614.9, 5.3, 448, capability=None, matmul_workspace=0),
 }
-"""Devices by their name on the command line."""
+"""Devices by command-line name."""
 
 
 def device_named(name: str) -> Device:
-    """A device of the table.
+    """Look up a device of the table.
 
     Raises:
         UserError: the name is unknown.

@@ -1,7 +1,7 @@
 """Fake CUDA kernels: saved tensors and workspaces of kernels that differ between CUDA and CPU.
 
-Each replaces a torch function while a step is traced for CUDA, and returns tensors of the kernel's sizes, without
-values. They were compared with real GPUs, one kernel at a time.
+Each replaces a torch function while a step is traced for CUDA, and returns fake tensors of the kernel's sizes. Each
+was compared with its kernel on real GPUs.
 """
 
 import sys
@@ -29,16 +29,16 @@ _PLAIN_RMS_NORM = F.rms_norm
 
 @contextmanager
 def fake_cuda_kernels(*, beside: bool = False) -> Iterator[None]:
-    """Replace torch functions that have their own CUDA kernel in the `with` block.
+    """Replace torch functions that have separate CUDA kernels in the `with` block.
 
-    `beside` is True if there are host tensors besides those of the fake GPU.
+    `beside` is True if host tensors exist in addition to those of the fake GPU.
     """
     replacements: list[tuple[Any, str, Any]] = [
         (F, "rms_norm", _rms_norm),
         # Selects code paths with CUDA-only kernels.
         (FakeTensor, "is_cuda", property(lambda tensor: not beside or tensor.device == GPU)),
     ]
-    # torchao's cast kernel needs Triton; the rest of its MX matmuls runs as it is.
+    # torchao's cast kernel needs Triton; the rest of its MX matmuls runs unchanged.
     if (torchao := sys.modules.get("torchao.prototype.mx_formats.mx_tensor")) is not None:
         replacements.append((torchao, "triton_to_mxfp8_dim0", _to_mxfp8))
     with replaced_attributes(*replacements):
@@ -62,17 +62,17 @@ class _FakeHardware(Hardware):
 
 
 def fake_cuda_capability(capability: tuple[int, int] | None) -> AbstractContextManager[None]:
-    """Assume a GPU of this compute capability in quantization recipes; None is no CUDA."""
+    """Assume a GPU of this compute capability in quantization recipes; None for no CUDA."""
     return assume_hardware(_FakeHardware(capability))
 
 
 def workspace(operator: Any, args: tuple[Any, ...]) -> int:
-    """Bytes that the CUDA kernel of a call allocates and frees, beyond the CPU's."""
+    """Workspace bytes of a call's CUDA kernel beyond the CPU kernel's."""
     if operator is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
         query, key = args[1], args[2]
         batch, heads, rows, width = query.shape
         rows, wide = -(-rows // FLASH_ROWS) * FLASH_ROWS, -(-width // FLASH_WIDTH) * FLASH_WIDTH
-        # fp32 accumulators of dQ and of each row; dK and dV for every query head of a group.
+        # fp32 accumulators of dQ and of each row; dK and dV per query head of a group.
         sums = batch * heads * rows * (wide + 1) * 4
         shared = 0 if key.shape[1] == heads else 2 * batch * heads * key.shape[2] * width * query.element_size()
         return sums + shared

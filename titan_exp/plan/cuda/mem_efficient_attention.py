@@ -1,9 +1,9 @@
 """Memory-efficient attention (CUTLASS) on CUDA: fake operator and workspace of its kernels.
 
 Outputs follow torch's meta functions. The backward workspace follows `_efficient_attention_backward` and
-`Params::workspace_size` (aten/src/ATen/native/transformers/cuda, the same in torch 2.11 to 2.15). The kernel depends
-on shared memory limits known at compile time alone, so the largest workspace of all candidates counts: a close upper
-bound.
+`Params::workspace_size` (aten/src/ATen/native/transformers/cuda, identical in torch 2.11 to 2.15). The choice of kernel
+depends on shared memory limits known only at compile time, so the largest workspace of all candidates is counted: a
+tight upper bound.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,7 +29,7 @@ IN_REGISTERS = 128
 
 @dataclass(frozen=True)
 class Kernel:
-    """A backward kernel of `dispatch_cutlassB_*_sm80` without dropout (cutlassB.h)."""
+    """Backward kernel of `dispatch_cutlassB_*_sm80` without dropout (cutlassB.h)."""
 
     widest: int
     """Largest head_dim: `kMaxK`."""
@@ -39,7 +39,7 @@ class Kernel:
     """Keys per tile: `kBlockSizeJ`."""
 
     def workspace(self, shape: tuple[int, int, int, int], keys: int, *, half: bool) -> int:
-        """Bytes of the workspace, as in `Params::workspace_size`, for queries [batch, heads, rows, head_dim]."""
+        """Workspace bytes, as in `Params::workspace_size`, for queries [batch, heads, rows, head_dim]."""
         batch, heads, rows, width = shape
         # Tiles of dQ, each with a lock, a counter and padding.
         tile = self.rows * self.keys + 4
@@ -59,12 +59,12 @@ SINGLE = (Kernel(32, 64, 64), Kernel(64, 64, 64), Kernel(128, 128, 64), Kernel(1
 WIDE = (Kernel(65536, 128, 64), Kernel(65536, 64, 64))
 """Candidates for 16-bit dtypes, for fp32, and for wide heads."""
 SINGLE_KERNEL_HEAD_DIM = 64
-"""Largest head_dim for which the first candidate is always chosen in 16 bits: its 64 x 64 tiles fit GPUs of 99 KiB of
-shared memory too (cutlassB.h tells them apart only for wider heads)."""
+"""Largest head_dim for which the first candidate is always chosen in 16 bits: its 64 x 64 tiles also fit GPUs with
+99 KiB of shared memory (cutlassB.h distinguishes them only for wider heads)."""
 
 
 def largest_workspace(shape: tuple[int, int, int, int], keys: int, *, half: bool) -> int:
-    """The largest workspace of all candidate backward kernels; arguments as in `Kernel.workspace`."""
+    """Largest workspace of all candidate backward kernels; arguments as in `Kernel.workspace`."""
     width = shape[3]
     candidates = [kernel for kernel in (*(HALF if half else SINGLE), *WIDE) if kernel.widest >= width]
     if half and width <= SINGLE_KERNEL_HEAD_DIM:
@@ -73,7 +73,7 @@ def largest_workspace(shape: tuple[int, int, int, int], keys: int, *, half: bool
 
 
 def workspace_bytes(operator: Any, args: tuple[Any, ...]) -> int:
-    """Upper bound of the bytes that a call of this kernel allocates and frees; 0 for other operators."""
+    """Upper bound of a call's workspace bytes; 0 for other operators."""
     if operator is FORWARD:
         query, value = args[0], args[2]
         accumulated = query.dtype != torch.float32 and max(query.shape[3], value.shape[3]) > IN_REGISTERS
@@ -83,7 +83,7 @@ def workspace_bytes(operator: Any, args: tuple[Any, ...]) -> int:
     gradient, query, key = args[0], args[1], args[2]
     half, copy = query.dtype != torch.float32, gradient.transpose(1, 2)
     copied = 0 if copy.is_contiguous() else rounded(gradient.numel() * gradient.element_size())
-    # Row sums of gradient times output; in fp32 the product itself is materialized too.
+    # Row sums of gradient times output; in fp32 the product is materialized too.
     sums = rounded(4 * query.numel() // query.shape[3])
     product = 0 if half else rounded(4 * gradient.numel()) + sums
     workspace = rounded(largest_workspace(tuple(query.shape), key.shape[2], half=half))
@@ -122,7 +122,7 @@ def _efficient_attention(
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The mask as aten passes it to the kernel: additive, with aligned rows, expanded over heads."""
+    """Attention bias as passed to the kernel by aten: additive, with aligned rows, expanded over heads."""
     if mask.dtype == torch.bool:
         hidden = torch.scalar_tensor(-torch.inf, dtype=query.dtype, device=mask.device)
         mask = torch.where(mask, 0.0, hidden)

@@ -1,8 +1,8 @@
-"""Allocation events of a full step, composed from those of samples.
+"""Allocation events of a full step, composed from samples.
 
-A storage that a segment releases without allocating it was allocated nearby: in the forward pass of the same block, in
-the next block, in the first micro-batch. It is looked up at the same relative position in the full step. Where it is
-not there, `ExtrapolationError` is raised.
+A storage released but not allocated by a segment was allocated nearby: in the forward pass of the same block, in the
+next block, or in the first micro-batch. It is looked up at the same relative position in the full step; if missing,
+`ExtrapolationError` is raised.
 """
 
 from collections import Counter, defaultdict
@@ -19,22 +19,22 @@ from titan_exp.plan.trace.segments import Segment
 class EventComposer:
     """Composes the allocation events of a full step, segment by segment.
 
-    `blocks` has the number of blocks by stage; `workspace` are bytes that the matmul library allocates on its first
-    call in each thread, and keeps.
+    `blocks` has the number of blocks by stage; `workspace` is allocated by the matmul library's first call in each
+    thread and kept.
     """
 
     def __init__(self, blocks: Mapping[int, int], workspace: int = 0) -> None:
         self._blocks, self._workspace = blocks, workspace
         self._threads: set[int] = set()
         self.tracker, self._stream = MemoryTracker(stream=lambda: self._stream), 0
-        """Events and changes so far."""
+        """Events and size changes so far."""
         self._streams: dict[tuple[int, int], int] = {}
         self._allocated: dict[StepPosition, dict[StorageKey, list[int]]] = {}
         self._passed: dict[tuple[int, int, str], list[int]] = defaultdict(list)
         self._step_allocations: dict[int, int] = {}
 
     def replay(self, sample: Sample, source: StepPosition, at: StepPosition, block: int | None = None) -> None:
-        """Repeat the events of a sample's position `source` at a position of the full step.
+        """Repeat the events of a sample's position `source` at position `at` of the full step.
 
         `block` is the number of the block in the full model.
         """
@@ -63,10 +63,10 @@ class EventComposer:
                     self.release(self.locate(sample, event.allocation, source, at))
 
     def locate(self, sample: Sample, allocation: int, source: StepPosition, at: StepPosition) -> int:
-        """The storage that corresponds to one of a sample.
+        """Storage of the full step that corresponds to a sample's allocation.
 
         Raises:
-            ExtrapolationError: there is none.
+            ExtrapolationError: no such storage.
         """
         site = sample.sites.get(allocation)
         if site is None:
@@ -95,14 +95,14 @@ class EventComposer:
         """Release a storage.
 
         Raises:
-            ExtrapolationError: it is released already.
+            ExtrapolationError: it was released before.
         """
         if not self.tracker.allocated_bytes(number):
             raise ExtrapolationError("a storage is released twice")
         self.tracker.free(number)
 
     def add_setup(self, optimizer_step: OptimizerStepTrace) -> None:
-        """Add the events before the first step."""
+        """Add the setup events before the first step."""
         for segment in optimizer_step.setup:
             self._replay(segment, {})
 
@@ -111,7 +111,7 @@ class EventComposer:
     ) -> int:
         """Add an optimizer step of a rank with the same layers; returns the bytes of reduced gradients.
 
-        Parameters, by whose names the storages of gradients are given, may share one.
+        `gradients` has the storages of gradients by parameter name; parameters may share one.
 
         Raises:
             ExtrapolationError: the optimizer step reads more than gradients and a loss.
@@ -164,7 +164,7 @@ class EventComposer:
             return at.micro
         if there.micro == 0 and source.micro == sample.last_micro:
             return passed[0]
-        # A repeated micro-batch refers to the one before it.
+        # A repeated micro-batch refers to the previous one.
         place = passed.index(at.micro) if at.micro in passed else len(passed)
         if there.micro != source.micro - 1 or place == 0:
             raise ExtrapolationError("a micro-batch refers to another than the first or the one before")

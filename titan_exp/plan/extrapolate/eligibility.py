@@ -1,4 +1,4 @@
-"""Eligibility for extrapolation: are layers and micro-batches identical, and is it faster? Imports no torch."""
+"""Eligibility for extrapolation: identical layers and micro-batches, and a speedup. Imports no torch."""
 
 from titan_exp.config.groups.activation_checkpoint import ActivationCheckpointConfig
 from titan_exp.config.groups.experiment import Experiment
@@ -6,17 +6,17 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.models.spec.lookup import model_spec
 
 SAMPLED_LAYERS = 5
-"""Layers of the small model; the third is repeated, since blocks prefetch and reduce for their neighbours."""
+"""Layers of the small model; the third is repeated, because blocks prefetch and reduce for their neighbours."""
 SAMPLED_MICRO_BATCHES = 3
-"""Micro-batches of its step: first, repeated, last."""
+"""Micro-batches of the small model's step: first, repeated, last."""
 MIN_SPEEDUP = 2
-"""Least ratio of block passes in the full step to those in the samples."""
+"""Minimum ratio of block passes in the full step to block passes in the samples."""
 SAMPLED_BLOCKS = 8
 """Blocks of the sampled pipeline rank."""
 
 
 def unsupported_reason(experiment: Experiment) -> str | None:
-    """The reason why a run cannot be extrapolated, or None."""
+    """Reason against extrapolating a run, or None."""
     parallelism, fp32 = experiment.parallelism, experiment.training.fp32_modules
     spec = model_spec(experiment.model)
     reasons = {
@@ -57,7 +57,7 @@ def recompute_modes(checkpointing: ActivationCheckpointConfig, layers: int) -> t
 
 
 def is_worthwhile(layout: ResolvedLayout, checkpointing: ActivationCheckpointConfig, ranks: int) -> bool:
-    """True if extrapolating `ranks` pipeline ranks is faster than tracing them, by the number of block passes."""
+    """True if extrapolating `ranks` pipeline ranks is faster than tracing them, judged by block passes."""
     layers, micro_batches = layout.layers, layout.gradient_accumulation
     ways = len(recompute_modes(checkpointing, layers)[0])
     if layout.parallelism.pp == 1:
@@ -65,5 +65,5 @@ def is_worthwhile(layout: ResolvedLayout, checkpointing: ActivationCheckpointCon
         return layers >= SAMPLED_LAYERS and layers * (1 + micro_batches) > MIN_SPEEDUP * few
     lone = len({count == 1 for count in layout.layer_counts})
     per_rank = layers / layout.parallelism.pp
-    # Two passes in each of its steps.
+    # Each of its steps has two passes.
     return ranks * per_rank * 2 * micro_batches > MIN_SPEEDUP * ways * lone * SAMPLED_BLOCKS * 4

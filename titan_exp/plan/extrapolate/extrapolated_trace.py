@@ -1,6 +1,6 @@
 """Extrapolated traces: composed from samples of a small model, equal to full traces in every allocation.
 
-Pipeline ranks share the samples, and ranks with as many layers share setup and optimizer step.
+Pipeline ranks share the samples, and ranks with equal layer counts share setup and optimizer step.
 """
 
 from dataclasses import dataclass, field
@@ -19,12 +19,12 @@ from titan_exp.plan.trace.segments import sum_costs
 from titan_exp.plan.trace.trace_step import Trace
 
 MAX_MICRO_BATCHES = 8
-"""Composed micro-batches without a pipeline, at most: those in between repeat."""
+"""Maximum number of composed micro-batches without a pipeline; further ones repeat."""
 
 
 @dataclass
 class TraceExtrapolator:
-    """Extrapolates the traces of one run's ranks. Samples are traced when they are first needed."""
+    """Extrapolates the traces of a run's ranks. Samples are traced on first use."""
 
     experiment: Experiment
     cuda: bool
@@ -35,7 +35,7 @@ class TraceExtrapolator:
         """Trace of a rank's step.
 
         Raises:
-            ExtrapolationError: the samples do not determine it.
+            ExtrapolationError: the samples do not determine the trace.
             UserError: the step calls an unknown operator.
         """
         layout, stages = ResolvedLayout.of(self.experiment), self._stages(pipeline_rank)
@@ -57,7 +57,7 @@ class TraceExtrapolator:
         return Trace(tracker.peak(), tracker.allocated(), gradients, costs, axes, tracker.timeline(), *events)
 
     def optimizer_step(self, pipeline_rank: int) -> OptimizerStepTrace:
-        """Setup and optimizer steps of a rank with as many layers."""
+        """Setup and optimizer steps, shared by ranks with equal layer counts."""
         shape = tuple((stage.kind, len(stage.modes)) for stage in self._stages(pipeline_rank))
         if shape not in self._optimizer_steps:
             rank = pipeline_ranks(ResolvedLayout.of(self.experiment))[pipeline_rank]

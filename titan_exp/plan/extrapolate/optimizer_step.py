@@ -1,6 +1,6 @@
 """Trace of the optimizer step: gradient clipping, the update, and released gradients.
 
-It depends on the layers of a rank alone, so it is traced without forward and backward, with empty gradients.
+It depends only on a rank's layers, so it is traced without forward and backward, with empty gradients.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -40,7 +40,7 @@ class OptimizerStepTrace:
     gradients: Sequence[Mapping[int, str]]
     """Parameter names by the allocations of their placeholder gradients, for each step."""
     others: Sequence[Collection[int]]
-    """Other allocations before it, for each step: the placeholder loss, and all that the step reads besides."""
+    """Other prior allocations, for each step: the placeholder loss, and everything else that the step reads."""
     persistent: CategoryBytes
     """Bytes of parameters and optimizer state."""
     parameters: int
@@ -57,7 +57,7 @@ class OptimizerStepTrace:
 
 @dataclass(frozen=True)
 class OptimizerStepTotals:
-    """Totals of an optimizer step, or of what stages add to one."""
+    """Totals of an optimizer step, or a stage's contribution to them."""
 
     persistent: CategoryBytes
     """Bytes of parameters and optimizer state."""
@@ -78,10 +78,10 @@ class OptimizerStepsByStage:
     first: OptimizerStepTotals
     """Added by the embedding of a pipeline."""
     last: OptimizerStepTotals
-    """Added by its head."""
+    """Added by the head of a pipeline."""
 
     def of(self, blocks: Mapping[str, int]) -> OptimizerStepTotals:
-        """Optimizer step of a rank with so many blocks by kind of stage."""
+        """Optimizer step of a rank with the given number of blocks by kind of stage."""
         ends = [(int(FIRST in blocks), self.first), (int(LAST in blocks), self.last)]
         return _sum([(sum(blocks.values()), self.block), *ends, (1, self.constant)])
 

@@ -1,6 +1,6 @@
-"""Allocation events of a rank's step: its schedule times the events of the sampled blocks.
+"""Allocation events of a rank's step, composed along its schedule from the events of sampled blocks.
 
-Without a pipeline the schedule is the loop over micro-batches on one stage.
+Without a pipeline, the schedule is the loop over micro-batches on one stage.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,9 +35,9 @@ def compose_rank(
     batches: Sequence[int],
     workspace: int,
 ) -> tuple[MemoryTracker, int]:
-    """Compose two steps of a rank, each with its schedule; returns their tracker, and the bytes of reduced gradients.
+    """Compose two steps of a rank, each with its schedule; returns their tracker and the bytes of reduced gradients.
 
-    `batches` has the sizes of batch tensors that are allocated between the steps, `workspace` is as in `EventComposer`.
+    `batches` has the sizes of batch tensors allocated between the steps; `workspace` is as in `EventComposer`.
 
     Raises:
         ExtrapolationError: the samples do not determine an event.
@@ -86,7 +86,7 @@ class _Rank:
             for part in reduction_parts(stage, self._samples[stage.number][0].blocks):
                 self._replay(StepPosition(step, stage.number, None, part.part, part.place), part, None)
         names = optimizer_step.gradients[step].values()
-        # The optimizer step may be that of another rank, with as many layers.
+        # The optimizer step may be another rank's with equal layer counts.
         traced = sorted({layer for name in names if (layer := _split_layer_number(name)[0]) is not None})
         own = [layer for stage in self._stages.values() for layer in stage.layers]
         layers = dict(zip(traced, own, strict=True))
@@ -101,12 +101,12 @@ class _Rank:
 
     def _replay(self, at: StepPosition, part: SampledPart, micro: int | None) -> None:
         source = StepPosition(at.step, part.stage, micro, part.part, part.block)
-        # Only actions rename the phases of their blocks.
+        # Only actions name the block in their phase.
         layer = None if micro is None or part.place is None else self._stages[at.stage].layers[part.place]
         self._composer.replay(self._samples[at.stage][part.mode], source, at, layer)
 
     def _result(self, step: int, scheduled: ScheduledAction) -> int:
-        """The storage of an action's result."""
+        """Storage of an action's result."""
         number, kind, micro = scheduled.action
         stage = self._stages[number]
         sample = self._samples[number][stage.modes[-1]]
@@ -117,7 +117,7 @@ class _Rank:
         return self._composer.locate(sample, sample.results[source], source, at)
 
     def _gradient(self, step: int, name: str, layers: Mapping[int, int]) -> int:
-        """The storage of a parameter's reduced gradient. `layers` has the rank's layer for each in a name."""
+        """Storage of a parameter's reduced gradient. `layers` maps layer numbers in names to the rank's layers."""
         layer, pattern = _split_layer_number(name)
         for stage in self._stages.values():
             place, sampled, block, sample = None, stage.sampled, None, self._samples[stage.number][0]
@@ -129,7 +129,7 @@ class _Rank:
                 sampled, block = sampled_block(stage, place, sample.blocks)
                 pattern = pattern.format(first_layer(sample.blocks, sampled) + block)
             site = sample.sites.get(sample.gradients[step].get(pattern, NOT_TRACKED))
-            # Parameters outside of blocks belong to one stage alone.
+            # Parameters outside blocks belong to exactly one stage.
             if site is not None and (layer is not None or site.position.stage == sampled):
                 source = StepPosition(step, sampled, None, END, block)
                 at = StepPosition(step, stage.number, None, END, place)
@@ -138,7 +138,7 @@ class _Rank:
 
 
 def _split_layer_number(name: str) -> tuple[int | None, str]:
-    """The layer number in a parameter's name, and the name with `{}` in its place."""
+    """Layer number in a parameter's name, and the name with `{}` in its place."""
     words = name.split(".")
     if "blocks" not in words:
         return None, name

@@ -1,7 +1,7 @@
-"""Samples: traced steps of small models, in segments by position, whose parts a full step repeats.
+"""Samples: traced steps of small models, in segments by position, which make up a full step.
 
-Without a pipeline, five layers and three micro-batches. With one, a synthetic pipeline rank with every kind of stage
-and action, first and repeated; hidden states that stages hand to each other are left to the schedule simulation.
+Without a pipeline, five layers and three micro-batches. With a pipeline, a synthetic rank with every kind of stage and
+action, first and repeated; the schedule simulation tracks hidden states passed between stages.
 """
 
 import tempfile
@@ -57,14 +57,14 @@ from titan_exp.plan.trace.segments import (
 from titan_exp.plan.trace.trace_step import trace_step
 
 PASSES = 2
-"""Passes through the pipeline in a sampled step."""
+"""Number of passes through the pipeline in a sampled step."""
 RESULT = " result"
-"""Suffix of the part of an action in which its result is known."""
+"""Suffix of the part of an action at which its result is known."""
 _CATEGORY = {"received": "communication", "made": "activations", "objective": "loss"}
 
 
 class StorageKey(NamedTuple):
-    """Distinguishes storages of a segment, together with their order."""
+    """Key of a segment's storages; equal keys are distinguished by order."""
 
     size: int
     role: int
@@ -78,12 +78,12 @@ class AllocationSite(NamedTuple):
     position: StepPosition
     key: StorageKey
     place: int
-    """Index among storages of the same key."""
+    """Index among storages with the same key."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A traced step of a small model, or two with allocation events."""
+    """Traced step of a small model, or two steps with allocation events."""
 
     segments: Mapping[StepPosition, Sequence[Segment]]
     """Segments by position, in order."""
@@ -98,18 +98,17 @@ class Sample:
     batch: Mapping[str, CategoryBytes]
     """Bytes of a micro-batch, by field."""
     hidden: Sequence[CategoryBytes]
-    """Bytes of hidden states, by kind as in a simulation."""
+    """Bytes of hidden states, by kind as in `ScheduleSimulation`."""
     sends_complete: bool
-    """True if sends complete at once."""
+    """True if sends complete immediately."""
     message: OpCosts
     """Costs of one send and one receive."""
     handed_over: Mapping[tuple[int, str, int], CategoryBytes]
-    """Bytes of hidden states that an action allocates, less those that it releases, by stage, kind of action and
-    sampled micro-batch."""
+    """Net bytes of hidden states allocated by an action, by stage, kind of action and sampled micro-batch."""
     gradients: Sequence[Mapping[str, int]]
     """Allocations of reduced gradients by parameter name, for each step."""
     hidden_states: frozenset[int]
-    """Allocations of hidden states that stages hand to each other."""
+    """Allocations of hidden states passed between stages."""
     results: Mapping[StepPosition, int]
     """Allocations of action results, by position."""
 
@@ -120,12 +119,12 @@ class Sample:
 
     @property
     def last_micro(self) -> int | None:
-        """The last micro-batch; None in a pipeline, where it may be repeated."""
+        """Last micro-batch; None in a pipeline, where it may be repeated."""
         return self.micro_batches - 1 if WHOLE in self.layers else None
 
     @cached_property
     def roles(self) -> dict[tuple[int, int], int]:
-        """Index of a stream among its stage's, by stage and number, in order of first use."""
+        """Index of each stream within its stage, by stage and stream number, in order of first use."""
         roles: dict[tuple[int, int], int] = {}
         used: Counter[int] = Counter()
         for position, segments in self.segments.items():
@@ -155,7 +154,7 @@ class Sample:
         """Allocation of a step's loss: in its prologue, released by no pass.
 
         Raises:
-            ExtrapolationError: it is not the only one.
+            ExtrapolationError: the allocation is not unique.
         """
         own = [segment for at, segments in self.segments.items() if at.step == step for segment in segments]
         freed = {event.allocation for segment in own for event in segment.events if not event.size}
@@ -165,18 +164,18 @@ class Sample:
         return found[0]
 
     def joined(self, kind: str, micro: int, *parts: str, block: int | None = None) -> Segment:
-        """Parts of the second step as one segment, in a stage of a kind."""
+        """Merge parts of the second step, in a stage of one kind, into one segment."""
         at = [StepPosition(1, SAMPLED_STAGES[kind], micro, part, block) for part in parts]
         return join_segments(parts[0], [segment for position in at for segment in self.segments.get(position, ())])
 
 
 def take_sample(experiment: Experiment, mode: str, *, lone: bool, cuda: bool, record_events: bool = False) -> Sample:
-    """Trace a small model in the layout of a run, all blocks in one activation checkpointing mode.
+    """Trace a small model in a run's layout, with one activation checkpointing mode for all blocks.
 
-    `lone` asks for pipeline stages of a single block.
+    `lone` is True for pipeline stages of a single block.
     """
     pipeline, tracker = experiment.parallelism.pp > 1, SegmentTracker()
-    # Events include the first step, which a pipeline runs in full.
+    # Events include the first step, which runs in full with a pipeline.
     in_full = pipeline and record_events
     with tempfile.TemporaryDirectory() as folder:
         small, layers, simulate = _small_model(experiment, mode, Path(folder) / "schedule.csv", lone=lone)
@@ -197,7 +196,7 @@ def take_sample(experiment: Experiment, mode: str, *, lone: bool, cuda: bool, re
                 if (value := getattr(fake.batches[0], entry.name)) is not None
             }
             buffers = category_bytes({"other": tracker.tracked_bytes(fake.state.model.parts[0].buffers())})
-            # On CUDA the host sees late that a send is complete (`schedule_simulation`).
+            # On CUDA the host observes the completion of a send late (`schedule_simulation`).
             sends_complete = pipeline and not cuda and _sends_complete()
     simulation = simulate(sends_complete)
     hidden = _hidden_bytes(tracker, ResolvedLayout.of(small)) if pipeline else [category_bytes({})] * len(KINDS)
@@ -231,9 +230,9 @@ def take_sample(experiment: Experiment, mode: str, *, lone: bool, cuda: bool, re
 def _small_model(
     experiment: Experiment, mode: str, schedule: Path, *, lone: bool
 ) -> tuple[Experiment, dict[str, int], Callable[[bool], ScheduleSimulation]]:
-    """The run with few layers and micro-batches, its blocks by kind of stage, and its simulation.
+    """Small variant of a run, its number of blocks by kind of stage, and its simulation.
 
-    A pipeline's schedule, of one micro-batch forward and backward, is written to a file.
+    A pipeline's schedule, with forward and backward of single micro-batches, is written to a file.
     """
     if experiment.parallelism.pp == 1:
         few = min(ResolvedLayout.of(experiment).gradient_accumulation, SAMPLED_MICRO_BATCHES)
@@ -252,7 +251,7 @@ def _small_model(
 
 @dataclass
 class _PositionFinder:
-    """Positions of a sample's segments."""
+    """Assigns positions to a sample's segments."""
 
     blocks: Mapping[int, int]
     """Number of blocks by stage number."""
@@ -267,7 +266,7 @@ class _PositionFinder:
         self.hidden_states, self._results = set(self.action_results), iter(self.action_results)
 
     def step(self, segments: Sequence[Segment], actions: Iterator[ScheduledAction]) -> None:
-        """Find the positions of a step's segments, in order."""
+        """Assign positions to a step's segments, in order."""
         at = PROLOGUES[segments[0].step] if segments else PROLOGUES[0]
         for segment in segments:
             if segment.label == labels.OPTIMIZER_STEP:
@@ -279,7 +278,7 @@ class _PositionFinder:
                 self.segments.setdefault(at, []).append(segment)
 
     def _next(self, at: StepPosition, label: str, actions: Iterator[ScheduledAction]) -> StepPosition:
-        """Position of the segment after one at `at`."""
+        """Position of the segment that follows `at`."""
         if label == labels.MICRO_BATCH:
             return StepPosition(at.step, 0, 0 if at.micro is None else at.micro + 1, "F before", None)
         if label.startswith(labels.ACTION):
@@ -305,7 +304,7 @@ class _PositionFinder:
         return at if at.block is None else at._replace(part=f"{at.part[0]} after", block=None)
 
     def _between(self, segment: Segment) -> None:
-        """Add a segment between actions, in which only hidden states may be released."""
+        """Add a segment between actions, which may release only hidden states."""
         self.between.append(segment)
         self.hidden_states.update(event.allocation for event in segment.events if event.size)
         released = {event.allocation for event in segment.events if not event.size and event.allocation > 0}
@@ -316,7 +315,7 @@ class _PositionFinder:
 def _numbered_groups(
     segments: Mapping[StepPosition, list[Segment]], blocks: Mapping[int, int]
 ) -> dict[StepPosition, list[Segment]]:
-    """Number parameter groups as their blocks; the group of a stage's other parameters comes first, as -1."""
+    """Number parameter groups by block; the group of a stage's other parameters comes first, as -1."""
     counts = Counter((position.step, position.stage) for position in segments if position.part == GROUP)
 
     def numbered(position: StepPosition) -> StepPosition:
@@ -330,7 +329,7 @@ def _numbered_groups(
 def _check_hidden_states_last(
     segments: Mapping[StepPosition, Sequence[Segment]], hidden_states: Collection[int]
 ) -> None:
-    """Check that an action releases hidden states last, as the simulation does."""
+    """Check that an action releases hidden states last, as the simulation assumes."""
     over: set[StepPosition] = set()
     for position, found in segments.items():
         action = position._replace(part=position.part[:1], block=None)
@@ -345,7 +344,7 @@ def _check_hidden_states_last(
 def _handed_over(
     simulation: ScheduleSimulation, hidden: Sequence[CategoryBytes]
 ) -> dict[tuple[int, str, int], CategoryBytes]:
-    """Net bytes of hidden states that each sampled action allocates."""
+    """Net bytes of hidden states allocated by each sampled action."""
     found = {}
     for scheduled in simulation.actions:
         counts = zip(scheduled.before, scheduled.after, hidden, strict=True)
@@ -364,7 +363,7 @@ def _hidden_bytes(tracker: SegmentTracker, layout: ResolvedLayout) -> list[Categ
 
 
 def _divided(costs: OpCosts, sent: int) -> OpCosts:
-    """Costs of one of so many messages."""
+    """Costs of one of `sent` messages."""
     share = OpCosts()
     if sent:
         share.bytes_moved, share.operators = costs.bytes_moved // sent, costs.operators // sent

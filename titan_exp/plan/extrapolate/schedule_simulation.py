@@ -1,6 +1,6 @@
-"""Simulated schedule of one rank: the trainer's own `Pipeline` over stages that compute nothing.
+"""Schedule simulation of one rank: the trainer's own `Pipeline` on stages without computation.
 
-It records the lifetimes of hidden states, which follow from the schedule alone.
+It records the lifetimes of hidden states, which depend only on the schedule.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,45 +12,45 @@ from titan_exp.config.layout.pipeline_schedules import Action, Schedule
 from titan_exp.parallel.pipeline_parallel.runtime import Pipeline
 
 KINDS = ("received", "made", "objective")
-"""Kinds of hidden states and their gradients: from another rank; of this rank; the last stage's objective."""
+"""Kinds of hidden states and gradients: received from another rank; of this rank; the last stage's objective."""
 
 
 @dataclass(frozen=True)
 class ScheduledAction:
-    """One action of a rank, and hidden states held around it."""
+    """Action of a rank, and the hidden states held around it."""
 
     action: Action
     """Stage, kind and micro-batch."""
     sampled: int
-    """Micro-batch of a sample in which it does the same: 0 for the stage's first of its kind, 1 for later ones; 2 for
-    the last without a pipeline, which reduces gradients."""
+    """Equivalent micro-batch of a sample: 0 for the stage's first action of its kind, 1 for later ones; 2 for the last
+    one without a pipeline, which reduces gradients."""
     waiting: tuple[int, ...]
     """Peak number of hidden states, by kind, since the previous action."""
     before: tuple[int, ...]
-    """Hidden states, by kind, at its begin."""
+    """Hidden states, by kind, at its start."""
     after: tuple[int, ...]
     """Hidden states, by kind, at its end."""
 
 
 class SimulationEvent(NamedTuple):
-    """Event of a simulation."""
+    """Event of a schedule simulation."""
 
     what: str
     """`begin` and `end` of an action; `allocate` and `release` of hidden states."""
     which: int
-    """Number of the action, or of the hidden states."""
+    """Number of the action or of the hidden states."""
     kind: int = 0
     """Index in `KINDS` of allocated hidden states."""
 
 
 @dataclass(frozen=True)
 class ScheduleSimulation:
-    """A rank's actions and events in a step."""
+    """Actions and events of a rank's step."""
 
     actions: list[ScheduledAction]
-    """In order."""
+    """Actions in order."""
     events: list[SimulationEvent]
-    """In order."""
+    """Events in order."""
     sent: int
     """Number of sends."""
 
@@ -89,7 +89,7 @@ class _Hidden:
 
 
 class _Stage:
-    """Holds hidden states as `pipeline_parallel.stage.Stage` does."""
+    """Holds hidden states like `pipeline_parallel.stage.Stage`."""
 
     shared: tuple[str, ...] = ()
     copied: tuple[str, ...] = ()
@@ -149,17 +149,17 @@ class _Transport:
         return self.sends_complete
 
     def wait(self) -> None:
-        """The end of a message."""
+        """Wait for a message: no-op."""
 
 
 def simulate_schedule(
     orders: Schedule, placement: Sequence[int], rank: int, passes: int, sends_complete: bool
 ) -> ScheduleSimulation:
-    """Simulate a pipeline rank's step with so many passes of micro-batches through the pipeline.
+    """Simulate a pipeline rank's step with `passes` passes of micro-batches through the pipeline.
 
     `orders` has the actions of each pipeline rank in one pass, `placement` the pipeline rank of each stage. Sends
-    complete at once if `sends_complete`. On CUDA the host queries a GPU event (`WorkNCCL::isCompleted`) behind several
-    micro-batches of queued kernels, so sent tensors are held until it waits at the end of the pass.
+    complete immediately if `sends_complete`. On CUDA the host queries a GPU event (`WorkNCCL::isCompleted`) queued
+    behind several micro-batches of kernels, so sent tensors are held until the wait at the end of the pass.
     """
     recorder = _Recorder()
     stages: Any = [
@@ -174,7 +174,7 @@ def simulate_schedule(
 
 
 def microbatch_loop(micro_batches: int, sampled: int) -> ScheduleSimulation:
-    """The step of a rank without a pipeline, which passes on no hidden states: each micro-batch forward and backward.
+    """Simulation of a step without a pipeline: forward and backward of each micro-batch, no hidden states.
 
     `sampled` is the number of micro-batches in the sample: first, repeated and last, or fewer.
     """

@@ -1,4 +1,4 @@
-"""Small variant of a run, which is traced in its place."""
+"""Small variant of a run for tracing."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 def small_run(
     experiment: Experiment, layers: Sequence[int], micro_batches: int, mode: str, *, pp: int = 1, schedule: str = "1F1B"
 ) -> Experiment:
-    """The run with other layers of each stage, micro-batches and pipeline, and one activation checkpointing mode."""
+    """Variant of a run with the given layers per stage, micro-batches, pipeline and activation checkpointing mode."""
     layout, parallelism = ResolvedLayout.of(experiment), experiment.parallelism
     size, batch = layout.micro_batch_size, layout.dp_degree * layout.micro_batch_size * micro_batches
     if pp > 1:

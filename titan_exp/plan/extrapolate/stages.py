@@ -1,4 +1,4 @@
-"""Stages of a rank and positions in its step, with the sampled position that each repeats.
+"""Pipeline stages of a rank, and positions in its step with the sampled position that each repeats.
 
 Without a pipeline, a rank has one stage of all layers, and its schedule is the loop over micro-batches.
 """
@@ -12,18 +12,18 @@ from titan_exp.config.layout.resolved_layout import ResolvedLayout
 from titan_exp.plan.extrapolate.eligibility import recompute_modes
 
 WHOLE, FIRST, MIDDLE, LAST = "whole", "first", "middle", "last"
-"""Kinds of stages: the whole model; with the embedding, in between, with the head."""
+"""Kinds of stages: whole model; with the embedding, middle, with the head."""
 SAMPLED_STAGES = {WHOLE: 0, FIRST: 0, MIDDLE: 1, LAST: 3}
 """Stage numbers in a sample, by kind."""
 NOWHERE = -1
-"""Stage number outside of all stages, for example of the loss."""
+"""Stage number outside all stages, e.g. of the loss."""
 PROLOGUE, REDUCE, GROUP, REST, END = "prologue", "reduce", "group", "rest", "end"
-"""Parts of a step outside of actions: before the first; a stage's gradient reduction, its FSDP parameter groups, and
-what follows them; the optimizer step."""
+"""Parts of a step outside actions: before the first; a stage's gradient reduction, its FSDP parameter groups, and the
+rest of it; the optimizer step."""
 
 
 class ExtrapolationError(Exception):
-    """The samples do not determine the full step, which has to be traced."""
+    """Samples do not determine the full step, which has to be traced."""
 
 
 class StepPosition(NamedTuple):
@@ -34,11 +34,11 @@ class StepPosition(NamedTuple):
     stage: int
     """Pipeline stage."""
     micro: int | None
-    """Micro-batch; None for what runs once per step."""
+    """Micro-batch; None for parts that run once per step."""
     part: str
-    """Part of the step: of an action `F before`, `F block`, `F after`, and so on."""
+    """Part of the step: `F before`, `F block`, `F after` and so on for an action."""
     block: int | None
-    """Block of the stage; None outside of blocks, -1 for the stage's other parameters as a group."""
+    """Block of the stage; None outside blocks, -1 for the group of the stage's other parameters."""
 
 
 PROLOGUES = [StepPosition(step, NOWHERE, None, PROLOGUE, None) for step in (0, 1)]
@@ -47,7 +47,7 @@ PROLOGUES = [StepPosition(step, NOWHERE, None, PROLOGUE, None) for step in (0, 1
 
 @dataclass(frozen=True)
 class StageShape:
-    """A stage: its kind and its blocks."""
+    """Kind and blocks of a stage."""
 
     number: int
     """Stage number."""
@@ -70,19 +70,19 @@ class SampledPart(NamedTuple):
     mode: int
     """Index of the activation checkpointing mode whose sample it repeats."""
     stage: int
-    """Stage of that sample."""
+    """Stage in that sample."""
     block: int | None
     """Block of that stage."""
     part: str
-    """As in `StepPosition`, of both."""
+    """Part of the step, as in `StepPosition`."""
     place: int | None
-    """Block of the stage itself."""
+    """Block of the full model's stage."""
 
 
 def stages_of(
     layout: ResolvedLayout, checkpointing: ActivationCheckpointConfig, pipeline_rank: int
 ) -> list[StageShape]:
-    """The stages of a pipeline rank."""
+    """Stages of a pipeline rank."""
     _, modes = recompute_modes(checkpointing, layout.layers)
     if layout.parallelism.pp == 1:
         return [StageShape(0, WHOLE, tuple(range(layout.layers)), tuple(modes))]
@@ -96,7 +96,7 @@ def stages_of(
 
 
 def action_parts(stage: StageShape, kind: str, blocks: Mapping[int, int]) -> Iterator[SampledPart]:
-    """Parts of a stage's action of a kind, in order of execution. `blocks` counts those of each sampled stage."""
+    """Parts of a stage's action in execution order. `blocks` has the number of blocks of each sampled stage."""
     places = range(len(stage.modes))
     order = list(places if kind == "F" else reversed(places))
     yield SampledPart(stage.modes[order[0]], stage.sampled, None, f"{kind} before", None)
@@ -108,7 +108,7 @@ def action_parts(stage: StageShape, kind: str, blocks: Mapping[int, int]) -> Ite
 
 
 def reduction_parts(stage: StageShape, blocks: Mapping[int, int]) -> Iterator[SampledPart]:
-    """Parts of a stage's gradient reduction, in order. A sample has groups only where FSDP shards parameters."""
+    """Parts of a stage's gradient reduction, in order. A sample has groups only if FSDP shards parameters."""
     yield SampledPart(0, stage.sampled, None, REDUCE, None)
     yield SampledPart(0, stage.sampled, -1, GROUP, -1)
     for place in range(len(stage.modes)):
@@ -117,9 +117,9 @@ def reduction_parts(stage: StageShape, blocks: Mapping[int, int]) -> Iterator[Sa
 
 
 def sampled_block(stage: StageShape, place: int, blocks: Mapping[int, int]) -> tuple[int, int]:
-    """The sampled stage and its block that a stage's block repeats.
+    """Sampled stage and block that a stage's block repeats.
 
-    As many blocks as possible are counted from the nearer end, since blocks prefetch and reduce for their neighbours.
+    Blocks are counted from the nearer end where possible, because blocks prefetch and reduce for their neighbours.
     """
     few, left = blocks[stage.sampled], len(stage.modes) - place
     half = few // 2

@@ -1,6 +1,6 @@
-"""Extrapolated step totals: peak memory and costs of a rank, equal to those of its full trace.
+"""Extrapolated step totals: peak memory and costs of a rank, identical to its full trace.
 
-The segments of a sample are summed along the rank's schedule.
+Segments of the samples are summed along the rank's schedule.
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ from titan_exp.plan.trace.memory_tracker import CATEGORIES, Moment
 from titan_exp.plan.trace.segments import CategoryBytes, Segment, category_bytes, join_segments, sum_costs
 
 Samples = Mapping[bool, Sequence[Sample]]
-"""A sample for each activation checkpointing mode; with a pipeline, for stages of several blocks (False) and of one."""
+"""One sample per activation checkpointing mode; with a pipeline, for stages of several blocks (False) or one."""
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,12 @@ class StepCost:
 
 @dataclass(frozen=True)
 class TracedParts:
-    """Traces shared by runs that differ in layers, schedule and number of micro-batches alone."""
+    """Traces shared by runs that differ only in layers, schedule and number of micro-batches."""
 
     samples: Samples
-    """Samples of the passes."""
+    """Samples of forward and backward."""
     optimizer_steps: OptimizerStepsByStage
-    """Optimizer steps."""
+    """Optimizer steps by stage."""
 
 
 def trace_parts(experiment: Experiment, *, cuda: bool) -> TracedParts:
@@ -79,7 +79,7 @@ def trace_samples(experiment: Experiment, *, cuda: bool, record_events: bool = F
 def step_cost(
     layout: ResolvedLayout, stages: Sequence[StageShape], parts: TracedParts, simulation: ScheduleSimulation
 ) -> StepCost:
-    """Peak memory and costs of the step of a rank with these stages and this schedule."""
+    """Peak memory and costs of a rank's step, from its stages and schedule."""
     passes, blocks = sum_passes(parts.samples, stages, simulation), Counter[str]()
     for stage in stages:
         blocks[stage.kind] += len(stage.modes)
@@ -97,7 +97,7 @@ def step_cost(
 
 
 def sum_passes(samples: Samples, stages: Sequence[StageShape], simulation: ScheduleSimulation) -> Segment:
-    """A rank's step before the optimizer step as one segment: prologue, all actions, gradient reductions."""
+    """Segment of a rank's step before the optimizer step: prologue, all actions, gradient reductions."""
     own = {stage.number: stage for stage in stages}
     of_stage = {stage.number: samples_of(samples, stage) for stage in stages}
     keys = {(scheduled.action.stage, scheduled.action.kind, scheduled.sampled) for scheduled in simulation.actions}
@@ -140,7 +140,7 @@ def _segments(samples: Sequence[Sample], part: SampledPart, micro: int | None) -
 
 
 def _action_segment(samples: Sequence[Sample], stage: StageShape, kind: str, micro: int) -> Segment:
-    """An action of a stage, without handed-over hidden states."""
+    """Segment of a stage's action, without hidden states passed between stages."""
     parts = action_parts(stage, kind, samples[0].blocks)
     whole = join_segments(kind, [segment for part in parts for segment in _segments(samples, part, micro)])
     return replace(whole, net=whole.net - samples[0].handed_over[stage.sampled, kind, micro])
@@ -149,7 +149,7 @@ def _action_segment(samples: Sequence[Sample], stage: StageShape, kind: str, mic
 def _schedule_segment(
     sample: Sample, simulation: ScheduleSimulation, actions: dict[tuple[int, str, int], Segment]
 ) -> Segment:
-    """All actions of a step and the messages between them, as one segment."""
+    """Segment of all actions of a step and the messages between them."""
     sizes = np.stack(sample.hidden)
     keys = [(scheduled.action.stage, scheduled.action.kind, scheduled.sampled) for scheduled in simulation.actions]
     names = list(dict.fromkeys(keys))
@@ -176,7 +176,7 @@ def _schedule_segment(
 
 
 def _batch_bytes(sample: Sample, kinds: Collection[str], layout: ResolvedLayout) -> CategoryBytes:
-    """Bytes of a step's batches. With context parallelism every stage of a pipeline reads all their fields."""
+    """Bytes of a step's batches. With context parallelism, every pipeline stage reads all their fields."""
     reads = {"tokens": FIRST, "labels": LAST}
     fields = [
         size

@@ -1,7 +1,7 @@
 """Batch prediction: each distinct run once, its pipeline ranks in parallel child processes.
 
-Child processes, because the launcher imports no torch and must survive any failure of a user's own model. Pipeline
-ranks that share traces share a process.
+Child processes keep torch out of the launcher and isolate failures of user-defined models. Pipeline ranks that share
+traces share a process.
 """
 
 import os
@@ -26,25 +26,25 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 MAX_PROCESSES = 8
-"""Each holds torch, a third of a GiB and more."""
+"""Maximum number of child processes; torch alone takes a third of a GiB in each."""
 
 
 @dataclass(frozen=True)
 class PredictionRequest:
-    """A run to predict."""
+    """Run to predict."""
 
     experiment: Experiment
-    """The run, with its layout resolved."""
+    """Run with a resolved layout."""
     device: Device | None
-    """Device that it runs on; None is a CPU of unknown speed."""
+    """Device; None for a CPU of unknown speed."""
 
 
 def predict_many(
     requests: Sequence[PredictionRequest], cache: Path, say: Callable[[str], None] = lambda _: None
 ) -> list[Prediction | NotPredicted]:
-    """Predict runs, in their order; equal ones are predicted once, and kept in `cache`.
+    """Predict runs, in order; equal runs are predicted once and cached in `cache`.
 
-    `say` takes a line before work that takes seconds.
+    `say` is called with a line before slow work.
     """
     keys: list[str] = []
     answers: dict[str, Prediction | NotPredicted] = {}
@@ -75,7 +75,7 @@ def predict_many(
 
 
 def _predict_in_processes(pending: dict[str, PredictionRequest]) -> dict[str, Prediction | NotPredicted]:
-    # Imported here: most launches predict nothing.
+    # Imported lazily: most launches need no prediction.
     import multiprocessing
     from concurrent.futures import ProcessPoolExecutor
 
@@ -91,7 +91,7 @@ def _predict_in_processes(pending: dict[str, PredictionRequest]) -> dict[str, Pr
 
 
 def _rank_groups(request: PredictionRequest) -> list[tuple[int, ...]]:
-    """Pipeline ranks that share traces, and so a process."""
+    """Groups of pipeline ranks that share traces and a process."""
     experiment, layout = request.experiment, ResolvedLayout.of(request.experiment)
     ranks = tuple(range(experiment.parallelism.pp))
     worthwhile = is_worthwhile(layout, experiment.activation_checkpoint, len(ranks))
@@ -117,7 +117,7 @@ def _merge(parts: "Sequence[Future[dict[str, Any]]]") -> Prediction | NotPredict
     except BrokenProcessPool:
         return NotPredicted("the planner's process was killed; titan-exp plan shows why")
     except Exception as error:
-        # A user's own model may raise anything here and still train.
+        # A user-defined model may raise anything here and still train.
         return NotPredicted(f"planning it failed with {type(error).__name__}: {str(error).partition(chr(10))[0]}")
 
 

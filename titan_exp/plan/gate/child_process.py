@@ -7,7 +7,7 @@ from threading import Thread
 
 
 def end_with_parent() -> None:
-    """End this process as soon as its parent has ended.
+    """End this process when its parent ends.
 
     Without it, workers of a killed process pool finish their current work, which may take minutes.
     """

@@ -1,4 +1,4 @@
-"""Memory check: compares a run's predicted memory with that of its device. Imports no torch.
+"""Memory check: compares a run's predicted memory with its device's capacity. Imports no torch.
 
 An upper bound from shapes decides small runs; the others are predicted.
 """
@@ -21,18 +21,18 @@ from titan_exp.tracking.number_format import GIB, format_bytes
 
 @dataclass(frozen=True)
 class MemoryCheck:
-    """Memory of a run before it starts, as far as it is known."""
+    """Memory check of a run before its launch."""
 
     experiment: Experiment
-    """The run, with its layout resolved."""
+    """Run with a resolved layout."""
     device_memory: DeviceMemory | None
     """Memory of the device; None with plan.gate=off."""
     bound: int | None = None
-    """Upper bound of each process in bytes; None where it does not decide."""
+    """Upper bound per process in bytes; None if it does not decide."""
     prediction: Prediction | None = None
-    """Predicted peaks, where they were needed or requested."""
+    """Predicted peaks, if needed or requested."""
     why_not: str = ""
-    """Reason why nothing is known; empty where something is."""
+    """Reason for neither bound nor prediction; else empty."""
 
     @property
     def needed(self) -> int | None:
@@ -41,14 +41,14 @@ class MemoryCheck:
         if prediction is None or memory is None:
             return None
         if memory.sharing < ResolvedLayout.of(self.experiment).world_size or memory.sharing == 1:
-            # The scheduler places ranks on nodes: none needs more than the largest.
+            # The scheduler places ranks on nodes: count every rank of a node as the largest.
             return memory.sharing * (prediction.largest.peak + memory.overhead)
         copies = memory.sharing // len(prediction.ranks)
         return sum(copies * (rank.peak + memory.overhead) for rank in prediction.ranks)
 
     @property
     def fits(self) -> bool | None:
-        """True if the run fits; None where that is not known."""
+        """True if the run fits; None if unknown."""
         if self.device_memory is None or self.device_memory.capacity is None:
             return None
         if self.needed is not None:
@@ -59,9 +59,9 @@ class MemoryCheck:
 def check_memory(
     experiments: Sequence[Experiment], runs: Path, say: Callable[[str], None] = lambda _: None
 ) -> list[MemoryCheck]:
-    """Check the memory of runs with resolved layouts, in their order.
+    """Check the memory of runs with resolved layouts, in order.
 
-    The `.cache` of `runs` keeps predictions and measured rates; `say` takes a line before work that takes seconds.
+    `runs/.cache` holds predictions and measured rates; `say` is called with a line before slow work.
     """
     checks = [_check_by_bound(experiment, runs) for experiment in experiments]
     pending = [number for number, check in enumerate(checks) if _needs_prediction(check)]
@@ -73,7 +73,7 @@ def check_memory(
 
 
 def explain_oom(memory_check: MemoryCheck) -> str:
-    """Explain why a run does not fit: the pipeline rank, its peak and the breakdown of it."""
+    """Explain why a run does not fit: pipeline rank, peak and its breakdown."""
     prediction, memory = memory_check.prediction, memory_check.device_memory
     assert prediction is not None, "an upper bound refuses nothing"
     assert memory is not None, "plan.gate=off refuses nothing"
@@ -124,7 +124,7 @@ def plan_record(memory_check: MemoryCheck) -> dict[str, Any] | None:
 
 
 def _check_by_bound(experiment: Experiment, runs: Path) -> MemoryCheck:
-    """Check that predicts nothing."""
+    """Memory check without a prediction."""
     if experiment.plan.gate == "off":
         return MemoryCheck(experiment, None, why_not="plan.gate=off")
     memory = device_memory_of(ResolvedLayout.of(experiment), runs)

@@ -9,7 +9,7 @@ from titan_exp.tracking.run_folder.state import read_json
 
 @dataclass(frozen=True)
 class PredictedMetrics:
-    """Predictions that are compared with measurements; None where nothing was predicted."""
+    """Predicted counterparts of measured metrics; None if not predicted."""
 
     memory: float | None = None
     """Peak of rank 0 in GiB: of allocated tensors on a GPU, of the whole process on a CPU."""
@@ -18,7 +18,7 @@ class PredictedMetrics:
 
 
 def read_predicted_metrics(folder: RunFolder) -> PredictedMetrics:
-    """Read the predictions of a run; a damaged plan.json counts as none."""
+    """Read the predictions of a run; all None if plan.json is missing or damaged."""
     try:
         found = read_json(folder.plan) or {}
     except UserError:

@@ -1,6 +1,6 @@
-"""Prediction cache on disk, keyed by the keys that change memory or speed: learning rates, seeds and names do not.
+"""On-disk prediction cache, keyed by the options that affect memory or speed, unlike learning rate, seed and name.
 
-The key includes a digest of our code and the versions of torch and torchao.
+The key includes a digest of this package's code and the versions of torch and torchao.
 """
 
 import hashlib
@@ -29,21 +29,21 @@ IRRELEVANT_KEYS = {
     "training": ("steps", "evaluate_every", "gc_every", "deterministic", "stop_on_nonfinite"),
     "optimizer": ("lr", "betas", "eps"),
 }
-"""Keys of relevant groups that change no prediction."""
+"""Keys of relevant groups without effect on predictions."""
 ON_OFF_KEYS = {"training": ("max_grad_norm", "z_loss"), "optimizer": ("weight_decay",)}
-"""Keys that count as set or not set, whatever their value."""
+"""Keys compared only as set or unset."""
 RELEVANT_GROUPS = ("model", "training", "parallelism", "optimizer", "quantization", "activation_checkpoint", "compile")
 
 
 def cache_key(experiment: Experiment, device: Device | None) -> str | None:
-    """Cache key of a prediction; None where a user's own code takes part."""
+    """Cache key of a prediction; None with user-defined code."""
     if is_dotted(experiment.model.architecture) or not has_known_state(experiment.optimizer.name):
         return None
     return hashlib.sha256(f"{_code()} {prediction_inputs(experiment, device)}".encode()).hexdigest()[:24]
 
 
 def prediction_inputs(experiment: Experiment, device: Device | None) -> str:
-    """Canonical JSON of every value that changes a prediction, except the code."""
+    """Canonical JSON of every value that affects a prediction, except the code."""
     config = to_dict(experiment)
     inputs: dict[str, Any] = {group: config[group] for group in RELEVANT_GROUPS}
     for group, names in IRRELEVANT_KEYS.items():
@@ -61,7 +61,7 @@ def prediction_inputs(experiment: Experiment, device: Device | None) -> str:
 
 
 def get(cache: Path, key: str) -> Prediction | None:
-    """Read a cached prediction; None where there is none or it cannot be read."""
+    """Read a cached prediction; None if missing or unreadable."""
     try:
         return from_json(json.loads((cache / FOLDER / f"{key}.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, KeyError):
@@ -80,7 +80,7 @@ def put(cache: Path, key: str, prediction: Prediction) -> None:
 
 @cache
 def _code() -> str:
-    """Digest of our source and the versions of torch and torchao."""
+    """Digest of this package's source and the versions of torch and torchao."""
     package, digest = Path(titan_exp.__file__).parent, hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         digest.update(path.read_bytes())

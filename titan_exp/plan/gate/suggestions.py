@@ -1,6 +1,6 @@
-"""Suggestions for a run that does not fit: the cheapest changes of its options, alone and together, each predicted.
+"""Suggestions for a run that does not fit: the cheapest option changes and their combinations, each predicted.
 
-Changes whose best case, estimated from the breakdown of the peak, is not enough are skipped without a prediction.
+Changes with an insufficient best case, estimated from the breakdown of the peak, are not predicted.
 """
 
 import itertools
@@ -20,18 +20,18 @@ from titan_exp.rules import check
 
 MAX_SUGGESTIONS = 3
 TIME_LIMIT = 60.0
-"""Seconds after which no further change is predicted."""
+"""Time limit in seconds; no further change is predicted after it."""
 BATCH = 2
-"""Changes that are predicted at a time."""
+"""Number of changes predicted together."""
 LOSS_CHUNK = 2048
-"""Value of training.loss_chunk_tokens that is tried."""
+"""Suggested value of training.loss_chunk_tokens."""
 SHARDED = ("parameters", "gradients", "optimizer")
-"""Memory categories that more shards divide."""
+"""Memory categories divided by the number of shards."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One value of an option; the first of each option changes nothing, later ones save more."""
+    """Candidate value of an option; an option's first is no change, later ones save more."""
 
     overrides: tuple[tuple[str, object], ...] = ()
     """Keys and values."""
@@ -40,10 +40,10 @@ class Change:
     categories: tuple[str, ...] | None = ()
     """Memory categories that shrink; None is all."""
     factor: float = 1.0
-    """Factor by which they shrink at best."""
+    """Best-case factor of these categories."""
 
     def best_case(self, category: str) -> float:
-        """Smallest factor of a memory category."""
+        """Best-case factor of a memory category."""
         return self.factor if self.categories is None or category in self.categories else 1.0
 
 
@@ -52,18 +52,18 @@ class Suggestion:
     """A change that makes the run fit."""
 
     overrides: tuple[str, ...]
-    """Overrides as typed."""
+    """Command-line overrides."""
     memory_check: MemoryCheck
     """Memory check of the changed run."""
 
 
 def suggestions(memory_check: MemoryCheck, runs: Path, say: Callable[[str], None] = lambda _: None) -> list[Suggestion]:
-    """Suggest the cheapest changes that fit, each predicted; empty where none is found in time."""
+    """Suggest the cheapest changes that fit, each predicted; empty if none is found in time."""
     began, found, chosen = time.monotonic(), list[Suggestion](), list[tuple[int, ...]]()
     say("It does not fit; looking for changes that would ...")
     candidates = _candidates(memory_check)
     while len(found) < MAX_SUGGESTIONS and time.monotonic() - began < TIME_LIMIT:
-        # A superset of a suggested change is no further suggestion.
+        # Skip supersets of a suggested change.
         fresh = (candidate for candidate in candidates if not any(_contains(candidate[0], other) for other in chosen))
         batch = list(itertools.islice(fresh, BATCH))
         if not batch:
@@ -77,7 +77,7 @@ def suggestions(memory_check: MemoryCheck, runs: Path, say: Callable[[str], None
 
 
 def _candidates(memory_check: MemoryCheck) -> Iterator[tuple[tuple[int, ...], tuple[str, ...], Experiment]]:
-    """Combinations that may fit and keep every rule, the cheapest first, each with its level of every option."""
+    """Combinations that may fit and break no rule, cheapest first, each with its level per option."""
     experiment, layout = memory_check.experiment, ResolvedLayout.of(memory_check.experiment)
     options = [
         _loss_chunks(layout),

@@ -1,6 +1,6 @@
-"""Upper bound of a rank's memory from shapes alone; where it fits, nothing is traced. Imports no torch.
+"""Upper bound of a rank's memory from shapes alone; if it fits, nothing is traced. Imports no torch.
 
-It assumes the worst of every option: nothing sharded, divided or recomputed, fp32 throughout, all attention scores
+Assumes the worst case of every option: nothing sharded, divided or recomputed, fp32 throughout, all attention scores
 kept, every micro-batch of a pipeline in flight.
 """
 
@@ -12,14 +12,14 @@ from titan_exp.models.spec.model_spec import LayerSpec
 
 BYTES_PER_PARAMETER = 128
 """16 for weight, gradient and AdamW's moments; 28 for FSDP's gathered and reduced copies; 20 for temporaries of the
-update and of clipping; 24 for the copies of an asynchronous save; 40 to spare."""
+update and of clipping; 24 for the copies of an asynchronous save; 40 as margin."""
 PROCESS_OVERHEAD = {"cpu": 2**30, "cuda": 4 * 2**30}
-"""Bytes beside tensors: Python and torch on a CPU (a third to a half of it, measured); on CUDA the context, and the
+"""Non-tensor bytes: Python and torch on a CPU (a third to a half of it, measured); on CUDA the context, and the
 workspaces and buffers of cuBLAS and NCCL."""
 
 
 def upper_bound(experiment: Experiment) -> int | None:
-    """Bytes that the process of any rank stays below; None where the model or the optimizer is the user's own."""
+    """Upper bound of any rank's process in bytes; None with a user-defined model or optimizer."""
     spec = model_spec(experiment.model)
     if spec is None or not has_known_state(experiment.optimizer.name):
         return None
@@ -27,9 +27,9 @@ def upper_bound(experiment: Experiment) -> int | None:
     blocks = sum(_numbers_per_token(layer, seq) for layer in spec.layers)
     ends = 6 * spec.vocab_size + 4 * spec.dim
     rows = layout.micro_batch_size if layout.parallelism.pp == 1 else layout.sequences_per_dp_rank
-    # Recipes keep quantized copies beside their sources.
+    # Recipes keep quantized copies in addition to their sources.
     recipe = 1 if experiment.quantization.recipe == "none" else 2
-    # A CUDA graph keeps its own memory, beside that of an evaluation.
+    # A CUDA graph keeps its memory in addition to an evaluation's.
     passes = 2 if experiment.compile.cuda_graphs else 1
     tensors = BYTES_PER_PARAMETER * spec.parameters + passes * 4 * rows * seq * (blocks + ends)
     compiler = 2**30 if experiment.compile.enabled else 0

@@ -9,13 +9,13 @@ from titan_exp.plan.search.layouts import Candidate
 from titan_exp.plan.time.roofline import axis_ranks, pipeline_bubble, rank_time
 
 SAFETY_FACTOR, SAFETY_FACTOR_VIEWS = 0.95, 0.85
-"""Share of per-token bytes that is relied on when they are scaled from traces of other degrees; the second where the
-trace has several kv heads per rank and the layout one, so that copies become views."""
+"""Safety factors for per-token bytes scaled from traces of other degrees; the second if the trace has several kv heads
+per rank and the layout one, so that copies become views."""
 
 
 @dataclass(frozen=True)
 class LayoutCost:
-    """Predicted cost of a layout."""
+    """Extrapolated cost of a layout."""
 
     candidate: Candidate
     """The layout."""
@@ -28,17 +28,17 @@ class LayoutCost:
     peak_rank: int
     """Pipeline rank of the peak."""
     peak_where: str
-    """Phase of the peak, as `forward, block 3`."""
+    """Phase of the peak, e.g. `forward, block 3`."""
 
     @property
     def tokens_per_second(self) -> float:
-        """Throughput of one device."""
+        """Throughput per device."""
         training = self.candidate.experiment.training
         return training.global_batch_size * training.seq_len / self.step_seconds / self.candidate.layout.world_size
 
 
 def layout_cost(candidate: Candidate, sampled: Candidate, parts: TracedParts, device: Device) -> LayoutCost:
-    """Cost of a layout from the traced parts of a sampled one, which may differ in the number of shards."""
+    """Cost of a layout from traced parts of a sampled layout, which may differ in the number of shards."""
     layout, seconds, peak = candidate.layout, 0.0, (-1, 0, "")
     bubble = pipeline_bubble(layout)
     for rank in extreme_ranks(candidate.parallelism.pp):
@@ -48,26 +48,26 @@ def layout_cost(candidate: Candidate, sampled: Candidate, parts: TracedParts, de
             rank_time(step.costs, axis_ranks(candidate.parallelism, rank, step.costs), device, layout.node_size).total,
         )
         persistent = round(sum(step.persistent.values()) * (sampled.shards / candidate.shards - 1))
-        # The matmul library keeps a workspace for the forward and one for the backward thread.
+        # The matmul library keeps one workspace each for the forward and the backward thread.
         peak = max(peak, (step.peak.bytes + persistent + 2 * device.matmul_workspace, rank, step.peak.where))
     return LayoutCost(candidate, seconds / (1 - bubble), bubble, *peak)
 
 
 def safety_factor(candidate: Candidate, sampled: Candidate) -> float:
-    """Share of bytes scaled from a sampled layout that another layout needs at least."""
+    """Minimum share of bytes scaled from a sampled layout that another layout needs."""
     views = sampled.parallelism.tp < candidate.kv_heads <= candidate.parallelism.tp
     return SAFETY_FACTOR_VIEWS if views else SAFETY_FACTOR
 
 
 def peak_lower_bound(candidate: Candidate, sampled: Candidate, parts: TracedParts) -> float:
-    """Lower bound of the fullest rank's peak in bytes, from traces with degrees at most as large.
+    """Lower bound of the fullest rank's peak in bytes, from traces with smaller or equal degrees.
 
     Per-token bytes shrink at most by tp, cp and the micro-batch size, parameters at most by tp and shards.
     """
     own, other = candidate.parallelism, sampled.parallelism
     if False not in parts.samples:
         return 0.0
-    # The first block of several stands in for the only block of a stage.
+    # The first of several blocks is used for a stage's only block.
     parts = replace(parts, samples={True: parts.samples[False], **parts.samples})
     per_tp = other.tp / own.tp if other.tp <= own.tp else 0.5
     sharded = per_tp * sampled.shards / candidate.shards
@@ -91,7 +91,7 @@ def peak_lower_bound(candidate: Candidate, sampled: Candidate, parts: TracedPart
 
 
 def extreme_ranks(degree: int) -> list[int]:
-    """Pipeline ranks among which are the fullest and the slowest one.
+    """Pipeline ranks that include the fullest and the slowest.
 
     Ranks between the second and the last keep fewer micro-batches in flight than the second, and have no more layers.
     """

@@ -1,4 +1,4 @@
-"""Search space of layouts: every combination of searched keys on a number of GPUs that the rules allow. No torch."""
+"""Search space of layouts: valid combinations of searched keys on a number of GPUs. Imports no torch."""
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -17,7 +17,7 @@ from titan_exp.models.spec.lookup import model_spec
 from titan_exp.rules import violations
 
 SCHEDULES = ("1F1B", "Interleaved1F1B")
-"""Searched schedules. GPipe and LoopedBFS have the same bubbles and keep more micro-batches in flight."""
+"""Searched schedules. GPipe and LoopedBFS have the same bubbles with more micro-batches in flight."""
 MODES = ("none", "selective", "full")
 """Searched values of activation_checkpoint.mode."""
 MAX_MICRO_BATCH = 8
@@ -28,21 +28,21 @@ KEYS = (
     "training.micro_batch_size",
     "activation_checkpoint.mode",
 )
-"""Searched keys, unless the command line fixes them."""
+"""Searched keys, unless fixed on the command line."""
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """One layout of the search space."""
+    """Layout of the search space."""
 
     number: int
-    """Place in the search space."""
+    """Index in the search space."""
     experiment: Experiment
-    """The run with this layout."""
+    """Run with this layout."""
 
     @cached_property
     def layout(self) -> ResolvedLayout:
-        """The resolved layout."""
+        """Resolved layout."""
         return ResolvedLayout.of(self.experiment)
 
     @property
@@ -52,7 +52,7 @@ class Candidate:
 
     @property
     def mode(self) -> str:
-        """Activation checkpointing."""
+        """Activation checkpointing mode."""
         return self.experiment.activation_checkpoint.mode
 
     @property
@@ -63,16 +63,16 @@ class Candidate:
 
     @property
     def shards(self) -> int:
-        """Ranks that FSDP shards parameters over."""
+        """Number of FSDP shards of parameters."""
         return self.parallelism.dp_shard * self.parallelism.cp
 
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """Layouts that may be launched."""
+    """Search space of valid layouts."""
 
     candidates: list[Candidate]
-    """Layouts that keep every rule."""
+    """Layouts that break no rule."""
     tried: int
     """Number of enumerated layouts."""
     left_out: list[tuple[int, Violation]]
@@ -80,7 +80,7 @@ class SearchSpace:
 
 
 def fixed_keys(overrides: Sequence[str]) -> frozenset[str]:
-    """Searched keys that the overrides fix."""
+    """Searched keys fixed by overrides."""
     typed = {override.lstrip("+").partition("=")[0] for override in overrides}
     fixed = {key for key in KEYS if key in typed}
     if "activation_checkpoint" in typed:
@@ -92,7 +92,7 @@ def search_space(experiment: Experiment, gpus: int, fixed: Collection[str]) -> S
     """Enumerate the layouts of a run on a number of GPUs; `fixed` keys keep the run's values.
 
     Raises:
-        UserError: every layout breaks a rule; names the most frequent ones.
+        UserError: every layout breaks a rule; lists the most frequent ones.
     """
     candidates, tried = list[Candidate](), 0
     broken: Counter[str] = Counter()
@@ -120,7 +120,7 @@ def search_space(experiment: Experiment, gpus: int, fixed: Collection[str]) -> S
 
 
 def train_command(candidate: Candidate, typed: Sequence[str], more: Mapping[str, Any]) -> str:
-    """Command that launches a layout: the typed overrides, the searched keys, and `more` keys with values."""
+    """Launch command of a layout: typed overrides, searched keys, and `more` keys with values."""
     experiment = candidate.experiment
     values: dict[str, Any] = {f"parallelism.{degree}": getattr(experiment.parallelism, degree) for degree in DEGREES}
     if experiment.parallelism.pp > 1:
@@ -157,7 +157,7 @@ def _enumerate(experiment: Experiment, gpus: int, fixed: Collection[str]) -> Ite
 
 
 def _degrees(parallelism: ParallelismConfig, gpus: int, fixed: Collection[str]) -> Iterator[dict[str, int]]:
-    """Every factorization of the number of GPUs into degrees that keeps the fixed ones."""
+    """Factorizations of the number of GPUs into degrees that keep the fixed ones."""
     *searched, last = sorted(DEGREES, key=lambda degree: f"parallelism.{degree}" not in fixed)
 
     def choices(degree: str, left: int) -> list[int]:

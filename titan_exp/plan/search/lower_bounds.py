@@ -1,8 +1,8 @@
 """Lower bounds of a layout's step time and memory, scaled from traces of other layouts (branch and bound).
 
-Nothing is divided by more than a degree: with twice the tensor or context parallelism, or half the micro-batch, an
-operator moves at least half the bytes and leaves at least half of its outputs, while FLOPs are exactly halved. Tensor
-parallelism sends whole activations, whatever its degree.
+No term is divided by more than a degree: with twice the tensor or context parallelism, or half the micro-batch, an
+operator moves at least half the bytes and keeps at least half of its outputs, and FLOPs are exactly halved. Tensor
+parallelism sends whole activations at any degree.
 """
 
 from dataclasses import dataclass
@@ -19,28 +19,27 @@ from titan_exp.plan.trace.dispatch_mode import OpCosts
 from titan_exp.plan.trace.segments import Segment, sum_costs
 
 BOUND_MARGIN = 0.985
-"""Share of a scaled value that is relied on: sizes are rounded up, and some copies become views."""
+"""Margin of scaled values: sizes are rounded up, and some copies become views."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Costs of a block and of the model's ends in a steady micro-batch: neither the first nor the last, if there are
-    such."""
+    """Costs of a block and of the model's ends in a steady-state micro-batch (not the first or last, if possible)."""
 
     candidate: Candidate
-    """The traced layout."""
+    """Traced layout."""
     block: OpCosts
     """Costs of a middle block, forward and backward."""
     ends: OpCosts
-    """Costs of head and loss on the last rank, and of the embedding where it is on the same rank."""
+    """Costs of head and loss on the last rank, and of the embedding if it is on the same rank."""
     left: int
-    """Bytes that a block's forward pass keeps for its backward pass."""
+    """Bytes saved by a block's forward pass for backward."""
     passing: int
     """Temporary bytes of a block's backward pass."""
     kept: int
     """Bytes of a block's parameters and optimizer state."""
     gathered: int
-    """Bytes of a block that stay from the first micro-batch on: gathered parameters, unreduced gradients."""
+    """Bytes of a block allocated from the first micro-batch on: gathered parameters, unreduced gradients."""
     first_kept: int
     """`kept` of the embedding on the first pipeline rank."""
     first_gathered: int
@@ -60,7 +59,7 @@ class LowerBound:
 
 
 def profile_of(candidate: Candidate, parts: TracedParts) -> Profile | None:
-    """Profile of a traced layout; None where no block is like most of them."""
+    """Profile of a traced layout; None without a representative block."""
     if False not in parts.samples:
         return None
     sample, optimizer_steps = parts.samples[False][0], parts.optimizer_steps
@@ -109,7 +108,7 @@ def _reduced(sample: Sample) -> OpCosts:
 
 
 class LowerBounds:
-    """Lower bounds of layouts on a device, which rise with every profile."""
+    """Lower bounds of layouts on a device, tightened by every added profile."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -121,7 +120,7 @@ class LowerBounds:
         self._profiles.append(profile)
 
     def of(self, candidate: Candidate) -> LowerBound:
-        """Lower bound of a layout: for every term the largest value that a profile gives."""
+        """Lower bound of a layout: the maximum of each term over all profiles."""
         load = _rank_load(candidate)
         terms: dict[str, float] = {}
         for profile in self._profiles:
@@ -131,7 +130,7 @@ class LowerBounds:
             sum(value for name, value in terms.items() if name.startswith(unit)) for unit in ("block", "ends", "behind")
         )
         compute = load.micro_batches * max(load.layers * block, load.last_layers * block + ends)
-        # The first and the last block are gathered once per micro-batch, or never.
+        # The first and the last block are gathered once per micro-batch or never.
         behind = max(0, load.layers - 2) * (load.micro_batches * behind + terms.get("reduces", 0.0))
         seconds = max(compute, behind) / (1 - _bubble_lower_bound(candidate, load.micro_batches))
         block_bytes = terms.get("kept", 0.0) + terms.get("gathered", 0.0)
@@ -144,9 +143,9 @@ class LowerBounds:
         return LowerBound(BOUND_MARGIN * seconds, BOUND_MARGIN * max(load.layers * block_bytes, first))
 
     def _terms(self, candidate: Candidate, load: "_RankLoad", profile: Profile) -> dict[str, float]:
-        """Terms that one profile gives: seconds per micro-batch and block by kind of cost, and bytes."""
+        """Terms from one profile: seconds per micro-batch and block by kind of cost, and bytes."""
         own, other = candidate.parallelism, profile.candidate.parallelism
-        # With more tp than kv heads, weights are divided by less than the degree.
+        # If tp exceeds the kv heads, weights are divided by less than the degree.
         if own.tp < other.tp > candidate.kv_heads:
             return {}
         sampled = _rank_load(profile.candidate)
@@ -164,7 +163,7 @@ class LowerBounds:
             return terms
         scale = other.cp / own.cp * (other.tp / own.tp if other.tp <= own.tp else 0.5)
         scale *= safety_factor(candidate, profile.candidate)
-        # A pipeline gathers sharded weights before its first micro-batch, so `left` holds no weights.
+        # A pipeline gathers sharded weights before its first micro-batch, so `left` contains no weights.
         only_tokens = other.pp > 1 and profile.candidate.shards > 1
         comparable = mode == candidate.mode and (only_tokens or _same_lifetime(profile.candidate, candidate))
         if comparable and (only_tokens or load.sequences <= sampled.sequences):
@@ -179,7 +178,7 @@ class LowerBounds:
         return terms
 
     def _communication(self, candidate: Candidate, profile: Profile, tokens: float) -> dict[str, float]:
-        """Seconds of messages that one profile gives."""
+        """Seconds of messages from one profile."""
         own, other, terms = candidate.parallelism, profile.candidate.parallelism, dict[str, float]()
         smaller = min(1.0, other.tp / own.tp)
         for (axis, kind), size in profile.block.messages.items():
@@ -189,7 +188,7 @@ class LowerBounds:
             elif axis.startswith("cp_") and "=" not in axis and 1 < other.cp <= own.cp:
                 factor = tokens * smaller
                 if axis == "cp_across":
-                    # At least half of a ring's hops exist for every two ranks.
+                    # For two ranks, at least half of a ring's hops exist.
                     factor *= (own.cp // own.ulysses_degree) / (other.cp // other.ulysses_degree)
             elif axis == "fsdp" and own.pp == 1 and kind == "all-gather":
                 factor, unit = smaller, "behind"
@@ -216,7 +215,7 @@ class LowerBounds:
 
 @dataclass(frozen=True)
 class _RankLoad:
-    """Work of the ranks of a layout."""
+    """Work per rank of a layout."""
 
     tokens: float
     """Tokens of a micro-batch."""
@@ -230,7 +229,7 @@ class _RankLoad:
     last_layers: int
     """Layers of the last pipeline rank."""
     in_flight: int
-    """Blocks whose activations the first rank holds at the same time."""
+    """Blocks with simultaneous activations on the first rank."""
 
 
 @cache
@@ -239,7 +238,7 @@ def in_flight(schedule: str, ranks: int, own: tuple[int, ...], micro_batches: in
     if schedule == "1F1B":
         return own[0] * min(ranks, micro_batches)
     if schedule == "Interleaved1F1B" and micro_batches % ranks == 0:
-        # One micro-batch per rank through every stage but the last, and further ones until the first comes back.
+        # One micro-batch per rank through every stage but the last, and further ones until the first returns.
         turns = min((len(own) + 1) * ranks - 1, micro_batches * len(own))
         return sum(own[(turn // ranks) % len(own)] for turn in range(turns))
     return sum(own)
@@ -267,7 +266,7 @@ def _rank_load(candidate: Candidate) -> _RankLoad:
 
 
 def _parameter_bytes(profile: Profile, candidate: Candidate, load: _RankLoad) -> dict[str, float]:
-    """Bytes of a block that no micro-batch changes."""
+    """Bytes of a block that are constant over micro-batches."""
     smaller = min(1.0, profile.candidate.parallelism.tp / candidate.parallelism.tp) * 0.999
     kept = smaller * profile.candidate.shards / candidate.shards
     terms = {"kept": profile.kept * kept}
@@ -278,13 +277,13 @@ def _parameter_bytes(profile: Profile, candidate: Candidate, load: _RankLoad) ->
 
 
 def _same_lifetime(sampled: Candidate, candidate: Candidate) -> bool:
-    """True if gathered weights live equally long in two layouts; unsharded weights are never gathered."""
+    """True if gathered weights have the same lifetime in two layouts; unsharded weights are never gathered."""
     same_pipeline = (candidate.parallelism.pp > 1) == (sampled.parallelism.pp > 1)
     return same_pipeline and (candidate.shards == 1) == (sampled.shards == 1)
 
 
 def _grown_outside_blocks(sample: Sample) -> int:
-    """Bytes outside the first stage's blocks that the first micro-batch leaves behind and later ones do not."""
+    """Bytes outside the first stage's blocks that only the first micro-batch leaves allocated."""
     first, later = (
         sum(int(sample.joined(FIRST, micro, *_outside(kind)).net.sum()) for kind in "FB") for micro in (0, 1)
     )
@@ -292,7 +291,7 @@ def _grown_outside_blocks(sample: Sample) -> int:
 
 
 def _sequence_factor(sequences: int, sampled: int) -> float:
-    """Lower bound of a micro-batch's bytes over a sampled one's.
+    """Lower bound of the ratio of a micro-batch's bytes to a sampled one's.
 
     One sequence needs fewer copies than several, whose memory layouts differ.
     """
@@ -304,7 +303,7 @@ def _sequence_factor(sequences: int, sampled: int) -> float:
 
 
 def _has_fewer_operators(sampled: Candidate, candidate: Candidate) -> bool:
-    """True if a sampled layout runs no operator that another lacks: a pipeline gathers and reduces the least."""
+    """True if a sampled layout runs no operator that the other lacks; pipelines gather and reduce least."""
     if sampled.parallelism.pp > 1:
         return True
     micro_batches = [min(layout.gradient_accumulation, 3) for layout in (sampled.layout, candidate.layout)]
@@ -312,9 +311,9 @@ def _has_fewer_operators(sampled: Candidate, candidate: Candidate) -> bool:
 
 
 def _bubble_lower_bound(candidate: Candidate, micro_batches: int) -> float:
-    """Lower bound of the bubble of any schedule whose stages go round the ranks.
+    """Lower bound of the bubble of any schedule with looped stage placement.
 
-    The last rank waits for the first micro-batch to pass a stage of every other rank, and finishes before they do.
+    The last rank waits for the first micro-batch to pass a stage of every other rank, and finishes before them.
     """
     ranks = candidate.parallelism.pp
     if ranks == 1:

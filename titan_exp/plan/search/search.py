@@ -1,7 +1,7 @@
-"""Branch-and-bound search of layouts: traces only those whose lower bounds may be among the fastest that fit.
+"""Branch-and-bound search of layouts: traces only layouts whose lower bounds are competitive.
 
-Bounds are scaled from traces of other layouts, with a margin (`lower_bounds.py`); tests hold the search against an
-exhaustive one.
+Bounds are scaled from traces of other layouts, with a margin (`lower_bounds.py`); tests compare with an exhaustive
+search.
 """
 
 import gc
@@ -28,11 +28,11 @@ from titan_exp.plan.search.layouts import MODES, Candidate, SearchSpace
 from titan_exp.plan.search.lower_bounds import LowerBounds, profile_of
 
 MEMORY_FRACTION = 0.88
-"""Fraction of a device's memory that tensors may fill; the rest is for fragmentation, CUDA's context, workspaces of
-cuBLAS and buffers of NCCL. A round number from a few runs on one kind of GPU, not a prediction."""
+"""Fraction of device memory available to tensors; the rest is for fragmentation, CUDA's context, cuBLAS workspaces and
+NCCL buffers. A round number from a few runs on one kind of GPU, not a prediction."""
 
 LONGEST_SCHEDULE = 2**13
-"""Forward passes (stages times micro-batches) of the longest schedule that is simulated; longer ones take seconds."""
+"""Maximum number of forward passes (stages times micro-batches) of a simulated schedule; longer ones take seconds."""
 
 Key = tuple[object, ...]
 
@@ -42,19 +42,19 @@ class SearchResult:
     """Result of a search."""
 
     rows: list[LayoutCost]
-    """The fastest layouts that fit, fastest first."""
+    """Fastest layouts that fit, fastest first."""
     front: list[bool]
-    """True for each row that no faster row undercuts in memory (Pareto front)."""
+    """True for each row on the Pareto front of speed and memory."""
     smallest: LayoutCost | None
-    """Layout with the smallest peak among those whose cost was extrapolated."""
+    """Extrapolated layout with the smallest peak."""
     looked_at: int
-    """Layouts whose cost was extrapolated from traces."""
+    """Number of layouts whose cost was extrapolated."""
     too_large: int
-    """Layouts among `looked_at` that do not fit."""
+    """Number of these layouts that do not fit."""
     floor: int
-    """Layouts left out because their lower bound of memory does not fit."""
+    """Layouts pruned because their lower bound of memory does not fit."""
     slower: int
-    """Layouts left out because their lower bound of time exceeds the last row."""
+    """Layouts pruned because their lower bound of time exceeds the last row."""
     unknown: list[tuple[str, int]]
     """Layouts that cannot be extrapolated, counted by reason."""
     traces: int
@@ -64,9 +64,9 @@ class SearchResult:
 
 
 class LayoutSearch:
-    """A search for the fastest `limit` layouts, in as many processes as there are cores.
+    """Search for the fastest `limit` layouts, with one process per core.
 
-    `show` takes progress lines. Unless `bounded`, every layout is looked at, and none is left out by its bounds.
+    `show` is called with progress lines. Without `bounded`, no layout is pruned.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class LayoutSearch:
         self._smallest_bound: tuple[float, Candidate] | None = None
 
     def run(self) -> SearchResult:
-        """Search.
+        """Run the search.
 
         Raises:
             UserError: an option of a layout is not supported.
@@ -120,10 +120,10 @@ class LayoutSearch:
         )
 
     def _seeds(self) -> list[Candidate]:
-        """Layouts whose traces bound all others.
+        """Layouts whose traces give bounds for all others.
 
         For every mode of activation checkpointing the smallest and the largest micro-batch; the smallest context
-        parallelism beside sharding, whose messages are counted apart; and one layout without a pipeline.
+        parallelism together with sharding, whose messages are counted separately; and one layout without a pipeline.
         """
         every, groups = list(self._candidates.values()), list[list[Candidate]]()
         for mode in MODES:
@@ -149,12 +149,12 @@ class LayoutSearch:
         self._show(f"{len(self._traced)} profiles traced, {len(self._costs)} layouts extrapolated")
 
     def _explore(self, pool: ProcessPoolExecutor, cores: int) -> None:
-        """Extrapolate layouts in the order of their bounds until no other can be a row."""
+        """Extrapolate layouts in the order of their bounds until no other can enter the rows."""
         waiting: dict[Key, list[Candidate]] = {}
         running = set[Future[tuple[Candidate, TracedParts]]]()
         while True:
             later: list[Candidate] = []
-            # Layouts with better bounds may be enough: wait for their traces before tracing slower ones.
+            # Layouts with better bounds may suffice: wait for their traces before tracing slower ones.
             while len(running) < cores and not (running and self._enough([*waiting.values(), later])):
                 candidate = self._next()
                 if candidate is None:
@@ -182,18 +182,18 @@ class LayoutSearch:
                     self._extrapolate(candidate)
 
     def _enough(self, waiting: Iterable[Collection[Candidate]]) -> bool:
-        """True if there were enough rows, should every pending layout fit."""
+        """True if the rows would be complete if every pending layout fit."""
         fit = sum(cost.peak_bytes <= self._room for cost in self._costs)
         return fit + sum(map(len, waiting)) >= self._limit > fit
 
     def _next(self) -> Candidate | None:
-        """The queued layout of the best bound that may still be a row; None where there is none."""
+        """Queued layout with the best bound that may still enter the rows, or None."""
         while self._queue and (not self._bounded or self._queue[0][0] <= self._slowest_row()):
             before, number = heapq.heappop(self._queue)
             candidate = self._candidates[number]
             if not self._bounded:
                 return candidate
-            # New profiles may have raised the bound, and then another layout is the best.
+            # New profiles may have raised the bound, so that another layout is the best.
             bound = self._bounds.of(candidate)
             if bound.bytes <= self._room and bound.seconds > before * (1 + 1e-9):
                 heapq.heappush(self._queue, (bound.seconds, number))
@@ -207,7 +207,7 @@ class LayoutSearch:
         return None
 
     def _peak_lower_bound(self, candidate: Candidate) -> float:
-        """Lower bound of a layout's peak by the nearest traced layout."""
+        """Lower bound of a layout's peak, from the nearest traced layout."""
         if _key(candidate) in self._traced:
             return 0.0
         near = [(_distance(sampled, candidate), key) for key, (sampled, _) in self._traced.items()]
@@ -217,7 +217,7 @@ class LayoutSearch:
         return peak_lower_bound(candidate, *self._traced[key])
 
     def _slowest_row(self) -> float:
-        """Step seconds of the last row so far."""
+        """Step seconds of the current last row."""
         fits = sorted(cost.step_seconds for cost in self._costs if cost.peak_bytes <= self._room)
         return fits[self._limit - 1] if len(fits) >= self._limit else math.inf
 
@@ -225,7 +225,7 @@ class LayoutSearch:
         self._costs.append(layout_cost(candidate, *self._traced[_key(candidate)], self._device))
 
     def _confirm(self, pool: ProcessPoolExecutor) -> list[LayoutCost]:
-        """The fastest layouts that fit when extrapolated from traces with their own number of shards."""
+        """Fastest layouts that fit when extrapolated from traces with their own number of shards."""
         rows = list[LayoutCost]()
         costs = sorted(self._costs, key=lambda cost: cost.step_seconds)
         costs = [cost for cost in costs if cost.peak_bytes <= self._room]
@@ -260,7 +260,7 @@ def _simplicity(candidate: Candidate) -> tuple[object, ...]:
 
 
 def _key(candidate: Candidate) -> Key:
-    """Values that a profile depends on; the number of shards only divides persistent bytes."""
+    """Cache key of a profile; the number of shards only divides persistent bytes."""
     parallelism, layout = candidate.parallelism, candidate.layout
     pipeline = parallelism.pp > 1
     return (
@@ -277,7 +277,7 @@ def _key(candidate: Candidate) -> Key:
 
 
 def _distance(sampled: Candidate, candidate: Candidate) -> float:
-    """Factor by which a traced layout's degrees are smaller; infinite where it bounds no memory of another."""
+    """Factor by which a traced layout's degrees are smaller; infinite if it gives no memory bound."""
     other, own = sampled.parallelism, candidate.parallelism
     sizes = sampled.layout.micro_batch_size, candidate.layout.micro_batch_size
     micro_batches = [min(layout.gradient_accumulation, 3) for layout in (sampled.layout, candidate.layout)]
@@ -308,14 +308,14 @@ def _too_long(candidate: Candidate) -> str | None:
 
 
 def _forkserver() -> Any:
-    """Start method that forks workers from a process with torch imported."""
+    """Multiprocessing context that forks workers from a process with torch imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     return context
 
 
 def _start_worker() -> None:
-    """Silence the log of model builds, and exempt imported objects from garbage collection, which is slow per trace."""
+    """Silence the log of model builds, and exempt imported objects from garbage collection, which slows every trace."""
     end_with_parent()
     logging.disable(logging.INFO)
     gc.freeze()
@@ -331,7 +331,7 @@ def _shards(candidate: Candidate) -> tuple[int, int]:
 
 
 def _extrapolate_exactly(given: tuple[list[LayoutCost], Device]) -> list[LayoutCost]:
-    """Costs of layouts of one profile, from a trace with their own number of shards."""
+    """Costs of layouts with one profile, from a trace with their own number of shards."""
     costs, device = given
     sampled, parts = _trace(costs[0].candidate)
     return [layout_cost(cost.candidate, sampled, parts, device) for cost in costs]

@@ -1,4 +1,4 @@
-"""Output of `titan-exp plan search`: table of layouts, reasons for those left out, and commands; or JSON."""
+"""Output of `titan-exp plan search`: table of layouts, reasons for pruned layouts, and commands; or JSON."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,9 +26,9 @@ def print_search(
     more: Mapping[str, Any],
     tokens: int | None,
 ) -> None:
-    """Print a search on a terminal; GPU-hours only for a known number of tokens of the whole run.
+    """Print a search result on a terminal, with GPU-hours if the run's number of tokens is known.
 
-    Commands repeat the `typed` overrides, and add `more` keys.
+    Commands repeat the `typed` overrides and add `more` keys.
     """
     console, first = Console(), result.rows[0].candidate
     training = first.experiment.training
@@ -53,7 +53,7 @@ def print_search(
 def search_json(
     result: SearchResult, space: SearchSpace, typed: Sequence[str], more: Mapping[str, Any], tokens: int | None
 ) -> dict[str, Any]:
-    """A search as JSON values in bytes and seconds."""
+    """Search result as JSON values in bytes and seconds."""
     return {
         "layouts": [
             {
@@ -84,17 +84,17 @@ def search_json(
 
 
 def gpu_hours(row: LayoutCost, tokens: int) -> float:
-    """GPU-hours of a run of so many tokens."""
+    """GPU-hours of a run of `tokens` tokens."""
     return tokens / row.tokens_per_second / 3600
 
 
 def days(row: LayoutCost, tokens: int) -> float:
-    """Days of a run of so many tokens."""
+    """Days of a run of `tokens` tokens."""
     return gpu_hours(row, tokens) / row.candidate.layout.world_size / 24
 
 
 def steps_for(training: TrainingConfig, tokens: int) -> int:
-    """Optimizer steps of a run of so many tokens."""
+    """Optimizer steps of a run of `tokens` tokens."""
     return math.ceil(tokens / (training.global_batch_size * training.seq_len))
 
 

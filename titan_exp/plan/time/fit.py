@@ -1,7 +1,7 @@
 """Calibration: fits a device's constants to finished runs and reports the errors of predictions.
 
-Four constants of time by robust least squares of log(predicted / measured), with a weak prior at the present constants
-for those that no run determines. One constant of memory, the median overhead of processes.
+Four time constants are fitted by robust least squares of log(predicted / measured), with a weak prior at the current
+constants for those not determined by any run. The memory constant is the median overhead of processes.
 """
 
 from collections.abc import Sequence
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
     import numpy as np
 
 MIN_RUNS = 4
-"""Runs with different predictions that a fit needs."""
+"""Minimum number of runs with different predictions for a fit."""
 PRIOR_WEIGHT = 0.02
-"""Weight of the prior: log (or tens of microseconds) from the present constant, against log error of a run."""
+"""Weight of the prior: log (or tens of microseconds) from the current constant, against log error of a run."""
 MIN_SHARE, MAX_SHARE = 0.02, 2.0
-"""Bounds of shares; above 1, since a rate may have been measured on a busy machine."""
+"""Bounds of shares; above 1, since rates may have been measured on a busy machine."""
 MAX_OPERATOR_US = 1000.0
 """Upper bound of an operator's fixed cost in microseconds."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """A finished run with its prediction and measurements."""
+    """Finished run with its prediction and measurements."""
 
     label: str
     """Name of the run."""
     prediction: Prediction
     """Prediction for `device`."""
     device: Device
-    """Device of the run with the present constants."""
+    """Device of the run with current constants."""
     step_seconds: float
     """Measured median of the step time."""
     memory: float | None
@@ -43,18 +43,18 @@ class Observation:
 
 @dataclass(frozen=True)
 class Fit:
-    """Fitted constants, and predictions of every run with the present and the fitted ones."""
+    """Fitted constants, and predictions of every run before and after the fit."""
 
     constants: Constants
     """Fitted constants."""
     before: tuple[float, ...]
-    """Step seconds with the present constants."""
+    """Step seconds with the current constants."""
     after: tuple[float, ...]
     """Step seconds with the fitted constants."""
     unseen: tuple[float, ...]
     """Step seconds with constants fitted to all other runs (leave-one-out)."""
     memory_before: tuple[float | None, ...]
-    """Bytes of rank 0 with the present constants; None where none were measured."""
+    """Bytes of rank 0 with the current constants; None if not measured."""
     memory_after: tuple[float | None, ...]
     """Bytes of rank 0 with the fitted constants."""
 
@@ -81,7 +81,7 @@ def fit(observations: Sequence[Observation]) -> Fit:
 
 
 def step_seconds(observation: Observation, constants: Constants) -> float:
-    """Predicted step seconds of a run with other constants."""
+    """Predicted step seconds of a run with the given constants."""
     before, after = observation.device, constants.apply_to(observation.device)
     longest = 0.0
     for rank in observation.prediction.ranks:

@@ -1,7 +1,7 @@
-"""Roofline step time: each kind of work at the rate that bounds it, FSDP's collectives overlapped with compute.
+"""Roofline step time: work over its bounding rate, with FSDP's collectives overlapped with compute.
 
-Launch-bound kernels, the host's work under CPU offload, stragglers and congested networks are not counted: runs are
-slower, rarely faster.
+Launch-bound kernels, host work with CPU offload, stragglers and congested networks are not counted: real runs are
+usually slower, rarely faster.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ BEHIND_COMPUTE = ("fsdp", "dp_replicate")
 """Mesh axes whose collectives overlap with compute."""
 
 CP_KINDS = ("send", "receive", "all-to-all")
-"""Message kinds of context parallelism, which FSDP and replication never send: ring hops and Ulysses' exchange."""
+"""Message kinds of context parallelism only, never of FSDP or replication: ring hops and Ulysses all-to-all."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +34,13 @@ class RankTime:
     matmuls: float
     """Matmuls and attention."""
     elementwise: float
-    """OpCosts bound by memory bandwidth."""
+    """Operators bound by memory bandwidth."""
     exposed: float
     """Exposed communication: tensor, context and pipeline parallelism."""
     behind: float
-    """Overlapped communication: FSDP, replication and their copies from and to the host, one after the other."""
+    """Overlapped communication: FSDP, replication and their host copies, in sequence."""
     operators: float = 0.0
-    """Fixed cost of every operator."""
+    """Fixed overhead of all operators."""
 
     @property
     def total(self) -> float:
@@ -49,9 +49,9 @@ class RankTime:
 
 
 def rank_time(costs: OpCosts, axes: Mapping[str, Sequence[int]], device: Device, node: int) -> RankTime:
-    """Estimate the time of a traced step on nodes of so many devices.
+    """Estimate the time of a traced step on nodes of `node` devices.
 
-    `axes` has the ranks of this rank's process group along every mesh axis that it communicates on.
+    `axes` maps every mesh axis with messages to the ranks of this rank's process group.
     """
     exposed, behind = 0.0, 0.0
     for (axis, kind), size in costs.messages.items():
@@ -75,7 +75,7 @@ def rank_time(costs: OpCosts, axes: Mapping[str, Sequence[int]], device: Device,
 
 
 def axis_ranks(parallelism: ParallelismConfig, pipeline_rank: int, costs: OpCosts) -> dict[str, list[int]]:
-    """Ranks of the first rank's process group along every mesh axis of its messages."""
+    """Ranks of the first rank's process group, by mesh axis of its messages."""
     shape = tuple(axis.degree(parallelism) for axis in AXES)
     mesh = np.arange(int(np.prod(shape))).reshape(shape)
     names, sharded = [axis.name for axis in AXES], {axis.name for axis in AXES if axis.shards_parameters}
@@ -106,11 +106,11 @@ def pipeline_bubble(layout: ResolvedLayout) -> float:
 
 
 def message_seconds(kind: str, size: int, ranks: Sequence[int], device: Device, node: int) -> float:
-    """Seconds of one rank's messages of a kind, with ring algorithms."""
+    """Seconds of one rank's messages of one kind, with ring algorithms."""
     if kind == "receive" or len(ranks) < 2:
         return 0.0  # counted by the sender
     nodes = len({rank // node for rank in ranks})
-    # Between nodes, the adapters of all ranks of the group work in parallel.
+    # Across nodes, the adapters of all ranks of the group work in parallel.
     rate = device.link_gbs if nodes == 1 else min(device.link_gbs, device.network_gbs * len(ranks) / nodes)
     rate *= 1e9 * device.link_share
     others = (len(ranks) - 1) / len(ranks)

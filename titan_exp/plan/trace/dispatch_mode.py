@@ -38,7 +38,7 @@ from titan_exp.plan.trace.torch_patches import replaced_attributes
 
 _DEVICE = torch.ops.prim.device.default
 _OP_CACHE = OpCache()
-"""Shared by all traces of this process."""
+"""Op cache shared by all traces of the process."""
 
 
 @dataclass(kw_only=True)
@@ -48,22 +48,22 @@ class OpCosts:
     flops: int = 0
     """FLOPs of matmuls and attention."""
     fp8_flops: int = 0
-    """The part of them in float8 matmuls."""
+    """FLOPs of float8 matmuls, included in `flops`."""
     bytes_moved: int = 0
     """Bytes read and written by all other operators."""
     messages: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
-    """Bytes by mesh axis and kind of message."""
+    """Message bytes by mesh axis and kind."""
     calls: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
-    """Number of these messages."""
+    """Message count by mesh axis and kind."""
     operators: int = 0
     """Number of operator calls."""
 
 
 class CostMode(TorchDispatchMode):
-    """Records memory, FLOPs and messages of every operator while it is active.
+    """Records memory, FLOPs and messages of every operator.
 
-    `workspace` returns the bytes that a call allocates and frees beyond its tensors; `matmul_workspace` are bytes that
-    the matmul library allocates on its first call in each thread, and keeps.
+    `workspace` returns the bytes that a call allocates and frees beyond its tensors; `matmul_workspace` is allocated by
+    the matmul library's first call in each thread and kept.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class CostMode(TorchDispatchMode):
         self._matmul_workspace, self._threads = matmul_workspace, set[bool]()
         self.tracker, self.costs, self._workspace = tracker, OpCosts(), workspace
         self.host_costs = OpCosts()
-        """Operators on the host's memory alone, where parameters are offloaded."""
+        """Costs of operators on host memory, with offloaded parameters."""
         self._axes, self._paused = axes_by_group(mesh), 0
         self._sole_owner: tuple[int, ...] | None = None
         self._stack, self._depth = ExitStack(), 0
 
     def __enter__(self) -> "CostMode":
-        # Entered again inside our custom operators.
+        # Custom operators re-enter the mode.
         if self._depth == 0:
             replacements = (
                 (torch.UntypedStorage, "resize_", self._resizing()),
@@ -98,7 +98,7 @@ class CostMode(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """True: compiled code is recorded when it runs, not while it is compiled."""
+        """True: compiled code is recorded at run time, not at compile time."""
         return True
 
     def __exit__(self, *failure: Any) -> None:
@@ -121,10 +121,10 @@ class CostMode(TorchDispatchMode):
             with self, torch.no_grad():
                 return body(*args, **kwargs)
         if func is torch.ops.aten._local_scalar_dense.default and self.tracker.category == "optimizer":
-            # Optimizers read their step count, on which no size depends.
+            # Optimizers read their step count; no size depends on it.
             return func(*args) if type(args[0]) is Tensor else 2.0
         try:
-            # Autograd sums gradients in place into one that it alone holds, unless a dispatch mode is active.
+            # Without a dispatch mode, autograd accumulates in place into a gradient that only it holds.
             alone = self._sole_owner is not None and _summand_counts(func, args) == self._sole_owner
             # With two memories (offload), the device of every call matters, so nothing is cached.
             key = None if alone or not self.tracker.alone else _OP_CACHE.key(func, args, kwargs)
@@ -159,9 +159,9 @@ class CostMode(TorchDispatchMode):
             self.tracker.add_transient(size, self.tracker.category)
 
     def _first_matmul(self, func: Any) -> None:
-        """Record the workspace that the matmul library keeps from its first call in a thread on."""
+        """Record the workspace that the matmul library allocates on its first call in a thread and keeps."""
         if str(func._overloadpacket) in MATMULS:
-            # The backward pass has a thread of its own.
+            # Backward runs in a separate thread.
             thread = torch._C._current_graph_task_id() != -1
             self.tracker.mark_matmul(backward=thread)
             if self._matmul_workspace and thread not in self._threads:
@@ -239,7 +239,7 @@ class CostMode(TorchDispatchMode):
         return resized
 
     def _without_sharding_propagation(self) -> Callable[..., Any]:
-        """DTensor runs operators on global shapes to propagate shardings; these are not computed."""
+        """Pause recording during DTensor's sharding propagation, which runs operators on global shapes."""
         ask = ShardingPropagator._propagate_tensor_meta_non_cached
 
         def asked(*args: Any, **kwargs: Any) -> Any:
@@ -269,22 +269,22 @@ def axes_by_group(mesh: Mesh) -> dict[str, str]:
 
 
 def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    # Torch has no fake kernel for this overload, and would compute it. It returns its `out` argument.
+    # This overload has no fake kernel and would be computed; it returns its `out` argument.
     if func is torch.ops.aten._scaled_mm.out and isinstance(kwargs["out"], FakeTensor):
         return kwargs["out"]
     return func(*args, **kwargs)
 
 
 def _summand_counts(func: Any, args: tuple[Any, ...]) -> tuple[int, ...] | None:
-    """Reference counts of the first gradient where the autograd engine sums two, else None.
+    """Reference counts of the first gradient if the autograd engine is adding two, else None.
 
-    The counts mean something only beside those of `_sole_owner_counts`.
+    Only comparable with the counts of `_sole_owner_counts`.
     """
     if func is not torch.ops.aten.add.Tensor or torch._C._current_graph_task_id() == -1 or torch.is_grad_enabled():
         return None
     caller: Any = sys._getframe(2)
     while caller.f_code.co_filename != torch.autograd.graph.__file__:
-        # Between the engine and this call lie only the frames of a dispatch mode.
+        # Only frames of a dispatch mode lie between the engine and this call.
         if "_dynamo" not in caller.f_code.co_filename and caller.f_code.co_name not in ("_fn", "inner"):
             return None
         caller = caller.f_back
@@ -298,7 +298,7 @@ def _summand_counts(func: Any, args: tuple[Any, ...]) -> tuple[int, ...] | None:
 
 
 def _sole_owner_counts() -> tuple[int, ...] | None:
-    """Reference counts where the autograd engine alone holds a gradient, measured on an example."""
+    """Reference counts of a gradient held only by the autograd engine, measured on an example."""
     found: list[tuple[int, ...] | None] = []
 
     class Look(TorchDispatchMode):
@@ -314,7 +314,7 @@ def _sole_owner_counts() -> tuple[int, ...] | None:
 
 
 def _python_body(func: Any) -> Callable[..., Any] | None:
-    """The Python body of one of our custom operators; None where its FLOPs are counted as a whole."""
+    """Python body of a `titan_exp` custom operator; None if its FLOPs are counted as a whole."""
     if func.namespace != "titan_exp" or str(func._overloadpacket) in GROUPED:
         return None
     definition = OPDEFS.get(f"{func.namespace}::{func._schema.name.partition('::')[2]}")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._tools.fake_collectives  # gives collectives on shapes alone
+import torch.distributed._tools.fake_collectives  # registers shape-only collectives
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -36,7 +36,7 @@ class FakeRank:
     """One rank of a fake process group."""
 
     experiment: Experiment
-    """The run, its layout resolved."""
+    """Run with a resolved layout."""
     state: TrainState
     """Mesh, model and optimizer of this rank."""
     batches: list[Batch]
@@ -44,7 +44,7 @@ class FakeRank:
 
     @property
     def preallocated(self) -> list[torch.Tensor]:
-        """Batch tensors allocated before the first step: where pipeline stages shard sequences."""
+        """Batch tensors allocated before the first step, with pipeline and context parallelism."""
         if self.state.mesh.pp_group is None or self.experiment.parallelism.cp == 1:
             return []
         values = [getattr(batch, field.name) for batch in self.batches for field in fields(batch)]
@@ -55,7 +55,7 @@ class FakeRank:
         self._step(self.batches)
 
     def warmup_step(self) -> None:
-        """Run one with as few micro-batches as the model takes, which creates the same optimizer state."""
+        """Run an optimizer step with the minimum number of micro-batches; creates the same optimizer state."""
         model = self.state.model
         self._step(self.batches[: model.eval_microbatches if self.state.mesh.pp_group is not None else 1])
 
@@ -73,12 +73,12 @@ class FakeRank:
 
 @contextmanager
 def fake_rank(experiment: Experiment, rank: int, device: torch.device = DEVICE) -> Iterator[FakeRank]:
-    """Build a global rank of a resolved layout, without values, for the `with` block.
+    """Build a global rank of a resolved layout on fake tensors, for the `with` block.
 
-    The device is `cpu_offload.GPU` where parameters are offloaded.
+    `device` is `cpu_offload.GPU` with offloaded parameters.
 
     Raises:
-        UserError: as the trainer's build.
+        UserError: from the trainer's build.
     """
     assert not dist.is_initialized(), "a process of a real job cannot be a fake rank"
     layout = ResolvedLayout.of(experiment)
@@ -91,25 +91,25 @@ def fake_rank(experiment: Experiment, rank: int, device: torch.device = DEVICE) 
                 yield FakeRank(experiment, state, fake_batches(layout, experiment.data))
     finally:
         dist.destroy_process_group()
-        # Cached shardings name process groups of this rank.
+        # Cached shardings refer to this rank's process groups.
         _clear_sharding_prop_cache()
 
 
 def pipeline_ranks(layout: ResolvedLayout) -> list[int]:
-    """The global rank that stands for each pipeline rank: the first in all other axes."""
+    """Representative global rank of each pipeline rank: the first along all other axes."""
     degree = layout.parallelism.pp
     return [rank * layout.world_size // degree for rank in range(degree)]
 
 
 @functools.cache
 def _mode() -> FakeTensorMode:
-    """The mode of all fake ranks of this process, so that constants cached by one serve the next."""
-    # Buffers and rank tables are real tensors. Operators without a fake kernel are refused, not computed.
+    """Fake tensor mode of all fake ranks of the process, so that they share cached constants."""
+    # Buffers and rank tables are real tensors. Operators without a fake kernel raise instead of being computed.
     return FakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=False)
 
 
 def fake_batches(layout: ResolvedLayout, data: DataConfig) -> list[Batch]:
-    """The micro-batches of one data-parallel rank, as from the loader."""
+    """Micro-batches of one data-parallel rank, as from the loader."""
     shape = (layout.micro_batch_size, layout.training.seq_len)
 
     def tokens() -> torch.Tensor:
@@ -126,7 +126,7 @@ _MESH_METHODS = ("__getitem__", "get_group", "get_local_rank", "get_coordinate",
 
 @contextmanager
 def _readable_meshes() -> Iterator[None]:
-    """Let device meshes read their rank tables, which are real tensors, outside of fake tensor mode."""
+    """Let device meshes read their rank tables, which are real tensors, outside fake tensor mode."""
 
     def without_modes(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)

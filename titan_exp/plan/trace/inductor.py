@@ -1,8 +1,7 @@
 """Inductor without kernels: its wrapper code runs on fake tensors, and no kernel is compiled or run.
 
-The wrapper allocates, reuses and frees buffers, so activations kept for backward and memory within a block are
-inductor's own decision. It is that for a CPU: on CUDA other operators may be fused, though the partition into forward
-and backward is decided before.
+The wrapper allocates, reuses and frees buffers, so saved activations and memory within a block follow inductor's own
+decisions, for a CPU. On CUDA fusion may differ; the partition into forward and backward does not.
 """
 
 from collections.abc import Callable, Iterator
@@ -57,7 +56,7 @@ def skip_inductor_kernels(called: Callable[[tuple[Any, ...]], None], device: tor
     settings: dict[str, Any] = {"compile_threads": 1, "fx_graph_cache": False}
     torch._dynamo.reset()
     replacements = (
-        # Otherwise inductor runs a C++ compiler to detect it and the CPU's vector instructions.
+        # Skip inductor's detection of compiler and vector instructions, which runs a C++ compiler.
         (cpu_vec_isa, "valid_vec_isa_list", list),
         (cpp_builder, "is_gcc", lambda: True),
         (cpp_builder, "is_msvc_cl", lambda: False),

@@ -31,14 +31,14 @@ CATEGORIES = (
 collectives; `optimizer` is its state and the temporaries of an update; `workspaces` are allocated once by kernel
 libraries and kept."""
 MOMENTS = 400
-"""Default number of moments in a timeline, at most."""
+"""Default maximum number of moments in a timeline."""
 SETTLED = ("parameters", "optimizer")
-"""Categories that a storage never leaves."""
+"""Final categories: `set_category` keeps them."""
 
 
 @dataclass(eq=False)
 class Storage:
-    """One storage."""
+    """Tracked storage."""
 
     category: str
     """One of `CATEGORIES`."""
@@ -53,16 +53,16 @@ class Moment:
     """Allocated memory at one point of a step."""
 
     bytes: int
-    """Total."""
+    """Allocated bytes."""
     by_category: dict[str, int]
-    """The same, by category."""
+    """Allocated bytes by category."""
     where: str
-    """Phase of the step, for example `backward, block 3`."""
+    """Phase of the step, e.g. `backward, block 3`."""
 
 
 @dataclass
 class MemoryTracker:
-    """Live storages, and every change of their sizes in order."""
+    """Live storages and every change of their sizes, in order."""
 
     granularity: int = 1
     """Bytes to which sizes are rounded up: 512 for torch's allocator on CUDA, 1 for exact sizes."""
@@ -75,9 +75,9 @@ class MemoryTracker:
     stream: Callable[[], int] = int
     """Returns the number of the current stream; by default 0."""
     events: list[Event] = field(default_factory=list)
-    """Allocations and releases of all storages, from the first on."""
+    """Allocations and releases of all storages, in order."""
     begun: int = 0
-    """Events before `begin_step`."""
+    """Number of events before `begin_step`."""
     _alive: dict[int, tuple[Storage, weakref.ref[torch.UntypedStorage]]] = field(default_factory=dict)
     _changes: list[tuple[Storage, int, str]] = field(default_factory=list)
     _allocated_before: int = 0
@@ -85,14 +85,14 @@ class MemoryTracker:
     _named: dict[int, Storage] = field(default_factory=dict)
 
     alone: ClassVar[bool] = True
-    """False if a second memory, the host's, is tracked too."""
+    """False if host memory is tracked too."""
 
     def is_elsewhere(self, tensor: Tensor) -> bool:
-        """True if a tensor lies in the second memory."""
+        """True if a tensor is in the second memory (host)."""
         return False
 
     def copy_between(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[str, str, int] | None:
-        """Axis, direction and bytes of an operator that copies between the two memories, else None."""
+        """Axis, direction and bytes of a copy between the two memories, else None."""
         return None
 
     def track(self, tensor: Tensor, category: str | None = None) -> None:
@@ -104,7 +104,7 @@ class MemoryTracker:
         return tensor.untyped_storage()._cdata in self._alive
 
     def set_category(self, tensors: Iterable[Tensor | None], category: str) -> None:
-        """Set the category of storages, from their allocation on; `SETTLED` ones keep theirs."""
+        """Set the category of storages retroactively; `SETTLED` categories are kept."""
         for tensor in tensors:
             if tensor is None:
                 continue
@@ -145,24 +145,24 @@ class MemoryTracker:
         return self._named[number].size if number in self._named else 0
 
     def free(self, number: int) -> None:
-        """Record that such memory is freed."""
+        """Record the release of memory recorded by `allocate`."""
         storage = self._named.pop(number)
         self._change(storage, -storage.size)
 
     def mark_block_output(self, output: Any) -> None:
-        """Record that a block has returned these hidden states."""
+        """Record the hidden states returned by a block."""
 
     def mark_matmul(self, *, backward: bool) -> None:
         """Record a call of the matmul library, in the forward or in the backward pass's thread."""
 
     def begin_step(self) -> None:
-        """Begin the step that is evaluated; keep only `events` and live storages of what was before."""
+        """Begin the evaluated step; of earlier ones, keep only `events` and live storages."""
         self._changes = [(storage, storage.size, self.where) for storage in self._present()]
         self._allocated_before = len(self._changes)
         self.begun = len(self.events)
 
     def peak(self) -> Moment:
-        """The first moment of the step with the most allocated memory."""
+        """First moment of the step with peak allocated memory."""
         total, highest, at = 0, -1, 0
         for number, (_, delta, _) in enumerate(self._changes):
             total += delta
@@ -182,9 +182,9 @@ class MemoryTracker:
         return found
 
     def timeline(self, limit: int = MOMENTS) -> list[Moment]:
-        """The step in at most `limit` moments: the largest of each of as many equal spans of changes.
+        """Memory timeline of the step in at most `limit` moments: the maximum of each of equal spans of changes.
 
-        The first moment is before the step; the peak is among them.
+        Starts with the moment before the step and includes the peak.
         """
         changes, moments, largest = max(len(self._changes) - self._allocated_before, 1), list[Moment](), -1
         current: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
@@ -216,7 +216,7 @@ class MemoryTracker:
         self._change(entry, self._rounded(storage.nbytes()))
 
     def _release(self, key: int, entry: Storage, _: object) -> None:
-        # Its address may belong to another storage by now.
+        # Another storage may have reused its address.
         if key in self._alive and self._alive[key][0] is entry:
             del self._alive[key]
         self._change(entry, -entry.size)
@@ -236,5 +236,5 @@ class MemoryTracker:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The local shard of a tensor."""
+    """Local shard of a DTensor; other tensors unchanged."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor

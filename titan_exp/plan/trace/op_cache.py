@@ -1,7 +1,7 @@
 """Op cache: results of operators on fake tensors, by operator, shapes and constants.
 
-Torch's own fake tensor cache spends most of a trace on its keys. Only functions of shapes are cached: aten operators
-that write into nothing or into their result, and whose results are new tensors, arguments, or views of their one
+Torch's own fake tensor cache spends most of a trace on computing keys. Only functions of shapes are cached: aten
+operators that are out-of-place or write into their result, and return new tensors, arguments, or views of their only
 tensor argument.
 """
 
@@ -26,9 +26,9 @@ class OpResult:
     """One result of an operator."""
 
     argument: int
-    """Index of the argument that is returned; -1 for another tensor."""
+    """Index of the returned argument; -1 for another tensor."""
     base: int
-    """Index of the argument that it is a view of; -1 for a new storage."""
+    """Index of the viewed argument; -1 for a new storage."""
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
@@ -40,11 +40,11 @@ class CachedOp:
     """Results and costs of a call."""
 
     mode: FakeTensorMode | None
-    """The mode of the results, if there are any."""
+    """Fake tensor mode of the results; None without results."""
     device: torch.device | None
-    """Their fake device."""
+    """Fake device of the results."""
     results: tuple[OpResult, ...]
-    """Each result."""
+    """Results in order."""
     kind: type | None
     """Type of the returned container, or NoneType; None for a tensor."""
     flops: int
@@ -79,7 +79,7 @@ class OpCache:
         self._cacheable: dict[Any, bool] = {}
 
     def key(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Key | None:
-        """Cache key of a call; None where it cannot be cached."""
+        """Cache key of a call; None if it is not cacheable."""
         cacheable = self._cacheable.get(func)
         if cacheable is None:
             cacheable = self._cacheable[func] = _is_cacheable(func)
@@ -95,7 +95,7 @@ class OpCache:
         return tuple(values)
 
     def get(self, key: Key) -> CachedOp | None:
-        """The cached call, or None."""
+        """Cached call, or None."""
         return self._cached.get(key)
 
     def put(self, key: Key, args: tuple[Any, ...], out: Any, flops: int, bytes_moved: int) -> None:

@@ -1,4 +1,4 @@
-"""Costs of operators: FLOPs of matmuls and attention, bytes of messages. Unknown operators are refused."""
+"""Operator costs: FLOPs of matmuls and attention, bytes of messages. Unknown operators raise an error."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +11,7 @@ from torch.utils.flop_counter import flop_registry
 from titan_exp.config.errors.user_error import UserError
 
 KNOWN_NAMESPACES = ("aten", "c10d", "_c10d_functional", "fsdp", "prims", "titan_exp")
-"""Namespaces of traceable operators; those of other libraries may allocate memory that is not traced."""
+"""Namespaces of traceable operators; operators of other libraries may allocate untraced memory."""
 COMPUTING = ("mm", "bmm", "baddbmm", "addmm", "conv", "attention", "lstm", "gru", "linalg", "fft", "flex")
 """Parts of names of aten operators that are bound by FLOPs, not by bytes."""
 
@@ -44,11 +44,11 @@ _NAMES = {
 }
 """Kinds of messages, by operator."""
 _LARGER_SIDE = {"_allgather_base_": 0, "_reduce_scatter_base_": 1, "alltoall_base_": 1}
-"""Index of the argument with the whole, ungathered or unscattered, message; 0 for other operators."""
+"""Index of the argument on the larger side (gathered, or not yet scattered); 0 for other operators."""
 
 
 def count_flops(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> int:
-    """FLOPs of a call, 2 for each multiply-add; 0 where it is bound by bytes.
+    """FLOPs of a call, 2 per multiply-add; 0 if it is bound by bytes.
 
     Raises:
         UserError: the operator is unknown.
@@ -57,10 +57,10 @@ def count_flops(operator: Any, args: Sequence[Any], kwargs: dict[str, Any], out:
     if packet in _ATTENTION:
         return _attention(args, _ATTENTION[packet])
     if str(packet) in GROUPED and args[0].dim() == 2:
-        # Each row meets one expert's matrix, whatever the number of experts.
+        # Each row is multiplied by one expert's matrix, independent of the number of experts.
         return 2 * args[0].numel() * args[1].shape[-1]
     namespace, _, name = str(packet).partition(".")
-    # The in-place variant has as many FLOPs.
+    # The in-place variant has the same FLOPs.
     packet = getattr(_aten, name.rstrip("_"), packet) if namespace == "aten" and name.endswith("_") else packet
     if packet in flop_registry:
         return flop_registry[packet](*args, **kwargs, out_val=out)
@@ -83,7 +83,7 @@ def decomposed_workspace(operator: Any, args: Sequence[Any]) -> int:
 def parse_message(operator: Any, args: Sequence[Any], out: Any) -> tuple[str, str, int] | None:
     """Kind, process group name and bytes of a communication operator, else None.
 
-    Bytes are those of the larger side: the gathered tensor, the one to scatter, the sent one.
+    Bytes are counted on the larger side: the gathered tensor, the tensor to scatter, the sent tensor.
 
     Raises:
         UserError: the operator is unknown.
@@ -102,7 +102,7 @@ def parse_message(operator: Any, args: Sequence[Any], out: Any) -> tuple[str, st
 
 
 def unknown_operator(operator: str) -> UserError:
-    """The error for an operator that the planner does not know."""
+    """Error for an operator unknown to the planner."""
     return UserError(
         f"plan: the step calls {operator}, whose FLOPs, memory or messages the planner does not know. Leave out the "
         "option that uses it, or run a few steps and read `memory` in metrics.jsonl."

@@ -1,4 +1,4 @@
-"""Phase of the step: forward or backward of a block, head and loss, optimizer. Set on the memory tracker by hooks."""
+"""Phase of the step (forward or backward of a block, head and loss, optimizer), set on the memory tracker by hooks."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +14,7 @@ from titan_exp.plan.trace.memory_tracker import MemoryTracker
 
 @dataclass
 class Phases:
-    """Findings of the hooks."""
+    """Values recorded by the hooks."""
 
     gradients: int = 0
     """Bytes of this rank's reduced gradients in the last optimizer step."""
@@ -75,7 +75,7 @@ def _on_part(tracker: MemoryTracker, part: nn.Module) -> list[Any]:
 
 
 def _backward_of(begins: Callable[[], None], ends: Callable[[], None] | None) -> Callable[..., None]:
-    """A forward hook: a block's backward pass begins with its output's gradient, and ends with its input's."""
+    """Forward hook that marks a block's backward pass, from its output's gradient to its input's."""
 
     def hook(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         if isinstance(output, Tensor) and output.requires_grad:

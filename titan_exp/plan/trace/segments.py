@@ -43,7 +43,7 @@ class AllocationEvent(NamedTuple):
     stream: int = 0
     """Stream of an allocation."""
     category: str = ""
-    """Final category of an allocation; empty for that of the phase."""
+    """Final category of an allocation; empty for the phase's default."""
     output: bool = False
     """True for the hidden states that a block returns."""
 
@@ -56,30 +56,30 @@ NOT_TRACKED = -3
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a step."""
+    """Part of a step."""
 
     label: str
-    """Phase of the step, or a label of an observer."""
+    """Phase of the step, or an observer's label."""
     step: int
     """-1 for the build, 0 for the first step, 1 for the second."""
     net: CategoryBytes
-    """Bytes that it allocates and keeps, less those that it frees."""
+    """Net allocated bytes."""
     peak: CategoryBytes
-    """Bytes added at its peak, the first of equal ones; zeros where it only frees."""
+    """Bytes added at its first peak; zeros if it only frees."""
     where: str
     """Phase of the step."""
     begins_phase: bool
-    """True if that phase begins with it."""
+    """True if the segment begins its phase."""
     category: str
-    """Default category of that phase."""
+    """Default category of the phase."""
     costs: OpCosts
     """FLOPs, memory traffic and messages."""
     events: Sequence[AllocationEvent] = ()
-    """Allocations and releases, in order, if they are kept."""
+    """Allocations and releases in order, if recorded."""
 
 
 class SegmentTracker(MemoryTracker):
-    """A memory tracker that also cuts a trace into segments."""
+    """Memory tracker that also cuts a trace into segments."""
 
     _mode: CostMode | None = None
 
@@ -107,7 +107,7 @@ class SegmentTracker(MemoryTracker):
         self._mode = mode
 
     def begin_step(self) -> None:
-        """Begin the step that is evaluated, with its first segment."""
+        """Begin the evaluated step and its first segment."""
         super().begin_step()
         self.next_step()
 
@@ -160,7 +160,7 @@ class SegmentTracker(MemoryTracker):
             total += delta
             if total > highest:
                 highest, peak = total, dict(net)
-        # Messages that the segment does not send are left out of the keys.
+        # The outer sum drops keys of messages that the segment does not send.
         costs = sum_costs([sum_costs([following.costs, sum_costs([cut.costs], -1)])])
         kept = cut.where, cut.begins_phase, cut.category, costs, events
         return Segment(cut.label, cut.step, category_bytes(net), category_bytes(peak), *kept)
@@ -186,7 +186,7 @@ class SegmentTracker(MemoryTracker):
         return category_bytes(held)
 
     def tracked_by_category(self, tensor: Tensor) -> CategoryBytes:
-        """Bytes of a tensor's storage; zeros where it is not tracked."""
+        """Bytes of a tensor's storage; zeros if it is not tracked."""
         if not self.is_tracked(tensor):
             return category_bytes({})
         storage, _ = self._alive[tensor.untyped_storage()._cdata]
@@ -204,7 +204,7 @@ class SegmentTracker(MemoryTracker):
 
 
 class _Cut(NamedTuple):
-    """Begin of a segment."""
+    """Start of a segment."""
 
     start: int
     """Number of the next recorded event."""
@@ -218,7 +218,7 @@ class _Cut(NamedTuple):
 
 
 class SegmentObserver(StepObserver):
-    """Ends a segment where a micro-batch, a pipeline action, a gradient reduction or the optimizer step begins."""
+    """Ends a segment at each start of a micro-batch, pipeline action, gradient reduction or optimizer step."""
 
     def __init__(self, tracker: SegmentTracker) -> None:
         self._tracker = tracker
@@ -232,7 +232,7 @@ class SegmentObserver(StepObserver):
         self._tracker.cut(f"{ACTION} {action.stage}")
 
     def action_end(self, action: Action, result: Tensor | None) -> None:
-        """Begin the time between two pipeline actions."""
+        """Begin the segment between two pipeline actions."""
         self._tracker.action_results.append(NOT_TRACKED if result is None else self._tracker.allocation_of(result))
         self._tracker.cut(BETWEEN_ACTIONS)
 
@@ -249,7 +249,7 @@ class SegmentObserver(StepObserver):
         self._tracker.cut(FINAL)
 
     def gradients_ready(self, parts: Sequence[nn.Module]) -> None:
-        """Begin the optimizer step, and note the storages of gradients."""
+        """Begin the optimizer step, and record the storages of gradients."""
         self._tracker.reduced_gradients.append(_gradient_allocations(self._tracker, parts))
         self._tracker.cut(OPTIMIZER_STEP)
 
@@ -260,7 +260,7 @@ def _gradient_allocations(tracker: SegmentTracker, parts: Sequence[nn.Module]) -
 
 
 def sum_costs(parts: Iterable[OpCosts], times: int = 1) -> OpCosts:
-    """The sum of costs, `times` over."""
+    """Sum of costs, multiplied by `times`."""
     total = OpCosts()
     for costs in parts:
         total.flops += times * costs.flops
@@ -276,7 +276,7 @@ def sum_costs(parts: Iterable[OpCosts], times: int = 1) -> OpCosts:
 
 
 def join_segments(label: str, segments: Sequence[Segment]) -> Segment:
-    """Consecutive segments as one."""
+    """Merge consecutive segments into one."""
     net, peak, height = category_bytes({}), category_bytes({}), 0
     where = segments[0].where if segments else label
     for segment in segments:

@@ -1,6 +1,6 @@
-"""Temporary replacement of torch's own attributes, where torch has no hook for what a trace without data needs.
+"""Temporary monkey patches of torch, used only if torch has no hook.
 
-Code of this package is never replaced: it has seams (`StepObserver`, `P2PTransport`, `Hardware`).
+Code of this package is never patched: it has extension points (`StepObserver`, `P2PTransport`, `Hardware`).
 """
 
 from collections.abc import Iterator

@@ -24,7 +24,7 @@ from titan_exp.trainer.train_state import TrainState
 
 @dataclass(frozen=True)
 class Trace:
-    """Costs of a rank's second step, in which the optimizer has its state."""
+    """Costs of a rank's second step, with optimizer state allocated."""
 
     peak: Moment
     """Peak memory."""
@@ -43,7 +43,7 @@ class Trace:
     step_events: list[Event]
     """Allocations and releases in the step."""
     host: HostUsage | None = None
-    """Memory and costs on the host, where parameters are offloaded."""
+    """Memory and costs on the host, with offloaded parameters."""
 
 
 def trace_step(
@@ -60,11 +60,11 @@ def trace_step(
 ) -> Trace:
     """Run two steps and trace the second.
 
-    The first step is `warmup_step`, a shorter one that creates the optimizer's state, or `step` itself. `preallocated`
-    are tensors from before it, besides the model. Fields of `batches`, the micro-batches of a step, that it has read
-    are allocated for all of them. With `cuda`, sizes are those of CUDA's kernels and allocator; the matmul library
-    keeps `matmul_workspace` bytes for each thread that calls it. With `inductor`, compiled kernels are skipped.
-    `segments` is an empty tracker that cuts the step into segments, if they are wanted.
+    The first step is `warmup_step`, a shorter one that creates the optimizer state, or `step` itself. `preallocated`
+    are tensors allocated before it, besides the model. Fields of `batches` (the micro-batches of a step) that it has
+    read are allocated for all micro-batches. With `cuda`, sizes follow CUDA's kernels and allocator, and the matmul
+    library keeps `matmul_workspace` bytes per calling thread. With `inductor`, compiled kernels are skipped.
+    `segments` is an empty tracker that cuts the step into segments.
 
     Raises:
         UserError: the step calls an unknown operator.
@@ -75,7 +75,7 @@ def trace_step(
     if cuda:
         tracker.stream = _Streams()
         if state.built.pipeline is not None:
-            # A fake process group completes sends at once in torch 2.15, and never in 2.13.
+            # A fake process group completes sends immediately in torch 2.15, and never in 2.13.
             state.built.pipeline.transport.sees_completion = False
     with (
         _no_garbage_collection(),
@@ -114,14 +114,14 @@ def trace_step(
 
 
 def read_fields(tracker: MemoryTracker, batches: Sequence[Batch]) -> list[Tensor]:
-    """Tensors of all micro-batches in the fields that are tracked in the first."""
+    """Tensors of all micro-batches, in the fields tracked for the first."""
     values = [(field.name, getattr(batches[0], field.name)) for field in fields(Batch)] if batches else []
     names = [name for name, value in values if value is not None and tracker.is_tracked(value)]
     return [getattr(batch, name) for batch in batches for name in names]
 
 
 class _Streams:
-    """Numbers FSDP2's streams, which exist on a CPU too, as objects without effect."""
+    """Numbers FSDP2's streams, which on a CPU are no-op objects."""
 
     def __init__(self) -> None:
         self._numbers: dict[object, int] = {torch.cpu.current_stream(): 0}
@@ -132,7 +132,7 @@ class _Streams:
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """No garbage collection within a step, as in the trainer: reference cycles stay allocated."""
+    """Disable garbage collection during a step, as in the trainer: reference cycles stay allocated."""
     collecting = gc.isenabled()
     gc.collect()
     gc.disable()

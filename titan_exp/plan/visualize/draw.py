@@ -1,4 +1,4 @@
-"""Plan visualization: collects the shards of fake ranks during a prediction and writes the page."""
+"""Plan visualization: records the shards of fake ranks during a prediction and writes the page."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from titan_exp.tracking.run_folder.atomic_write import write_atomically
 
 
 class Visualization:
-    """Page of a plan. Its folder is made at once, since a prediction may take minutes.
+    """Page of a plan. Its folder is created first, since a prediction may take minutes.
 
     Raises:
         UserError: the file cannot be written.
@@ -32,7 +32,7 @@ class Visualization:
         self._shards[pipeline_rank] = read_shards(rank)
 
     def write(self, plan: Plan) -> None:
-        """Write the page of a plan whose ranks were recorded, atomically.
+        """Write the page of a plan with recorded ranks, atomically.
 
         Raises:
             UserError: the file cannot be written.
@@ -40,7 +40,7 @@ class Visualization:
         text = to_html(plan, self._shards)
         try:
             if self.path.exists() and not self.path.is_file():
-                self.path.write_text(text, encoding="utf-8")  # a device or a pipe must not be replaced by a file
+                self.path.write_text(text, encoding="utf-8")  # do not replace a device or pipe by a file
             else:
                 write_atomically(self.path, text)
         except OSError as error:

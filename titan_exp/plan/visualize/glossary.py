@@ -1,4 +1,4 @@
-"""Text of the page: headline numbers, the layout in sentences, and a glossary."""
+"""Page text: headline numbers, a description of the layout, and a glossary."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ AXES = {
     key: f"{_PARALLELISM[key]} Communication: {'; '.join(axis.collectives for axis in axes.AXES if axis.key == key)}."
     for key in reversed(axes.DEGREES)
 }
-"""Degrees, from the innermost mesh axis, whose ranks are neighbours."""
+"""Degrees, from the innermost mesh axis (adjacent ranks) outwards."""
 
 TERMS = {
     "rank": "one process with one device, numbered from 0; ranks with neighbouring numbers share a node.",
@@ -72,7 +72,7 @@ COSTS = {
 
 @dataclass(frozen=True)
 class Fact:
-    """A headline number."""
+    """Headline number."""
 
     name: str
     """Quantity."""
@@ -81,7 +81,7 @@ class Fact:
     note: str = ""
     """Note."""
     bad: bool = False
-    """True if the run cannot work like this."""
+    """True if the run would fail."""
 
 
 def facts(plan: Plan) -> Iterator[Fact]:
@@ -104,7 +104,7 @@ def facts(plan: Plan) -> Iterator[Fact]:
 
 
 def layout_sentences(plan: Plan) -> Iterator[str]:
-    """The layout in sentences, from the outermost axis to the innermost."""
+    """Sentences that describe the layout, from the outermost axis to the innermost."""
     layout, parallelism, training = plan.layout, plan.layout.parallelism, plan.layout.training
     processes, nodes = format_items(layout.world_size, device_noun(layout)), format_items(layout.nodes, "node")
     yield f"{plan.experiment.model.name} trains on {processes} in {nodes}."

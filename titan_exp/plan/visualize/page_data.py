@@ -1,4 +1,4 @@
-"""Data of the page's scripts as JSON values."""
+"""JSON data for the page's scripts."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
@@ -15,13 +15,13 @@ from titan_exp.plan.visualize.schedule_data import schedule_data
 from titan_exp.plan.visualize.shards import RankShards
 
 POINTS = 8000
-"""Points of memory over a step, of all pipeline ranks together."""
+"""Number of points of memory timelines, for all pipeline ranks together."""
 MIN_POINTS = 100
-"""Smallest number of points of one rank."""
+"""Minimum number of points of one rank."""
 
 
 def page_data(plan: Plan, shards_by_rank: Mapping[int, RankShards]) -> dict[str, Any]:
-    """Data of a plan, with the shards of its pipeline ranks."""
+    """Page data of a plan, with the shards of its pipeline ranks."""
     layout, shards = plan.layout, next(iter(shards_by_rank.values()))
     moments = max(MIN_POINTS, POINTS // len(plan.ranks))
     return {
@@ -90,7 +90,7 @@ def _rank(rank: RankPlan, shards: RankShards, moments: int) -> dict[str, Any]:
 
 
 def _memory(timeline: list[Moment], peak: Moment, most: int) -> dict[str, Any]:
-    """Memory over a step: a column per category in a unit that leaves five digits, and phases as indices."""
+    """Memory over a step: one column per category, in a unit that leaves five digits, and phases as indices."""
     moments = _downsample(timeline, most)
     unit = max(1, peak.bytes // 20_000)
     phases = list(dict.fromkeys(moment.where for moment in moments))
@@ -108,7 +108,7 @@ def _memory(timeline: list[Moment], peak: Moment, most: int) -> dict[str, Any]:
 
 
 def _downsample(moments: list[Moment], most: int) -> list[Moment]:
-    """The first moment, and the largest of each of equal spans."""
+    """First moment, and the maximum of each of equal spans."""
     span = max(1, -(-(len(moments) - 1) // (most - 1)))
     spans = [moments[start : start + span] for start in range(1, len(moments), span)]
     return [*moments[:1], *(max(span, key=lambda moment: moment.bytes) for span in spans)]

@@ -1,6 +1,6 @@
-"""Plan as one self-contained HTML page: no network, no other file, no library.
+"""HTML page of a plan, self-contained: no network, no other file, no library.
 
-Sentences are text; the scripts in `page/` draw the rest from numbers in the page.
+Sentences are text; the scripts in `page/` draw the rest from embedded numbers.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ SCRIPTS = ("numbers.js", "layout.js", "ranks.js", "rank.js", "pipeline.js", "mem
 
 
 def to_html(plan: Plan, shards_by_rank: Mapping[int, RankShards]) -> str:
-    """HTML of a plan, with the shards of its pipeline ranks."""
+    """Render a plan and the shards of its pipeline ranks as HTML."""
     degrees = {axis: getattr(plan.experiment.parallelism, axis) for axis in AXES}
     words = {"axes": AXES, "kinds": KINDS, "costs": COSTS, "categories": CATEGORIES}
     return render_page(

@@ -1,4 +1,4 @@
-"""Pipeline schedule over time: start and end of every action of each pipeline rank, as the executor runs it."""
+"""Pipeline schedule over time: start and end of every action of each pipeline rank, in execution order."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from titan_exp.parallel.pipeline_parallel.schedule_actions import build_schedule
 from titan_exp.plan.predict import Plan
 
 MIN_GAP = 1e-6
-"""Smallest idle time, as a share of a forward pass; less is rounding."""
+"""Minimum idle time as a share of a forward pass; less is rounding."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class PipelineSchedule:
     placement: list[int]
     """Pipeline rank of each stage."""
     passes: int
-    """Passes of a step."""
+    """Passes through the pipeline per step."""
 
 
 def schedule_of(layout: ResolvedLayout) -> PipelineSchedule:
-    """Schedule of a layout, also of one without a pipeline."""
+    """Schedule of a layout, with or without a pipeline."""
     parallelism, micro_batches = layout.parallelism, layout.gradient_accumulation
     if parallelism.pp == 1:
         return PipelineSchedule([[Action(0, kind, number) for number in range(micro_batches) for kind in "FB"]], [0], 1)
@@ -37,7 +37,7 @@ def schedule_of(layout: ResolvedLayout) -> PipelineSchedule:
 
 
 def schedule_data(plan: Plan) -> dict[str, Any]:
-    """Schedule as JSON: actions and idle times of each rank as text, for every known way to time them."""
+    """Schedule as JSON: actions and idle times of each rank as text, for every available timing."""
     schedule = schedule_of(plan.layout)
     totals = {rank.pipeline_rank: rank.time.total for rank in plan.ranks if rank.time is not None}
     ways = []
@@ -45,7 +45,7 @@ def schedule_data(plan: Plan) -> dict[str, Any]:
         costs = [_forward_seconds(schedule, rank, totals[rank]) for rank in schedule.placement]
         ways.append(_way("own", schedule, costs))
     if totals and len(schedule.orders) > 1:
-        # The plan's estimate: every stage is as slow as the slowest.
+        # The plan's estimate counts every stage as the slowest.
         slowest = max(totals.values())
         costs = [_forward_seconds(schedule, rank, slowest) for rank in schedule.placement]
         ways.append(_way("alike", schedule, costs))
@@ -60,7 +60,7 @@ def schedule_data(plan: Plan) -> dict[str, Any]:
 
 
 def schedule_text(order: Sequence[Action], end: dict[Action, float], stage_costs: Sequence[float]) -> str:
-    """Actions of a rank, as `2F0`, with idle times, as `~1.5`."""
+    """Actions of a rank, e.g. `2F0`, with idle times, e.g. `~1.5`."""
     parts, now = [], 0.0
     for action in order:
         cost = COST[action.kind] * stage_costs[action.stage]

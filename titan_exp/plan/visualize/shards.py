@@ -1,4 +1,4 @@
-"""Shards of a fake rank: its place in the mesh, and how mesh axes divide each of its weights."""
+"""Shards of a fake rank: mesh coordinates, and mesh axes that divide each weight."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ from titan_exp.plan.trace.fake_world import FakeRank
 
 @dataclass(frozen=True)
 class ShardedWeight:
-    """A weight of one stage, once for all of its blocks."""
+    """Weight of one stage, listed once for all of its blocks."""
 
     stage: int
     """Stage of the weight."""
     name: str
     """Name of the weight, within its block."""
     layers: tuple[int, ...]
-    """Blocks with such a weight; empty for a weight outside blocks."""
+    """Blocks with this weight; empty for a weight outside blocks."""
     shape: tuple[int, ...]
     """Shape of the whole weight."""
     itemsize: int
     """Bytes of an element."""
     cuts: tuple[tuple[str, int], ...]
-    """Mesh axes that divide the weight, each with its dim, in the order of division: into one piece per rank of the
-    axis, of a size rounded up, so that the last may be smaller or empty."""
+    """Mesh axes that divide the weight, each with its dim, in the order of division: one piece per rank of the axis,
+    with sizes rounded up, so that the last may be smaller or empty."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class RankShards:
     """Shards of a rank."""
 
     axes: dict[str, int]
-    """Degrees of the mesh axes, the outermost first."""
+    """Degrees of the mesh axes, outermost first."""
     sharding: dict[str, tuple[str, ...]]
-    """Mesh axes behind every axis that divides weights, the outermost first."""
+    """Mesh axes behind every axis that divides weights, outermost first."""
     weights: tuple[ShardedWeight, ...]
     """Weights of this rank's stages."""
 
@@ -59,7 +59,7 @@ def read_shards(rank: FakeRank) -> RankShards:
 
 
 def _weights(stage: int, module: nn.Module) -> Iterator[ShardedWeight]:
-    """Weights of a stage, equal ones of its blocks once."""
+    """Weights of a stage; equal weights of its blocks are listed once."""
     in_blocks = {
         id(weight): (number, name)
         for number, block in iter_numbered_blocks(module)
@@ -75,7 +75,7 @@ def _weights(stage: int, module: nn.Module) -> Iterator[ShardedWeight]:
 
 
 def sharded_dims(weight: Tensor) -> tuple[tuple[str, int], ...]:
-    """Mesh axes of several ranks that divide a weight, each with its dim, in the order of division."""
+    """Mesh axes larger than 1 that divide a weight, each with its dim, in the order of division."""
     if not isinstance(weight, DTensor):
         return ()
     mesh, first, then = weight.device_mesh, list[tuple[str, int]](), list[tuple[str, int]]()

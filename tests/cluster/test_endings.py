@@ -127,7 +127,9 @@ def test_drained_and_failed_nodes(cluster: Submitting, stand_in: StandIn):
         cluster.slurm.resume(node)
     cluster.running(folder, "seen-0.json", "seen-1.json")
     assert last(folder).job_id == job
-    cluster.slurm.fail(last(folder).hosts[0])
+    host = last(folder).hosts[0]
+    cluster.slurm.drain(host)  # its slurmd is alive and would return it to service, with the old step still on it
+    cluster.slurm.fail(host)
     cluster.slurm.resume("node3")
 
     def started_again() -> bool:

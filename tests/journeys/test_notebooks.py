@@ -14,7 +14,7 @@ from tests.journeys.command import REPOSITORY, TITAN_EXP
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 
 
-@pytest.mark.slow
+@pytest.mark.night  # 75 s; by day the shipped outputs are checked
 @pytest.mark.filterwarnings("ignore")  # of the client of the kernel, about how the two of them talk
 def test_they_run_from_their_first_cells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """In one folder: all begin with the same six runs, which the first of them trains and the others find."""

@@ -134,7 +134,7 @@ def test_status_table(make, capsys: pytest.CaptureFixture[str]):
     out = capsys.readouterr().out
     assert (row.step, row.steps, row.loss, row.mfu, row.seconds_left) == (6, 10, 2.5, 0.25, 4 * 100 / 50)
     assert all(
-        text in out for text in ("6/10", "4/10", "2.5000", "25.0%", "0:08", "out of luck", "1 running", "1 failed")
+        text in out for text in ("6/10", "4/10", "2.5000", "25.0%", "8s", "out of luck", "1 running", "1 failed")
     )
     assert row.gpu_hours is None
     assert main(["status", "x", "--json"]) == 0

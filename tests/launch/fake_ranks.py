@@ -99,6 +99,10 @@ def obey_stop(path: str) -> None:
     if rank() == 0:
         log(folder, step + 1)
     if saved.exists():
+        # As in training, no rank ends before all have started.
+        (folder.path / f"resumed-{rank()}").touch()
+        peers = [folder.path / f"resumed-{peer}" for peer in range(int(os.environ["WORLD_SIZE"]))]
+        wait_until(lambda: all(peer.exists() for peer in peers))
         return
     wait_until(folder.stop_requested)
     time.sleep(float(os.environ.get("FAKE_SAVE_SECONDS", "0")))

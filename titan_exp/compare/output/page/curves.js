@@ -30,7 +30,7 @@ function path(xs, ys, x, y) {
   return text;
 }
 function crowd() {
-  // Of very many rows the twelve best and the baseline are shown at first; the legend has the others.
+  // With many rows only the best twelve and the baseline are shown at first; the legend has the others.
   const metric = data.metrics[0];
   if (data.rows.length <= 16 || !metric) return new Set();
   const order = data.rows.map((row, place) => [row.baseline ? -Infinity : metric.values[place] ? metric.values[place][0] * (metric.better === "max" ? -1 : 1) : Infinity, place]);

@@ -1,4 +1,4 @@
-// Dots with names that do not cover each other: the Pareto front, and scaling.
+// Scatter plots whose labels do not overlap: the Pareto front, and scaling.
 function names(f, entries) {
   const taken = entries.map((it) => ({ x0: it.x - 7, x1: it.x + 7, y0: it.y - 7, y1: it.y + 7 }));
   for (const it of [...entries].sort((a, b) => a.y - b.y)) {

@@ -1,9 +1,9 @@
-// Numbers as people read them, scales, and a frame with axes.
+// Number formatting, scales, and a frame with axes.
 const COLORS = 10;
 const DASHES = ["", "7 3", "2 3", "9 3 2 3"];
 const color = (row) => `var(--c${row % COLORS})`;
 const dash = (row) => DASHES[Math.floor(row / COLORS) % DASHES.length];
-// A tip of rows, each marked with its colour.
+// Tooltip with a line per row, marked with its colour.
 const tipOfRows = (event, title, lines) => showTip(event, title, lines.map(([row, ...rest]) => [row === null ? null : color(row), ...rest]));
 
 function formatCount(number) {
@@ -44,7 +44,7 @@ function scale(low, high, from, to, log = false) {
 }
 function padded(values, part = 0.06) {
   const low = Math.min(...values), high = Math.max(...values);
-  // Differences that are rounding do not fill a plot.
+  // A least axis range, so that rounding noise is not magnified.
   const more = Math.max((high - low) * part, Math.abs(high) * 0.002) || 1;
   return [low - more, high + more];
 }

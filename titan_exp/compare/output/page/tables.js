@@ -1,4 +1,4 @@
-// Tables whose columns sort them.
+// Sortable tables.
 function sortable() {
   const valueOf = (cell) => {
     const text = cell.dataset.value ?? cell.textContent.trim();

@@ -166,7 +166,7 @@ def test_scontrol_requeue_during_training(cluster: Submitting, undisturbed: RunF
     assert_same(folder, undisturbed)
 
 
-@pytest.mark.slow
+@pytest.mark.night  # a minute of waiting for SLURM; test_slurm has the warning before a time limit
 def test_time_limit_during_training(cluster: Submitting, stand_in: StandIn, undisturbed: RunFolder):
     stand_in("train_slowly")
     folder, job = cluster.submitted(*TRAINING, "cluster.time_limit=600")

@@ -34,6 +34,7 @@ metrics: {loss: min}
 """
 
 
+@pytest.mark.night  # by day tests/launch and tests/cluster run studies
 @pytest.mark.timeout(300)
 def test_a_study_of_six_runs(tmp_path: Path):
     (tmp_path / "sweeps").mkdir()

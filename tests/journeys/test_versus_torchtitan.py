@@ -25,6 +25,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.night  # the benchmark itself; by day its parts
 def test_the_smoke_run_trains_both_sides_from_the_same_weights():
     done = run("--smoke")
     assert done.returncode == 0, done.stderr

@@ -23,9 +23,11 @@ STEPS = 30
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 KILLED = [
     ("sync", 1),
-    ("async", 2),
     ("async_process", 2),
-    *(pytest.param(*case, marks=pytest.mark.night) for case in [("sync", 2), ("async", 1), ("async_process", 1)]),
+    *(
+        pytest.param(*case, marks=pytest.mark.night)
+        for case in [("sync", 2), ("async", 1), ("async", 2), ("async_process", 1)]
+    ),
     *(pytest.param("async_pinned", world, marks=NEEDS_CUDA) for world in (1, 2)),
 ]
 

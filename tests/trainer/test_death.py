@@ -21,6 +21,7 @@ from titan_exp.trainer.rank_main import main
 
 STEPS = 30
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+BY_NIGHT = [("sync", 2), ("async", 1), ("async", 2), ("async_process", 1)]
 KILLED = [
     ("sync", 1),
     ("async_process", 2),

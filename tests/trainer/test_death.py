@@ -25,10 +25,7 @@ BY_NIGHT = [("sync", 2), ("async", 1), ("async", 2), ("async_process", 1)]
 KILLED = [
     ("sync", 1),
     ("async_process", 2),
-    *(
-        pytest.param(*case, marks=pytest.mark.night)
-        for case in [("sync", 2), ("async", 1), ("async", 2), ("async_process", 1)]
-    ),
+    *(pytest.param(*case, marks=pytest.mark.night) for case in BY_NIGHT),
     *(pytest.param("async_pinned", world, marks=NEEDS_CUDA) for world in (1, 2)),
 ]
 
